@@ -39,12 +39,11 @@ import msgspec
 
 from benchmarks.goodput.drawing import read_folders
 from benchmarks.goodput.nodes import Nodes, cluster
-from kvrelay.load.arrivals import arrivals
 from kvrelay.load.config import BenchConfig
 from kvrelay.load.experiment import Experiment, usual_s
 from kvrelay.load.measures import percentile
 from kvrelay.load.results import Run
-from kvrelay.load.sessions import Work, sessions
+from kvrelay.load.sessions import Work, arrivals, sessions
 from kvrelay.machine import embedded_model
 from kvrelay.planner.rate_card import RateCard, read_card, write_card
 from kvrelay.planner.setting import Setting, Stream, Targets

@@ -23,9 +23,8 @@ from urllib.request import urlopen
 from benchmarks.local_cluster import running
 from kvrelay.load.conductor import Outcome, conduct
 from kvrelay.load.measures import Slo, Window, client_of, measured, percentile
-from kvrelay.load.prompts import Spelling
 from kvrelay.load.records import Asking, Load, Record
-from kvrelay.load.sessions import Arrival, Work
+from kvrelay.load.sessions import Arrival, Spelling, Work
 
 MODEL = Path(__file__).parent / "models" / "llama-3.1-8b.json"
 _CLIENTS_PER_PROCESS, _MOST_PROCESSES = 8, 4

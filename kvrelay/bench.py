@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrelay.load.config import BenchConfig
-from kvrelay.load.experiment import Experiment, Told
+from kvrelay.load.experiment import Experiment, RunProgress
 from kvrelay.load.measures import server_failures
 from kvrelay.load.report import cells_of, warnings_of, write_report
 from kvrelay.load.results import Made, Result, read_result, write_result
@@ -105,10 +105,10 @@ def _compare(files: Sequence[Path], values: Mapping[str, object], console: Conso
     return 0
 
 
-def _teller(bar: Progress) -> Callable[[Told], None]:
+def _teller(bar: Progress) -> Callable[[RunProgress], None]:
     tasks: dict[str, TaskID] = {}
 
-    def told(said: Told) -> None:
+    def told(said: RunProgress) -> None:
         if said.name not in tasks:
             tasks[said.name] = bar.add_task(said.name, total=said.total_s or said.requests, said="")
         of = said.progress

@@ -1,5 +1,4 @@
-"""What a cluster is asked, and how it is measured by whoever asks.
+"""What a server is asked, the client that asks it, and the figures of what it answers.
 
-Owns workloads, arrivals, the client that puts them to any OpenAI server, and the figures of what it
-sees; knows nothing of nodes and routers. What is typed and shown is the command line's.
+Works for any OpenAI server; knows nothing of nodes and routers.
 """

@@ -1,8 +1,4 @@
-"""The processes of the client, started, told when to begin, listened to, and ended: one load on one
-server.
-
-Owns no figure: it brings the records of all processes together.
-"""
+"""Starts the processes of the client, and joins their records: one load on one server."""
 
 from __future__ import annotations
 
@@ -18,7 +14,17 @@ from pathlib import Path
 import msgspec
 
 from kvrelay.load.measures import percentile
-from kvrelay.load.records import Asking, Begin, Load, Progress, Record, Share, Told, pack, size_of
+from kvrelay.load.records import (
+    Asking,
+    Begin,
+    Load,
+    ProcessReport,
+    Progress,
+    Record,
+    Share,
+    pack,
+    size_of,
+)
 from kvrelay.wire.child_environ import child_environ
 from kvrelay.wire.errors import DeadlineExceeded, KvrelayError
 
@@ -34,25 +40,23 @@ _LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one load: all requests, by the time at which they were due, and what its client can say of
-    itself.
-    """
+    """All requests of a load in the order in which they were due, and how its client did."""
 
     records: list[Record]
     cpu_shares: list[float]
-    """Of a core, for each process."""
+    """Share of a core, by process."""
     lags_s: list[float]
-    """By how much timers were late, of the process whose were latest."""
+    """How late timers were, in the process where they were latest."""
 
 
 def processes_for(wanted: int, clients: int) -> int:
-    """As many as were asked for, or half of the cores; never more than clients."""
+    """Return how many processes to use: those wanted, or half of the cores, at most one a client."""
     count = wanted or max(1, min(_MOST_PROCESSES, cores() // 2))
     return min(count, clients) if clients else count
 
 
 def cores(limit: Path = _LIMIT) -> int:
-    """That we may run on, by our affinity and by the file in which a container's limit stands."""
+    """Return the cores that we may use, by affinity and by the container's limit in that file."""
     count = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = limit.read_text(encoding="ascii").split()
@@ -66,9 +70,9 @@ async def conduct(
     processes: int = 1,
     told: Callable[[Progress], None] = lambda progress: None,
 ) -> Outcome:
-    """Put a load. `told` hears of all processes together.
+    """Put a load on a server; `told` hears the progress of all processes together.
 
-    Raises KvrelayError if one of them ends before its time, DeadlineExceeded if one does not end.
+    Raises KvrelayError if one of them ends early, DeadlineExceeded if one does not end.
     """
     children: list[asyncio.subprocess.Process] = []
     try:
@@ -115,12 +119,12 @@ def _say(child: asyncio.subprocess.Process, said: object) -> None:
     child.stdin.write(pack(said))
 
 
-async def _hear(child: asyncio.subprocess.Process) -> Progress | Told:
+async def _hear(child: asyncio.subprocess.Process) -> Progress | ProcessReport:
     assert child.stdout is not None
     try:
         head = await child.stdout.readexactly(4)
         return msgspec.msgpack.decode(
-            await child.stdout.readexactly(size_of(head)), type=Progress | Told
+            await child.stdout.readexactly(size_of(head)), type=Progress | ProcessReport
         )
     except asyncio.IncompleteReadError as why:
         raise KvrelayError(
@@ -130,10 +134,10 @@ async def _hear(child: asyncio.subprocess.Process) -> Progress | Told:
 
 async def _until_told(
     child: asyncio.subprocess.Process, index: int, heard: Callable[[int, Progress], None]
-) -> Told:
+) -> ProcessReport:
     while True:
         said = await _hear(child)
-        if isinstance(said, Told):
+        if isinstance(said, ProcessReport):
             return said
         heard(index, said)
 

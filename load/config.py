@@ -1,21 +1,24 @@
-"""The settings of `kvrelay bench`, and what they say together: frozen, and checked once."""
+"""The settings of `kvrelay bench`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
-from kvrelay.load.arrivals import ARRIVALS
+from msgspec import Meta
+
 from kvrelay.load.measures import Slo
-from kvrelay.load.prompts import FIRST_TOKEN
-from kvrelay.load.sessions import LENGTHS, Arrival, Lengths, Work
-from kvrelay.wire.config_checks import base_url, require
+from kvrelay.load.sessions import FIRST_TOKEN, LENGTHS, Arrival, Arrivals, Lengths, Work
+from kvrelay.wire.config_checks import base_url, check_fields, require
 from kvrelay.wire.errors import ConfigError
 
 __all__ = ["BenchConfig"]
 
-_ENDPOINTS = ("completions", "chat")
+# Finite, too.
+_Positive = Annotated[float, Meta(gt=0, lt=math.inf)]
+_NotNegative = Annotated[float, Meta(ge=0, lt=math.inf)]
 _ANY = Lengths(0, 0)
 
 
@@ -31,7 +34,7 @@ class BenchConfig:
     """The key that it wants."""
     model: str = ""
     """The model to ask; empty takes the first one that the server names."""
-    endpoint: str = "completions"
+    endpoint: Literal["completions", "chat"] = "completions"
     """completions sends token ids, whose number is exact; chat sends messages, and is what turns
     need.
     """
@@ -39,7 +42,7 @@ class BenchConfig:
     """Tokens of prompts and answers: chat (512:256), code (2048:64), summarise (8192:256),
     long-context (65536:256), reasoning (512:4096), or IN:OUT.
     """
-    spread: float = 0.0
+    spread: _NotNegative = 0.0
     """Lengths are log-normal with this standard deviation, in means; 0: all are alike."""
     sharegpt: str = ""
     """A file in ShareGPT's format, instead of lengths."""
@@ -47,27 +50,27 @@ class BenchConfig:
     """A file in the format of Mooncake's traces, instead of lengths; also .gz. Equal hashes become
     equal beginnings.
     """
-    turns: int = 1
+    turns: Annotated[int, Meta(gt=0)] = 1
     """Turns of each session; each prompt holds all that was said, with the server's own answers."""
-    think_s: float = 1.0
+    think_s: _NotNegative = 1.0
     """Seconds from an answer to the next turn, on average."""
     rate: str = ""
     """Requests a second, whatever is answered (open loop); several with commas between them are run
     one by one. With --find-rate: where the search begins.
     """
-    arrivals: str = "poisson"
+    arrivals: Arrivals = "poisson"
     """How they come: poisson, bursty, constant, or trace: at its times, stretched to a --rate if
     given.
     """
-    variation: float = 2.0
+    variation: _Positive = 2.0
     """Of bursty arrivals: the standard deviation of their gaps, in means; 1 is poisson."""
-    concurrency: int = 0
+    concurrency: Annotated[int, Meta(ge=0)] = 0
     """Clients that ask again when they are answered (closed loop), instead of a rate; 1 with
     --requests alone.
     """
-    requests: int = 0
+    requests: Annotated[int, Meta(ge=0)] = 0
     """End after so many sessions behind the warm-up, instead of --duration-s."""
-    duration_s: float = 60.0
+    duration_s: _Positive = 60.0
     """Seconds that count, of each rate."""
     warm_up_s: float = -1.0
     """Seconds before them that do not. Below 0: as long as an answer may take that meets its
@@ -77,23 +80,23 @@ class BenchConfig:
     """Find the highest rate at which --attainment of the requests meet their targets, by several
     runs.
     """
-    attainment: float = 0.9
+    attainment: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """The share of requests that has to meet its targets."""
-    precision: float = 0.05
+    precision: _Positive = 0.05
     """How near the rate that is found is to one that is too high, as a share."""
-    ttft_ms: float = 0.0
+    ttft_ms: _NotNegative = 0.0
     """Target for the first token; 0 takes that of the lengths (chat 200, code 125), or 1000."""
-    tpot_ms: float = 0.0
+    tpot_ms: _NotNegative = 0.0
     """Target for the mean time per token after it; 0 takes that of the lengths (chat 15, code 20),
     or 50.
     """
-    gap_ms: float = 0.0
+    gap_ms: _NotNegative = 0.0
     """Target for the longest time between two tokens; 0: none."""
     tell_targets: bool = False
     """Send the first two targets with each request, as x-slo-ttft-ms and x-slo-tpot-ms: kvrelay's
     router knows them.
     """
-    gpus: int = 1
+    gpus: Annotated[int, Meta(gt=0)] = 1
     """GPUs behind the address, all of them: goodput is divided by it."""
     hardware: str = ""
     """What the server runs on, for the result."""
@@ -101,9 +104,9 @@ class BenchConfig:
     """What to call this server in tables and plots; empty takes the name of the model."""
     output: str = "bench.json"
     """The result, as JSON; the same with .html is the report."""
-    processes: int = 0
+    processes: Annotated[int, Meta(ge=0)] = 0
     """Processes of the client; 0: half of the cores."""
-    deadline_s: float = 600.0
+    deadline_s: _Positive = 600.0
     """A request that takes longer has failed."""
     ignore_eos: bool = True
     """Have the server make as many tokens as it is asked for. Not every server knows this field."""
@@ -120,41 +123,10 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         _ = self.base_urls
-        require(
-            self.endpoint in _ENDPOINTS,
-            f"endpoint {self.endpoint!r} is not one of {', '.join(_ENDPOINTS)}",
-        )
-        require(
-            self.arrivals in ARRIVALS,
-            f"arrivals {self.arrivals!r} is not one of {', '.join(ARRIVALS)}",
-        )
-        positive = ("turns", "duration_s", "variation", "gpus", "deadline_s", "precision")
-        for name in positive:
-            require(
-                _finite(getattr(self, name)) > 0,
-                f"{name} must be positive, got {getattr(self, name):g}",
-            )
-        for name in (
-            "spread",
-            "think_s",
-            "concurrency",
-            "requests",
-            "ttft_ms",
-            "tpot_ms",
-            "gap_ms",
-            "processes",
-        ):
-            require(
-                _finite(getattr(self, name)) >= 0,
-                f"{name} must not be negative, got {getattr(self, name):g}",
-            )
+        check_fields(self)
         require(
             math.isfinite(self.warm_up_s),
             f"warm_up_s must be a number of seconds, got {self.warm_up_s:g}",
-        )
-        require(
-            0 < self.attainment <= 1,
-            f"attainment is a share above 0 and up to 1, got {self.attainment:g}",
         )
         require(
             self.vocab_size > FIRST_TOKEN,
@@ -203,14 +175,12 @@ class BenchConfig:
 
     @property
     def clients(self) -> int:
-        """Clients of a closed loop: one if nothing is said but how many requests there are; 0: an
-        open loop.
-        """
+        """Clients of a closed loop; 0: an open loop."""
         return self.concurrency or int(self.requests > 0 and not self._open_loop)
 
     @property
     def base_urls(self) -> Sequence[str]:
-        """What routes are put behind: of each server. Raises ConfigError."""
+        """The address of each server. Raises ConfigError."""
         return [base_url(each) for each in self.url.split(",")]
 
     @property
@@ -250,23 +220,17 @@ class BenchConfig:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What is sent with each request beside the usual ones."""
         slo = self.slo
         told = {"x-slo-ttft-ms": f"{slo.ttft_ms:g}", "x-slo-tpot-ms": f"{slo.tpot_ms:g}"}
         return told if self.tell_targets else {}
 
     @property
     def work(self) -> Work:
-        """What is asked."""
         of = self.fixed
         return Work(
             of.prompt, of.output, self.spread, self.turns, self.think_s, self.trace, self.sharegpt
         )
 
     def arrival(self, rate: float) -> Arrival:
-        """How requests come at that rate."""
+        """Return how requests come at that rate."""
         return Arrival(self.arrivals, rate, self.variation)
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else -1.0

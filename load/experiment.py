@@ -1,7 +1,7 @@
 """An experiment: one server, one or several rates, or the search of one; from settings to a result.
 
-Owns the windows of a run: a warm-up that does not count, the time that counts, and a while after it
-in which requests go on to come, so that the last ones that count are served under load, too.
+A run has a warm-up that does not count, the time that counts, and a while after it in which requests
+go on to come, so that the last ones that count are served under load, too.
 """
 
 from __future__ import annotations
@@ -10,33 +10,98 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import aiohttp
 import msgspec
 
 from kvrelay.load.conductor import Outcome, conduct, processes_for
 from kvrelay.load.config import BenchConfig
-from kvrelay.load.endpoint import Server, ServerUnusable, ask_server
 from kvrelay.load.measures import Slo, Window, client_of, measured, percentile
 from kvrelay.load.records import Asking, Load, Progress
 from kvrelay.load.results import Run, cdfs_of, row_of
 from kvrelay.load.search import Found, RateSearch
-from kvrelay.load.sessions import Arrival, Session, sessions
+from kvrelay.load.sessions import Arrival, Prompts, Session, Spelling, sessions
 from kvrelay.wire.errors import KvrelayError
 
-__all__ = ["Experiment", "Told", "usual_s"]
+__all__ = ["Experiment", "Server", "ServerUnusable", "RunProgress", "ask_server", "usual_s"]
+
+_DEADLINE = aiohttp.ClientTimeout(total=120.0, sock_connect=10.0)
+_FEW, _MANY = 64, 320
+
+
+class ServerUnusable(KvrelayError):
+    """A server that cannot be reached, or refuses what it is asked before the measurement."""
+
+
+class Server:
+    """A server's model, its version, and how its tokenizer spells words."""
+
+    def __init__(self, model: str, version: str, spelling: Spelling) -> None:
+        self.model, self.version, self.spelling = model, version, spelling
+
+
+async def ask_server(url: str, api_key: str, model: str, *, chat: bool) -> Server:
+    """Ask a server for its model and version, and with `chat` how words become tokens.
+
+    Raises ServerUnusable.
+    """
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        async with aiohttp.ClientSession(headers=headers, timeout=_DEADLINE) as session:
+            if not model:
+                model = (await _json(session, "GET", f"{url}/v1/models"))["data"][0]["id"]
+            version = await _version(session, url)
+            spelling = await _spelling(session, url, model) if chat else Spelling()
+    except (aiohttp.ClientError, TimeoutError, OSError) as why:
+        raise ServerUnusable(f"{url} cannot be reached: {why or type(why).__name__}") from why
+    except (KeyError, IndexError, TypeError, ValueError) as why:
+        raise ServerUnusable(f"{url} does not answer as an OpenAI server does: {why!r}") from why
+    return Server(model, version, spelling)
+
+
+async def _json(
+    session: aiohttp.ClientSession, method: str, url: str, said: dict[str, Any] | None = None
+) -> Any:
+    async with session.request(method, url, json=said) as answer:
+        if answer.status != 200:
+            raise ServerUnusable(f"{url} answers {answer.status}: {(await answer.text())[:300]}")
+        return await answer.json(content_type=None)
+
+
+async def _version(session: aiohttp.ClientSession, url: str) -> str:
+    try:
+        return str((await _json(session, "GET", f"{url}/version"))["version"])
+    except (ServerUnusable, KeyError, TypeError, ValueError):
+        return ""
+
+
+async def _spelling(session: aiohttp.ClientSession, url: str, model: str) -> Spelling:
+    prompts = Prompts("spelling", 1 << 15, Spelling())
+    counts = []
+    for words in (_FEW, _MANY):
+        messages = [{"role": "user", "content": prompts.words(words)}]
+        said = {"model": model, "messages": messages, "max_tokens": 1, "temperature": 0}
+        answer = await _json(session, "POST", f"{url}/v1/chat/completions", said)
+        counts.append(int(answer["usage"]["prompt_tokens"]))
+    per_word = (counts[1] - counts[0]) / (_MANY - _FEW)
+    if per_word <= 0:
+        raise ServerUnusable(
+            f"{url} says that {_FEW} words are {counts[0]} tokens and {_MANY} words {counts[1]}"
+        )
+    return Spelling(1 / per_word, max(0, round(counts[0] - per_word * _FEW)))
+
 
 _SPARE_S, _LEAST_WARM_UP_S = 2.0, 5.0
 _SOME, _USUAL = 1_000, 0.9
-"""Sessions by which it is told how long they take; the share of them that takes no longer."""
+"""So many sessions tell how long sessions take; that share of them takes no longer."""
 _FEWEST = 20
-"""Requests that can say whether nine of ten meet their targets."""
+"""Fewer requests cannot say whether nine of ten meet their targets."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """How far a run is: what it is called, how long it takes if that is known, and what was sent
-    and answered.
-    """
+class RunProgress:
+    """How far a run is; times and counts are None where they are unknown."""
 
     name: str
     total_s: float | None
@@ -45,9 +110,7 @@ class Told:
 
 
 def usual_s(asked: Sequence[Session], slo: Slo) -> tuple[float, float]:
-    """How long an answer takes that just meets its targets, and all of a session: nine of ten take
-    no longer.
-    """
+    """Return how long an answer and a session take at their targets, at the 90th percentile."""
     each = [
         [slo.ttft_ms / 1e3 + slo.tpot_ms / 1e3 * turn.output for turn in session.turns]
         for session in asked
@@ -60,9 +123,11 @@ def usual_s(asked: Sequence[Session], slo: Slo) -> tuple[float, float]:
 
 
 class Experiment:
-    """Of one server. `told` hears how far it is."""
+    """Runs against one server; `told` hears how far they are."""
 
-    def __init__(self, config: BenchConfig, told: Callable[[Told], None] = lambda _: None) -> None:
+    def __init__(
+        self, config: BenchConfig, told: Callable[[RunProgress], None] = lambda _: None
+    ) -> None:
         self._config, self._told = config, told
         self.server: Server | None = None
         self.runs: list[Run] = []
@@ -70,7 +135,7 @@ class Experiment:
         self._answer_s, self._warm_up_s, self._trace_requests = 0.0, 0.0, 0
 
     async def run(self) -> None:
-        """All of it. Raises ConfigError, ServerUnusable, KvrelayError."""
+        """Measure all rates, or search one. Raises ConfigError, ServerUnusable, KvrelayError."""
         await self.meet()
         if self._config.find_rate:
             await self._search()
@@ -149,7 +214,7 @@ class Experiment:
         return ""
 
     async def probe(self, rate: float) -> Run:
-        """One rate, by those who have met the server; 0: no open loop. Raises KvrelayError."""
+        """Measure one rate; 0: no open loop. Raises KvrelayError."""
         config, server = self._config, self.server
         assert server is not None
         load, window, after_s = self._load(rate)
@@ -169,7 +234,7 @@ class Experiment:
         count = config.requests * config.turns or None
 
         def told(progress: Progress) -> None:
-            self._told(Told(name, total_s, count, progress))
+            self._told(RunProgress(name, total_s, count, progress))
 
         processes = processes_for(config.processes, config.clients)
         outcome = await conduct(asking, load, processes, told)

@@ -1,10 +1,7 @@
-"""What a run shows: percentiles, rates, who met its targets, and whether the client was fast enough
-to say so. Pure.
+"""The figures of a run: percentiles, rates, goodput, and whether the client was fast enough.
 
-A request counts if it was due within the window. TTFT counts from the moment at which it was due
-(of a later turn: at which the client began to send), TPOT is the mean over all tokens after those
-of the first chunk, ITL the time between two chunks. A request that failed, or that was not answered
-when the run was over, has met nothing.
+Pure. A request counts if it was due within the window. TTFT counts from when it was due, a later
+turn's from when it was sent. A failed request has met nothing and is in no percentile.
 """
 
 from __future__ import annotations
@@ -34,15 +31,11 @@ __all__ = [
 ]
 
 LATE_MS, BUSY = 10.0, 0.85
-"""A client whose 99th percentile of being late is beyond this, or one of whose processes takes so
-much of its core.
-"""
+"""A client is too slow if it is this late (p99), or takes so much of a core."""
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Targets of one request in milliseconds; `gap_ms`: no time between two tokens is longer, 0 for
-    any.
-    """
+    """Targets of one request in milliseconds; `gap_ms` 0 sets no limit to a single gap."""
 
     ttft_ms: float
     tpot_ms: float
@@ -50,19 +43,18 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class Window(msgspec.Struct, frozen=True):
-    """Seconds from the begin of the run: what is due within it counts."""
+    """The seconds of a run that count."""
 
     start_s: float
     end_s: float
 
     @property
     def length_s(self) -> float:
-        """Its length."""
         return self.end_s - self.start_s
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Of any number of values, all nan without any; milliseconds."""
+    """Percentiles in milliseconds; nan without values."""
 
     mean: float
     p50: float
@@ -73,7 +65,6 @@ class Percentiles(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Percentiles:
-        """Sorts them."""
         ordered = sorted(values)
         if not ordered:
             return cls(*[math.nan] * 6)
@@ -86,40 +77,39 @@ class Client(msgspec.Struct, frozen=True):
 
     processes: int
     late: Percentiles
-    """From the time a request was due to its being sent, in an open loop."""
+    """From due to sent, in an open loop."""
     lag: Percentiles
-    """By how much timers of the processes were late: so late is what is read."""
+    """How late timers were, and so how late answers are read."""
     busiest: float
     """The largest share of a core that a process took."""
     bottleneck: str = ""
-    """Why the figures say more of the client than of the server; empty if they do not."""
+    """Why the figures say more of the client than of the server, if they do."""
 
 
 class Measures(msgspec.Struct, frozen=True):
-    """Of one run, within its window."""
+    """The figures of one run, within its window."""
 
     requests: int
     answered: int
     failures: dict[str, int]
     examples: list[str]
-    """The first words of each kind of failure."""
+    """An example of each kind of failure."""
     offered_per_s: float
     """Requests that were due."""
     achieved_per_s: float
     """Requests that were answered whole within the window."""
     attainment: float
-    """The share of requests that met all targets."""
+    """Share of requests that met all targets."""
     goodput_per_s: float
     goodput_per_s_per_gpu: float
     output_tokens_per_s: float
-    """That came within the window."""
     output_tokens_per_s_per_gpu: float
     ttft_ms: Percentiles
     tpot_ms: Percentiles
     itl_ms: Percentiles
     e2e_ms: Percentiles
     prompt_tokens: float
-    """Mean; then of the answers', and the share of all prompts' tokens that the server had cached."""
+    """Means of prompts and answers, and the cached share of all prompts' tokens."""
     output_tokens: float
     cached: float
     tokens_per_chunk: float
@@ -129,7 +119,7 @@ class Measures(msgspec.Struct, frozen=True):
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of all are at most; nan without values."""
+    """Return the value that `share` of all are at most; nan without values."""
     return _at(sorted(values), share) if values else math.nan
 
 
@@ -138,12 +128,10 @@ def _at(ordered: Sequence[float], share: float) -> float:
 
 
 def ttft_ms(record: Record) -> float:
-    """To its first token."""
     return (record.first_s - _began_s(record)) * 1e3
 
 
 def e2e_ms(record: Record) -> float:
-    """To its last token."""
     return (record.last_s - _began_s(record)) * 1e3
 
 
@@ -152,14 +140,14 @@ def _began_s(record: Record) -> float:
 
 
 def tpot_ms(record: Record) -> float | None:
-    """For each token after those of the first chunk; None if there are none."""
+    """Return the time per token after the first chunk; None without such tokens."""
     first = record.counts[0] if record.counts else 1
     behind = record.output_tokens - first
     return (record.last_s - record.first_s) / behind * 1e3 if behind > 0 else None
 
 
 def met(record: Record, slo: Slo) -> bool:
-    """Whether a request met all targets."""
+    """Return whether a request met all targets."""
     if record.failure or ttft_ms(record) > slo.ttft_ms or (tpot_ms(record) or 0.0) > slo.tpot_ms:
         return False
     return not slo.gap_ms or max(record.gaps_s, default=0.0) * 1e3 <= slo.gap_ms
@@ -168,7 +156,7 @@ def met(record: Record, slo: Slo) -> bool:
 def measured(
     records: Sequence[Record], window: Window, slo: Slo, gpus: int, client: Client
 ) -> Measures:
-    """The figures of a run."""
+    """Return the figures of a run."""
     judged = [record for record in records if window.start_s <= record.due_s < window.end_s]
     good = [record for record in judged if not record.failure]
     reached = sum(met(record, slo) for record in judged)
@@ -232,7 +220,7 @@ def client_of(
     *,
     open_loop: bool,
 ) -> Client:
-    """What the client can say of itself."""
+    """Return how well the client did."""
     records = list(records)
     own = [record for record in records if record.failure == Failure.CLIENT]
     late = (
@@ -255,5 +243,5 @@ def client_of(
 
 
 def server_failures(measures: Measures) -> int:
-    """Requests that failed, without those that were cut because the run was over."""
+    """Count failed requests, but those that were cut because the run was over."""
     return sum(count for kind, count in measures.failures.items() if kind != Failure.CUT)

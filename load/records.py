@@ -1,8 +1,6 @@
-"""What the processes of the client say to each other: what to send, how far they are, what became
-of each request.
+"""What the processes of the client tell each other: msgpack behind its length, over pipes.
 
-msgpack with types over pipes, each message behind its length. Seconds are counted from the begin of
-the run, which is a time on the machine's monotonic clock, the same for all processes.
+Seconds count from the begin of the run, a time on the machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -11,8 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvrelay.load.prompts import Spelling
-from kvrelay.load.sessions import Arrival, Work
+from kvrelay.load.sessions import Arrival, Spelling, Work
 
 __all__ = [
     "Asking",
@@ -22,7 +19,7 @@ __all__ = [
     "Progress",
     "Record",
     "Share",
-    "Told",
+    "ProcessReport",
     "pack",
     "size_of",
 ]
@@ -31,9 +28,7 @@ _SIZE_BYTES = 4
 
 
 class Failure(StrEnum):
-    """Why a request has no good answer. CUT is nobody's fault: the run was over. CLIENT is the
-    client's own.
-    """
+    """Why a request has no good answer; CUT: the run was over, CLIENT: the client's own fault."""
 
     CONNECT = "no connection"
     STATUS = "HTTP status"
@@ -49,7 +44,7 @@ class Failure(StrEnum):
 
 
 class Asking(msgspec.Struct, frozen=True):
-    """How requests are put: where, of whom, with which fields beside prompt and length."""
+    """How requests are put: where, to which model, with which fields."""
 
     url: str
     api_key: str
@@ -61,18 +56,16 @@ class Asking(msgspec.Struct, frozen=True):
     usage_per_chunk: bool = False
     deadline_s: float = 600.0
     others: list[str] = []
-    """Servers like it, which are asked in turn with it: session by session."""
+    """Servers that are asked in turn with `url`, session by session."""
     headers: dict[str, str] = {}
-    """Sent with each request beside the usual ones."""
 
 
 class Load(msgspec.Struct, frozen=True):
-    """How much is asked, by all processes together: an open loop, or a closed one of `clients`.
+    """How much is asked by all processes together: an open loop, or `clients` in a closed one.
 
-    It ends after `sending_s`, or with `requests` sessions, those that begin within `warm_up_s` not
-    counted. Sessions that begin within `judged_s` are waited for, the others not. A request is cut
-    `drain_s` after `sending_s`, but never before `drain_s` after the time that it has: `first_s`,
-    and `token_s` for each token that it asks for.
+    It ends after `sending_s`, or after `requests` sessions behind `warm_up_s`. Sessions that begin
+    within `judged_s` are waited for. A request is cut `drain_s` after both `sending_s` and the time
+    it may take: `first_s`, and `token_s` for each token.
     """
 
     work: Work
@@ -98,15 +91,13 @@ class Share(msgspec.Struct, frozen=True):
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """`at`: on the monotonic clock."""
-
     at: float
 
 
 class Record(msgspec.Struct):
-    """One request. `due_s` is when it was to be sent, `sent_s` when it was; `gaps_s` are those
-    between the chunks of its answer, of which chunk `i` had `counts[i]` tokens if the server said
-    so.
+    """One request: when it was due and sent, and the gaps between the chunks of its answer.
+
+    `counts` has the tokens of each chunk, if the server gave them.
     """
 
     session: int
@@ -128,18 +119,14 @@ class Record(msgspec.Struct):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """So far."""
-
     sent: int
     done: int
     failed: int
     tokens: int
 
 
-class Told(msgspec.Struct, frozen=True, tag=True):
-    """At the end of a process: its requests, the share of a core that it took, and by how much its
-    timers were late.
-    """
+class ProcessReport(msgspec.Struct, frozen=True, tag=True):
+    """The end of a process: its requests, its share of a core, and how late its timers were."""
 
     records: list[Record]
     cpu_share: float
@@ -147,11 +134,11 @@ class Told(msgspec.Struct, frozen=True, tag=True):
 
 
 def pack(said: object) -> bytes:
-    """A message behind its length."""
+    """Return a message behind its length."""
     body = msgspec.msgpack.encode(said)
     return len(body).to_bytes(_SIZE_BYTES, "big") + body
 
 
 def size_of(head: bytes) -> int:
-    """The length of the message behind these four bytes."""
+    """Return the length that these four bytes give."""
     return int.from_bytes(head, "big")

@@ -1,9 +1,4 @@
-"""A result, or several beside each other, as one HTML page: figures, tables, plots. It needs no
-other file and no host.
-
-Owns what is shown and in which words; load/svg.py draws. The page follows the reader's light or
-dark.
-"""
+"""One or several results as one HTML page that needs no other file: figures, tables, plots."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from kvrelay.wire.errors import ConfigError
 __all__ = ["COLUMNS", "cells_of", "page", "warnings_of", "write_report"]
 
 _MOST_CACHED = 0.05
-"""Of prompts that share nothing but a template."""
+"""Prompts that share nothing but a template have no more cached."""
 _MOST_LONGER = 1.2
 _MOST_DOTS, _BINS, _MOST_LINES = 1_200, 60, 8
 _STYLE = Path(__file__).with_name("report.css")
@@ -28,11 +23,11 @@ COLUMNS = (
     "rate", "per GPU", "answered/s", "met", "goodput/GPU", "TTFT p50", "p99", "TPOT p50", "p99", "ITL p50", "p99",
     "E2E p50", "p99", "tokens/s", "cached", "failed",
 )  # fmt: skip
-"""Of the table of runs; milliseconds, and requests a second."""
+"""The columns of the table of runs: milliseconds, and requests a second."""
 
 
 def cells_of(result: Result, run: Run) -> list[str]:
-    """A run as a row of that table."""
+    """Return a run as a row of that table."""
     of = run.measures
     failed = sum(of.failures.values())
     rate = (
@@ -53,7 +48,7 @@ def cells_of(result: Result, run: Run) -> list[str]:
 
 
 def page(results: Sequence[Result]) -> str:
-    """All of it."""
+    """Return the HTML page."""
     one = results[0] if len(results) == 1 else None
     title = one.label if one else " against ".join(each.label for each in results)
     sections = [_facts(results), *_warnings(results)]
@@ -75,7 +70,7 @@ def page(results: Sequence[Result]) -> str:
 
 
 def write_report(results: Sequence[Result], path: Path) -> None:
-    """Raises ConfigError if it cannot be written."""
+    """Write the page. Raises ConfigError if it cannot be written."""
     try:
         path.write_text(page(results), encoding="utf-8")
     except OSError as why:
@@ -108,7 +103,7 @@ def _targets(result: Result) -> str:
 
 
 def warnings_of(result: Result) -> list[str]:
-    """What is to be said of its runs before anybody reads their figures."""
+    """Return what a reader must know before the figures of a result."""
     said = []
     of = result.work
     shares = bool(of.trace or of.sharegpt or of.turns > 1)

@@ -1,4 +1,4 @@
-"""The result of `kvrelay bench` as a file: JSON with a version, written whole, read with its types."""
+"""The result of `kvrelay bench` as a file: JSON with a version."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CDF_SHARES = (*(at / 100 for at in range(100)), 0.995, 0.999, 1.0)
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One request; milliseconds, but for `due_s`. 0 where there is nothing."""
+    """One request, in milliseconds but for `due_s`; 0 where there is nothing."""
 
     due_s: float
     late_ms: float
@@ -59,44 +59,38 @@ class Run(msgspec.Struct, frozen=True):
     window_s: float
     measures: Measures
     cdfs: dict[str, list[float]]
-    """Milliseconds at CDF_SHARES: of ttft, tpot, itl and e2e."""
+    """Milliseconds of ttft, tpot, itl and e2e at CDF_SHARES."""
     rows: list[Row]
     after_s: float = 0.0
     """Seconds after the window in which requests went on to come."""
 
     @property
     def short(self) -> bool:
-        """Whether fewer requests came than were wanted, by more than chance: later turns of
-        sessions did not, yet.
-        """
+        """Whether fewer requests came than were wanted, by more than chance."""
         wanted = self.rate * self.window_s
         return wanted - self.measures.requests > max(_MOST_SHORT * wanted, 3 * math.sqrt(wanted))
 
     @property
     def offered(self) -> float:
-        """Requests a second that were wanted; those that came, if they were fewer or none were
-        wanted.
-        """
+        """Requests a second that were wanted, or that came if those were fewer."""
         return (
             self.measures.offered_per_s if self.short else self.rate or self.measures.offered_per_s
         )
 
 
 class Made(msgspec.Struct, frozen=True):
-    """By whom, with what."""
+    """How and with what a result was made."""
 
     command: str
     at: str
     """ISO 8601, UTC."""
     client: str
-    """The machine of the client."""
     versions: dict[str, str]
-    """Of the client; `server` is what the server says of itself."""
     seed: int = 0
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Of one server. Rates are of all its GPUs unless they say otherwise."""
+    """The result for one server; rates are of all its GPUs."""
 
     label: str
     model: str
@@ -104,28 +98,26 @@ class Result(msgspec.Struct, frozen=True):
     gpus: int
     hardware: str
     lengths: str
-    """In words: what was asked."""
     arrivals: str
     work: Work
     slo: Slo
     attainment: float
-    """The share that has to meet its targets."""
+    """Share of requests that has to meet its targets."""
     made: Made
     runs: list[Run]
     found: Found | None = None
-    """Of --find-rate."""
     version: int = VERSION
     endpoint: str = ""
 
     @property
     def shown(self) -> Run:
-        """The run that stands for it: the fastest that holds, else the first."""
+        """The run that stands for the result: the fastest that holds, else the first."""
         holding = [run for run in self.runs if run.measures.attainment >= self.attainment]
         return max(holding, key=lambda run: run.measures.goodput_per_s, default=self.runs[0])
 
 
 def row_of(record: Record, slo: Slo) -> Row:
-    """A request as it stands in the file."""
+    """Return a request as it stands in the file."""
     answered = not record.failure
     return Row(
         round(record.due_s, 3),
@@ -143,7 +135,7 @@ def row_of(record: Record, slo: Slo) -> Row:
 
 
 def cdfs_of(records: list[Record]) -> dict[str, list[float]]:
-    """Of requests that were answered."""
+    """Return the distributions of the requests that were answered."""
     good = [record for record in records if not record.failure]
     every = {
         "ttft": map(ttft_ms, good),
@@ -163,7 +155,7 @@ def _quantiles(ordered: list[float]) -> list[float]:
 
 
 def write_result(result: Result, path: Path) -> None:
-    """Raises ConfigError if it cannot be written."""
+    """Write the file. Raises ConfigError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.encode(result) + b"\n")
@@ -172,7 +164,7 @@ def write_result(result: Result, path: Path) -> None:
 
 
 def read_result(path: Path) -> Result:
-    """Raises ConfigError if it is none, or one of another version."""
+    """Read the file. Raises ConfigError if it is none, or of another version."""
     try:
         said: Any = msgspec.json.decode(path.read_bytes())
     except (OSError, *MALFORMED) as why:

@@ -1,10 +1,8 @@
-"""The highest rate at which enough requests meet their targets, found by few probes. Pure: who
-probes tells of them.
+"""The highest rate at which enough requests meet their targets, found by few probes. Pure.
 
-First the rate is doubled, or halved (or by another stride), until one holds and one does not; then
-the geometric mean of the two is probed, until they are near enough. What holds at one rate should
-hold at each lower one: where a probe says otherwise the lower rate is probed once more, and its
-probes are averaged. If they still disagree, the lower rate is believed.
+The rate is doubled or halved until one holds and one does not; then the geometric mean of the two
+is probed until they are near enough. A rate that breaks below one that holds is probed once more,
+and its probes are averaged; if they still disagree, the lower rate is believed.
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ __all__ = ["Found", "RateSearch"]
 
 
 class Found(msgspec.Struct, frozen=True):
-    """`holds` is the highest rate that was seen to hold, 0 if none did; `breaks` the lowest above
-    it that did not, None if none was found. `why` says what is to be said of it, if anything.
-    """
+    """The highest rate that held (0 if none), and the lowest above it that did not (or None)."""
 
     holds: float
     breaks: float | None
@@ -28,9 +24,10 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class RateSearch:
-    """Rates are requests a second. `precision` is how far apart the two rates of the answer may be,
-    as a share; `stride` is by what the first rate is multiplied or divided until the answer lies
-    between two.
+    """A search of a rate in requests a second.
+
+    `precision` is how far apart the two rates of the answer may be, as a share; `stride` multiplies
+    or divides the first rate.
     """
 
     def __init__(
@@ -48,16 +45,16 @@ class RateSearch:
         self._why = ""
 
     def next(self) -> float | None:
-        """The rate to probe now, None when all is known."""
+        """Return the rate to probe now, None when all is known."""
         return self._next
 
     def know(self, rate: float, attainment: float) -> None:
-        """What was seen before, at any rate; it is no probe of this search."""
+        """Note what was seen before; it is no probe of this search."""
         self._seen.setdefault(rate, []).append(attainment if not math.isnan(attainment) else 0.0)
         self._next = self._following()
 
     def tell(self, attainment: float, rate: float | None = None) -> None:
-        """The share that met its targets at that rate, or at the one that was taken for it."""
+        """Note the share that met its targets at a rate, by default the one to probe."""
         assert self._next is not None
         self.know(self._next if rate is None else rate, attainment)
         self._left -= 1
@@ -65,11 +62,11 @@ class RateSearch:
             self._next, self._why = None, "the search ended early: it takes too many probes"
 
     def stop(self, why: str) -> None:
-        """No more probes, for this reason: the last one is not of the server."""
+        """End the search for a reason that is not the server's."""
         self._next, self._why = None, why
 
     def found(self) -> Found:
-        """What is known by now."""
+        """Return what is known by now."""
         low, high = self._bracket()
         said = self._why
         if not said and low and any(rate > low for rate in self._holding()):

@@ -1,11 +1,7 @@
-"""One process of the client: sends its share of a load on time, and tells what became of each
-request.
+"""One process of the client (`python -m kvrelay.load.sender`): sends its share of a load on time.
 
-    python -m kvrelay.load.sender
-
-load/conductor.py starts it and speaks with it over its standard input and output (load/records.py);
-when that input ends, it ends. Bodies are written ahead of their time, so that sending one is a
-write and nothing else.
+load/conductor.py talks to it by its standard input and output; when that input ends, it ends.
+Bodies are written ahead of their time, so that sending one is a single write.
 """
 
 from __future__ import annotations
@@ -27,11 +23,18 @@ from typing import Any
 import msgspec
 import uvloop
 
-from kvrelay.load.answer import Answer
-from kvrelay.load.connection import Connections
-from kvrelay.load.prompts import Prompts, body
-from kvrelay.load.records import Begin, Failure, Progress, Record, Share, Told, pack, size_of
-from kvrelay.load.sessions import Session, Turn, sessions
+from kvrelay.load.client import Answer, Connections
+from kvrelay.load.records import (
+    Begin,
+    Failure,
+    ProcessReport,
+    Progress,
+    Record,
+    Share,
+    pack,
+    size_of,
+)
+from kvrelay.load.sessions import Prompts, Session, Turn, body, sessions
 
 _AHEAD = 64
 """Bodies that are ready before they are due."""
@@ -81,7 +84,6 @@ class Sender:
 
     @property
     def progress(self) -> Progress:
-        """So far."""
         return Progress(self._sent, self._done, self._failed, self._tokens)
 
     def prepare(self) -> None:
@@ -106,8 +108,8 @@ class Sender:
         prompt = self._prompts.text(turn) if turn.text else self._prompts.ids(turn)
         return body(prompt, asking.model, turn.output, self._asks)
 
-    async def run(self, begin: float) -> Told:
-        """Send all of it, from `begin` on (monotonic seconds)."""
+    async def run(self, begin: float) -> ProcessReport:
+        """Send all of it from `begin` on (monotonic seconds)."""
         self._begin = begin
         while (left := begin - time.monotonic()) > 0:  # uvloop's timers fire up to 1 ms early
             await asyncio.sleep(left)
@@ -117,7 +119,7 @@ class Sender:
         await asyncio.wait({watch})
         for connections in self._servers:
             connections.close()
-        return Told(self._records, self._cpu_share, self._lags)
+        return ProcessReport(self._records, self._cpu_share, self._lags)
 
     async def _open(self) -> None:
         judged: set[asyncio.Task[None]] = set()

@@ -1,9 +1,7 @@
-"""What is asked, in order: sessions of one or several turns, of given lengths, out of a ShareGPT
-file or a trace.
+"""What is asked, in order: sessions of one or several turns, when they begin, and their prompts.
 
-Owns how many tokens of which name each prompt has, and when its session begins; load/prompts.py
-writes them. Pure but for the files that it reads. A request that stands alone is a session of one
-turn.
+Pure but for the ShareGPT and trace files that it reads. Prompts are made of named pieces: equal names
+give equal tokens. A request that stands alone is a session of one turn.
 """
 
 from __future__ import annotations
@@ -12,36 +10,63 @@ import itertools
 import json
 import math
 import random
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from kvrelay.load.arrivals import arrivals
 from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, Asked, read_trace
 from kvrelay.wire.errors import ConfigError
 
 __all__ = [
+    "Arrivals",
     "CHARS_PER_TOKEN",
+    "FIRST_TOKEN",
     "LENGTHS",
     "Arrival",
     "Lengths",
+    "Prompts",
     "Session",
+    "Spelling",
     "Turn",
     "Work",
+    "arrivals",
+    "body",
     "sessions",
 ]
 
+Arrivals = Literal["poisson", "bursty", "constant", "trace"]
+"""How requests come; `trace`: at a trace's times, stretched to the rate."""
+
+
+def arrivals(kind: str, rate: float, variation: float, rng: random.Random) -> Iterator[float]:
+    """Yield the seconds at which an open loop sends, `rate` of them a second on average.
+
+    The gaps of `bursty` are gamma distributed with a standard deviation of `variation` means: 1 is
+    Poisson.
+    """
+    squared, now = variation**2, 0.0
+    while True:
+        if kind == "constant":
+            now += 1 / rate
+        elif kind == "bursty":
+            now += rng.gammavariate(1 / squared, squared / rate)
+        else:
+            now += rng.expovariate(rate)
+        yield now
+
+
 CHARS_PER_TOKEN = 4
-"""Of English text; how long the answers of a ShareGPT file are is reckoned with it."""
+"""Characters of a token of English text, for the answers of a ShareGPT file."""
 _MOST_TURNS = 1 << 10
 _Conversation = list[tuple[str, str]]
 
 
 class Lengths(msgspec.Struct, frozen=True):
-    """Tokens of prompt and answer, and what such requests are held to."""
+    """Tokens of prompt and answer, and the targets of such requests."""
 
     prompt: int
     output: int
@@ -61,9 +86,7 @@ LENGTHS = MappingProxyType(
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """How an open loop sends. `rate`: requests a second, all turns counted; 0: a closed loop, or a
-    trace as it is.
-    """
+    """How requests come; `rate` counts all turns, 0 is a closed loop or a trace as it is."""
 
     kind: str = "poisson"
     rate: float = 0.0
@@ -71,16 +94,14 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What is asked. Lengths are means in tokens; `spread` is the standard deviation in means, 0
-    for all alike.
-    """
+    """What is asked; lengths are means in tokens, `spread` their standard deviation in means."""
 
     prompt: int = 512
     output: int = 256
     spread: float = 0.0
     turns: int = 1
     think_s: float = 1.0
-    """Between an answer and the next turn, on average."""
+    """Mean time between an answer and the next turn."""
     trace: str = ""
     """A file in Mooncake's format, instead of lengths."""
     sharegpt: str = ""
@@ -88,9 +109,7 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One prompt: either `pieces` of a name and a number of tokens, where equal names are equal
-    tokens, or a text.
-    """
+    """One prompt: a text, or pieces of a name and a number of tokens."""
 
     output: int
     pieces: list[tuple[int, int]] = []
@@ -99,12 +118,11 @@ class Turn(msgspec.Struct, frozen=True):
 
     @property
     def prompt(self) -> int:
-        """Its tokens, if it is made of pieces."""
         return sum(tokens for _, tokens in self.pieces)
 
 
 class Session(msgspec.Struct, frozen=True):
-    """Turns of which each is asked when the one before is answered; `at`: seconds from the begin."""
+    """Turns that are asked one behind the other; `at`: seconds from the begin."""
 
     number: int
     at: float
@@ -112,9 +130,9 @@ class Session(msgspec.Struct, frozen=True):
 
 
 def sessions(work: Work, arrival: Arrival, seed: str) -> Iterator[Session]:
-    """The sessions of a run, the same ones for the same seed; without an end but for a trace's.
+    """Yield the sessions of a run, the same for the same seed; only a trace's end.
 
-    Raises ConfigError if a file is not what it should be.
+    Raises ConfigError for a wrong file.
     """
     rng, times = random.Random(f"{seed} work"), random.Random(f"{seed} arrivals")
     if work.trace:
@@ -229,3 +247,79 @@ def _exchanges(said: list[dict[str, Any]]) -> _Conversation:
 
 def _sendable(text: str) -> str:
     return text.encode(errors="replace").decode()
+
+
+FIRST_TOKEN = 300
+"""Special tokens, which might end a request, stand before it in nearly all vocabularies."""
+
+# Short and usual: one token each, with the space before it, in most vocabularies.
+_WORDS = """
+    time year people way day man thing woman life child world school state family student group country problem hand
+    part place case week company system program question work government number night point home water room mother
+    area money story fact month lot right study book eye job word business issue side kind head house service friend
+    father power hour game line end member law car city community name president team minute idea kid body back
+    parent face others level office door health person art war history party result change morning reason research
+    girl guy moment air teacher force education foot boy age policy process music market sense nation plan college
+    interest death experience effect use class control care field development role effort rate heart drug show leader
+    light voice wife police mind price report decision son view relationship town road arm difference value building
+    action season society tax director position player record paper space ground form event official matter center
+    couple site project activity star table need court oil situation cost industry figure street image phone data
+    picture practice piece land product doctor wall patient worker news test movie north love support technology step
+    baby computer type attention film tree source organization hair look century evidence window culture chance
+    brother energy period course summer plant term opinion rest letter condition choice rule south floor
+    campaign material population call east note west church bank fire truth board risk song hope store
+""".split()  # noqa: SIM905 - the rule would have one line of 3,000 characters
+
+
+class Spelling(msgspec.Struct, frozen=True):
+    """How words become tokens: `overhead` more for each prompt, as of a chat template."""
+
+    words_per_token: float = 1.0
+    overhead: int = 0
+
+
+class Prompts:
+    """The prompts of a run: another seed gives other tokens to every name."""
+
+    def __init__(self, seed: str, vocab_size: int, spelling: Spelling) -> None:
+        self._seed, self._spelling = seed, spelling
+        self._span = vocab_size - FIRST_TOKEN
+
+    def ids(self, turn: Turn) -> list[int]:
+        """Return the token ids of a turn."""
+        first, span = FIRST_TOKEN, self._span
+        found: list[int] = []
+        for name, tokens in turn.pieces:
+            drawn = array("I", random.Random(f"{self._seed} {name}").randbytes(4 * tokens))
+            found += [first + each % span for each in drawn]
+        return found
+
+    def text(self, turn: Turn) -> str:
+        """Return words that make about so many tokens, a template's overhead included."""
+        if turn.text:
+            return turn.text
+        parts = []
+        for at, (name, tokens) in enumerate(turn.pieces):
+            if at == len(turn.pieces) - 1:
+                tokens = max(1, tokens - self._spelling.overhead)
+            count = max(1, round(tokens * self._spelling.words_per_token))
+            drawn = random.Random(f"{self._seed} {name}").randbytes(count)
+            parts += [_WORDS[each % len(_WORDS)] for each in drawn]
+        return " ".join(parts)
+
+    def words(self, count: int) -> str:
+        """Return words that no prompt begins with."""
+        rng = random.Random(f"{self._seed} words {count}")
+        return " ".join(rng.choices(_WORDS, k=count))
+
+
+def body(
+    prompt: list[int] | str | list[dict[str, Any]], model: str, output: int, asks: dict[str, Any]
+) -> bytes:
+    """Return the JSON of a request; `asks` are further fields."""
+    what = (
+        "messages"
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
+        else "prompt"
+    )
+    return msgspec.json.encode({"model": model, what: prompt, "max_tokens": output, **asks})

@@ -1,8 +1,4 @@
-"""Plots as inline SVG: lines and dots on two axes. Pure; colours are classes (`s0` ...) that the
-page's style gives.
-
-No library and no script, so that a report is one file that needs nothing else.
-"""
+"""Plots as inline SVG: lines and dots on two axes. Pure; the page's style gives the colours."""
 
 from __future__ import annotations
 

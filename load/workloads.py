@@ -1,8 +1,7 @@
-"""What is asked of a cluster: made up by a seed, or read from a trace in the format of Mooncake's.
-Pure.
+"""What a cluster is asked: made up by a seed, or read from a trace in Mooncake's format. Pure.
 
-Rates are given as *load*: the share of all prefill nodes' time that the prompts would take if
-nothing were ever cached. With shared prefixes more than 1 can be served. Lengths are tokens.
+A workload's load is the share of all prefill nodes' time that its prompts would take uncached; with
+shared prefixes more than 1 can be served. Lengths are tokens.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _BLOCK_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request: `output` tokens after `prompt` tokens whose full blocks are named by `blocks`;
-    equal names are equal beginnings. `at`: milliseconds from the first one in a trace, means of the
-    gap between two where it is made up. `tail`: the name of what stands behind the full blocks, if
-    it has one.
+    """A request: `output` tokens after `prompt` tokens, whose full blocks `blocks` name.
+
+    Equal names are equal beginnings. `at` is in milliseconds in a trace, in mean gaps where it is
+    made up. `tail` names what stands behind the full blocks.
     """
 
     at: float
@@ -42,7 +41,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`make(rng, count)` yields requests in the order of their arrival."""
+    """A workload; `make(rng, count)` returns requests in the order of their arrival."""
 
     name: str
     says: str
@@ -52,9 +51,9 @@ class Workload:
 
 
 def read_trace(path: Path, count: int | None = None) -> list[Asked]:
-    """A trace of one JSON object a line: timestamp in ms from any moment on, input_length,
-    output_length, hash_ids of the 512-token blocks of the prompt, of which the last is seldom full.
-    Raises OSError and ValueError.
+    """Read a trace: JSON lines of timestamp (ms), input_length, output_length and hash_ids.
+
+    hash_ids name 512-token blocks, of which the last is seldom full. Raises OSError, ValueError.
     """
     opened = gzip.open if path.suffix == ".gz" else open
     asks = []

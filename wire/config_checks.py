@@ -73,6 +73,7 @@ def _declared(config: Any) -> list[tuple[str, tuple[object, ...], Meta | None]]:
 def _beyond(limits: Meta, value: float) -> str:
     low, above, high = limits.ge, limits.gt, limits.le
     within = (low is None or value >= low) and (above is None or value > above)
+    within = within and (limits.lt is None or value < limits.lt)
     if within and (high is None or value <= high):
         return ""
     if high is not None:

@@ -23,11 +23,11 @@ from benchmarks.goodput.nodes import Nodes, gpus_taken
 from benchmarks.goodput.works import WORKS, Arm, flips_to, parse_work
 from benchmarks.local_cluster import free_ports
 from kvrelay.load.config import BenchConfig
-from kvrelay.load.endpoint import Server
+from kvrelay.load.experiment import Server
 from kvrelay.load.measures import Slo, Window, client_of, measured
-from kvrelay.load.prompts import Spelling
 from kvrelay.load.records import Record
 from kvrelay.load.results import Made, Result, Run, cdfs_of, read_result, row_of, write_result
+from kvrelay.load.sessions import Spelling
 from kvrelay.wire.errors import ConfigError
 
 SLO = Slo(200.0, 15.0)

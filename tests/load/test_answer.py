@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.load.answer import Answer
+from kvrelay.load.client import Answer
 from kvrelay.load.records import Failure, Record
 
 DONE = b"data: [DONE]\n\n"

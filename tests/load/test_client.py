@@ -19,14 +19,12 @@ import msgspec
 import pytest
 from openai_double import Double, Told, begin, end, event, over, paced, serving, token, whole
 
-from kvrelay.load.answer import Answer
+from kvrelay.load.client import Answer, Connections
 from kvrelay.load.conductor import Outcome, conduct, cores
-from kvrelay.load.connection import Connections
-from kvrelay.load.endpoint import ServerUnusable, ask_server
+from kvrelay.load.experiment import ServerUnusable, ask_server
 from kvrelay.load.measures import tpot_ms, ttft_ms
-from kvrelay.load.prompts import Spelling
 from kvrelay.load.records import Asking, Failure, Load
-from kvrelay.load.sessions import Arrival, Work
+from kvrelay.load.sessions import Arrival, Spelling, Work
 
 DEADLINE_S = 120.0
 

@@ -14,10 +14,9 @@ from simulated_server import records_of
 from kvrelay.load import experiment
 from kvrelay.load.conductor import Outcome
 from kvrelay.load.config import BenchConfig
-from kvrelay.load.endpoint import Server
-from kvrelay.load.experiment import Experiment, Told
-from kvrelay.load.prompts import Spelling
+from kvrelay.load.experiment import Experiment, Server, Told
 from kvrelay.load.records import Asking, Load, Progress, Record
+from kvrelay.load.sessions import Spelling
 from kvrelay.wire.errors import KvrelayError
 
 

@@ -12,10 +12,9 @@ import msgspec
 import pytest
 from openai_double import paced, serving
 
-from kvrelay.load.prompts import Spelling
-from kvrelay.load.records import Asking, Begin, Load, Progress, Share, Told, pack, size_of
+from kvrelay.load.records import Asking, Begin, Load, ProcessReport, Progress, Share, pack, size_of
 from kvrelay.load.sender import Sender
-from kvrelay.load.sessions import Arrival, Work
+from kvrelay.load.sessions import Arrival, Spelling, Work
 
 DEADLINE_S, UNREAD_S = 60.0, 2.0
 PIPE_BYTES = 4096
@@ -45,11 +44,11 @@ async def test_a_result_that_is_read_late_is_whole() -> None:
         await asyncio.wait(
             {waiting}, timeout=UNREAD_S
         )  # it must not end before all of that is read
-        said: Progress | Told = Progress(0, 0, 0, 0)
+        said: Progress | ProcessReport = Progress(0, 0, 0, 0)
         while isinstance(said, Progress):
             size = size_of(await process.stdout.readexactly(4))
             said = msgspec.msgpack.decode(
-                await process.stdout.readexactly(size), type=Progress | Told
+                await process.stdout.readexactly(size), type=Progress | ProcessReport
             )
         await waiting
     assert len(said.records) == 12

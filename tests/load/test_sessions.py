@@ -10,9 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.load.arrivals import arrivals
-from kvrelay.load.prompts import FIRST_TOKEN, Prompts, Spelling
-from kvrelay.load.sessions import Arrival, Session, Turn, Work, sessions
+from kvrelay.load.sessions import (
+    FIRST_TOKEN,
+    Arrival,
+    Prompts,
+    Session,
+    Spelling,
+    Turn,
+    Work,
+    arrivals,
+    sessions,
+)
 from kvrelay.wire.errors import ConfigError
 
 
