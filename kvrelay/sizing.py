@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, WORKLOADS, Asked, read_trace
 from kvrelay.planner.estimate import Demand, Estimate, Goal, Split, demand_of, plans
-from kvrelay.planner.goodput import Served, at_rate, enough, most_rate
+from kvrelay.planner.goodput import Served, at_rate, highest_rate, requests_needed
 from kvrelay.planner.rate_card import RateCard, read_card
 from kvrelay.planner.setting import Setting, Targets
 from kvrelay.planner.speeds import Speeds
@@ -129,7 +129,7 @@ def sized(wanted: Wanted, tried: Callable[[str], None] = lambda _: None) -> list
     guesses = plans(wanted.gpus, wanted.cards, demand, goal)
     targets = Targets(goal.ttft_ms, goal.tpot_ms)
     # The same requests for all splits.
-    asks = wanted.asking.make(enough(sample, targets, wanted.rate or guesses[0].rate))
+    asks = wanted.asking.make(requests_needed(sample, targets, wanted.rate or guesses[0].rate))
     prefixes = any(each.blocks for each in asks)
     apart = next((guess for guess in guesses if guess.split.prefill), None)
     found, best = [], 0.0
@@ -143,7 +143,7 @@ def sized(wanted: Wanted, tried: Callable[[str], None] = lambda _: None) -> list
         else:
             tried(guess.split.name)
             found.append(
-                Sized(guess, most_rate(asks, setting, targets, goal.attainment, guess.rate))
+                Sized(guess, highest_rate(asks, setting, targets, goal.attainment, guess.rate))
             )
             best = max(best, found[-1].goodput)
     # A guess is not to be compared with what was seen.
@@ -193,7 +193,7 @@ def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
 def _too_few(wanted: Wanted, found: Sequence[Sized]) -> str:
     targets = Targets(wanted.goal.ttft_ms, wanted.goal.tpot_ms)
     rate = wanted.rate or max(each.guess.rate for each in found)
-    needed = enough(wanted.asking.make(_SAMPLE), targets, rate)
+    needed = requests_needed(wanted.asking.make(_SAMPLE), targets, rate)
     there = len(wanted.asking.make(needed))
     if there == needed:
         return ""

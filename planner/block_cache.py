@@ -1,9 +1,6 @@
-"""KV memory of a simulated node: blocks that requests use, private tokens, and a prefix cache of
-what nobody uses.
+"""KV memory of a simulated node: named blocks, private tokens, and a prefix cache of unused blocks.
 
-As paged_engine/blocks.py, without block numbers: a block is findable as soon as its KV is there,
-and when it is unused until its room is wanted, the one that was used longest ago first, and of one
-prompt its end before its beginning.
+Like paged_engine/blocks.py, without block numbers. A block can be found as soon as its KV is there.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ __all__ = ["BlockCache"]
 
 
 class BlockCache:
-    """`block_size` is the size of named blocks; counts are tokens."""
+    """KV memory in blocks of `block_size` tokens; counts are tokens."""
 
     def __init__(self, capacity: int, block_size: int) -> None:
         self.capacity = capacity
@@ -30,11 +27,10 @@ class BlockCache:
 
     @property
     def free(self) -> int:
-        """Tokens for which room can be made."""
         return self.capacity - self.private - len(self._used) * self.block_size
 
     def cached(self, blocks: Sequence[int]) -> int:
-        """How many tokens of these blocks, from the first on, are here."""
+        """Return how many tokens of these blocks, from the first on, are here."""
         return self._found(blocks) * self.block_size
 
     def _found(self, blocks: Sequence[int]) -> int:
@@ -47,14 +43,15 @@ class BlockCache:
         return count
 
     def room_for(self, blocks: Sequence[int], private: int) -> bool:
-        """Whether these blocks and so many other tokens would fit now."""
+        """Return whether these blocks and so many other tokens would fit now."""
         shared = sum(block in self._used for block in blocks[: self._found(blocks)])
         return (len(blocks) - shared) * self.block_size + private <= self.free
 
     def take(self, blocks: Sequence[int], private: int) -> tuple[int, ...]:
-        """Use these blocks and so many tokens that have no name. The blocks that have one from now
-        on: what is not cached and has a name already is computed a second time, and counts as
-        private, too.
+        """Use these blocks and private tokens, and return the blocks that have a name from now on.
+
+        A block that is not cached but has a name already is computed a second time, as private
+        tokens.
         """
         used, unused = self._used, self._unused
         found = self._found(blocks)
@@ -73,14 +70,14 @@ class BlockCache:
         return (*blocks[:found], *fresh)
 
     def ready(self, blocks: Iterable[int]) -> None:
-        """Their KV is there, or will be before any later step reads it."""
+        """Note that the KV of blocks is there, or will be before a later step reads it."""
         for block in blocks:
             if block in self._coming:
                 self._coming.discard(block)
                 self.stored.append(block)
 
     def give_back(self, blocks: Sequence[int], private: int) -> None:
-        """Use them no more: those that take() has named, and all that is private."""
+        """Release the blocks that take() has named, and private tokens."""
         used, unused, coming = self._used, self._unused, self._coming
         for block in reversed(blocks):
             if used[block] > 1:
@@ -94,13 +91,13 @@ class BlockCache:
         self.private -= private
 
     def shrink(self) -> None:
-        """Let unused blocks go until all that is used fits."""
+        """Evict unused blocks until all that is used fits."""
         most = max(0, self.free) // self.block_size
         while len(self._unused) > most:
             self.removed.append(self._unused.popitem(last=False)[0])
 
     def news(self) -> tuple[list[int], list[int]]:
-        """What was stored and removed since the last time."""
+        """Return what was stored and removed since the last call."""
         news = self.stored, self.removed
         if news[0] or news[1]:
             self.stored, self.removed = [], []

@@ -17,7 +17,7 @@ import msgspec
 
 from kvrelay.planner.engine import Engine
 from kvrelay.planner.router import Router
-from kvrelay.planner.seat import Hears, Leg
+from kvrelay.planner.seat import Leg, NodeListener
 from kvrelay.planner.setting import NodeEvent, Setting, Stream, What
 from kvrelay.router.nodes.node import Lease
 from kvrelay.wire.config import Role
@@ -34,7 +34,7 @@ Lost = Callable[[list[tuple[Stream, Leg, int]], float], None]
 
 
 class Clock:
-    """Milliseconds. What is due at one time is done in the order in which it was said."""
+    """A clock in milliseconds; calls for one time are made in the order in which they were given."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -43,12 +43,12 @@ class Clock:
         self._scheduled = 0
 
     def later(self, at: float, call: Call) -> None:
-        """Call it then."""
+        """Make a call at a time."""
         self._scheduled += 1
         heapq.heappush(self._heap, (at, self._scheduled, call))
 
     def run(self, goes_on: Callable[[], bool], before: Call) -> None:
-        """Until it need not go on, or nothing is left to do; `before` each."""
+        """Make calls while `goes_on`, `before` ahead of each."""
         heap = self._heap
         while heap and goes_on():
             now, _, call = heapq.heappop(heap)
@@ -59,9 +59,9 @@ class Clock:
 
 
 class Cluster:
-    """`lost` is told of all legs that a node had whose process has ended."""
+    """The nodes and routers; `lost` is told of all legs of a node whose process has ended."""
 
-    def __init__(self, setting: Setting, clock: Clock, hears: Hears, lost: Lost) -> None:
+    def __init__(self, setting: Setting, clock: Clock, hears: NodeListener, lost: Lost) -> None:
         self.roles = [Role.PREFILL] * setting.prefill + [Role.DECODE] * setting.decode
         self.nodes = [
             Engine(
@@ -93,19 +93,19 @@ class Cluster:
     # -----------------------------------------------------------------------------------
 
     def tell_news(self, now: float) -> None:
-        """Hand out what is due."""
+        """Deliver the reports that are due."""
         for news in (self._news, self._kv_news):
             while news and news[0][0] <= now:
                 news.popleft()[1](now)
 
     def report(self, at: int, lease: Lease, now: float, *, taken: bool = False) -> None:
-        """A leg brings its node's load along; the first time (`taken`) its number, too."""
+        """Report a node's load with a leg, and the leg's number when it was `taken`."""
         node = self.nodes[at]
         load = msgspec.structs.replace(node.load(now), leg=node.legs if taken else 0)
         self._tell(now, lambda _: lease.note_load(load))
 
     def tell_kv(self, at: int, now: float) -> None:
-        """KV events of what has changed, if there are any."""
+        """Send KV events of what has changed."""
         if not self._setting.prefixes:
             return
         stored, removed = self.nodes[at].cache.news()
@@ -189,7 +189,6 @@ class Cluster:
 
     @property
     def switching(self) -> bool:
-        """Whether a node is changing its role."""
         return bool(self._becoming)
 
     def change_role(self, at: int, role: Role, now: float) -> None:
@@ -202,7 +201,7 @@ class Cluster:
         self.emptied(at, now)
 
     def emptied(self, at: int, now: float) -> None:
-        """A leg has left a node: one that drains may have had its last."""
+        """Note that a leg has left a node; a draining one may change its role now."""
         if at in self._becoming and self.nodes[at].idle:
             starts = self._starts[at]
             self._clock.later(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from kvrelay.planner.block_cache import BlockCache
-from kvrelay.planner.seat import Hears, Leg, Planned, Seat, SlowSteps, Told
+from kvrelay.planner.seat import Leg, NodeListener, PlacementHints, Planned, Seat, SlowSteps
 from kvrelay.planner.setting import Stream
 from kvrelay.planner.speeds import Speeds
 from kvrelay.wire.announced import Announced
@@ -30,25 +30,27 @@ from kvrelay.wire.step_costs import Pace, StepBudget, StepCosts
 __all__ = ["OVERTAKEN", "Engine"]
 
 OVERTAKEN = 2
-"""As in paged_engine/waiting.py, which is not imported: its package brings numpy along."""
+"""As in paged_engine/waiting.py, which would bring numpy along."""
 
 
-_NOTHING = Told()
+_NOTHING = PlacementHints()
 _PACE_STEPS = 16
-"""Of many alike no more are looked at: a pace moves by 3 % with each."""
+"""More steps that are alike are not looked at: a pace moves by 3 % with each."""
 _NO_LIMIT = 1 << 30
-"""No request of a simulation says how long its answer may be."""
 
 
 class Engine:
-    """`later(ms, call)` runs a call at a time. `pace` of 2 makes all steps take twice as long."""
+    """A simulated node; `later(ms, call)` makes a call at a time.
+
+    A `pace` of 2 makes all steps take twice as long.
+    """
 
     def __init__(
         self,
         speeds: Speeds,
         block_size: int,
         later: Callable[[float, Callable[[float], None]], None],
-        hears: Hears,
+        hears: NodeListener,
         *,
         shortest_first: bool = True,
     ) -> None:
@@ -106,15 +108,15 @@ class Engine:
         return not self._seats
 
     def context(self, now: float) -> int:
-        """Tokens of KV of all that decode."""
+        """Return the tokens of KV of all that decode."""
         return self._context + len(self._batch) * self._planned.done_by(now)
 
     def free(self, now: float) -> int:
-        """Tokens of KV that still find room."""
+        """Return the tokens of KV that still find room."""
         return max(0, self.cache.free - len(self._batch) * self._planned.done_by(now))
 
     def load(self, now: float) -> Load:
-        """As an engine reports it (paged_engine/scheduler.py)."""
+        """Return its load, as paged_engine/scheduler.py reports it."""
         block_size, steps = self.cache.block_size, self._steps + self._planned.done_by(now)
         context, promised = self.context(now), 0
         for seat in self._seats.values():
@@ -160,10 +162,16 @@ class Engine:
     # ----------------------------------------------------------------------------------------------
 
     def submit(
-        self, stream: Stream, leg: Leg, now: float, generated: int = 0, told: Told = _NOTHING
+        self,
+        stream: Stream,
+        leg: Leg,
+        now: float,
+        generated: int = 0,
+        told: PlacementHints = _NOTHING,
     ) -> bool:
-        """A leg comes; `generated` as of a decode leg's beginning. False: there is no time for its
-        prompt.
+        """Take a leg; return False if there is no time for its prompt.
+
+        `generated` tokens are there at its beginning.
         """
         tokens = told.spill_tokens
         if tokens:
@@ -196,21 +204,21 @@ class Engine:
         return True
 
     def computed(self, stream: Stream, last_chunk: int, now: float) -> None:
-        """A decode leg's KV is computed; what was not in the last chunk is here, if there was room."""
+        """Note that a decode leg's KV is computed; all but its last chunk may be here already."""
         seat = self._seats[stream]
         seat.computed_at, seat.last_chunk = now, last_chunk
         if seat.begun:
             self._await_fetch(seat, min(seat.missing, last_chunk), now)
 
     def release(self, stream: Stream, now: float) -> None:
-        """Nobody needs the KV of its prefill leg any more."""
+        """Free the KV of a prefill leg."""
         seat = self._seats.pop(stream)
         self.cache.give_back(seat.blocks, seat.private)
         if self.waiting:
             self._wake(now)
 
     def drop(self, stream: Stream, now: float) -> None:
-        """A leg that nobody wants any more, before its second token."""
+        """Drop a leg before its second token."""
         seat = self._seats.pop(stream)
         self._count_out(seat, seat.generated, complete=False)
         if seat.left or not seat.begun:
@@ -226,7 +234,7 @@ class Engine:
         self._wake(now)
 
     def lose(self, now: float) -> list[tuple[Stream, Leg, int]]:
-        """The process ends with all that it has: each leg, with the tokens that are there."""
+        """End the process, and return each leg with the tokens that are there."""
         steps = self._steps + self._planned.done_by(now)
         lost = []
         for seat in self._seats.values():

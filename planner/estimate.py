@@ -35,15 +35,15 @@ __all__ = [
 ]
 
 ATTAINMENT = 0.9
-"""The share of requests that should keep both targets."""
+"""Share of requests that should keep both targets."""
 NETWORK_MS = 0.3
-"""From the client through the router to a node, and back, beside all work."""
+"""From the client through the router to a node, and back."""
 _SAMPLE = 256
 _HALVINGS = 30
 
 
 class Goal(msgspec.Struct, frozen=True):
-    """What is promised. Raises ConfigError for targets that cannot be."""
+    """The promised latencies. Raises ConfigError for impossible ones."""
 
     ttft_ms: float
     tpot_ms: float
@@ -62,28 +62,24 @@ class Goal(msgspec.Struct, frozen=True):
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """Some requests that stand for all: (tokens of the prompt, of these cached, tokens of the
-    answer).
-    """
+    """Requests that stand for all: (tokens of the prompt, of these cached, tokens of the answer)."""
 
     lengths: list[tuple[int, int, int]]
 
     @property
     def output(self) -> float:
-        """Tokens of an answer on average."""
+        """Mean tokens of an answer."""
         return sum(output for _, _, output in self.lengths) / len(self.lengths)
 
     @property
     def context(self) -> float:
-        """Tokens of KV of a request that runs, on average over what runs."""
+        """Mean tokens of KV of a running request."""
         weights = sum(output for _, _, output in self.lengths)
         return sum(output * (prompt + output / 2) for prompt, _, output in self.lengths) / weights
 
 
 def demand_of(asks: Sequence[Asked], block_size: int) -> Demand:
-    """What these come to, if all that was asked before were cached. `block_size`: of their named
-    blocks.
-    """
+    """Return the demand of these requests, as if all earlier ones were cached."""
     seen: set[int] = set()
     lengths = []
     for each in asks:
@@ -101,7 +97,7 @@ def demand_of(asks: Sequence[Asked], block_size: int) -> Demand:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """`prefill` and `decode` nodes; without prefill nodes the others are colocated servers."""
+    """Prefill and decode nodes; without prefill nodes the others are colocated servers."""
 
     prefill: int
     decode: int
@@ -110,12 +106,11 @@ class Split:
 
     @property
     def gpus(self) -> int:
-        """That it takes."""
         return self.prefill * self.prefill_card.gpus + self.decode * self.decode_card.gpus
 
     @property
     def name(self) -> str:
-        """As 2P2D, with the GPUs of a node if it has several."""
+        """The name, as 2P2D, with the GPUs of a node if it has several."""
         parts = ((self.prefill, "P", self.prefill_card), (self.decode, "D", self.decode_card))
         if not self.prefill:
             return f"{self.decode} colocated{_tp(self.decode_card)}"
@@ -127,9 +122,7 @@ def _tp(card: RateCard) -> str:
 
 
 def splits(gpus: int, cards: Sequence[RateCard]) -> list[Split]:
-    """All that leave no GPU idle that could be a node; colocated ones first. Raises ConfigError if
-    there is none.
-    """
+    """Return all splits that leave no usable GPU idle. Raises ConfigError if there is none."""
     if gpus < 1:
         raise ConfigError(f"--gpus must be at least 1, got {gpus}")
     if len({card.gpus for card in cards}) < len(cards):
@@ -153,32 +146,31 @@ def splits(gpus: int, cards: Sequence[RateCard]) -> list[Split]:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of a split at a rate. Shares are of 1."""
+    """What a split does at a rate; shares are of 1."""
 
     split: Split
     rate: float
     ttft_kept: float
     tpot_kept: float
     prefill_use: float
-    """Of the time of those that compute prompts."""
+    """Share of their time that nodes compute prompts."""
     running: float
-    """Requests that a decode node has, on average."""
+    """Mean requests of a decode node."""
     short: str
-    """What there is too little of, if more were asked: prefill, decode or KV memory."""
+    """What runs out first: prefill, decode or KV memory."""
 
     @property
     def attained(self) -> float:
-        """The share of requests that keep both targets."""
+        """Share of requests that keep both targets."""
         return self.ttft_kept * self.tpot_kept
 
     @property
     def per_gpu(self) -> float:
-        """Requests a second, by GPU."""
         return self.rate / self.split.gpus
 
 
 def plans(gpus: int, cards: Sequence[RateCard], demand: Demand, goal: Goal) -> list[Estimate]:
-    """Every split at the highest rate at which it keeps the goal; the best first."""
+    """Return every split at the highest rate at which it keeps the goal, the best first."""
     found = [_at_most(split, demand, goal) for split in splits(gpus, cards)]
     return sorted(found, key=lambda each: -each.rate)
 
@@ -205,7 +197,7 @@ def _at_most(split: Split, demand: Demand, goal: Goal) -> Estimate:
 
 
 def estimate(split: Split, demand: Demand, goal: Goal, rate: float) -> Estimate:
-    """What comes of it at so many requests a second."""
+    """Return what a split does at so many requests a second."""
     if not split.prefill:
         return _colocated(split, demand, goal, rate)
     prompts = _prompts(split.prefill_card, demand)
@@ -239,9 +231,7 @@ def _colocated(split: Split, demand: Demand, goal: Goal, rate: float) -> Estimat
 
 
 def token_ms(card: RateCard, context: float, tpot_ms: float) -> float:
-    """A token's share of a step of the largest batch, of requests with so much context each, whose
-    steps keep a target: what a node spends for a token when it is full.
-    """
+    """Return a token's share of a step of the largest batch whose steps keep a target."""
     most = min(card.max_num_seqs, int(card.kv_tokens / max(1.0, context)))
     low, high = 1, max(1, most)
     while low < high:  # steps never get shorter as batches get larger

@@ -1,6 +1,4 @@
-"""How much a cluster serves in time, by simulation: the share of requests that keep their targets,
-and the highest rate at which enough of them do.
-"""
+"""How much a simulated cluster serves in time: shares of requests, and the highest rate."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from kvrelay.planner.estimate import NETWORK_MS
 from kvrelay.planner.setting import Result, Setting, Stream, Targets, streams_at
 from kvrelay.planner.world import simulate
 
-__all__ = ["Served", "at_rate", "attained", "enough", "is_good", "most_rate", "served"]
+__all__ = ["Served", "at_rate", "attained", "requests_needed", "is_good", "highest_rate", "served"]
 
 _SECONDS = 20
 _LEAST_REQUESTS, _MOST_REQUESTS = 400, 4_000
@@ -32,19 +30,19 @@ _MOST_TRIES = 9
 
 
 def is_good(stream: Stream, targets: Targets) -> bool:
-    """Whether it has kept both targets, as its client sees them."""
+    """Return whether a request has kept both targets, as its client sees them."""
     in_time = stream.ttft + NETWORK_MS <= targets.ttft_ms and stream.tpot <= targets.tpot_ms
     return stream.answered and in_time
 
 
 def attained(streams: Sequence[Stream], targets: Targets) -> float:
-    """The share of these that are good."""
+    """Return the share that is good."""
     return sum(is_good(stream, targets) for stream in streams) / max(1, len(streams))
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What came of a rate, in requests a second. Milliseconds."""
+    """What came of a rate in requests a second; milliseconds."""
 
     rate: float
     attained: float
@@ -53,14 +51,12 @@ class Served:
     tpot_p50: float
     tpot_p90: float
     longest_p90: float
-    """Of the longest times between two tokens of each answer."""
+    """Over the longest gap of each answer."""
     itl_p99: float
 
 
-def enough(asks: Sequence[Asked], targets: Targets, rate: float) -> int:
-    """How many requests like these a run at this rate needs to tell: for 20 seconds, and for
-    several answers.
-    """
+def requests_needed(asks: Sequence[Asked], targets: Targets, rate: float) -> int:
+    """Return how many requests a run needs: for 20 seconds, and for several answers."""
     answers = rate * _ANSWERS * _answer_ms([asked.output for asked in asks], targets) / 1e3
     return max(_LEAST_REQUESTS, min(_MOST_REQUESTS, int(rate * _SECONDS)), math.ceil(answers))
 
@@ -78,7 +74,7 @@ def _counted(streams: Sequence[Stream], targets: Targets) -> Sequence[Stream]:
 
 
 def served(result: Result, targets: Targets, rate: float) -> Served:
-    """The figures of a run, without its beginning and its end."""
+    """Return the figures of a run, without its beginning and its end."""
     counted = _counted(result.streams, targets)
     whole = [stream for stream in counted if stream.answered] or list(counted)
     ttft = sorted(stream.ttft + NETWORK_MS for stream in whole)
@@ -97,7 +93,7 @@ def served(result: Result, targets: Targets, rate: float) -> Served:
 
 
 def at_rate(asks: Sequence[Asked], setting: Setting, targets: Targets, rate: float) -> Served:
-    """Ask these at so many a second."""
+    """Simulate these requests at so many a second."""
     # Looking for cycles among living objects would take a third of the time.
     gc.disable()
     try:
@@ -110,7 +106,7 @@ def at_rate(asks: Sequence[Asked], setting: Setting, targets: Targets, rate: flo
         gc.enable()
 
 
-def most_rate(
+def highest_rate(
     asks: Sequence[Asked],
     setting: Setting,
     targets: Targets,
@@ -118,8 +114,9 @@ def most_rate(
     guess: float,
     tried: Callable[[Served], None] = lambda _: None,
 ) -> Served:
-    """The highest rate at which this share is good, within 3 %, beginning at a guess above 0; at 0
-    if none is.
+    """Return the highest rate at which this share is good, within 3 %, from a guess above 0.
+
+    The rate is 0 if there is none.
     """
     best, low, high = None, 0.0, 0.0
     rate = guess

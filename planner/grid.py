@@ -19,8 +19,8 @@ _FEWEST_CONTEXT = 32
 # Time grows linearly with what is there already, so few contexts say it all.
 _CONTEXTS = [4**power for power in range(4, 12)]
 _TILES = 64
-"""From so many requests on a step takes longer by leaps, behind each power of two: a row more is a
-tile more. On an H200 steps of 64, 72 and 128 requests of 640 tokens take 5.5, 6.4 and 7.5 ms.
+"""From so many requests on a step takes longer by leaps, behind each power of two, as a row more is
+a tile more: on an H200 64, 72 and 128 requests of 640 tokens take 5.5, 6.4 and 7.5 ms.
 """
 _LEAP = 8
 _MIXED_CONTEXT = 1_024
@@ -31,7 +31,7 @@ _TRANSFER_STEP = 4
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one engine, in tokens."""
+    """The limits of one engine, in tokens."""
 
     max_model_len: int
     kv_tokens: int
@@ -39,14 +39,14 @@ class Limits:
     max_num_seqs: int
     step_tokens: int
     prompts_at_once: int
-    """As many prompts are in the pool while a prefill is measured."""
+    """Prompts in the pool while a prefill is measured."""
     decode_steps: int
-    """So far contexts grow while a decode is measured."""
+    """Tokens by which contexts grow while a decode is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Points that are measured together. `level` 0 is what every card has, higher ones refine it."""
+    """Points that are measured together; every card has level 0, higher levels refine it."""
 
     level: int
     kind: Literal["prefill", "decode"]
@@ -55,7 +55,7 @@ class Unit:
 
 
 def units(limits: Limits) -> list[Unit]:
-    """In the order in which they are to be measured: level by level."""
+    """Return what to measure, level by level."""
     prefill = [
         Unit(level, "prefill", tuple((tokens, context) for tokens in those))
         for level, context, those in _refined(_prefill_lines(limits))
@@ -68,7 +68,7 @@ def units(limits: Limits) -> list[Unit]:
 
 
 def sizes_of_transfers(block_size: int, longest: int, most_blocks: int) -> list[int]:
-    """Blocks of the transfers that are worth measuring, up to the longest prompt that is."""
+    """Return the sizes of transfers to measure, in blocks."""
     most = max(1, min(-(-min(longest, _LONGEST_TRANSFER) // block_size), most_blocks))
     sizes = [1]
     while sizes[-1] * _TRANSFER_STEP < most:
@@ -77,9 +77,7 @@ def sizes_of_transfers(block_size: int, longest: int, most_blocks: int) -> list[
 
 
 def mixed_sizes(limits: Limits) -> list[tuple[int, int, int]]:
-    """(requests, context of each, tokens of a prompt beside them): what chunks of prompts cost
-    those who decode.
-    """
+    """Return (requests, context of each, tokens of a prompt beside them) to measure."""
     found = []
     for requests in sorted({max(1, limits.max_num_seqs // 16), max(1, limits.max_num_seqs // 2)}):
         most = min(limits.step_tokens, limits.max_model_len - 1, limits.kv_tokens // 4)

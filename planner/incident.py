@@ -40,7 +40,7 @@ _UP = re.compile(r"(prefill|decode) node (\S+) is up")
 _OUT = re.compile(r"(prefill|decode) node (\S+) is kept out: (.*)")
 _FLIPS = re.compile(r"it changes its role from \w+ to (prefill|decode)$")
 _STILL_THERE = ("it is draining", "it was removed")
-"""Why a node takes no legs that ends those which it has."""
+"""Reasons of a node that takes no legs but ends those which it has."""
 
 
 class NodeNamed(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -57,9 +57,7 @@ class _Nodes(msgspec.Struct, frozen=True, tag="nodes", tag_field="kind"):
 
 
 class Requested(msgspec.Struct, frozen=True, tag="request", tag_field="kind", omit_defaults=True):
-    """One request. `blocks` name the full blocks of its prompt, as a trace of load/workloads.py
-    does.
-    """
+    """A request; `blocks` name the full blocks of its prompt as in a trace."""
 
     at_ms: float
     prompt: int
@@ -68,13 +66,13 @@ class Requested(msgspec.Struct, frozen=True, tag="request", tag_field="kind", om
     priority: int = 0
     blocks: list[int] = []
     ttft_ms: float | None = None
-    """As it was then; then, how long it took in all."""
+    """What its client saw."""
     model: str = ""
     total_ms: float | None = None
 
 
 class Happened(msgspec.Struct, frozen=True, tag="node", tag_field="kind", omit_defaults=True):
-    """To a node: see NodeEvent."""
+    """An event of a node (see NodeEvent)."""
 
     at_ms: float
     name: str
@@ -90,19 +88,17 @@ _LINE: msgspec.json.Decoder[_Nodes | Requested | Happened] = msgspec.json.Decode
 
 @dataclass(slots=True)
 class LeftOut:
-    """Requests of a log that cannot be asked again."""
+    """Requests of a log that cannot be replayed."""
 
     refused: int = 0
-    """Before they began."""
     tokens: int = 0
-    """Of their prompts, as the router guessed."""
+    """Tokens of their prompts, as the router guessed."""
     unanswered: int = 0
-    """That began, and had no token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """In the order of time."""
+    """An incident, in the order of time."""
 
     nodes: Sequence[NodeNamed]
     requests: Sequence[Requested]
@@ -110,9 +106,7 @@ class Incident:
     left_out: LeftOut = field(default_factory=LeftOut)
 
     def of_model(self, model: str) -> Incident:
-        """What concerns it: its nodes, with all that they have served, and those of which no model
-        is known.
-        """
+        """Return what concerns a model: its nodes and all that they have served."""
         if not any(model in node.models for node in self.nodes):
             return self
         nodes = [node for node in self.nodes if model in node.models or not node.models]
@@ -126,16 +120,13 @@ class Incident:
         )
 
     def lines(self) -> list[bytes]:
-        """As it is written."""
         later: list[Requested | Happened] = [*self.requests, *self.happened]
         later.sort(key=lambda each: each.at_ms)
         return [msgspec.json.encode(each) + b"\n" for each in (_Nodes(list(self.nodes)), *later)]
 
 
 def read_incident(lines: Iterable[bytes]) -> Incident:
-    """Of an incident's own lines, or of a router's log. Raises ConfigError, with the number of the
-    line.
-    """
+    """Read an incident's own lines or a router's log. Raises ConfigError."""
     rows = [line for line in lines if line.strip()]
     if rows and b'"kind"' not in rows[0]:
         return of_log(rows)
@@ -211,9 +202,7 @@ class _Told:
 
 
 def of_log(lines: Iterable[bytes]) -> Incident:
-    """Of the lines of a router with `--log-format json`; others are passed over. Raises ConfigError
-    if none tells.
-    """
+    """Read the log of a router with `--log-format json`. Raises ConfigError if no line tells."""
     decoder = msgspec.json.Decoder(_Logged)
     requests: list[Requested] = []
     told: list[_Told] = []
@@ -305,7 +294,7 @@ def _happened(told: Sequence[_Told], begins: float) -> tuple[dict[str, Role], li
 
 
 def streams_of_incident(incident: Incident) -> list[Stream]:
-    """Its requests, to be served anew."""
+    """Return its requests for a simulation."""
     return [
         Stream(
             each.at_ms, each.prompt, each.output, tuple(each.blocks), each.session, each.priority
@@ -315,9 +304,7 @@ def streams_of_incident(incident: Incident) -> list[Stream]:
 
 
 def events_of(incident: Incident, prefill: int, decode: int) -> list[NodeEvent]:
-    """What happened, to the nodes of a cluster of this size; what happened to nodes that it lacks
-    is left out.
-    """
+    """Return what happened to those of its nodes that a cluster of this size has."""
     numbers: dict[str, int] = {}
     for role, first, many in ((Role.PREFILL, 0, prefill), (Role.DECODE, prefill, decode)):
         names = [node.name for node in incident.nodes if node.role is role]

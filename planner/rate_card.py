@@ -35,7 +35,7 @@ _BYTES = 1 << 20
 
 
 class PrefillPoint(msgspec.Struct, frozen=True):
-    """A step that computes `tokens` of one prompt behind `context` tokens that are there already."""
+    """A step that computes `tokens` of one prompt behind `context` tokens."""
 
     tokens: int
     context: int
@@ -51,9 +51,7 @@ class DecodePoint(msgspec.Struct, frozen=True):
 
 
 class MixedPoint(msgspec.Struct, frozen=True):
-    """A step of `requests` that decode, each with `context` tokens of KV, and of `tokens` of a
-    prompt beside them.
-    """
+    """A step of `requests` that decode with `context` tokens each, and of `tokens` of a prompt."""
 
     requests: int
     context: int
@@ -62,51 +60,44 @@ class MixedPoint(msgspec.Struct, frozen=True):
 
 
 class TransferPoint(msgspec.Struct, frozen=True):
-    """The KV of `tokens`, from one node to another, alone on its way."""
+    """The KV of `tokens`, alone on its way from one node to another."""
 
     tokens: int
     ms: float
 
 
 class RateCard(msgspec.Struct, frozen=True, dict=True):
-    """Of one node: a model on so many GPUs. Times are milliseconds, medians of several runs."""
+    """The speed of one node: a model on so many GPUs; milliseconds, medians of several runs."""
 
     model: str
     hardware: str
-    """As its maker calls it; a CPU with its number of cores."""
     kvrelay: str
-    """The release that was measured."""
     measured_at: str
     """ISO 8601, UTC."""
     kv_tokens: int
-    """For which its pool has room."""
     block_size: int
     max_num_seqs: int
     step_tokens: int
-    """What a step computes of prompts at most, beside decodes: a longer prompt is computed in
-    chunks.
-    """
+    """Prompt tokens that a step computes at most, beside decodes."""
     prefill: list[PrefillPoint]
     decode: list[DecodePoint]
     transfer: dict[str, list[TransferPoint]] = {}
-    """By connector; of a pair of nodes on one host unless `hardware` says otherwise."""
+    """By connector, between nodes on one host unless `hardware` says otherwise."""
     tensor_parallel_size: int = 1
     mixed: list[MixedPoint] = []
     max_gap_ms: float = 50.0
-    """What a step takes at most where somebody decodes."""
+    """The longest step where somebody decodes."""
     ahead: bool = False
-    """Its steps are launched while the ones before them run, as a GPU's are: a step takes what the
-    device or its launch takes, whichever is longer, and who comes while one runs is in the second
-    one behind it.
+    """Steps are launched while the ones before them run, as on a GPU: a step takes as long as the
+    device or its launch, whichever is longer.
     """
     version: int = _VERSION
 
     @cached_property
     def costs(self) -> StepCosts:
-        """What the node's steps cost, as a sum fitted to the points.
+        """Step costs, fitted to the points.
 
-        Few tokens behind many wait for the memory that they read, which the sum has no term for:
-        they are left out.
+        Few tokens behind many are left out: they wait for memory, which the sum has no term for.
         """
         decodes = [
             (each.requests, each.requests * each.context, 0, 0, each.ms) for each in self.decode
@@ -124,15 +115,14 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def gpus(self) -> int:
-        """That one node takes."""
         return self.tensor_parallel_size
 
     def chunk_ms(self, tokens: int, context: int = 0) -> float:
-        """A step of `tokens` of a prompt behind `context` others."""
+        """Return the time of a step of `tokens` of a prompt behind `context` others."""
         return _plane(self._prefill_lines, context, tokens)
 
     def prompt_ms(self, tokens: int, cached: int = 0) -> float:
-        """A prompt alone, of which some is cached, in as many steps as it needs."""
+        """Return the time of a prompt alone, of which some is cached."""
         total = 0.0
         while cached < tokens:
             count = min(self.step_tokens, tokens - cached)
@@ -141,13 +131,11 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
         return total
 
     def step_ms(self, requests: float, context: float) -> float:
-        """A decode step of so many requests with so many tokens of KV together."""
+        """Return the time of a decode step of so many requests with so much KV together."""
         return _plane(self._decode_lines, requests, context / requests) if requests else 0.0
 
     def fetch_ms(self, tokens: int, connector: str = "") -> float:
-        """The KV of so many tokens, by this connector or the fastest of which most is known; 0 if
-        none was measured.
-        """
+        """Return the time of a transfer by a connector, or by the fastest; 0 if none was measured."""
         measured = [
             points for name, points in self.transfer.items() if points and connector in ("", name)
         ]
@@ -173,7 +161,7 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
 
 
 def read_card(path: Path) -> RateCard:
-    """Raises ConfigError for a file that is none."""
+    """Read a card. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             raw = file.read(_BYTES + 1)
@@ -197,7 +185,7 @@ def read_card(path: Path) -> RateCard:
 
 
 def write_card(card: RateCard, path: Path) -> None:
-    """As JSON, to be read by people, too."""
+    """Write a card as JSON."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(card), indent=1) + b"\n")
 
 

@@ -14,7 +14,7 @@ from typing import cast
 import msgspec
 
 from kvrelay.planner.engine import Engine
-from kvrelay.planner.seat import Told
+from kvrelay.planner.seat import PlacementHints
 from kvrelay.planner.setting import Setting, Stream
 from kvrelay.router.admission.admission_queue import AdmissionQueue
 from kvrelay.router.admission.fair_queue import QueuedRequest
@@ -33,7 +33,7 @@ from kvrelay.wire.outputs import Load
 from kvrelay.wire.router_config import Policy, RouterConfig
 from kvrelay.wire.transfer import Fingerprint, KvFacts
 
-__all__ = ["DEADLINE_MS", "Door", "Router", "url_of"]
+__all__ = ["DEADLINE_MS", "SimulatedAdmission", "Router", "url_of"]
 
 _MODEL = "simulated"
 _FINGERPRINT = Fingerprint(
@@ -48,12 +48,11 @@ _JOB = Job(
 
 
 def url_of(at: int) -> str:
-    """The name of a node."""
     return f"http://node-{at}"
 
 
 class Router:
-    """One replica. Nodes are called by their numbers: `roles` are those that they have at first."""
+    """One replica; `roles` are those that its nodes, which are numbers, have at first."""
 
     def __init__(
         self, setting: Setting, roles: Sequence[Role], nodes: Sequence[Engine], seed: str
@@ -79,12 +78,12 @@ class Router:
     # ------------------------------------------------------------------------------------------------
 
     def targets(self, stream: Stream) -> Slo:
-        """What it is known to want."""
+        """Return the targets of a request."""
         told = stream.targets or self._told
         return Slo() if told is None else Slo(told.ttft_ms / 1e3, told.tpot_ms / 1e3)
 
     def wanted(self, stream: Stream, peer: int | None = None) -> PlacementQuery:
-        """What is left of a request; a decode node alone, if node `peer` has its KV."""
+        """Return what is left of a request; node `peer` may have its KV already."""
         tokens = stream.prompt + stream.done
         targets = self.targets(stream)
         job = msgspec.structs.replace(
@@ -97,29 +96,28 @@ class Router:
     def find(
         self, wanted: PlacementQuery, *, begun: bool = False, spills: bool = True
     ) -> ChosenNodes | Wait | Refuse | None:
-        """Where it would be placed now; None: there is no node that could."""
+        """Return where it would be placed now; None if no node could take it."""
         try:
             return self.placer.find(wanted, anyway=begun, spills=spills)
         except NoNode:
             return None
 
     def number(self, node: Node) -> int:
-        """Of a node."""
         return self._numbers[node.url]
 
-    def told(self, found: ChosenNodes, stream: Stream) -> Told:
-        """What the decode node is told, as router/request/run.py has it."""
+    def told(self, found: ChosenNodes, stream: Stream) -> PlacementHints:
+        """Return what the decode node is told, as router/request/run.py has it."""
         request, placement = found.wanted.request, found.placement
         expected, cached = (
             max(1, round(request.output) - stream.done),
             request.cached.get(placement.decode, 0),
         )
-        return Told(
+        return PlacementHints(
             request.tpot_ms, expected, max(1, request.tokens - cached) if placement.spills else 0
         )
 
     def learn(self, stream: Stream) -> None:
-        """A node has said what the blocks of its prompt are called."""
+        """Note what a node calls the blocks of a prompt."""
         size = self._block_size
         if size and stream not in self._prefixes:
             named = self._prefix(stream)
@@ -130,7 +128,7 @@ class Router:
             self.pool.prefixes.learn(known)
 
     def ended(self, stream: Stream) -> None:
-        """It is over, however it ended."""
+        """Note the end of a request."""
         self._prefixes.pop(stream, None)
         if stream.answered:
             self.placer.answered(_MODEL, stream.output)
@@ -139,7 +137,7 @@ class Router:
     # -----------------------------------------------------------------------------------------
 
     def polled(self, at: int, role: Role, load: Load, generation: str, now: float) -> None:
-        """A node has answered its health check. Milliseconds."""
+        """Note a node's answer to a health check."""
         node, card = self._node(at), self._engines[at].speeds.card
         if node.up:
             node.note_load(load)
@@ -153,23 +151,18 @@ class Router:
             self.pool.prefixes.trust(node.url)
 
     def lost(self, at: int, now: float) -> None:
-        """A node refuses connections."""
         self.pool.blame(self._node(at), "it is lost", now / 1e3)
 
     def drains(self, at: int, now: float) -> None:
-        """A node is to take no new legs."""
         self.pool.drain(self._node(at), now / 1e3)
 
     def returns(self, at: int, now: float) -> None:
-        """A node takes legs again from its next health check on. Milliseconds."""
         self.pool.undrain(self._node(at), now / 1e3)
 
     def flips(self, at: int, role: Role, now: float) -> None:
-        """A node begins to change its role."""
         self.pool.note_role_change(self._node(at), role, now / 1e3)
 
     def kv_events(self, at: int, stored: Sequence[int], removed: Sequence[int]) -> None:
-        """A node's KV events have arrived."""
         url = url_of(at)
         self.pool.prefixes.stored(url, stored)
         self.pool.prefixes.removed(url, removed)
@@ -190,22 +183,19 @@ class Router:
 
 
 DEADLINE_MS = 600_000.0
-"""Of a request: a router's request_deadline_s, if nobody has changed it."""
+"""The default request_deadline_s of a router."""
 _LOOK_MS = 10.0
-"""As the admission controller looks while somebody waits."""
 
 Begins = Callable[[Stream, ChosenNodes, float], None]
-"""Place it there and begin."""
 
 
-class Door:
-    """Of one router."""
+class SimulatedAdmission:
+    """The admission of one router."""
 
     def __init__(
         self, router: Router, max_queue: int, later: Callable[[float, Callable[[float], None]], None],
         begins: Begins, refused: Callable[[Stream], None],
     ) -> None:  # fmt: skip
-        """`later(at, call)` runs a call at a time."""
         self._router, self._later = router, later
         self._begins, self._refused = begins, refused
         self._admission: AdmissionQueue[QueuedRequest, ChosenNodes] = AdmissionQueue(
@@ -216,7 +206,7 @@ class Door:
         self._looking = False
 
     def arrive(self, stream: Stream, now: float) -> None:
-        """It begins now or in its turn, or is refused."""
+        """Begin a request, let it wait, or refuse it."""
         targets = self._router.targets(stream)
         wanted = self._router.placer.limited(self._router.wanted(stream), targets)
         request = QueuedRequest(
@@ -243,7 +233,7 @@ class Door:
             self._later(now + _LOOK_MS, self._look)
 
     def ended(self, stream: Stream, now: float) -> None:
-        """It is over, however it ended; others may begin."""
+        """Note the end of a request; others may begin."""
         request = self._requests.pop(stream, None)
         if request is not None:
             self._admission.queue.correct(request, stream.prompt + stream.done)

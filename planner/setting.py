@@ -33,9 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a good request keeps: its first token and the mean of the others in time, as its client
-    sees them.
-    """
+    """The latencies that a good request keeps, as its client sees them."""
 
     ttft_ms: float
     tpot_ms: float
@@ -43,9 +41,7 @@ class Targets:
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """A request: `output` tokens after `prompt` tokens whose full blocks are named by `blocks`;
-    then its fate.
-    """
+    """A request of `output` tokens after `prompt` tokens with named full blocks, and its fate."""
 
     at: float
     prompt: int
@@ -54,39 +50,36 @@ class Stream:
     session: str = ""
     priority: int = 0
     targets: Targets | None = None
-    """As it tells the router."""
+    """What it tells the router."""
 
     number: int = 0
     cached: int = 0
-    """Tokens of the prompt that the node had which computed it."""
+    """Tokens of the prompt that its node had cached."""
     begun: float = -1.0
-    """When its prompt began to be computed; then, when its first and its last token were there."""
+    """When its prompt began to be computed; then its first and its last token."""
     first: float = -1.0
     last: float = -1.0
     told: float = -1.0
-    """When its newest token was there, as of its last hand-over or loss."""
+    """When its newest token was there, at its last hand-over or loss."""
     done: int = 0
-    """Tokens that its client has, as of then."""
+    """Tokens that its client had then."""
     longest: float = 0.0
-    """Of all times between two tokens."""
+    """The longest time between two tokens."""
     preempted: int = 0
     moved: int = 0
     """How often a node was lost that had it."""
     local: bool = False
     """The node that generates has computed the prompt."""
     refused: bool = False
-    """No node could take it."""
     failed: bool = False
     """It began, and did not end in time."""
 
     @property
     def answered(self) -> bool:
-        """Whether its client has all of its tokens."""
         return self.last >= 0
 
     @property
     def ttft(self) -> float:
-        """From its arrival to its first token."""
         return self.first - self.at
 
     @property
@@ -96,13 +89,13 @@ class Stream:
 
 
 def at_load(asks: Sequence[Asked], duration_ms: float) -> list[Stream]:
-    """Requests that are stretched to this duration, in order. One alone comes at once."""
+    """Return requests that are stretched to this duration, in order."""
     last = max(each.at for each in asks)
     return _streams(asks, duration_ms / last if last else 0.0)
 
 
 def streams_at(asks: Sequence[Asked], rate_s: float) -> list[Stream]:
-    """Requests at so many a second on average, in order."""
+    """Return requests at so many a second on average, in order."""
     return at_load(asks, len(asks) / rate_s * 1e3)
 
 
@@ -118,7 +111,7 @@ def _streams(asks: Sequence[Asked], stretched: float) -> list[Stream]:
 def streams_of(
     workload: Workload, count: int, prefill_nodes: int, seed: int, speeds: Speeds | None = None
 ) -> list[Stream]:
-    """So many requests, at the rate that gives the workload's load."""
+    """Return so many requests, at the rate that gives the workload's load."""
     speeds = speeds or Speeds(H200)
     asks = workload.make(Random(f"{workload.name} {seed}"), count)
     return at_load(
@@ -130,7 +123,7 @@ _PERCENT = math.log(1.01)
 
 
 class What(enum.StrEnum):
-    """What may happen to a node."""
+    """An event of a node."""
 
     DOWN = "down"
     """Its process ends, with all that it has."""
@@ -146,7 +139,7 @@ class What(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeEvent:
-    """Of the node of this number: prefill nodes first, then decode nodes, as they begin."""
+    """An event of the node of this number; prefill nodes are counted first."""
 
     at: float
     node: int
@@ -157,10 +150,9 @@ class NodeEvent:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Of one run. `policy` is that of both roles: the price, or one of router/policies.py.
+    """The setting of one run; `policy` chooses nodes of both roles.
 
-    Without prefill nodes the others are colocated servers: each computes the prompts of what it
-    generates.
+    Without prefill nodes the others are colocated servers.
     """
 
     policy: str = PRICE
@@ -171,27 +163,23 @@ class Setting:
     seed: int = 0
     block_size: int = 128
     prefixes: bool = True
-    """Whether routers know of prefixes at all."""
+    """Whether routers know of prefixes."""
     shortest_first: bool = True
     strict_roles: bool = False
     """Decode nodes compute no prompt that a prefill node can."""
     max_queue: int = 1_000
-    """How many requests may wait at a router."""
     speeds: Speeds = field(default_factory=lambda: Speeds(H200))
     decode_speeds: Speeds | None = None
-    """Of decode nodes, if theirs are others."""
+    """Speeds of decode nodes, if they differ."""
     events: Sequence[NodeEvent] = ()
     switch_ms: float = 1_000.0
-    """What a change of role takes, from the last leg's end to the first poll."""
+    """Time of a change of role, from the last leg's end to the first poll."""
     targets: Targets | None = None
-    """What the router is told that all want who do not say; None: nothing. It refuses who would
-    miss them.
-    """
+    """What the router takes for everybody's targets: it refuses who would miss them."""
     changes_roles: bool = False
     """Nodes change their roles as router/roles.py decides."""
 
     def speeds_of(self, role: Role) -> Speeds:
-        """Of the nodes that begin with this role."""
         return self.decode_speeds or self.speeds if role is Role.DECODE else self.speeds
 
 
@@ -207,9 +195,7 @@ class Flipped:
 
 @dataclass(slots=True)
 class Result:
-    """All streams with their fate, and the times between tokens: how often each, in steps of one
-    percent.
-    """
+    """All streams with their fate, and a histogram of the times between tokens."""
 
     setting: Setting
     streams: Sequence[Stream]
@@ -221,12 +207,11 @@ class Result:
     """Prompts that decode nodes have computed, by reason."""
 
     def add_gap(self, ms: float, times: int) -> None:
-        """So long between two tokens, so often."""
         step = int(math.log(max(ms, 1e-3)) / _PERCENT)
         self.gaps[step] = self.gaps.get(step, 0) + times
 
     def gap_ms(self, share: float) -> float:
-        """This share of the times between tokens is at most so long."""
+        """Return the time that this share of the times between tokens does not exceed."""
         left = share * sum(self.gaps.values())
         for step in sorted(self.gaps):
             left -= self.gaps[step]

@@ -26,7 +26,7 @@ _BY_LAUNCH = 1.25
 
 
 class Speeds:
-    """Of all nodes with this card."""
+    """The speeds of all nodes with one card."""
 
     def __init__(self, card: RateCard) -> None:
         self.card = card
@@ -65,9 +65,7 @@ class Speeds:
         return min(point.ms, max(in_proportion, self.card.step_ms(1, point.context)))
 
     def chunk_ms(self, pieces: Sequence[tuple[int, int]], launched_ms: float = 0.0) -> float:
-        """One step that computes, of each prompt, so many tokens behind so many. Its launch began
-        `launched_ms` ago.
-        """
+        """Return the time of a step of (tokens, tokens before them), launched `launched_ms` ago."""
         ms = self._chunk_ms(pieces)
         return max(ms, self.launch_ms(0, pieces) - launched_ms) if self._launches else ms
 
@@ -84,14 +82,12 @@ class Speeds:
         return self._piece_ms(tokens, 0) - self._pair * (tokens * tokens - squares) / 2 + behind_ms
 
     def launch_ms(self, running: float, pieces: Sequence[tuple[int, int]]) -> float:
-        """How long the launch of a step takes that computes these, beside so many that decode; 0 if
-        it is never what is waited for.
-        """
+        """Return the time of a step's launch; 0 if it is never what is waited for."""
         launches = self._mixed_launches if running else self._launches
         return _between(launches, running, sum([count for count, _ in pieces])) if launches else 0.0
 
     def beside_ms(self, pieces: Sequence[tuple[int, int]]) -> float:
-        """By how much longer a decode step is that computes these, too."""
+        """Return by how much longer a decode step is that computes these, too."""
         return max(0.0, self._chunk_ms(pieces) - self._weights)
 
     def mixed_ms(
@@ -101,9 +97,7 @@ class Speeds:
         pieces: Sequence[tuple[int, int]],
         launched_ms: float = 0.0,
     ) -> float:
-        """A decode step as in step_ms() that computes these, too; what was measured of such steps
-        is in it. Its launch began `launched_ms` ago.
-        """
+        """Return the time of a step that decodes and computes, launched `launched_ms` ago."""
         ms = self.step_ms(running, context) + self.beside_ms(pieces)
         if self._seams:
             ms = max(0.0, ms + _between(self._seams, running, sum([count for count, _ in pieces])))
@@ -112,7 +106,7 @@ class Speeds:
         )
 
     def prompt_ms(self, tokens: int, cached: int = 0) -> float:
-        """A prompt alone, of which some is cached, in as many steps as it needs."""
+        """Return the time of a prompt alone, of which some is cached."""
         total = 0.0
         while cached < tokens:
             count = min(self.step_tokens, tokens - cached)
@@ -121,7 +115,7 @@ class Speeds:
         return total
 
     def step_ms(self, running: float, context: float) -> float:
-        """A decode step of so many requests that have so many tokens of KV together."""
+        """Return the time of a decode step of so many requests with so much KV together."""
         if running <= 0:
             return 0.0
         below = int(running)
@@ -134,7 +128,6 @@ class Speeds:
         )
 
     def fetch_ms(self, tokens: int) -> float:
-        """The KV of so many tokens, from node to node."""
         return self.card.fetch_ms(tokens)
 
     def _piece_ms(self, count: int, behind: int) -> float:
@@ -230,7 +223,7 @@ def _within(at: float, places: Sequence[float], values: Sequence[float]) -> floa
 
 
 def slowed(card: RateCard, factor: float) -> RateCard:
-    """A node on which everything takes so many times as long."""
+    """Return the card of a node on which everything takes so many times as long."""
     return msgspec.structs.replace(
         card,
         prefill=[msgspec.structs.replace(each, ms=each.ms * factor) for each in card.prefill],

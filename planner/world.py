@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.planner.cluster import Clock, Cluster
-from kvrelay.planner.router import DEADLINE_MS, Door
-from kvrelay.planner.seat import Leg, Told
+from kvrelay.planner.router import DEADLINE_MS, SimulatedAdmission
+from kvrelay.planner.seat import Leg, PlacementHints
 from kvrelay.planner.setting import Flipped, Result, Setting, Stream
 from kvrelay.router.nodes.node import Lease
 from kvrelay.router.request.placer import ChosenNodes
 from kvrelay.router.roles import EVERY_S, OTHER, Roles, work_of
 
-__all__ = ["Watch", "simulate"]
+__all__ = ["RoleController", "simulate"]
 
 
-class Watch:
-    """Looks every few seconds."""
+class RoleController:
+    """Has nodes change their roles as router/roles.py decides."""
 
     def __init__(self, setting: Setting, cluster: Cluster, clock: Clock, result: Result) -> None:
         self._tpot_ms = 0.0 if setting.targets is None else setting.targets.tpot_ms
@@ -52,7 +52,6 @@ class Watch:
 
 
 _AGAIN_MS, _MOST_LOOKS = 50.0, 600
-"""As router/request/run.py looks again for a place, for 30 s."""
 
 
 def simulate(streams: Sequence[Stream], setting: Setting) -> Result:
@@ -66,7 +65,7 @@ class _Walk:
     prefill: Lease | None = None
     lease: Lease | None = None
     """Its place on a decode node; and what that is told."""
-    told: Told = field(default_factory=Told)
+    told: PlacementHints = field(default_factory=PlacementHints)
     source: int | None = None
     """The prefill node that has its KV, or computes it."""
     decode: int | None = None
@@ -91,11 +90,11 @@ class _World:
         self._rng = random.Random(f"clients {setting.seed}")
         later = self._clock.later
         self._doors = [
-            Door(router, setting.max_queue, later, self._begin, self._refuse)
+            SimulatedAdmission(router, setting.max_queue, later, self._begin, self._refuse)
             for router in self._routers
         ]
         if setting.changes_roles:
-            Watch(setting, self._cluster, self._clock, self._result)
+            RoleController(setting, self._cluster, self._clock, self._result)
 
     def run(self) -> Result:
         for number, stream in enumerate(self._streams):

@@ -55,7 +55,7 @@ def test_what_was_not_simulated_stands_behind_what_was_and_is_pruned_by_it(
         rate = guess / 10 if len(asked) == 1 else 0.9 * guess
         return Served(rate, attainment, *(1.0,) * 6)
 
-    monkeypatch.setattr(sizing, "most_rate", tried)
+    monkeypatch.setattr(sizing, "highest_rate", tried)
     found = sized(Wanted(8, [H200], workload_of("512:256"), Goal(200.0, 15.0), 0.0))
     guesses = sorted((each.guess.rate for each in found), reverse=True)
     assert max(asked.values(), key=len) == min(asked.values(), key=len)

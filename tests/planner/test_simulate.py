@@ -22,7 +22,7 @@ from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.paged_engine.step_plan import StepPlan
 from kvrelay.planner.block_cache import BlockCache
 from kvrelay.planner.engine import OVERTAKEN, Engine
-from kvrelay.planner.seat import Leg, Told
+from kvrelay.planner.seat import Leg, PlacementHints
 from kvrelay.planner.setting import Result, Setting, Stream, at_load, streams_at, streams_of
 from kvrelay.planner.speeds import H200, Speeds
 from kvrelay.planner.world import simulate
@@ -162,14 +162,14 @@ def test_prompts_end_in_the_order_in_which_the_engines_scheduler_ends_them(share
     order: list[tuple[int, int]] = []
     waiting: list[tuple[float, object]] = []
 
-    class Hears:
+    class NodeListener:
         begins = fetched = ended = gap = staticmethod(lambda *_: None)
 
         @staticmethod
         def computed(stream: Stream, *_: object) -> None:
             order.append((stream.number, stream.cached))
 
-    node = Engine(speeds, 16, lambda at, call: waiting.append((at, call)), Hears())
+    node = Engine(speeds, 16, lambda at, call: waiting.append((at, call)), NodeListener())
     scheduler = Scheduler(
         BlockPool(20_000), block_size=16, max_num_batched_tokens=speeds.step_tokens, max_num_seqs=256,
         max_model_len=1 << 20, eos_token_ids=(),
@@ -208,20 +208,20 @@ def test_prompts_end_in_the_order_in_which_the_engines_scheduler_ends_them(share
 def test_a_node_announces_what_the_engines_scheduler_does() -> None:
     """Of prompts that wait, of one that runs, and of what is fetched; five seconds later, too."""
 
-    class Hears:
+    class NodeListener:
         begins = fetched = ended = gap = computed = staticmethod(lambda *_: None)
 
-    node = Engine(SPEEDS, 16, lambda *_: None, Hears())
+    node = Engine(SPEEDS, 16, lambda *_: None, NodeListener())
     scheduler = Scheduler(
         BlockPool(50_000), block_size=16, max_num_batched_tokens=SPEEDS.step_tokens, max_num_seqs=256,
         max_model_len=1 << 20, eos_token_ids=(),
     )  # fmt: skip
     scheduler.budget = node._budget
     for number, (leg, tokens, told) in enumerate([
-        (Leg.WHOLE, 3_000, Told(20.0, 70)),
-        (Leg.PREFILL, 9_000, Told()),
-        (Leg.WHOLE, 1_000, Told()),
-        (Leg.WHOLE, 2_000, Told(9.0, 30, spill_tokens=2_000)),
+        (Leg.WHOLE, 3_000, PlacementHints(20.0, 70)),
+        (Leg.PREFILL, 9_000, PlacementHints()),
+        (Leg.WHOLE, 1_000, PlacementHints()),
+        (Leg.WHOLE, 2_000, PlacementHints(9.0, 30, spill_tokens=2_000)),
     ]):  # fmt: skip
         wishes = {
             "hold": leg is Leg.PREFILL,
@@ -251,10 +251,10 @@ def test_a_node_announces_what_the_engines_scheduler_does() -> None:
 def test_a_node_announces_how_long_its_steps_take_now() -> None:
     calls: list[tuple[float, Callable[[float], None]]] = []
 
-    class Hears:
+    class NodeListener:
         begins = fetched = ended = gap = computed = staticmethod(lambda *_: None)
 
-    node = Engine(SPEEDS, 16, lambda at, call: calls.append((at, call)), Hears())
+    node = Engine(SPEEDS, 16, lambda at, call: calls.append((at, call)), NodeListener())
     node.pace = 1.5
     node.submit(Stream(0.0, 1_000, 300), Leg.WHOLE, 0.0)
     while calls:

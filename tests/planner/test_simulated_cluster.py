@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvrelay.planner.engine import Engine
 from kvrelay.planner.rate_card import MixedPoint, PrefillPoint
-from kvrelay.planner.seat import Leg, Told
+from kvrelay.planner.seat import Leg, PlacementHints
 from kvrelay.planner.setting import NodeEvent, Result, Setting, Stream, Targets, What
 from kvrelay.planner.speeds import H200, Speeds, slowed
 from kvrelay.planner.world import simulate
@@ -135,13 +135,16 @@ def test_what_a_decode_node_refuses_goes_to_a_prefill_node() -> None:
 
 
 def test_a_node_takes_no_more_prompts_of_others_than_it_has_time_for() -> None:
-    class Hears:
+    class NodeListener:
         begins = fetched = ended = gap = computed = staticmethod(lambda *_: None)
 
-    node = Engine(SPEEDS, 128, lambda *_: None, Hears())
+    node = Engine(SPEEDS, 128, lambda *_: None, NodeListener())
     least = SPEEDS.card.costs.prompts_ms(3_000, 3_000 * 1_500)
     sent = [Stream(0.0, 3_000, 100) for _ in range(6)]
-    took = [node.submit(stream, Leg.WHOLE, 0.0, told=Told(15.0, 100, 3_000)) for stream in sent]
+    took = [
+        node.submit(stream, Leg.WHOLE, 0.0, told=PlacementHints(15.0, 100, 3_000))
+        for stream in sent
+    ]
     assert took == [at < 250 // least for at in range(6)]
     load = node.load(0.0)
     assert load.spill_ms == pytest.approx(250 - sum(took) * least)
@@ -360,10 +363,10 @@ def test_whatever_happens_each_request_ends_once_and_nothing_is_left(
 def test_an_engine_is_empty_when_all_have_left() -> None:
     waiting: list[tuple[float, object]] = []
 
-    class Hears:
+    class NodeListener:
         begins = fetched = ended = gap = computed = staticmethod(lambda *_: None)
 
-    node = Engine(SPEEDS, 128, lambda at, call: waiting.append((at, call)), Hears())
+    node = Engine(SPEEDS, 128, lambda at, call: waiting.append((at, call)), NodeListener())
     held, whole, dropped = Stream(0.0, 500, 2, (1, 2)), Stream(0.0, 300, 5), Stream(0.0, 400, 9)
     node.submit(held, Leg.PREFILL, 0.0)
     node.submit(whole, Leg.WHOLE, 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.load.workloads import Asked
-from kvrelay.planner.goodput import enough, served
+from kvrelay.planner.goodput import requests_needed, served
 from kvrelay.planner.setting import Result, Setting, Stream, Targets
 
 TARGETS = Targets(1_000.0, 100.0)
@@ -32,7 +32,7 @@ def test_what_comes_before_the_first_long_answer_has_ended_does_not_count(
 
 def test_a_run_is_as_long_as_several_long_answers() -> None:
     short, long = ([Asked(0.0, 100, output)] * 9 for output in (20, 5_000))
-    assert enough(short, TARGETS, 100.0) == 2_000
-    assert enough(short, TARGETS, 1_000_000.0) > 4_000
-    assert enough(short, TARGETS, 0.01) == 400
-    assert enough(long, TARGETS, 10.0) == 10 * 5 * 501
+    assert requests_needed(short, TARGETS, 100.0) == 2_000
+    assert requests_needed(short, TARGETS, 1_000_000.0) > 4_000
+    assert requests_needed(short, TARGETS, 0.01) == 400
+    assert requests_needed(long, TARGETS, 10.0) == 10 * 5 * 501
