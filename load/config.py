@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -17,8 +18,8 @@ from kvrelay.wire.errors import ConfigError
 __all__ = ["BenchConfig"]
 
 # Finite, too.
-_Positive = Annotated[float, Meta(gt=0, lt=math.inf)]
-_NotNegative = Annotated[float, Meta(ge=0, lt=math.inf)]
+_Positive = Annotated[float, Meta(gt=0, lt=sys.float_info.max)]
+_NotNegative = Annotated[float, Meta(ge=0, lt=sys.float_info.max)]
 _ANY = Lengths(0, 0)
 
 

@@ -4,6 +4,8 @@ line.
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay import before_start, cli
+from kvrelay import cli, config_commands, preflight
 from kvrelay.drawn_keys import stored_key
 from kvrelay.paged_engine import prefetch
 from kvrelay.router.admission.keys import hash_of
@@ -20,6 +22,7 @@ from kvrelay.wire.config import NodeConfig, Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.key_config import KeyConfig
 from kvrelay.wire.router_config import RouterConfig
+from kvrelay.wire.versions import RELEASE
 
 PEERS = ("--prefill", "http://a", "--decode", "http://b")
 
@@ -38,11 +41,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         module.run = module.up = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(
-        before_start, "check_start", lambda config, here: None
-    )  # tests/kvrelay/test_before_start.py
+        preflight, "check_start", lambda config, here: None
+    )  # tests/kvrelay/test_preflight.py
     monkeypatch.setattr(prefetch, "model_files", lambda path, engine, tokenizer: [])
     # Whoever listens there on this machine.
-    monkeypatch.setattr(cli, "check_port", lambda host, port, **_: port or 8123)
+    monkeypatch.setattr(config_commands, "check_port", lambda host, port, **_: port or 8123)
     for variable in (
         "KVRELAY_API_KEY",
         "KVRELAY_NODE_API_KEY",
@@ -227,3 +230,26 @@ def test_a_failure_of_the_server_is_exit_code_1(
 
     monkeypatch.setattr(sys.modules["kvrelay.router.server"], "run", broken)
     assert cli.run(["router", *PEERS]) == 1
+
+
+def test_the_version_is_a_flag_and_a_module_is_the_command() -> None:
+    for words in (["-m", "kvrelay", "--version"], ["-m", "kvrelay.cli", "version"]):
+        done = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert done.stdout.split() == ["kvrelay", RELEASE]
+
+
+@pytest.mark.parametrize("command", ["up", "serve", "prefill", "rank", "profile"])
+def test_without_the_node_extra_one_sentence_says_what_to_install(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    missing = {"torch", "tokenizers"}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in missing else find(name)
+    )
+    assert cli.run([command, "--port", "0"] if command == "up" else [command]) == 2
+    said = capsys.readouterr().err
+    assert "torch, tokenizers are not installed; run: pip install 'kvrelay[node]'" in said
+    assert said.count("\n") == 1

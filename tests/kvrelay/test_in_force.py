@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay import cli
+from kvrelay.config_commands import EXPLAINED
 
 KEYS = ("KVRELAY_API_KEY", "KVRELAY_NODE_API_KEY", "KVRELAY_ADMIN_KEY", "KVRELAY_CLUSTER_SECRET")
 
@@ -74,7 +75,7 @@ def test_every_setting_of_a_command_is_there_and_what_is_printed_is_a_config_fil
 ) -> None:
     model = [] if command == "router" else ["--model=m"]
     found = explained(capsys, command, *model)
-    settings = cli._EXPLAINED[command][1]  # type: ignore[index]
+    settings = EXPLAINED[command][1]  # type: ignore[index]
     assert {name.removeprefix("# ") for name in found} == set(settings)
     at_start = {name for name, (_, source) in found.items() if source == "drawn at each start"}
     assert at_start == drawn

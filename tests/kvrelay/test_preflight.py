@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay import before_start, machine
+from kvrelay import machine, preflight
 from kvrelay.cluster_plan import ClusterConfig
 from kvrelay.machine import Gpu, gpus_here
 from kvrelay.preflight import Host, Memory, NotNow, check_start, with_model_here
@@ -182,7 +182,7 @@ def test_the_class_llm_is_checked_too(tmp_path: Path, monkeypatch: pytest.Monkey
     from kvrelay.llm import LLM
 
     (tmp_path / "config.json").write_text(json.dumps(TINY))
-    monkeypatch.setattr(before_start, "host", lambda: cpu(16, 16))
+    monkeypatch.setattr(preflight, "host", lambda: cpu(16, 16))
     with pytest.raises(
         ConfigError, match=r"needs at least 2048.00 GiB .* this machine has 16.00 GiB"
     ):
@@ -195,7 +195,7 @@ def test_a_folder_that_nobody_may_look_into_is_one_sentence(
     def refused(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "config.json")
 
-    monkeypatch.setattr(before_start, "check_start", refused)
+    monkeypatch.setattr(preflight, "check_start", refused)
     with pytest.raises(ConfigError, match=r"model '.*' cannot be read: .*Permission denied"):
         with_model_here(NodeConfig(EngineConfig(str(tmp_path))))
 
