@@ -32,8 +32,7 @@ from kvrelay.compose import NOT_FOR_COMPOSE, ComposeConfig
 from kvrelay.help import GroupedCommand
 from kvrelay.load.config import BenchConfig
 from kvrelay.machine import check_node_extra, check_port, embedded_model
-from kvrelay.node.file_limit import raise_file_limit
-from kvrelay.node.process_log import LOG_FORMAT, log_to_stderr
+from kvrelay.node.process import LOG_FORMAT, log_to_stderr, raise_file_limit
 from kvrelay.settings import CPU, Setting, build, merge, settings_of
 from kvrelay.wire.config import NodeConfig, RanksConfig, Role, TransferConfig
 from kvrelay.wire.config_checks import base_url
@@ -123,9 +122,9 @@ def _check_router(config: RouterConfig) -> int:
     if config.heartbeat_port:
         check_port(config.host, config.heartbeat_port, socket.SOCK_DGRAM)
     if config.kubernetes_selector:
-        from kvrelay.router.membership.kubernetes_lists import server_of
+        from kvrelay.router.membership.kubernetes_pods import kubernetes_client
 
-        server_of(config.kubernetes_namespace)
+        kubernetes_client(config.kubernetes_namespace)
     if config.p2p_nccl_port:
         check_port(config.host, config.p2p_nccl_port)
     if config.ssl_certfile or config.ssl_ca_certs or config.node_ssl_certfile:

@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrelay.node_commands import CALL_TIMEOUT, CallFailed, call
-from kvrelay.router.console.picture import NodeSeen, Percentiles, Picture
-from kvrelay.router.console.recent import Ended
+from kvrelay.router.console.snapshot import Percentiles, Snapshot
+from kvrelay.router.recent_requests import EndedRequest
+from kvrelay.router.state import NodeStatus
 from kvrelay.wire.errors import ConfigError
 
 __all__ = ["drawn", "run"]
@@ -45,7 +46,7 @@ def run(router: str, admin_key: str, interval_s: float, console: Console) -> int
 
 async def _top(router: str, admin_key: str, interval_s: float, console: Console) -> int:
     async with aiohttp.ClientSession(timeout=CALL_TIMEOUT) as session:
-        picture = await _look(session, router, admin_key)
+        snapshot = await _look(session, router, admin_key)
         if not console.is_terminal:
             console.print(drawn(snapshot), width=max(console.width, _PIPE_CELLS))
             return 0
@@ -54,23 +55,23 @@ async def _top(router: str, admin_key: str, interval_s: float, console: Console)
             while True:
                 await asyncio.sleep(interval_s)
                 try:
-                    picture, lost = await _look(session, router, admin_key), ""
+                    snapshot, lost = await _look(session, router, admin_key), ""
                 except CallFailed as why:
-                    lost = f"{why.message}; what is shown is {time.time() - picture.now:.0f} s old"
-                live.update(drawn(picture, lost), refresh=True)
+                    lost = f"{why.message}; what is shown is {time.time() - snapshot.now:.0f} s old"
+                live.update(drawn(snapshot, lost), refresh=True)
 
 
-async def _look(session: aiohttp.ClientSession, router: str, admin_key: str) -> Picture:
+async def _look(session: aiohttp.ClientSession, router: str, admin_key: str) -> Snapshot:
     said = await call(session, "GET", f"{router}/console/state", admin_key)
     try:
-        return _PICTURE.decode(said)
+        return _SNAPSHOT.decode(said)
     except msgspec.DecodeError as why:
         raise CallFailed(f"{router} does not answer like a kvrelay router") from why
 
 
-def drawn(picture: Picture, lost: str = "") -> RenderableType:
-    """Return the picture for a terminal; `lost` says why there is no newer one."""
-    parts: list[RenderableType] = [_head(picture)]
+def drawn(snapshot: Snapshot, lost: str = "") -> RenderableType:
+    """Return the snapshot for a terminal; `lost` says why there is no newer one."""
+    parts: list[RenderableType] = [_head(snapshot)]
     if lost:
         parts.append(Text(lost, style="red"))
     parts += [Text(), _nodes(snapshot)]

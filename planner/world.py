@@ -18,7 +18,7 @@ from kvrelay.planner.seat import Leg, PlacementHints
 from kvrelay.planner.setting import Flipped, Result, Setting, Stream
 from kvrelay.router.nodes.node import Lease
 from kvrelay.router.request.placer import ChosenNodes
-from kvrelay.router.roles import EVERY_S, OTHER, Roles, work_of
+from kvrelay.router.roles import EVERY_S, OTHER, RolePlanner, work_of
 
 __all__ = ["RoleController", "simulate"]
 
@@ -29,7 +29,7 @@ class RoleController:
     def __init__(self, setting: Setting, cluster: Cluster, clock: Clock, result: Result) -> None:
         self._tpot_ms = 0.0 if setting.targets is None else setting.targets.tpot_ms
         self._cluster, self._clock, self._result = cluster, clock, result
-        self._roles, self._becoming = Roles(), False
+        self._roles, self._becoming = RolePlanner(), False
         clock.later(EVERY_S * 1e3, self._look)
 
     def _look(self, now: float) -> None:

@@ -34,7 +34,6 @@ from starlette.routing import Route
 
 import kvrelay.cli
 import kvrelay.config_commands
-from kvrelay.node.app import Node
 from kvrelay.node.app import create_app as node_app
 from kvrelay.node.lifecycle import DRAIN_DEADLINE_S, Node
 from kvrelay.node.process import LOG_FORMAT
@@ -121,10 +120,11 @@ def test_the_command_line_takes_every_containers_arguments(overlay: str, configs
     for pod, config in ((each.pod, each.config) for each in configs(overlay)):
         command = pod.main["args"][0]
         if command == "up":
-            assert (config.host, config.port) == ("0.0.0.0", pod.ports["http"])
-            assert config.api_key == "k"
+            router, engine = config.router, config.node.engine
+            assert (router.host, router.port) == ("0.0.0.0", pod.ports["http"])
+            assert router.api_key == "k"
             gpus = pod.main["resources"]["limits"]["nvidia.com/gpu"]
-            assert gpus == (config.prefill + config.decode) * config.engine.tensor_parallel_size
+            assert gpus == len(config.roles) * engine.tensor_parallel_size
             continue
         assert isinstance(config, KINDS[command])
         if isinstance(config, RouterConfig):
@@ -158,7 +158,7 @@ def test_gpus_shared_memory_and_memory_are_enough_for_the_config(
             shm["medium"],
             {"name": "shm", "mountPath": "/dev/shm"} in pod.main["volumeMounts"],
         ) == ("Memory", True)
-        engine = config.engine
+        engine = getattr(config, "node", config).engine
         assert size(shm["sizeLimit"]) + (engine.kv_cache_memory_bytes or 1 << 30) < size(
             limits["memory"]
         )
@@ -265,8 +265,8 @@ def test_who_is_to_end_has_the_time_to_drain(overlay: str, configs: Configs) -> 
                 after_s = started.config.stop_deadline_s
                 assert after_s >= DRAIN_DEADLINE_S
         else:
-            url, router, _, node_api_key, before_s, _ = started.drain
-            assert (url, router, node_api_key) == (f"http://127.0.0.1:{pod.ports['http']}", "", "n")
+            url, router, key, before_s, _ = started.drain
+            assert (url, router, key) == (f"http://127.0.0.1:{pod.ports['http']}", "", "n")
             after_s = DRAIN_DEADLINE_S
         assert pod.spec["terminationGracePeriodSeconds"] >= before_s + after_s + 10
 
@@ -312,9 +312,9 @@ def listening(started: Started, overlay: str) -> list[Listening]:
     ours = {"node", "rank"}
     found: list[tuple[str, int, set[str]]] = []
     if started.pod.component == "router":  # of `up`, too, whose nodes listen on the loopback
-        found = [("http", config.port, set(EVERYBODY) - {"router", "node", "rank"})]
-        others = getattr(config, "heartbeat_port", 0), getattr(config, "p2p_nccl_port", 0)
-        assert others == (0, 0), "no policy opens them"
+        router = getattr(config, "router", config)
+        found = [("http", router.port, set(EVERYBODY) - {"router", "node", "rank"})]
+        assert (router.heartbeat_port, router.p2p_nccl_port) == (0, 0), "no policy opens them"
     if isinstance(config, NodeConfig):
         found = [
             ("http", config.port, {"router", *monitored}),

@@ -14,7 +14,7 @@ from simulated_server import records_of
 from kvrelay.load import experiment
 from kvrelay.load.conductor import Outcome
 from kvrelay.load.config import BenchConfig
-from kvrelay.load.experiment import Experiment, Server, Told
+from kvrelay.load.experiment import Experiment, RunProgress, Server
 from kvrelay.load.records import Asking, Load, Progress, Record
 from kvrelay.load.sessions import Spelling
 from kvrelay.wire.errors import KvrelayError
@@ -45,7 +45,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Load]:
 
 
 async def test_a_search_probes_each_rate_in_a_window_of_its_own(loads: list[Load]) -> None:
-    told: list[Told] = []
+    told: list[RunProgress] = []
     config = BenchConfig(
         lengths="512:64", find_rate=True, ttft_ms=200, tpot_ms=15, duration_s=60, gpus=2
     )
