@@ -16,7 +16,6 @@ import msgspec
 from kvrelay.load.measures import percentile
 from kvrelay.load.records import (
     Asking,
-    Begin,
     Load,
     ProcessReport,
     Progress,
@@ -86,7 +85,7 @@ async def conduct(
             _say(children[-1], Share(asking, load, index, processes))
         async with asyncio.timeout(_READY_S):
             await asyncio.gather(*map(_hear, children))
-        begin = Begin(time.monotonic() + _START_S)
+        begin = time.monotonic() + _START_S
         for child in children:
             _say(child, begin)
         states = [Progress(0, 0, 0, 0)] * processes

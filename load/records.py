@@ -13,7 +13,6 @@ from kvrelay.load.sessions import Arrival, Spelling, Work
 
 __all__ = [
     "Asking",
-    "Begin",
     "Failure",
     "Load",
     "Progress",
@@ -88,10 +87,6 @@ class Share(msgspec.Struct, frozen=True):
     load: Load
     index: int
     of: int
-
-
-class Begin(msgspec.Struct, frozen=True):
-    at: float
 
 
 class Record(msgspec.Struct):

@@ -25,7 +25,6 @@ import uvloop
 
 from kvrelay.load.client import Answer, Connections
 from kvrelay.load.records import (
-    Begin,
     Failure,
     ProcessReport,
     Progress,
@@ -258,11 +257,11 @@ async def _serve() -> None:
     sender = Sender(msgspec.msgpack.decode(await hear(), type=Share))
     sender.prepare()
     stdout.write(pack(sender.progress))
-    begin = msgspec.msgpack.decode(await hear(), type=Begin)
+    begin = msgspec.msgpack.decode(await hear(), type=float)
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)
-    running = asyncio.create_task(sender.run(begin.at))
+    running = asyncio.create_task(sender.run(begin))
     gone = asyncio.create_task(reader.read(1))
     while not running.done():
         await asyncio.wait({running, gone}, timeout=_TELL_S, return_when=asyncio.FIRST_COMPLETED)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from openai_double import paced, serving
 
-from kvrelay.load.records import Asking, Begin, Load, ProcessReport, Progress, Share, pack, size_of
+from kvrelay.load.records import Asking, Load, ProcessReport, Progress, Share, pack, size_of
 from kvrelay.load.sender import Sender
 from kvrelay.load.sessions import Arrival, Spelling, Work
 
@@ -39,7 +39,7 @@ async def test_a_result_that_is_read_late_is_whole() -> None:
         )  # type: ignore[attr-defined]
         asking = Asking(double.url, "", "double", False, Spelling())
         process.stdin.write(pack(Share(asking, Load(Work(16, 400), Arrival(), "s", 4, 12), 0, 1)))
-        process.stdin.write(pack(Begin(0.0)))
+        process.stdin.write(pack(0.0))
         waiting = asyncio.create_task(process.wait())
         await asyncio.wait(
             {waiting}, timeout=UNREAD_S
