@@ -232,6 +232,5 @@ def _found(result: Result) -> Text:
     said = f" ({found.why})" if found.why else ""
     return Text(
         f"{result.label}: {found.holds:.3g} requests/s held, {found.holds / result.gpus:.3g} per "
-        f"GPU, at "
-        f"{result.attainment:.0%} attainment{broke}{said}"
+        f"GPU, at {result.attainment:.0%} attainment{broke}{said}"
     )

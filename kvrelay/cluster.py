@@ -147,9 +147,8 @@ def _invite(console: Console, endpoint: Endpoint, model: str, drawn: str) -> Non
     )
     lines = (
         f"\nkvrelay is ready: {endpoint.url}/v1 (model {model})\nwatch it, chat with it: "
-        f"{watch}\n\n"
-        f"curl -N {endpoint.url}/v1/chat/completions -H 'content-type: application/json' "
-        f"\\\n{key}  -d '{body}'\n"
+        f"{watch}\n\ncurl -N {endpoint.url}/v1/chat/completions -H 'content-type: "
+        f"application/json' \\\n{key}  -d '{body}'\n"
     )
     console.print(Text(lines))
 

@@ -142,8 +142,7 @@ def _router_config(values: Mapping[str, object]) -> RouterConfig:
     if not (config.prefill and config.decode) and not announced:
         raise ConfigError(
             "a router needs at least one --prefill URL and one --decode URL, or --heartbeat-port "
-            "for nodes that "
-            "announce themselves, or --kubernetes-selector for pods"
+            "for nodes that announce themselves, or --kubernetes-selector for pods"
         )
     return config
 

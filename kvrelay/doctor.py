@@ -148,9 +148,8 @@ def _slow_ways(pairs: Sequence[PairSeen]) -> Iterator[str]:
             if pair.judged is not None and pair.judged.gb_s < _SLOW_NETWORK_GB_S:
                 yield (
                     f"{pair.way}, no more than 10 Gbit/s Ethernet gives: if there is RDMA between "
-                    f"the two hosts, UCX "
-                    "does not use it (does the container see /dev/infiniband, and what does "
-                    "UCX_TLS say?)"
+                    "the two hosts, UCX does not use it (does the container see /dev/infiniband, "
+                    "and what does UCX_TLS say?)"
                 )
         alike = [
             p.judged.gb_s
@@ -169,9 +168,8 @@ def _recomputing(nodes: Sequence[NodeSeen]) -> Iterator[str]:
         if node.recomputed_prompts:
             yield (
                 f"{node.name} has computed {node.recomputed_prompts} prompts itself since its "
-                f"start, because their KV "
-                "could not be fetched: its log says why for each, kvrelay_fetches_failed_total "
-                "counts the causes"
+                "start, because their KV could not be fetched: its log says why for each, "
+                "kvrelay_fetches_failed_total counts the causes"
             )
 
 
@@ -270,8 +268,7 @@ async def _nodes_of_router(url: str) -> list[_Listed]:
     except msgspec.DecodeError as why:
         raise DoctorFailed(
             f"{url}/health answered with {status}, and not like a kvrelay router; name one with "
-            f"--router, or the nodes "
-            "with --prefill and --decode"
+            "--router, or the nodes with --prefill and --decode"
         ) from why
 
 
@@ -386,8 +383,7 @@ async def _ask(session: aiohttp.ClientSession, node: NodeSeen, what: str, conten
     if status == 401:
         raise DoctorFailed(
             f"{node.name} wants the nodes' key: give it with --node-api-key or in {NODE_API_KEY}, "
-            f"or name the "
-            "router of your own `kvrelay up` on this machine with --router"
+            "or name the router of your own `kvrelay up` on this machine with --router"
         )
     if status != 200:
         raise DoctorFailed(f"{node.name}: {_message(status, body)}")

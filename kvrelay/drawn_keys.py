@@ -111,9 +111,8 @@ def _check_ours(opened: int) -> None:
     seen = os.fstat(opened)
     if seen.st_uid != os.geteuid() or seen.st_mode & _OTHERS:
         raise PermissionError(
-            f"it belongs to user {seen.st_uid} and has mode {stat.S_IMODE(seen.st_mode):o}, not "
-            f"to user {os.geteuid()} "
-            "with no access for others"
+            f"it belongs to user {seen.st_uid} and has mode {stat.S_IMODE(seen.st_mode):o}, not to "
+            f"user {os.geteuid()} with no access for others"
         )
 
 

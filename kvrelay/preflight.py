@@ -124,8 +124,7 @@ def check_memory(here: Sequence[Memory], weights: int, pools: int, nodes: int) -
         if needed > each.free:
             raise NotNow(
                 f"{need}, and of {each.whose}'s {gib(each.total)} only {gib(each.free)} are free; "
-                f"end what else runs "
-                f"there, or {_lower(each.free, weights, smaller)}"
+                f"end what else runs there, or {_lower(each.free, weights, smaller)}"
             )
 
 
@@ -256,8 +255,7 @@ def _device(engine: EngineConfig, here: Host) -> str:
     if engine.device == "cuda" and here.gpus is None:
         raise ConfigError(
             "device cuda was asked for, but torch can use no GPU here; use --device cpu, or "
-            "install a CUDA build of "
-            "torch and NVIDIA's driver"
+            "install a CUDA build of torch and NVIDIA's driver"
         )
     return "cpu" if engine.device == "cpu" or here.gpus is None else "cuda"
 
@@ -293,13 +291,11 @@ def _check_gpus(
             limit = gpu.total_bytes if engine.kv_cache_memory_bytes else allowed
             if gpu.total_bytes and whole > limit:
                 raise ConfigError(
-                    f"each rank needs at least {gib(whole)} of its GPU ({gib(weights)} of "
-                    f"weights, {gib(pool)} of KV "
-                    f"pool, {gib(RESERVE_BYTES)} for graphs), and may have {gib(limit)} of "
-                    f"{gib(gpu.total_bytes)}; "
-                    "lower kv_cache_memory_bytes or max_model_len, use quantization fp8, or "
-                    "spread the model over "
-                    "more GPUs with tensor_parallel_size"
+                    f"each rank needs at least {gib(whole)} of its GPU ({gib(weights)} of weights, "
+                    f"{gib(pool)} of KV pool, {gib(RESERVE_BYTES)} for graphs), and may have "
+                    f"{gib(limit)} of {gib(gpu.total_bytes)}; lower kv_cache_memory_bytes or "
+                    "max_model_len, use quantization fp8, or spread the model over more GPUs with "
+                    "tensor_parallel_size"
                 )
             needed[gpu.name] += whole
             asked[gpu.name] += allowed
@@ -307,14 +303,12 @@ def _check_gpus(
         if needed[gpu.name] > gpu.total_bytes > 0:
             raise ConfigError(
                 f"the nodes on GPU {gpu.name} need at least {gib(needed[gpu.name])} together, and "
-                f"it has "
-                f"{gib(gpu.total_bytes)}; lower kv_cache_memory_bytes, or start fewer nodes"
+                f"it has {gib(gpu.total_bytes)}; lower kv_cache_memory_bytes, or start fewer nodes"
             )
         if gpu.total_bytes and asked[gpu.name] > gpu.free_bytes:
             refusal = ConfigError if asked[gpu.name] > gpu.total_bytes else NotNow
             raise refusal(
                 f"gpu_memory_utilization gives {gib(asked[gpu.name])} of GPU {gpu.name} to nodes, "
-                f"and only "
-                f"{gib(gpu.free_bytes)} of its {gib(gpu.total_bytes)} are free; lower it or end "
-                f"what else runs there"
+                f"and only {gib(gpu.free_bytes)} of its {gib(gpu.total_bytes)} are free; lower it "
+                "or end what else runs there"
             )

@@ -126,10 +126,9 @@ def run(config: NodeConfig, asked: Asked, console: Console) -> int:
     spread = spread_of(times)
     if spread > _NOISY:
         console.print(
-            f"this machine was too noisy to believe these times: runs of one step differ by "
-            f"{spread:.0%} of it, where "
-            f"{_NOISY:.0%} is the most that is usual; end what else runs here, or ask for more "
-            f"--seconds",
+            "this machine was too noisy to believe these times: runs of one step differ by "
+            f"{spread:.0%} of it, where {_NOISY:.0%} is the most that is usual; end what else runs "
+            "here, or ask for more --seconds",
             style="red",
         )
     return int(spread > _NOISY)

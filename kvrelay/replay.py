@@ -94,10 +94,8 @@ def run(
     happened = len(events_of(incident, *size))
     console.print(
         f"{len(incident.requests)} requests, {found.refused} of them refused and {found.failed} "
-        f"given up; {happened} "
-        f"of {len(incident.happened)} events happened to these nodes; {found.moved} requests lost "
-        f"a node and went on "
-        "elsewhere."
+        f"given up; {happened} of {len(incident.happened)} events happened to these nodes; "
+        f"{found.moved} requests lost a node and went on elsewhere."
     )
     for line in _left_out(whole, incident):
         console.print(line)
@@ -109,9 +107,8 @@ def _left_out(whole: Incident, replayed: Incident) -> list[str]:
     if left.refused or left.unanswered:
         told.append(
             f"Left out: {left.refused} requests that were refused then, with about {left.tokens} "
-            f"tokens of prompts, "
-            f"and {left.unanswered} that began and had no answer; the log cannot say how long "
-            f"those would have been."
+            f"tokens of prompts, and {left.unanswered} that began and had no answer; the log "
+            "cannot say how long those would have been."
         )
     others = len(whole.requests) - len(replayed.requests)
     if others:

@@ -278,9 +278,8 @@ class Experiment:
         if counting < _FEWEST:
             raise KvrelayError(
                 f"the {len(dues)} requests of the trace take {last:.3g} s, and {counting} come "
-                f"after the warm-up of "
-                f"{window.start_s:.3g} s; take a lower --rate, a longer trace or a shorter "
-                f"--warm-up-s"
+                f"after the warm-up of {window.start_s:.3g} s; take a lower --rate, a longer trace "
+                "or a shorter --warm-up-s"
             )
         return _until(window, last)
 
@@ -297,8 +296,7 @@ class Experiment:
         if not judged:
             raise KvrelayError(
                 f"no request came after the warm-up of {window.start_s:.3g} s; ask for more, or "
-                f"longer, or take a "
-                "shorter --warm-up-s"
+                "longer, or take a shorter --warm-up-s"
             )
         client = client_of(judged, outcome.cpu_shares, outcome.lags_s, open_loop=not config.clients)
         return Run(

@@ -119,8 +119,7 @@ def warnings_of(result: Result) -> list[str]:
         if not shares and run.measures.cached > _MOST_CACHED:
             said.append(
                 f"{name}: the server had {run.measures.cached:.0%} of the prompts cached, which "
-                f"share nothing; take "
-                "another --seed"
+                "share nothing; take another --seed"
             )
     if not all(run.measures.usage for run in result.runs):
         said.append(f"{result.label}: answers without usage; their tokens are counted by chunks")
@@ -180,8 +179,7 @@ def _best(results: Sequence[Result]) -> str:
     rows = [(each.label, [_found(each), *cells_of(each, each.shown)]) for each in results]
     return (
         "<section><h2>Each at its best</h2><p class=soft>The fastest run whose requests met their "
-        "targets, or the "
-        f"first one.</p>{_table(('highest rate/GPU', *COLUMNS), rows)}</section>"
+        f"targets, or the first one.</p>{_table(('highest rate/GPU', *COLUMNS), rows)}</section>"
     )
 
 

@@ -99,9 +99,8 @@ class SpeculativeConfig:
         )
         require(
             self.model in ("", "ngram", "[ngram]"),
-            f"model {self.model!r} of speculative_config would be a draft model; ngram is the "
-            f"only method here and has "
-            "none, leave it out",
+            f"model {self.model!r} of speculative_config would be a draft model; ngram is the only "
+            "method here and has none, leave it out",
         )
         require(
             1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,
@@ -110,9 +109,8 @@ class SpeculativeConfig:
         )
         require(
             1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= MAX_NGRAM,
-            f"prompt_lookup_min and prompt_lookup_max must be between 1 and {MAX_NGRAM}, the "
-            f"first not above the "
-            f"second, got {self.prompt_lookup_min} and {self.prompt_lookup_max}",
+            f"prompt_lookup_min and prompt_lookup_max must be between 1 and {MAX_NGRAM}, the first "
+            f"not above the second, got {self.prompt_lookup_min} and {self.prompt_lookup_max}",
         )
 
 
@@ -233,14 +231,12 @@ class EngineConfig:
         require(
             not (self.batch_invariant and (self.quantization or self.tensor_parallel_size > 1)),
             "batch_invariant does not go with quantization fp8 or tensor_parallel_size above 1, "
-            "whose sums depend "
-            "on the batch; leave one of them out",
+            "whose sums depend on the batch; leave one of them out",
         )
         require(
             self.tensor_parallel_size_local in range(self.tensor_parallel_size + 1),
-            f"tensor_parallel_size_local must be between 0 and tensor_parallel_size "
-            f"({self.tensor_parallel_size}), got "
-            f"{self.tensor_parallel_size_local}",
+            "tensor_parallel_size_local must be between 0 and tensor_parallel_size "
+            f"({self.tensor_parallel_size}), got {self.tensor_parallel_size_local}",
         )
         require(
             bool(self.tensor_parallel_address)
@@ -407,15 +403,13 @@ class TransferConfig:
         )
         require(
             bool(self.cluster_secret) or is_loopback(self.kv_host),
-            f"without cluster_secret kv_host must be a loopback address, got {self.kv_host!r}; "
-            f"set the same "
-            "KVRELAY_CLUSTER_SECRET on all nodes",
+            f"without cluster_secret kv_host must be a loopback address, got {self.kv_host!r}; set "
+            "the same KVRELAY_CLUSTER_SECRET on all nodes",
         )
         require(
             self.lease_s >= 3 * self.heartbeat_s,
             f"lease_s must be at least three heartbeats ({3 * self.heartbeat_s:g} s), got "
-            f"{self.lease_s:g}; "
-            "one lost heartbeat must not lose a lease",
+            f"{self.lease_s:g}; one lost heartbeat must not lose a lease",
         )
 
 
@@ -525,8 +519,7 @@ class NodeConfig:
             require(
                 bool(self.api_key) or is_loopback(host),
                 f"router {router} is on another machine and hears only who signs with its "
-                f"node_api_key; set the same "
-                "KVRELAY_NODE_API_KEY on all",
+                "node_api_key; set the same KVRELAY_NODE_API_KEY on all",
             )
         require(
             not self.router or self.role is not Role.AGGREGATED,

@@ -223,8 +223,7 @@ class RouterConfig:
         require(
             not self.heartbeat_port or bool(self.node_api_key) or is_loopback(self.host),
             f"heartbeat_port on {self.host} needs node_api_key, which nodes sign with; set the "
-            f"same "
-            "KVRELAY_NODE_API_KEY on all, or listen on 127.0.0.1",
+            "same KVRELAY_NODE_API_KEY on all, or listen on 127.0.0.1",
         )
         require(
             not self.kubernetes_namespace or bool(self.kubernetes_selector),

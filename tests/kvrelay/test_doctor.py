@@ -66,8 +66,7 @@ def test_a_pair_that_is_much_slower_than_its_like_is_named() -> None:
     pairs = [pair(300.0), pair(290.0, decode="decode-1"), pair(40.0, decode="decode-2")]
     assert judge(NODES, pairs).warnings == [
         "decode-2 reads prefill-0 by direct at 40 GB/s, and another pair does 300 GB/s the same "
-        "way: "
-        "compare their hosts and links"
+        "way: compare their hosts and links"
     ]
     unlike = [pair(300.0), pair(40.0, "nixl", same_host=False, decode="decode-1")]
     assert judge(NODES, unlike).warnings == []

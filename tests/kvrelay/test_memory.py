@@ -120,9 +120,8 @@ SMALL = [Memory("this machine", 16 * GIB, 9 * GIB), Memory("the cgroup /a", 8 * 
             1,
             NotNow,
             "the engine needs at least 5.00 GiB of memory (1.00 GiB of weights, 4.00 GiB of KV "
-            "pool), and of the "
-            "cgroup /a's 8.00 GiB only 4.00 GiB are free; end what else runs there, or lower "
-            "kv_cache_memory_bytes",
+            "pool), and of the cgroup /a's 8.00 GiB only 4.00 GiB are free; end what else runs "
+            "there, or lower kv_cache_memory_bytes",
         ),
         (
             1,
@@ -130,9 +129,8 @@ SMALL = [Memory("this machine", 16 * GIB, 9 * GIB), Memory("the cgroup /a", 8 * 
             2,
             ConfigError,
             "2 nodes together need at least 2049.00 GiB of memory (1.00 GiB of weights, 2048.00 "
-            "GiB of KV pool), and "
-            "the cgroup /a has 8.00 GiB; lower kv_cache_memory_bytes (on a CPU 1 GiB by default) "
-            "or take a smaller",
+            "GiB of KV pool), and the cgroup /a has 8.00 GiB; lower kv_cache_memory_bytes (on a "
+            "CPU 1 GiB by default) or take a smaller",
         ),
         (9, 1, 1, ConfigError, "and the cgroup /a has 8.00 GiB; take a smaller model"),
     ],
