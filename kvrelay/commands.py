@@ -118,11 +118,11 @@ def _doctor(
     """Hand a few KV blocks over between each two nodes of a running cluster: does it work, how, and
     how fast?
     """
-    from kvrelay.doctor import run as run_doctor
+    from kvrelay.doctor import examine
 
     router = _address(router)
     node_api_key = node_api_key or _drawn_node_key(router, [*(prefill or []), *(decode or [])])
-    return run_doctor(router, prefill or [], decode or [], node_api_key, as_json=as_json)
+    return examine(router, prefill or [], decode or [], node_api_key, as_json=as_json)
 
 
 def _drain(

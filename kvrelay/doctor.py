@@ -11,8 +11,8 @@ import contextlib
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import aiohttp
@@ -27,7 +27,7 @@ from kvrelay.wire.engine_messages import ProbeFetched, ProbeOffered, ProbeRefuse
 from kvrelay.wire.errors import ConfigError, KvrelayError, Unavailable
 from kvrelay.wire.sampling import PLAIN_SAMPLING, SamplingDefaults
 
-__all__ = ["DoctorFailed", "NodeSeen", "PairSeen", "Report", "Sample", "judge", "run"]
+__all__ = ["ExamineFailed", "NodeSeen", "PairSeen", "Report", "Sample", "judge", "examine"]
 
 # Less than this is mostly the time of a message, and says nothing of the way.
 _JUDGED_BYTES = 1 << 20
@@ -204,25 +204,18 @@ _fetch_decoder: msgspec.json.Decoder[ProbeFetched | ProbeRefused] = msgspec.json
 _Answer = TypeVar("_Answer", ProbeOffered, ProbeFetched)
 
 
-class DoctorFailed(KvrelayError):
+class ExamineFailed(KvrelayError):
     """A node or the router cannot be asked, or has refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Listed:
+class _Listed(msgspec.Struct, frozen=True):
     role: Role
     url: str
-    kind: str = _OURS
-
-
-class _NodeLine(msgspec.Struct):
-    url: str
-    role: Role
     kind: str = _OURS
 
 
 class _RouterHealth(msgspec.Struct):
-    nodes: list[_NodeLine]
+    nodes: list[_Listed]
 
 
 class _NodeHealth(msgspec.Struct):
@@ -231,21 +224,20 @@ class _NodeHealth(msgspec.Struct):
     sampling_defaults: SamplingDefaults = PLAIN_SAMPLING
 
 
-def run(
+def examine(
     router: str, prefill: Sequence[str], decode: Sequence[str], node_api_key: str, *, as_json: bool
 ) -> int:
     """Examine a cluster, print a report and return 0 if every pair hands KV over.
 
-    Raises ConfigError, and DoctorFailed if the router does not say which nodes it has.
+    Raises ConfigError, and ExamineFailed if the router does not say which nodes it has.
     """
     if prefill or decode:
         if router or not (prefill and decode):
             raise ConfigError(
                 "name either a --router, or at least one --prefill URL and one --decode URL"
             )
-        nodes = [_Listed(Role.PREFILL, url) for url in prefill] + [
-            _Listed(Role.DECODE, url) for url in decode
-        ]
+        nodes = [_Listed(Role.PREFILL, url) for url in prefill]
+        nodes += [_Listed(Role.DECODE, url) for url in decode]
     else:
         nodes = asyncio.run(_nodes_of_router(base_url(router or "http://127.0.0.1:8000")))
     nodes = [_Listed(node.role, base_url(node.url), node.kind) for node in nodes]
@@ -261,12 +253,9 @@ async def _nodes_of_router(url: str) -> list[_Listed]:
     async with aiohttp.ClientSession(timeout=_HEALTH_DEADLINE) as session:
         status, body = await _call(session, "GET", f"{url}/health")
     try:
-        return [
-            _Listed(node.role, node.url, node.kind)
-            for node in msgspec.json.decode(body, type=_RouterHealth).nodes
-        ]
+        return msgspec.json.decode(body, type=_RouterHealth).nodes
     except msgspec.DecodeError as why:
-        raise DoctorFailed(
+        raise ExamineFailed(
             f"{url}/health answered with {status}, and not like a kvrelay router; name one with "
             "--router, or the nodes with --prefill and --decode"
         ) from why
@@ -275,18 +264,15 @@ async def _nodes_of_router(url: str) -> list[_Listed]:
 async def _examine(listed: Sequence[_Listed], node_api_key: str) -> Report:
     headers = {"authorization": f"Bearer {node_api_key}"} if node_api_key else {}
     async with aiohttp.ClientSession(timeout=_DEADLINE, headers=headers) as session:
-        names: dict[Role, int] = {}
+        counts: Counter[Role] = Counter()
         nodes: list[NodeSeen] = []
-        others = [
-            f"{node.url} is not examined: it is no kvrelay node ({node.kind})"
-            for node in listed
-            if node.kind != _OURS
-        ]
+        others: list[str] = []
         for node in listed:
             if node.kind != _OURS:
+                others.append(f"{node.url} is not examined: it is no kvrelay node ({node.kind})")
                 continue
-            number = names[node.role] = names.get(node.role, -1) + 1
-            nodes.append(await _look_at(session, f"{node.role}-{number}", node))
+            nodes.append(await _look_at(session, f"{node.role}-{counts[node.role]}", node))
+            counts[node.role] += 1
         up = [node for node in nodes if node.down is None]
         pairs = [
             await _examine_pair(session, prefill, decode)
@@ -310,7 +296,7 @@ async def _look_at(session: aiohttp.ClientSession, name: str, node: _Listed) -> 
             model, sampling = said.model, said.sampling_defaults
             _, text = await _call(session, "GET", f"{node.url}/metrics", timeout=_HEALTH_DEADLINE)
             recomputed = sum(int(float(value)) for value in _RECOMPUTED.findall(text.decode()))
-    except (DoctorFailed, msgspec.DecodeError) as why:
+    except (ExamineFailed, msgspec.DecodeError) as why:
         down = str(why)
     return NodeSeen(name, str(node.role), node.url, down, recomputed, model, sampling)
 
@@ -326,7 +312,7 @@ async def _examine_pair(
             await _sample(session, prefill, decode, size)
             for size in sorted({min(s, most) for s in _SIZES})
         ]
-    except (DoctorFailed, Unavailable) as why:
+    except (ExamineFailed, Unavailable) as why:
         return PairSeen(prefill.name, decode.name, refused=why.message)
     same_host = bool(offered.host) and offered.host == fetched.host
     return PairSeen(
@@ -370,7 +356,7 @@ async def _probe_once(
         return offered, _answer(decode, _fetch_decoder, body)
     except KvrelayError:
         # Its lease would end it, too, but the next probe need not wait for that.
-        with contextlib.suppress(DoctorFailed):
+        with contextlib.suppress(ExamineFailed):
             release = msgspec.json.encode({"request_ids": [ticket.remote_request_id]})
             await _call(session, "POST", f"{prefill.url}/kv/release", release)
         raise
@@ -381,12 +367,12 @@ async def _ask(session: aiohttp.ClientSession, node: NodeSeen, what: str, conten
         session, "POST", f"{node.url}/kv/probe/{what}", msgspec.json.encode(content)
     )
     if status == 401:
-        raise DoctorFailed(
+        raise ExamineFailed(
             f"{node.name} wants the nodes' key: give it with --node-api-key or in {NODE_API_KEY}, "
             "or name the router of your own `kvrelay up` on this machine with --router"
         )
     if status != 200:
-        raise DoctorFailed(f"{node.name}: {_message(status, body)}")
+        raise ExamineFailed(f"{node.name}: {_message(status, body)}")
     return body
 
 
@@ -396,11 +382,11 @@ def _answer(
     try:
         answer = decoder.decode(body)
     except msgspec.DecodeError as why:
-        raise DoctorFailed(
+        raise ExamineFailed(
             f"{node.name} answers a probe like another version of kvrelay: {why}"
         ) from why
     if isinstance(answer, ProbeRefused):
-        raise (Unavailable if answer.busy else DoctorFailed)(f"{node.name}: {answer.reason}")
+        raise (Unavailable if answer.busy else ExamineFailed)(f"{node.name}: {answer.reason}")
     return answer
 
 
@@ -418,7 +404,7 @@ async def _call(
             return response.status, await response.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as why:
         said = str(why) or f"no answer within {timeout.total:g} s"
-        raise DoctorFailed(f"{url} cannot be reached: {said}") from why
+        raise ExamineFailed(f"{url} cannot be reached: {said}") from why
 
 
 def _message(status: int, body: bytes) -> str:

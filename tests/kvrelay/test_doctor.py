@@ -188,7 +188,7 @@ def test_it_finds_the_key_of_the_nodes_of_our_own_cluster(
     arguments: list[str], found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys: list[str] = []
-    monkeypatch.setattr(doctor, "run", lambda *given, as_json: keys.append(given[3]) or 0)
+    monkeypatch.setattr(doctor, "examine", lambda *given, as_json: keys.append(given[3]) or 0)
     monkeypatch.delenv("KVRELAY_NODE_API_KEY", raising=False)
     with drawn_key("nodes", 8123) as key:
         assert cli.run(["doctor", *arguments]) == 0
@@ -200,7 +200,7 @@ def test_a_node_elsewhere_is_not_told_the_key_of_our_own_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keys: list[str] = []
-    monkeypatch.setattr(doctor, "run", lambda *given, as_json: keys.append(given[3]) or 0)
+    monkeypatch.setattr(doctor, "examine", lambda *given, as_json: keys.append(given[3]) or 0)
     monkeypatch.delenv("KVRELAY_NODE_API_KEY", raising=False)
     with drawn_key("nodes", 8000) as key:
         for decode in ("http://127.0.0.1:2", "http://10.0.0.1:2", "http://[x"):
