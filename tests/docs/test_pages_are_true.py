@@ -151,11 +151,10 @@ def test_variables_are_read_somewhere() -> None:
     ids=lambda block: f"{block.page.stem}-{block.name}",
 )
 def test_configuration_files_in_pages_are_valid(block: Block, tmp_path: Path) -> None:
-    from kvrelay.cli import RouterConfig as OfRouter
     from kvrelay.cluster_plan import ClusterConfig
     from kvrelay.settings import settings_of
 
-    known = settings_of({"up": ClusterConfig, "router": OfRouter}[block.name])
+    known = settings_of({"up": ClusterConfig, "router": RouterConfig}[block.name])
     content = yaml.safe_load(block.text)
     assert content
     for key, value in content.items():
