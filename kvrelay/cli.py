@@ -81,11 +81,10 @@ def _config(
         ),
     ],
 ) -> int:
-    """Print what would be in force for a command and why: each setting, its value, and where that
-    comes from.
+    """Print what would be in force for a command: each setting, its value, and its source.
 
-    That is a flag, a variable, a line of its --config file, or the default. Secrets are not shown.
-    Starts nothing; the exit code is 2, as the command's own, if a value is wrong.
+    A source is a flag, a variable, a line of its --config file, or the default. Secrets are not
+    shown. Nothing is started; the exit code is 2 if a value is wrong.
     """
     name, *words = command
     explained = EXPLAINED.get(name)

@@ -1,8 +1,6 @@
-"""Commands that start no server: they ask running ones, look at this machine, or fetch files for
-later.
+"""Commands that start no server: they ask running ones, look at this machine, or fetch files.
 
-Owns what is typed and printed; each imports what it needs when it is called. What starts a server
-is in cli.py.
+Their docstrings are their help. Each imports what it needs when it is called.
 """
 
 from __future__ import annotations
@@ -32,9 +30,7 @@ __all__ = ["OF_ANOTHER", "add_commands"]
 OF_ANOTHER: Mapping[str, object] = MappingProxyType(
     {"ignore_unknown_options": True, "allow_interspersed_args": False}
 )
-"""Click's settings of a command whose flags are those of another one, which it is given as its
-arguments.
-"""
+"""Click's settings of a command whose arguments are another command and its flags."""
 
 _ADMIN_KEY_HELP = (
     "The key that the router wants. [default: what our own router on this machine has drawn]"
@@ -47,7 +43,7 @@ _AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Add them all."""
+    """Add all of them to the program."""
     for name, command in (
         ("chat", _chat),
         ("key", _key),
@@ -89,9 +85,7 @@ def _chat(
 
 
 def _key(name: Annotated[str, typer.Argument(help="Who will use it.")]) -> int:
-    """Draw an API key for the router, and print it once with what its configuration needs of it:
-    not the key.
-    """
+    """Draw an API key for the router, and print it once with the lines for its configuration."""
     from kvrelay.router.admission.keys import draw_key, hash_of
 
     key = draw_key()
@@ -115,9 +109,7 @@ def _doctor(
     node_api_key: Annotated[str, typer.Option(help=_NODE_KEY_HELP, envvar=NODE_API_KEY)] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> int:
-    """Hand a few KV blocks over between each two nodes of a running cluster: does it work, how, and
-    how fast?
-    """
+    """Probe each pair of nodes of a running cluster: do they hand KV over, how, and how fast?"""
     from kvrelay.doctor import examine
 
     router = _address(router)
@@ -142,9 +134,7 @@ def _drain(
     ] = 600.0,
     undo: Annotated[bool, typer.Option("--undo", help="Have it take requests again.")] = False,
 ) -> int:
-    """Have a node take nothing new, and wait until all that it has is done: then it can be stopped
-    at no cost.
-    """
+    """Have a node take nothing new, and wait until it has ended all that it has."""
     from kvrelay.node_commands import drain
 
     console = Console(highlight=False, soft_wrap=True)
@@ -199,10 +189,9 @@ def _plan(
     ] = 0.0,
     as_json: _AsJson = False,
 ) -> int:
-    """How many prefill and decode nodes should there be? Simulates all splits of some GPUs for a
-    workload and targets.
+    """Find how many prefill and decode nodes a workload needs: simulate all splits of some GPUs.
 
-    The exit code is 0 if nine of ten requests keep both targets with the best of them, else 1.
+    The exit code is 0 if nine of ten requests keep both targets with the best split, else 1.
     """
     from kvrelay.planner.estimate import Goal
     from kvrelay.sizing import Wanted, read_cards, workload_of
@@ -225,9 +214,7 @@ def _replay(
         Path | None, typer.Option(help="Write the incident there, to be edited and replayed.")
     ] = None,
 ) -> int:
-    """What if there had been other nodes, or another policy? Replays what a router has logged, in
-    the simulator.
-    """
+    """Replay what a router has logged in the simulator, with other nodes or another policy."""
     from kvrelay.planner.rate_card import read_card
     from kvrelay.replay import run as run_replay
 
@@ -241,9 +228,7 @@ def _top(
     admin_key: Annotated[str, typer.Option(help=_ADMIN_KEY_HELP, envvar=ADMIN_KEY)] = "",
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="How often to look.")] = 1.0,
 ) -> int:
-    """Watch a cluster in the terminal: nodes, queues, hand-overs, latency, recent requests. Into a
-    pipe: once.
-    """
+    """Watch a cluster in the terminal: nodes, queues, hand-overs, latency. Into a pipe: once."""
     from kvrelay.top import run as run_top
 
     router = _address(router)
@@ -271,9 +256,7 @@ def _role(
         bool, typer.Option("--force", help="Also if it is the last node of its role.")
     ] = False,
 ) -> int:
-    """Have a running node be a prefill or a decode node: it ends what it has, and keeps its weights
-    and its KV.
-    """
+    """Change a running node's role; it ends what it has, and keeps its weights and its KV."""
     from kvrelay.node_commands import change_role
 
     console = Console(highlight=False, soft_wrap=True)
@@ -296,8 +279,7 @@ def _prefetch(
     ] = "",
     as_json: _AsJson = False,
 ) -> int:
-    """Bring the files of a model to this machine and check that they are whole. Prints their path
-    and size.
+    """Bring the files of a model to this machine, check that they are whole, and print their path.
 
     The exit code is 0 if all is there, 1 if another try may help, 2 if no node would serve it.
     """
@@ -318,9 +300,7 @@ def _version(
     ] = False,
     as_json: _AsJson = False,
 ) -> int:
-    """Print the version; with --verbose also of Python, torch, CUDA, the driver, the connectors and
-    the protocols.
-    """
+    """Print the version; with --verbose also those of Python, torch, CUDA, driver and protocols."""
     found: dict[str, str | None] = {"kvrelay": RELEASE}
     if verbose:
         from kvrelay.machine import installed
