@@ -12,7 +12,7 @@ import pytest
 from grammar_doubles import EOS, JSON, TOKENS, VOCAB, Slow, regex
 from scheduling import request
 
-from kvrelay.embedded import embedded_model
+from kvrelay.machine import embedded_model
 from kvrelay.node.compiling import grammars_for
 from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.paged_engine import grammar
