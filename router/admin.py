@@ -1,9 +1,8 @@
-"""The admin routes: which nodes there are; they are added, removed, drained and given other roles.
-For operators.
+"""The admin routes: nodes are listed, added, removed, drained and given other roles.
 
-Who may ask is checked before any of them (router/guard.py). They may be repeated; what is changed
-is logged with who has asked. Nothing is kept on disk: a router that is started again knows the
-nodes of its flags and those that announce themselves.
+router/guard.py checks who may ask. Changes are logged with their sender and may be repeated. They
+are kept in memory only: a router that is started again knows its flags' nodes, and those that
+announce themselves.
 """
 
 from __future__ import annotations
@@ -63,25 +62,22 @@ class _Flip(msgspec.Struct, frozen=True):
 
 
 def add_admin_routes(app: FastAPI, router: Router) -> None:
-    """Add them all."""
-    desk = _Desk(router)
-    app.get("/admin/nodes", response_model=None)(desk.nodes)
-    app.post("/admin/nodes", response_model=None)(desk.add)
-    app.delete("/admin/nodes", response_model=None)(desk.remove)
-    app.post("/admin/drain", response_model=None)(desk.drain)
-    app.post("/admin/undrain", response_model=None)(desk.drain)
-    app.post("/admin/nodes/role", response_model=None)(desk.flip)
-    app.post("/admin/reload", response_model=None)(desk.reload)
+    """Add the admin routes."""
+    routes = _AdminRoutes(router)
+    app.get("/admin/nodes", response_model=None)(routes.nodes)
+    app.post("/admin/nodes", response_model=None)(routes.add)
+    app.delete("/admin/nodes", response_model=None)(routes.remove)
+    app.post("/admin/drain", response_model=None)(routes.drain)
+    app.post("/admin/undrain", response_model=None)(routes.drain)
+    app.post("/admin/nodes/role", response_model=None)(routes.flip)
+    app.post("/admin/reload", response_model=None)(routes.reload)
 
 
-class _Desk:
-    """A desk for operators, which does what the routes say. All methods raise KvrelayError."""
-
+class _AdminRoutes:
     def __init__(self, router: Router) -> None:
         self._router, self._pool = router, router.pool
 
     async def nodes(self) -> Response:
-        """Tell of all nodes, as all workers see them."""
         router = self._router
         own, workers = router.console.status(), router.shared.other_workers()
         rows = joined_nodes(own, workers or [own])
@@ -140,7 +136,6 @@ class _Desk:
         return json_response(answer)
 
     async def drain(self, request: Request) -> Response:
-        """Drain a node, or undrain it."""
         path = request.url.path.removeprefix("/admin")
         begin = path == "/drain"
         node = self._known((await _decoded(request, _Name)).url)
@@ -162,7 +157,6 @@ class _Desk:
         return json_response({"node_told": status == 200, "node": self._row(node)})
 
     async def flip(self, request: Request) -> Response:
-        """Have a node change its role."""
         asked = await _decoded(request, _Flip)
         node = self._known(asked.url)
         if node.kind is not NodeKind.KVRELAY:

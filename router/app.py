@@ -18,6 +18,7 @@ from kvrelay.openai_api.json_body import json_response
 from kvrelay.openai_api.routes import add_routes
 from kvrelay.openai_api.types import ModelList
 from kvrelay.router.admin import add_admin_routes
+from kvrelay.router.admin_all_nodes import ADAPTER_PATHS, add_node_routes
 from kvrelay.router.console.routes import add_console_routes
 from kvrelay.router.guard import (
     OPERATED,
@@ -27,7 +28,6 @@ from kvrelay.router.guard import (
     check_key,
     read_body,
 )
-from kvrelay.router.on_all_nodes import ADAPTER_PATHS, add_node_routes
 from kvrelay.router.relay import CLIENT_GONE
 from kvrelay.router.reload import Reread
 from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH

@@ -1,6 +1,4 @@
-"""Tasks beside others: small work that outlives its request (releases, draining a connection), and
-work of a block.
-"""
+"""Background tasks: small work that outlives its request, and work beside a block."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ __all__ = ["BackgroundTasks", "cancel_and_wait", "running_task"]
 
 
 async def cancel_and_wait(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel what still runs of these, and wait for it. What they raise was raised before, or
-    nobody wants to know.
-    """
+    """Cancel the tasks that still run, and wait for them; what they raise is dropped."""
     late = [task for task in tasks if not task.done()]
     for task in late:
         task.cancel()
@@ -32,7 +28,7 @@ async def cancel_and_wait(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 @asynccontextmanager
 async def running_task(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Do `work` for the length of the block."""
+    """Run `work` while the block runs."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -41,7 +37,7 @@ async def running_task(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 class BackgroundTasks:
-    """A set of background tasks. Each has a deadline of its own, and none raises."""
+    """A set of tasks that each have a deadline of their own and raise nothing."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[object]] = set()
@@ -53,7 +49,7 @@ class BackgroundTasks:
         task.add_done_callback(self._tasks.discard)
 
     async def finish(self, deadline_s: float) -> None:
-        """Wait for what still runs; cancel what is late."""
+        """Wait for the tasks; cancel those that are late."""
         if self._tasks:
             _, late = await asyncio.wait(set(self._tasks), timeout=deadline_s)
             for task in late:

@@ -1,13 +1,9 @@
-"""The guard of the routes: who may pass, how much of a body is read, and OpenAI-shaped answers to
-all that may not.
+"""Who may pass to the routes, how much of a body is read, and answers to errors.
 
-The operators' paths always want the admin key; a router that has none is closed. Where a request
-comes from says nothing: a proxy on this machine sends strangers' requests from loopback, and Host
-and Origin are what the sender writes. A page of another site does not know the key and no browser
-adds it: it is no cookie, and no password that HTTP asks for, but a header, which a page may send to
-another origin only with that origin's leave (CORS), and this router gives none but to
---allowed-origins. A page whose name was led to this machine (DNS rebinding) has an origin of its
-own, and so not what the console has stored in the browser.
+The operators' paths want the admin key from everybody: a proxy on this machine sends strangers'
+requests from loopback, and Host and Origin are what the sender writes. The key is a header that no
+browser adds by itself, and a page of another origin may not send it without CORS, which only
+--allowed-origins get. With DNS rebinding a page has its own origin, without the console's key.
 """
 
 from __future__ import annotations
@@ -71,7 +67,7 @@ _log = logging.getLogger("kvrelay.router")
 
 
 def check_key(scope: Scope, keyring: Keyring, metrics: Metrics, admin_key: str) -> None:
-    """Check the key that a request has brought, if its path wants one. Raises Unauthorized."""
+    """Check a request's key if its path wants one. Raises Unauthorized."""
     path = scope["path"]
     if not path.startswith(_WANT_KEYS):
         return
@@ -87,7 +83,7 @@ def check_key(scope: Scope, keyring: Keyring, metrics: Metrics, admin_key: str) 
 
 
 def check_operator(key: str, given: str) -> None:
-    """Raise Unauthorized unless the given key is the admin key; always, if there is none."""
+    """Raise Unauthorized unless `given` is the admin key, or if there is none."""
     if not key:
         raise Unauthorized(
             "this router has no admin key, so its admin routes and its console are closed; start "
@@ -104,13 +100,13 @@ def check_operator(key: str, given: str) -> None:
 
 
 def caller_of(request: Request) -> Caller:
-    """Return whose key a request has brought; `check_key` has let it pass."""
+    """Return the owner of a request's key, which `check_key` has accepted."""
     caller: Caller = request.scope[_CALLER]
     return caller
 
 
 def peer_of(request: Request) -> str:
-    """Return the address that the request came from."""
+    """Return the address that a request came from."""
     # Only on a Unix socket nobody is known who asks: then a worker of this router does, and says
     # for whom.
     return (
@@ -121,9 +117,7 @@ def peer_of(request: Request) -> str:
 
 
 async def read_body(request: Request, limit_bytes: int, deadline_s: float) -> bytes:
-    """Return the request body. Raises BodyTooLarge as soon as it is known to be, before it is held
-    in memory.
-    """
+    """Return the request body. Raises BodyTooLarge before it is held in memory, RequestTimeout."""
 
     def too_large() -> BodyTooLarge:
         return BodyTooLarge(f"the request body is longer than {limit_bytes} bytes; send less")
@@ -151,13 +145,13 @@ async def read_body(request: Request, limit_bytes: int, deadline_s: float) -> by
 
 
 def add_error_answers(app: FastAPI) -> None:
-    """Have whatever a route raises answered in the shape of its API."""
+    """Answer whatever a route raises in the shape of its API."""
     for kind in (KvrelayError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
 
 
 async def answer_error(request: Request, why: Exception) -> Response:
-    """Return the answer to whatever was raised."""
+    """Return the answer to an exception."""
     path = request.url.path
     headers = id_headers(request.state.job_id) if hasattr(request.state, "job_id") else {}
     if isinstance(why, KvrelayError):

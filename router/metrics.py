@@ -1,4 +1,4 @@
-"""The router's Prometheus metrics, in a registry of their own. Measures nothing itself; is told."""
+"""The router's Prometheus metrics, in a registry of their own."""
 
 from __future__ import annotations
 
@@ -109,14 +109,14 @@ class AdmissionMetrics:
 
 
 class Metrics:
-    """A router's metrics. All times are taken by its one clock.
+    """A router's metrics; times are taken by one clock.
 
-    The label `model_name` is the model that a request was for, also where it has named an adapter
-    or an alias; empty if it named none that is served.
+    The label `model_name` is the model behind an adapter or an alias, and empty if the request
+    named none that is served.
     """
 
     def __init__(self, pool: Pool, keys: Iterable[str]) -> None:
-        """`keys`: the names of the API keys."""
+        """`keys` are the names of the API keys."""
         self.registry = registry = CollectorRegistry()
         self._pool = pool
         self.on_handover: Callable[[str, str], None] = lambda _prefill, _decode: None
@@ -251,42 +251,30 @@ class Metrics:
         ProcessCollector(registry=registry)
 
     def _counter(self, name: str, about: str, label: str = "", *known: str) -> Counter:
-        """Make a counter by at most one label. Its `known` values show that nothing of them has
-        happened yet.
-
-        So a rate can be taken of the first time: a cluster that quietly stopped disaggregating is
-        to be seen.
-        """
         counter = Counter(name, about, [label] if label else [], registry=self.registry)
         for value in known:
             counter.labels(value)
         return counter
 
     def model_of(self, asked: str) -> str:
-        """Return the label of requests that ask for this model or adapter; empty if no node has
-        reported it.
-        """
+        """Return the label for a model or adapter; empty if no node has reported it."""
         return self._pool.base_of(asked)
 
     def refused(self, path: str, status: int, asked: str = "") -> None:
-        """Count a request that was refused at the door. `asked`: the model, adapter or alias that
-        it named.
-        """
+        """Count a request that was refused before it ran; `asked` is the model that it named."""
         self.requests.add(1, self.model_of(asked), path, str(status))
 
     def handed_over(self, asked: str, prefill: str, decode: str) -> None:
-        """Count a request whose KV goes from one node to the other, which are named by their
-        addresses.
-        """
+        """Count a request whose KV goes from one node to another."""
         self.disaggregated.add(1, self.model_of(asked))
         self.on_handover(prefill, decode)
 
     def local(self, asked: str, reason: str) -> None:
-        """Count a prompt that is computed on a decode node."""
+        """Count a prompt that a decode node computes."""
         self.local_prefills.add(1, self.model_of(asked), reason)
 
     def finished(self, model: str, request: EndedRequest) -> None:
-        """Count one finished request, whose tokens were counted already."""
+        """Count a finished request; its tokens were counted already."""
         self.requests.add(1, model, request.path, str(request.status))
         for name, seconds in request.stages_s.items():
             if name == "total":
@@ -300,13 +288,10 @@ class Metrics:
 
 
 class _Nodes(Collector):
-    """A look at the pool, when it is asked for: nodes come and go, and change their roles."""
-
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
     def collect(self) -> Iterator[Metric]:
-        """Return the families of one scrape."""
         choices = CounterMetricFamily(
             "kvrelay_router_choices",
             "Nodes chosen. prefix: whether the node was believed to have some of the prompt.",

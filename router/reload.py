@@ -1,8 +1,7 @@
-"""Which settings of a running router a new configuration may change, and which not; and the signal.
+"""Settings that a running router may change, and the signal that has it read them again.
 
-All or nothing: what cannot be read, is wrong, or changes a fixed setting leaves everything as it
-was. What takes a new configuration over does so in one turn of its event loop; requests that have
-begun go on with the one before.
+A configuration that cannot be read, is wrong, or changes a fixed setting changes nothing. Requests
+that have begun keep the one before.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ _log = logging.getLogger("kvrelay.router")
 
 
 def changes(old: RouterConfig, new: RouterConfig) -> list[str]:
-    """Return the names of settings that differ. Raises ConfigError, naming them, if some are fixed
-    at the start.
+    """Return the names of settings that differ. Raises ConfigError if some are fixed.
 
-    Also if no API key were left: a file that is half written, or its section of keys lost, must not
-    open the router.
+    Also if no API key were left: half a file must not open the router to everybody.
     """
     differ = [
         field.name
@@ -55,7 +52,7 @@ def changes(old: RouterConfig, new: RouterConfig) -> list[str]:
 
 
 def reload_on_hangup(reload: Callable[[], list[str]]) -> None:
-    """Have SIGHUP reload from now on, and the log say what came of it. Called on the event loop."""
+    """Reload on SIGHUP, and log the result. Call it on the event loop."""
 
     def hung_up() -> None:
         try:

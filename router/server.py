@@ -1,4 +1,4 @@
-"""The router's process: one uvicorn server on uvloop. Parses no flags."""
+"""The router's process: one uvicorn server on uvloop."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _KEEP_CONNECTION_S = 75
 
 
 def settle() -> None:
-    """For a process that does nothing but route: have the interpreter do less beside it.
+    """Have the interpreter of a process that only routes do less.
 
-    The cyclic collector took 9 % of the time and found next to nothing: what is there at start
-    stays, and requests free themselves by their counts.
+    The cyclic collector took 9 % of the time and found next to nothing: requests free themselves by
+    their reference counts.
     """
     gc.collect()
     gc.freeze()
@@ -50,13 +50,8 @@ def settle() -> None:
 
 
 class _Server(uvicorn.Server):
-    """Ended by a signal it has ended as it should: exit code 0. uvicorn's own dies of the signal
-    after all.
-    """
-
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Be ended by signals, unless another server of this process is."""
         if self.config.uds is not None:
             yield
             return
@@ -64,12 +59,10 @@ class _Server(uvicorn.Server):
             yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: the first one lets requests end, a second SIGINT does not."""
         self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End, once the requests that are there have ended."""
         router: Router = self.config.app.state.router  # type: ignore[union-attr]
         router.ending = True
         await super().shutdown(sockets)
@@ -81,8 +74,7 @@ def make_server(
     reread: Reread | None = None,
     unix_socket: Path | None = None,
 ) -> uvicorn.Server:
-    """Return a server that is not yet started; its `started` and `should_exit` are uvicorn's.
-    Raises ConfigError.
+    """Return a uvicorn server that is not started. Raises ConfigError.
 
     On a Unix socket it speaks plain HTTP and leaves signals to others.
     """
@@ -113,10 +105,9 @@ async def serve(
     listening: Sequence[socket.socket] | None = None,
     reread: Reread | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, on the given sockets or on the configured address.
+    """Serve until SIGINT or SIGTERM, on given sockets or the configured address.
 
-    SIGHUP reloads the configuration, if there is something to be read again; else it ends the
-    router, too.
+    SIGHUP reloads the configuration if there is a file, else it ends the router, too.
     """
     server = make_server(config, reread=reread)
     if reread is not None:
@@ -128,7 +119,7 @@ async def serve(
 
 
 def run(config: RouterConfig, reread: Reread | None = None) -> int:
-    """Serve on an event loop of our own until SIGINT or SIGTERM; the exit code."""
+    """Serve on an event loop of its own until SIGINT or SIGTERM; return the exit code."""
     settle()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config, reread=reread))

@@ -1,6 +1,5 @@
-"""One request from its first leg to its last byte: places taken, legs opened, tried again,
-continued elsewhere.
+"""One request from its first attempt to its last byte.
 
-Refuses to own: the socket of the client (router/relay.py), the way to a node (router/transport/), and
-the choice (router/placement.py).
+Does not own the client's socket (router/relay.py), the way to a node (router/transport/), and the
+choice of nodes (router/placement.py).
 """

@@ -1,6 +1,4 @@
-"""A request with several prompts: a walk for each, with nodes of its own, and one answer of them
-all.
-"""
+"""A request with several prompts: a run for each, with nodes of its own, and one answer."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ __all__ = ["MultiPromptRun"]
 
 
 class MultiPromptRun:
-    """A walk for each prompt; `run` once. The first that fails ends the others, and each gives back
-    what it took.
-    """
+    """A run for each prompt; the first that fails ends the others."""
 
     def __init__(
         self,
@@ -33,9 +29,7 @@ class MultiPromptRun:
         walk: Callable[[Job, Timeline, Reply], RequestRun],
         first_token: asyncio.Event,
     ) -> None:
-        """`walk` makes the walk of one part. `first_token` is set when a node has told a token of
-        any.
-        """
+        """`walk` makes the run of one part; `first_token` is set when a node has sent a token."""
         self.job, self._first_token = job, first_token
         self.reply = Reply()
         # Events are joined as they come, bodies when they are there.
@@ -47,49 +41,48 @@ class MultiPromptRun:
         """Where the first was placed, if its turn has come with a place."""
 
     def wanted(self) -> PlacementQuery:
-        """Say what its first part wants; the others are placed when it begins."""
+        """Return what the first part wants; the others are placed when they begin."""
         return self.parts[0].wanted()
 
     @property
     def timeline(self) -> Timeline:
-        """That of the walk which ended last, or is not over."""
+        """The timeline of the run that ended last, or still runs."""
         return max(
             (walk.timeline for walk in self.parts), key=lambda each: each.last_token or each.arrived
         )
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Of all prompts; None until all are known."""
+        """Tokens of all prompts; None until all are known."""
         counts = [walk.prompt_tokens for walk in self.parts]
         return None if None in counts else sum(count or 0 for count in counts)
 
     @property
     def output_tokens(self) -> int:
-        """So far, of all prompts."""
+        """Tokens of all choices so far."""
         return sum(walk.output_tokens for walk in self.parts)
 
     @property
     def answers(self) -> int:
-        """How many come beside each other."""
+        """Number of choices that are generated at the same time."""
         return sum(walk.answers for walk in self.parts)
 
     @property
     def placement(self) -> str:
-        """Of all walks."""
+        """Placements of all prompts."""
         return "; ".join(walk.placement for walk in self.parts)
 
     @property
     def nodes(self) -> tuple[str, str]:
-        """Of all walks."""
+        """URLs of all prefill nodes, and of all decode nodes."""
         prefill, decode = ({walk.nodes[leg] for walk in self.parts} for leg in (0, 1))
         return ",".join(sorted(prefill)), ",".join(sorted(decode))
 
     async def run(self) -> None:
-        """Answer the request into `reply`. Raises KvrelayError when one of its prompts cannot be
-        answered.
+        """Answer the request into `reply`, once. Raises KvrelayError.
 
-        Until a node has told a token no more than MAX_LOST prompts are under way: a request that ends
-        its nodes ends no more of them by having many prompts.
+        Until a node has sent a token, at most MAX_LOST prompts run, so that many prompts do not
+        end more nodes.
         """
         self.parts[0].placed = self.placed
         tasks = [asyncio.create_task(walk.run()) for walk in self.parts[:MAX_LOST]]

@@ -1,7 +1,7 @@
-"""Places requests: which nodes may take one now, what is known of it, and the places that it gets.
+"""The placement of requests: what is known of one, which nodes may take it, and its leases.
 
-Owns no decision: router/placement.py chooses. An operator who names a policy for a role has it
-choose that role's node instead, and no prompt spills then.
+router/placement.py chooses. If an operator names a policy for a role, that policy chooses the
+role's node, and decode nodes compute no prompts to spare prefill nodes.
 """
 
 from __future__ import annotations
@@ -46,26 +46,24 @@ __all__ = ["ChosenNodes", "PlacementLeases", "Placer", "PlacementQuery"]
 
 _OUTPUTS_MEAN = 64
 _MOST_OUTPUT = 16_384.0
+# A target counts within these factors of what such nodes' users expect, or it would buy priority.
 _LEAST_TARGET, _MOST_TARGET = 0.5, 10.0
-"""A target counts for no less than this share of what users of such nodes expect, or it would buy
-priority; and for no more than so many times.
-"""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
-    """What is asked for one prompt."""
+    """A prompt to be placed."""
 
     model: str
     request: PlacementRequest
     prefix: Prefix | None
     peer: Node | None
-    """A prefill node that has its KV: only a decode node is wanted."""
+    """A prefill node that has the KV, so that only a decode node is placed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenNodes:
-    """A placement, and the nodes of it, on which nothing is taken yet."""
+    """A placement and its nodes, with nothing leased yet."""
 
     wanted: PlacementQuery
     placement: Placement
@@ -75,7 +73,7 @@ class ChosenNodes:
 
 @dataclass(frozen=True, slots=True)
 class PlacementLeases:
-    """The places that one prompt has. Without `prefill` it is computed on its decode node."""
+    """The leases of one prompt; without `prefill` its decode node computes it."""
 
     wanted: PlacementQuery
     placement: Placement
@@ -84,7 +82,7 @@ class PlacementLeases:
 
 
 class Placer:
-    """One for all requests of a router."""
+    """A placer of all requests of one router."""
 
     def __init__(
         self, config: RouterConfig, pool: Pool, node_health: NodeHealth, rng: random.Random
@@ -92,23 +90,18 @@ class Placer:
         self._pool, self._node_health, self._rng = pool, node_health, rng
         self._outputs: dict[str, RunningMean] = {}
         self.waiting: Counter[str] = Counter()
-        """By model, requests that have begun and wait for a place again."""
+        """By model, requests that wait for a place after a failed attempt."""
         self.take_over(config)
 
     def take_over(self, config: RouterConfig) -> None:
-        """FramePosition by this configuration from now on."""
+        """Use a configuration for new placements."""
         self._policies = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
         self._spills = not config.strict_roles and set(self._policies.values()) == {PRICE}
-
-    # --- what is known of a request
-    # -------------------------------------------------------------------------------
 
     def wanted(
         self, job: Job, prefix: Prefix | None, tokens: int = 0, peer: Node | None = None
     ) -> PlacementQuery:
-        """Say what one prompt wants. `tokens`: of it and of what it has generated, if that is known
-        better.
-        """
+        """Return the query for a job; `tokens` of prompt and output so far, if a node has told."""
         length, cached = (
             self._pool.prefixes.lookup(prefix) if prefix is not None else (job.prompt_tokens, {})
         )
@@ -129,10 +122,9 @@ class Placer:
         return PlacementQuery(job.model, request, prefix, peer)
 
     def limited(self, wanted: PlacementQuery, targets: Slo) -> PlacementQuery:
-        """Have a request refused, or wait, that cannot be served within the targets that it was
-        told.
+        """Return a query that is refused, or waits, where it cannot be served within targets.
 
-        Nodes that have not said what they cost refuse nobody.
+        While no node has told its costs, nothing is refused.
         """
         if self._pool.typical_costs(wanted.model) is UNKNOWN:
             return wanted
@@ -142,22 +134,19 @@ class Placer:
         )
 
     def expected_output(self, model: str) -> float:
-        """Return how many tokens an answer of this model has: a mean over those that have ended."""
+        """Return the mean number of tokens of this model's recent answers."""
         mean = self._outputs.get(self._pool.base_of(model))
         return FIRST_OUTPUT if mean is None else mean.value
 
     def answered(
         self, model: str, tokens: int, prefix: Prefix | None = None, prompt_tokens: int = 0
     ) -> None:
-        """Learn from an answer that has ended with so many tokens, and from its prompt's length."""
+        """Learn from an answer's number of tokens and from its prompt's length."""
         if prefix is not None:
             self._pool.prefixes.counted(prefix, prompt_tokens)
         if tokens and (base := self._pool.base_of(model)):
             mean = self._outputs.setdefault(base, RunningMean(FIRST_OUTPUT, _OUTPUTS_MEAN))
             mean.add(min(tokens, _MOST_OUTPUT))
-
-    # --- where to
-    # ------------------------------------------------------------------------------------------------
 
     def find(
         self,
@@ -169,11 +158,10 @@ class Placer:
         spills: bool = True,
         alone: bool = False,
     ) -> ChosenNodes | Wait | Refuse:
-        """Choose nodes that have not been tried. Raises NoNode, Overloaded, KvNotLoaded if there
-        are none.
+        """Choose nodes that have not been tried. Raises NoNode, Overloaded, KvNotLoaded.
 
-        `anyway`: also where there is no room for its KV. Without `spills` a decode node computes
-        its prompt only if no prefill node can; `alone`: none is asked.
+        `anyway` ignores the room for KV. Without `spills` a decode node computes the prompt only if
+        no prefill node can; with `alone` none is asked.
         """
         now, request = time.monotonic(), wanted.request
         if anyway:  # a part of its answer is there
@@ -216,7 +204,7 @@ class Placer:
         return next((other for other in others if isinstance(other, Wait)), others[0])
 
     def take(self, found: ChosenNodes) -> PlacementLeases:
-        """Take what a placement takes, until its leases are given back."""
+        """Lease what a placement takes, until `give_back`."""
         wanted, request, source, target = (
             found.wanted,
             found.wanted.request,
@@ -239,9 +227,7 @@ class Placer:
         kind: NodeKind,
         tokens: int,
     ) -> Lease:
-        """Take a place for one leg of another project's nodes, which computes so many tokens.
-        Raises NoNode.
-        """
+        """Lease one vLLM node for a request that computes `tokens`. Raises NoNode."""
         nodes = self._pool.up(role, tried, wanted.model, kind)
         if not nodes:
             raise self._pool.no_node(role, wanted.model)
@@ -262,7 +248,7 @@ class Placer:
         return self._pool.hold(node, share, tokens, wanted.prefix, request.cached)
 
     def give_back(self, placed: PlacementLeases) -> None:
-        """Give back all places; twice is as once."""
+        """Give back all leases; twice is as once."""
         for lease in (placed.prefill, placed.decode):
             if lease is not None:
                 self._pool.give_back(lease)
@@ -290,7 +276,6 @@ class Placer:
         return self._node_health.available(role, wanted.model, tried, now, computes=computes)
 
     def _sources(self, wanted: PlacementQuery, tried: Collection[Node], now: float) -> list[Node]:
-        """Return the prefill nodes that have its KV, or may compute it."""
         if wanted.peer is not None:
             return [wanted.peer]
         try:
@@ -307,9 +292,6 @@ class Placer:
         *,
         anyway: bool,
     ) -> Sequence[Node]:
-        """Return the decode nodes that may compute this prompt now; `anyway`: also if their
-        operator wants none.
-        """
         try:
             sound = self._takers(Role.DECODE, wanted, tried, now, computes=True)
         except (NoNode, Overloaded):
@@ -319,9 +301,6 @@ class Placer:
     def _groups(
         self, prefill: Sequence[Node], decode: Sequence[Node]
     ) -> list[tuple[Sequence[Node], Sequence[Node]]]:
-        """Divide the nodes so that in each part any two can hand over; who can talk with nobody is
-        in none.
-        """
         if not self._pool.kv_kinds.mixed:
             return [(prefill, decode)] if prefill and decode else []
         kinds = [tuple(dict.fromkeys(node.kv for node in nodes)) for nodes in (prefill, decode)]
@@ -334,9 +313,6 @@ class Placer:
         ]
 
     def _nowhere(self, wanted: PlacementQuery, tried: Collection[Node], now: float) -> Wait:
-        """Return what is waited for if no node can be had. Raises NoNode, KvNotLoaded if there is
-        nothing.
-        """
         peer = wanted.peer
         prefill = [peer] if peer is not None else self._takers(Role.PREFILL, wanted, tried, now)
         decode = self._pool.up(Role.DECODE, model=wanted.model, kind=NodeKind.KVRELAY)
@@ -367,10 +343,6 @@ def _bounded(told_s: float | None, expected_ms: float) -> float:
 def _divided(
     sources: tuple[KvFacts | None, ...], targets: tuple[KvFacts | None, ...]
 ) -> list[tuple[frozenset[KvFacts | None], frozenset[KvFacts | None]]]:
-    """Divide kinds of KV so that in each part any source can hand over to any target.
-
-    A large cluster has a kind for each of its hosts, and few parts.
-    """
     parts: dict[frozenset[KvFacts | None], list[KvFacts | None]] = {}
     for kv in sources:
         able = frozenset(each for each in targets if kv_mismatch(kv, each) is None)

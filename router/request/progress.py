@@ -1,9 +1,7 @@
-"""How far an answer is, seen from its frames, and what the next leg must be told. Pure.
+"""The progress of one answer, and what the next request to a node must be told. Pure.
 
-The rule that it keeps, for each choice: no token is lost or doubled. What the client has seen is
-never computed again with another outcome; what it has not seen may be. Two legs may tell of the
-same token: the decode leg that has begun with the ticket tells of all, the prefill leg of the
-first. Whoever comes first is passed on.
+For each choice, no token is lost or doubled: what the client has seen is never computed again
+with another result. Prefill and decode request may send the same token; the first one counts.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ __all__ = ["Diverged", "FramePosition", "AnswerProgress"]
 
 
 class Diverged(Exception):
-    """A decode leg tells of other tokens than the client has seen."""
+    """A decode request sends other tokens than the client has seen."""
 
 
 @dataclass(slots=True)
 class FramePosition:
-    """A record of how far one leg is: tokens of each choice up to its next frame."""
+    """A request's position: tokens of each choice before its next frame."""
 
     at: dict[int, int] = field(default_factory=dict)
     decoding: bool = False
@@ -34,7 +32,7 @@ class FramePosition:
 
     @classmethod
     def behind(cls, params: KvTransferParams) -> FramePosition:
-        """Return that of a decode leg that is told these."""
+        """Return the position of a decode request with these parameters."""
         known = params.answer().choices
         return cls(
             {choice: len(each.generated) for choice, each in enumerate(known)}, decoding=True
@@ -42,7 +40,7 @@ class FramePosition:
 
 
 class AnswerProgress:
-    """The state of one answer across all of its legs."""
+    """The state of one answer over all of its attempts."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -61,10 +59,9 @@ class AnswerProgress:
         self._diverged = False
 
     def take(self, frame: Frame, place: FramePosition) -> bool:
-        """Count a frame of the leg at `place`, and return whether its payload is news to the
-        client.
+        """Count a frame, and return whether its payload is news to the client.
 
-        Raises Diverged if a decode leg tells of other tokens than those that are known.
+        Raises Diverged.
         """
         ids, kind = frame.token_ids, frame.kind
         begin = place.at.get(frame.choice, 0)
@@ -136,7 +133,7 @@ class AnswerProgress:
             self._choices[0] = _copied(told)
 
     def start_over(self) -> bool:
-        """Forget a broken prefill leg; False if the client has already seen a part of it."""
+        """Forget a failed prefill request; return False if the client has a part of it."""
         if self.forwarded:
             return False
         self._choices, self.handover, self.ticket, self.output_tokens = (
@@ -148,27 +145,23 @@ class AnswerProgress:
         return True
 
     def compute_again(self) -> None:
-        """Have a prefill node compute the prompt once more, for a decode leg that goes on from all
-        tokens so far.
-        """
+        """Expect KV that a prefill node computes once more."""
         self.settled, self.claim = False, None
 
     @property
     def told(self) -> KvTransferParams | None:
-        """The newest that a prefill node has said of this answer."""
+        """The newest that a prefill node has told of this answer."""
         return self.handover or self.ticket
 
     @property
     def held(self) -> str | None:
-        """Under which id a prefill node holds KV for this answer, or has held it."""
+        """Id under which a prefill node holds KV for this answer, or has held it."""
         if self.claim is not None:
             return self.claim.remote_request_id or None
         return None if self.told is None else self.told.remote_request_id
 
     def decode_params(self) -> KvTransferParams:
-        """Return what the next decode leg starts from: the hand-over itself, or the ticket, or all
-        tokens so far.
-        """
+        """Return where the next decode request starts: hand-over, ticket, or all tokens so far."""
         first = self._choices[0]
         if self.claim is not None and self.claim.remote_engine_id:
             return self._from_all_tokens(self.claim)
@@ -185,9 +178,7 @@ class AnswerProgress:
         return self.without_kv()
 
     def without_kv(self) -> KvTransferParams:
-        """Return what a decode leg starts from that computes the prompt, and all tokens so far,
-        itself.
-        """
+        """Return the start of a decode request that computes prompt and tokens itself."""
         return self._from_all_tokens(None)
 
     def _from_all_tokens(self, ticket: Ticket | None) -> KvTransferParams:
@@ -213,7 +204,6 @@ def _copied(choice: ChoiceSoFar) -> ChoiceSoFar:
 
 
 def _is_known(frame: Frame, begin: int, choice: ChoiceSoFar) -> bool:
-    """Return whether a frame that begins at token `begin` tells what is known already."""
     end = begin + len(frame.token_ids)
     if frame.finish is not None and (
         frame.finish is not choice.finish or end != len(choice.generated)

@@ -1,12 +1,9 @@
-"""The bodies of both legs as vLLM nodes want them, and what is read in their answers. Pure.
+"""Bodies of requests to vLLM nodes, and what is read in their answers. Pure.
 
-The contract is that of vLLM's NixlConnector. The prefill leg asks for one token with
-`do_remote_decode`; its answer has `kv_transfer_params`, whose fields differ from version to
-version, so the object goes to the decode node as it came. The token is thrown away: the decode node
-draws it again.
-
-P2pNcclConnector, the older one, has no such object. Both legs carry a request id that names both
-nodes' addresses.
+The contract is that of vLLM's NixlConnector: the prefill request asks for one token with
+`do_remote_decode`; the answer's `kv_transfer_params`, which differ between versions, go to the
+decode node unchanged, which draws the token again. The older P2pNcclConnector has no such object:
+both requests carry an id that names both nodes' addresses.
 """
 
 from __future__ import annotations
@@ -81,9 +78,7 @@ class _Held(msgspec.Struct):
 
 
 class Handover(msgspec.Struct, frozen=True):
-    """What a prefill node gives away. `params` None: it holds nothing, and the decode node computes
-    the prompt.
-    """
+    """A prefill node's offer; without `params` it holds nothing, and the decode node computes."""
 
     params: msgspec.Raw | None
     prompt_tokens: int
@@ -94,7 +89,7 @@ class Handover(msgspec.Struct, frozen=True):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """A whole answer for the client, and how many tokens it says that it has."""
+    """A whole answer for the client, and the tokens that it tells."""
 
     body: bytes
     prompt_tokens: int
@@ -102,7 +97,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 def check_fields(job: Job) -> None:
-    """Raise RequestError for what would reach a node's KV transfer past the router's own check."""
+    """Raise RequestError for fields that reach a node's KV transfer past the router's check."""
     # vLLM merges this object with kv_transfer_params; a client could point a node at an address
     # with it.
     if b"kv_transfer_params" in bytes(job.fields.get("vllm_xargs", b"")):
@@ -113,11 +108,9 @@ def check_fields(job: Job) -> None:
 
 
 def undivided_because(job: Job) -> str | None:
-    """Why the decode node is to do this request alone, in one word for the metric; None if the two
-    legs can share it.
+    """Return why the decode node must do the request alone, as a metric's label; None if not.
 
-    One hand-over is for one sequence: the prefill node frees its blocks after the first read, and
-    names those of one prompt. And KV that is fetched has no logits, which log-probabilities of a
+    One hand-over is for one sequence. And fetched KV has no logits, which log-probabilities of a
     prompt are made of.
     """
 
@@ -139,22 +132,17 @@ def undivided_because(job: Job) -> str | None:
 
 
 def forces_tools(job: Job) -> bool:
-    """Say whether the answer must be a call. Some versions fail on one of a single token
-    (vllm#38911).
-    """
+    """Return whether the answer must be a tool call, on which some versions fail (vllm#38911)."""
     choice = bytes(job.fields.get("tool_choice", b"")).strip()
     return choice[:1] == b"{" or choice == b'"required"'
 
 
 def prefill_body(job: Job, *, named_by_id: bool = False, with_ids: bool = False) -> bytes:
-    """The body of the prefill leg. `named_by_id`: for P2pNcclConnector, whose KV is found by the
-    request's id alone. `with_ids`: the answer is to tell the prompt's token ids, as it does from
-    0.10.2 on.
+    """Return the body of the prefill request.
 
-    The client's fields are all there, so that a request which the decode node would refuse is
-    refused while nothing is held; but for those that do not go with one token (min_tokens), and
-    those that make older versions hold nothing: KV of a request that was stopped by a token is
-    freed at once.
+    `named_by_id` is for P2pNcclConnector. `with_ids` has the answer tell the prompt's token ids
+    (from 0.10.2 on). Fields that do not go with one token are left out, and those by which older versions
+    hold nothing: KV of a request that a token has stopped is freed at once.
     """
     fields: dict[str, Any] = dict(job.fields)
     fields["max_tokens"] = 1
@@ -173,7 +161,7 @@ def prefill_body(job: Job, *, named_by_id: bool = False, with_ids: bool = False)
 
 
 def decode_body(job: Job, params: msgspec.Raw | None) -> bytes:
-    """The body of the decode leg: the client's own, and the hand-over."""
+    """Return the body of the decode request: the client's own, and the hand-over."""
     fields: dict[str, Any] = dict(job.fields)
     fields.pop("kv_transfer_params", None)
     if params is not None:
@@ -182,14 +170,12 @@ def decode_body(job: Job, params: msgspec.Raw | None) -> bytes:
 
 
 def p2p_request_id(prefill_address: str, decode_address: str, unique: str) -> str:
-    """The id that P2pNcclConnector reads both ends' addresses from. `unique` must have no colon."""
+    """Return the id that names both ends for P2pNcclConnector; `unique` must have no colon."""
     return f"___prefill_addr_{prefill_address}___decode_addr_{decode_address}_{unique}"
 
 
 def handover_of(body: bytes) -> Handover:
-    """Return what the answer of a prefill leg gives away. Raises AttemptFailed for one that is no
-    answer.
-    """
+    """Return the hand-over in a prefill node's answer. Raises AttemptFailed."""
     answer = _decoded(body)
     try:
         held = msgspec.json.decode(answer.kv_transfer_params, type=_Held).do_remote_prefill
@@ -211,9 +197,7 @@ def _ids_in(told: msgspec.Raw) -> list[int] | None:
 
 
 def plain_answer(body: bytes) -> Ending:
-    """Return a decode node's whole answer, without what it says of KV. Raises AttemptFailed for one
-    that is no answer.
-    """
+    """Return a decode node's whole answer without its KV fields. Raises AttemptFailed."""
     answer = _decoded(body)
     if bytes(answer.kv_transfer_params).strip() != b"null":
         # Of a node that offers its KV back to prefill nodes: addresses, which are no business of a
@@ -233,8 +217,6 @@ def _decoded(body: bytes) -> _Answer:
 
 
 def error_in(events: bytes) -> tuple[int, ErrorBody, int] | None:
-    """Return the place of an error in whole events, what it says, and its status; None if there is
-    none.
-    """
+    """Return place, body and status of an error in whole events; None if there is none."""
     found = _ERROR_EVENT.search(events)
     return None if found is None else (found.start(), *parse_error(found[1]))

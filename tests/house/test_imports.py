@@ -79,7 +79,7 @@ ROUTER_ORDER = (
     "router",
     "admin",
     "serve",
-    "on_all_nodes",
+    "admin_all_nodes",
     "app",
     "server",
     "workers",

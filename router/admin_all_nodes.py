@@ -1,9 +1,7 @@
-"""What operators ask of all nodes at once: vLLM's routes, and LoRA adapters. Each answer tells what
-each node has said.
+"""Admin routes that ask all nodes at once: vLLM's own, and LoRA adapters.
 
-A node of vLLM is asked, too; it has some of them in its development mode only. Decides nothing
-about adapters: a node checks whether it may, and reads its own files. Who may ask is checked before
-(router/guard.py).
+An answer has what each node said. Nodes of vLLM are asked, too, although some routes exist only in
+their development mode. Nodes check adapters, and read their own files.
 """
 
 from __future__ import annotations
@@ -43,22 +41,16 @@ _log = logging.getLogger("kvrelay.router")
 
 
 class _Done(msgspec.Struct):
-    """An answer of 200; some of vLLM's releases say there that nothing was done."""
-
     success: bool = True
     message: Any = ""
 
 
 class _Adapter(UnloadAdapterRequest, frozen=True):
-    """What both requests have in common; which model an adapter is for must be said where several
-    are served.
-    """
-
     base_model_name: str = ""
 
 
 def add_node_routes(app: FastAPI, router: Router) -> None:
-    """Add them all."""
+    """Add these routes."""
     pool = router.pool
 
     async def order(request: Request) -> Response:
@@ -139,10 +131,6 @@ async def _tell(
     deadline_s: float,
     done: Callable[[Node], None],
 ) -> list[NodeAnswer]:
-    """Post `body` to all nodes, and return what each says. `done` is called with each that has done
-    it, at once.
-    """
-
     async def one(node: Node) -> NodeAnswer:
         status, said = await legs.call("POST", node, path, body, deadline_s)
         if status != 200 or isinstance(said, str):
@@ -162,7 +150,6 @@ async def _tell(
 
 
 def _nodes_for(pool: Pool, asked: _Adapter, *, loads: bool) -> list[Node]:
-    """Return the nodes where the adapter belongs. Raises RequestError, NotFound."""
     models = pool.models()
     base = asked.base_model_name or ("" if loads else pool.base_of(asked.lora_name))
     if not base and len(models) > 1 and loads:
@@ -178,9 +165,6 @@ def _nodes_for(pool: Pool, asked: _Adapter, *, loads: bool) -> list[Node]:
 
 
 def _failure_of(said: Sequence[NodeAnswer], param: str | None = None) -> KvrelayError:
-    """Return one error of all: their own status if they agree, else that of a cluster whose nodes
-    differ now.
-    """
     statuses = {each.status for each in said}
     done = sum(each.status == 200 for each in said)
     words = "; ".join(
