@@ -11,8 +11,8 @@ from fastapi import FastAPI, Request, Response
 from kvrelay.node.http_edge import authorize, decode_body, read_body
 from kvrelay.node.lifecycle import Node
 from kvrelay.openai_api.json_body import json_response
+from kvrelay.openai_api.model_types import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
 from kvrelay.openai_api.routes import server_info
-from kvrelay.openai_api.types import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
 from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import (
     PROBE_PREFIX,

@@ -18,8 +18,8 @@ from kvrelay.node.lifecycle import FLIPPING, Node
 from kvrelay.node.request_stream import check_version
 from kvrelay.openai_api.front import Front, front_of
 from kvrelay.openai_api.json_body import json_response
+from kvrelay.openai_api.model_types import ModelList
 from kvrelay.openai_api.routes import add_routes
-from kvrelay.openai_api.types import ModelList
 from kvrelay.wire.errors import DeadlineExceeded, EngineDead
 from kvrelay.wire.frames import MAX_HANDOVER_BYTES
 from kvrelay.wire.leg_stream import LEGS_PATH

@@ -26,19 +26,18 @@ from kvrelay.openai_api.body import (
 from kvrelay.openai_api.json_body import json_errors
 from kvrelay.openai_api.message_stream import message_form
 from kvrelay.openai_api.model_formats import ReasoningFormat, ToolFormat
-from kvrelay.openai_api.node_request import NodeRequest, fork_submits
-from kvrelay.openai_api.prompt import Prompts
-from kvrelay.openai_api.structured import bad_word_ids
-from kvrelay.openai_api.tokenizer import Tokenizer
-from kvrelay.openai_api.types import (
-    ChatRequest,
-    CompletionRequest,
+from kvrelay.openai_api.model_types import (
     DetokenizeRequest,
     DetokenizeResponse,
     ModelCard,
     TokenizeRequest,
     TokenizeResponse,
 )
+from kvrelay.openai_api.node_request import NodeRequest, fork_submits
+from kvrelay.openai_api.prompt import Prompts
+from kvrelay.openai_api.structured import bad_word_ids
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.prefill_node.request import PrefillRequest
 from kvrelay.wire.config import Role

@@ -49,10 +49,9 @@ _PROMPT_END_TOKENS = 16  # hold the markers of reasoning however they are cut
 class PlainMessage:
     """A parser for which all text is content, and the interface of all parsers."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self) -> None:
         self.rendered: frozenset[int] = frozenset()
         """Special tokens that have their text here, whatever the request says of them."""
-        self._role = role
         self._text: list[str] = []
 
     def push(self, text: str) -> list[Delta]:
@@ -66,7 +65,7 @@ class PlainMessage:
 
     def message(self) -> ReplyMessage:
         """Return the whole message, after `finish`."""
-        return ReplyMessage(self._role, "".join(self._text))
+        return ReplyMessage(_ROLE, "".join(self._text))
 
     def finish_reason(self, reason: str) -> str:
         """Return the choice's finish_reason, after `finish`; `reason` is why the text ended."""
@@ -103,7 +102,7 @@ class MessageForm:
     def parser(self, response_id: str, choice: int) -> PlainMessage:
         """Return the parser of one choice."""
         if self.plain:
-            return PlainMessage(_ROLE)
+            return PlainMessage()
         form = (self.tool_format or TOOL_FORMATS["json"]).ids
         ids = CallIds(response_id, choice, form, self.calls)
         hidden = tuple(self.hidden.values())
@@ -176,7 +175,7 @@ class MessageStream(PlainMessage):
     """A parser of reasoning and tool calls."""
 
     def __init__(self, form: MessageForm, content: TextParser, thoughts: TextParser) -> None:
-        super().__init__(_ROLE)
+        super().__init__()
         self.rendered = frozenset(form.hidden)
         self._form = form
         self._parser = content

@@ -18,21 +18,23 @@ from kvrelay.openai_api.dialects.anthropic import CountRequest, MessagesRequest
 from kvrelay.openai_api.dialects.base import PASSED_ON
 from kvrelay.openai_api.dialects.generate import GENERATE_PATH, Generated, GenerateRequest
 from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
-from kvrelay.openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH
-from kvrelay.openai_api.types import (
+from kvrelay.openai_api.model_types import (
     AdapterAnswer,
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
     DetokenizeRequest,
     DetokenizeResponse,
     LoadAdapterRequest,
-    Message,
     ModelCard,
     ModelList,
     TokenizeResponse,
     UnloadAdapterRequest,
+)
+from kvrelay.openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH
+from kvrelay.openai_api.types import (
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    Message,
 )
 from kvrelay.wire.errors import ErrorBody
 from kvrelay.wire.sampling import MAX_LOGPROBS

@@ -32,7 +32,7 @@ from kvrelay.openai_api.dialects.responses import (
     translate_responses,
 )
 from kvrelay.openai_api.json_body import json_response, off_loop
-from kvrelay.openai_api.types import TokenizeResponse
+from kvrelay.openai_api.model_types import TokenizeResponse
 from kvrelay.wire.errors import ErrorBody, RequestError
 
 __all__ = [

@@ -284,7 +284,6 @@ class ChoiceWriter:
         )
 
 
-_ROLE = "assistant"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -306,7 +305,7 @@ class AnswerWriter:
         part: bool = False,
         first_index: int = 0,
         beginning: Beginning = Beginning(),  # noqa: B008 - a constant
-        message: Callable[[int], PlainMessage] = lambda _: PlainMessage(_ROLE),
+        message: Callable[[int], PlainMessage] = lambda _: PlainMessage(),
     ) -> None:
         """`message` makes the parser of the choice with an index; `so_far` is what was made
         elsewhere.

@@ -18,8 +18,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from kvrelay.openai_api.json_body import json_response
+from kvrelay.openai_api.model_types import AdapterAnswer, NodeAnswer, UnloadAdapterRequest
 from kvrelay.openai_api.routes import server_info
-from kvrelay.openai_api.types import AdapterAnswer, NodeAnswer, UnloadAdapterRequest
 from kvrelay.router.guard import caller_of, peer_of
 from kvrelay.router.nodes.node import Node
 from kvrelay.router.nodes.pool import Pool

@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 from kvrelay.openai_api.dialects.base import untranslated
 from kvrelay.openai_api.front import front_of
 from kvrelay.openai_api.json_body import json_response
+from kvrelay.openai_api.model_types import ModelList
 from kvrelay.openai_api.routes import add_routes
-from kvrelay.openai_api.types import ModelList
 from kvrelay.router.admin import add_admin_routes
 from kvrelay.router.admin_all_nodes import ADAPTER_PATHS, add_node_routes
 from kvrelay.router.console.routes import add_console_routes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvrelay.openai_api.types import ModelCard
+from kvrelay.openai_api.model_types import ModelCard
 from kvrelay.router.nodes.node import NodeKind
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role

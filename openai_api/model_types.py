@@ -1,0 +1,138 @@
+"""Models, adapters and tokenization: requests and answers as typed values."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+__all__ = [
+    "AdapterAnswer",
+    "DetokenizeRequest",
+    "DetokenizeResponse",
+    "LoadAdapterRequest",
+    "ModelCard",
+    "ModelList",
+    "NodeAnswer",
+    "TokenizeRequest",
+    "TokenizeResponse",
+    "UnloadAdapterRequest",
+]
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """A served model, for OpenAI's and Anthropic's clients.
+
+    An adapter has a `parent`, its base model; an alias has a `root`, the model it stands for.
+    """
+
+    id: str
+    created: int
+    max_model_len: int
+    display_name: str
+    created_at: str
+    object: str = "model"
+    owned_by: str = "kvrelay"
+    type: str = "model"
+    lifecycle: str = "active"
+    parent: str | UnsetType = UNSET
+    root: str | UnsetType = UNSET
+
+    @classmethod
+    def create(cls, name: str, created: int, max_model_len: int) -> ModelCard:
+        """Return a model's own card; `created` is a Unix second."""
+        return cls(
+            name, created, max_model_len, name, datetime.fromtimestamp(created, UTC).isoformat()
+        )
+
+    def named(
+        self, name: str, *, parent: str | UnsetType = UNSET, root: str | UnsetType = UNSET
+    ) -> ModelCard:
+        """Return the card of an adapter or an alias of this model."""
+        return msgspec.structs.replace(
+            self,
+            id=name,
+            display_name=name,
+            parent=self.parent if parent is UNSET else parent,
+            root=root,
+        )
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """GET /v1/models: all of them, on one page."""
+
+    data: list[ModelCard]
+    first_id: str | None
+    last_id: str | None
+    object: str = "list"
+    has_more: bool = False
+
+    @classmethod
+    def create(cls, cards: list[ModelCard]) -> ModelList:
+        return cls(cards, cards[0].id if cards else None, cards[-1].id if cards else None)
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True):
+    """POST /tokenize: the fields beside those of a completion or a chat."""
+
+    model: str | None = None
+    messages: msgspec.Raw = msgspec.Raw()
+    return_token_strs: bool | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        return bytes(self.messages).strip() not in (b"", b"null")
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True):
+    """The tokens of a prompt. `token_strs` are their texts, if asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True):
+    """The text of tokens, special ones included."""
+
+    prompt: str
+
+
+class LoadAdapterRequest(msgspec.Struct, frozen=True):
+    """POST /v1/load_lora_adapter: a folder on each node; `load_inplace` may replace an adapter."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(msgspec.Struct, frozen=True):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
+class NodeAnswer(msgspec.Struct, frozen=True):
+    """The answer of one node."""
+
+    url: str
+    role: str
+    status: int
+    message: str
+
+
+class AdapterAnswer(msgspec.Struct, frozen=True):
+    """What has happened to an adapter. Only a router tells of `nodes`."""
+
+    lora_name: str
+    message: str
+    nodes: list[NodeAnswer] | UnsetType = UNSET
