@@ -1,4 +1,4 @@
-"""LoRA adapters in the engine process: loads, unloads, and whether KV was made with the same one."""
+"""LoRA adapters in the engine process: loads, unloads, and whether remote KV fits them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Admin routes of a node: drain, role, profiles, LoRA adapters, held KV and probes of hand-overs."""
+"""Admin routes of a node: drain, role, profiles, LoRA adapters, held KV and probes."""
 
 from __future__ import annotations
 

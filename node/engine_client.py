@@ -121,7 +121,7 @@ class EngineClient:
         self.submitted = 1
         """One more than the requests submitted; after a submit, the number of that request."""
         self._spilled: deque[tuple[int, float]] = deque()
-        """Numbers of requests whose prompts a prefill node could compute, and their milliseconds."""
+        """By number, requests whose prompts a prefill node could compute, and milliseconds."""
         self._heard_at = time.monotonic()
         self.on_cache_changes: Callable[[CacheChanges], None] | None = None
         self.ended = asyncio.Event()
@@ -165,7 +165,7 @@ class EngineClient:
         self._process.stdin.close()
 
     async def ready(self, deadline_s: float) -> EngineReady:
-        """Return the engine's facts. Raises EngineDead if it ended, or is not up by the deadline."""
+        """Return the engine's facts. Raises EngineDead if it has ended or is late."""
         await _first_of(self._ready.wait(), self.ended.wait(), timeout_s=deadline_s)
         if self.info is None:
             raise EngineDead(self.failure or f"the engine was not ready within {deadline_s:g} s")

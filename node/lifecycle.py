@@ -119,7 +119,10 @@ class NodeRole:
             )
 
     def change_to(self, wanted: Role) -> None:
-        """Begin a change; asking for the present role cancels one. Raises RequestError, Conflict."""
+        """Begin a change, or cancel one by asking for the present role.
+
+        Raises RequestError, Conflict.
+        """
         if Role.AGGREGATED in (self.now, wanted):
             raise RequestError(
                 f"a node changes between prefill and decode; this one is {self.now}, and {wanted} "
@@ -184,7 +187,7 @@ class NodeRole:
 
 @dataclass
 class Node:
-    """A node, as its routes share it. `serving` and `metrics` are None until the engine is ready."""
+    """A node's parts. `serving` and `metrics` are None until the engine is ready."""
 
     config: NodeConfig
     engine: EngineClient

@@ -76,7 +76,7 @@ def check_model_name(name: str, engine: EngineConfig) -> None:
 
 
 def read_template(path: str) -> str | None:
-    """Return a chat template; None for no path. Raises ConfigError if it is unreadable or broken."""
+    """Return a chat template, or None for no path. Raises ConfigError."""
     if not path:
         return None
     try:

@@ -126,7 +126,7 @@ def describe_exit(code: int) -> str:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process without teardown: after a CUDA error teardown may wait for the GPU forever."""
+    """End the process without teardown, which may wait for a failed GPU forever."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # its reader has gone
@@ -179,7 +179,7 @@ class LogThread(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-        except Exception:  # noqa: BLE001  as logging does with a template that does not fit its values
+        except Exception:  # noqa: BLE001  a template that does not fit its values
             self.handleError(record)
             return
         if len(self._lines) >= MAX_QUEUED_LINES:

@@ -77,7 +77,10 @@ def join_as_rank_0(config: EngineConfig) -> Ranks:
 def meet_ranks(
     ranks: Ranks, config: NodeConfig, num_kv_heads: int, engine_id: str
 ) -> RankLink | None:
-    """Have the other ranks open their transfer backends; return the link to them. Raises ConfigError."""
+    """Have the other ranks open their transfer backends; return the link to them.
+
+    Raises ConfigError.
+    """
     if ranks.size == 1:
         return None
     heads = [kv_head_range(num_kv_heads, rank, ranks.size) for rank in range(ranks.size)]

@@ -36,7 +36,7 @@ __all__ = ["RequestStream", "RequestStreams", "Start", "check_version"]
 Start = Callable[
     [str, Mapping[str, str], bytes], Awaitable[tuple[Load, AsyncGenerator[Frame, None]]]
 ]
-"""From a request's path, headers and body to the node's load and its frames. Raises KvrelayError."""
+"""From a request's path, headers and body to the node's load and its frames."""
 
 _NOT_LAST = (FrameKind.TOKENS, FrameKind.TICKET)
 _HEADER_BYTES = 1 << 16  # path and headers of a request, beside its body

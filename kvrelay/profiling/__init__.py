@@ -1,1 +1,1 @@
-"""Measurements for `kvrelay profile` and benchmarks: steps of an engine, and transfers of its KV."""
+"""Measurements for `kvrelay profile` and benchmarks: engine steps, and transfers of KV."""

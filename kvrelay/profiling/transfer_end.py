@@ -122,7 +122,7 @@ class End:
     # The source.
 
     def offer(self, parts: Sequence[tuple[str, list[int]]], growing: bool) -> list[Any]:
-        """Lease the blocks of each (name, blocks); return the tickets. `growing`: none is readable yet."""
+        """Lease the blocks of each (name, blocks), none readable yet if `growing`; return the tickets."""
         assert self._connector is not None
         ready = 0 if growing else None
         tickets = [
@@ -132,7 +132,7 @@ class End:
         return [msgspec.to_builtins(ticket) for ticket in tickets]
 
     def announce(self, name: str, ready: Sequence[int], first_s: float, spacing_s: float) -> float:
-        """Announce the blocks of a growing offer, the last ones as its end; return when that was."""
+        """Announce the blocks of a growing offer; return when the last ones were."""
         assert self._connector is not None
         time.sleep(first_s)
         for blocks in ready[:-1]:
@@ -153,9 +153,10 @@ class End:
     def take(
         self, parts: Sequence[tuple[str, Any, list[int]]], lead_s: float, within_s: float
     ) -> dict[str, float | list[float]]:
-        """Fetch all of (name, ticket, local blocks) after a watch of `lead_s`. Raises TransferError.
+        """Fetch all of (name, ticket, local blocks) after a watch of `lead_s`.
 
-        `asked_at` and `in_hand_at` are of CLOCK_MONOTONIC, which all processes of a host share.
+        `asked_at` and `in_hand_at` are of CLOCK_MONOTONIC, which all processes of a host share. Raises
+        TransferError.
         """
         assert self._connector is not None
         fetches = []

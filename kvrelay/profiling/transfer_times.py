@@ -65,10 +65,10 @@ def transfer_times(
     seconds: float,
     told: Callable[[str], None],
 ) -> dict[str, dict[int, float]]:
-    """Return median milliseconds by connector and number of blocks; `auto` tries all connectors.
+    """Return median milliseconds by connector and number of blocks.
 
-    After `seconds` no further connector is begun, and the one that runs does its shortest and longest
-    size alone. `told` gets why one cannot be measured.
+    `auto` tries all connectors. After `seconds` no further one is begun, and the one that runs does
+    its shortest and longest size alone. `told` gets why one cannot be measured.
     """
     times: dict[str, dict[int, float]] = {}
     ends_at = time.monotonic() + seconds
