@@ -350,9 +350,9 @@ def run_follower(
     config: EngineConfig,
     ranks: TorchRanks,
     device: torch.device,
-    heard: Callable[[KVPool, bytes], None],
+    on_aside: Callable[[KVPool, bytes], None],
 ) -> None:
-    """Compute what rank 0 computes until it ends; `heard` is called for each aside.
+    """Compute what rank 0 computes until it ends; `on_aside` is called for each aside.
 
     Raises PeerLost if it is lost.
     """
@@ -363,7 +363,7 @@ def run_follower(
             assert adapters is not None
             adapters.on_message(message)
         elif message.startswith(_ASIDE):
-            heard(runner.pool, message[len(_ASIDE) :])
+            on_aside(runner.pool, message[len(_ASIDE) :])
         else:
             runner.follow(message)
     runner.close()

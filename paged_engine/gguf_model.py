@@ -11,7 +11,6 @@ import mmap
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,23 +26,13 @@ from kvrelay.wire.gguf_header import TensorPlace, read_gguf_header
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GgufFile", "GgufTensor", "gguf_model_config", "gguf_tensors"]
+__all__ = ["GgufFile", "gguf_model_config", "gguf_tensors"]
 
 # The gguf package takes 16 rows at a time. Blocks are independent, so longer rows are as good:
 # a third of the time for SmolLM2.
 _ROW_BLOCKS = 128
 
 _DENSE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-@dataclass(frozen=True, slots=True)
-class GgufTensor:
-    """A tensor's place; `kind` is its quantization, for example Q4_1, `shape` rows first."""
-
-    kind: str
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
 
 
 class GgufFile:
@@ -58,10 +47,13 @@ class GgufFile:
             with path.open("rb") as file:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             header = read_gguf_header(self._bytes, string_lists=False)
-            self.metadata = header.metadata
-            self.tensors = {
-                name: self._tensor(name, place) for name, place in header.tensors.items()
-            }
+            self.metadata, self.tensors = header.metadata, header.tensors
+            for name, place in self.tensors.items():
+                end = place.start + _num_bytes(place)
+                if end > len(self._bytes):
+                    raise ValueError(
+                        f"it is cut short: tensor {name} ends at byte {end} of {len(self._bytes)}"
+                    )
         except (OSError, ValueError) as why:
             raise ConfigError(f"{path} is not a readable GGUF file: {why}") from why
 
@@ -69,41 +61,38 @@ class GgufFile:
         """Return a tensor: F32, F16 and BF16 as stored, every quantization as float32."""
         import torch  # the header needs none
 
-        tensor = self.tensors[name]
-        if dtype := _DENSE.get(tensor.kind):
+        place = self.tensors[name]
+        if dtype := _DENSE.get(_kind(place)):
             with warnings.catch_warnings():
                 # torch warns that the mapped file is read-only; clone() makes a writable tensor.
                 warnings.filterwarnings("ignore", message="The given buffer is not writable")
-                count = math.prod(tensor.shape)
-                return (
-                    torch.frombuffer(
-                        self._bytes, dtype=getattr(torch, dtype), count=count, offset=tensor.start
-                    )
-                    .clone()
-                    .view(tensor.shape)
+                dense = torch.frombuffer(
+                    self._bytes,
+                    dtype=getattr(torch, dtype),
+                    count=math.prod(place.shape),
+                    offset=place.start,
                 )
-        packed = np.frombuffer(self._bytes, np.uint8, tensor.num_bytes, tensor.start)
-        quantization = GGMLQuantizationType[tensor.kind]
+                return dense.clone().view(place.shape)
+        packed = np.frombuffer(self._bytes, np.uint8, _num_bytes(place), place.start)
+        quantization = GGMLQuantizationType(place.kind)
         _, block_bytes = GGML_QUANT_SIZES[quantization]
-        row_bytes = math.gcd(tensor.num_bytes // block_bytes, _ROW_BLOCKS) * block_bytes
+        row_bytes = math.gcd(len(packed) // block_bytes, _ROW_BLOCKS) * block_bytes
         try:
             values = dequantize(packed.reshape(-1, row_bytes), quantization)
         except NotImplementedError as why:
             raise ConfigError(
-                f"{self.path}: tensor {name} has type {tensor.kind}, which cannot be read: {why}"
+                f"{self.path}: tensor {name} has type {_kind(place)}, which cannot be read: {why}"
             ) from why
-        return torch.from_numpy(values).view(tensor.shape)
+        return torch.from_numpy(values).view(place.shape)
 
-    def _tensor(self, name: str, place: TensorPlace) -> GgufTensor:
-        quantization = GGMLQuantizationType(place.kind)
-        block_values, block_bytes = GGML_QUANT_SIZES[quantization]
-        num_bytes = math.prod(place.shape) // block_values * block_bytes
-        if place.start + num_bytes > len(self._bytes):
-            raise ValueError(
-                f"it is cut short: tensor {name} ends at byte {place.start + num_bytes} of "
-                f"{len(self._bytes)}"
-            )
-        return GgufTensor(quantization.name, place.shape, place.start, num_bytes)
+
+def _kind(place: TensorPlace) -> str:
+    return str(GGMLQuantizationType(place.kind).name)
+
+
+def _num_bytes(place: TensorPlace) -> int:
+    block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(place.kind)]
+    return int(math.prod(place.shape) // block_values * block_bytes)
 
 
 _ARCHITECTURES = {
@@ -220,11 +209,8 @@ def _half_split(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _main_kind(file: GgufFile) -> str:
-    return (
-        file.tensors["blk.0.ffn_up.weight"].kind
-        if "blk.0.ffn_up.weight" in file.tensors
-        else "unknown"
-    )
+    bulk = file.tensors.get("blk.0.ffn_up.weight")
+    return "unknown" if bulk is None else _kind(bulk)
 
 
 def _vocab_size(file: GgufFile) -> int:

@@ -157,9 +157,9 @@ class StepUploads:
 
     def _numbers_of(self, shape: StepShape) -> int:
         rows, sequences = shape.decodes + shape.prompt_rows, shape.decodes + shape.prompts
-        of_prompts = 2 * (shape.prompts + self._most_tiles(shape) + shape.samples)
+        of_chunks = 2 * (shape.prompts + self._most_tiles(shape) + shape.samples)
         to_16_bytes = 64  # for all rows of the arrays
-        return _ROW_FIELDS * rows + _SEQUENCE_FIELDS * sequences + of_prompts + to_16_bytes
+        return _ROW_FIELDS * rows + _SEQUENCE_FIELDS * sequences + of_chunks + to_16_bytes
 
     def _most_tiles(self, shape: StepShape) -> int:
         return shape.prompt_rows // tile_tokens(self._group) + shape.prompts

@@ -72,7 +72,7 @@ class _Forward:
     slots: torch.Tensor
     plan: SamplePlan
     by_graph: bool
-    of_prompts: torch.Tensor | None = None  # hidden state of the scored rows
+    scored_hidden: torch.Tensor | None = None  # hidden state of the scored rows
 
 
 @dataclass(slots=True)
@@ -304,7 +304,7 @@ class GpuRunner:
         hidden = self._decoder.hidden(step, self.pool)
         logits, scored = self._decoder.logits(hidden[: plan.rows]), hidden[plan.rows :]
         return _Forward(
-            logits, slots, plan, by_graph=False, of_prompts=scored if len(scored) else None
+            logits, slots, plan, by_graph=False, scored_hidden=scored if len(scored) else None
         )
 
     def _masks(self, forward: _Forward, sampling: Sequence[Request]) -> RowMasks | None:
@@ -327,7 +327,9 @@ class GpuRunner:
         else:
             sampled = self._sampler.read(logits, self._graphs.sample(plan), plan)
         # Behind the sampler: all logits lie in the same memory.
-        scores = None if forward.of_prompts is None else self._score(forward.of_prompts, scored)
+        scores = (
+            None if forward.scored_hidden is None else self._score(forward.scored_hidden, scored)
+        )
         if self._ranks.rank == 0:
             sampled.start_copy()
         return sampled, scores

@@ -133,10 +133,10 @@ class GpuSampler:
         )
 
     def mask(self, masks: RowMasks, rows: int) -> TokenMask:
-        of_row = np.full(-(-rows // 4) * 4, -1, np.int32)  # what follows begins at 16 bytes
-        of_row[masks.rows] = np.arange(len(masks.rows))
-        flat = self._send(np.concatenate((of_row, masks.words.view(np.int32).reshape(-1))))
-        return TokenMask(flat[len(of_row) :].view(masks.words.shape), flat[:rows])
+        mask_of_row = np.full(-(-rows // 4) * 4, -1, np.int32)  # what follows begins at 16 bytes
+        mask_of_row[masks.rows] = np.arange(len(masks.rows))
+        flat = self._send(np.concatenate((mask_of_row, masks.words.view(np.int32).reshape(-1))))
+        return TokenMask(flat[len(mask_of_row) :].view(masks.words.shape), flat[:rows])
 
     def launch(
         self,
@@ -368,8 +368,8 @@ def _pairs(tokens: _Ints, values: npt.NDArray[np.float32]) -> _Ints:
 def _by_slot(columns: Sequence[tuple[int, _Ints]]) -> _Ints:
     if not columns:
         return np.zeros((4, 0), np.int32)
-    of_each = [
+    columns_of_slots = [
         np.stack((np.full(c.shape[1], slot, np.int32), np.arange(c.shape[1], dtype=np.int32), *c))
         for slot, c in columns
     ]
-    return np.concatenate(of_each, axis=1)
+    return np.concatenate(columns_of_slots, axis=1)

@@ -365,28 +365,30 @@ def parse_quantization(fields: Fields) -> Quantization | None:
     Raises ConfigError for every quantization that is not fp8 in one of the two layouts.
     """
     key = "compression_config" if fields.has("compression_config") else "quantization_config"
-    said = fields.section(key)
-    if not said.values:
+    section = fields.section(key)
+    if not section.values:
         return None
-    method = said.text("quant_method", "unknown")
+    method = section.text("quant_method", "unknown")
     if method == "compressed-tensors":
-        return _compressed_tensors(said)
+        return _compressed_tensors(section)
     if method == "fp8":
-        return _fp8(said)
+        return _fp8(section)
     raise ConfigError(
         f"{fields.where}: {key} ({method}) is not supported; compressed-tensors with fp8 weights "
         "and fp8 are. Use the model's unquantized safetensors, an FP8 checkpoint or a GGUF file"
     )
 
 
-def _fp8(said: Fields) -> Quantization:
-    blocks = said.integers("weight_block_size")
+def _fp8(section: Fields) -> Quantization:
+    blocks = section.integers("weight_block_size")
     if len(blocks) not in (0, 2) or any(size < 1 for size in blocks):
-        raise ConfigError(f"{said.where}: weight_block_size must be two sizes, got {list(blocks)}")
-    activations = said.text("activation_scheme", "dynamic")
+        raise ConfigError(
+            f"{section.where}: weight_block_size must be two sizes, got {list(blocks)}"
+        )
+    activations = section.text("activation_scheme", "dynamic")
     if activations not in ("dynamic", "static"):
         raise ConfigError(
-            f"{said.where}: activation_scheme {activations!r} is not supported; dynamic and "
+            f"{section.where}: activation_scheme {activations!r} is not supported; dynamic and "
             f"static are"
         )
     return Quantization(
@@ -394,27 +396,35 @@ def _fp8(said: Fields) -> Quantization:
         activations=activations,
         targets=("Linear",),
         # The output layer is never quantized in this layout, whether or not it is named.
-        ignored=(*said.texts("ignored_layers"), *said.texts("modules_to_not_convert"), "lm_head"),
+        ignored=(
+            *section.texts("ignored_layers"),
+            *section.texts("modules_to_not_convert"),
+            "lm_head",
+        ),
         block=(blocks[0], blocks[1]) if blocks else (0, 0),
     )
 
 
-def _compressed_tensors(said: Fields) -> Quantization:
+def _compressed_tensors(section: Fields) -> Quantization:
     if (
-        said.section("sparsity_config").text("format", "dense") != "dense"
-        or said.section("transform_config").values
+        section.section("sparsity_config").text("format", "dense") != "dense"
+        or section.section("transform_config").values
     ):
-        raise ConfigError(f"{said.where}: sparsity_config and transform_config are not supported")
-    groups = said.section("config_groups")
-    found = [_group(groups.section(name), said.text("format", "unknown")) for name in groups.values]
+        raise ConfigError(
+            f"{section.where}: sparsity_config and transform_config are not supported"
+        )
+    groups = section.section("config_groups")
+    found = [
+        _group(groups.section(name), section.text("format", "unknown")) for name in groups.values
+    ]
     if not found:
-        raise ConfigError(f"{said.where} has no config_groups")
+        raise ConfigError(f"{section.where} has no config_groups")
     targets = tuple(target for group in found for target in group.targets)
     if len({replace(group, targets=()) for group in found}) > 1:
         raise ConfigError(
-            f"{said.where}: config_groups that differ are not supported; one kind of fp8 weights is"
+            f"{section.where}: config_groups that differ are not supported; one kind of fp8 weights is"
         )
-    return replace(found[0], targets=targets, ignored=said.texts("ignore"))
+    return replace(found[0], targets=targets, ignored=section.texts("ignore"))
 
 
 def _group(group: Fields, form: str) -> Quantization:

@@ -87,13 +87,13 @@ def read_tensors(
 def _with_progress(
     tensors: Iterator[tuple[str, torch.Tensor]], total: int, model: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    began = said = time.monotonic()
+    began = logged = time.monotonic()
     done = 0
     for name, tensor in tensors:
         yield name, tensor
         done += tensor.numel()
-        if (now := time.monotonic()) - said >= PROGRESS_INTERVAL_S:
-            said = now
+        if (now := time.monotonic()) - logged >= PROGRESS_INTERVAL_S:
+            logged = now
             log.info(
                 "%s: loading weights, %d %% after %.0f s", model, 100 * done // total, now - began
             )

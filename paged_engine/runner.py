@@ -235,11 +235,11 @@ class CpuRunner:
         step, samples = self._step_input(chunks)
         hidden = self._decoder.hidden(step, self.pool)
         to_score = sum(chunk.scored[1] for chunk in chunks)
-        hidden, of_prompts = hidden[: len(hidden) - to_score], hidden[len(hidden) - to_score :]
+        hidden, scored_hidden = hidden[: len(hidden) - to_score], hidden[len(hidden) - to_score :]
         logits = self._decoder.logits(hidden)[:samples]
         if scored is not None:
-            return logits, PromptScores(scored, of_prompts, self._slice_logits, _SCORED_ROWS)
-        for part in torch.split(of_prompts, _SCORED_ROWS) if to_score else ():
+            return logits, PromptScores(scored, scored_hidden, self._slice_logits, _SCORED_ROWS)
+        for part in torch.split(scored_hidden, _SCORED_ROWS) if to_score else ():
             self._slice_logits(part)
         return logits, None
 

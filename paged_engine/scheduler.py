@@ -73,8 +73,8 @@ class Scheduler:
         self._requests[request.request_id] = request
         wants = (0.0, 0)
         if not request.hold and request.params.max_tokens > 1:
-            said = request.tpot_ms, request.expected_output, request.params.max_tokens
-            wants = self._announced.came(*said, self.budget.costs)
+            wanted = request.tpot_ms, request.expected_output, request.params.max_tokens
+            wants = self._announced.came(*wanted, self.budget.costs)
         request.tpot_ms, request.expected_output = wants
         self._wait(request)
         if request.fetch is None:

@@ -144,9 +144,9 @@ class Slots:
             sampled_rows += range(end - chunk.sampled_rows, end)
             scored_rows += [start + position - chunk.start for position in chunk.scored]
             if chunk.samples:
-                slots, told = self._sampled(chunk, seat, len(sampled))
+                slots, slot_states = self._sampled(chunk, seat, len(sampled))
                 sampled += [(slot, chunk.request) for slot in slots]
-                states += told
+                states += slot_states
         values = StepValues(
             rows=rows,
             sequences=_int32(sequences, len(PADDING_SEQUENCE)).T,
