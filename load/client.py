@@ -1,7 +1,7 @@
 """The HTTP client: kept-alive connections with one request at a time, and streamed answers.
 
-Raw asyncio and httptools: aiohttp's client takes more than twice as much of a core for each chunk
-(benchmarks/bench_client.py), and what it reads late would be measured as the server's.
+Raw asyncio and httptools: aiohttp's client takes more than twice as much of a core for each chunk,
+and what it reads late would be measured as the server's.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from benchmarks.listening import Port, listening
 from benchmarks.local_cluster import family, free_ports
 from tests.cluster.real_cluster import START_DEADLINE_S, tiny_model, wait_until
+from tests.listening import Port, listening
 
 pytestmark = pytest.mark.cluster
 

@@ -31,11 +31,11 @@ from real_cluster import (
     wait_until,
 )
 
-from benchmarks.listening import listening
 from benchmarks.local_cluster import family
 from kvrelay import cli
 from kvrelay.flag_names import BEFORE
 from kvrelay.wire.versions import LEGS, RELEASE
+from tests.listening import listening
 
 pytestmark = pytest.mark.cluster
 

@@ -16,7 +16,6 @@ import torch
 from peer_process import CONFIG, FINGERPRINT, peer_process
 from real_node import BLOCK_BYTES, BLOCKS, RealNode
 
-from benchmarks.listening import Port, listening
 from kvrelay.kernels.pool_memory import zeros
 from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed, PeerKey, PoolRegion, Settled
 from kvrelay.kv_transfer.nixl import COPIED_S, NixlBackend, addresses_here
@@ -24,6 +23,7 @@ from kvrelay.kv_transfer.transfer_engine import open_connector
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.transfer import Ticket
+from tests.listening import Port, listening
 
 PATIENT = TransferConfig(lease_s=3.0, heartbeat_s=0.5, transfer_deadline_s=10.0)
 

@@ -25,10 +25,10 @@ from urllib.parse import urlencode
 
 import aiohttp
 
-from benchmarks.listening import Port, listening
 from benchmarks.local_cluster import family, free_ports, kv_events
 from kvrelay.kv_transfer.connector import LeaseId
 from kvrelay.node.process import PARENT_PID
+from tests.listening import Port, listening
 from tests.soak.chaos.model import flags_of
 
 __all__ = ["Process", "Stand", "Usage"]
