@@ -136,40 +136,40 @@ class TransferBackend(Protocol):
 
 
 class AddPeer(msgspec.Struct, tag="add", frozen=True):
-    """Job: get ready to read from a process. Joined follows."""
+    """A job: get ready to read from a process. Joined follows."""
 
     peer: PeerKey
     source: Source
 
 
 class PeerGone(msgspec.Struct, tag="gone", frozen=True):
-    """Job: the peer's process is gone for certain."""
+    """A job: the peer's process is gone for certain."""
 
     peer: PeerKey
 
 
 class DropPeer(msgspec.Struct, tag="drop", frozen=True):
-    """Job: no read from this peer is in flight, and none comes before the next AddPeer."""
+    """A job: no read from this peer is in flight, and none comes before the next AddPeer."""
 
     peer: PeerKey
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True):
-    """Event: reads from this peer may be posted, or (`error`) never will be."""
+    """An event: reads from this peer may be posted, or (`error`) never will be."""
 
     peer: PeerKey
     error: KvrelayError | None
 
 
 class ReadEnded(msgspec.Struct, tag="ended", frozen=True):
-    """Event: all bytes of a read are in."""
+    """An event: all bytes of a read are in."""
 
     peer: PeerKey
     read_id: int
 
 
 class ReadFailed(msgspec.Struct, tag="failed", frozen=True):
-    """Event: a read broke; `in_flight`: bytes may still land, and another event follows."""
+    """An event: a read broke; `in_flight`: bytes may still land, and another event follows."""
 
     peer: PeerKey
     read_id: int

@@ -55,17 +55,17 @@ class BackendsListener(Protocol):
         """Handle a backend's event."""
 
     def on_backend_opened(self, kind: str) -> None:
-        """A backend is open on all ranks, or cannot be had."""
+        """Note that a backend is open on all ranks, or cannot be had."""
 
     def serving(self) -> bool:
         """Return whether peers may be reading from here."""
 
     def on_error(self, error: Exception) -> None:
-        """A thread has ended by an error of ours."""
+        """Note that a thread has ended by an error of ours."""
 
 
 class Backends:
-    """The backends of a node, the best first, each on a thread of every rank.
+    """A node's backends, the best first, each on a thread of every rank.
 
     An open backend listens, and who reaches UCX's listener can write anywhere. So the first is
     opened at start, and another one when a peer asks for it that the earlier ones do not reach.
@@ -298,7 +298,7 @@ class Backends:
 
     @property
     def can_sum(self) -> bool:
-        """Whether blocks are checked by checksum."""
+        """Return whether blocks are checked by checksum."""
         return self._checksums is not None
 
     def sums(self, blocks: Sequence[int], done: Callable[[list[bytes]], None]) -> None:

@@ -59,7 +59,7 @@ def in_our_order(checksums: bytes, order: Sequence[int]) -> bytes:
 
 @dataclass(slots=True)
 class Checks:
-    """The comparison of one fetch. A block's place is its index among those that are fetched."""
+    """A fetch's comparison. A block's place is its index among those that are fetched."""
 
     places: dict[int, int] = field(default_factory=dict)
     """Of drawn blocks whose source gives checksums, by its own ids."""
@@ -76,7 +76,7 @@ class Checks:
 
     @property
     def settled(self) -> bool:
-        """Both checksums of each drawn block are known."""
+        """Return whether both checksums of each drawn block are known."""
         return len(self._theirs) == len(self._ours) == len(self.places)
 
     @property

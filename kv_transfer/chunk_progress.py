@@ -32,7 +32,7 @@ class _Offer:
 
 
 class ProgressTable:
-    """The progress of all offers. `news` are messages to followers, by their connection."""
+    """A table of all offers. `news` are messages to followers, by their connection."""
 
     def __init__(self) -> None:
         self.news: list[tuple[bytes, ChunkProgress]] = []

@@ -48,7 +48,7 @@ class PoolRegion:
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """Tokens that a request has generated when its KV is complete."""
+    """A request's output when its KV is complete."""
 
     generated: list[int]
     logprobs: list[TokenLogprobs] = []
@@ -56,7 +56,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Source: nobody needs the offered blocks any more; `expired` if the lease ran out."""
+    """An event at the source: nobody needs the blocks any more; `expired` if the lease ran out."""
 
     request_id: str
     expired: bool
@@ -64,7 +64,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Reader: all bytes are in, and the source held them until after the last one."""
+    """An event at the reader: all bytes are in, and the source held them until then."""
 
     request_id: str
     num_bytes: int
@@ -83,7 +83,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """Reader: no more of the KV will come. Its blocks stay untouched until Settled.
+    """An event at the reader: no more KV will come. Its blocks stay untouched until Settled.
 
     The first `verified` blocks are in, and the source held them until after that: they may be used.
     """
@@ -101,7 +101,7 @@ class FetchFailed:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Reader: no transfer can touch the blocks of a failed or cancelled fetch any more."""
+    """An event at the reader: nothing can touch the blocks of a failed fetch any more."""
 
     request_id: str
 
@@ -111,7 +111,7 @@ Event = Released | Fetched | FetchFailed | Settled
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The backend by which a peer's KV is read, and why no better one is."""
+    """A backend by which a peer's KV is read, and why no better one is."""
 
     plane: str
     """Name of the backend."""
@@ -159,7 +159,7 @@ class PeerKey(NamedTuple):
 
 
 class Read(msgspec.Struct, tag="read", frozen=True):
-    """Command: read remote block i into local block i. ReadEnded or ReadFailed follows."""
+    """A command: read remote block i into local block i. ReadEnded or ReadFailed follows."""
 
     read_id: int
     peer: PeerKey
@@ -169,7 +169,7 @@ class Read(msgspec.Struct, tag="read", frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Command: give a lease back; the peer's answer goes to `confirmed` with this token."""
+    """A command: give a lease back; the peer's answer goes to `confirmed` with this token."""
 
     peer: PeerKey
     lease: LeaseId
@@ -179,7 +179,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Command: renew this lease now; the answer verifies what has been read."""
+    """A command: renew this lease now; the answer verifies what has been read."""
 
     peer: PeerKey
     lease: LeaseId
@@ -187,7 +187,7 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Command: ask the peer for checksums of blocks, by its own ids, for `vouched`."""
+    """A command: ask the peer for checksums of blocks, by its own ids, for `vouched`."""
 
     peer: PeerKey
     lease: LeaseId
@@ -196,7 +196,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Command: compute checksums of blocks of ours, for `summed` with this number."""
+    """A command: compute checksums of blocks of ours, for `summed` with this number."""
 
     number: int
     local_blocks: tuple[int, ...]

@@ -54,20 +54,20 @@ class ControlListener(Protocol):
         """Handle a message of a peer that we have dialled."""
 
     def on_disconnect(self, peer: PeerKey, how: str) -> None:
-        """The connection to a peer that we have dialled `how`."""
+        """Handle the end of a connection that we have dialled; `how` continues a sentence."""
 
     def on_process_gone(self, peer: PeerKey) -> None:
-        """A peer's process is not there any more. From any thread."""
+        """Handle the certain end of a peer's process. From any thread."""
 
     def tick(self, now: float) -> float:
         """Do what is due. Returns the seconds until something is due again."""
 
     def on_error(self, error: Exception) -> None:
-        """The thread has ended by an error of ours."""
+        """Note that the thread has ended by an error of ours."""
 
 
 class ControlThread(SocketThread):
-    """The thread of the control channel. Public methods return at once, except `close`."""
+    """A thread for the control channel. Public methods return at once, except `close`."""
 
     def __init__(self, listener: ControlListener, host: str, port: int, secret: str) -> None:
         """Listen, to peers with the same secret. Raises ConfigError without address or CURVE."""

@@ -30,7 +30,7 @@ __all__ = ["DirectBackend", "HostSide", "Metadata", "runs"]
 
 
 class Metadata(msgspec.Struct, frozen=True):
-    """The metadata of a direct backend, as msgpack."""
+    """A direct backend's metadata, as msgpack."""
 
     boot_id: str
     nonce: bytes
@@ -172,7 +172,7 @@ STEP_BYTES = 4 << 20
 
 
 class HostSide:
-    """The `Side` of a CPU. All methods run on one thread."""
+    """A CPU's `Side`. All methods run on one thread."""
 
     def __init__(self, region: PoolRegion) -> None:
         self._region = region

@@ -81,7 +81,7 @@ class Fetch:
 
     @property
     def released(self) -> bool:
-        """The source was told that we are through."""
+        """Return whether the source was told that we are through."""
         return self.state in (State.CONFIRMING, State.CHECKING)
 
     @property

@@ -57,7 +57,7 @@ def sentence(error: KvrelayError) -> str:
 
 
 class FetchTable:
-    """The fetches of one reader. Each ends once: Fetched, or (FetchFailed or cancel and) Settled."""
+    """A reader's fetches. Each ends once: Fetched, or (FetchFailed or cancel and) Settled."""
 
     def __init__(self, limits: FetchLimits, checked_share: float = 0.0) -> None:
         self.limits = limits

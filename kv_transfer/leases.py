@@ -14,7 +14,7 @@ __all__ = ["LeaseTable"]
 
 
 class LeaseTable:
-    """The leases of one source. Times are seconds on any one monotonic clock."""
+    """A source's leases. Times are seconds on any one monotonic clock."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s

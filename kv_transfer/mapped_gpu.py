@@ -59,7 +59,7 @@ class _GpuRead:
 
 
 class GpuSide:
-    """The `Side` of a GPU. All methods run on one thread.
+    """A GPU's `Side`. All methods run on one thread.
 
     A read that breaks raises torch's own error: the GPU is lost to this process, which has to end.
     """

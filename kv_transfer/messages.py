@@ -34,7 +34,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 
 class HandshakeRequest(msgspec.Struct, tag="hello", frozen=True):
-    """Reader -> source, first, and again with each backend that it needs."""
+    """A reader's first message, sent again with each backend that it needs."""
 
     engine_id: str
     fingerprint: Fingerprint
@@ -45,7 +45,7 @@ class HandshakeRequest(msgspec.Struct, tag="hello", frozen=True):
 
 
 class RankCard(msgspec.Struct, frozen=True):
-    """One rank of a source."""
+    """A rank of a source."""
 
     heads: Heads
     region: PoolRegion
@@ -54,7 +54,7 @@ class RankCard(msgspec.Struct, frozen=True):
 
 
 class HandshakeReply(msgspec.Struct, tag="welcome", frozen=True):
-    """Source -> reader: the fingerprints agree; here are the pools."""
+    """A source's answer to a handshake: the fingerprints agree; here are the pools."""
 
     engine_id: str
     generation: str
@@ -69,20 +69,20 @@ class HandshakeReply(msgspec.Struct, tag="welcome", frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """Source -> reader: no KV from here, and why, in one sentence."""
+    """A source's refusal: no KV from here, and why, in one sentence."""
 
     reason: str
 
 
 class Renew(msgspec.Struct, tag="renew", frozen=True):
-    """Reader -> source, every heartbeat. `sent_at` is the reader's clock, echoed."""
+    """A reader's heartbeat. `sent_at` is the reader's clock, echoed."""
 
     sent_at: float
     leases: list[LeaseId]
 
 
 class Renewed(msgspec.Struct, tag="renewed", frozen=True):
-    """Source -> reader."""
+    """A source's answer to Renew."""
 
     sent_at: float
     kept: list[LeaseId]
@@ -90,21 +90,21 @@ class Renewed(msgspec.Struct, tag="renewed", frozen=True):
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
-    """Reader -> source: through with this lease. Only a token other than 0 is waited for."""
+    """A reader's farewell to a lease. Only a token other than 0 is waited for."""
 
     lease: LeaseId
     token: int
 
 
 class Ended(msgspec.Struct, tag="ended", frozen=True):
-    """Source -> reader: whether the lease was held until the End came."""
+    """A source's answer to End: whether the lease was held until then."""
 
     token: int
     held: bool
 
 
 class Follow(msgspec.Struct, tag="follow", frozen=True):
-    """Reader -> source: tell how far this lease's KV is, now and whenever it has grown.
+    """A reader's request to hear how far a lease's KV is, now and whenever it has grown.
 
     With `checksums` it asks for those of these blocks, in a ChunkProgress, and for nothing else.
     """
@@ -114,7 +114,7 @@ class Follow(msgspec.Struct, tag="follow", frozen=True):
 
 
 class ChunkProgress(msgspec.Struct, tag="grown", frozen=True):
-    """Source -> reader: the first `ready` blocks can be read; all of them with a completion."""
+    """A source's news: the first `ready` blocks can be read; all of them with a completion."""
 
     lease: LeaseId
     ready: int

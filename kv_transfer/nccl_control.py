@@ -55,7 +55,7 @@ class _Source:
 
 
 class PairControl(SocketThread):
-    """The thread of the control socket. Public methods return at once, except `close`."""
+    """A thread for the control socket. Public methods return at once, except `close`."""
 
     def __init__(self, host: str, terms: Terms) -> None:
         """Listens from here on; zmq must have CURVE. Raises ConfigError without the address."""

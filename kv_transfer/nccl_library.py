@@ -53,7 +53,7 @@ _UINT8 = 1
 
 
 class NcclLibrary:
-    """The NCCL library, for one GPU."""
+    """An NCCL library, loaded for one GPU."""
 
     communicator_bytes = 96 << 20
     """GPU memory of a communicator: about 100 MB with 16 channels."""
@@ -88,7 +88,7 @@ class NcclLibrary:
         self.spare_streams: list[torch.cuda.Stream] = []
 
     def facts(self) -> bytes:
-        """The unique id of a communicator to be. Raises PeerLost."""
+        """Return the unique id of a communicator to be."""
         unique_id = _UniqueId()
         self.check(self.library.ncclGetUniqueId(ctypes.byref(unique_id)), "make a unique id")
         return bytes(unique_id)
@@ -238,7 +238,9 @@ class NcclWork:
         self._patience_s = patience_s
 
     def wait(self) -> None:
-        """A kernel that was aborted ends, too: NCCL's own state is looked at behind the event."""
+        """Wait for the end; an aborted kernel ends, too, so NCCL's own state is looked at behind
+        it.
+        """
         began = time.monotonic()
         deadline = began + self._patience_s
         while not self._done.query():  # type: ignore[no-untyped-call]

@@ -60,7 +60,7 @@ MAX_PAIR_MESSAGE_BYTES = 1 << 20
 
 
 class Address(msgspec.Struct, frozen=True):
-    """The metadata of an NCCL backend: its control socket, and the CURVE key to get in."""
+    """An NCCL backend's metadata: its control socket, and the CURVE key to get in."""
 
     host: str
     port: int
@@ -68,7 +68,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Meet(msgspec.Struct, tag="meet", frozen=True):
-    """Reader -> source, first: make the communicator of a new pair with me."""
+    """A reader's first message: make the communicator of a new pair with me."""
 
     pair: bytes
     slice_bytes: int
@@ -78,7 +78,7 @@ class Meet(msgspec.Struct, tag="meet", frozen=True):
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
-    """Reader -> source: send this part of these blocks, after what was asked before."""
+    """A reader's request: send this part of these blocks, after what was asked before."""
 
     pair: bytes
     blocks: list[int]
@@ -87,7 +87,7 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
 
 
 class Part(msgspec.Struct, tag="part", frozen=True):
-    """Either way: this pair is over, and what was not sent will not be."""
+    """A farewell of either side: this pair is over, and what was not sent will not be."""
 
     pair: bytes
     reason: str
@@ -98,7 +98,7 @@ class Part(msgspec.Struct, tag="part", frozen=True):
 
 
 class Leave(msgspec.Struct, tag="leave", frozen=True):
-    """Source -> reader: memory is short; part, unless you have asked for something."""
+    """A source's wish: memory is short; part, unless you have asked for something."""
 
     pair: bytes
 
@@ -124,7 +124,7 @@ SOURCE, READER = SENDS, RECEIVES
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms of all pairs of a process.
+    """A process's terms for all its pairs.
 
     A pair must be met within `meet_s`, and moves a slice every `patience_s`.
     """
@@ -164,7 +164,7 @@ class Move(NamedTuple):
 
 
 class Pair(abc.ABC):
-    """One end of a pair. Public methods return at once, from any thread."""
+    """An end of a pair. Public methods return at once, from any thread."""
 
     def __init__(
         self,

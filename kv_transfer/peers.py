@@ -87,7 +87,7 @@ class _Peer:
 
 
 class Peers:
-    """The peers that a node reads from."""
+    """A table of the peers that a node reads from."""
 
     def __init__(
         self,

@@ -197,7 +197,7 @@ class AllRanksBackend:
             self._ranks[part.rank](its)
 
     def peer_gone(self, peer: PeerKey) -> None:
-        """The peer's process is gone for certain; its other ranks have processes of their own."""
+        """Note that the peer's process is gone; its other ranks have processes of their own."""
         with self._lock:
             parts = [part for part in self._table.parts(peer) if part.source == peer]
         for part in parts:
@@ -221,7 +221,7 @@ class AllRanksBackend:
 
 
 class LedBackends:
-    """The backends of a rank other than 0: over its own pool, and led by rank 0."""
+    """A rank's backends, other than rank 0's, which leads them."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ class BackendTerms(msgspec.Struct, frozen=True):
 
 
 class LinkAddress(msgspec.Struct, frozen=True):
-    """The socket where rank 0 awaits the others, and the CURVE key that lets them in."""
+    """A socket where rank 0 awaits the others, and the CURVE key that lets them in."""
 
     host: str
     port: int
@@ -100,7 +100,7 @@ class Do(msgspec.Struct, tag="do", frozen=True):
 
 
 class Serve(msgspec.Struct, tag="serve", frozen=True):
-    """The news whether peers may be reading from the engine."""
+    """A message whether peers may be reading from the engine."""
 
     on: bool
 
@@ -113,7 +113,7 @@ class Sum(msgspec.Struct, tag="sum", frozen=True):
 
 
 class Close(msgspec.Struct, tag="close", frozen=True):
-    """The engine ends."""
+    """A message that the engine ends."""
 
 
 class Prepared(msgspec.Struct, tag="prepared", frozen=True):
@@ -125,7 +125,7 @@ class Prepared(msgspec.Struct, tag="prepared", frozen=True):
 
 
 class Opened(msgspec.Struct, tag="opened", frozen=True):
-    """The answer to Open: what peers need to use the backend, or why it cannot be had."""
+    """An answer to Open: what peers need to use the backend, or why it cannot be had."""
 
     kind: str
     card: bytes | None
@@ -140,7 +140,7 @@ class News(msgspec.Struct, tag="news", frozen=True):
 
 
 class Summed(msgspec.Struct, tag="summed", frozen=True):
-    """The answer to Sum, in the order of its blocks."""
+    """An answer to Sum, in the order of its blocks."""
 
     number: int
     checksums: list[bytes]
@@ -175,7 +175,7 @@ _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank
 
 
 class RankLink(SocketThread):
-    """The link's end at rank 0. Public methods return at once, except `prepared` and `close`."""
+    """A link's end at rank 0. Public methods return at once, except `prepared` and `close`."""
 
     def __init__(
         self, host: str, heads: Sequence[Heads], engine_id: str, terms: BackendTerms
@@ -273,7 +273,7 @@ class RankLink(SocketThread):
 
 
 class LinkEnd(SocketThread):
-    """The link's end at another rank."""
+    """A link's end at another rank."""
 
     def __init__(
         self,

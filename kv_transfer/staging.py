@@ -143,7 +143,7 @@ class Rows(NamedTuple):
 
 
 class StagedPool:
-    """The KV pool as rows of bytes, [num_blocks, block_bytes]."""
+    """A KV pool as rows of bytes, [num_blocks, block_bytes]."""
 
     def __init__(self, region: PoolRegion) -> None:
         """Maps the region; its memory stays the caller's."""
@@ -185,7 +185,7 @@ class StagedPool:
 
 
 class Lane:
-    """The copies of one thread between pool and staging, in order."""
+    """A thread's copies between pool and staging, in order."""
 
     def __init__(
         self, pool: StagedPool, stream: torch.cuda.Stream | None, kernel: Any = None
