@@ -21,8 +21,19 @@ import httptools
 import msgspec
 import uvloop
 
-from kvrelay.wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
-from kvrelay.wire.leg_stream import LEGS_MEDIA_TYPE, LEGS_PATH, Answer, Kind, MessageReader, message
+from kvrelay.wire.frames import (
+    FRAMES_MEDIA_TYPE,
+    LEGS_MEDIA_TYPE,
+    LEGS_PATH,
+    LOAD_HEADER,
+    Answer,
+    Frame,
+    FrameKind,
+    Kind,
+    MessageReader,
+    message,
+    pack,
+)
 from kvrelay.wire.outputs import Finish, Load
 from kvrelay.wire.transfer import KvTransferParams, packed
 from kvrelay.wire.versions import LEGS

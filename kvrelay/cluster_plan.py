@@ -19,7 +19,7 @@ from kvrelay.supervisor import ChildSpec
 from kvrelay.wire.config import EngineConfig, NodeConfig, Role
 from kvrelay.wire.config_checks import OrDefault, Positive, check_fields, require
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.kv_events_config import KvEventsConfig
+from kvrelay.wire.kv_events import KvEventsConfig
 from kvrelay.wire.router_config import RouterConfig
 
 __all__ = [

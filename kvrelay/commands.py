@@ -22,7 +22,7 @@ from kvrelay.machine import embedded_model
 from kvrelay.settings import build
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.config_checks import base_url, is_base_url, is_loopback
-from kvrelay.wire.key_config import KeyConfig
+from kvrelay.wire.router_config import KeyConfig
 from kvrelay.wire.versions import RELEASE
 
 __all__ = ["OF_ANOTHER", "add_commands"]

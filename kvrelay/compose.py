@@ -34,7 +34,7 @@ from kvrelay.settings import build, flags_of
 from kvrelay.wire.config import EngineConfig, Role
 from kvrelay.wire.config_checks import require
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.kv_events_config import KvEventsConfig
+from kvrelay.wire.kv_events import KvEventsConfig
 
 __all__ = [
     "IMAGE_TAG",

@@ -37,7 +37,7 @@ from kvrelay.settings import CPU, Setting, build, merge, settings_of
 from kvrelay.wire.config import NodeConfig, RanksConfig, Role, TransferConfig
 from kvrelay.wire.config_checks import base_url
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.kv_events_config import address_of
+from kvrelay.wire.kv_events import address_of
 from kvrelay.wire.router_config import RouterConfig
 
 __all__ = [

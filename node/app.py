@@ -21,8 +21,7 @@ from kvrelay.openai_api.json_body import json_response
 from kvrelay.openai_api.model_types import ModelList
 from kvrelay.openai_api.routes import add_routes
 from kvrelay.wire.errors import DeadlineExceeded, EngineDead
-from kvrelay.wire.frames import MAX_HANDOVER_BYTES
-from kvrelay.wire.leg_stream import LEGS_PATH
+from kvrelay.wire.frames import LEGS_PATH, MAX_HANDOVER_BYTES
 from kvrelay.wire.versions import LEGS, RELEASE
 
 __all__ = ["create_app"]

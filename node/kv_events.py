@@ -26,11 +26,12 @@ from kvrelay.wire.kv_events import (
     BlockStored,
     Event,
     EventBatch,
+    KvEventsConfig,
     KvEventsReport,
+    address_of,
     pack_batch,
     packed_number,
 )
-from kvrelay.wire.kv_events_config import KvEventsConfig, address_of
 from kvrelay.wire.log_lines import Seldom
 
 __all__ = ["EventLog", "KvEvents"]

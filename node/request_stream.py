@@ -1,4 +1,4 @@
-"""Request streams (wire/leg_stream.py) on a node: many requests over one connection.
+"""Request streams (wire/frames.py) on a node: many requests over one connection.
 
 Each request is a task of its own with its own credit; a stream that ends cancels all of them.
 """
@@ -15,12 +15,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvrelay.wire.errors import KvrelayError, NodeFailed, RequestBroke, RequestError
-from kvrelay.wire.frames import MALFORMED, Frame, FrameKind
-from kvrelay.wire.leg_stream import (
+from kvrelay.wire.frames import (
     LEGS_MEDIA_TYPE,
     LEGS_VERSION_HEADER,
+    MALFORMED,
     WINDOW_BYTES,
     Answer,
+    Frame,
+    FrameKind,
     Kind,
     MessageReader,
     Open,

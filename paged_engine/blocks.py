@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.wire.engine_messages import BlockText
-from kvrelay.wire.hashes import BlockHash
+from kvrelay.wire.kv_events import BlockHash
 
 __all__ = ["BlockPool", "Changes", "KeptBlocks", "NULL_BLOCK"]
 

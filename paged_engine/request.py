@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvrelay.paged_engine.guide import Guide
 from kvrelay.wire.engine_messages import BlockText, Submit, Timing
-from kvrelay.wire.hashes import BlockHash, extend, root_of
+from kvrelay.wire.kv_events import BlockHash, extend, root_of
 from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.transfer import Ticket

@@ -11,9 +11,8 @@ import math
 from dataclasses import dataclass
 
 from kvrelay.wire.announced import FIRST_SPILL_MS
-from kvrelay.wire.means import MEMORY_MS
 from kvrelay.wire.outputs import Load
-from kvrelay.wire.step_costs import TPOT_STEPS, StepCosts
+from kvrelay.wire.step_costs import MEMORY_MS, TPOT_STEPS, StepCosts
 
 __all__ = ["LEAST_LEFT", "UNKNOWN", "NodeLoad", "Share", "default_targets"]
 

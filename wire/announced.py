@@ -1,11 +1,8 @@
-"""What a node's load tells of its requests, for a price: sums that are kept as requests come and
-end. Pure.
+"""Sums over a node's requests, for a price: kept as requests come and end. Pure.
 
-Tokens and prompts count when they come, and not when they are computed: what is on its way is known
-in advance. An answer counts with the tokens that are expected of it, and is put right when it has
-ended.
-
-`now` is in milliseconds, and costs are those that steps have now: the node's card times its pace.
+Tokens and prompts count when they come: what is on its way is known in advance. An answer counts
+with the tokens that are expected of it, and is put right when it has ended. `now` is in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -14,8 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from kvrelay.wire.means import DecayingMean, RunningMean
-from kvrelay.wire.step_costs import StepCosts
+from kvrelay.wire.step_costs import DecayingMean, RunningMean, StepCosts
 
 __all__ = ["FIRST_OUTPUT", "FIRST_SPILL_MS", "Announced"]
 
@@ -31,8 +27,7 @@ _MOST_SPILL_MS = 2_000.0
 
 
 class Announced:
-    """The sums of one engine. A request that decodes here *came* when it first waited, and *left*
-    when it ended.
+    """An engine's sums. A decoding request *came* when it first waited, and *left* when it ended.
 
     A decode node gains time for prompts that a prefill node could compute as long as its decodes
     leave some: with `token_rate` tokens per millisecond and a share of its time for prompts a token
@@ -53,16 +48,13 @@ class Announced:
 
     @property
     def strictest_tpot_ms(self) -> float:
-        """The least time per token that one of the requests wants which decode here; 0: there are
-        none.
-        """
+        """Return the least time per token that a decoding request wants; 0: none does."""
         return min(self._tpots, default=0.0)
 
     def came(
         self, tpot_ms: float, expected: int, most: int, costs: StepCosts | None
     ) -> tuple[float, int]:
-        """Count a request of at most so many tokens, and return its time per token and the tokens
-        expected of it.
+        """Count a request, and return its time per token and its expected tokens.
 
         0 stands for what it does not say: then it is what is usual here.
         """

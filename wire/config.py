@@ -26,7 +26,7 @@ from kvrelay.wire.config_checks import (
     udp_address,
 )
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.kv_events_config import KvEventsConfig
+from kvrelay.wire.kv_events import KvEventsConfig
 from kvrelay.wire.profiler_config import ProfilerConfig
 from kvrelay.wire.sampling import GENERATION_FIELDS, generation_values
 
@@ -49,7 +49,7 @@ MAX_NGRAM = 16
 
 
 class Role(enum.StrEnum):
-    """What a node does with a request. A run-time value of one kind of process."""
+    """A part that a node has in serving requests."""
 
     AGGREGATED = "aggregated"
     PREFILL = "prefill"
@@ -79,7 +79,7 @@ def _named_adapter(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How tokens are proposed: the names are those of vLLM's `--speculative-config`."""
+    """A method by which tokens are proposed: the names are those of vLLM's `--speculative-config`."""
 
     num_speculative_tokens: int = 0
     """Tokens that a decode step proposes per request at most, and checks in the same step."""
@@ -116,7 +116,7 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """One model on one node."""
+    """A model on a node."""
 
     model: str
     """A folder in Hugging Face layout, a .gguf file, a config.json (with load_format dummy), or on
@@ -275,7 +275,7 @@ class EngineConfig:
 
     @property
     def adapter_slots(self) -> int:
-        """How many adapters can be loaded at once; 0: none, and nothing is prepared for any."""
+        """Return how many adapters can be loaded at once; 0: none, and nothing is prepared for any."""
         return (self.max_loras or max(len(self.lora_modules), 1)) if self.enable_lora else 0
 
     def threads_on(self, cores: int) -> int:
@@ -287,7 +287,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class RanksConfig:
-    """The ranks of a tensor-parallel engine that run on a host other than rank 0's."""
+    """A host's ranks of a tensor-parallel engine that run on a host other than rank 0's."""
 
     engine: EngineConfig
     """Equal to rank 0's, but for tensor_parallel_size_local, the number of ranks here."""
@@ -358,7 +358,7 @@ REASONING_PARSERS = (
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """The hand-over: who may take KV from here, and for how long it is kept."""
+    """A node's side of the hand-over: who may take KV from here, and for how long it is kept."""
 
     kv_connector: Literal["auto", "direct", "nixl", "nccl"] = "auto"
     """What moves KV: direct (nodes of one host map each other's memory), nixl, nccl; auto: each
@@ -415,7 +415,7 @@ class TransferConfig:
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """One node: an HTTP process and an engine process."""
+    """A node: an HTTP process and an engine process."""
 
     engine: EngineConfig
     role: Role = Role.AGGREGATED
@@ -538,7 +538,7 @@ class NodeConfig:
 
     @property
     def told_events(self) -> KvEventsConfig | None:
-        """How others hear of its prefix cache, if it has one and they do."""
+        """Return how others hear of its prefix cache, if it has one and they do."""
         told = self.kv_events_config
         return told if told is not None and told.on and self.engine.enable_prefix_caching else None
 

@@ -1,10 +1,15 @@
-"""What values of a configuration must be, where several of its types ask for the same."""
+"""Checks that several types of settings have in common, and of hosts that may be nodes.
+
+Hosts are judged by text alone: nothing is resolved, nothing is asked. What clients read in an
+address is never wider than what is read here: a host that is neither a plain name nor an address in
+its usual form is allowed by nothing.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
@@ -23,11 +28,13 @@ __all__ = [
     "check_fields",
     "check_front",
     "check_keys",
+    "check_node_allow",
     "check_ssl",
     "gib",
     "is_address",
     "is_base_url",
     "is_loopback",
+    "is_node_allowed",
     "require",
     "udp_address",
 ]
@@ -41,7 +48,7 @@ LogFormat = Literal["text", "json"]
 
 
 def require(ok: bool, message: str) -> None:
-    """Raises ConfigError with this message unless ok."""
+    """Raise ConfigError with this message unless ok."""
     if not ok:
         raise ConfigError(message)
 
@@ -88,9 +95,7 @@ def _beyond(limits: Meta, value: float) -> str:
 
 
 def check_front(root_path: str, allowed_origins: Sequence[str], *, allow_credentials: bool) -> None:
-    """Raises ConfigError for a path or origins that no request could have, or that would let any
-    page in.
-    """
+    """Raise ConfigError for a path or origins that no request could have, or let any page in."""
     require(
         re.fullmatch(r"(/[\w.~!$&'()*+,;=:@-]+)*", root_path) is not None,
         f"root_path must begin with / and not end with it, for example /llm, got {root_path!r}",
@@ -109,7 +114,7 @@ def check_front(root_path: str, allowed_origins: Sequence[str], *, allow_credent
 
 
 def check_ssl(certfile: str, keyfile: str, ca_certs: str, cert_reqs: int) -> None:
-    """Raises ConfigError for settings of TLS that do not belong together."""
+    """Raise ConfigError for settings of TLS that do not belong together."""
     require(
         bool(certfile) or not keyfile,
         "ssl_keyfile needs ssl_certfile, the certificate that it belongs to",
@@ -127,7 +132,7 @@ def gib(size: int) -> str:
 
 
 def is_address(text: str) -> bool:
-    """Whether it is host:port."""
+    """Return whether this is host:port."""
     found = re.fullmatch(r"[^\s:]+:(\d+)", text)
     return found is not None and 0 < int(found[1]) < 65536
 
@@ -141,7 +146,7 @@ def udp_address(router: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address leads to its own machine, whatever a name server says: localhost, 127.0.0.0/8 or ::1."""
+    """Return whether an address leads to its own machine, whatever a name server says."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -149,7 +154,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_base_url(url: str) -> bool:
-    """Whether a node may be asked there: http or https and a host, without query, user or password."""
+    """Return whether a node may be asked at this URL."""
     try:
         parts = urlsplit(url)
         _ = parts.port  # raises for one that is no number
@@ -170,7 +175,7 @@ def is_base_url(url: str) -> bool:
 
 
 def check_keys(owner: object, *names: str) -> None:
-    """Raises ConfigError for a key that no client can send as a bearer token. Keys are not shown."""
+    """Raise ConfigError for a key that no client can send as a bearer token."""
     for name in names:
         key = getattr(owner, name)
         require(
@@ -189,3 +194,73 @@ def base_url(typed: str) -> str:
     like = f"{plain}:8000" if re.fullmatch(r"[\w.-]+", plain) else "http://127.0.0.1:8000"
     require(is_base_url(url), f"{typed!r} is no address of a server; give one like {like}")
     return url
+
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+_AT = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?", re.ASCII | re.IGNORECASE)
+_NAME = re.compile(
+    r"(?=.{1,253}\Z)[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*", re.ASCII
+)
+
+
+def check_node_allow(entries: Iterable[str]) -> None:
+    """Raise ConfigError for an entry that is no host name, address or network."""
+    for entry in entries:
+        require(
+            _host(entry) is not None or _network(entry) is not None,
+            f"node_allow {entry!r} must be a host name, an address or a network such as "
+            f"10.1.0.0/16, without scheme, "
+            "port or wildcard",
+        )
+
+
+def is_node_allowed(url: str, entries: Sequence[str], nodes: Iterable[str]) -> bool:
+    """Return whether the host of `url` is in the entries, or that of one of `nodes`.
+
+    A name equals a name, whatever its case and with or without the dot at its end; an address is in
+    a network, or equals an address, however it is written. A name is never looked up, so it is in
+    no network.
+    """
+    host = _host_of(url)
+    if host is None:
+        return False
+    if any(_host_of(node) == host for node in nodes):
+        return True
+    networks = (
+        []
+        if isinstance(host, str)
+        else [found for entry in entries if (found := _network(entry)) is not None]
+    )
+    return any(_host(entry) == host for entry in entries) or any(
+        host in network for network in networks
+    )
+
+
+def _host_of(url: str) -> str | _Address | None:
+    found = _AT.fullmatch(urlsplit(url).netloc) if is_base_url(url) else None
+    return None if found is None else _host(found[1])
+
+
+def _host(text: str) -> str | _Address | None:
+    if "%" in text:  # of an IPv6 zone, or of what another reader would decode
+        return None
+    try:
+        address = ipaddress.ip_address(text.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        name = text.lower().removesuffix(".")
+        # A last label of digits is an address to a resolver: 127.1, 2130706433, 0x7f.1.
+        return (
+            None
+            if not _NAME.fullmatch(name) or re.fullmatch(r"(.*\.)?(\d+|0x[0-9a-f]*)", name)
+            else name
+        )
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _network(text: str) -> _Network | None:
+    try:
+        return ipaddress.ip_network(text) if "/" in text and "%" not in text else None
+    except ValueError:
+        return None

@@ -54,7 +54,7 @@ its number.
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Start a request. `generated` are output tokens it already has; `fetch` says where its KV is
+    """A command: start a request. `generated` are output tokens it already has; `fetch` says where its KV is
     held.
 
     `hold` keeps the KV under a lease when the request ends by length (the prefill leg of a
@@ -90,13 +90,13 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Stop a request wherever it is and give back all it took. Unknown ids are ignored."""
+    """A command: stop a request and give back all it took. Unknown ids are ignored."""
 
     request_id: str
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Nobody will fetch the KV held for this request any more. Unknown ids are ignored.
+    """A command: nobody will fetch the KV held for this request. Unknown ids are ignored.
 
     A router that was cut off before it read the hand-over knows only the id of its call: that names
     the request too.
@@ -106,29 +106,27 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
 
 class Renew(msgspec.Struct, frozen=True, tag=True):
-    """Somebody waits for room elsewhere and will fetch the KV held under this id: its lease begins
-    anew. Unknown ids are ignored.
-    """
+    """A command: begin this lease anew for somebody who waits for room elsewhere."""
 
     request_id: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """End the engine process after the current step."""
+    """A command: end the engine process after the current step."""
 
 
 class OfferProbe(msgspec.Struct, frozen=True, tag=True):
-    """Source of a probe: fill so many free blocks with a pattern and offer them like any KV.
+    """A command: fill so many free blocks with a pattern and offer them like any KV.
 
-    Answered by ProbeOffered or ProbeRefused."""
+    Answered by ProbeOffered or ProbeRefused.
+    """
 
     probe_id: str
     blocks: int
 
 
 class FetchProbe(msgspec.Struct, frozen=True, tag=True):
-    """Reader of a probe: fetch this ticket into free blocks, compare them with the pattern of
-    `seed`, free them.
+    """A command: fetch this ticket into free blocks, and compare them with the pattern.
 
     Answered by ProbeFetched or ProbeRefused.
     """
@@ -139,9 +137,11 @@ class FetchProbe(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Read a LoRA adapter's files and give it a slot. Answered by AdapterLoaded or AdapterRefused.
+    """A command: read a LoRA adapter's files and give it a slot.
 
-    `in_place`: it may take the name of another one, which ends with the requests that it has."""
+    `in_place`: it may take the name of another one, which ends with its requests. Answered by
+    AdapterLoaded or AdapterRefused.
+    """
 
     load_id: str
     name: str
@@ -150,32 +150,27 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """No request begins with this adapter any more; its slot is free when those that have begun are
-    done.
+    """A command: begin no request with this adapter. Unknown names are ignored.
 
-    Unknown names are ignored: the HTTP process knows what is loaded.
+    Its slot is free when those that have begun are done.
     """
 
     name: str
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
-    """Let no later request find a block whose KV is there now. What runs or is held for others
-    keeps its blocks.
-    """
+    """A command: let no later request find a block whose KV is there now."""
 
 
 class Profile(msgspec.Struct, frozen=True, tag=True):
-    """Begin to profile the steps, or end that and write what was seen. Answered by Profiled, when
-    it is written.
-    """
+    """A command: begin to profile the steps, or end that and write what was seen."""
 
     profile_id: int
     begin: bool
 
 
 class AskStats(msgspec.Struct, frozen=True, tag=True):
-    """Tell EngineStats now, with all in it that was sent before this."""
+    """A command: send EngineStats now, with all in it that was sent before this."""
 
     number: int
 
@@ -205,7 +200,7 @@ class AdapterFacts(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds spent in each stage inside the engine, by its own monotonic clock."""
+    """A request's seconds in each stage inside the engine, by its own monotonic clock."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -226,13 +221,13 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one request, in order. The last update of a request carries `finish`.
+    """An update of one request with its new tokens, in order.
 
-    The last one has a `timing`, and so have the first two with tokens: the caller may end a request
-    by itself. `held` is set when a request that holds its KV begins to be computed, and again when
-    it has ended and its KV is kept under a lease; `fetch_error` when its KV could not be fetched:
-    then the prompt is computed here instead, or the request ends with ERROR. `prompt_logprobs`
-    (from the second token on) come with the first token.
+    The last one carries `finish` and a `timing`, as do the first two with tokens: the caller may
+    end a request by itself. `held` is set when a request that holds its KV begins to be computed,
+    and again when it has ended; `fetch_error` when its KV could not be fetched: then the prompt is
+    computed here, or the request ends with ERROR. `prompt_logprobs` (from the second token on) come
+    with the first token.
     """
 
     request_id: str
@@ -254,14 +249,14 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
-    """All updates of one engine step in one message, with the load after it."""
+    """A message with all updates of one engine step, and the load after it."""
 
     updates: list[RequestUpdate]
     load: Load
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
-    """The engine process has loaded the model and may be given requests."""
+    """A message that the model is loaded, and what the engine is."""
 
     engine_id: str
     generation: str
@@ -284,7 +279,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):
-    """Counters since start and gauges now: the engine's pulse, sent every half second and when it
+    """A snapshot of counters since start and of gauges: the engine's pulse, sent every half second and when it
     goes idle.
     """
 
@@ -329,9 +324,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlockText(msgspec.Struct, frozen=True, array_like=True):
-    """What is in a block of KV: its tokens, and what else its hash depends on. `salt` is that of a
-    prompt's first.
-    """
+    """A block's tokens, and what else decides its KV."""
 
     token_ids: list[int]
     adapter: str = ""
@@ -339,9 +332,7 @@ class BlockText(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheChanges(msgspec.Struct, frozen=True, tag=True):
-    """Which block hashes the prefix cache holds anew, each with its parent's, and which no more.
-    Sent a few times a second, if the node tells KV events.
-    """
+    """A message which block hashes the prefix cache holds anew, and which no more."""
 
     stored: dict[bytes, bytes | None]
     removed: list[bytes]
@@ -352,13 +343,13 @@ class CacheChanges(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine process ends because of this; nothing follows it."""
+    """A message that the engine process ends because of this; nothing follows it."""
 
     message: str
 
 
 class ProbeOffered(msgspec.Struct, frozen=True, tag=True):
-    """The probe's blocks are under a lease, which nobody needs to end: it runs out."""
+    """An answer: the probe's blocks are under a lease, which runs out by itself."""
 
     probe_id: str
     ticket: KvTransferParams
@@ -370,7 +361,7 @@ class ProbeOffered(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProbeFetched(msgspec.Struct, frozen=True, tag=True):
-    """All bytes of a probe have come. `read_s` of its `seconds` the data plane was reading."""
+    """An answer: all bytes of a probe have come; `read_s` of its `seconds` were reading."""
 
     probe_id: str
     num_bytes: int
@@ -385,9 +376,7 @@ class ProbeFetched(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProbeRefused(msgspec.Struct, frozen=True, tag=True):
-    """No probe, or none that worked; why, in one sentence. `busy`: the same may work in a few
-    seconds.
-    """
+    """An answer: no probe, or none that worked; why, in one sentence."""
 
     probe_id: str
     reason: str
@@ -395,21 +384,21 @@ class ProbeRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Profiled(msgspec.Struct, frozen=True, tag=True):
-    """It is done, or why not."""
+    """An answer: the profile has begun or was written, or why not."""
 
     profile_id: int
     refused: str = ""
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
-    """Requests may name this adapter from now on."""
+    """An answer: requests may name this adapter from now on."""
 
     load_id: str
     adapter: AdapterFacts
 
 
 class AdapterRefused(msgspec.Struct, frozen=True, tag=True):
-    """The adapter was not loaded; why, in one sentence. `missing`: there is no such folder."""
+    """An answer: the adapter was not loaded; why, in one sentence."""
 
     load_id: str
     reason: str

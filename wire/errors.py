@@ -80,7 +80,7 @@ def shortened(text: str, most: int) -> str:
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The `error` object of an OpenAI error answer."""
+    """An `error` object of an OpenAI error answer."""
 
     message: str
     type: str
@@ -89,7 +89,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class KvrelayError(Exception):
-    """Root of the tree. `message` names the value, the limit and the remedy."""
+    """A root of the tree. `message` names the value, the limit and the remedy."""
 
     status = 500
     type = "internal_error"
@@ -106,11 +106,11 @@ class KvrelayError(Exception):
             self.code = code
 
     def body(self) -> ErrorBody:
-        """The value of the `error` key in an OpenAI-shaped answer."""
+        """Return the value of the `error` key in an OpenAI-shaped answer."""
         return ErrorBody(self.message, self.type, self.param, self.code)
 
     def json(self) -> bytes:
-        """The whole OpenAI-shaped answer: `{"error": {...}}`."""
+        """Return the whole OpenAI-shaped answer."""
         return msgspec.json.encode({"error": self.body()})
 
 
@@ -122,14 +122,14 @@ class ConfigError(KvrelayError):
 
 
 class RequestError(KvrelayError):
-    """The client's request is wrong and would be wrong again."""
+    """A wrong request, which would be wrong again."""
 
     status = 400
     type = "invalid_request_error"
 
 
 class Unauthorized(RequestError):
-    """The API key is missing or wrong."""
+    """An API key that is missing or wrong."""
 
     status = 401
     type = "authentication_error"
@@ -137,42 +137,42 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """The API key is right, and may not do this."""
+    """An API key that is right, and may not do this."""
 
     status = 403
     type = "permission_error"
 
 
 class NotFound(RequestError):
-    """There is no such model or route."""
+    """A model or route that does not exist."""
 
     status = 404
     type = "not_found_error"
 
 
 class RequestTimeout(RequestError):
-    """The client was too slow to send its request."""
+    """A client that was too slow to send its request."""
 
     status = 408
 
 
 class Conflict(RequestError):
-    """It does not go with how things are now: something else is under way, or would be left
-    without.
+    """A request that does not go with the state: something else is under way, or no node would be
+    left.
     """
 
     status = 409
 
 
 class BodyTooLarge(RequestError):
-    """The request body is longer than the server reads."""
+    """A request body that is longer than the server reads."""
 
     status = 413
     code = "body_too_large"
 
 
 class Unavailable(KvrelayError):
-    """Nothing is wrong with the request; try again later."""
+    """A passing state: the request is right; try again later."""
 
     status = 503
     type = "service_unavailable"
@@ -180,17 +180,17 @@ class Unavailable(KvrelayError):
 
 
 class NoNode(Unavailable):
-    """No node of a needed role is up."""
+    """A needed role of which no node is up."""
 
 
 class EngineDead(Unavailable):
-    """The engine process of this node has ended, or is not there yet."""
+    """An engine process that has ended, or is not there yet."""
 
     code = "engine_dead"
 
 
 class Draining(Unavailable):
-    """This node ends what it has and takes nothing new. No fault of it: others go on."""
+    """A node that ends what it has and takes nothing new: others go on."""
 
     code = "draining"
 
@@ -211,7 +211,7 @@ class RateLimited(Unavailable):
 
 
 class PoisonRequest(KvrelayError):
-    """Nodes died while they had this request unanswered: it goes to no other, and is refused for a
+    """A request that nodes died with, unanswered: it goes to no other, and is refused for a
     while.
     """
 
@@ -259,7 +259,7 @@ class RequestBroke(NodeFailed):
 
 
 class KvNotLoaded(KvrelayError):
-    """KV did not come, and the decode node's kv_load_failure_policy is fail: nobody runs the
+    """A decode node whose KV did not come, with kv_load_failure_policy fail: nobody runs the
     request again unasked.
     """
 
@@ -281,7 +281,7 @@ class KvNotLoaded(KvrelayError):
 
 
 class DeadlineExceeded(KvrelayError):
-    """The request did not finish within its deadline."""
+    """A request that did not finish within its deadline."""
 
     status = 504
     type = "deadline_exceeded"
@@ -296,23 +296,23 @@ class TransferError(KvrelayError):
 
 
 class Incompatible(TransferError):
-    """The two nodes may not exchange KV; the message names the two values."""
+    """A pair of nodes that may not exchange KV; the message names the two values."""
 
 
 class PeerLost(TransferError):
-    """The other side is gone, or was restarted (its generation changed)."""
+    """A peer that is gone, or was restarted (its generation changed)."""
 
 
 class LeaseLost(TransferError):
-    """The blocks are no longer held for us."""
+    """A lease that has ended: the blocks are no longer held for us."""
 
 
 class TransferTimeout(TransferError):
-    """The transfer did not finish within its deadline."""
+    """A transfer that did not finish within its deadline."""
 
 
 class KvCorrupted(TransferError):
-    """What arrived is not what the source has: a checksum of `kv_checksums` differs."""
+    """A block that is not what the source has, by a checksum of `kv_checksums`."""
 
 
 def without_frames(why: _E) -> _E:

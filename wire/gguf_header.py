@@ -30,7 +30,7 @@ _MAX_DIMENSIONS = 8  # GGML has 4
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """One tensor as the header names it."""
+    """A tensor as the header names it."""
 
     shape: tuple[int, ...]
     """In torch's order, rows first (the file has them the other way round)."""
@@ -42,18 +42,16 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What stands before the tensors' bytes."""
+    """A GGUF file's header: what stands before the tensors' bytes."""
 
     metadata: dict[str, Value]
     tensors: dict[str, TensorPlace]
 
 
 def read_gguf_header(content: bytes | mmap.mmap, *, string_lists: bool = True) -> GgufHeader:
-    """The header of a whole file's bytes. Without `string_lists`, token lists and merges are passed
-    over.
+    """Return the header of a whole file's bytes.
 
-    Raises ValueError, saying what is wrong, if it is no such file, is cut short or is one part of a
-    split model.
+    Raises ValueError if it is no such file, is cut short or is one part of a split model.
     """
     return _Cursor(content, string_lists).header()
 

@@ -1,6 +1,6 @@
-"""What a node tells routers of itself every few seconds: one datagram, signed with the nodes' key.
+"""Heartbeats: what nodes tell routers of themselves every few seconds, in a signed datagram.
 
-A signature is HMAC-SHA256 over the whole message, so a stranger can add no node, and an old message
+The signature is HMAC-SHA256 over the whole message, so a stranger can add no node. An old message
 cannot be played again: each is newer than the last one of its node, and none is taken whose time is
 further than MAX_SKEW_S from now.
 """
@@ -42,7 +42,7 @@ _CONTEXT = b"kvrelay heartbeat 1\0"
 
 
 class NodeState(enum.StrEnum):
-    """How a node that announces itself is."""
+    """A state of a node that announces itself."""
 
     OK = "ok"
     DRAINING = "draining"
@@ -51,7 +51,7 @@ class NodeState(enum.StrEnum):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """One announcement. `url` is where the node is asked; `sent_at` the Unix second by the node's
+    """An announcement. `url` is where the node is asked; `sent_at` the Unix second by the node's
     clock.
 
     `costs` and `max_gap_ms` are those of EngineReady.
@@ -69,15 +69,13 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 
 def sealed(beat: Heartbeat, key: str) -> bytes:
-    """The message, signed; without a key it proves nothing."""
+    """Return the message, signed; without a key it proves nothing."""
     told = msgspec.msgpack.encode(beat)
     return _mac(told, key) + told
 
 
 def opened(message: bytes, key: str, unix_now: float) -> Heartbeat:
-    """The inverse of sealed(). Raises Unauthorized, RequestError for what no node with the same key
-    has sent lately.
-    """
+    """Return what `sealed` was given. Raises Unauthorized, RequestError."""
     if not _MAC_BYTES < len(message) <= MAX_BYTES:
         raise RequestError(f"a heartbeat has up to {MAX_BYTES} bytes, got {len(message)}")
     told = message[_MAC_BYTES:]

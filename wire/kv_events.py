@@ -1,36 +1,48 @@
-"""KV events: what a node tells of its prefix cache, and the sequence that it tells it in.
+"""KV events: how blocks of KV are named, and what a node tells of its prefix cache.
+
+Names are chained hashes over little-endian 32-bit token ids from a fixed root: two nodes that never
+spoke to each other name the same block alike. Only full blocks are hashed.
 
 The wire is vLLM's: a PUB socket sends (topic, sequence number as 8 bytes big-endian, batch as
 msgpack); a REQ or DEALER that sends a ROUTER socket a number gets (number, batch) for each batch
-from that one on, then (END, nothing).
-
-A batch is the array (time, events, rank 0 of one engine). Events are arrays with their kind first
-and vLLM's fields in vLLM's order, as its releases before June 2026 write them, or maps with the
-same names, as later ones do; no listener that goes by types reads both. What has no value is null.
-Two things differ: token ids are told only if asked for, and who comes too late for the buffer is
-answered with one batch that begins with AllBlocksCleared and stores all that is held. To any
-listener that is the state after this number.
+from that one on, then (END, nothing). A batch is the array (time, events, rank 0 of one engine).
+Events are arrays with their kind first and vLLM's fields in vLLM's order, as its releases before
+June 2026 write them, or maps with the same names, as later ones do. Two things differ: token ids
+are told only if asked for, and who comes too late for the buffer is answered with one batch that
+begins with AllBlocksCleared and stores all that is held.
 """
 
 from __future__ import annotations
 
+import re
 import sys
+from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
+from kvrelay.wire.config_checks import check_fields, require
 from kvrelay.wire.errors import NodeFailed
 from kvrelay.wire.frames import MALFORMED
 
 __all__ = [
     "END",
+    "ROOT",
     "AllBlocksCleared",
+    "BlockHash",
     "BlockRemoved",
     "BlockStored",
     "Event",
     "EventBatch",
+    "KvEventsConfig",
     "KvEventsReport",
+    "address_of",
+    "chain",
+    "extend",
     "is_snapshot",
     "key_of",
     "keys_of",
@@ -38,7 +50,47 @@ __all__ = [
     "pack_batch",
     "packed_number",
     "read_batch",
+    "root_of",
 ]
+
+BlockHash = bytes
+"""16 bytes of BLAKE2b over (parent hash, token ids)."""
+
+_SIZE = 16
+ROOT: BlockHash = blake2b(b"kvrelay block chain 1", digest_size=_SIZE).digest()
+
+
+def root_of(salt: str | None, adapter: str = "") -> BlockHash:
+    """Return the parent of a request's first block.
+
+    A salt keeps tenants' caches apart, `adapter` (its name and content) KV that other weights have
+    made.
+    """
+    root = ROOT if not salt else blake2b(ROOT + salt.encode(), digest_size=_SIZE).digest()
+    # Personalized: no salt that a client chooses gives the root of an adapter.
+    return (
+        root
+        if not adapter
+        else blake2b(root + adapter.encode(), digest_size=_SIZE, person=b"adapter").digest()
+    )
+
+
+def chain(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """Return the hash of one full block with these tokens behind `parent`."""
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return blake2b(parent + packed.tobytes(), digest_size=_SIZE).digest()
+
+
+def extend(
+    hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, root: BlockHash = ROOT
+) -> None:
+    """Append the hashes of all full blocks of `token_ids` that `hashes` does not name yet."""
+    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
+        parent = hashes[-1] if hashes else root
+        hashes.append(chain(parent, token_ids[start : start + block_size]))
+
 
 END = b"\xff" * 8
 """In place of a sequence number: the replay has ended."""
@@ -68,7 +120,7 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """These blocks are held no more."""
+    """An event: these blocks are held no more."""
 
     block_hashes: list[Hash]
     medium: str | None = None
@@ -76,7 +128,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """No block is held."""
+    """An event: no block is held."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -98,7 +150,7 @@ _MAPS = {BlockStored: _StoredMap, BlockRemoved: _RemovedMap, AllBlocksCleared: _
 
 
 class EventBatch(msgspec.Struct, frozen=True):
-    """What has changed since the batch before, in order. `ts`: Unix seconds."""
+    """A batch of changes since the one before, in order. `ts`: Unix seconds."""
 
     ts: float
     events: list[Event]
@@ -114,7 +166,7 @@ class _BatchMap(_Batch, frozen=True, array_like=False):
 
 
 class KvEventsReport(msgspec.Struct, frozen=True):
-    """In a node's health report: where its events are told, on the host that the report came from."""
+    """A part of a node's health report: where its KV events are told, on its host."""
 
     port: int
     replay_port: int
@@ -133,7 +185,7 @@ _event_map = msgspec.msgpack.Decoder(_StoredMap | _RemovedMap | _ClearedMap)
 
 
 def pack_batch(batch: EventBatch, *, maps: bool = False) -> bytes:
-    """A batch as it goes over the wire, its events as arrays or as maps."""
+    """Return a batch as it goes over the wire, its events as arrays or as maps."""
     events = (
         [_MAPS[type(event)](*msgspec.structs.astuple(event)) for event in batch.events]
         if maps
@@ -156,17 +208,17 @@ def read_batch(payload: bytes) -> EventBatch:
 
 
 def is_snapshot(batch: EventBatch) -> bool:
-    """Whether it says all that is held, whatever was told before."""
+    """Return whether a batch says all that is held, whatever was told before."""
     return bool(batch.events) and isinstance(batch.events[0], AllBlocksCleared)
 
 
 def packed_number(number: int) -> bytes:
-    """A sequence number as it goes over the wire."""
+    """Return a sequence number as it goes over the wire."""
     return number.to_bytes(_NUMBER_BYTES, "big")
 
 
 def number_of(packed: bytes) -> int:
-    """Its inverse. Raises NodeFailed."""
+    """Return the number that `packed_number` was given. Raises NodeFailed."""
     if len(packed) != _NUMBER_BYTES:
         raise NodeFailed(
             f"a sequence number of KV events has {_NUMBER_BYTES} bytes, got {len(packed)}"
@@ -175,16 +227,79 @@ def number_of(packed: bytes) -> int:
 
 
 def key_of(block_hash: Hash) -> int:
-    """What a router remembers of a hash: 64 bits are enough to choose a node by, and half as large."""
+    """Return what a router remembers of a hash: 64 bits are enough to choose a node by, and half as large."""
     if isinstance(block_hash, int):
         return block_hash & 0xFFFF_FFFF_FFFF_FFFF
     return int.from_bytes(block_hash[:_KEY_BYTES], sys.byteorder)
 
 
 def keys_of(hashes: Sequence[Hash] | Iterable[Hash]) -> list[int]:
-    """The same for several."""
+    """Return the keys of several hashes."""
     return [key_of(block_hash) for block_hash in hashes]
 
 
 def _is_array(packed: bytes) -> bool:
     return bool(packed) and (0x90 <= packed[0] <= 0x9F or packed[0] in (0xDC, 0xDD))
+
+
+# The port comes after the last colon, also of an IPv6 number without brackets, as zmq has it.
+_ENDPOINT = re.compile(r"tcp://(\*|\[[^\s/\[\]*]+\]|[^\s/\[\]*]+):([0-9]{1,5})")
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventsConfig:
+    """A choice of where a node tells KV events, to whom, and what they say."""
+
+    enable_kv_cache_events: bool = False
+    """Tell which blocks the prefix cache holds."""
+    publisher: Literal["zmq", "null"] = "zmq"
+    """zmq, or null: tell nobody."""
+    endpoint: str = "tcp://127.0.0.1:5557"
+    """Where events are told, tcp://HOST:PORT. A node always listens there; * is all addresses, port
+    0 a free one.
+    """
+    replay_endpoint: str = ""
+    """Where those who have lost some are told again, in the same form; empty: nowhere. A router
+    needs it.
+    """
+    buffer_steps: Annotated[int, Meta(gt=0)] = 10_000
+    """Batches that are kept to be told again, in 4 MiB at most."""
+    hwm: Annotated[int, Meta(gt=0)] = 1_024
+    """Batches that wait for one listener; further ones are lost to it until it asks for them."""
+    max_queue_size: Annotated[int, Meta(gt=0)] = 100_000
+    """Batches that wait to be published at most; a node publishes each at once, so none does."""
+    topic: str = ""
+    """What each message begins with, for listeners to choose by."""
+    token_ids: bool = False
+    """Tell the tokens of each block, too, with its adapter and salt. They are people's words, for
+    all who listen.
+    """
+    event_format: Literal["array", "map"] = "array"
+    """array, or map: what vLLM's own types read since June 2026, and its example does not."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("endpoint", "replay_endpoint"):
+            value = getattr(self, name)
+            found = _ENDPOINT.fullmatch(value)
+            require(
+                found is not None and int(found[2]) < 65536 if value else name == "replay_endpoint",
+                f"{name} must be tcp://HOST:PORT, got {value!r}; HOST may be *, and port 0 takes "
+                f"a free one",
+            )
+        require(
+            self.endpoint != self.replay_endpoint or not address_of(self.endpoint)[1],
+            f"endpoint and replay_endpoint are both {self.endpoint}; give one of them another port",
+        )
+
+    @property
+    def on(self) -> bool:
+        """Return whether anything is told."""
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+
+def address_of(endpoint: str) -> tuple[str, int]:
+    """Split a checked endpoint into host and port."""
+    found = _ENDPOINT.fullmatch(endpoint)
+    assert found is not None
+    return found[1].strip("[]"), int(found[2])

@@ -1,8 +1,7 @@
-"""What a log line looks like, as text or as a JSON object. The same in all processes. Pure.
+"""Log lines, as text or as a JSON object: the same in all processes. Pure.
 
 A value that stands in a template as `name=%s` is a member of the object by that name, with its own
-type; so a line is written once and read by people and by programs. Values of any names at once are
-one `%s`: Fields.
+type. Values of any names at once are one `%s`: Fields.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _OWN = ("time", "level", "logger", "process", "worker", "message", "exception")
 
 
 class Fields(dict[str, object]):
-    """Named values of a log line, in the place of one `%s`: `a=1 b=2.00` as text."""
+    """A set of named values of a log line, in the place of one `%s`: `a=1 b=2.00` as text."""
 
     def __str__(self) -> str:
         return " ".join(
@@ -40,7 +39,7 @@ class Fields(dict[str, object]):
         )
 
     def named(self) -> Mapping[str, object]:
-        """What they are in JSON."""
+        """Return the values by their JSON names."""
         return self
 
 

@@ -1,4 +1,4 @@
-"""What an engine says about a request: tokens, log-probabilities, and the one way it ended."""
+"""Outputs of an engine: tokens with their log-probabilities, ends, and its load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Finish", "Load", "PromptBlocks", "TokenLogprobs"]
 
 
 class Finish(enum.StrEnum):
-    """Why a request ended. Every request ends exactly once."""
+    """A reason why a request ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -20,7 +20,7 @@ class Finish(enum.StrEnum):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural log-probabilities before any penalty, temperature or mask: the chosen token and the k
+    """A token's natural log-probabilities before any penalty, temperature or mask: the chosen token and the k
     most likely.
     """
 
@@ -33,7 +33,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """What a node reports on every reply; the router's choice is made of these and its own leases."""
+    """A node's load, reported on every reply: what a router places by, beside its own leases."""
 
     running: int = 0
     waiting: int = 0
@@ -45,7 +45,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     context_tokens: int = 0
     """Tokens of KV that the running requests have, together."""
     # From here on: what a price of a leg is made of. Prompts and tokens are reckoned by the node's
-    # own card times its pace; a mean is over the last seconds (wire/means.py).
+    # own card times its pace; a mean is over the last seconds (wire/step_costs.py).
     legs: int = 0
     """Requests that the engine has taken since it started, and one; 0 from a node that does not
     count them.
@@ -85,19 +85,17 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
         return min(60, max(1, math.ceil(self.backlog_ms / 1e3)))
 
     def header(self) -> str:
-        """The value of the `x-kvrelay-load` header."""
+        """Return the value of the `x-kvrelay-load` header."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def parse(cls, header: str) -> Load:
-        """The inverse of header(); raises msgspec.DecodeError on anything else."""
+        """Return the load of a header. Raises msgspec.DecodeError."""
         return msgspec.json.decode(header, type=cls)
 
 
 class PromptBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """What the full blocks of a prompt are called: their hashes (wire/hashes.py), one behind the
-    other.
-    """
+    """A prompt's full blocks, by name."""
 
     block_size: int
     hashes: bytes

@@ -14,7 +14,7 @@ __all__ = ["ProfilerConfig"]
 
 @dataclass(frozen=True, slots=True)
 class ProfilerConfig:
-    """What POST /start_profile starts on a node."""
+    """A profile that POST /start_profile starts on a node."""
 
     profiler: Literal["torch", "cuda"] = "torch"
     """torch writes a trace for each rank; cuda marks the range for a profiler that the node was

@@ -1,4 +1,4 @@
-"""What decides the next token: the sampling parameters of one choice, checked once at the door."""
+"""Sampling parameters, and what a model's generation config says of them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _VERBOSE = re.compile(r"\(\?[a-wyzA-Z-]*x|/[a-wyz]*x[a-z]*$")
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True):
-    """What the text of an answer must match. Tokens are masked so that it does:
+    """A constraint that the text of an answer must match. Tokens are masked so that it does:
     paged_engine/grammar.py.
 
     `text` by kind: json: a JSON schema. regex: a regular expression for the whole answer. choice: a
@@ -153,7 +153,7 @@ def _regex_deep(text: str) -> int:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """Sampling of one choice. Token i is a function of (logits, these values, i): see
+    """A choice's sampling parameters. Token i is a function of (logits, these values, i): see
     kernels/philox.py.
 
     `seed` is always set (a request without one is given one at the door); `top_k` 0 and `top_p` 1
@@ -267,7 +267,7 @@ def _within(name: str, value: float, low: float, high: float | None, why: str = 
 def generation_values(
     values: Mapping[str, Any], where: str = "override_generation_config", remedy: str = "mend it"
 ) -> dict[str, Any]:
-    """Those of a generation config's values that decide how is sampled, by the rules for requests.
+    """Return a generation config's values for sampling, by the rules for requests.
 
     Raises ConfigError for a wrong one."""
     found = {field: values[field] for field in GENERATION_FIELDS if values.get(field) is not None}

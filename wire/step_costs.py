@@ -1,5 +1,4 @@
-"""What an engine's steps cost, as it has measured itself, and how many prompt tokens a step may
-therefore have. Pure.
+"""The measured cost of an engine's steps, and how many prompt tokens a step may have. Pure.
 
 A step's time is a sum: what any step takes, what each request that decodes adds, by its context,
 and what each prompt token adds, by the tokens before it. The scheduler and the simulator reckon
@@ -15,7 +14,61 @@ from dataclasses import dataclass
 
 import msgspec
 
-__all__ = ["TPOT_STEPS", "Pace", "Point", "StepBudget", "StepCosts", "StepRoom", "fitted_costs"]
+__all__ = [
+    "MEMORY_MS",
+    "TPOT_STEPS",
+    "DecayingMean",
+    "Pace",
+    "Point",
+    "RunningMean",
+    "StepBudget",
+    "StepCosts",
+    "StepRoom",
+    "fitted_costs",
+]
+
+MEMORY_MS = 4_000.0
+"""Means of nodes and routers are over about so long."""
+
+
+class DecayingMean:
+    """An exponential mean of what comes per millisecond.
+
+    `now` is in milliseconds. Time never goes back: an older `now` counts as the newest.
+    """
+
+    __slots__ = ("_at", "_value")
+
+    def __init__(self) -> None:
+        self._value, self._at = 0.0, -math.inf
+
+    def at(self, now: float) -> float:
+        """Return the mean now."""
+        return (
+            self._value * math.exp((self._at - now) / MEMORY_MS) if now > self._at else self._value
+        )
+
+    def add(self, amount: float, now: float) -> None:
+        """Count what has come; a negative amount takes back."""
+        self._value, self._at = max(0.0, self.at(now) + amount / MEMORY_MS), max(now, self._at)
+
+
+class RunningMean:
+    """A mean of all values while they are few, then of about the newest `memory`.
+
+    `first` counts as one value: what is expected until any was seen.
+    """
+
+    __slots__ = ("_memory", "_seen", "value")
+
+    def __init__(self, first: float, memory: int) -> None:
+        self.value, self._memory, self._seen = first, memory, 1
+
+    def add(self, value: float) -> None:
+        """Count one more value."""
+        self._seen = min(self._seen + 1, self._memory)
+        self.value += (value - self.value) / self._seen
+
 
 TPOT_STEPS = 4
 """A time per token of so many empty steps is what users expect who do not say."""
@@ -48,7 +101,7 @@ class StepCosts(msgspec.Struct, frozen=True):
 
     @property
     def is_sane(self) -> bool:
-        """Whether it can be a node's: `fitted_costs` makes no other."""
+        """Return whether these can be a node's costs."""
         return all(
             math.isfinite(getattr(self, name)) and (getattr(self, name) >= 0 or name == "prompts")
             for name in self.__struct_fields__
@@ -195,8 +248,7 @@ class StepBudget:
         return self.shapes[at] if at < len(self.shapes) and tokens else tokens
 
     def within(self, taken: int, ms: float, start: int) -> int:
-        """Return how many tokens more than those taken a step has in so much time beyond what it
-        has to compute.
+        """Return how many more tokens a step has in so much time.
 
         The next ones are of a prompt, from `start` on. Rows that pad the step are computed anyway;
         what goes beyond them is padded again, and so must have the time to the next shape.
@@ -213,7 +265,7 @@ class StepBudget:
 
 @dataclass(slots=True)
 class StepRoom:
-    """What is left of one step for prompts. A further prompt is taken up while the step `is_open`."""
+    """A step's room that is left for prompts."""
 
     budget: StepBudget
     ms: float
@@ -226,7 +278,7 @@ class StepRoom:
 
     @property
     def is_open(self) -> bool:
-        """Whether a further prompt gains by this step."""
+        """Return whether a further prompt gains by this step."""
         left = self.budget.tokens - self.taken
         if self.budget.costs is None:
             return self.taken < -(-self.budget.tokens // 2)

@@ -49,13 +49,12 @@ def packed(token_ids: Iterable[int]) -> bytes:
 
 
 class ChoiceSoFar(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One choice of an answer that another node goes on with.
+    """A choice of an answer that another node goes on with.
 
-    `generated` are its output tokens so far: after the prefill node the first one, after a
-    fail-over all that the client may have seen; `logprobs` those of these tokens, if the client
-    asks for any. `sent_text` are the characters of their text that the client already has (None:
-    nobody has sent the first token, the decode node emits it), and `finish` why it has ended, if
-    the client knows that it has.
+    `generated` are its output tokens so far, with `logprobs` if the client asks for any.
+    `sent_text` are the characters of their text that the client already has (None: nobody has sent
+    the first token, the decode node emits it), and `finish` why the choice has ended, if the client
+    knows.
     """
 
     generated: list[int] = []
@@ -113,7 +112,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerState(msgspec.Struct, frozen=True, kw_only=True):
-    """All of an answer so far that the next node would otherwise compute again."""
+    """An answer so far: all that the next node would otherwise compute again."""
 
     created: int | None = None
     """Unix second, made once by the router, so that all chunks of a stream agree."""
@@ -161,10 +160,10 @@ class AnswerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The JSON object `kv_transfer_params`: a request, a ticket and an answer's state, flat.
+    """A request, a ticket and an answer's state, flat: the JSON object `kv_transfer_params`.
 
-    The fields are those of the three values, where they are explained; the first of
-    `AnswerState.choices` has four of its own. vLLM's come first. A third-party proxy copies all.
+    The fields are explained at the three values; the first of `AnswerState.choices` has four of its
+    own. A third-party proxy copies all of them.
     """
 
     do_remote_decode: bool = False
@@ -265,11 +264,10 @@ _MAY_DIFFER = ("tp_size", "protocol", "protocol_newest")
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """What must be equal on both ends of a transfer, compared at the handshake: refuse, never
-    corrupt.
+    """A description of a node's KV, compared at the handshake: refuse, never corrupt.
 
-    Two may differ: `tp_size`, because `kv_heads` are those of all ranks and a rank reads the heads
-    that it holds; and the versions of the protocol, as long as one is common.
+    `tp_size` may differ, because `kv_heads` are those of all ranks and a rank reads the heads that
+    it holds; so may the versions of the protocol, as long as one is common.
     """
 
     protocol: int
@@ -293,13 +291,11 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
     @property
     def protocols(self) -> Versions:
-        """All versions of the protocol that are spoken."""
+        """Return all versions of the protocol that are spoken."""
         return Versions(self.protocol, max(self.protocol, self.protocol_newest))
 
     def difference(self, other: Fingerprint) -> str | None:
-        """None if KV may be exchanged, else one clause naming the first field that differs and both
-        values.
-        """
+        """Return one clause that names the first field that differs, and both values; else None."""
         if self.protocols.common(other.protocols) is None:
             return f"protocol is {self.protocols} here and {other.protocols} there"
         for name in self.__struct_fields__:
@@ -310,9 +306,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 class KvFacts(msgspec.Struct, frozen=True, cache_hash=True):
-    """What a node says of its KV in its health report, so that a router pairs nodes that can
-    exchange it.
-    """
+    """A node's facts about its KV, in its health report: a router pairs nodes by them."""
 
     fingerprint: Fingerprint
     planes: tuple[str, ...] = ()

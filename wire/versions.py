@@ -25,13 +25,13 @@ same.
 
 
 class Versions(msgspec.Struct, frozen=True, array_like=True):
-    """All versions from the oldest to the newest."""
+    """A range of versions, from the oldest to the newest."""
 
     oldest: int
     newest: int
 
     def common(self, other: Versions) -> int | None:
-        """The highest version in both; None if there is none."""
+        """Return the highest version in both; None if there is none."""
         highest = min(self.newest, other.newest)
         return highest if highest >= max(self.oldest, other.oldest) else None
 
@@ -48,7 +48,7 @@ HANDOVER = Versions(1, 1)
 """
 
 LEGS = Versions(1, 2)
-"""Router and node: leg streams, frames, bodies of legs (wire/leg_stream.py, wire/frames.py). A leg
+"""Router and node: leg streams, frames, bodies of legs (wire/frames.py, wire/frames.py). A leg
 stream names its version, and so does the body of each leg; what names none is of version 1.
 """
 PACKS_PROMPTS = 2

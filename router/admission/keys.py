@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from kvrelay.wire.errors import Forbidden, NotFound, RequestError, Unauthorized
-from kvrelay.wire.key_config import KeyConfig
+from kvrelay.wire.router_config import KeyConfig
 
 __all__ = ["ANYONE", "Caller", "Keyring", "draw_key", "hash_of"]
 

@@ -22,8 +22,8 @@ import msgspec
 
 from kvrelay.router.prefix.block_contents import BlockContents
 from kvrelay.router.prefix.text_tree import CHUNK_BYTES, Edge, TextTree
-from kvrelay.wire.means import RunningMean
 from kvrelay.wire.outputs import PromptBlocks
+from kvrelay.wire.step_costs import RunningMean
 
 __all__ = ["HeldBlocks", "Prefix", "PrefixIndex", "Sent"]
 

@@ -38,8 +38,8 @@ from kvrelay.router.request.job import Job, Slo
 from kvrelay.wire.announced import FIRST_OUTPUT
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode, Overloaded
-from kvrelay.wire.means import RunningMean
 from kvrelay.wire.router_config import PRICE, RouterConfig
+from kvrelay.wire.step_costs import RunningMean
 from kvrelay.wire.transfer import KvFacts
 
 __all__ = ["ChosenNodes", "PlacementLeases", "Placer", "PlacementQuery"]

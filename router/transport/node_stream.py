@@ -1,4 +1,4 @@
-"""One connection to each node that carries all of its requests (wire/leg_stream.py).
+"""One connection to each node that carries all of its requests (wire/frames.py).
 
 Frames reach their request without a task in between. A request whose client does not read keeps at
 most a window of its own frames, and holds up no other. Where there is no stream, HTTP is used.
@@ -29,14 +29,16 @@ from kvrelay.router.transport.node_errors import (
     error_of_status,
 )
 from kvrelay.wire.errors import NodeFailed
-from kvrelay.wire.frames import MALFORMED, Frame, FrameKind
-from kvrelay.wire.leg_stream import (
+from kvrelay.wire.frames import (
     HEAD_BYTES,
     LEGS_MEDIA_TYPE,
     LEGS_PATH,
     LEGS_VERSION_HEADER,
+    MALFORMED,
     WINDOW_BYTES,
     Answer,
+    Frame,
+    FrameKind,
     Kind,
     MessageReader,
     Open,

@@ -10,8 +10,7 @@ from kvrelay.flag_names import VLLM
 from kvrelay.load.config import BenchConfig
 from kvrelay.settings import Setting, settings_of
 from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig, TransferConfig
-from kvrelay.wire.key_config import KeyConfig
-from kvrelay.wire.router_config import RouterConfig
+from kvrelay.wire.router_config import KeyConfig, RouterConfig
 from scripts.reference.command_line import Parameter, commands
 from scripts.reference.markdown import code, table
 

@@ -20,7 +20,7 @@ from kvrelay.cluster_plan import ClusterConfig
 from kvrelay.compose import ComposeConfig, compose_of
 from kvrelay.settings import build
 from kvrelay.wire.config import NodeConfig
-from kvrelay.wire.kv_events_config import KvEventsConfig
+from kvrelay.wire.kv_events import KvEventsConfig
 
 SECRET = "a-secret-of-the-cluster"
 HERE = Path(__file__).parents[2] / "deploy" / "compose" / "compose.yaml"

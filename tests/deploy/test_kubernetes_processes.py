@@ -39,7 +39,7 @@ from kvrelay.node.lifecycle import DRAIN_DEADLINE_S, Node
 from kvrelay.node.process import LOG_FORMAT
 from kvrelay.router.app import create_app as router_app
 from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig
-from kvrelay.wire.kv_events_config import address_of
+from kvrelay.wire.kv_events import address_of
 from kvrelay.wire.router_config import RouterConfig
 from scripts.reference.metric_families import metrics_reference
 

@@ -20,8 +20,7 @@ from kvrelay.router.admission.keys import hash_of
 from kvrelay.router.reload import changes
 from kvrelay.wire.config import NodeConfig, Role
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.key_config import KeyConfig
-from kvrelay.wire.router_config import RouterConfig
+from kvrelay.wire.router_config import KeyConfig, RouterConfig
 from kvrelay.wire.versions import RELEASE
 
 PEERS = ("--prefill", "http://a", "--decode", "http://b")

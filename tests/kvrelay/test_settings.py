@@ -12,7 +12,7 @@ from kvrelay.cluster_plan import ClusterConfig
 from kvrelay.settings import build, convert, flags_of, merge, nearest, settings_of
 from kvrelay.wire.config import EngineConfig, NodeConfig, Role, TransferConfig
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.kv_events_config import KvEventsConfig, address_of
+from kvrelay.wire.kv_events import KvEventsConfig, address_of
 from kvrelay.wire.router_config import RouterConfig
 
 

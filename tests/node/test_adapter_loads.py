@@ -24,7 +24,7 @@ from kvrelay.wire.engine_messages import (
     UnloadAdapter,
 )
 from kvrelay.wire.errors import ConfigError, KvNotLoaded, NotFound, RequestError
-from kvrelay.wire.hashes import ROOT, root_of
+from kvrelay.wire.kv_events import ROOT, root_of
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.transfer import Ticket
 

@@ -15,12 +15,12 @@ from kvrelay.node.kv_events import EventLog
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.router.prefix.event_stream import MAX_AHEAD, EventStream
 from kvrelay.wire.engine_messages import BlockText, CacheChanges
-from kvrelay.wire.hashes import extend
 from kvrelay.wire.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventBatch,
+    extend,
     is_snapshot,
     read_batch,
 )

@@ -12,11 +12,12 @@ import pytest
 
 from kvrelay.node.request_stream import RequestStreams, check_version
 from kvrelay.wire.errors import Overloaded, RequestError
-from kvrelay.wire.frames import Frame, FrameKind
-from kvrelay.wire.leg_stream import (
+from kvrelay.wire.frames import (
     LEGS_VERSION_HEADER,
     WINDOW_BYTES,
     Answer,
+    Frame,
+    FrameKind,
     Kind,
     MessageReader,
     Open,

@@ -12,8 +12,7 @@ from scheduling import BLOCK, EOS, drain, launch, ticket
 
 from kvrelay.paged_engine.request import Request, State
 from kvrelay.paged_engine.scheduler import Scheduler
-from kvrelay.wire.means import MEMORY_MS
-from kvrelay.wire.step_costs import StepCosts
+from kvrelay.wire.step_costs import MEMORY_MS, StepCosts
 
 COSTS = StepCosts(8.0, 0.25, 1 / 1024, -2.0, 0.125, 1 / 8192)
 IDLE_GAIN = 1 - 1 / (0.9 * 4)

@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.wire.engine_messages import BlockText
-from kvrelay.wire.hashes import ROOT, chain, extend, root_of
+from kvrelay.wire.kv_events import ROOT, chain, extend, root_of
 
 
 def _hashes(count: int, salt: int = 0) -> list[bytes]:

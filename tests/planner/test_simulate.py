@@ -27,7 +27,7 @@ from kvrelay.planner.setting import Result, Setting, Stream, at_load, streams_at
 from kvrelay.planner.speeds import H200, Speeds
 from kvrelay.planner.world import simulate
 from kvrelay.wire.engine_messages import Submit
-from kvrelay.wire.hashes import root_of
+from kvrelay.wire.kv_events import root_of
 from kvrelay.wire.router_config import POLICY_NAMES
 from kvrelay.wire.sampling import SamplingParams
 

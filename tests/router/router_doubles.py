@@ -23,8 +23,15 @@ from kvrelay.router.router import Router
 from kvrelay.router.server import make_server
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import EngineDead, ErrorBody
-from kvrelay.wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
-from kvrelay.wire.leg_stream import LEGS_PATH, LEGS_VERSION_HEADER
+from kvrelay.wire.frames import (
+    FRAMES_MEDIA_TYPE,
+    LEGS_PATH,
+    LEGS_VERSION_HEADER,
+    LOAD_HEADER,
+    Frame,
+    FrameKind,
+    pack,
+)
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.router_config import RouterConfig
 from kvrelay.wire.transfer import Fingerprint, KvFacts, KvTransferParams

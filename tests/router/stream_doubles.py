@@ -14,8 +14,7 @@ from aiohttp import web
 
 from kvrelay.node.request_stream import RequestStreams
 from kvrelay.wire.errors import ErrorBody, KvrelayError, NodeFailed
-from kvrelay.wire.frames import Frame
-from kvrelay.wire.leg_stream import LEGS_MEDIA_TYPE
+from kvrelay.wire.frames import LEGS_MEDIA_TYPE, Frame
 from kvrelay.wire.outputs import Load
 
 __all__ = ["Put", "serve_stream"]

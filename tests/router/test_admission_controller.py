@@ -22,8 +22,8 @@ from router_doubles import (
 from kvrelay.router.admission.controller import _LOOK_S
 from kvrelay.router.admission.keys import hash_of
 from kvrelay.wire.frames import Frame, FrameKind
-from kvrelay.wire.key_config import KeyConfig
 from kvrelay.wire.outputs import Load
+from kvrelay.wire.router_config import KeyConfig
 from kvrelay.wire.step_costs import StepCosts
 
 ROOM = Load(free_blocks=100, total_blocks=100, block_size=16, legs=1)

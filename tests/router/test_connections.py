@@ -19,8 +19,7 @@ from router_doubles import WHOLE, Call, Cluster, cluster, decode, decode_ok, pre
 
 import kvrelay.router.server as server_module
 from kvrelay.openai_api.connections import connection_class
-from kvrelay.wire.frames import FRAMES_MEDIA_TYPE, Frame, FrameKind
-from kvrelay.wire.leg_stream import LEGS_VERSION_HEADER
+from kvrelay.wire.frames import FRAMES_MEDIA_TYPE, LEGS_VERSION_HEADER, Frame, FrameKind
 
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
 BODY = b'{"model":"tiny","messages":[{"role":"user","content":"hi"}]}'

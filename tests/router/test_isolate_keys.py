@@ -25,8 +25,7 @@ from kvrelay.router.request.job import (
 )
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError, RequestError
-from kvrelay.wire.key_config import KeyConfig
-from kvrelay.wire.router_config import RouterConfig
+from kvrelay.wire.router_config import KeyConfig, RouterConfig
 
 ANN, BOB = hash_of("ann"), hash_of("bob")
 KEYS = (KeyConfig("ann", ANN), KeyConfig("bob", BOB))

@@ -7,8 +7,7 @@ import pytest
 from kvrelay.router.admission.keys import ANYONE, Caller, Keyring, draw_key, hash_of
 from kvrelay.settings import build, flags_of, merge, settings_of
 from kvrelay.wire.errors import ConfigError, Forbidden, NotFound, RequestError, Unauthorized
-from kvrelay.wire.key_config import KeyConfig
-from kvrelay.wire.router_config import RouterConfig
+from kvrelay.wire.router_config import KeyConfig, RouterConfig
 
 ALICE, BOB = draw_key(), draw_key()
 KEYS = (

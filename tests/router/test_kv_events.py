@@ -32,13 +32,13 @@ from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import (
     END,
     EventBatch,
+    KvEventsConfig,
     KvEventsReport,
     pack_batch,
     packed_number,
     read_batch,
 )
 from kvrelay.wire.kv_events import BlockStored as Stored
-from kvrelay.wire.kv_events_config import KvEventsConfig
 from kvrelay.wire.outputs import PromptBlocks
 
 URL = "http://127.0.0.1:9"

@@ -18,7 +18,7 @@ from kvrelay.router.prefix.index import CHUNK_BYTES, MAX_TEXT_BYTES, HeldBlocks,
 from kvrelay.router.prefix.text_tree import EDGE_BYTES, Edge, TextTree
 from kvrelay.router.request.job import CHAT_PATH, prefix_of
 from kvrelay.wire.config import Role
-from kvrelay.wire.hashes import extend
+from kvrelay.wire.kv_events import extend
 from kvrelay.wire.outputs import PromptBlocks
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(lambda chunks: array("q", chunks))

@@ -35,8 +35,7 @@ from kvrelay.router.reload import changes
 from kvrelay.router.server import serve
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.key_config import KeyConfig
-from kvrelay.wire.router_config import LIVE, RouterConfig
+from kvrelay.wire.router_config import LIVE, KeyConfig, RouterConfig
 
 FIELDS = {field.name for field in dataclasses.fields(RouterConfig)}
 

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from kvrelay.router.admission.keys import hash_of
 from kvrelay.wire.frames import Frame, FrameKind
-from kvrelay.wire.key_config import KeyConfig
+from kvrelay.wire.router_config import KeyConfig
 from tests.openai_api.chat_chunks import DONE, ROLE, WHOLE_TOOLS, call, chunk, usage_chunk
 from tests.router.router_doubles import (
     MODEL,

@@ -17,10 +17,11 @@ from kvrelay.router.transport.node_errors import AttemptFailed, Refused
 from kvrelay.router.transport.node_stream import NodeStream, NodeStreams
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ErrorBody
-from kvrelay.wire.frames import Frame, FrameKind
-from kvrelay.wire.leg_stream import (
+from kvrelay.wire.frames import (
     WINDOW_BYTES,
     Answer,
+    Frame,
+    FrameKind,
     Kind,
     MessageReader,
     credit_of,

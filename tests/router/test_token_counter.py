@@ -14,7 +14,7 @@ from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.request_log import TokenCounter
 from kvrelay.wire.frames import Frame, FrameKind
-from kvrelay.wire.key_config import KeyConfig
+from kvrelay.wire.router_config import KeyConfig
 
 TOKENS = "kvrelay_router_output_tokens_total"
 OF_ALICE = "kvrelay_router_key_tokens_total"

@@ -34,9 +34,8 @@ from kvrelay.router.workers.messages import (
 from kvrelay.router.workers.parent import Parent, config_of_worker
 from kvrelay.router.workers.worker import Worker
 from kvrelay.wire.config import Role
-from kvrelay.wire.key_config import KeyConfig
 from kvrelay.wire.outputs import Load
-from kvrelay.wire.router_config import RouterConfig
+from kvrelay.wire.router_config import KeyConfig, RouterConfig
 
 KEY = KeyConfig(
     "a", "0" * 64, max_queue=5, max_running=2, requests_per_minute=7, tokens_per_minute=0

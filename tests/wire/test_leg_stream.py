@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.wire.errors import NodeFailed
-from kvrelay.wire.frames import MALFORMED, Frame, FrameKind
-from kvrelay.wire.leg_stream import (
+from kvrelay.wire.frames import (
+    MALFORMED,
+    Frame,
+    FrameKind,
     Kind,
     MessageReader,
     credit,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.wire.means import MEMORY_MS, DecayingMean, RunningMean
+from kvrelay.wire.step_costs import MEMORY_MS, DecayingMean, RunningMean
 
 
 def test_what_comes_evenly_has_its_rate_after_a_while_and_is_forgotten_later():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvrelay.wire.config_checks import is_node_allowed
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.node_hosts import is_node_allowed
 from kvrelay.wire.router_config import RouterConfig
 
 ALLOW = ("node-1.internal", "Gpu_7", "10.1.0.0/16", "192.0.2.7", "2001:db8::/32", "[::1]")

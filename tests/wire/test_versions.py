@@ -32,9 +32,8 @@ from kvrelay.kv_transfer.messages import (
 from kvrelay.router.nodes.node import HealthReport
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ErrorBody
-from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.frames import Answer, Frame, FrameKind, Open
 from kvrelay.wire.heartbeat import Heartbeat
-from kvrelay.wire.leg_stream import Answer, Open
 from kvrelay.wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
 from kvrelay.wire.step_costs import StepCosts
 from kvrelay.wire.transfer import ChoiceSoFar, Fingerprint, KvFacts, KvTransferParams, packed

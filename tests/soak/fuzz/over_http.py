@@ -19,8 +19,7 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.wire.frames import FrameKind
-from kvrelay.wire.leg_stream import Kind, MessageReader, frame_of, message
+from kvrelay.wire.frames import FrameKind, Kind, MessageReader, frame_of, message
 from tests.soak.fuzz.examples import LEADS_AWAY, ROUTER, Example, asks, of_node
 from tests.soak.fuzz.mutations import as_json, as_msgpack, garbled, mutated, noise
 from tests.soak.fuzz.stand import Process, Stand
