@@ -58,10 +58,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """How scripts/test.sh says which phase this is."""
     parser.addoption(
         "--phase",
-        choices=(*PHASES, "again"),
-        help=f"only the tests that want the machine for themselves, {ALONE}; or of the others "
-        f"only those that may be "
-        f"slow, {CALM}, or none of them; or of all what has just failed",
+        choices=PHASES,
+        help=f"only tests of this phase: alone, those marked {ALONE}; calm, of the others those in "
+        f"the folders {CALM}; shared, the rest",
     )
 
 
