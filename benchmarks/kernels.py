@@ -1,4 +1,4 @@
-"""Speed of the GPU kernels: `python -m benchmarks.kernels [--sweep] [name ...]`, names as in
+"""Speed of the GPU kernels: `python -m benchmarks.kernels [name ...]`, names as in
 kernel_rows/.
 """
 
@@ -18,12 +18,11 @@ def main() -> None:
     names = [module.name for module in pkgutil.iter_modules([str(rows)])]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=names, help=f"some of {', '.join(names)}")
-    parser.add_argument("--sweep", action="store_true", help="try many tile shapes")
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for name in arguments.names:
         module = importlib.import_module(f"benchmarks.kernel_rows.{name}")
-        for row in module.sweep() if arguments.sweep else module.rows():
+        for row in module.rows():
             print(row, flush=True)
 
 

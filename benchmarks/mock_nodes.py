@@ -1,10 +1,9 @@
 """A node without a model, for benchmarks/router.py: it says what a node says, as cheaply as Python
 can.
 
-    python -m benchmarks.mock_nodes prefill|decode [--http]
+    python -m benchmarks.mock_nodes prefill|decode
 
-Prints its port. Speaks what our nodes speak (a leg stream; with `--http` only frames over HTTP) and
-the plain OpenAI API with `kv_transfer_params`, which other routers drive. An answer has
+Prints its port. Speaks the leg stream of our nodes and, to be asked directly, the OpenAI API. An answer has
 `max_tokens` events, each written on its own, as fast as they are read; with `"stop": ["paced-N"]`
 one comes every N ms, for all streams at once, as the steps of an engine do. Checks nothing.
 """
@@ -22,10 +21,8 @@ import msgspec
 import uvloop
 
 from kvrelay.wire.frames import (
-    FRAMES_MEDIA_TYPE,
     LEGS_MEDIA_TYPE,
     LEGS_PATH,
-    LOAD_HEADER,
     Answer,
     Frame,
     FrameKind,
@@ -95,30 +92,6 @@ _HANDED = msgspec.structs.replace(
 )
 _HANDOVER = pack(
     Frame(FrameKind.HANDOVER, params=_HANDED, load=_LOAD, timing={"queue": 1.0, "prefill": 1.0})
-)
-_PLAIN_HANDOVER = msgspec.json.encode(
-    {
-        "id": "chatcmpl-0",
-        "object": "chat.completion",
-        "created": 1,
-        "model": MODEL,
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": " word"},
-                "finish_reason": "length",
-            }
-        ],
-        "usage": {
-            "prompt_tokens": _PROMPT_TOKENS,
-            "completion_tokens": 1,
-            "total_tokens": _PROMPT_TOKENS + 1,
-        },
-        # As vLLM's nodes answer: no token ids.
-        "kv_transfer_params": msgspec.to_builtins(
-            msgspec.structs.replace(_PARAMS, packed_prompt=None)
-        ),
-    }
 )
 
 
@@ -246,44 +219,16 @@ class _Node(asyncio.Protocol):
     def _answer(self, head: bytes, body: bytes) -> None:
         if not head.startswith(b"POST") or b"/v1/c" not in head[:12]:
             self._whole(self._said())
-        elif FRAMES_MEDIA_TYPE.encode() in head:
-            self._transport.write(
-                _OK % FRAMES_MEDIA_TYPE.encode()
-                + self._load()
-                + b"transfer-encoding: chunked\r\n\r\n"
-            )
-            self._leg(body)
-        elif b'"stream":true' in body or b'"stream": true' in body:
+        else:
             self._transport.write(
                 _OK % b"text/event-stream" + b"transfer-encoding: chunked\r\n\r\n"
             )
-            events = [_EVENT] * (1 if self._role == "prefill" else _max_tokens(body)) + [_LAST]
-            self._events(events, body)
-        else:
-            self._whole(_PLAIN_HANDOVER)
+            self._steps.tell([_EVENT] * _max_tokens(body) + [_LAST], body, self._event)
 
-    def _load(self) -> bytes:
-        return f"{LOAD_HEADER}: {_LOAD.header()}\r\n".encode()
-
-    def _leg(self, body: bytes) -> None:
-        if self._role == "prefill":
-            self._chunk(_TICKET)
-            asyncio.get_running_loop().call_soon(lambda: self._end(_TOKENS[0] + _HANDOVER))
-        else:
-            self._events([*_TOKENS[: _max_tokens(body)], _END], body)
-
-    def _events(self, events: list[bytes], body: bytes) -> None:
-        def step(payload: bytes, last: bytes) -> bool:
-            self._end(payload + last) if last else self._chunk(payload)
-            return not self._transport.is_closing()
-
-        self._steps.tell(events, body, step)
-
-    def _chunk(self, payload: bytes) -> None:
-        self._transport.write(b"%x\r\n%b\r\n" % (len(payload), payload))
-
-    def _end(self, payload: bytes) -> None:
-        self._transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(payload), payload))
+    def _event(self, payload: bytes, last: bytes) -> bool:
+        payload, end = payload + last, b"0\r\n\r\n" if last else b""
+        self._transport.write(b"%x\r\n%b\r\n%b" % (len(payload), payload, end))
+        return not self._transport.is_closing()
 
     def _whole(self, body: bytes) -> None:
         self._transport.write(
@@ -302,7 +247,7 @@ class _Node(asyncio.Protocol):
                 "engine_id": f"engine-{self._role}",
                 "generation": "g",
                 "load": _LOAD,
-                "leg_stream": 0 if "--http" in sys.argv else LEGS.oldest,
+                "leg_stream": LEGS.oldest,
                 "leg_stream_newest": LEGS.newest,
                 "object": "list",
                 "data": [{"id": MODEL, "object": "model", "created": 1, "owned_by": "mock"}],

@@ -69,9 +69,9 @@ class Row(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def mock_node(role: str, *flags: str) -> Iterator[Running]:
+def mock_node(role: str) -> Iterator[Running]:
     """Run one mock node as a process of its own."""
-    argv = [sys.executable, "-m", "benchmarks.mock_nodes", role, *flags]
+    argv = [sys.executable, "-m", "benchmarks.mock_nodes", role]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]) as process:
         assert process.stdout is not None
         try:
@@ -234,7 +234,6 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="a row with so many processes, too")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", default=",".join(PACED), help="paced streams and their ms")
-    parser.add_argument("--http", action="store_true", help="nodes without a leg stream")
     parser.add_argument("--json", type=Path)
     parser.add_argument("flags", nargs="*", help="of the router")
     args = parser.parse_args()
@@ -243,8 +242,7 @@ def main() -> int:
     )
     paced = [pace for pace in args.streams.split(",") if pace]
     seen: dict[str, list[Row]] = {name: [] for name in workers}
-    http = ("--http",) if args.http else ()
-    with mock_node("prefill", *http) as prefill, mock_node("decode", *http) as decode:
+    with mock_node("prefill") as prefill, mock_node("decode") as decode:
         for _ in range(args.rounds):
             for name, count in workers.items():
                 started: AbstractContextManager[Running] = (

@@ -30,7 +30,7 @@ def act_and_mul(
     """act(gate) * up for a fused projection gate_up [T, 2 * I], gate first -> [T, I].
 
     act: "silu", or "gelu_tanh" (the tanh approximation, Gemma's). Rows of gate_up and out may be
-    strided. tile: for the benchmark's sweep; None takes the tuned one.
+    strided. tile: None takes the tuned one.
     """
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
     if out is None:

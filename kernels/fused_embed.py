@@ -35,7 +35,7 @@ def embed(
     token_ids and source int32 | int64 [T], sampled int64 [max_slots]. table [V, H], rows may be
     strided; V is more than any of the ids that are looked up, because nothing here checks them.
     scale: Gemma's; rounded to the table's dtype before the product, which is rounded again. tile:
-    for the benchmark's sweep; None takes the tuned one.
+    None takes the tuned one.
     """
     tokens, hidden = token_ids.shape[0], table.shape[1]
     if source.shape != (tokens,):

@@ -40,8 +40,8 @@ def rms_norm(
     first, in place and rounded to its dtype; the norm is taken of the sum. plus_one: Gemma's form,
     x * rstd * (1 + weight) in fp32, rounded once. Else Llama's: x * rstd is rounded, multiplied by
     the weight and rounded again. scales_out [T, 1] fp32: makes the result float8_e4m3fn. The
-    rounded row is divided by its largest magnitude / 448, which is written here. num_warps: for the
-    benchmark's sweep; None takes the tuned number.
+    rounded row is divided by its largest magnitude / 448, which is written here. num_warps:
+    None takes the tuned number.
     """
     return _norm(x, weight, None, eps, residual, scales_out, pdl, num_warps, plus_one=plus_one)
 

@@ -63,7 +63,7 @@ def rope_and_write(
     key_scales, value_scales fp32 [num_blocks, num_kv_heads, block_size]: the caches are
     float8_e4m3fn, and hold the vector as 16-bit KV would have it, divided by its scale: its largest
     magnitude / 448. pdl: positions, blocks and offsets are read before the wait for the preceding
-    kernel, which must not write them. tile: for the benchmark's sweep; None takes the tuned one.
+    kernel, which must not write them. tile: None takes the tuned one.
     """
     tokens, q_heads, kv_heads = qkv.shape[0], num_heads, num_kv_heads
     rotary_dims = head_dim if cos_sin is None else cos_sin.shape[1]

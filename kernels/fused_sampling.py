@@ -69,7 +69,7 @@ def sample(
 
     logits [rows or more, vocab], rows may be strided; slots int32 [rows], each slot at most once.
     cut, adjusted: whether any row has top-k, top-p or min-p; bias, min_tokens or penalties. False
-    saves time. tiles_per_program, num_warps: for the benchmark's sweep; they change no token.
+    saves time. tiles_per_program, num_warps: they change no token.
     """
     count, vocab = slots.shape[0], tables.notes.shape[1]
     if logits.shape[0] < count or logits.shape[1] != vocab or logits.stride(1) != 1:

@@ -74,8 +74,8 @@ def moe(
     rows first), down [E, H, I]. A token's experts are the top_k with the largest logits (of equal
     ones the lower), weighted by the softmax over all experts, which `renormalize` divides by the
     sum of the chosen. act: "silu" or "gelu_tanh". residual [T, H] is added; `out` may be the
-    residual. batch_invariant: one tile shape for all T. tilings (rows, gate-up's, down's): for the
-    benchmark's sweep; None takes the tuned ones.
+    residual. batch_invariant: one tile shape for all T. tilings (rows, gate-up's, down's): None
+    takes the tuned ones.
     """
     tokens, hidden = x.shape
     experts, _, inner = down.shape

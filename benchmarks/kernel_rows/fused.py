@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
-from triton.errors import TritonError
 
 from benchmarks.gpu_timing import Row, median_us
 from kvrelay.kernels.fused_act import act_and_mul, relu
@@ -19,7 +18,7 @@ from kvrelay.kernels.fused_embed import embed
 from kvrelay.kernels.fused_norm import rms_norm
 from kvrelay.kernels.fused_rope_write import rope_and_write
 
-__all__ = ["rows", "sweep"]
+__all__ = ["rows"]
 
 H, HQ, HKV, D, I, V = 4096, 32, 8, 128, 14336, 128256  # noqa: E741
 LAYERS, BLOCK_TOKENS, BLOCKS, POSITIONS = 32, 64, 160, 32768
@@ -41,42 +40,6 @@ def rows() -> Iterator[Row]:
             for pdl in (False, True) if tokens in LATENCY_BOUND else (False,):
                 calls, moved = make(tokens, pdl=pdl)
                 yield Row(name, f"T {tokens}{', pdl' if pdl else ''}", median_us(calls), moved)
-
-
-def sweep() -> Iterator[Row]:
-    """Warps and tiles tried; a configuration that does not compile takes infinite time."""
-    bench = _Bench()
-    tiles = [(512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8)]
-    rope_tiles = [
-        (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 4, 1), (2, 4, 1), (1, 8, 1),
-        (1, 1, 4), (1, 2, 4), (1, 4, 4), (2, 4, 4), (1, 8, 4), (1, 4, 8),
-    ]  # fmt: skip
-    tried: dict[str, list[dict[str, object]]] = {
-        "rms_norm+res": [{"num_warps": warps} for warps in (2, 4, 8, 16, 32)],
-        "rms_norm+res fp8": [{"num_warps": warps} for warps in (4, 8, 16)],
-        "rope_write": [{"tile": tile} for tile in rope_tiles],
-        "rope_write fp8": [{"tile": tile} for tile in rope_tiles if tile[0] == 1],
-        "silu_mul": [{"tile": tile} for tile in tiles],
-        "relu": [{"tile": tile} for tile in tiles[1::2]],
-        "embed": [
-            {"tile": tile} for tile in ((512, 1), (1024, 2), (1024, 4), (4096, 4), (4096, 8))
-        ],
-    }
-    for name, options in tried.items():
-        for tokens in (1, 256, 8192):
-            for option in options:
-                calls, moved = bench.kernels[name](tokens, **option)
-                try:
-                    us = median_us(calls, replays=5, min_ms=1.0)
-                except (TritonError, RuntimeError):
-                    us = math.inf
-                yield Row(
-                    name,
-                    f"T {tokens}",
-                    us,
-                    moved,
-                    config=" ".join(f"{k}={v}" for k, v in option.items()),
-                )
 
 
 class _Bench:

@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu_timing import Row, median_us
 from kvrelay.kernels.gather_blocks import PROGRAMS, TILE_BYTES, gather_blocks
 
-__all__ = ["rows", "sweep"]
+__all__ = ["rows"]
 
 TRANSFER_BYTES = 512 << 20
 POOL_BYTES = 4 << 30
@@ -29,36 +29,15 @@ def rows() -> Iterator[Row]:
         yield _measure(pools, name)
 
 
-def sweep() -> Iterator[Row]:
-    """How many programs, how much a program has under way."""
-    pools = _pools()
-    for name in BLOCKS:
-        for programs in (8, 16, 32, PROGRAMS, 132, 264):
-            for tile_bytes in (8 << 10, TILE_BYTES, 32 << 10):
-                yield _measure(
-                    pools,
-                    name,
-                    programs,
-                    tile_bytes,
-                    f"{programs} programs, tiles of {tile_bytes >> 10} KiB",
-                )
-
-
 def _pools() -> tuple[torch.Tensor, torch.Tensor]:
     source, target = (torch.zeros(POOL_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     return source, target
 
 
-def _measure(
-    pools: tuple[torch.Tensor, torch.Tensor],
-    name: str,
-    programs: int = PROGRAMS,
-    tile_bytes: int = TILE_BYTES,
-    config: str = "",
-) -> Row:
+def _measure(pools: tuple[torch.Tensor, torch.Tensor], name: str) -> Row:
     block_bytes = BLOCKS[name]
     count = TRANSFER_BYTES // block_bytes
-    tiles = range(count * -(-block_bytes // tile_bytes))
+    tiles = range(count * -(-block_bytes // TILE_BYTES))
     calls = []
     for _ in range(2):
         source, target = (
@@ -74,15 +53,7 @@ def _measure(
                 target,
                 block_bytes=block_bytes,
                 tiles=tiles,
-                programs=programs,
-                tile_bytes=tile_bytes,
             )
         )
-    work = (
-        f"{count} blocks of {name}, {PROGRAMS} programs"
-        if not config
-        else f"{count} blocks of {name}"
-    )
-    return Row(
-        "gather_blocks", work, median_us(calls), bytes_moved=2.0 * TRANSFER_BYTES, config=config
-    )
+    work = f"{count} blocks of {name}, {PROGRAMS} programs"
+    return Row("gather_blocks", work, median_us(calls), bytes_moved=2.0 * TRANSFER_BYTES)

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from triton.errors import TritonError
 
 from benchmarks.gpu_timing import Row, median_us
-from kvrelay.kernels.grouped_lora import LoraTiles, default_tiles, expand, shrink
+from kvrelay.kernels.grouped_lora import default_tiles, expand, shrink
 
-__all__ = ["rows", "sweep"]
+__all__ = ["rows"]
 
 SHAPES = {
     "qkv": (4096, (4096, 1024, 1024)),
@@ -28,20 +27,6 @@ SHAPES = {
 TOKENS = (1, 32, 256, 4096)
 RANKS = (16, 64)
 SLOTS = 8
-TILES = {
-    1: [
-        LoraTiles(16, split, columns, warps)
-        for split in (4, 8, 16, 32)
-        for columns in (64, 128, 256)
-        for warps in (2, 4)
-    ],
-    4096: [
-        LoraTiles(rows, split, columns, 4)
-        for rows in (64, 128)
-        for split in (1, 2)
-        for columns in (64, 128, 256)
-    ],
-}
 
 
 def _adapters(kind: str, tokens: int) -> torch.Tensor:
@@ -50,10 +35,9 @@ def _adapters(kind: str, tokens: int) -> torch.Tensor:
     return made.to(torch.int32).cuda()
 
 
-def _calls(
-    shape: str, tokens: int, rank: int, kind: str, tiles: LoraTiles
-) -> list[Callable[[], object]]:
+def _calls(shape: str, tokens: int, rank: int, kind: str) -> list[Callable[[], object]]:
     k, widths = SHAPES[shape]
+    tiles = default_tiles(tokens, k)
 
     def random(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, device="cuda", dtype=torch.bfloat16) * 0.02
@@ -98,31 +82,16 @@ def _bytes(shape: str, tokens: int, rank: int, kind: str) -> float:
 
 def rows() -> Iterator[Row]:
     """The table, with the shipped tiles."""
-    for shape, (k, _) in SHAPES.items():
+    for shape in SHAPES:
         for tokens in TOKENS:
             for rank, kind in (
                 *((rank, kind) for rank in RANKS for kind in ("one", "eight")),
                 (16, "none"),
             ):
-                took = median_us(_calls(shape, tokens, rank, kind, default_tiles(tokens, k)))
+                took = median_us(_calls(shape, tokens, rank, kind))
                 yield Row(
                     "lora",
                     f"{shape}, {tokens} tokens, rank {rank}, {kind}",
                     took,
                     _bytes(shape, tokens, rank, kind),
-                )
-
-
-def sweep() -> Iterator[Row]:
-    """Other tiles, for few tokens and for many."""
-    for shape in SHAPES:
-        for tokens in TOKENS:
-            for tiles in TILES[1 if tokens <= 256 else 4096]:
-                try:
-                    took = median_us(_calls(shape, tokens, 16, "eight", tiles))
-                except TritonError as why:
-                    print(f"lora {shape} {tiles}: {why}")
-                    continue
-                yield Row(
-                    "lora", f"{shape}, {tokens} tokens, rank 16, eight", took, config=str(tiles)
                 )

@@ -9,22 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from triton.errors import TritonError
 
 from benchmarks.gpu_timing import Row, median_us
 from kvrelay.kernels.grouped_gemm import (
-    SortedPlaces,
-    Tiling,
-    _product,
-    _sort_by_expert,
-    _tilings,
     moe,
 )
 
-__all__ = ["rows", "sweep"]
+__all__ = ["rows"]
 
 TOKENS = (1, 32, 256, 4096)
 BF16 = 2
@@ -125,99 +118,3 @@ def _whole(shape: Shape, one: Input, out: torch.Tensor) -> Callable[[], object]:
         out=out,
         pdl=True,
     )
-
-
-# Tile shapes tried, by rows of a tile: gate-up's, then down's.
-_SMALL = [
-    Tiling(*t)
-    for t in ((32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 4), (16, 256, 4, 4), (64, 128, 8, 5))
-]
-_SMALL_DOWN = [
-    Tiling(*t) for t in ((64, 128, 4, 4), (32, 256, 4, 3), (32, 128, 4, 4), (16, 256, 4, 4))
-]
-_LARGE = [Tiling(128, 64, 8, 4, True), Tiling(128, 64, 8, 4), Tiling(128, 64, 8, 3, True)]
-_LARGE_DOWN = [Tiling(256, 64, 8, 4, True), Tiling(256, 64, 8, 4), Tiling(128, 64, 8, 4, True)]
-CANDIDATES: dict[int, tuple[list[Tiling], list[Tiling]]] = {
-    16: (_SMALL, _SMALL_DOWN),
-    32: (_SMALL[:3], _SMALL_DOWN[:2]),
-    64: (
-        [Tiling(64, 64, 4, 4, True), Tiling(64, 64, 4, 4), Tiling(128, 64, 8, 4, True)],
-        [Tiling(128, 64, 4, 4, True)],
-    ),
-    128: (_LARGE, _LARGE_DOWN),
-}
-ROWS_TRIED = {1: (16,), 32: (16, 32), 256: (16, 32, 64, 128), 4096: (64, 128)}
-
-
-def sweep() -> Iterator[Row]:
-    """Each grouped product alone, and routing with sorting, under many tile shapes."""
-    for shape in SHAPES:
-        layers = _layers(shape)
-        for tokens in TOKENS:
-            inputs = _inputs(shape, tokens, layers)
-            shipped = _tilings(tokens * shape.top_k, shape.experts, inputs[0].x.device)[0]
-            calls = [_sorting(shape, one, shipped) for one in inputs]
-            yield Row(
-                "moe route and sort",
-                _work(shape, tokens),
-                median_us(calls),
-                config=f"rows {shipped}",
-            )
-            for tile_rows in ROWS_TRIED[tokens]:
-                yield from _products(shape, inputs, tile_rows)
-        del layers, inputs, calls
-        torch.cuda.empty_cache()
-
-
-def _sorting(shape: Shape, one: Input, tile_rows: int) -> Callable[[], object]:
-    return lambda: _sort_by_expert(one.logits, shape.top_k, True, tile_rows, True)
-
-
-def _products(shape: Shape, inputs: list[Input], tile_rows: int) -> Iterator[Row]:
-    tokens = len(inputs[0].x)
-    gated = torch.randn(tokens * shape.top_k, shape.inner, device="cuda", dtype=torch.bfloat16)
-    results = torch.empty(tokens * shape.top_k, shape.hidden, device="cuda", dtype=torch.bfloat16)
-    places = [_sort_by_expert(one.logits, shape.top_k, True, tile_rows, False)[1] for one in inputs]
-
-    def gate_up(one: Input, mine: SortedPlaces, tiling: Tiling) -> None:
-        _product(
-            one.x,
-            one.layer.gate_up,
-            gated,
-            mine,
-            tile_rows,
-            tiling,
-            places_per_row=shape.top_k,
-            act="silu",
-            pdl=False,
-        )
-
-    def down(one: Input, mine: SortedPlaces, tiling: Tiling) -> None:
-        _product(
-            gated,
-            one.layer.down,
-            results,
-            mine,
-            tile_rows,
-            tiling,
-            places_per_row=1,
-            act=None,
-            pdl=False,
-        )
-
-    for product, matrices, tilings in zip(
-        (gate_up, down), (2, 1), CANDIDATES[tile_rows], strict=True
-    ):
-        for tiling in tilings:
-            calls = [
-                partial(product, one, mine, tiling)
-                for one, mine in zip(inputs, places, strict=True)
-            ]
-            config = f"rows {tile_rows}, {tiling}"
-            try:
-                took = median_us(calls)
-            except TritonError as why:
-                print(f"moe {product.__name__} {config}: {why}")
-                continue
-            moved, flop = _limits(shape, inputs, matrices)
-            yield Row(f"moe {product.__name__}", _work(shape, tokens), took, moved, flop, config)

@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import torch
-from triton.errors import TritonError
 
 from benchmarks.gpu_timing import Row, median_us
-from kvrelay.kernels import decode_plan
-from kvrelay.kernels.decode_plan import DecodeWorkspace, Tiling, plan_decode
+from kvrelay.kernels.decode_plan import DecodeWorkspace, plan_decode
 from kvrelay.kernels.paged_decode import paged_decode
 
-__all__ = ["rows", "sweep"]
+__all__ = ["rows"]
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-SMS_OF_H200 = 132
 # Beside the workspace, all memory that the rows take.
 POOL_BYTES = 36 << 30
 
@@ -34,22 +29,6 @@ class _Work:
     name: str
     lengths: tuple[int, ...]
     layers: int = 32
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What a sweep tries: tile and pipeline, programs per SM, and how the plan cuts."""
-
-    keys: int
-    warps: int
-    stages: int
-    per_sm: int
-    waves: int = decode_plan.MAX_WAVES
-    wave_units: int = decode_plan.WAVE_UNITS
-
-    def __str__(self) -> str:
-        shape = f"keys {self.keys} warps {self.warps} stages {self.stages} per SM {self.per_sm}"
-        return f"{shape} waves {self.waves} of {self.wave_units}"
 
 
 ONE = _Work("b1 x 1k", (1024,))
@@ -84,44 +63,6 @@ def rows() -> Iterator[Row]:
         yield Row("plan_decode", f"b{batch}", us)
 
 
-def sweep() -> Iterator[Row]:
-    """Tiles, warps, stages, programs per SM; then for the shipped tile, how the plan cuts. Failures
-    are left out.
-    """
-    buffer = _random_buffer()
-    wide = [
-        _Shape(32, 2, 4, 4), _Shape(32, 2, 3, 5), _Shape(32, 2, 3, 4), _Shape(32, 2, 5, 3), _Shape(32, 1, 4, 4),
-        _Shape(16, 1, 6, 4), _Shape(16, 2, 6, 4), _Shape(64, 2, 3, 3), _Shape(32, 2, 4, 2), _Shape(64, 2, 3, 2),
-    ]  # fmt: skip
-    narrow = [
-        _Shape(128, 4, 3, 2), _Shape(64, 2, 4, 4), _Shape(64, 2, 3, 4), _Shape(128, 2, 3, 2), _Shape(128, 4, 2, 3),
-    ]  # fmt: skip
-    cuts = [_Shape(32, 2, 4, 4, *cut) for cut in ((1, 8), (2, 8), (4, 4), (4, 16))]
-    yield from _tried(buffer, wide, (ONE, MEDIUM, LARGE, LONG), 64, False)
-    yield from _tried(buffer, wide[:3], (MEDIUM, LONG), 16, False)
-    yield from _tried(buffer, narrow, (MEDIUM, LONG), 64, True)
-    yield from _tried(buffer, cuts, (LARGE, LONG, *WORKS[-3:]), 64, False)
-
-
-def _tried(
-    buffer: torch.Tensor, shapes: list[_Shape], works: tuple[_Work, ...], block_size: int, fp8: bool
-) -> Iterator[Row]:
-    for shape, work in itertools.product(shapes, works):
-        registers = min(255, 65536 // (shape.per_sm * shape.warps * 32) & ~7)
-        tiling = Tiling(shape.keys, shape.warps, shape.stages, registers)
-        launch = (tiling, shape.per_sm * SMS_OF_H200)
-        with ExitStack() as patches:
-            patches.enter_context(
-                patch.object(decode_plan, "_launch_shape", lambda *_, launch=launch: launch)
-            )
-            patches.enter_context(patch.object(decode_plan, "MAX_WAVES", shape.waves))
-            patches.enter_context(patch.object(decode_plan, "WAVE_UNITS", shape.wave_units))
-            try:
-                yield _row(buffer, work, block_size, fp8, config=str(shape))
-            except TritonError:
-                break
-
-
 def _row(
     buffer: torch.Tensor,
     work: _Work,
@@ -129,7 +70,6 @@ def _row(
     fp8: bool,
     *,
     pdl: bool = False,
-    config: str = "",
 ) -> Row:
     calls = _calls(buffer, work, block_size, fp8, pdl=pdl)
     vector_bytes = HEAD_DIM + 4 if fp8 else 2 * HEAD_DIM
@@ -139,7 +79,6 @@ def _row(
         name,
         median_us(calls),
         2.0 * sum(work.lengths) * KV_HEADS * vector_bytes,
-        config=config,
     )
 
 

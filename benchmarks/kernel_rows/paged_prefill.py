@@ -7,19 +7,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from unittest import mock
 
 import numpy as np
 import torch
-from triton import TritonError
 
 from benchmarks.gpu_timing import Row, median_us
-from kvrelay.kernels import paged_prefill as portable
-from kvrelay.kernels.paged_prefill import LaunchShape, paged_prefill
-from kvrelay.kernels.paged_prefill_hopper import HopperShape, hopper_prefill
+from kvrelay.kernels.paged_prefill import paged_prefill
 from kvrelay.kernels.prefill_tiles import prefill_tiles
 
-__all__ = ["rows", "sweep"]
+__all__ = ["rows"]
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
@@ -36,19 +32,6 @@ WORKS = {
     "2k after 14k": [(2048, 14336)],
     "64 decodes at 1k": [(1, 1023)] * 64,
 }
-HOPPER_SHAPES = [
-    HopperShape(strip=128),
-    HopperShape(strip=128, take_turns=False),
-    HopperShape(strip=128, hold_wait=False),
-    HopperShape(strip=128, take_turns=False, hold_wait=False),
-    HopperShape(strip=64, slots=3),
-    HopperShape(strip=64, slots=4),
-    HopperShape(strip=64, slots=4, take_turns=False),
-]
-PORTABLE_SHAPES = [
-    LaunchShape(strip, warps, stages)
-    for strip, warps, stages in itertools.product((64, 128), (4, 8), (2, 3))
-]
 
 
 @dataclass
@@ -119,28 +102,3 @@ def rows() -> Iterator[Row]:
         step = _step(work, block_size)
         us = median_us(step.calls(paged_prefill))
         yield Row("paged_prefill", _work_name(work, block_size), us, flop=step.flop)
-
-
-def sweep() -> Iterator[Row]:
-    """Launch shapes of both kernels; one that does not fit the GPU is left out, with its error as
-    the config.
-    """
-    for work, block_size in (("1 x 4k", 64), ("1 x 16k", 16)):
-        step = _step(work, block_size)
-        name = _work_name(work, block_size)
-        for hopper in HOPPER_SHAPES:
-            yield _row(name, step.flop, str(hopper), step.calls(hopper_prefill, shape=hopper))
-        for shape in PORTABLE_SHAPES if work == "1 x 4k" else []:
-            with (
-                mock.patch.object(portable, "PREFILL_PATH", "portable"),
-                mock.patch.object(portable, "launch_shape", return_value=shape),
-            ):
-                row = _row(name, step.flop, str(shape), step.calls(paged_prefill))
-            yield row
-
-
-def _row(name: str, flop: float, config: str, calls: list[Callable[[], object]]) -> Row:
-    try:
-        return Row("paged_prefill", name, median_us(calls), flop=flop, config=config)
-    except (TritonError, RuntimeError) as error:
-        return Row("paged_prefill", name, float("nan"), config=f"{config}: {type(error).__name__}")

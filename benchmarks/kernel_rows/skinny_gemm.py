@@ -8,10 +8,7 @@ and activation in one CUDA graph, 13.96 GB.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,20 +20,11 @@ from kvrelay.kernels.fused_act import act_and_mul
 from kvrelay.kernels.fused_norm import rms_norm
 from kvrelay.kernels.gpu_linear import GpuLinear
 from kvrelay.kernels.invariant_gemm import (
-    FEW_OUTPUTS,
-    FEW_ROWS,
-    MANY_ROWS,
-    MIDDLE,
-    InvariantTile,
     invariant_linear,
 )
 from kvrelay.kernels.skinny_gemm import (
     MAX_ROWS,
     Activation,
-    RingTile,
-    TensorTile,
-    Tile,
-    VectorTile,
     skinny_linear,
 )
 
@@ -225,7 +213,6 @@ def _skinny_call(
     out: torch.Tensor,
     *,
     rows: tuple[torch.Tensor, torch.Tensor] | None = None,
-    tile: Tile | None = None,
 ) -> Call:
     """The product of one row as it is, or of fp8 `rows` with their scales."""
     options: dict[str, Any] = {
@@ -233,192 +220,7 @@ def _skinny_call(
         "gate": gate,
         "out": out,
         "pdl": True,
-        "tile": tile,
     }
     if rows is None:
         return partial(skinny_linear, x, linear.weight, **options)
     return partial(skinny_linear, rows[0], linear.weight, x_scale=rows[1], **options)
-
-
-# Sweep: what is tried, what lost before is not. Each tile is compiled once per K and gate, by
-# worker processes, before any time is taken. Tiles stand under the most rows of x that their BM
-# serves; `_ROWS` says which number is timed.
-
-_ROWS = {1: 1, 16: 8, 32: 32, 64: 64, 128: 128}
-Tiles = dict[int, list[Tile]]
-
-
-def _tensor(*shapes: tuple[int, int, int, int, tuple[int, ...]]) -> list[Tile]:
-    """(block_n, block_k, warps, stages, splits) by TMA; split -2 or -4: 2 or 4 without it."""
-    return [
-        TensorTile(block_n, block_k, warps, stages, abs(split), tma=split > 0)
-        for block_n, block_k, warps, stages, splits in shapes
-        for split in splits
-    ]
-
-
-def _vector(*shapes: tuple[int, int, int]) -> list[Tile]:
-    return [VectorTile(*shape) for shape in shapes]
-
-
-def _ring(*shapes: tuple[int, int, int]) -> list[Tile]:
-    return [RingTile(*shape) for shape in shapes]
-
-
-_PLAIN: Tiles = {
-    1: _vector((1, 2048, 4), (2, 2048, 4), (2, 2048, 8), (2, 4096, 8), (4, 2048, 4), (4, 2048, 8)),
-    16: [
-        *_tensor((64, 256, 4, 3, (2,)), (64, 128, 4, 5, (4,))),
-        *_ring((96, 2, 12), (96, 2, 6), (192, 4, 6), (128, 4, 12), (128, 4, 6), (64, 2, 12)),
-    ],
-    32: [
-        *_tensor((64, 128, 4, 4, (-4,))),
-        *_ring((96, 2, 11), (96, 2, 5), (128, 4, 10), (64, 2, 18), (64, 2, 9)),
-    ],
-    64: [*_tensor((64, 64, 4, 5, (-4,))), *_ring((96, 2, 9), (96, 2, 4), (64, 2, 14), (64, 2, 7))],
-    128: _tensor((64, 64, 4, 4, (4, 2)), (128, 64, 8, 5, (2,))),
-}
-_GATED: Tiles = {
-    1: _vector((1, 1024, 4), (1, 4096, 8), (2, 2048, 4), (2, 2048, 8), (2, 4096, 8)),
-    16: [
-        TensorTile(32, 128, tma=True, prefetch=0),
-        *_ring((112, 1, 6), (112, 1, 12), (224, 1, 6), (128, 1, 6)),
-    ],
-    32: [
-        *_tensor((64, 128, 4, 3, (1,))),
-        *_ring((112, 1, 5), (112, 1, 10), (224, 1, 6), (128, 1, 5)),
-    ],
-    64: [*_tensor((128, 64, 8, 4, (1,))), *_ring((112, 1, 4), (112, 1, 9), (224, 1, 5))],
-    128: _tensor((128, 64, 8, 4, (1,)), (64, 64, 8, 3, (1,))),
-}
-# Tiles of 32 weight rows do not fill a wgmma: they would be widened to fp16. 128 of them need 8
-# warps, or each wgmma is waited for.
-_FP8_PLAIN: Tiles = {
-    1: _vector(
-        (1, 4096, 4), (2, 2048, 4), (2, 4096, 4), (2, 4096, 8), (4, 2048, 4), (4, 2048, 8), (4, 4096, 8), (8, 1024, 4)
-    ),
-    16: [
-        *_tensor((64, 256, 4, 3, (4, 2, -4)), (64, 256, 4, 5, (4, 2)), (64, 128, 4, 5, (4,)), (128, 256, 8, 3, (4,))),
-        TensorTile(64, 256, 4, 3, 4, tma=True, prefetch=0),
-    ],
-    32: _tensor((64, 256, 4, 3, (4, 2, -4)), (64, 128, 4, 5, (4,)), (128, 256, 8, 3, (4,))),
-    64: _tensor((64, 128, 4, 4, (4, 2, -4)), (64, 256, 4, 3, (4,)), (128, 128, 8, 4, (4,))),
-    128: _tensor((64, 128, 4, 4, (4, 2)), (128, 128, 8, 4, (4, 2)), (64, 128, 4, 3, (4,))),
-}  # fmt: skip
-_FP8_GATED: Tiles = {
-    1: _vector((1, 2048, 4), (1, 4096, 4), (1, 4096, 8), (2, 2048, 8), (2, 4096, 8), (4, 2048, 8)),
-    16: [
-        *_tensor(
-            (64, 256, 4, 3, (1, -1)),
-            (64, 128, 4, 5, (1,)),
-            (64, 128, 4, 3, (1,)),
-            (128, 128, 8, 4, (1,)),
-        ),
-        TensorTile(64, 256, 4, 3, tma=True, prefetch=0),
-    ],
-    32: _tensor((64, 128, 4, 5, (1,)), (64, 128, 4, 3, (1,)), (128, 128, 8, 4, (1,))),
-    64: _tensor((64, 128, 4, 4, (1,)), (64, 128, 8, 4, (1,)), (128, 128, 8, 4, (1,))),
-    128: _tensor((64, 128, 8, 3, (1,)), (64, 128, 8, 4, (1,)), (128, 128, 8, 3, (1,))),
-}
-_INVARIANT = [FEW_OUTPUTS, FEW_ROWS, MIDDLE, MANY_ROWS]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One kernel to compile."""
-
-    k: int
-    rows: int
-    tile: Tile | InvariantTile
-    gated: bool = False
-    fp8: bool = False
-
-
-def sweep() -> Iterator[Row]:
-    """Tile shapes of the skinny products with bf16 and with fp8 weights, and of the invariant ones
-    at 256 rows.
-    """
-    jobs = [*_skinny_jobs(fp8=False), *_skinny_jobs(fp8=True)]
-    yield from _best_at_the_end(
-        _sweep([*jobs, *(Job(k, 256, tile) for tile in _INVARIANT for k in (4096, 14336))])
-    )
-
-
-def _best_at_the_end(measured: Iterator[Row]) -> Iterator[Row]:
-    found: dict[str, list[Row]] = {}
-    for row in measured:
-        found.setdefault(row.work, []).append(row)
-        yield row
-    print("\nBest three of each:")
-    for rows_of_work in found.values():
-        for row in sorted(rows_of_work, key=lambda row: row.us)[:3]:
-            print(row)
-
-
-def _skinny_jobs(*, fp8: bool) -> list[Job]:
-    plain, gated = (_FP8_PLAIN, _FP8_GATED) if fp8 else (_PLAIN, _GATED)
-    return [
-        Job(k, _ROWS[most], tile, of_gated, fp8)
-        for tiles, ks, of_gated in ((plain, (4096, 14336), False), (gated, (4096,), True))
-        for most, of_most in tiles.items()
-        for tile in of_most
-        for k in ks
-    ]
-
-
-def _sweep(jobs: list[Job]) -> Iterator[Row]:
-    with ProcessPoolExecutor(14, mp_context=multiprocessing.get_context("spawn")) as workers:
-        fails = dict(zip(jobs, workers.map(_compile, jobs, chunksize=2), strict=True))
-    for job, why in fails.items():
-        if why is not None:
-            print(f"left out: {job}: {why}")
-    for name, (n, k) in SHAPES.items():
-        weights = _weights(n, k)
-        quantized = [Fp8Linear(*quantize_weight(weight)) for weight in weights]
-        for job in (job for job, why in fails.items() if why is None and job.k == k):
-            if isinstance(job.tile, InvariantTile) or job.gated == (name == "gate_up"):
-                calls = [
-                    _call(job, *pair, _random(job.rows, k))
-                    for pair in zip(weights, quantized, strict=True)
-                ]
-                kind = (
-                    "invariant"
-                    if isinstance(job.tile, InvariantTile)
-                    else "fp8"
-                    if job.fp8
-                    else "bf16"
-                )
-                moved = (1.0 if job.fp8 else 2.0) * n * k
-                yield Row(
-                    kind,
-                    f"{kind} {name} m{job.rows}",
-                    median_us(calls),
-                    bytes_moved=moved,
-                    config=str(job.tile),
-                )
-
-
-def _call(job: Job, weight: torch.Tensor, quantized: Fp8Linear, x: torch.Tensor) -> Call:
-    out = torch.empty(
-        job.rows, len(weight) // (2 if job.gated else 1), dtype=torch.bfloat16, device="cuda"
-    )
-    gate: Activation | None = "silu" if job.gated else None
-    if isinstance(job.tile, InvariantTile):
-        return partial(invariant_linear, x, weight, out=out, tile=job.tile)
-    if not job.fp8:
-        return partial(skinny_linear, x, weight, gate=gate, out=out, pdl=True, tile=job.tile)
-    rows = quantize_rows(x) if isinstance(job.tile, TensorTile) else None
-    return _skinny_call(x, quantized, gate, out, rows=rows, tile=job.tile)
-
-
-def _compile(job: Job) -> str | None:
-    """In a worker process: run a job's kernel on a small weight, which fills Triton's cache on
-    disk. Why it failed.
-    """
-    weight = _random(1024, job.k)
-    try:
-        _call(job, weight, Fp8Linear(*quantize_weight(weight)), _random(job.rows, job.k))()
-        torch.cuda.synchronize()
-    except Exception as why:  # noqa: BLE001 - a tile that does not fit the GPU is a result, not a failure
-        return f"{type(why).__name__}: {str(why)[:120]}"
-    return None
