@@ -33,8 +33,7 @@ from tests.soak.chaos.faults import (
 from tests.soak.chaos.faults import KINDS as FAULTS
 from tests.soak.chaos.logs import Logs
 from tests.soak.chaos.lookout import Size, grown
-from tests.soak.chaos.network import Bad
-from tests.soak.chaos.proxies import Proxies
+from tests.soak.chaos.proxies import Bad, Proxies
 from tests.soak.chaos.rude import Rudeness
 from tests.soak.chaos.shim import Shim
 from tests.soak.chaos.soak import WINDOWS, not_flat, windows
@@ -382,7 +381,7 @@ async def proxied() -> AsyncIterator[tuple[Proxies, int]]:
         assert echo.stdout is not None
         port = int(echo.stdout.readline())
         await proxies.join({"a": (), "b": (port,)})
-        yield proxies, (proxies.place("a").links or {})[port]
+        yield proxies, proxies.links("a")[port]
     finally:
         await proxies.close()
         echo.kill()
@@ -407,10 +406,10 @@ async def test_a_cut_link_passes_nothing_and_then_what_it_was_given(way: str) ->
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         assert await answered(reader, writer, 20)
         cut = Bad("cut", "b", "a", way)
-        await proxies.begin(cut)
+        proxies.begin(cut)
         while await answered(reader, writer, 0.3):
             pass
-        await proxies.end(cut)
+        proxies.end(cut)
         async with asyncio.timeout(20):
             await reader.readexactly(1)
         writer.close()
@@ -420,7 +419,7 @@ async def test_all_connections_of_a_process_are_reset() -> None:
     async with proxied() as (proxies, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         assert await answered(reader, writer, 20)
-        await proxies.begin(Bad("resets", "b"))
+        proxies.begin(Bad("resets", "b"))
         with pytest.raises(ConnectionResetError):
             async with asyncio.timeout(20):
                 await reader.readexactly(1)

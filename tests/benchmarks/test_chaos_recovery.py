@@ -33,7 +33,7 @@ def cluster(tmp_path: Path) -> Cluster:
     ended.wait()
     roles = {"router": "router", "prefill0": "prefill", "decode0": "decode"}
     made.router, *made.nodes = [
-        Node(name, roles[name], "h", (1,), [], tmp_path / name, ended) for name in roles
+        Node(name, roles[name], (1,), [], tmp_path / name, ended) for name in roles
     ]
     return made
 

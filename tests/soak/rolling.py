@@ -1,8 +1,7 @@
 """Every node of a cluster is restarted, one after the other, under streams: none may be lost.
 
-    python -m tests.soak.rolling --streams 50                     # 2P2D of the tiny model on this
-    machine python -m tests.soak.rolling --streams 50 --from COMMIT       # nodes begin with that
-    commit's code: an upgrade
+    python -m tests.soak.rolling --streams 50                 # 2P2D of the tiny model, here
+    python -m tests.soak.rolling --streams 50 --from COMMIT   # nodes begin with that code: an upgrade
 
 Clients ask requests of many kinds (tests/soak/chaos), as many at a time as --streams says; each
 answer must equal its undisturbed twin. A node is told to end by SIGTERM, as Kubernetes and systemd
@@ -44,6 +43,9 @@ _FLAGS = [
     "--max-num-seqs",
     "256",
 ]
+_SETTLE_S = 3.0
+"""Streams before and after each restart."""
+_PER_KIND = 4
 _ROOT = Path(__file__).parents[2]
 
 
@@ -55,16 +57,9 @@ def main() -> int:
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--streams", type=int, default=50, help="requests under way at any moment")
-    parser.add_argument(
-        "--settle-s", type=float, default=3.0, help="of streams before and after each restart"
-    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--model", default="tiny", help="tiny, embedded, or what kvrelay's --model takes"
-    )
-    parser.add_argument("--per-kind", type=int, default=4, help="different requests of each kind")
-    parser.add_argument(
-        "--deadline-s", type=float, default=240.0, help="a request that takes longer hangs"
     )
     parser.add_argument("--from", dest="commit", default="", help="the code that nodes begin with")
     options = parser.parse_args()
@@ -100,8 +95,8 @@ async def _run(options: argparse.Namespace, folder: Path) -> list[str]:
             await cluster.start(options.prefill, options.decode, session)
             cluster.code = {}
             assert cluster.router is not None
-            asked = asks(options.seed, options.per_kind, longest=1000)
-            crowd = Crowd(cluster.router.url, asked, session, options.deadline_s)
+            asked = asks(options.seed, _PER_KIND, longest=1000)
+            crowd = Crowd(cluster.router.url, asked, session)
             await crowd.ask_twins(at_once=8)
             return await _rolled(options, cluster, crowd)
         finally:
@@ -117,7 +112,7 @@ async def _rolled(options: argparse.Namespace, cluster: Cluster, crowd: Crowd) -
         )
         for at in range(options.streams)
     ]
-    await asyncio.sleep(options.settle_s)
+    await asyncio.sleep(_SETTLE_S)
     for index, node in enumerate(cluster.nodes):
         at = time.monotonic()
         await cluster.strike(Fault(at - began, "restart", (index,)))
@@ -129,7 +124,7 @@ async def _rolled(options: argparse.Namespace, cluster: Cluster, crowd: Crowd) -
             f"{node.name} drained and ended within {drained_s:.1f} s, back after "
             f"{time.monotonic() - at:.1f} s"
         )
-        await asyncio.sleep(options.settle_s)
+        await asyncio.sleep(_SETTLE_S)
     rolling = False
     await asyncio.gather(*clients)
     seconds = time.monotonic() - began

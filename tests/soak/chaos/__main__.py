@@ -1,17 +1,16 @@
 """Faults at random on a cluster that streams hundreds of answers; each must equal its undisturbed
 twin.
 
-    python -m tests.soak.chaos --streams 200 --seconds 300 --seed 1 python -m tests.soak.chaos
-    --streams 200 --faults 1000          # until so many faults have happened python -m
-    tests.soak.chaos --streams 50 --soak 3600             # do memory and latency stay as they are?
-    python -m tests.soak.chaos --schedule FILE                      # what a run has recorded, again
+    python -m tests.soak.chaos --streams 200 --seconds 300 --seed 1
+    python -m tests.soak.chaos --streams 200 --faults 1000   # until so many faults have happened
+    python -m tests.soak.chaos --streams 50 --soak 3600      # do memory and latency stay?
+    python -m tests.soak.chaos --schedule FILE               # what a run has recorded, again
 
 Starts prefill and decode nodes and a router on this machine, asks requests of many kinds, and then
 asks them again, as many at a time as --streams says, while processes are killed, stopped and
 restarted, networks are cut, lose and delay, logs are not read, clocks jump, and clients leave, read
-slowly, send nonsense or too much; a supervisor starts what has ended. Networks are real ones where
-this machine allows namespaces, else proxies. Exits with 1 if a promise is broken, and leaves the
-logs.
+slowly, send nonsense or too much; a supervisor starts what has ended. Exits with 1 if a promise is broken,
+and leaves the logs.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from pathlib import Path
 
 from tests.soak.chaos.faults import KINDS, Fault, Schedule
 from tests.soak.chaos.model import CONTEXT
-from tests.soak.chaos.namespaces import enter, inside
 from tests.soak.chaos.report import print_table, whole
 from tests.soak.chaos.run import run
 
@@ -42,13 +40,6 @@ def main() -> int:
             setattr(options, name, value)
     if options.longest > CONTEXT - 600:
         parser.error(f"--longest must leave room for the answer in a context of {CONTEXT}")
-    if options.network in ("auto", "namespaces") and not inside():
-        enter([sys.executable, "-m", "tests.soak.chaos", *sys.argv[1:]])
-        if options.network == "namespaces":
-            parser.error(
-                "this machine does not allow network namespaces; leave --network out, and proxies "
-                "do it"
-            )
     folder, made = Path(tempfile.mkdtemp(prefix="chaos-")), list[Fault]()
     kept, broken = True, True
     try:
@@ -113,9 +104,6 @@ def _parser() -> argparse.ArgumentParser:
         "--record", type=Path, help="write the schedule there; else to a file of the seed's name"
     )
     parser.add_argument(
-        "--network", choices=["auto", "namespaces", "proxies", "loopback"], default="auto"
-    )
-    parser.add_argument(
         "--model", default="tiny", help="tiny, embedded, or what kvrelay's --model takes"
     )
     parser.add_argument(
@@ -128,17 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--longest", type=int, default=3000, help="tokens of a long prompt of the tiny model, about"
     )
-    parser.add_argument(
-        "--gap-s",
-        type=float,
-        default=60.0,
-        help="nobody waits longer between two parts of an answer",
-    )
-    parser.add_argument(
-        "--deadline-s", type=float, default=240.0, help="a request that takes longer hangs"
-    )
-    parser.add_argument("--flag", action="append", default=[], help="of the nodes")
-    parser.add_argument("--router-flag", action="append", default=[], help="of the router")
     parser.add_argument("--json", type=Path, help="write everything there, too")
     return parser
 

@@ -29,6 +29,8 @@ from tests.soak.chaos.streams import Answer, Heard, difference
 __all__ = ["KEPT_S", "Crowd", "Seen"]
 
 SALTED = 0.5
+DEADLINE_S = 240.0
+"""A request that takes longer hangs."""
 # A refused client comes back so much later, and one that has lost its router.
 _AGAIN_S = 1.0
 _SLOW_READS = 50
@@ -77,13 +79,11 @@ class Seen:
 class Crowd:
     """All clients. `seen` are the requests that have ended, in this order."""
 
-    def __init__(
-        self, url: str, asks: Sequence[Ask], session: aiohttp.ClientSession, deadline_s: float
-    ) -> None:
+    def __init__(self, url: str, asks: Sequence[Ask], session: aiohttp.ClientSession) -> None:
         self.seen: list[Seen] = []
         self.asked = 0
         self.url, self.session, self.model = url, session, ""
-        self._asks, self._deadline_s = asks, deadline_s
+        self._asks = asks
         self._slow = slow_session()
         self._fields: dict[int, dict[str, Any]] = {}
         self._twins: dict[int, Answer] = {}
@@ -176,15 +176,15 @@ class Crowd:
         )
         heard = Heard()
         try:
-            async with asyncio.timeout(min(leave_s, self._deadline_s)):
+            async with asyncio.timeout(min(leave_s, DEADLINE_S)):
                 await self._read(ask, fields, seen, heard, slow_s, node)
         except TimeoutError:
-            if leave_s < self._deadline_s:
+            if leave_s < DEADLINE_S:
                 seen.end = "left"
             else:
                 seen.end, seen.error = (
                     "hung",
-                    f"no end within {self._deadline_s:g} s, {heard.pieces} parts so far",
+                    f"no end within {DEADLINE_S:g} s, {heard.pieces} parts so far",
                 )
         except (aiohttp.ClientError, OSError) as why:
             seen.end, seen.error = "broken", f"{type(why).__name__}: {why}"

@@ -25,11 +25,12 @@ from benchmarks.local_cluster import family, free_ports, kv_events
 from kvrelay.node.process import PARENT_PID
 from tests.soak.chaos.faults import Fault
 from tests.soak.chaos.logs import Logs
-from tests.soak.chaos.network import Loopback, Network
+from tests.soak.chaos.proxies import Proxies
 from tests.soak.chaos.shim import Shim
 
 __all__ = ["Cluster", "Node", "Struck", "family"]
 
+HOST = "127.0.0.1"
 START_DEADLINE_S = 300.0
 STOP_DEADLINE_S = 40.0
 _LOOK_S = 0.05
@@ -44,7 +45,6 @@ class Node:
 
     name: str
     role: str
-    host: str
     ports: tuple[int, ...]
     """HTTP, control channel, KV events and their replay; of a router the first."""
     argv: list[str]
@@ -64,7 +64,7 @@ class Node:
     @property
     def url(self) -> str:
         """Of its HTTP."""
-        return f"http://{self.host}:{self.ports[0]}"
+        return f"http://{HOST}:{self.ports[0]}"
 
     def was_down(self, begin: float, end: float) -> bool:
         """At any moment of these."""
@@ -105,12 +105,11 @@ class Cluster:
         folder: Path,
         flags: Sequence[str],
         router_flags: Sequence[str],
-        network: Network | None = None,
         shim: Shim | None = None,
     ) -> None:
         self.folder, self.flags, self.router_flags = folder, list(flags), list(router_flags)
-        self.network: Network = Loopback() if network is None else network
         self.shim, self.logs = shim, Logs()
+        self.proxies = Proxies() if shim is not None and shim.there else None
         self.nodes: list[Node] = []
         self.router: Node | None = None
         self.struck: list[Struck] = []
@@ -138,7 +137,8 @@ class Cluster:
         ports = {name: tuple(next(free) for _ in range(4)) for name in roles} | {
             "router": (next(free),)
         }
-        await self.network.join(ports)
+        if self.proxies is not None:
+            await self.proxies.join(ports)
         self.nodes = [
             self._launched(name, role, ports[name], self.flags) for name, role in roles.items()
         ]
@@ -267,7 +267,8 @@ class Cluster:
                 for pid in reversed(family(node.process.pid)):
                     _signal(pid, signal.SIGKILL)
                 node.process.wait(STOP_DEADLINE_S)
-        await self.network.close()
+        if self.proxies is not None:
+            await self.proxies.close()
         self.logs.close()
 
     async def _strike(self, node: Node, fault: Fault) -> None:
@@ -341,22 +342,13 @@ class Cluster:
             await asyncio.sleep(2 * _LOOK_S)
 
     def _launched(self, name: str, role: str, ports: tuple[int, ...], flags: Sequence[str]) -> Node:
-        place = self.network.place(name)
-        argv = [
-            *place.prefix,
-            sys.executable,
-            "-m",
-            "kvrelay.cli",
-            role,
-            f"--host={place.host}",
-            f"--port={ports[0]}",
-        ]
+        argv = [sys.executable, "-m", "kvrelay.cli", role, f"--host={HOST}", f"--port={ports[0]}"]
         if role != "router":
-            argv += [f"--kv-host={place.host}", f"--kv-port={ports[1]}"]
-            argv += [kv_events(*(f"tcp://{place.host}:{port}" for port in ports[2:4]))]
+            argv += [f"--kv-host={HOST}", f"--kv-port={ports[1]}"]
+            argv += [kv_events(*(f"tcp://{HOST}:{port}" for port in ports[2:4]))]
         argv += flags
         log = self.folder / f"{name}.log"
-        return Node(name, role, place.host, ports, argv, log, self._popen(argv, log, name, role))
+        return Node(name, role, ports, argv, log, self._popen(argv, log, name, role))
 
     def _popen(
         self, argv: Sequence[str], log: Path, name: str, role: str
@@ -366,8 +358,8 @@ class Cluster:
         env[PARENT_PID] = str(os.getpid())
         if role != "router":
             env["KVRELAY_CLUSTER_SECRET"] = self._secret
-        if self.shim is not None:
-            env |= self.shim.environment(name, self.network.place(name).links or {})
+        if self.shim is not None and self.proxies is not None:
+            env |= self.shim.environment(name, self.proxies.links(name))
         out = self.logs.pipe(log)
         try:
             return subprocess.Popen(argv, stdout=out, stderr=out, env=env, cwd=self.folder)

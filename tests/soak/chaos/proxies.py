@@ -1,9 +1,9 @@
-"""Proxies between processes on one address, where namespaces are not allowed: one process with a
-port for each pair of processes and port (`python -m tests.soak.chaos.proxies`). The shim leads
-connections there, so each node goes by its own name. Told by lines of JSON on its stdin.
+"""Proxies between the processes: the network, as far as TCP shows one.
 
-They stand for links as far as TCP shows them: a cut link passes nothing and keeps what it was
-given, a lost packet is a chunk that comes a retransmission later, a reset ends both connections.
+One process (`python -m tests.soak.chaos.proxies`) has a port for each pair of processes and port.
+The shim leads connections there, so each node goes by its own name. A cut link passes nothing and
+keeps what it was given, a lost packet is a chunk that comes a retransmission later, a reset ends
+both connections.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import struct
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from tests.soak.chaos.network import Bad, Place
-
-__all__ = ["Proxies"]
+__all__ = ["Bad", "Proxies"]
 
 _CHUNK = 1 << 16
 _AGAIN_S = 0.2
@@ -31,18 +30,29 @@ _LOOK_S = 0.01
 _RESET = struct.pack("ii", 1, 0)
 
 
-class Proxies:
-    """All of a run. Needs the shim."""
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """A fault of the network between two processes; of all others if `other` is empty."""
 
-    name = "proxies"
-    kinds = frozenset({"cut", "resets", "loss", "delay"})
+    kind: str
+    """cut, resets, loss or delay."""
+    name: str
+    other: str = ""
+    way: str = "both"
+    """in: what comes to `name`; out: what it sends."""
+    amount: float = 0.0
+    """Share that is lost, or seconds of the delay."""
+
+
+class Proxies:
+    """The proxies of a run, in a process of their own. Needs the shim."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._links: dict[str, dict[int, int]] = {}
 
     async def join(self, names: Mapping[str, Sequence[int]]) -> None:
-        """A port for each process and each port of another one. Only once. Raises OSError."""
+        """Open a port for each process and each port of another one. Only once. Raises OSError."""
         made: list[tuple[str, str, int, int, socket.socket]] = []
         for name in names:
             for other, ports in names.items():
@@ -60,16 +70,16 @@ class Proxies:
         for *_, listener in made:
             listener.close()
 
-    def place(self, name: str) -> Place:
-        """All on one address."""
-        return Place("127.0.0.1", (), self._links.get(name, {}))
+    def links(self, name: str) -> dict[int, int]:
+        """Return the port of the proxy for each port to which a process connects."""
+        return self._links.get(name, {})
 
-    async def begin(self, bad: Bad) -> None:
-        """From now on."""
+    def begin(self, bad: Bad) -> None:
+        """Make the network bad from now on."""
         self._tell(("begin", bad))
 
-    async def end(self, bad: Bad) -> None:
-        """What was kept goes on."""
+    def end(self, bad: Bad) -> None:
+        """Undo it: what was kept goes on."""
         self._tell(("end", bad))
 
     async def close(self) -> None:

@@ -32,10 +32,7 @@ def print_table(options: argparse.Namespace, result: Result) -> None:
         f"{seconds:.1f} s without a {role} node" for role, seconds in facts["without_s"].items()
     )
     others = verdict.ends - Counter(done=verdict.ends["done"])
-    print(
-        f"seed {options.seed}, {options.prefill}P{options.decode}D, {options.streams} streams, "
-        f"{facts['network']}"
-    )
+    print(f"seed {options.seed}, {options.prefill}P{options.decode}D, {options.streams} streams")
     print(
         f"{'faults':20} {struck.total()}: {_listed(struck)}; {restarts} restarts of nodes; "
         f"{without}"

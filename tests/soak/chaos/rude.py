@@ -23,7 +23,7 @@ import msgspec
 from kvrelay.wire.outputs import Load
 from tests.soak.chaos.crowd import Crowd, Seen
 from tests.soak.chaos.lookout import PREEMPTIONS
-from tests.soak.chaos.processes import Cluster, Node
+from tests.soak.chaos.processes import HOST, Cluster, Node
 from tests.soak.chaos.verdict import Span, meets
 
 __all__ = ["Rude", "Rudeness"]
@@ -152,7 +152,7 @@ class Rude:
         node = rng.choice([*self._cluster.nodes, self._cluster.router, self._cluster.router])
         now = asyncio.get_running_loop().time()
         try:
-            reader, writer = await asyncio.open_connection(node.host, rng.choice(node.ports))
+            reader, writer = await asyncio.open_connection(HOST, rng.choice(node.ports))
         except OSError:
             return  # it is down
         try:

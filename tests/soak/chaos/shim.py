@@ -38,9 +38,7 @@ class Shim:
         )
 
     def environment(self, name: str, links: Mapping[int, int]) -> dict[str, str]:
-        """What a process of this name is started with; `links`: by a port, that of its proxy."""
-        if not self.there:
-            return {}
+        """Return the variables of a process; `links`: by a port, that of its proxy."""
         clock = self._clock(name)
         if not clock.exists():
             self.shift(name, 0.0)

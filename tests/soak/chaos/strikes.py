@@ -12,8 +12,8 @@ from collections import defaultdict
 
 from tests.soak.chaos.crowd import Crowd
 from tests.soak.chaos.faults import CLIENTS, NETWORK, PROCESS, ROUTER, Fault
-from tests.soak.chaos.network import Bad
 from tests.soak.chaos.processes import Cluster, Struck
+from tests.soak.chaos.proxies import Bad
 from tests.soak.chaos.rude import Rude
 
 __all__ = ["Strikes"]
@@ -29,10 +29,8 @@ class Strikes:
 
     def kinds(self) -> list[str]:
         """Those that this machine allows."""
-        of_network = [kind for kind in NETWORK if _bad_kind(kind) in self._cluster.network.kinds]
-        shim = self._cluster.shim
-        clock = ["clock jump"] if shim is not None and shim.there else []
-        return [*PROCESS, *ROUTER, *of_network, "log stall", *clock, *CLIENTS]
+        with_shim = [*NETWORK, "clock jump"] if self._cluster.proxies is not None else []
+        return [*PROCESS, *ROUTER, *with_shim, "log stall", *CLIENTS]
 
     async def strike(self, fault: Fault) -> None:
         """Do it, and wait until it is over: not for processes that start again."""
@@ -88,13 +86,14 @@ class Strikes:
         else:
             other = "router" if kind == "cut" else ""
             bads = [Bad(kind, node.name, other, fault.way, fault.amount) for node in struck]
+        assert cluster.proxies is not None
         try:
             for bad in bads:
-                await cluster.network.begin(bad)
+                cluster.proxies.begin(bad)
             await asyncio.sleep(fault.for_s)
         finally:
             for bad in bads:
-                await cluster.network.end(bad)
+                cluster.proxies.end(bad)
         ended = time.monotonic()
         for node in struck:
             if fault.kind != "peers cut":
