@@ -266,7 +266,7 @@ def main() -> int:
             for seeded in (False, True)
         }
         del engine
-    with running("up", "--cpu", "--prefill=1", "--decode=1", f"--model={model}") as url:
+    with running("up", "--cpu", "--prefill=1", "--decode=1", f"--model={model}") as (url, _):
         runs["disaggregated"] = {
             seeded: asyncio.run(
                 through(

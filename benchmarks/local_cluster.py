@@ -43,9 +43,8 @@ def kv_events(
 
 
 @contextmanager
-def running(command: str, *flags: str) -> Iterator[str]:
-    """Start `kvrelay COMMAND FLAGS` on a free port; its URL once it is healthy. Ended, whatever
-    happens.
+def running(command: str, *flags: str) -> Iterator[tuple[str, int]]:
+    """Start `kvrelay COMMAND FLAGS` on a free port; yield its URL and process id once it is healthy.
 
     Raises RuntimeError if it ends at start, TimeoutError if it does not get healthy in time; then
     its log is printed.
@@ -57,7 +56,7 @@ def running(command: str, *flags: str) -> Iterator[str]:
         try:
             with child(argv, log, dict(os.environ)) as process:
                 wait_until_healthy(url, process, START_DEADLINE_S)
-                yield url
+                yield url, process.pid
         except BaseException:
             log.seek(0)
             sys.stderr.write(log.read().decode()[-3000:])

@@ -1,5 +1,5 @@
-"""The price against fixed splits: share of requests in time, simulated, and what a decision and
-several routers cost.
+"""The price against fixed splits: share of requests in time, simulated, and what a decision
+costs.
 
 python -m benchmarks.placement [--nodes 2 4 16] [--seconds 60] [--card
 benchmarks/rate_cards/h200-llama-3.1-8b.json]
@@ -50,7 +50,6 @@ _SPLITS = {2: (1,), 4: (2, 3), 16: (4,)}
 _RUNS = 6
 """Nodes times seeds of a cell, at least one."""
 _SETTLES_S = 120.0
-_ROUTERS = ("chat 39", "15, 4, 0.8")
 _CALLS, _EACH = 2_000, 4
 """Decisions that are timed, and how many a node has got before."""
 
@@ -240,21 +239,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                     for name, (setting, told) in ways(gpus, speeds).items()
                 }
                 print("\n".join(rows(load, gpus, shares(cells))), flush=True)
-        if 2 not in arguments.nodes:
-            return 0
-        print("\n| 1P1D, price | 1 router | 2 | 4 |\n|---|---|---|---|")
-        price = ways(2, speeds)["price 1"][0]
-        by_routers = {f"{count}": dataclasses.replace(price, routers=count) for count in (1, 2, 4)}
-        for load in [each for each in loads(2) if each.name in _ROUTERS]:
-            cells = {
-                name: [Cell(load, setting, False, seconds, seed) for seed in (1, 2, 3)]
-                for name, setting in by_routers.items()
-            }
-            print(
-                f"| {load.name} | "
-                f"{' | '.join(f'{share:.1%}' for share in shares(cells).values())} |",
-                flush=True,
-            )
     decisions = decisions_us(100)
     print(
         f"\nA decision over 100 nodes: p50 {percentile(decisions, 0.5):.0f} us, p99 "

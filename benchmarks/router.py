@@ -16,12 +16,9 @@ all see the same machine; medians are shown.
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -30,16 +27,13 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.local_cluster import family, free_ports
-from benchmarks.mock_nodes import MODEL
+from benchmarks.local_cluster import family, running
 from benchmarks.raw_load import Seen, Wave, cpu_s
 from kvrelay.load.measures import percentile
 
 ALONE, BUSY = Wave(1, 400, 16), Wave(32, 3000, 16)
 PACED, PACED_S = ("64:5", "250:5", "1000:5", "1000:80"), 4.0
 OURS, DIRECT = "kvrelay", "direct"
-START_DEADLINE_S = 60.0
-STOP_DEADLINE_S = 20.0
 
 
 class Running(msgspec.Struct, frozen=True):
@@ -82,56 +76,12 @@ def mock_node(role: str) -> Iterator[Running]:
 
 @contextmanager
 def router(workers: int, prefill: str, decode: str, flags: Sequence[str] = ()) -> Iterator[Running]:
-    """Run a router, from when it answers a chat completion. Raises RuntimeError if it never does."""
-    (port,) = free_ports(1)
-    nodes = [f"--prefill={prefill}", f"--decode={decode}"]
-    ours = [f"--port={port}", f"--workers={workers}", *flags]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvrelay.cli", "router", *nodes, *ours],
-            stdout=log,
-            stderr=log,
-            cwd=Path(__file__).parents[1],
-            env={**os.environ, "NO_PROXY": "*"},
-            start_new_session=True,
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            if not _answers(url, process):
-                log.seek(0)
-                raise RuntimeError(
-                    f"the router did not answer: {log.read().decode(errors='replace')[-3000:]}"
-                )
-            yield Running(url, family(process.pid))
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_DEADLINE_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def _answers(url: str, process: subprocess.Popen[bytes]) -> bool:
-    body = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": 2,
-        "stream": True,
-    }
-    wanted = urllib.request.Request(
-        f"{url}/v1/chat/completions",
-        msgspec.json.encode(body),
-        {"content-type": "application/json"},
-    )
-    give_up = time.monotonic() + START_DEADLINE_S
-    while process.poll() is None and time.monotonic() < give_up:
-        try:
-            with urllib.request.urlopen(wanted, timeout=5) as answer:
-                if b"[DONE]" in answer.read() and _all_listen(url):
-                    return True
-        except OSError:
+    """Run a router until the block is left, from when all of its workers listen."""
+    nodes = [f"--prefill={prefill}", f"--decode={decode}", f"--workers={workers}"]
+    with running("router", *nodes, *flags) as (url, pid):
+        while not _all_listen(url):
             time.sleep(0.2)
-    return False
+        yield Running(url, family(pid))
 
 
 def _all_listen(url: str) -> bool:
@@ -146,17 +96,17 @@ def _wave(url: str, wave: Wave) -> Seen:
     return msgspec.json.decode(done.stdout, type=Seen)
 
 
-def measure(name: str, running: Running, nodes: list[int], paced: Sequence[str]) -> Row:
+def measure(name: str, server: Running, nodes: list[int], paced: Sequence[str]) -> Row:
     """All waves on one router."""
     failed: dict[str, int] = {}
 
     def wave(wanted: Wave) -> tuple[Seen, list[float]]:
-        before = cpu_s([*running.pids, *nodes])
-        seen = _wave(running.url, wanted)
+        before = cpu_s([*server.pids, *nodes])
+        seen = _wave(server.url, wanted)
         failed.update(seen.failed)
-        return seen, [b - a for a, b in zip(before, cpu_s([*running.pids, *nodes]), strict=True)]
+        return seen, [b - a for a, b in zip(before, cpu_s([*server.pids, *nodes]), strict=True)]
 
-    routers = len(running.pids)
+    routers = len(server.pids)
     wave(Wave(8, 200, 16))  # connections, caches
     alone, alone_cpu = wave(ALONE)
     busy, busy_cpu = wave(BUSY)
@@ -164,7 +114,7 @@ def measure(name: str, running: Running, nodes: list[int], paced: Sequence[str])
     event_us = 0.0
     for pace in paced:
         streams, gap_ms = map(int, pace.split(":"))
-        seen, _ = wave(Wave(streams, streams, int(PACED_S * 1e3 / gap_ms), gap_ms, running.pids))
+        seen, _ = wave(Wave(streams, streams, int(PACED_S * 1e3 / gap_ms), gap_ms, server.pids))
         if pace == paced[0] and seen.events:
             event_us = sum(seen.watched_cpu_s) / seen.events * 1e6
         share = seen.events / (seen.window_s * streams * 1e3 / gap_ms) if seen.window_s else 0.0
@@ -234,7 +184,6 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="a row with so many processes, too")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", default=",".join(PACED), help="paced streams and their ms")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("flags", nargs="*", help="of the router")
     args = parser.parse_args()
     workers = {DIRECT: 0, OURS: 1} | (
@@ -250,12 +199,10 @@ def main() -> int:
                     if count
                     else nullcontext(Running(decode.url, []))
                 )
-                with started as running:
-                    seen[name].append(measure(name, running, prefill.pids + decode.pids, paced))
+                with started as server:
+                    seen[name].append(measure(name, server, prefill.pids + decode.pids, paced))
     rows = [_median(seen[name]) for name in workers]
     _show(rows)
-    if args.json:
-        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
     return 1 if any(row.failed for row in rows) else 0
 
 

@@ -137,7 +137,7 @@ def main() -> int:
     told: dict[str, dict[str, Any]] = {}
     failed: list[Record] = []
     print(f"{'':26}" + "".join(f"{name:>{WIDTH}}" for name in Figures.__dataclass_fields__))
-    with running(args.command, *flags) as url:
+    with running(args.command, *flags) as (url, _):
         with urlopen(f"{url}/v1/models", timeout=10) as answer:
             model = json.load(answer)["data"][0]["id"]
         for number, loads in enumerate(rows):

@@ -45,7 +45,6 @@ class Run:
     workload: str
     requests: int
     setting: Setting
-    load: float | None = None
     trace: Path | None = None
 
 
@@ -55,11 +54,9 @@ def run(each: Run) -> Summary:
     if each.trace is not None:
         asks = read_trace(each.trace, each.requests or None)
         work_ms = sum(setting.speeds.prompt_ms(asked.prompt) for asked in asks)
-        streams = at_load(asks, work_ms / setting.prefill / (each.load or 1.0))
+        streams = at_load(asks, work_ms / setting.prefill)
     else:
         workload = SCALE if each.workload == SCALE.name else WORKLOADS[each.workload]
-        if each.load is not None:
-            workload = dataclasses.replace(workload, load=each.load)
         streams = streams_of(workload, each.requests, setting.prefill, setting.seed, setting.speeds)
     # Looking for cycles among a million living objects would take a third of the time.
     gc.disable()
@@ -84,9 +81,7 @@ def comparison(arguments: argparse.Namespace) -> list[Run]:
         for policy in arguments.policies or POLICY_NAMES:
             setting = dataclasses.replace(_setting(arguments), policy=policy, block_size=block_size)
             requests = arguments.requests or (0 if traced else 4_000)
-            runs.append(
-                Run(name, requests, setting, arguments.load, arguments.trace if traced else None)
-            )
+            runs.append(Run(name, requests, setting, arguments.trace if traced else None))
     return runs
 
 
@@ -100,9 +95,9 @@ def scale(arguments: argparse.Namespace) -> list[Run]:
         dataclasses.replace(first, policy=policy, routers=routers, stale_ms=stale_ms)
         for policy in arguments.policies or _SCALE_POLICIES
         for routers in ([arguments.routers] if arguments.routers else _REPLICAS)
-        for stale_ms in (_AGES_MS if arguments.stale is None else [arguments.stale])
+        for stale_ms in _AGES_MS
     ]
-    return [Run(SCALE.name, requests, setting, arguments.load) for setting in settings]
+    return [Run(SCALE.name, requests, setting) for setting in settings]
 
 
 def _setting(arguments: argparse.Namespace) -> Setting:
@@ -111,9 +106,7 @@ def _setting(arguments: argparse.Namespace) -> Setting:
         prefill=prefill,
         decode=decode,
         routers=arguments.routers or 1,
-        stale_ms=arguments.stale or 0.0,
         seed=arguments.seed,
-        shortest_first=not arguments.fcfs,
     )
 
 
@@ -149,17 +142,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--nodes", type=_nodes, metavar="P:D", help="prefill and decode nodes: 8:8, or 500:500"
     )
     parser.add_argument("--routers", type=int, help="replicas: 1; with --scale 1 and 8")
-    parser.add_argument(
-        "--stale", type=float, metavar="MS", help="age of the reports: 0; with --scale 0 to 2,000"
-    )
-    parser.add_argument(
-        "--load",
-        type=float,
-        help="of the prefill nodes if nothing were cached; else each workload's own",
-    )
-    parser.add_argument(
-        "--fcfs", action="store_true", help="prefill nodes serve in the order of arrival"
-    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args(argv)

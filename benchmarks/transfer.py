@@ -34,10 +34,6 @@ from typing import Any
 from kvrelay.profiling.transfer_pair import Pair, Part, Took, open_pair
 from kvrelay.wire.errors import TransferError
 
-CONNECTORS = ("direct", "nixl", "nccl")
-SIZES_MIB = (16, 64, 512, 1024, 4096)
-# Blocks of 16 and of 64 tokens of the 8B shape, 131,072 bytes a token.
-BLOCK_BYTES = (2 << 20, 8 << 20)
 # What the rows beside the plain ones move: 4,096 tokens, or the largest size if that is smaller.
 OTHERS_BYTES = 512 << 20
 LEAD_S = 0.010
@@ -162,10 +158,10 @@ class Bench:
         self.rows: list[Row] = []
         self.missing: list[dict[str, Any]] = []
         self.pools: list[dict[str, Any]] = []
-        self._devices: list[str] = arguments.devices
+        self._devices: list[str] = arguments.devices.split(",")
         self._sizes: list[int] = arguments.sizes
         self._block_bytes: list[int] = arguments.block_bytes
-        self._checksums: list[float] = arguments.checksums
+        self._checksums = [float(share) for share in arguments.checksums.split(",") if share]
         self._spacing_s: float | None = arguments.spacing_ms and arguments.spacing_ms / 1e3
         self._ends_at = ends_at
         self._rng = random.Random(4)
@@ -311,54 +307,12 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def _names(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in CONNECTORS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: there are {', '.join(CONNECTORS)}")
-    return names
+def _numbers(text: str) -> list[int]:
+    return sorted({int(part) for part in text.split(",")})
 
 
 def _mebibytes(text: str) -> list[int]:
-    return [size << 20 for size in _positive(text)]
-
-
-def _block_sizes(text: str) -> list[int]:
-    sizes = _positive(text)
-    if any(size % 8 for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text}: a block has a multiple of 8 bytes")
-    return sizes
-
-
-def _shares(text: str) -> list[float]:
-    try:
-        shares = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: shares with commas between them") from error
-    if not all(0 < share <= 1 for share in shares):
-        raise argparse.ArgumentTypeError(f"{text}: above 0 and at most 1")
-    return shares
-
-
-def _positive(text: str) -> list[int]:
-    try:
-        numbers = sorted({int(part) for part in text.split(",")})
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text}: whole numbers with commas between them"
-        ) from error
-    if numbers[0] <= 0:
-        raise argparse.ArgumentTypeError(f"{text}: more than 0")
-    return numbers
-
-
-def _devices(text: str) -> list[str]:
-    devices = text.split(",")
-    if len(devices) != 2:
-        raise argparse.ArgumentTypeError(
-            f"{text}: the source's and the reader's, for example cuda:0,cuda:1"
-        )
-    return devices
+    return [size << 20 for size in _numbers(text)]
 
 
 def main() -> int:
@@ -366,24 +320,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--connectors", type=_names, default=list(CONNECTORS), help="default: all, direct,nixl,nccl"
-    )
-    parser.add_argument(
-        "--devices", type=_devices, default=["cpu", "cpu"], help="source,reader; default cpu,cpu"
-    )
-    parser.add_argument(
-        "--sizes", type=_mebibytes, default=[size << 20 for size in SIZES_MIB], help="MiB"
-    )
-    parser.add_argument(
-        "--block-bytes", type=_block_sizes, default=list(BLOCK_BYTES), help="default 2 and 8 MiB"
-    )
-    parser.add_argument(
-        "--checksums",
-        type=_shares,
-        default=[],
-        help="rows with so large a share of blocks checked, too; default none",
-    )
+    parser.add_argument("--connectors", default="direct,nixl,nccl")
+    parser.add_argument("--devices", default="cpu,cpu", help="the source's and the reader's")
+    parser.add_argument("--sizes", type=_mebibytes, default="16,64,512,1024,4096", help="MiB")
+    parser.add_argument("--block-bytes", type=_numbers, default=[2 << 20, 8 << 20])
+    parser.add_argument("--checksums", default="", help="shares of blocks: a row for each, too")
     parser.add_argument(
         "--spacing-ms", type=float, help="between chunks; default 5 times a whole transfer"
     )
@@ -397,7 +338,7 @@ def main() -> int:
     arguments = parser.parse_args()
     began = time.monotonic()
     bench = Bench(arguments, began + arguments.within_s)
-    bench.run(arguments.connectors)
+    bench.run(arguments.connectors.split(","))
     best = bench.best()
     if arguments.json is not None:
         figures = {

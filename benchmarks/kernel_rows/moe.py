@@ -1,5 +1,4 @@
-"""The mixture of experts of Mixtral-8x7B and of Qwen3-30B-A3B: the whole of it, and its two grouped
-products.
+"""The mixture of experts of Mixtral-8x7B and of Qwen3-30B-A3B.
 
 Random routing: every expert is as likely as another. The limit is the weights of the experts that
 are hit, read once, or from 4,096 tokens on the arithmetic.
@@ -7,8 +6,9 @@ are hit, read once, or from 4,096 tokens on the arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -37,84 +37,55 @@ class Shape:
 SHAPES = (Shape("Mixtral", 4096, 14336, 8, 2), Shape("Qwen3-30B", 2048, 768, 128, 8))
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer's weights."""
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-
-
-def _layers(shape: Shape) -> list[Layer]:
-    """Two layers' worth; together far larger than the L2 cache."""
+def _layers(shape: Shape) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return gate-up's and down's weights of two layers, far larger than the L2 cache."""
 
     def random(rows: int, columns: int) -> torch.Tensor:
         weight = torch.randn(shape.experts, rows, columns, device="cuda", dtype=torch.bfloat16)
         return weight.mul_(columns**-0.5)
 
     return [
-        Layer(random(2 * shape.inner, shape.hidden), random(shape.hidden, shape.inner))
-        for _ in range(2)
+        (random(2 * shape.inner, shape.hidden), random(shape.hidden, shape.inner)) for _ in range(2)
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
-    """One step's rows; several of them, so that each call hits other experts."""
-
-    x: torch.Tensor
-    logits: torch.Tensor
-    layer: Layer
-
-
-def _inputs(shape: Shape, tokens: int, layers: list[Layer]) -> list[Input]:
-    count = 8 if tokens <= 32 else 2
-
-    def random(columns: int) -> torch.Tensor:
-        return torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
-
-    return [Input(random(shape.hidden), random(shape.experts), layers[i % 2]) for i in range(count)]
-
-
-def _limits(shape: Shape, inputs: list[Input], matrices: int) -> tuple[float, float]:
-    """Bytes, operations of a call over `matrices` (of gate, up, down) of the experts that are hit;
-    what limits it.
-    """
-    tokens = len(inputs[0].x)
-    each = shape.hidden * shape.inner * matrices
+def _limits(shape: Shape, logits: list[torch.Tensor]) -> tuple[float, float]:
+    """Return the bytes of the experts that a call hits, or its operations: what limits it."""
+    tokens, each = len(logits[0]), 3 * shape.hidden * shape.inner
     if tokens >= 4096:
         return 0.0, 2.0 * tokens * shape.top_k * each
-    hit = sum(
-        len(set(one.logits.topk(shape.top_k).indices.flatten().tolist())) for one in inputs
-    ) / len(inputs)
-    return hit * each * BF16, 0.0
+    hit = [len(set(one.topk(shape.top_k).indices.flatten().tolist())) for one in logits]
+    return sum(hit) / len(hit) * each * BF16, 0.0
 
 
 def rows() -> Iterator[Row]:
-    """The table, with the shipped tile shapes."""
+    """Yield a row for each model and number of tokens, with the shipped tile shapes."""
     for shape in SHAPES:
         layers = _layers(shape)
         for tokens in TOKENS:
-            inputs = _inputs(shape, tokens, layers)
-            out = torch.empty_like(inputs[0].x)
-            calls = [_whole(shape, one, out) for one in inputs]
-            yield Row("moe", _work(shape, tokens), median_us(calls), *_limits(shape, inputs, 3))
+            count = 8 if tokens <= 32 else 2  # inputs, so that each call hits other experts
+            xs, logits = (
+                [
+                    torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+                    for _ in range(count)
+                ]
+                for columns in (shape.hidden, shape.experts)
+            )
+            out = torch.empty_like(xs[0])
+            calls = [
+                partial(
+                    moe,
+                    xs[at],
+                    logits[at],
+                    *layers[at % 2],
+                    top_k=shape.top_k,
+                    renormalize=True,
+                    out=out,
+                    pdl=True,
+                )
+                for at in range(count)
+            ]
+            work = f"{shape.name}, {tokens} tokens, bf16"
+            yield Row("moe", work, median_us(calls), *_limits(shape, logits))
         del layers
         torch.cuda.empty_cache()
-
-
-def _work(shape: Shape, tokens: int) -> str:
-    return f"{shape.name}, {tokens} tokens, bf16"
-
-
-def _whole(shape: Shape, one: Input, out: torch.Tensor) -> Callable[[], object]:
-    return lambda: moe(
-        one.x,
-        one.logits,
-        one.layer.gate_up,
-        one.layer.down,
-        top_k=shape.top_k,
-        renormalize=True,
-        out=out,
-        pdl=True,
-    )

@@ -74,13 +74,13 @@ def _product_rows(name: str, n: int, k: int) -> Iterator[Row]:
             moved = 2.0 * (
                 n * k + m * k + (act if "act" in kernel or "gate" in kernel else out).numel()
             )
-            yield Row(
-                kernel,
-                f"{name} {n}x{k} m{m}",
-                median_us(of_kernel),
-                bytes_moved=moved,
-                flop=2.0 * m * n * k,
-            )
+            yield _row(kernel, name, m, of_kernel, moved)
+
+
+def _row(kernel: str, name: str, m: int, calls: list[Call], moved: float) -> Row:
+    n, k = {**SHAPES, "lm_head": LM_HEAD}[name]
+    work = f"{name} {n}x{k} m{m}"
+    return Row(kernel, work, median_us(calls), bytes_moved=moved, flop=2.0 * m * n * k)
 
 
 def _cublas_and_act(
@@ -150,13 +150,7 @@ def _invariant_rows() -> Iterator[Row]:
             }
             for kernel, of_kernel in calls.items():
                 moved = 2.0 * (n * k + m * k + m * n)
-                yield Row(
-                    kernel,
-                    f"{name} {n}x{k} m{m}",
-                    median_us(of_kernel),
-                    bytes_moved=moved,
-                    flop=2.0 * m * n * k,
-                )
+                yield _row(kernel, name, m, of_kernel, moved)
 
 
 def _fp8_rows() -> Iterator[Row]:
@@ -197,13 +191,7 @@ def _fp8_rows() -> Iterator[Row]:
                 ]
             for kernel, of_kernel in calls.items():
                 moved = n * k + 2.0 * (m * k + (act if "gate" in kernel else out).numel())
-                yield Row(
-                    kernel,
-                    f"{name} {n}x{k} m{m}",
-                    median_us(of_kernel),
-                    bytes_moved=moved,
-                    flop=2.0 * m * n * k,
-                )
+                yield _row(kernel, name, m, of_kernel, moved)
 
 
 def _skinny_call(

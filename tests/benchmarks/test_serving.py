@@ -23,8 +23,8 @@ def record(failure: str = "") -> Record:
 @pytest.mark.parametrize("failure", ["", "status"])
 def test_a_failure_behind_the_plus_is_one(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
-    def running(command: str, *flags: str) -> Iterator[str]:
-        yield "http://a:1"
+    def running(command: str, *flags: str) -> Iterator[tuple[str, int]]:
+        yield "http://a:1", 1
 
     def measure(
         url: str, model: str, vocab: int, rows: list[serving.Row], seed: int, within_s: float

@@ -85,14 +85,6 @@ def _words(rng: random.Random, count: int) -> str:
     return " ".join(rng.choice(_WORDS) for _ in range(count))
 
 
-def _sampled(rng: random.Random) -> dict[str, Any]:
-    return {
-        "seed": rng.randrange(1 << 30),
-        "temperature": rng.choice([0.7, 1.0]),
-        "top_p": rng.choice([0.9, 1.0]),
-    }
-
-
 def _completion(rng: random.Random, words: int, tokens: int, **more: Any) -> list[_Step]:
     every = {"max_tokens": tokens, "stream": True, "ignore_eos": True, "return_token_ids": True}
     return [(COMPLETIONS, {"prompt": _words(rng, words), **every, **more}, None)]
@@ -104,63 +96,23 @@ def _chat(rng: random.Random, words: int, tokens: int, **more: Any) -> list[_Ste
     return [(CHAT, {"messages": said, **every, **more}, None)]
 
 
-def _greedy(rng: random.Random, longest: int) -> list[_Step]:
-    return _completion(rng, rng.randint(3, 30), rng.randint(20, 150), temperature=0)
+def _sampled(
+    rng: random.Random,
+    make: Callable[..., list[_Step]],
+    words: int,
+    tokens: tuple[int, int],
+    **more: Any,
+) -> list[_Step]:
+    drawn = {
+        "seed": rng.randrange(1 << 30),
+        "temperature": rng.choice([0.7, 1.0]),
+        "top_p": rng.choice([0.9, 1.0]),
+    }
+    return make(rng, words, rng.randint(*tokens), **drawn, **more)
 
 
-def _seeded(rng: random.Random, longest: int) -> list[_Step]:
-    usage = {"stream_options": {"include_usage": True}}
-    return _completion(rng, rng.randint(3, 30), rng.randint(20, 150), **_sampled(rng), **usage)
-
-
-def _whole(rng: random.Random, longest: int) -> list[_Step]:
-    return _completion(rng, rng.randint(3, 30), rng.randint(20, 100), **_sampled(rng), stream=False)
-
-
-def _whole_chat(rng: random.Random, longest: int) -> list[_Step]:
-    penalties = {"presence_penalty": 0.4, "frequency_penalty": 0.2, "min_tokens": 20}
-    return _chat(
-        rng, rng.randint(3, 30), rng.randint(40, 100), **_sampled(rng), **penalties, stream=False
-    )
-
-
-def _long_prompt(rng: random.Random, longest: int) -> list[_Step]:
-    return _completion(
-        rng, rng.randint(longest // 20, longest // 6), rng.randint(10, 60), **_sampled(rng)
-    )
-
-
-def _long_answer(rng: random.Random, longest: int) -> list[_Step]:
-    return _completion(rng, 1, rng.randint(200, 500), **_sampled(rng), repetition_penalty=1.05)
-
-
-def _several(rng: random.Random, longest: int) -> list[_Step]:
-    return _completion(
-        rng, rng.randint(3, 30), rng.randint(20, 80), **_sampled(rng), n=rng.choice([2, 3])
-    )
-
-
-def _logprobs(rng: random.Random, longest: int) -> list[_Step]:
-    return _completion(rng, rng.randint(3, 30), rng.randint(20, 60), **_sampled(rng), logprobs=3)
-
-
-def _chat_logprobs(rng: random.Random, longest: int) -> list[_Step]:
-    more = {"logprobs": True, "top_logprobs": 2, "ignore_eos": True}
-    return _chat(rng, rng.randint(3, 30), rng.randint(20, 60), **_sampled(rng), **more)
-
-
-def _schema(rng: random.Random, longest: int) -> list[_Step]:
-    wanted = {"type": "json_schema", "json_schema": {"name": "thing", "schema": _SCHEMA}}
-    return _chat(rng, rng.randint(3, 20), 250, **_sampled(rng), response_format=wanted)
-
-
-def _tools(rng: random.Random, longest: int) -> list[_Step]:
-    choice: Any = rng.choice(["required", {"type": "function", "function": {"name": "letter"}}])
-    return _chat(rng, rng.randint(3, 20), 250, **_sampled(rng), tools=_TOOLS, tool_choice=choice)
-
-
-def _stop(rng: random.Random, longest: int) -> list[_Step]:
-    ((path, fields, _),) = _completion(rng, rng.randint(3, 20), 120, **_sampled(rng))
+def _stop(rng: random.Random) -> list[_Step]:
+    ((path, fields, _),) = _sampled(rng, _completion, _prompt(rng, 20), (120, 120))
     share, size = rng.uniform(0.3, 0.9), rng.choice([2, 3, 5])
 
     def stopped(fields: Mapping[str, Any], text: str) -> dict[str, Any]:
@@ -170,8 +122,8 @@ def _stop(rng: random.Random, longest: int) -> list[_Step]:
     return [(path, fields, None), (path, fields, stopped)]
 
 
-def _conversation(rng: random.Random, longest: int) -> list[_Step]:
-    ((path, fields, _),) = _chat(rng, rng.randint(3, 20), rng.randint(20, 60), **_sampled(rng))
+def _conversation(rng: random.Random) -> list[_Step]:
+    ((path, fields, _),) = _sampled(rng, _chat, _prompt(rng, 20), (20, 60))
     steps: list[_Step] = [(path, fields, None)]
     for _ in range(TURNS - 1):
         said = _words(rng, rng.randint(2, 10))
@@ -184,18 +136,44 @@ def _conversation(rng: random.Random, longest: int) -> list[_Step]:
     return steps
 
 
+def _prompt(rng: random.Random, most: int = 30) -> int:
+    return rng.randint(3, most)
+
+
+def _random_tools(rng: random.Random) -> dict[str, Any]:
+    choice = rng.choice(["required", {"type": "function", "function": {"name": "letter"}}])
+    return {"tools": _TOOLS, "tool_choice": choice}
+
+
+_USAGE = {"stream_options": {"include_usage": True}}
+_PENALTIES = {"presence_penalty": 0.4, "frequency_penalty": 0.2, "min_tokens": 20}
+_FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": _SCHEMA}}
+_TOP = {"logprobs": True, "top_logprobs": 2, "ignore_eos": True}
+
 KINDS: dict[str, Callable[[random.Random, int], list[_Step]]] = {
-    "greedy": _greedy,
-    "seeded": _seeded,
-    "whole": _whole,
-    "whole chat": _whole_chat,
-    "long prompt": _long_prompt,
-    "long answer": _long_answer,
-    "several": _several,
-    "logprobs": _logprobs,
-    "chat logprobs": _chat_logprobs,
-    "schema": _schema,
-    "tools": _tools,
-    "stop": _stop,
-    "conversation": _conversation,
+    "greedy": lambda rng, _: _completion(rng, _prompt(rng), rng.randint(20, 150), temperature=0),
+    "seeded": lambda rng, _: _sampled(rng, _completion, _prompt(rng), (20, 150), **_USAGE),
+    "whole": lambda rng, _: _sampled(rng, _completion, _prompt(rng), (20, 100), stream=False),
+    "whole chat": lambda rng, _: _sampled(
+        rng, _chat, _prompt(rng), (40, 100), **_PENALTIES, stream=False
+    ),
+    "long prompt": lambda rng, longest: _sampled(
+        rng, _completion, rng.randint(longest // 20, longest // 6), (10, 60)
+    ),
+    "long answer": lambda rng, _: _sampled(
+        rng, _completion, 1, (200, 500), repetition_penalty=1.05
+    ),
+    "several": lambda rng, _: _sampled(
+        rng, _completion, _prompt(rng), (20, 80), n=rng.choice([2, 3])
+    ),
+    "logprobs": lambda rng, _: _sampled(rng, _completion, _prompt(rng), (20, 60), logprobs=3),
+    "chat logprobs": lambda rng, _: _sampled(rng, _chat, _prompt(rng), (20, 60), **_TOP),
+    "schema": lambda rng, _: _sampled(
+        rng, _chat, _prompt(rng, 20), (250, 250), response_format=_FORMAT
+    ),
+    "tools": lambda rng, _: _sampled(
+        rng, _chat, _prompt(rng, 20), (250, 250), **_random_tools(rng)
+    ),
+    "stop": lambda rng, _: _stop(rng),
+    "conversation": lambda rng, _: _conversation(rng),
 }

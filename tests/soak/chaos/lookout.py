@@ -19,7 +19,6 @@ from tests.soak.chaos.processes import Cluster
 
 __all__ = [
     "LATEST_S",
-    "PREEMPTIONS",
     "Lookout",
     "Recovery",
     "Size",
@@ -32,8 +31,6 @@ LATEST_S = 15.0
 """A node that is not taken again so long after its fault's end is lost; the aim is 1 s."""
 _LOOK_S = 0.1
 _SIZES_S = 3.0
-_COUNT_S = 2.0
-PREEMPTIONS = "vllm:num_preemptions_total"
 _ROUTER_S = 1.0
 """After which a router that was started again knows its nodes."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -89,35 +86,9 @@ class Lookout:
         """All of them, by the node's name."""
         self.sizes: list[tuple[float, dict[str, Size]]] = []
         """At a monotonic second, by process."""
-        self._preemptions: dict[tuple[str, int], float] = {}
-        """Of each process of each node, as last told."""
-
-    @property
-    def preemptions(self) -> int:
-        """Of all nodes, those included that were lost since: up to the last time that they were
-        asked.
-        """
-        return round(sum(self._preemptions.values()))
 
     async def run(self) -> None:
         """Look, again and again."""
-        await asyncio.gather(self._watch(), self._count())
-
-    async def count(self) -> None:
-        """Ask all nodes once what they count."""
-        for node in self._cluster.nodes:
-            of = (node.name, node.starts)
-            if (told := (await self._cluster.metrics(node)).get(PREEMPTIONS)) is not None and of[
-                1
-            ] == node.starts:
-                self._preemptions[of] = told
-
-    async def _count(self) -> None:
-        while True:
-            await self.count()
-            await asyncio.sleep(_COUNT_S)
-
-    async def _watch(self) -> None:
         next_sizes = 0.0
         while True:
             began = time.monotonic()

@@ -42,17 +42,15 @@ def print_table(options: argparse.Namespace, result: Result) -> None:
         f"their twins"
     )
     print(f"{'  by kind':20} {_listed(verdict.equal_by_kind)}")
-    print(f"{'  others':20} {_listed(others) or 'none'}; {facts['preemptions']} preemptions")
+    print(f"{'  others':20} {_listed(others) or 'none'}; {result.rude.preemptions} preemptions")
     print(f"{'nonsense':20} answered with {_listed(result.rude.answers) or 'nothing'}")
     for what, count in verdict.honest.most_common():
         print(f"{'  told honestly':20} {count} times: {what}")
     print(f"{'failed over':20} {verdict.failed_over} requests")
     for name, times in (
         ("gap at a fail-over", verdict.gap_ms),
-        *((f"  {kind}", times) for kind, times in verdict.gap_ms_by_fault.items()),
         ("longest gap of others", verdict.undisturbed_gap_ms),
         ("first token", verdict.first_token_ms),
-        ("  failed over before", verdict.first_token_failed_over_ms),
     ):
         print(f"{name:20} {_row(times)}")
     _print_recovery(result.recovered)
@@ -108,11 +106,9 @@ def whole(options: argparse.Namespace, result: Result) -> dict[str, Any]:
     began = result.facts["began"]
     return {
         "seed": options.seed,
-        "options": vars(options),
+        "preemptions": result.rude.preemptions,
         **msgspec.to_builtins(result.verdict),
         **msgspec.to_builtins(result.facts),
-        "recovered": [{**asdict(each), "ended": each.ended - began} for each in result.recovered],
-        "windows": msgspec.to_builtins(result.windows),
         "faults": [
             {
                 **msgspec.to_builtins(each.fault),
@@ -122,9 +118,6 @@ def whole(options: argparse.Namespace, result: Result) -> dict[str, Any]:
             }
             for each in cluster.struck
         ],
-        "down": {
-            node.name: [[a - began, b - began] for a, b in node.down] for node in cluster.nodes
-        },
         "not_done": [
             {
                 **asdict(each),

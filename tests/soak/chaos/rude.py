@@ -22,7 +22,6 @@ import msgspec
 
 from kvrelay.wire.outputs import Load
 from tests.soak.chaos.crowd import Crowd, Seen
-from tests.soak.chaos.lookout import PREEMPTIONS
 from tests.soak.chaos.processes import HOST, Cluster, Node
 from tests.soak.chaos.verdict import Span, meets
 
@@ -57,6 +56,7 @@ class Rude:
     def __init__(self, cluster: Cluster, crowd: Crowd, longest: int) -> None:
         self._cluster, self._crowd, self._longest = cluster, crowd, longest
         self.answers: Counter[str] = Counter()
+        self.preemptions = 0.0
         self.broken: list[Rudeness] = []
 
     async def do(self, kind: str, count: int, for_s: float, rng: random.Random) -> None:
@@ -89,12 +89,13 @@ class Rude:
             told, before = await self._cluster.health(node), await self._preemptions(node)
             if told is not None:
                 await self._ask_for_more(node, msgspec.convert(told["load"], Load), rng)
-                if await self._preemptions(node) > before:
+                if (more := await self._preemptions(node) - before) > 0:
+                    self.preemptions += more
                     return
             await asyncio.sleep(1.0)
 
     async def _preemptions(self, node: Node) -> float:
-        return (await self._cluster.metrics(node)).get(PREEMPTIONS, 0.0)
+        return (await self._cluster.metrics(node)).get("vllm:num_preemptions_total", 0.0)
 
     async def _ask_for_more(self, node: Node, load: Load, rng: random.Random) -> None:
         tokens = self._crowd.mean_tokens("long answer")

@@ -149,8 +149,6 @@ async def _disturbed(
         cluster.surprises += await _failures([watching])
     watching.cancel()
     facts: dict[str, Any] = {"began": began, "seconds": ended - began}
-    await lookout.count()
-    facts["preemptions"] = lookout.preemptions
     await asyncio.sleep(
         2.5 * KEPT_S
     )  # connections of clients that are idle are none that have grown
@@ -282,7 +280,6 @@ def _judged(
     facts["without_s"] = {
         role: sum(max(0.0, b - a - MARGIN_S) for a, b in joined(without[role])) for role in without
     }
-    blows = [(each.at, each.fault.kind, each.url) for each in cluster.struck if not each.missed]
     legs = broken_legs(log)
     told_to_end = {
         each.at
@@ -293,7 +290,7 @@ def _judged(
         Outage(a, b, a + _DRAIN_S if a in told_to_end else None) for a, b in cluster.router.down
     ]
     stalls = _router_stalls(cluster)
-    verdict = judged(crowd.seen, legs, blows, without["decode"], GAP_S, no_router, stalls)
+    verdict = judged(crowd.seen, legs, without["decode"], GAP_S, no_router, stalls)
     if lost := crowd.asked - len(crowd.seen):
         verdict.broken.append(f"{lost} requests have no end at all")
     return verdict

@@ -9,7 +9,6 @@ to whom it has not answered when its time is over.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,8 +44,6 @@ _STALL_MARGIN_S = 1.0
 Span = tuple[float, float]
 Leg = tuple[float, str, str]
 """When it broke, its role, and the address of its node."""
-Blow = tuple[float, str, str]
-"""When, which kind, and the address of the node."""
 
 
 class Outage(NamedTuple):
@@ -87,12 +84,9 @@ class Verdict:
     """At a fail-over: between the two parts of a stream around the moment at which its decode leg
     broke.
     """
-    gap_ms_by_fault: dict[str, Times] = field(default_factory=dict)
     undisturbed_gap_ms: Times = field(default_factory=lambda: Times.of([]))
     """The longest wait of each stream of which no leg broke."""
     first_token_ms: Times = field(default_factory=lambda: Times.of([]))
-    first_token_failed_over_ms: Times = field(default_factory=lambda: Times.of([]))
-    """Of those of which a leg broke before their first token."""
     broken: list[str] = field(default_factory=list)
 
 
@@ -130,7 +124,6 @@ def none_up(down: Mapping[str, Sequence[Sequence[Span]]]) -> dict[str, list[Span
 def judged(
     seen: Sequence[Seen],
     legs: Mapping[str, Sequence[Leg]],
-    blows: Sequence[Blow],
     no_decode: Sequence[Span],
     gap_s: float,
     no_router: Sequence[Outage] = (),
@@ -144,10 +137,9 @@ def judged(
     excused = joined(
         [*no_decode, *((each.begin, each.end + _ROUTER_MARGIN_S) for each in no_router)]
     )
-    gaps: dict[str, list[float]] = {}
+    gaps: list[float] = []
     others: list[float] = []
     firsts: list[float] = []
-    late_firsts: list[float] = []
     for each in seen:
         verdict.ends[each.end] += 1
         broke = legs.get(each.id, [])
@@ -169,15 +161,13 @@ def judged(
                 f"{told}: {each.end} {each.ended - each.began:.1f} s later: {each.error}"
             )
         if each.times and each.end == "done" and not each.slow:
-            for at, role, url in broke:
+            for at, role, _ in broke:
                 stalled = any(a <= at <= b + _STALL_MARGIN_S for a, b in stalls)
                 if role == "decode" and not stalled and (gap := each.gap_at(at)):
-                    gaps.setdefault(_last_blow(blows, url, at), []).append(gap)
+                    gaps.append(gap)
             if not broke:
                 others.append(max(b - a for a, b in each.gaps()))
-            (late_firsts if broke and broke[0][0] < each.times[0] else firsts).append(
-                each.times[0] - each.began
-            )
+            firsts.append(each.times[0] - each.began)
         waits = (
             [] if each.slow else [(begin, end) for begin, end in each.gaps() if end - begin > gap_s]
         )
@@ -187,13 +177,8 @@ def judged(
             if end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in excused) > gap_s
         ]
     verdict.failed_over = sum(bool(legs.get(each.id)) for each in seen)
-    verdict.gap_ms, verdict.undisturbed_gap_ms = (
-        Times.of(itertools.chain(*gaps.values())),
-        Times.of(others),
-    )
-    verdict.gap_ms_by_fault = {kind: Times.of(seconds) for kind, seconds in sorted(gaps.items())}
-    verdict.first_token_ms = Times.of([*firsts, *late_firsts])
-    verdict.first_token_failed_over_ms = Times.of(late_firsts)
+    verdict.gap_ms, verdict.undisturbed_gap_ms = Times.of(gaps), Times.of(others)
+    verdict.first_token_ms = Times.of(firsts)
     return verdict
 
 
@@ -216,14 +201,6 @@ def _lost_with(each: Seen, routers: Iterable[Outage]) -> bool:
             if each.end == "error" and router.drained is not None and each.ended >= router.drained:
                 return True
     return False
-
-
-def _last_blow(blows: Sequence[Blow], url: str, until: float) -> str:
-    """The kind of the last one that struck this node."""
-    return max(
-        (blow for blow in blows if blow[2] == url and blow[0] <= until),
-        default=(0.0, "no fault", ""),
-    )[1]
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
