@@ -33,7 +33,7 @@ if __name__ == "__main__":
 import httpx2
 import msgspec
 from gates import Gate, Gates, can_cut, cut_connections, family
-from real_cluster import TINY, Cluster, Process, free_port, wait_until
+from real_cluster import SHORT_LEASE, TINY, Cluster, Process, free_port, tiny_body, wait_until
 
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.outputs import Load
@@ -43,11 +43,11 @@ KINDS = (
     "router gone",
 )  # fmt: skip
 STATES = ("queued", "growing", "reading", "decoding")
-LEASE_S, HEARTBEAT_S = 1.0, 0.25
+LEASE_S = 1.5
 PROMPTS, TOKENS, LAST = 6, 1500, 32
 ANSWER_DEADLINE_S = 60.0
-# A node tells its blocks twice a second.
-FREE_WITHIN_S = 1.0 + 0.5
+# Below the lease, which gives back what was forgotten. A node tells its blocks twice a second.
+FREE_WITHIN_S = 0.8 * LEASE_S
 READY_DEADLINE_S = 90.0
 
 
@@ -66,14 +66,8 @@ class Asked(threading.Thread):
         self._news = threading.Condition()
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_DEADLINE_S)
         self._left = False
-        fields = {
-            "model": "tiny",
-            "prompt": prompt_of(number, tokens),
-            "max_tokens": LAST,
-            "seed": 5,
-            "ignore_eos": True,
-        }
-        self._body = json.dumps(fields | {"stream": True}).encode()
+        body = tiny_body(prompt_of(number, tokens), max_tokens=LAST, temperature=1, seed=5)
+        self._body = json.dumps(body | {"stream": True}).encode()
         self.start()
 
     def run(self) -> None:
@@ -360,10 +354,7 @@ def cluster_of_faults(folder: Path) -> Iterator[Faults]:
         "--no-enable-prefix-caching",
     ]
     flags += [
-        "--lease-s",
-        str(LEASE_S),
-        "--heartbeat-s",
-        str(HEARTBEAT_S),
+        *SHORT_LEASE,
         "--transfer-deadline-s",
         "3",
     ]

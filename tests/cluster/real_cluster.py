@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
@@ -15,19 +16,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx2
 import msgspec
 
 from benchmarks.local_cluster import free_ports, kv_events
 from kvrelay.drawn_keys import stored_key
+from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.outputs import Load
 
 START_DEADLINE_S = 300.0  # two seconds on a machine that has nothing else to do
-SMALL_LEASE_S, SMALL_LONGEST_BODY = (
-    2.5,
-    10_000,
-)  # of another cluster that modules share; the second of its decode node
-EMBEDDED_KEY = "token-abc123"  # wants the router of the cluster that modules share (conftest.py)
+SHORT_LEASE = ["--lease-s", "1.5", "--heartbeat-s", "0.3"]
+# Settings of clusters that modules share (conftest.py); the body is one of the decode node.
+SMALL_LEASE_S, SMALL_LONGEST_BODY = 2.5, 10_000
+EMBEDDED_KEY = "token-abc123"
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -46,15 +48,79 @@ TINY = {
 }
 
 
-def tiny_model(folder: Path, max_position_embeddings: int = 1024) -> list[str]:
-    """Writes a model of two small layers to `folder`/tiny. Returns the flags of a node that serves
-    it on one thread.
+def tiny_model(folder: Path, max_position_embeddings: int = 1024, *, kv_mib: int = 8) -> list[str]:
+    """Write a model of two small layers to `folder`/tiny; return the flags of a node of one thread.
+
+    A request calls the model `tiny`.
     """
     model = folder / "tiny"
     model.mkdir()
     content = {**TINY, "max_position_embeddings": max_position_embeddings}
     (model / "config.json").write_text(json.dumps(content))
-    return ["--model", str(model), "--load-format", "dummy", "--device", "cpu", "--threads", "1"]
+    flags = ["--model", str(model), "--load-format", "dummy", "--device", "cpu", "--threads", "1"]
+    return [*flags, "--kv-cache-memory-bytes", str(kv_mib << 20)]
+
+
+def tiny_body(prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
+    """Return a completion request of 12 tokens to the tiny model, the same at each time."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0}
+    return body | {"ignore_eos": True} | fields
+
+
+def complete(url: str, prompt: Any = "hello", **fields: Any) -> Any:
+    """Return the answer to such a request, or all chunks of it with `stream`."""
+    body = tiny_body(prompt, **fields)
+    answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return chunks_of(answer.text) if body.get("stream") else answer.json()
+
+
+def text_of(answer: Any) -> str:
+    """Return the text of the only choice of an answer or of the chunks of a stream."""
+    chunks = answer if isinstance(answer, list) else [answer]
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
+def chunks_of(events: str) -> list[dict[str, Any]]:
+    """Return the chunks of a stream that has ended as it should."""
+    *lines, done, end = events.split("\n\n")
+    assert (done, end) == ("data: [DONE]", ""), events[-300:]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def stream_until(
+    stop: asyncio.Event,
+    session: aiohttp.ClientSession,
+    url: str,
+    body: Callable[[int], dict[str, Any]],
+    wanted: Callable[[int], str] | None = None,
+    *,
+    pause_s: float = 0.0,
+) -> int:
+    """Stream one answer after the other; each must be whole, and say what is wanted.
+
+    `body` and `wanted` are asked with the number of answers before. Return how many there were.
+    """
+    done = 0
+    while not stop.is_set():
+        asked = body(done) | {"stream": True}
+        async with session.post(f"{url}/v1/completions", json=asked) as answer:
+            text = await answer.text()
+        assert answer.status == 200, text
+        chunks = chunks_of(text)
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length", text[-300:]
+        assert wanted is None or text_of(chunks) == wanted(done)
+        done += 1
+        await asyncio.sleep(pause_s)
+    return done
+
+
+def ticket_of(prefill: Process, prompt: Any, **fields: Any) -> dict[str, Any]:
+    """Have a node compute a prompt, as a third party's proxy does; return its hand-over."""
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    answer = complete(prefill.url, prompt, max_tokens=1, kv_transfer_params=asked, **fields)
+    ticket: dict[str, Any] = answer["kv_transfer_params"]
+    return ticket
 
 
 def free_port() -> int:
@@ -65,7 +131,7 @@ def free_port() -> int:
 def wait_until(
     condition: Callable[[], Any], deadline_s: float, what: str, interval_s: float = 0.02
 ) -> Any:
-    """The first true value of `condition`. Raises AssertionError naming `what` after the deadline."""
+    """Return the first true value of `condition`; `what` names it if there is none in time."""
     end = time.monotonic() + deadline_s
     while True:
         value = condition()
@@ -77,16 +143,14 @@ def wait_until(
 
 
 def counted(nodes: Iterable[Process], name: str, expected: float) -> None:
-    """Waits until a metric of these sums up to `expected`: what follows an answer is counted a
-    moment later.
-    """
+    """Wait until a metric of these nodes sums up to `expected`, a moment behind the answer."""
     wait_until(
         lambda: sum(node.metric(name) for node in nodes) == expected, 5, f"{name} is {expected:g}"
     )
 
 
 def children(pid: int, what: bytes) -> list[int]:
-    """Processes of that module that this one has started."""
+    """Return the processes that this one has started whose command line contains `what`."""
     try:
         listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except FileNotFoundError:
@@ -108,6 +172,12 @@ class Process:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def lease_s(self) -> float:
+        if "--lease-s" in self.argv:
+            return float(self.argv[self.argv.index("--lease-s") + 1])
+        return TransferConfig().lease_s
+
     def health(self) -> dict[str, Any] | None:
         """The health report, or None if it is not healthy."""
         try:
@@ -117,6 +187,13 @@ class Process:
         return (
             answer.json() if answer.status_code == 200 and answer.json()["status"] == "ok" else None
         )
+
+    def status(self) -> str:
+        """Return the status of its health report; nothing if it does not answer."""
+        try:
+            return str(httpx2.get(f"{self.url}/health", timeout=5).json()["status"])
+        except httpx2.HTTPError:
+            return ""
 
     def free_blocks(self) -> tuple[int, int]:
         """Free and total KV blocks."""
@@ -265,19 +342,31 @@ class Cluster:
 
         wait_until(met, within_s, f"{pairs} pairs of nodes met")
 
-    def all_blocks_free(self, within_s: float) -> None:
-        """Every block of every live node is free within the time."""
+    def restored(self, victim: Process) -> None:
+        """Start a node again, until the router sees all nodes."""
+        self.wait_ready(self.restart(victim))
+
+        def all_up() -> bool:
+            nodes = httpx2.get(f"{self.url}/health", timeout=5).json()["nodes"]
+            return all(node["up"] for node in nodes)
+
+        wait_until(all_up, 60, "the router sees the restarted node")
+
+    def all_blocks_free(self, within_s: float | None = None) -> None:
+        """Check that every block of every live node is free within the time.
+
+        By default sooner than a lease, which gives back what was forgotten.
+        """
+        live = [node for node in self.nodes if node.popen.poll() is None]
+        within_s = within_s or 0.8 * min((node.lease_s for node in live), default=1.0)
 
         def free() -> bool:
-            return all(
-                free == total
-                for free, total in (n.free_blocks() for n in self.nodes if n.popen.poll() is None)
-            )
+            return all(free == total for free, total in (node.free_blocks() for node in live))
 
         try:
             wait_until(free, within_s, "all blocks free")
         except AssertionError:
-            reports = {f"{n.role}:{n.port}": n.health() for n in self.nodes}
+            reports = {f"{node.role}:{node.port}": node.health() for node in live}
             raise AssertionError(f"blocks are not free {within_s:g} s later: {reports}") from None
 
     def stop(self) -> None:
@@ -292,6 +381,33 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.popen.wait(5)
+
+
+def doctor(
+    *arguments: str, timeout_s: float = 90.0, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `kvrelay doctor` to its end, with `more` variables in its environment."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "kvrelay.cli", "doctor", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "PYTHONPATH": path, **more},
+        check=False,
+    )
+
+
+def verified_pairs(cluster: Cluster) -> list[dict[str, Any]]:
+    """Have the doctor check all nodes; return what it says of the pairs, whose bytes are right."""
+    urls = [f"--{node.role}={node.url}" for node in cluster.nodes]
+    done = doctor(*urls, "--json", timeout_s=200)
+    assert done.stdout, done.stderr
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["failures"]) == (0, []), done.stderr
+    pairs: list[dict[str, Any]] = report["pairs"]
+    assert all(sample["verified"] for pair in pairs for sample in pair["samples"])
+    return pairs
 
 
 @contextmanager
@@ -319,3 +435,18 @@ def running(
         yield cluster
     finally:
         cluster.stop()
+
+
+@contextmanager
+def further_router(
+    cluster: Cluster, *flags: str, peers: Sequence[str] = (), status: str = "ok"
+) -> Iterator[Process]:
+    """Start another router before the nodes of a cluster, or before these `peers`."""
+    peers = peers or ["--strict-roles", *(f"--{node.role}={node.url}" for node in cluster.nodes)]
+    router = cluster.start("router", [*peers, *flags])
+    try:
+        wait_until(lambda: router.status() == status, 60, f"the router is {status}")
+        yield router
+    finally:
+        router.kill()
+        router.popen.wait(10)

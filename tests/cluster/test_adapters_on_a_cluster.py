@@ -10,11 +10,20 @@ from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import Cluster, Process, counted, running, tiny_model, wait_until
+from real_cluster import (
+    Cluster,
+    Process,
+    complete,
+    counted,
+    running,
+    tiny_body,
+    tiny_model,
+    wait_until,
+)
 
 from tests.paged_engine.tiny_adapters import make_adapter
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_lost")]
 
 PROMPT = [2 + (i * i) % 300 for i in range(70)]
 
@@ -32,23 +41,10 @@ def adapters(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, adapters):
     folder = tmp_path_factory.mktemp("cluster")
-    flags = tiny_model(folder)
-    flags += [
-        "--served-model-name",
-        "tiny",
-        "--kv-cache-memory-bytes",
-        str(4 << 20),
-        "--max-num-batched-tokens",
-        "16",
-    ]
-    flags += [
-        "--enable-lora",
-        "--lora-modules",
-        f"one={adapters['one']}",
-        "--lora-modules",
-        f"two={adapters['two']}",
-    ]
-    flags += ["--max-loras", "3", "--allow-runtime-lora"]
+    flags = tiny_model(folder, kv_mib=4)
+    flags += ["--enable-lora", "--max-loras=3", "--allow-runtime-lora"]
+    flags += ["--max-num-batched-tokens=16"]
+    flags += [f"--lora-modules={name}={adapters[name]}" for name in ("one", "two")]
     with running(folder, prefill=1, decode=1, flags=flags) as ours:
         alone = ours.start("serve", flags)
         ours.nodes.append(alone)
@@ -56,21 +52,12 @@ def cluster(tmp_path_factory, adapters):
         yield ours
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_lost(cluster: Cluster):
-    yield
-    cluster.all_blocks_free(within_s=10)
-
-
 def post(url: str, path: str, **body: Any) -> httpx2.Response:
     return httpx2.post(f"{url}{path}", json=body, timeout=120)
 
 
 def answer(url: str, model: str, **fields: Any) -> dict[str, Any]:
-    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 1}
-    got = post(url, "/v1/completions", model=model, **(body | fields))
-    assert got.status_code == 200, got.text
-    return got.json()
+    return complete(url, PROMPT, model=model, **{"logprobs": 1} | fields)
 
 
 def said(got: dict[str, Any]) -> tuple[str, list[float]]:
@@ -182,14 +169,7 @@ def test_a_request_that_runs_when_its_adapter_goes_ends_first(cluster, adapters)
     node = of(cluster, "serve")
     assert load(node.url, "three", adapters["three"]).status_code == 200
     wanted = said(answer(node.url, "three", max_tokens=300))
-    body = {
-        "model": "three",
-        "prompt": PROMPT,
-        "max_tokens": 300,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
+    body = tiny_body(PROMPT, model="three", max_tokens=300, stream=True)
     with httpx2.stream("POST", f"{node.url}/v1/completions", json=body, timeout=120) as stream:
         lines = stream.iter_lines()
         assert next(lines).startswith("data: ")

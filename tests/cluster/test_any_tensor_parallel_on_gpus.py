@@ -7,15 +7,18 @@ Tokens are compared loosely: sums of bf16 depend on the number of ranks.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
-import httpx2
 import pytest
-from real_cluster import TINY, Cluster, Process, counted, free_port
+from real_cluster import (
+    TINY,
+    Cluster,
+    Process,
+    complete,
+    counted,
+    free_port,
+    ticket_of,
+    verified_pairs,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.gpu]
 
@@ -98,27 +101,11 @@ def host(rank: int) -> dict[str, str]:
     return variables | {"CUDA_VISIBLE_DEVICES": str(rank % 2)}
 
 
-def complete(node: Process, request: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx2.post(f"{node.url}/v1/completions", json=request, timeout=60)
-    assert answer.status_code == 200, answer.text + node.tail()
-    return answer.json()
-
-
 def test_the_bytes_of_every_pair_are_those_that_were_filled_in(cluster, kind):
-    urls = [f"--{each.role}={each.url}" for each in cluster.nodes]
-    argv = [sys.executable, "-m", "kvrelay.cli", "doctor", *urls, "--json"]
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(
-        argv, capture_output=True, text=True, timeout=200, env=environment, check=False
-    )
-    assert done.stdout, done.stderr
-    report = json.loads(done.stdout)
-    assert (done.returncode, report["failures"]) == (0, []), done.stderr
-    assert len(report["pairs"]) == len(PREFILL) * len(DECODE)
-    assert all(sample["verified"] for pair in report["pairs"] for sample in pair["samples"])
-    assert {pair["plane"] for pair in report["pairs"]} == {kind}
-    cluster.all_blocks_free(within_s=6)
+    pairs = verified_pairs(cluster)
+    assert len(pairs) == len(PREFILL) * len(DECODE)
+    assert {pair["plane"] for pair in pairs} == {kind}
+    cluster.all_blocks_free()
 
 
 @pytest.mark.parametrize(
@@ -132,25 +119,19 @@ def test_tokens_are_near_those_of_one_rank_alone(cluster, prefill, decode):
         prompt = [
             2 + (seed * 7919 + i * i) % 300 for i in range(300)
         ]  # several chunks, some of which sample nothing
-        request = {
-            "model": "tiny",
-            "prompt": prompt,
-            "max_tokens": 4,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        request |= {"logprobs": 0}
-        alone = complete(cluster.of("prefill")[0], request)["choices"][0]["logprobs"]
-        first = complete(
-            source, request | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        fields = {"max_tokens": 4, "logprobs": 0}
+        ticket = ticket_of(source, prompt, logprobs=0)
+        alone, ours = (
+            complete(node.url, prompt, **fields, **more)["choices"][0]["logprobs"]
+            for node, more in (
+                (cluster.of("prefill")[0], {}),
+                (reader, {"kv_transfer_params": ticket}),
+            )
         )
-        ours = complete(reader, request | {"kv_transfer_params": first["kv_transfer_params"]})[
-            "choices"
-        ][0]["logprobs"]
         if ours["tokens"][:2] == alone["tokens"][:2]:  # else a near-tie
             equal += 1
             assert ours["token_logprobs"][:2] == pytest.approx(alone["token_logprobs"][:2], abs=0.1)
     assert equal >= 5
     counted([reader], "kvrelay_fetches_total", fetches + 8)
     counted([reader], "kvrelay_fetches_failed_total", 0)
-    cluster.all_blocks_free(within_s=6)
+    cluster.all_blocks_free()

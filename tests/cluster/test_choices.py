@@ -4,12 +4,13 @@ computed.
 
 import json
 import signal
+from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import Cluster, counted, running, tiny_model, wait_until
+from real_cluster import Cluster, complete, counted, running, ticket_of, tiny_body, tiny_model
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_lost")]
 
 BLOCK = 16
 PROMPT = [2 + (i * i * 7 + 13 * i) % 300 for i in range(5 * BLOCK + 9)]
@@ -19,37 +20,13 @@ PROMPT = [2 + (i * i * 7 + 13 * i) % 300 for i in range(5 * BLOCK + 9)]
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("choices")
     flags = tiny_model(folder)
-    flags += [
-        "--served-model-name",
-        "tiny",
-        "--kv-cache-memory-bytes",
-        str(8 << 20),
-        "--no-enable-prefix-caching",
-    ]
-    flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3"]
+    flags += ["--no-enable-prefix-caching"]
     with running(folder, prefill=1, decode=2, flags=flags) as ours:
         yield ours
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_lost(cluster: Cluster):
-    """After every test all blocks of all nodes are free."""
-    yield
-    cluster.all_blocks_free(within_s=15)
-
-
-def asked(url: str, **fields) -> dict:
-    every = {
-        "model": "tiny",
-        "prompt": PROMPT,
-        "max_tokens": 12,
-        "temperature": 1,
-        "seed": 5,
-        "ignore_eos": True,
-    }
-    answer = httpx2.post(f"{url}/v1/completions", json={**every, **fields}, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+def asked(url: str, prompt=PROMPT, **fields) -> Any:
+    return complete(url, prompt, **{"temperature": 1, "seed": 5} | fields)
 
 
 def choices(answer: dict) -> list[tuple]:
@@ -61,26 +38,23 @@ def choices(answer: dict) -> list[tuple]:
     ]
 
 
-def streamed(url: str, path: str = "/v1/completions", **fields) -> tuple[list[dict], dict]:
-    """All chunks, and by index the text of each choice."""
-    every = {
-        "model": "tiny",
-        "prompt": PROMPT,
-        "max_tokens": 12,
-        "temperature": 1,
-        "seed": 5,
-        "ignore_eos": True,
-    }
-    answer = httpx2.post(f"{url}{path}", json={**every, "stream": True, **fields}, timeout=60)
-    assert answer.status_code == 200, answer.text
-    events = answer.text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+def streamed(url: str, **fields) -> tuple[list[dict], list[str]]:
+    """Return all chunks, and the text of each choice."""
+    chunks = asked(url, stream=True, **fields)
     texts: dict[int, str] = {}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-    return chunks, texts
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return chunks, [text for _, text in sorted(texts.items())]
+
+
+def texts_of(answer: dict) -> list[str]:
+    return [choice["text"] for choice in answer["choices"]]
+
+
+def chat(url: str, **fields) -> httpx2.Response:
+    body = {"model": "tiny", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    body["messages"] = [{"role": "user", "content": "x"}]
+    return httpx2.post(f"{url}/v1/chat/completions", json=body | fields, timeout=60)
 
 
 def forked_blocks(cluster: Cluster) -> float:
@@ -105,9 +79,7 @@ def test_four_choices_are_those_of_one_node_and_differ_and_come_again(cluster, f
     assert choices(one) == choices(handed_over)[:1]
     assert handed_over["usage"]["prompt_tokens"] == len(PROMPT)
     _, texts = streamed(cluster.url, n=4, **fields)
-    assert [texts[index] for index in range(4)] == [
-        choice["text"] for choice in handed_over["choices"]
-    ]
+    assert texts == texts_of(handed_over)
 
 
 def test_a_choice_that_its_first_token_ends_leaves_the_others_alone(cluster):
@@ -124,26 +96,18 @@ def test_a_choice_that_its_first_token_ends_leaves_the_others_alone(cluster):
         asked(decode.url, n=3, stop_token_ids=first, return_token_ids=True)
     )
     _, texts = streamed(cluster.url, n=3, stop_token_ids=first)
-    assert [texts[index] for index in range(3)] == [
-        choice["text"] for choice in handed_over["choices"]
-    ]
+    assert texts == texts_of(handed_over)
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_proxy_that_knows_no_frames_gets_all_choices_of_the_decode_node(cluster, stream):
     prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
     alone = asked(decode.url, n=3)
-    asking = {"do_remote_decode": True, "do_remote_prefill": False}
-    leg = asked(prefill.url, n=3, max_tokens=1, kv_transfer_params=asking)
+    ticket = ticket_of(prefill, PROMPT, n=3, temperature=1, seed=5)
     if stream:
-        _, texts = streamed(decode.url, n=3, kv_transfer_params=leg["kv_transfer_params"])
-        assert [texts[index] for index in range(3)] == [
-            choice["text"] for choice in alone["choices"]
-        ]
+        assert streamed(decode.url, n=3, kv_transfer_params=ticket)[1] == texts_of(alone)
     else:
-        assert choices(
-            asked(decode.url, n=3, kv_transfer_params=leg["kv_transfer_params"])
-        ) == choices(alone)
+        assert choices(asked(decode.url, n=3, kv_transfer_params=ticket)) == choices(alone)
 
 
 def test_a_stream_tells_each_choice_once_and_usage_at_the_end(cluster):
@@ -192,7 +156,7 @@ def test_several_prompts_are_answered_as_each_alone(cluster, fields):
         chunks, texts = streamed(
             url, prompt=PROMPTS, stream_options={"include_usage": True}, **fields
         )
-        assert [texts[index] for index in range(3 * n)] == [choice[0] for choice in alone]
+        assert texts == [choice[0] for choice in alone]
         assert [chunk["usage"] for chunk in chunks if not chunk["choices"]] == [answer["usage"]]
         assert (
             len({chunk["id"] for chunk in chunks})
@@ -223,25 +187,9 @@ def test_the_best_of_several_are_the_likeliest(cluster):
     likeliest = sorted(every["choices"], key=likelihood, reverse=True)[:2]
     for url in (cluster.url, decode.url):
         best = asked(url, n=2, best_of=5)
-        assert [choice["text"] for choice in best["choices"]] == [
-            choice["text"] for choice in likeliest
-        ]
+        assert texts_of(best) == [choice["text"] for choice in likeliest]
         assert [choice["logprobs"] for choice in best["choices"]] == [None, None]
         assert best["usage"]["completion_tokens"] == 60
-
-
-def test_an_answer_may_repeat_its_prompt(cluster):
-    decode = cluster.of("decode")[0]
-    text = asked(cluster.url, prompt="Hello")["choices"][0]["text"]
-    for url in (cluster.url, decode.url):
-        assert asked(url, prompt="Hello", echo=True)["choices"][0]["text"] == "Hello" + text
-        assert streamed(url, prompt="Hello", echo=True, n=2)[1][0] == "Hello" + text
-        only = asked(url, prompt=["Hello", "you"], echo=True, max_tokens=0)
-        assert [(c["text"], c["finish_reason"]) for c in only["choices"]] == [
-            ("Hello", "length"),
-            ("you", "length"),
-        ]
-        assert only["usage"]["completion_tokens"] == 0
 
 
 @pytest.mark.parametrize(
@@ -304,48 +252,26 @@ def test_an_echo_lists_the_prompts_tokens_streamed_or_not(cluster):
 
 
 def test_a_chat_tells_of_its_prompt_at_the_top(cluster):
-    body = {
-        "model": "tiny",
-        "max_tokens": 4,
-        "temperature": 0,
-        "ignore_eos": True,
-        "prompt_logprobs": 1,
-    }
-    body["messages"] = [{"role": "user", "content": "x"}]
-    answers = [
-        httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
-        for url in (cluster.url, cluster.of("decode")[0].url)
-    ]
-    assert answers[0]["prompt_logprobs"] == answers[1]["prompt_logprobs"]
-    assert len(answers[0]["prompt_logprobs"]) == answers[0]["usage"]["prompt_tokens"]
-    refused = httpx2.post(
-        f"{cluster.url}/v1/chat/completions", json={**body, "stream": True}, timeout=60
+    ours, alone = (
+        chat(url, prompt_logprobs=1).json() for url in (cluster.url, cluster.of("decode")[0].url)
     )
+    assert ours["prompt_logprobs"] == alone["prompt_logprobs"]
+    assert len(ours["prompt_logprobs"]) == ours["usage"]["prompt_tokens"]
+    refused = chat(cluster.url, prompt_logprobs=1, stream=True)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
 
 
 def test_a_chat_goes_on_with_its_last_message(cluster):
-    body = {
-        "model": "tiny",
-        "max_tokens": 4,
-        "temperature": 0,
-        "ignore_eos": True,
-        "echo": True,
-        "n": 2,
-    }
-    body |= {"continue_final_message": True, "return_token_ids": True}
-    body["messages"] = [
+    fields = {"echo": True, "n": 2, "continue_final_message": True, "return_token_ids": True}
+    fields["messages"] = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "Once upon"},
     ]
-    answers = [
-        httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
-        for url in (cluster.url, cluster.of("decode")[0].url)
-    ]
-    assert answers[0]["choices"] == answers[1]["choices"]
-    assert answers[0]["prompt_token_ids"] == answers[1]["prompt_token_ids"]
-    assert bytes(answers[0]["prompt_token_ids"]).decode().endswith("assistant: Once upon")
-    for choice in answers[0]["choices"]:
+    ours, alone = (chat(url, **fields).json() for url in (cluster.url, cluster.of("decode")[0].url))
+    assert ours["choices"] == alone["choices"]
+    assert ours["prompt_token_ids"] == alone["prompt_token_ids"]
+    assert bytes(ours["prompt_token_ids"]).decode().endswith("assistant: Once upon")
+    for choice in ours["choices"]:
         assert choice["message"]["content"].startswith("Once upon")
         assert len(choice["token_ids"]) == 4
 
@@ -358,35 +284,20 @@ def test_a_prompt_is_cut_before_the_first_leg(cluster):
 
 @pytest.mark.parametrize("fields", [{"n": 8}, {"prompt": PROMPTS, "n": 3}])
 def test_a_client_that_leaves_ends_every_choice(cluster, fields):
-    body = {
-        "model": "tiny",
-        "prompt": PROMPT,
-        "max_tokens": 900,
-        "ignore_eos": True,
-        "stream": True,
-        **fields,
-    }
+    body = tiny_body(**{"prompt": PROMPT, "max_tokens": 900, "stream": True} | fields)
     for url in (cluster.url, cluster.of("decode")[0].url):
         with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
             for seen, _ in enumerate(answer.iter_lines()):
                 if seen > 40:
                     break
-        cluster.all_blocks_free(within_s=15)
+        cluster.all_blocks_free()
 
 
 def test_choices_with_logprobs_outlive_their_decode_node(cluster):
     """Killed in the middle of three choices; each goes on elsewhere, and nobody could tell."""
     fields = {"n": 3, "logprobs": 1, "max_tokens": 200, "stream_options": {"include_usage": True}}
     whole, texts = streamed(cluster.url, **fields)
-    body = {
-        "model": "tiny",
-        "prompt": PROMPT,
-        "temperature": 1,
-        "seed": 5,
-        "ignore_eos": True,
-        "stream": True,
-        **fields,
-    }
+    body = tiny_body(PROMPT, temperature=1, seed=5, stream=True, **fields)
     victim, chunks = None, []
     fetches = {node.url: node.metric("kvrelay_fetches_total") for node in cluster.of("decode")}
     try:
@@ -401,7 +312,7 @@ def test_choices_with_logprobs_outlive_their_decode_node(cluster):
                     victim.kill(signal.SIGKILL)
     finally:
         if victim is not None:
-            cluster.wait_ready(cluster.restart(victim))
+            cluster.restored(victim)
     assert cluster.router is not None
     assert cluster.router.metric("kvrelay_failovers_total") > 0
     # The survivor has not computed the prompt itself.
@@ -422,9 +333,3 @@ def test_choices_with_logprobs_outlive_their_decode_node(cluster):
         assert said(chunks, index) == said(whole, index)
         assert (said(chunks, index)[0], said(chunks, index)[2]) == (texts[index], ["length"])
     assert chunks[-1]["usage"] == whole[-1]["usage"]
-
-    def all_up() -> bool:
-        nodes = httpx2.get(f"{cluster.url}/health", timeout=5).json()["nodes"]
-        return all(node["up"] for node in nodes)
-
-    wait_until(all_up, 60, "the router sees the restarted node")

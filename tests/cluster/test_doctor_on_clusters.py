@@ -6,14 +6,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import httpx2
 import pytest
-from real_cluster import Cluster, Process, running, tiny_model, wait_until
+import real_cluster
+from real_cluster import Process, children, running, tiny_model, wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.alone,
+    pytest.mark.usefixtures("nothing_is_lost"),
+]
 
 KEY = "node-key"
 LEASE_S = 2.0
@@ -24,16 +27,7 @@ def cluster(tmp_path_factory):
     """Two prefill nodes, and two decode nodes of which the second may use NIXL alone."""
     folder = tmp_path_factory.mktemp("doctor")
     flags = tiny_model(folder)
-    flags += [
-        "--kv-cache-memory-bytes",
-        str(8 << 20),
-        "--lease-s",
-        str(LEASE_S),
-        "--heartbeat-s",
-        "0.3",
-        "--api-key",
-        KEY,
-    ]
+    flags += ["--lease-s", str(LEASE_S), "--heartbeat-s", "0.3", "--api-key", KEY]
     flags += ["--transfer-deadline-s", "1"]
     with running(
         folder, prefill=2, decode=1, flags=flags, router_flags=["--node-api-key", KEY]
@@ -44,20 +38,8 @@ def cluster(tmp_path_factory):
         yield ours
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_lost(cluster: Cluster):
-    """After every test all blocks of all nodes are free, within a lease and a second."""
-    yield
-    cluster.all_blocks_free(within_s=LEASE_S + 1)
-
-
 def doctor(*arguments: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": root, "KVRELAY_NODE_API_KEY": key}
-    argv = [sys.executable, "-m", "kvrelay.cli", "doctor", *arguments]
-    return subprocess.run(
-        argv, capture_output=True, text=True, timeout=90, env=environment, check=False
-    )
+    return real_cluster.doctor(*arguments, KVRELAY_NODE_API_KEY=key)
 
 
 def ask(node: Process, what: str, content: object, key: str = KEY) -> httpx2.Response:
@@ -70,12 +52,10 @@ def ask(node: Process, what: str, content: object, key: str = KEY) -> httpx2.Res
     )
 
 
-def engine_pid(node: Process) -> int:
-    """Of its engine process: the child that runs it."""
-    for pid in Path(f"/proc/{node.popen.pid}/task/{node.popen.pid}/children").read_text().split():
-        if b"kvrelay.node.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return int(pid)
-    raise AssertionError("no engine process")
+def fetch(node: Process, offered: dict, **changes: object) -> dict:
+    """Have a node fetch an offered probe, with another ticket or seed."""
+    content = {"ticket": offered["ticket"], "seed": offered["seed"]} | changes
+    return ask(node, "fetch", content).json()
 
 
 def offer(node: Process, blocks: int) -> dict:
@@ -133,7 +113,7 @@ def test_a_doctor_that_dies_between_offer_and_fetch_takes_nothing_for_longer_tha
         "its lease ends",
     )
     cluster.all_blocks_free(within_s=1)
-    late = ask(decode, "fetch", {"ticket": offered["ticket"], "seed": offered["seed"]}).json()
+    late = fetch(decode, offered)
     assert late["type"] == "ProbeRefused"
     assert late["reason"].startswith("LeaseLost: ")
 
@@ -141,9 +121,7 @@ def test_a_doctor_that_dies_between_offer_and_fetch_takes_nothing_for_longer_tha
 def test_wrong_bytes_are_noticed(cluster):
     prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
     offered = offer(prefill, 4)
-    fetched = ask(
-        decode, "fetch", {"ticket": offered["ticket"], "seed": offered["seed"] + 1}
-    ).json()
+    fetched = fetch(decode, offered, seed=offered["seed"] + 1)
     assert (fetched["type"], fetched["verified"]) == ("ProbeFetched", False)
 
 
@@ -160,9 +138,7 @@ def test_wrong_bytes_are_noticed(cluster):
 def test_forged_tickets_are_refused(cluster, change, said):
     prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
     offered = offer(prefill, 2)
-    answer = ask(
-        decode, "fetch", {"ticket": offered["ticket"] | change, "seed": offered["seed"]}
-    ).json()
+    answer = fetch(decode, offered, ticket=offered["ticket"] | change)
     assert answer["type"] == "ProbeRefused"
     assert said in answer["reason"]
     release = {"request_ids": [offered["ticket"]["remote_request_id"]]}
@@ -200,10 +176,10 @@ def test_a_prefill_node_that_stands_still_costs_the_decode_node_a_deadline(clust
     """
     prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
     offered = offer(prefill, 8)
-    engine = engine_pid(prefill)
+    (engine,) = children(prefill.popen.pid, b"kvrelay.node.engine_process")
     os.kill(engine, signal.SIGSTOP)
     try:
-        answer = ask(decode, "fetch", {"ticket": offered["ticket"], "seed": offered["seed"]}).json()
+        answer = fetch(decode, offered)
         assert answer["type"] == "ProbeRefused"
         assert answer["reason"].startswith(("TransferTimeout: ", "PeerLost: "))
         wait_until(lambda: len(set(decode.free_blocks())) == 1, 1, "its blocks are free at once")
@@ -211,32 +187,26 @@ def test_a_prefill_node_that_stands_still_costs_the_decode_node_a_deadline(clust
         os.kill(engine, signal.SIGCONT)
     cluster.all_blocks_free(within_s=LEASE_S + 1)
     fresh = offer(prefill, 8)
-    assert ask(decode, "fetch", {"ticket": fresh["ticket"], "seed": fresh["seed"]}).json()[
-        "verified"
-    ]
+    assert fetch(decode, fresh)["verified"]
 
 
 def test_a_prefill_node_that_is_killed_between_costs_the_decode_node_nothing(cluster):
     prefill, decode = cluster.of("prefill")[1], cluster.of("decode")[0]
     offered = offer(prefill, 8)
     prefill.kill_whole()
-    answer = ask(decode, "fetch", {"ticket": offered["ticket"], "seed": offered["seed"]}).json()
+    answer = fetch(decode, offered)
     assert answer["type"] == "ProbeRefused"
     assert answer["reason"].startswith("PeerLost: ")
     cluster.all_blocks_free(within_s=1)
     cluster.wait_ready(cluster.restart(prefill))
     fresh = offer(cluster.of("prefill")[1], 8)
-    assert ask(decode, "fetch", {"ticket": fresh["ticket"], "seed": fresh["seed"]}).json()[
-        "verified"
-    ]
+    assert fetch(decode, fresh)["verified"]
 
 
 def test_a_decode_node_that_is_killed_costs_the_prefill_node_a_lease(cluster):
     prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[1]
     offered = offer(prefill, 8)
-    assert ask(decode, "fetch", {"ticket": offered["ticket"], "seed": offered["seed"]}).json()[
-        "verified"
-    ]
+    assert fetch(decode, offered)["verified"]
     offer(prefill, 8)
     decode.kill_whole()
     cluster.all_blocks_free(within_s=LEASE_S + 1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import SMALL_LONGEST_BODY, Cluster, counted
+from real_cluster import SMALL_LONGEST_BODY, Cluster, counted, tiny_body
 
 pytestmark = pytest.mark.cluster
 
@@ -86,13 +86,7 @@ def body(prompt: int, fields: dict[str, Any]) -> dict[str, Any]:
         2 + (i * i * 7 + prompt) % 300 if prompt % 2 else 40 + (i + prompt) % 9
         for i in range(length)
     ]
-    return {
-        "model": "tiny",
-        "prompt": tokens,
-        "max_tokens": MAX_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-    } | fields
+    return tiny_body(tokens, max_tokens=MAX_TOKENS) | fields
 
 
 async def ask(http: httpx2.AsyncClient, url: str, prompt: int, fields: dict[str, Any]) -> Any:

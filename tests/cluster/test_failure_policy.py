@@ -11,9 +11,19 @@ import threading
 
 import httpx2
 import pytest
-from real_cluster import Cluster, counted, running, tiny_model, wait_until
+from real_cluster import (
+    SHORT_LEASE,
+    Cluster,
+    complete,
+    counted,
+    running,
+    ticket_of,
+    tiny_body,
+    tiny_model,
+    wait_until,
+)
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_lost")]
 
 TOKENS = 6000
 
@@ -21,69 +31,46 @@ TOKENS = 6000
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy")
-    flags = tiny_model(folder, max_position_embeddings=8192)
-    flags += [
-        "--served-model-name",
-        "tiny",
-        "--kv-cache-memory-bytes",
-        str(16 << 20),
-        "--max-num-batched-tokens",
-        "16",
-    ]
-    flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3", "--kv-load-failure-policy", "fail"]
+    flags = tiny_model(folder, max_position_embeddings=8192, kv_mib=16)
+    flags += ["--max-num-batched-tokens", "16"]
+    flags += [*SHORT_LEASE, "--kv-load-failure-policy", "fail"]
     with running(folder, prefill=1, decode=2, flags=flags) as ours:
         yield ours
 
 
 def test_a_fetch_that_fails_ends_the_request_and_is_counted(cluster: Cluster) -> None:
-    body = {"model": "tiny", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    ask = httpx2.post(
-        f"{cluster.url}/v1/completions", json={**body, "prompt": [5] * 40}, timeout=60
-    )
-    assert ask.status_code == 200
+    complete(cluster.url, [5] * 40)
     # As a third party's proxy: a ticket of a node that dies before it is followed.
-    asked = {"do_remote_decode": True, "do_remote_prefill": False}
     (prefill,), decodes = cluster.of("prefill"), cluster.of("decode")
-    long = {**body, "prompt": [7] * 500}
-    given = httpx2.post(
-        f"{prefill.url}/v1/completions",
-        json={**long, "max_tokens": 1, "kv_transfer_params": asked},
-        timeout=60,
-    ).json()["kv_transfer_params"]
+    long = [7] * 500
+    ticket = ticket_of(prefill, long)
     prefill.kill_whole()
-    follow = {**long, "kv_transfer_params": given}
-    answer = httpx2.post(f"{decodes[0].url}/v1/completions", json=follow, timeout=60)
+    url, follow = f"{decodes[0].url}/v1/completions", tiny_body(long, kv_transfer_params=ticket)
+    answer = httpx2.post(url, json=follow, timeout=60)
     assert answer.status_code == 502
     error = answer.json()["error"]
     assert error["code"] == "kv_not_loaded"
     assert "is gone or was restarted (PeerLost)" in error["message"]
     assert "127.0.0.1" not in error["message"]
     # A stream has begun with the first token, which came with the ticket.
-    answer = httpx2.post(
-        f"{decodes[0].url}/v1/completions", json={**follow, "stream": True}, timeout=60
-    )
+    answer = httpx2.post(url, json=follow | {"stream": True}, timeout=60)
     *_, last, done = (line for line in answer.text.splitlines() if line)
     assert (answer.status_code, done) == (200, "data: [DONE]")
     assert json.loads(last.removeprefix("data: "))["error"] == error
     counted([decodes[0]], "kvrelay_requests_not_loaded_total", 2)
     counted([decodes[0]], "kvrelay_recomputed_prompts_total", 0)
-    wait_until(
-        lambda: decodes[0].metric("kvrelay_fetches_failed_total") == 2,
-        20,
-        "both causes are counted",
-    )
-    cluster.all_blocks_free(within_s=15)
-    cluster.wait_ready(cluster.restart(prefill))
+    counted([decodes[0]], "kvrelay_fetches_failed_total", 2)
+    cluster.all_blocks_free()
+    cluster.restored(prefill)
 
 
 def test_the_router_asks_no_other_decode_node(cluster: Cluster) -> None:
     (prefill,), decodes, router = cluster.of("prefill"), cluster.of("decode"), cluster.router
     assert router is not None
-    wait_until(router.health, 60, "the router sees the prefill node again")
-    counted = "vllm:prompt_tokens_total", "kvrelay_requests_not_loaded_total"
-    before = [sum(node.metric(name) for node in decodes) for name in counted]
+    names = "vllm:prompt_tokens_total", "kvrelay_requests_not_loaded_total"
+    before = [sum(node.metric(name) for node in decodes) for name in names]
     answers: list[httpx2.Response] = []
-    body = {"model": "tiny", "max_tokens": 4, "prompt": [2 + i * i % 300 for i in range(TOKENS)]}
+    body = tiny_body([2 + i * i % 300 for i in range(TOKENS)])
 
     def ask() -> None:
         answers.append(httpx2.post(f"{cluster.url}/v1/completions", json=body, timeout=60))
@@ -106,6 +93,5 @@ def test_the_router_asks_no_other_decode_node(cluster: Cluster) -> None:
     prefill.kill(signal.SIGKILL)
     (answer,) = answers
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "kv_not_loaded")
-    after = [sum(node.metric(name) for node in decodes) for name in counted]
+    after = [sum(node.metric(name) for node in decodes) for name in names]
     assert after == [before[0], before[1] + 1]
-    cluster.all_blocks_free(within_s=15)

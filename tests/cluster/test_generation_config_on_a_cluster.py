@@ -20,7 +20,7 @@ TURNS = [{"role": "user", "content": "hi"}]
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The model is greedy and says 6 tokens; only the decode node was told otherwise."""
     folder = tmp_path_factory.mktemp("defaults")
-    flags = [*tiny_model(folder), "--served-model-name", "tiny"]
+    flags = tiny_model(folder)
     Path(folder, "tiny", "generation_config.json").write_text(
         '{"temperature": 0.0, "max_new_tokens": 6}'
     )

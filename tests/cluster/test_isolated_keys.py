@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import Cluster, running, tiny_model
+from real_cluster import Cluster, further_router
 
 from kvrelay.router.admission.keys import hash_of
 
@@ -24,16 +24,11 @@ ROUTES: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two routers over the same nodes; the second one keeps keys apart."""
-    folder = tmp_path_factory.mktemp("isolated")
-    flags = [*tiny_model(folder, max_position_embeddings=2048), "--served-model-name", "tiny"]
-    with running(folder, prefill=1, decode=1, flags=flags, router_flags=KEYS) as ours:
-        peers = [f"--{node.role}={node.url}" for node in ours.nodes]
-        ours.others = [ours.start("router", [*peers, "--strict-roles", "--isolate-keys", *KEYS])]
-        ours.wait_ready(*ours.others)
-        yield ours
+@pytest.fixture(scope="module", params=[False, True], ids=["shared", "isolated"])
+def router(request: pytest.FixtureRequest, small: Cluster) -> Iterator[tuple[str, bool]]:
+    """Return the URL of a router, and whether it keeps keys apart."""
+    with further_router(small, *KEYS, *(["--isolate-keys"] if request.param else [])) as ours:
+        yield ours.url, request.param
 
 
 def cached(url: str, path: str, more: dict[str, Any], key: str, prompt: str) -> int:
@@ -56,11 +51,10 @@ def cached(url: str, path: str, more: dict[str, Any], key: str, prompt: str) -> 
 
 
 @pytest.mark.parametrize(("path", "more"), ROUTES)
-@pytest.mark.parametrize("isolate", [False, True])
 def test_a_key_finds_cached_what_another_one_has_sent_unless_they_are_kept_apart(
-    isolate: bool, path: str, more: dict[str, Any], cluster: Cluster
+    router: tuple[str, bool], path: str, more: dict[str, Any]
 ) -> None:
-    url = cluster.others[0].url if isolate else cluster.url
+    url, isolate = router
     prompt = f"{path} {isolate} " + "the ship had been at sea for forty days " * 8
     first, other, again, of_first = (
         cached(url, path, more, key, prompt) for key in ("ann", "bob", "bob", "ann")

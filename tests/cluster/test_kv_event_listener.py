@@ -68,12 +68,7 @@ def node(
     told |= {"topic": "kv-events", "token_ids": request.param}
     cluster = Cluster(folder, [])
     try:
-        flags = [
-            *tiny_model(folder),
-            "--served-model-name",
-            "tiny",
-            f"--kv-events-config={json.dumps(told)}",
-        ]
+        flags = [*tiny_model(folder), f"--kv-events-config={json.dumps(told)}"]
         cluster.nodes = [cluster.start("serve", flags)]
         cluster.wait_ready(*cluster.nodes)
         yield cluster.nodes[0].url, endpoint, replay, request.param

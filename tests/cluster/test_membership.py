@@ -25,8 +25,11 @@ from real_cluster import (
     START_DEADLINE_S,
     Cluster,
     Process,
+    complete,
     counted,
     free_port,
+    stream_until,
+    tiny_body,
     tiny_model,
     wait_until,
 )
@@ -37,11 +40,9 @@ from kvrelay.flag_names import BEFORE
 from kvrelay.wire.versions import LEGS, RELEASE
 from tests.listening import listening
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_lost")]
 
 STREAMS, TOKENS = 4, 200
-PAUSE_S = 0.1
-"""Between two answers of a stream: nodes that start beside them shall have a core."""
 MIXED = 12
 """Hand-overs to each decode node between two restarts."""
 KEYS = {"KVRELAY_NODE_API_KEY": "nodes", "KVRELAY_ADMIN_KEY": "operator"}
@@ -60,8 +61,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) ->
     they are there.
     """
     folder = tmp_path_factory.mktemp("members")
-    flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-connector", "nixl"]
-    flags += ["--kv-cache-memory-bytes", str(8 << 20)]
+    flags = [*tiny_model(folder), "--kv-connector", "nixl"]
     heartbeats = free_port()
     cluster = Cluster(folder, flags, events=False)  # the release before has other flags for them
     try:
@@ -69,22 +69,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) ->
         roles = ("prefill", "prefill", "decode", "decode")
         cluster.nodes = [cluster.start(role, theirs, env=before) for role in roles]
         # Each prompt is handed over, and by each prefill node to each decode node.
-        every = [
-            "--strict-roles",
-            "--prefill-policy",
-            "round_robin",
-            "--decode-policy",
-            "least_queue",
-        ]
-        router_flags = [
-            "--heartbeat-port",
-            str(heartbeats),
-            "--alias",
-            "best=tiny",
-            "--node-allow",
-            "127.0.0.1",
-            *every,
-        ]
+        every = ["--strict-roles", "--prefill-policy", "round_robin"]
+        every += ["--decode-policy", "least_queue"]
+        router_flags = ["--heartbeat-port", str(heartbeats), "--alias=best=tiny", *every]
+        router_flags += ["--node-allow=127.0.0.1"]
         cluster.router = cluster.start("router", router_flags, env=KEYS)
         # At the nodes of this release it is the other way round: the router is of the one before.
         listed = [f"--{node.role}={node.url}" for node in cluster.nodes]
@@ -168,42 +156,10 @@ def test_the_first_request_finds_its_pair_connected(cluster: Cluster) -> None:
     assert health(cluster)["pairs"] == {"met": 4, "failed": []}
     fetched = settled(cluster, "kvrelay_fetches_total")
     for at in range(4):
-        body = {
-            "model": "best",
-            "prompt": f"{at} " + "x" * 100,
-            "max_tokens": 4,
-            "ignore_eos": True,
-        }
-        answer = httpx2.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
-        assert answer.status_code == 200
-        assert answer.json()["model"] == "tiny"
+        answer = complete(cluster.url, f"{at} " + "x" * 100, model="best", max_tokens=4)
+        assert answer["model"] == "tiny"
     counted(cluster.of("decode"), "kvrelay_fetches_total", fetched + 4)
     assert [connections(node) for node in cluster.of("decode")] == before
-    cluster.all_blocks_free(within_s=15)
-
-
-async def _stream(session: aiohttp.ClientSession, url: str, at: int, stop: asyncio.Event) -> int:
-    """Ask for one answer after the other until told to stop; how many there were. Each must be
-    whole.
-    """
-    done = 0
-    while not stop.is_set():
-        body = {
-            "model": "tiny",
-            "prompt": f"{at} {done} " + "y" * 60,
-            "max_tokens": TOKENS,
-            "ignore_eos": True,
-        }
-        async with session.post(
-            f"{url}/v1/completions", json=body | {"stream": True, "temperature": 0}
-        ) as answer:
-            text = await answer.text()
-            assert answer.status == 200, text
-        assert text.endswith("data: [DONE]\n\n"), text[-300:]
-        assert '"finish_reason":"length"' in text, text[-300:]
-        done += 1
-        await asyncio.sleep(PAUSE_S)
-    return done
 
 
 async def test_a_rolling_restart_under_streams_loses_none(cluster: Cluster) -> None:
@@ -215,7 +171,16 @@ async def test_a_rolling_restart_under_streams_loses_none(cluster: Cluster) -> N
     generations = {node["url"]: node["generation"] for node in health(cluster)["nodes"]}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
         streams = [
-            asyncio.create_task(_stream(session, urls[at % 2], at, stop)) for at in range(STREAMS)
+            asyncio.create_task(
+                stream_until(
+                    stop,
+                    session,
+                    urls[at % 2],
+                    lambda done, at=at: tiny_body(f"{at} {done} " + "y" * 60, max_tokens=TOKENS),
+                    pause_s=0.1,  # nodes that start beside the streams shall have a core
+                )
+            )
+            for at in range(STREAMS)
         ]
         by_router, by_node = (
             ["--router", cluster.url, "--admin-key", "operator"],
@@ -258,7 +223,6 @@ async def test_a_rolling_restart_under_streams_loses_none(cluster: Cluster) -> N
     # Nothing was computed twice: KV was fetched from prefill nodes that were ending.
     counted(cluster.of("decode"), "kvrelay_recomputed_prompts_total", 0)
     cluster.wait_met(4)
-    cluster.all_blocks_free(within_s=15)
 
 
 def _restart(

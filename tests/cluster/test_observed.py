@@ -19,7 +19,7 @@ from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 from queries import Asked, asked
-from real_cluster import Cluster, running, tiny_model, wait_until
+from real_cluster import Cluster, running, tiny_body, tiny_model, wait_until
 
 from kvrelay.openai_api.stages import STAGES
 from scripts.reference.metric_families import metrics_reference
@@ -99,14 +99,7 @@ def cluster(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(scope="module")
 def request_id(cluster: Cluster) -> str:
     """Of a streamed request that went through both nodes, as part of the client's trace."""
-    body = {
-        "model": "tiny",
-        "prompt": [5] * 200,
-        "max_tokens": 12,
-        "stream": True,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
+    body = tiny_body([5] * 200, stream=True)
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
     answer = httpx2.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60)
     assert answer.status_code == 200
@@ -158,7 +151,7 @@ def test_one_trace_has_all_stages_of_a_request(
 
 
 def test_a_request_without_a_trace_begins_one(cluster: Cluster, collector: Collector) -> None:
-    body = {"model": "tiny", "prompt": [6] * 50, "max_tokens": 2, "temperature": 0}
+    body = tiny_body([6] * 50, max_tokens=2)
     answer = httpx2.post(
         f"{cluster.url}/v1/completions", json=body, headers={"x-request-id": "mine-1"}, timeout=60
     )
@@ -182,7 +175,7 @@ def test_a_trace_that_its_client_does_not_keep_is_not_sent(
     cluster: Cluster, collector: Collector
 ) -> None:
     unkept = TRACE.replace("4", "5")
-    body = {"model": "tiny", "prompt": [7] * 50, "max_tokens": 2, "temperature": 0}
+    body = tiny_body([7] * 50, max_tokens=2)
     for trace, flags in ((unkept, "00"), (TRACE.replace("4", "6"), "01")):
         headers = {"traceparent": f"00-{trace}-{PARENT}-{flags}"}
         assert (

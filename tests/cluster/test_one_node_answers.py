@@ -10,7 +10,14 @@ from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import SMALL_LEASE_S, Cluster, Process, free_port, wait_until
+from real_cluster import (
+    SMALL_LEASE_S,
+    Cluster,
+    Process,
+    free_port,
+    further_router,
+    ticket_of,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -25,38 +32,18 @@ def cluster(small: Cluster) -> Cluster:
 @pytest.fixture(scope="module")
 def alone(cluster: Cluster):
     """A router whose only prefill node is not there."""
-    nobody = f"http://127.0.0.1:{free_port()}"
-    router = cluster.start(
-        "router", [f"--prefill={nobody}", f"--decode={cluster.of('decode')[0].url}"]
-    )
-    try:
-        wait_until(lambda: status(router) == "degraded", 60, "the decode node is up")
+    peers = [f"--prefill=http://127.0.0.1:{free_port()}"]
+    peers += [f"--decode={node.url}" for node in cluster.of("decode")]
+    with further_router(cluster, peers=peers, status="degraded") as router:
         yield router
-    finally:
-        router.kill()
-        router.popen.wait(10)
-
-
-def status(router: Process) -> str:
-    try:
-        answer = httpx2.get(f"{router.url}/health", timeout=5)
-    except httpx2.HTTPError:
-        return ""
-    assert answer.status_code == (200 if answer.json()["status"] != "unavailable" else 503)
-    return str(answer.json()["status"])
 
 
 def ask(
     router: Process, fields: dict[str, Any], path: str = "/v1/completions"
 ) -> list[dict[str, Any]]:
     """The answer's JSON bodies without what differs from one answer to the next."""
-    body = {
-        "model": "tiny",
-        "temperature": 0.9,
-        "seed": 5,
-        "max_tokens": 24,
-        "ignore_eos": True,
-    } | fields
+    body = {"model": "tiny", "temperature": 0.9, "seed": 5, "max_tokens": 24, "ignore_eos": True}
+    body |= fields
     answer = httpx2.post(router.url + path, json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")] or [
@@ -164,29 +151,19 @@ def test_kv_that_is_renewed_by_a_router_is_held_as_long_as_it_is_and_no_longer(
     cluster: Cluster,
 ) -> None:
     (prefill,) = cluster.of("prefill")
-    asked = {"do_remote_decode": True, "do_remote_prefill": False}
-    body = {
-        "model": "tiny",
-        "prompt": PROMPT,
-        "max_tokens": 1,
-        "kv_transfer_params": asked,
-        "cache_salt": "renewed",
-    }
-    given = httpx2.post(f"{prefill.url}/v1/completions", json=body, timeout=60).json()[
-        "kv_transfer_params"
-    ]
+    ticket = ticket_of(prefill, PROMPT, cache_salt="renewed")
     until = time.monotonic() + 1.6 * SMALL_LEASE_S
     with httpx2.Client(timeout=30) as client:
         while time.monotonic() < until:
             told = client.post(
                 f"{prefill.url}/kv/renew",
-                json={"request_ids": [given["remote_request_id"], "unknown"]},
+                json={"request_ids": [ticket["remote_request_id"], "unknown"]},
             )
             assert told.status_code == 200
             time.sleep(0.2)
     free, total = prefill.free_blocks()
     assert free < total
-    cluster.all_blocks_free(within_s=10)
+    cluster.all_blocks_free(within_s=SMALL_LEASE_S + 1)
 
 
 def test_nodes_tell_what_their_kv_is_like(cluster: Cluster) -> None:

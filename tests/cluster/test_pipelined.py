@@ -10,9 +10,13 @@ import time
 
 import httpx2
 import pytest
-from real_cluster import Cluster, Process, running, tiny_model, wait_until
+from real_cluster import SHORT_LEASE, Cluster, Process, running, tiny_body, tiny_model, wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.alone,
+    pytest.mark.usefixtures("nothing_is_lost"),
+]
 
 TOKENS = 6000
 LAST = 8
@@ -21,25 +25,11 @@ LAST = 8
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipelined")
-    flags = tiny_model(folder, max_position_embeddings=8192)
-    flags += [
-        "--served-model-name",
-        "tiny",
-        "--kv-cache-memory-bytes",
-        str(16 << 20),
-        "--max-num-batched-tokens",
-        "16",
-    ]
-    flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3", "--no-enable-prefix-caching"]
+    flags = tiny_model(folder, max_position_embeddings=8192, kv_mib=16)
+    flags += ["--max-num-batched-tokens", "16"]
+    flags += [*SHORT_LEASE, "--no-enable-prefix-caching"]
     with running(folder, prefill=2, decode=2, flags=flags) as ours:
         yield ours
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_lost(cluster: Cluster):
-    """After every test all blocks of all nodes are free."""
-    yield
-    cluster.all_blocks_free(within_s=15)
 
 
 class Answer(threading.Thread):
@@ -48,13 +38,7 @@ class Answer(threading.Thread):
     def __init__(self, cluster: Cluster, seed: int, timeout_s: float = 60) -> None:
         super().__init__(daemon=True)
         prompt = [2 + (seed * 7919 + i * i) % 300 for i in range(TOKENS)]
-        self.body = {
-            "model": "tiny",
-            "prompt": prompt,
-            "max_tokens": LAST,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
+        self.body = tiny_body(prompt, max_tokens=LAST)
         self.url, self.timeout_s = f"{cluster.url}/v1/completions", timeout_s
         self.answer: dict = {}
         self.start()
@@ -94,16 +78,6 @@ def total(cluster: Cluster, role: str, name: str) -> float:
     return sum(of(node) for node in cluster.of(role) if node.popen.poll() is None)
 
 
-def restored(cluster: Cluster, victim: Process) -> None:
-    cluster.wait_ready(cluster.restart(victim))
-
-    def all_up() -> bool:
-        nodes = httpx2.get(f"{cluster.url}/health", timeout=5).json()["nodes"]
-        return len(nodes) == 4 and all(node["up"] for node in nodes)
-
-    wait_until(all_up, 60, "the router sees the restarted node")
-
-
 def test_nearly_all_of_a_transfer_is_hidden_behind_the_prompt(cluster):
     Answer(cluster, 1).text()
     whole = total(cluster, "decode", "kvrelay_transfer_seconds_sum")
@@ -118,15 +92,8 @@ def test_the_stages_of_a_hand_over_come_with_the_answer_that_asks_for_them(clust
     queue, step.
     """
     prompt = [2 + (31 * i * i) % 300 for i in range(TOKENS // 2)]
-    body = {
-        "model": "tiny",
-        "prompt": prompt,
-        "max_tokens": LAST,
-        "temperature": 0,
-        "ignore_eos": True,
-        "seed": 1,
-    }
-    body |= {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    body = tiny_body(prompt, max_tokens=LAST, stream=stream)
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
     plain = httpx2.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
     assert "kvrelay" not in plain.text
     answer = httpx2.post(
@@ -137,18 +104,8 @@ def test_the_stages_of_a_hand_over_come_with_the_answer_that_asks_for_them(clust
     )
     assert last["usage"]["completion_tokens"] == LAST
     ms = last["kvrelay"]
-    stages = [
-        "queue",
-        "prefill",
-        "announce",
-        "transfer",
-        "exposed",
-        "decode_queue",
-        "first_step",
-        "decode",
-        "total",
-    ]
-    assert list(ms) == [f"{name}_ms" for name in stages]
+    stages = "queue prefill announce transfer exposed decode_queue first_step decode total"
+    assert list(ms) == [f"{name}_ms" for name in stages.split()]
     assert all(took >= 0 for took in ms.values())
     assert (
         min(ms[f"{name}_ms"] for name in ("prefill", "transfer", "first_step", "decode", "total"))
@@ -184,7 +141,7 @@ def test_a_prefill_node_that_dies_at_its_work_costs_time_only(cluster):
         assert answer.text() == expected
         assert total(cluster, "decode", "kvrelay_recomputed_prompts_total") == 1
     finally:
-        restored(cluster, victim)
+        cluster.restored(victim)
 
 
 def test_what_has_come_of_a_prompt_is_not_computed_again_when_its_source_dies(cluster):
@@ -216,7 +173,7 @@ def test_what_has_come_of_a_prompt_is_not_computed_again_when_its_source_dies(cl
         assert total(cluster, "decode", names[1]) - computed == TOKENS - kept * 16
         assert total(cluster, "decode", names[2]) - failed == 1
     finally:
-        restored(cluster, victim)
+        cluster.restored(victim)
 
 
 def test_a_decode_node_that_dies_before_its_first_token_is_replaced_without_a_second_prefill(
@@ -239,7 +196,7 @@ def test_a_decode_node_that_dies_before_its_first_token_is_replaced_without_a_se
         (left,) = [node for node in cluster.of("decode") if node is not victim]
         assert left.metric("vllm:prompt_tokens_total") == here[left.port]
     finally:
-        restored(cluster, victim)
+        cluster.restored(victim)
 
 
 def test_a_client_that_leaves_while_its_prompt_is_computed_frees_both_nodes_at_once(cluster):
@@ -247,7 +204,7 @@ def test_a_client_that_leaves_while_its_prompt_is_computed_frees_both_nodes_at_o
     with_blocks(cluster, "decode")
     answer.join(10)
     assert answer.answer == {"left": True}
-    cluster.all_blocks_free(within_s=1.0)
+    cluster.all_blocks_free()
 
 
 def test_many_long_prompts_at_once_lose_nothing(cluster):

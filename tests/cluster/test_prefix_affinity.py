@@ -9,7 +9,7 @@ import uuid
 
 import httpx2
 import pytest
-from real_cluster import Cluster, Process, running, tiny_model, wait_until
+from real_cluster import Cluster, Process, running, tiny_body, tiny_model, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -23,8 +23,7 @@ NEARLY = 2 * BLOCK
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("affinity")
-    flags = tiny_model(folder, max_position_embeddings=2048)
-    flags += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(1 << 20)]
+    flags = tiny_model(folder, max_position_embeddings=2048, kv_mib=1)
     policies = ["--prefill-policy", "prefix", "--decode-policy", "prefix"]
     with running(folder, prefill=2, decode=2, flags=flags, router_flags=policies) as ours:
         yield ours
@@ -41,14 +40,7 @@ class Answer:
         self, cluster: Cluster, prompt: list[int], at: Process | None = None, max_tokens: int = 4
     ) -> None:
         name = uuid.uuid4().hex
-        body = {
-            "model": "tiny",
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
+        body = tiny_body(prompt, max_tokens=max_tokens, return_token_ids=True)
         url = cluster.url if at is None else at.url
         answer = httpx2.post(
             f"{url}/v1/completions", json=body, headers={"x-request-id": name}, timeout=60

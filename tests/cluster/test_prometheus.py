@@ -19,7 +19,7 @@ import httpx2
 import pytest
 import yaml
 from queries import MONITORING, Asked, asked
-from real_cluster import Cluster, free_port, running, tiny_model, wait_until
+from real_cluster import Cluster, complete, free_port, running, tiny_model, wait_until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -67,18 +67,11 @@ def load(cluster: Cluster) -> Iterator[None]:
     over = threading.Event()
 
     def stream() -> None:
-        body = {
-            "model": "tiny",
-            "max_tokens": 16,
-            "stream": True,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
         at = 0
         while not over.wait(0.15):
             at += 1
             prompt = [5 + at % 200, *[7] * 60]
-            httpx2.post(f"{cluster.url}/v1/completions", json=body | {"prompt": prompt}, timeout=60)
+            complete(cluster.url, prompt, max_tokens=16, stream=True)
 
     threads = [threading.Thread(target=stream, daemon=True) for _ in range(2)]
     for thread in threads:

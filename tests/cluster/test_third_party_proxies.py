@@ -17,9 +17,9 @@ import aiohttp
 import httpx2
 import pytest
 from proxy_doubles import HOLD, Proxy, go_read, go_write, llm_d_sidecar, serving, toy_proxy
-from real_cluster import SMALL_LEASE_S, Cluster, counted, free_port, wait_until
+from real_cluster import SMALL_LEASE_S, Cluster, counted, free_port, tiny_body, wait_until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_lost")]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "<hi> & hello there"}]
@@ -54,14 +54,8 @@ def vllm_router(clients: Path, cluster: Cluster) -> Iterator[str]:
     if not command.exists():
         pytest.skip("vllm-router has no wheel for this machine")
     port, log = free_port(), cluster.folder / "vllm-router.log"
-    argv = [
-        str(command),
-        "--port",
-        str(port),
-        "--prometheus-port",
-        str(free_port()),
-        "--vllm-pd-disaggregation",
-    ]
+    argv = [str(command), "--vllm-pd-disaggregation", f"--port={port}"]
+    argv += [f"--prometheus-port={free_port()}"]
     argv += ["--worker-startup-check-interval", "1", "--policy", "round_robin"]
     for node in cluster.nodes:
         argv += [f"--{node.role}", node.url]
@@ -160,7 +154,6 @@ async def test_answers_are_those_of_our_own_router(proxy: str, cluster: Cluster)
         lambda: decode.metric("kvrelay_fetches_total") >= least, 5, "KV fetched for every request"
     )
     counted([decode], "kvrelay_fetches_failed_total", failed)
-    cluster.all_blocks_free(within_s=SMALL_LEASE_S + 2)
 
 
 async def test_what_a_client_asks_wrongly_is_refused_and_leaves_nothing_behind(
@@ -171,7 +164,6 @@ async def test_what_a_client_asks_wrongly_is_refused_and_leaves_nothing_behind(
             body = {"model": "tiny", "prompt": "a", **fields}
             async with session.post(proxy + COMPLETIONS, json=body) as answer:
                 assert answer.status >= 400
-    cluster.all_blocks_free(within_s=SMALL_LEASE_S + 2)
 
 
 async def test_an_answer_without_a_seed_and_several_prompts_come_through_too(
@@ -186,21 +178,14 @@ async def test_an_answer_without_a_seed_and_several_prompts_come_through_too(
         assert await answered(session, proxy, COMPLETIONS, body) == await answered(
             session, cluster.url, COMPLETIONS, body
         )
-    cluster.all_blocks_free(within_s=SMALL_LEASE_S + 2)
 
 
 async def test_a_hand_over_survives_a_proxy_that_makes_floats_of_numbers(cluster: Cluster) -> None:
     async with aiohttp.ClientSession() as session:
-        body = {
-            "model": "tiny",
-            "prompt": "a" * 30,
-            "max_tokens": 1,
-            "kv_transfer_params": HOLD,
-            "logprobs": 2,
-        }
+        body = tiny_body("a" * 30, max_tokens=1, kv_transfer_params=HOLD, logprobs=2, temperature=1)
         async with session.post(cluster.of("prefill")[0].url + COMPLETIONS, json=body) as answer:
             text = await answer.read()
     given = json.loads(text)["kv_transfer_params"]
     assert given["seed"] < 2**53
     assert json.loads(go_write(go_read(text)))["kv_transfer_params"] == given
-    cluster.all_blocks_free(within_s=SMALL_LEASE_S + 2)
+    cluster.all_blocks_free(within_s=SMALL_LEASE_S + 1)  # nobody comes with it

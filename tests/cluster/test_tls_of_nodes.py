@@ -20,13 +20,7 @@ def test_a_cluster_whose_nodes_have_tls_and_want_the_routers_certificate(tmp_pat
     ca = str(authority(tmp_path) / "ca.pem")
     (cert, key), (own_cert, own_key) = signed(tmp_path, "node"), signed(tmp_path, "router")
     hears = free_port()
-    flags = [
-        *tiny_model(tmp_path),
-        "--served-model-name",
-        "tiny",
-        "--router",
-        f"udp://127.0.0.1:{hears}",
-    ]
+    flags = [*tiny_model(tmp_path), "--router", f"udp://127.0.0.1:{hears}"]
     flags += [
         "--ssl-certfile",
         cert,

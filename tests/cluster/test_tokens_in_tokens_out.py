@@ -4,13 +4,12 @@ asked directly.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import Cluster, counted, running, tiny_model
+from real_cluster import Cluster, Process, chunks_of, counted, further_router
 
 pytestmark = pytest.mark.cluster
 
@@ -27,13 +26,14 @@ SAMPLING = {
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("tokens")
-    flags = [*tiny_model(folder), "--served-model-name", "tiny"]
-    with running(
-        folder, prefill=1, decode=1, flags=flags, router_flags=["--api-key", "ann"]
-    ) as ours:
+def router(small: Cluster) -> Iterator[Process]:
+    with further_router(small, "--api-key", "ann") as ours:
         yield ours
+
+
+@pytest.fixture(scope="module")
+def decode(small: Cluster) -> Process:
+    return small.of("decode")[0]
 
 
 def post(url: str, path: str = PATH, **fields: Any) -> httpx2.Response:
@@ -55,13 +55,14 @@ def completed(url: str, **fields: Any) -> Any:
 
 
 def test_the_tokens_are_those_of_the_completion_on_both_legs_and_on_a_node(
-    cluster: Cluster,
+    router: Process,
+    decode: Process,
 ) -> None:
     own = {name: value for name, value in SAMPLING.items() if name != "detokenize"}
-    expected = completed(cluster.url, **own, n=2, logprobs=2, return_tokens_as_token_ids=True)
-    before = cluster.router.metric("kvrelay_router_disaggregated_total")
-    answer = generated(cluster.url, SAMPLING | {"n": 2, "logprobs": 2}, request_id="mine")
-    counted([cluster.router], "kvrelay_router_disaggregated_total", before + 1)
+    expected = completed(router.url, **own, n=2, logprobs=2, return_tokens_as_token_ids=True)
+    before = router.metric("kvrelay_router_disaggregated_total")
+    answer = generated(router.url, SAMPLING | {"n": 2, "logprobs": 2}, request_id="mine")
+    counted([router], "kvrelay_router_disaggregated_total", before + 1)
     assert answer["request_id"] == "mine"
     assert answer["usage"]["completion_tokens"] == 48
     for told, wanted in zip(answer["choices"], expected["choices"], strict=True):
@@ -72,24 +73,18 @@ def test_the_tokens_are_those_of_the_completion_on_both_legs_and_on_a_node(
         ]
         assert [each["logprob"] for each in scored] == wanted["logprobs"]["token_logprobs"]
         assert "text" not in told
-    direct = generated(cluster.nodes[1].url, SAMPLING)
+    direct = generated(decode.url, SAMPLING)
     assert direct["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
 
 
-def test_a_stream_has_the_same_tokens(cluster: Cluster) -> None:
-    expected = generated(cluster.url, SAMPLING)
-    for url in (cluster.url, cluster.nodes[1].url):
+def test_a_stream_has_the_same_tokens(router: Process, decode: Process) -> None:
+    expected = generated(router.url, SAMPLING)
+    for url in (router.url, decode.url):
         options = {"include_usage": True}
         answer = post(
             url, token_ids=TOKEN_IDS, sampling_params=SAMPLING, stream=True, stream_options=options
         )
-        *events, done, rest = answer.text.split("\n\n")
-        assert (done, rest) == ("data: [DONE]", "")
-        told = [
-            json.loads(event.removeprefix("data: "))
-            for event in events
-            if event.startswith("data: ")
-        ]
+        told = chunks_of(answer.text)
         tokens = [
             token for each in told for choice in each["choices"] for token in choice["token_ids"]
         ]
@@ -98,9 +93,9 @@ def test_a_stream_has_the_same_tokens(cluster: Cluster) -> None:
         assert told[-1]["usage"]["completion_tokens"] == 24
 
 
-def test_without_max_tokens_the_context_is_the_limit(cluster: Cluster) -> None:
+def test_without_max_tokens_the_context_is_the_limit(router: Process) -> None:
     long = [7] * 1010
-    answer = post(cluster.url, token_ids=long, sampling_params={"ignore_eos": True}).json()
+    answer = post(router.url, token_ids=long, sampling_params={"ignore_eos": True}).json()
     assert (len(answer["choices"][0]["token_ids"]), answer["choices"][0]["finish_reason"]) == (
         14,
         "length",
@@ -119,8 +114,10 @@ def test_without_max_tokens_the_context_is_the_limit(cluster: Cluster) -> None:
         ({"model": "other"}, "model"),
     ],
 )
-def test_what_is_wrong_is_named(cluster: Cluster, fields: dict[str, Any], param: str) -> None:
-    for url in (cluster.url, cluster.nodes[1].url):
+def test_what_is_wrong_is_named(
+    router: Process, decode: Process, fields: dict[str, Any], param: str
+) -> None:
+    for url in (router.url, decode.url):
         answer = post(url, **({"token_ids": [5], "sampling_params": {"max_tokens": 1}} | fields))
         assert (answer.status_code, answer.json()["error"]["param"]) == (
             404 if param == "model" else 400,
@@ -128,8 +125,8 @@ def test_what_is_wrong_is_named(cluster: Cluster, fields: dict[str, Any], param:
         )
 
 
-def test_no_token_comes_without_a_key_or_with_a_place_to_fetch_from(cluster: Cluster) -> None:
+def test_no_token_comes_without_a_key_or_with_a_place_to_fetch_from(router: Process) -> None:
     asked = {"model": "tiny", "token_ids": [5], "sampling_params": {"max_tokens": 1}}
-    assert httpx2.post(cluster.url + PATH, json=asked, timeout=60).status_code == 401
-    answer = post(cluster.url, **(asked | {"kv_transfer_params": {"do_remote_prefill": True}}))
+    assert httpx2.post(router.url + PATH, json=asked, timeout=60).status_code == 401
+    answer = post(router.url, **(asked | {"kv_transfer_params": {"do_remote_prefill": True}}))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "kv_transfer_params")

@@ -91,7 +91,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ]
     with running(folder, prefill=1, decode=1, flags=flags, router_flags=router_flags) as ours:
         yield ours.url
-        ours.all_blocks_free(within_s=15)
+        ours.all_blocks_free()
 
 
 @pytest.fixture(scope="module")
@@ -226,12 +226,7 @@ def test_the_subscriber_reads_events(clients: Path, tmp_path: Path) -> None:
             [str(clients / "python"), "-u", str(script)], stdout=out, stderr=out
         )
     try:
-        flags = [
-            *tiny_model(tmp_path),
-            "--served-model-name",
-            "tiny",
-            f"--kv-events-config={json.dumps(told)}",
-        ]
+        flags = [*tiny_model(tmp_path), f"--kv-events-config={json.dumps(told)}"]
         cluster.nodes = [node] = [cluster.start("serve", flags)]
         cluster.wait_ready(node)
         first = iter(range(20, 300))

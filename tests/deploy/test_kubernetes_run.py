@@ -170,7 +170,7 @@ async def test_pods_get_ready_are_found_serve_and_are_drained(
         f"{flag.removeprefix('--').replace('-', '_')}: {value}\n" for flag, value in flags.items()
     )
     for pod in pods("cpu-demo"):
-        await kubelet.start(pod, engine + f"kv_cache_memory_bytes: {8 << 20}\n")
+        await kubelet.start(pod, engine)
     http, everyone = kubelet.http, list(kubelet.running.values())
     for running in everyone:
         await until(

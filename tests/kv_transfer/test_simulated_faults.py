@@ -25,7 +25,7 @@ from kvrelay.node.engine_process import EngineProcess
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.scheduler import Scheduler
 
-COUNT = 3000
+COUNT = 1000
 # Enough for each of the mutants below, several times over.
 MUTANT_COUNT = 3000
 
