@@ -36,7 +36,10 @@ fi
 # Four workers for two cores: many tests wait for other processes. In the order of the files' names, so that short
 # ones are last.
 phase shared -n 4 --dist loadfile --no-loadscope-reorder "$@"
-if [ "$worst" -lt 2 ]; then phase alone "$@"; fi # 2: interrupted, or pytest was called wrongly
+if [ "$worst" -lt 2 ]; then # 2: interrupted, or pytest was called wrongly
+    phase paired -n 2 --dist loadfile "$@"
+    if [ -e /proc/driver/nvidia/version ]; then phase gpu "$@"; fi
+fi
 
 if [ -z "$beside" ]; then
     phase calm "$@"

@@ -45,9 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 HAS_GPU = Path("/proc/driver/nvidia/version").exists()
-PHASES = ("shared", "alone", "calm")
-ALONE = ("alone", "gpu") if HAS_GPU else ("alone",)
-"""Markers of tests that want the machine, or its GPU, for themselves."""
+PHASES = ("shared", "paired", "gpu", "calm")
 CALM = ("house", "kernels", "paged_engine", "planner", "wire")
 """Folders whose tests compute: as no other process waits for them, they may have what those leave
 of the machine.
@@ -59,8 +57,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--phase",
         choices=PHASES,
-        help=f"only tests of this phase: alone, those marked {ALONE}; calm, of the others those in "
-        f"the folders {CALM}; shared, the rest",
+        help=f"only tests of this phase: paired and gpu, those marked so; calm, of the others those "
+        f"in the folders {CALM}; shared, the rest",
     )
 
 
@@ -88,15 +86,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     phase = config.getoption("--phase")
     if phase not in PHASES or collection_path.suffix != ".py":
         return None
-    if phase != "alone":
+    if phase in ("shared", "calm"):
         return None if _is_calm(collection_path) == (phase == "calm") else True
-    text = collection_path.read_text(encoding="utf-8")
-    return None if any(f"mark.{name}" in text for name in ALONE) else True
+    return None if f"mark.{phase}" in collection_path.read_text(encoding="utf-8") else True
 
 
 def _phase_of(item: pytest.Item) -> str:
-    if any(map(item.get_closest_marker, ALONE)):
-        return "alone"
+    if HAS_GPU and item.get_closest_marker("gpu"):
+        return "gpu"
+    if item.get_closest_marker("paired"):
+        return "paired"
     return "calm" if _is_calm(item.path) else "shared"
 
 
