@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import uvloop
+
 from benchmarks.local_cluster import running
-from kvrelay.load.conductor import Outcome, conduct
-from kvrelay.load.measures import Slo, Window, client_of, measured, percentile
-from kvrelay.load.records import Asking, Load, Record
-from kvrelay.load.sessions import Arrival, Spelling, Work
+from kvrelay.load.measures import Record, Slo, Window, client_health, measures_of, percentile
+from kvrelay.load.sender import Endpoint, Load, Outcome, send_load
+from kvrelay.load.workloads import Arrival, Spelling, Work
 
 MODEL = Path(__file__).parent / "models" / "llama-3.1-8b.json"
-_CLIENTS_PER_PROCESS, _MOST_PROCESSES = 8, 4
 _LAST_TOKENS = 1000
 """At the end of a vocabulary, where special tokens are: no prompt has them."""
 
@@ -77,8 +77,8 @@ class Figures:
     def of(cls, records: list[Record]) -> Figures:
         """All times of those that were answered."""
         window = Window(0.0, max(max(record.sent_s, record.last_s) for record in records) + 1e-6)
-        client = client_of(records, [], [], open_loop=False)
-        found = measured(records, window, Slo(float("inf"), float("inf")), 1, client)
+        client = client_health(records, 0.0, [], open_loop=False)
+        found = measures_of(records, window, Slo(float("inf"), float("inf")), 1, client)
         second = [
             record.gaps_s[0] * 1e3 for record in records if record.gaps_s and not record.failure
         ]
@@ -93,7 +93,7 @@ def measure(
     url: str, model: str, vocab_size: int, rows: list[Row], seed: int, within_s: float
 ) -> list[Outcome]:
     """Run the loads at the same time; after `within_s` whatever still runs is cut."""
-    asking = Asking(url, "", model, False, Spelling(), vocab_size - _LAST_TOKENS)
+    endpoint = Endpoint([url], "", model, False, Spelling(), vocab_size - _LAST_TOKENS)
 
     async def all_of_them() -> list[Outcome]:
         loads = [
@@ -103,12 +103,9 @@ def measure(
             )
             for at, row in enumerate(rows)
         ]  # fmt: skip
-        counts = [max(1, min(_MOST_PROCESSES, row.clients // _CLIENTS_PER_PROCESS)) for row in rows]
-        return await asyncio.gather(
-            *(conduct(asking, *each) for each in zip(loads, counts, strict=True))
-        )
+        return await asyncio.gather(*(send_load(endpoint, load) for load in loads))
 
-    return asyncio.run(all_of_them())
+    return uvloop.run(all_of_them())
 
 
 WIDTH = 2 + max(map(len, Figures.__dataclass_fields__))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import datetime
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import uvloop
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -31,8 +31,16 @@ from rich.text import Text
 from kvrelay.load.config import BenchConfig
 from kvrelay.load.experiment import Experiment, RunProgress
 from kvrelay.load.measures import server_failures
-from kvrelay.load.report import cells_of, warnings_of, write_report
-from kvrelay.load.results import Made, Result, read_result, write_result
+from kvrelay.load.results import (
+    COLUMNS,
+    Provenance,
+    Result,
+    differences,
+    read_result,
+    table_row,
+    warnings_of,
+    write_result,
+)
 from kvrelay.machine import installed
 from kvrelay.settings import build
 from kvrelay.wire.config_checks import is_loopback
@@ -40,10 +48,6 @@ from kvrelay.wire.errors import ConfigError
 
 __all__ = ["result_of", "run"]
 
-_COLUMNS = (
-    "rate", "per GPU", "answered/s", "met", "goodput/GPU", "TTFT p50 p99", "TPOT p50 p99", "ITL p50 p99", "E2E p50 p99",
-    "tokens/s", "cached", "failed",
-)  # fmt: skip
 _SMI = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 _SMI_DEADLINE_S = 20.0
 
@@ -58,32 +62,28 @@ def run(values: dict[str, Any], console: Console) -> int:
     config = build(BenchConfig, values)
     path = Path(config.output)
     if path.suffix != ".json":
-        raise ConfigError(
-            f"output {config.output!r} must end with .json; the report beside it ends with .html"
-        )
-    if not config.seed:
-        config = dataclasses.replace(
-            config, seed=time.time_ns() // 1_000_000
-        )  # no server has seen its prompts
-    columns: tuple[Any, ...] = (
+        raise ConfigError(f"output {config.output!r} must end with .json")
+    if not config.seed:  # no server has seen these prompts
+        config = dataclasses.replace(config, seed=time.time_ns() // 1_000_000)
+    bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.fields[said]}"),
+        TextColumn("{task.fields[answers]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
     )
-    bar = Progress(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True
-    )
-    experiment, began = Experiment(config, _teller(bar)), datetime.datetime.now(datetime.UTC)
+    experiment, began = Experiment(config, _updates(bar)), datetime.datetime.now(datetime.UTC)
     try:
         with bar:
-            asyncio.run(experiment.run())
+            uvloop.run(experiment.run())
     finally:  # what was measured is kept, whatever ended the rest
         if experiment.runs:
             result = result_of(config, experiment, began)
             write_result(result, path)
-            write_report([result], path.with_suffix(".html"))
             _show([result], console)
-            console.print(f"[dim]{path} and {path.with_suffix('.html')} are written[/]")
+            console.print(f"[dim]{path} is written[/]")
     return int(any(server_failures(each.measures) for each in experiment.runs))
 
 
@@ -92,33 +92,29 @@ def _compare(files: Sequence[Path], values: Mapping[str, object], console: Conso
         raise ConfigError(
             "--compare wants two results or more: kvrelay bench --compare a.json b.json"
         )
-    other = set(values) - {"output"}
-    if other:
+    if values:
         raise ConfigError(
-            f"--compare measures nothing; leave --{sorted(other)[0].replace('_', '-')} out"
+            f"--compare measures nothing; leave --{min(values).replace('_', '-')} out"
         )
-    results = [read_result(path) for path in files]
-    target = Path(str(values.get("output", "compare.html"))).with_suffix(".html")
-    write_report(results, target)
-    _show(results, console)
-    console.print(f"[dim]{target} is written[/]")
+    _show([read_result(path) for path in files], console)
     return 0
 
 
-def _teller(bar: Progress) -> Callable[[RunProgress], None]:
+def _updates(bar: Progress) -> Callable[[RunProgress], None]:
     tasks: dict[str, TaskID] = {}
 
-    def told(said: RunProgress) -> None:
-        if said.name not in tasks:
-            tasks[said.name] = bar.add_task(said.name, total=said.total_s or said.requests, said="")
-        of = said.progress
-        failed = f", [red]{of.failed} failed[/]" if of.failed else ""
-        text = f"{of.done} of {of.sent} answered{failed}"
-        task = bar.tasks[bar.task_ids.index(tasks[said.name])]
-        done = min(task.elapsed or 0.0, said.total_s) if said.total_s else float(of.done)
-        bar.update(tasks[said.name], completed=done, said=text)
+    def update(run: RunProgress) -> None:
+        if run.name not in tasks:
+            total = run.total_s or run.requests
+            tasks[run.name] = bar.add_task(run.name, total=total, answers="")
+        progress = run.progress
+        failed = f", [red]{progress.failed} failed[/]" if progress.failed else ""
+        task = bar.tasks[bar.task_ids.index(tasks[run.name])]
+        elapsed = min(task.elapsed or 0.0, run.total_s) if run.total_s else float(progress.done)
+        answers = f"{progress.done} of {progress.sent} answered{failed}"
+        bar.update(tasks[run.name], completed=elapsed, answers=answers)
 
-    return told
+    return update
 
 
 def result_of(config: BenchConfig, experiment: Experiment, began: datetime.datetime) -> Result:
@@ -137,7 +133,7 @@ def result_of(config: BenchConfig, experiment: Experiment, began: datetime.datet
         work=config.work,
         slo=config.slo,
         attainment=config.attainment,
-        made=Made(
+        made=Provenance(
             _command(),
             began.isoformat(timespec="seconds"),
             _machine(),
@@ -197,40 +193,37 @@ def _gpus_here() -> str:
 
 
 def _show(results: Sequence[Result], console: Console) -> None:
-    table = Table(box=None, header_style="dim", pad_edge=False)
     several = len(results) > 1
-    for name in ["label", *_COLUMNS] if several else _COLUMNS:
-        table.add_column(name, justify="left" if name == "label" else "right")
-    for each in results:
-        for measured in sorted(each.runs, key=lambda one: (one.concurrency, one.offered)):
-            cells = _narrow(cells_of(each, measured))
-            table.add_row(*([each.label, *cells] if several else cells))
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    if several:
+        table.add_column("label")
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for result in results:
+        for each in sorted(result.runs, key=lambda run: (run.concurrency, run.offered)):
+            table.add_row(*([result.label] if several else []), *table_row(result, each))
     console.print(table)
-    for each in results:
-        for warning in warnings_of(each):
-            console.print(Text(warning, style="red"))
-        for measured in each.runs:
-            for example in measured.measures.examples:
-                console.print(Text(f"{each.label}: {example}", style="red"))
-        if each.found is not None:
-            console.print(_found(each))
+    for result in results:
+        failures = [
+            f"{result.label}: {example}" for run in result.runs for example in run.measures.examples
+        ]
+        for line in (*warnings_of(result), *failures):
+            console.print(Text(line, style="red"))
+        if result.found is not None:
+            console.print(_search_line(result))
+    if unlike := differences(results):
+        what = " and ".join(unlike)
+        console.print(Text(f"These results are not of the same {what}.", style="red"))
 
 
-def _narrow(cells: Sequence[str]) -> list[str]:
-    pairs = [" ".join(cells[at : at + 2]) for at in range(5, 13, 2)]
-    return [*cells[:5], *pairs, *cells[13:]]
-
-
-def _found(result: Result) -> Text:
+def _search_line(result: Result) -> Text:
     found = result.found
     assert found is not None
+    why = f" ({found.why})" if found.why else ""
     if not found.holds:
-        return Text(
-            f"{result.label}: no rate held{f' ({found.why})' if found.why else ''}", style="red"
-        )
+        return Text(f"{result.label}: no rate held{why}", style="red")
     broke = f"; {found.breaks:.3g} did not" if found.breaks is not None else ""
-    said = f" ({found.why})" if found.why else ""
     return Text(
         f"{result.label}: {found.holds:.3g} requests/s held, {found.holds / result.gpus:.3g} per "
-        f"GPU, at {result.attainment:.0%} attainment{broke}{said}"
+        f"GPU, at {result.attainment:.0%} attainment{broke}{why}"
     )

@@ -17,12 +17,13 @@ from random import Random
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, WORKLOADS, Asked, read_trace
+from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, Asked, read_trace
 from kvrelay.planner.estimate import Demand, Estimate, Goal, Split, demand_of, plans
 from kvrelay.planner.goodput import Served, at_rate, highest_rate, requests_needed
 from kvrelay.planner.rate_card import RateCard, read_card
 from kvrelay.planner.setting import Setting, Targets
 from kvrelay.planner.speeds import Speeds
+from kvrelay.planner.workloads import WORKLOADS
 from kvrelay.wire.errors import ConfigError
 
 __all__ = ["Asking", "Sized", "Wanted", "read_cards", "run", "setting_of", "sized", "workload_of"]

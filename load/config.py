@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from kvrelay.load.measures import Slo
-from kvrelay.load.sessions import FIRST_TOKEN, LENGTHS, Arrival, Arrivals, Lengths, Work
+from kvrelay.load.workloads import FIRST_TOKEN, LENGTHS, Arrival, ArrivalProcess, Lengths, Work
 from kvrelay.wire.config_checks import base_url, check_fields, require
 from kvrelay.wire.errors import ConfigError
 
@@ -20,7 +19,6 @@ __all__ = ["BenchConfig"]
 # Finite, too.
 _Positive = Annotated[float, Meta(gt=0, lt=sys.float_info.max)]
 _NotNegative = Annotated[float, Meta(ge=0, lt=sys.float_info.max)]
-_ANY = Lengths(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class BenchConfig:
     """Requests a second, whatever is answered (open loop); several with commas between them are run
     one by one. With --find-rate: where the search begins.
     """
-    arrivals: Arrivals = "poisson"
+    arrivals: ArrivalProcess = "poisson"
     """How they come: poisson, bursty, constant, or trace: at its times, stretched to a --rate if
     given.
     """
@@ -82,7 +80,7 @@ class BenchConfig:
     runs.
     """
     attainment: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """The share of requests that has to meet its targets."""
+    """Share of requests that has to meet its targets."""
     precision: _Positive = 0.05
     """How near the rate that is found is to one that is too high, as a share."""
     ttft_ms: _NotNegative = 0.0
@@ -102,11 +100,9 @@ class BenchConfig:
     hardware: str = ""
     """What the server runs on, for the result."""
     label: str = ""
-    """What to call this server in tables and plots; empty takes the name of the model."""
+    """What to call this server in tables; empty takes the name of the model."""
     output: str = "bench.json"
-    """The result, as JSON; the same with .html is the report."""
-    processes: Annotated[int, Meta(ge=0)] = 0
-    """Processes of the client; 0: half of the cores."""
+    """The result, as JSON."""
     deadline_s: _Positive = 600.0
     """A request that takes longer has failed."""
     ignore_eos: bool = True
@@ -137,38 +133,42 @@ class BenchConfig:
         self._check_together()
 
     def _check_together(self) -> None:
-        require(
-            not (self.trace and self.sharegpt),
-            "trace and sharegpt are both given; a run is of one of them",
-        )
-        require(
-            not (self.concurrency and self.rate),
-            "rate and concurrency contradict each other: open or closed loop",
-        )
-        require(
-            not (self.concurrency and self.find_rate),
-            "find_rate searches a rate; leave concurrency out",
-        )
-        require(
-            not (self.requests and self.find_rate),
-            "each probe of find_rate takes --duration-s; leave requests out",
-        )
-        require(
-            len(self.rates) < 2 or not self.find_rate,
-            "find_rate begins at one rate; leave the others out",
-        )
-        require(self.arrivals != "trace" or bool(self.trace), "arrivals trace needs --trace FILE")
-        require(
-            self.turns == 1 or not self.trace, "a trace says itself what is asked; leave turns out"
-        )
-        require(
-            self.turns == 1 or self.endpoint == "chat",
-            "turns need --endpoint chat: a turn holds the text of the answers",
-        )
-        require(
-            bool(self.clients) or self._open_loop,
-            "how fast? give --rate, --concurrency or --find-rate",
-        )
+        for ok, message in (
+            (
+                not (self.trace and self.sharegpt),
+                "trace and sharegpt are both given; a run is of one of them",
+            ),
+            (
+                not (self.concurrency and self.rate),
+                "rate and concurrency contradict each other: open or closed loop",
+            ),
+            (
+                not (self.concurrency and self.find_rate),
+                "find_rate searches a rate; leave concurrency out",
+            ),
+            (
+                not (self.requests and self.find_rate),
+                "each probe of find_rate takes --duration-s; leave requests out",
+            ),
+            (
+                len(self.rates) < 2 or not self.find_rate,
+                "find_rate begins at one rate; leave the others out",
+            ),
+            (self.arrivals != "trace" or bool(self.trace), "arrivals trace needs --trace FILE"),
+            (
+                self.turns == 1 or not self.trace,
+                "a trace says itself what is asked; leave turns out",
+            ),
+            (
+                self.turns == 1 or self.endpoint == "chat",
+                "turns need --endpoint chat: a turn holds the text of the answers",
+            ),
+            (
+                bool(self.clients) or self._open_loop,
+                "how fast? give --rate, --concurrency or --find-rate",
+            ),
+        ):
+            require(ok, message)
 
     @property
     def _open_loop(self) -> bool:
@@ -180,7 +180,7 @@ class BenchConfig:
         return self.concurrency or int(self.requests > 0 and not self._open_loop)
 
     @property
-    def base_urls(self) -> Sequence[str]:
+    def base_urls(self) -> list[str]:
         """The address of each server. Raises ConfigError."""
         return [base_url(each) for each in self.url.split(",")]
 
@@ -200,36 +200,43 @@ class BenchConfig:
         return Lengths(int(numbers[0]), int(numbers[1]))
 
     @property
-    def rates(self) -> Sequence[float]:
+    def rates(self) -> list[float]:
         """Requests a second. Raises ConfigError."""
         try:
-            found = [float(each) for each in self.rate.split(",")] if self.rate else []
+            rates = [float(each) for each in self.rate.split(",")] if self.rate else []
         except ValueError:
-            found = [math.nan]
-        if not all(0 < each < math.inf for each in found):
-            raise ConfigError(
-                f"rate must be a positive number, or several with commas between them, got "
-                f"{self.rate!r}"
-            )
-        return found
+            rates = [math.nan]
+        require(
+            all(0 < each < math.inf for each in rates),
+            f"rate must be a positive number, or several with commas between them, got "
+            f"{self.rate!r}",
+        )
+        return rates
 
     @property
     def slo(self) -> Slo:
-        """What each answer is held to."""
-        of = _ANY if self.trace or self.sharegpt else self.fixed
-        return Slo(self.ttft_ms or of.ttft_ms, self.tpot_ms or of.tpot_ms, self.gap_ms)
+        """The targets of each answer."""
+        default = Lengths(0, 0) if self.trace or self.sharegpt else self.fixed
+        return Slo(self.ttft_ms or default.ttft_ms, self.tpot_ms or default.tpot_ms, self.gap_ms)
 
     @property
     def headers(self) -> dict[str, str]:
+        if not self.tell_targets:
+            return {}
         slo = self.slo
-        told = {"x-slo-ttft-ms": f"{slo.ttft_ms:g}", "x-slo-tpot-ms": f"{slo.tpot_ms:g}"}
-        return told if self.tell_targets else {}
+        return {"x-slo-ttft-ms": f"{slo.ttft_ms:g}", "x-slo-tpot-ms": f"{slo.tpot_ms:g}"}
 
     @property
     def work(self) -> Work:
-        of = self.fixed
+        lengths = self.fixed
         return Work(
-            of.prompt, of.output, self.spread, self.turns, self.think_s, self.trace, self.sharegpt
+            lengths.prompt,
+            lengths.output,
+            self.spread,
+            self.turns,
+            self.think_s,
+            self.trace,
+            self.sharegpt,
         )
 
     def arrival(self, rate: float) -> Arrival:

@@ -1,7 +1,8 @@
-"""The figures of a run: percentiles, rates, goodput, and whether the client was fast enough.
+"""The record of a request, and the figures of a run: percentiles, rates, goodput. Pure.
 
-Pure. A request counts if it was due within the window. TTFT counts from when it was due, a later
-turn's from when it was sent. A failed request has met nothing and is in no percentile.
+A request counts if it was due within the window. TTFT counts from when it was due, a later turn's
+from when it was sent. A failed request has met nothing and is in no percentile. Seconds count from
+the begin of the run.
 """
 
 from __future__ import annotations
@@ -9,40 +10,80 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
-from kvrelay.load.records import Failure, Record
-
 __all__ = [
-    "Client",
+    "ClientHealth",
+    "Failure",
     "Measures",
     "Percentiles",
+    "Record",
     "Slo",
     "Window",
-    "client_of",
+    "client_health",
     "e2e_ms",
-    "measured",
-    "met",
+    "measures_of",
+    "meets_slo",
     "percentile",
     "server_failures",
     "tpot_ms",
     "ttft_ms",
 ]
 
-LATE_MS, BUSY = 10.0, 0.85
+_LATE_MS, _BUSY = 10.0, 0.85
 """A client is too slow if it is this late (p99), or takes so much of a core."""
 
 
+class Failure(StrEnum):
+    """Why a request has no good answer; CUT: the run was over, CLIENT: the client's own fault."""
+
+    CONNECT = "no connection"
+    STATUS = "HTTP status"
+    IN_BAND = "error in the stream"
+    EARLY_END = "early end"
+    EMPTY = "empty answer"
+    SHORT = "fewer tokens than asked"
+    MALFORMED = "malformed"
+    DEADLINE = "deadline"
+    UNSENT = "a turn before it failed"
+    CUT = "cut at the end"
+    CLIENT = "the client's own"
+
+
+class Record(msgspec.Struct):
+    """One request: when it was due and sent, and the gaps between the chunks of its answer."""
+
+    session: int
+    turn: int
+    due_s: float
+    sent_s: float
+    first_s: float = 0.0
+    last_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    asked_tokens: int = 0
+    chunks: int = 0
+    usage: bool = False
+    failure: str = ""
+    why: str = ""
+    gaps_s: list[float] = []
+    counts: list[int] = []
+    """Tokens of each chunk, if the server said them."""
+
+
 class Slo(msgspec.Struct, frozen=True):
-    """Targets of one request in milliseconds; `gap_ms` 0 sets no limit to a single gap."""
+    """Latency targets of a request; `gap_ms` 0 sets no limit to a single gap."""
 
     ttft_ms: float
     tpot_ms: float
     gap_ms: float = 0.0
 
 
-class Window(msgspec.Struct, frozen=True):
+class Window(NamedTuple):
     """The seconds of a run that count."""
 
     start_s: float
@@ -51,6 +92,9 @@ class Window(msgspec.Struct, frozen=True):
     @property
     def length_s(self) -> float:
         return self.end_s - self.start_s
+
+    def holds(self, at_s: float) -> bool:
+        return self.start_s <= at_s < self.end_s
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -72,16 +116,15 @@ class Percentiles(msgspec.Struct, frozen=True):
         return cls(sum(ordered) / len(ordered), *shares)
 
 
-class Client(msgspec.Struct, frozen=True):
+class ClientHealth(msgspec.Struct, frozen=True):
     """How well the client itself did."""
 
-    processes: int
     late: Percentiles
     """From due to sent, in an open loop."""
     lag: Percentiles
     """How late timers were, and so how late answers are read."""
-    busiest: float
-    """The largest share of a core that a process took."""
+    cpu_share: float = math.nan
+    """Share of a core that the client took."""
     bottleneck: str = ""
     """Why the figures say more of the client than of the server, if they do."""
 
@@ -109,13 +152,14 @@ class Measures(msgspec.Struct, frozen=True):
     itl_ms: Percentiles
     e2e_ms: Percentiles
     prompt_tokens: float
-    """Means of prompts and answers, and the cached share of all prompts' tokens."""
+    """Mean per request, like `output_tokens`."""
     output_tokens: float
     cached: float
+    """Share of all prompt tokens that the server had cached."""
     tokens_per_chunk: float
     usage: bool
     """Whether all token counts are the server's own."""
-    client: Client
+    client: ClientHealth
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -125,6 +169,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def _at(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
 
 
 def ttft_ms(record: Record) -> float:
@@ -140,63 +188,57 @@ def _began_s(record: Record) -> float:
 
 
 def tpot_ms(record: Record) -> float | None:
-    """Return the time per token after the first chunk; None without such tokens."""
+    """Return the mean time per token after the first chunk; None without such tokens."""
     first = record.counts[0] if record.counts else 1
     behind = record.output_tokens - first
     return (record.last_s - record.first_s) / behind * 1e3 if behind > 0 else None
 
 
-def met(record: Record, slo: Slo) -> bool:
+def meets_slo(record: Record, slo: Slo) -> bool:
     """Return whether a request met all targets."""
     if record.failure or ttft_ms(record) > slo.ttft_ms or (tpot_ms(record) or 0.0) > slo.tpot_ms:
         return False
     return not slo.gap_ms or max(record.gaps_s, default=0.0) * 1e3 <= slo.gap_ms
 
 
-def measured(
-    records: Sequence[Record], window: Window, slo: Slo, gpus: int, client: Client
+def measures_of(
+    records: Sequence[Record], window: Window, slo: Slo, gpus: int, client: ClientHealth
 ) -> Measures:
     """Return the figures of a run."""
-    judged = [record for record in records if window.start_s <= record.due_s < window.end_s]
+    judged = [record for record in records if window.holds(record.due_s)]
     good = [record for record in judged if not record.failure]
-    reached = sum(met(record, slo) for record in judged)
-    failed = Counter(record.failure for record in judged if record.failure)
+    met = sum(meets_slo(record, slo) for record in judged)
+    failed = [record for record in judged if record.failure]
     examples: dict[str, str] = {}
-    for record in judged:
-        if record.failure:
-            examples.setdefault(record.failure, f"{record.failure}: {record.why}")
+    for record in failed:
+        examples.setdefault(record.failure, f"{record.failure}: {record.why}")
     length = max(1e-9, window.length_s)
     tokens = sum(_tokens_within(record, window) for record in records if record.chunks) / length
-    answered = [record for record in records if not record.failure]
-    chunks, prompts = (
-        sum(record.chunks for record in good),
-        sum(record.prompt_tokens for record in good),
+    in_time = sum(not record.failure and window.holds(record.last_s) for record in records)
+    prompt_tokens, output_tokens, chunks, cached = (
+        sum(getattr(record, name) for record in good)
+        for name in ("prompt_tokens", "output_tokens", "chunks", "cached_tokens")
     )
     return Measures(
         requests=len(judged),
         answered=len(good),
-        failures=dict(failed),
+        failures=dict(Counter(record.failure for record in failed)),
         examples=list(examples.values()),
         offered_per_s=len(judged) / length,
-        achieved_per_s=sum(window.start_s <= record.last_s < window.end_s for record in answered)
-        / length,
-        attainment=reached / len(judged) if judged else math.nan,
-        goodput_per_s=reached / length,
-        goodput_per_s_per_gpu=reached / length / gpus,
+        achieved_per_s=in_time / length,
+        attainment=_ratio(met, len(judged)),
+        goodput_per_s=met / length,
+        goodput_per_s_per_gpu=met / length / gpus,
         output_tokens_per_s=tokens,
         output_tokens_per_s_per_gpu=tokens / gpus,
         ttft_ms=Percentiles.of(map(ttft_ms, good)),
         tpot_ms=Percentiles.of(each for each in map(tpot_ms, good) if each is not None),
         itl_ms=Percentiles.of(gap * 1e3 for record in good for gap in record.gaps_s),
         e2e_ms=Percentiles.of(map(e2e_ms, good)),
-        prompt_tokens=prompts / len(good) if good else math.nan,
-        output_tokens=sum(record.output_tokens for record in good) / len(good)
-        if good
-        else math.nan,
-        cached=sum(record.cached_tokens for record in good) / prompts if prompts else math.nan,
-        tokens_per_chunk=sum(record.output_tokens for record in good) / chunks
-        if chunks
-        else math.nan,
+        prompt_tokens=_ratio(prompt_tokens, len(good)),
+        output_tokens=_ratio(output_tokens, len(good)),
+        cached=_ratio(cached, prompt_tokens),
+        tokens_per_chunk=_ratio(output_tokens, chunks),
         usage=all(record.usage for record in good),
         client=client,
     )
@@ -208,40 +250,32 @@ def _tokens_within(record: Record, window: Window) -> float:
     for at in range(record.chunks):
         if at:
             now += record.gaps_s[at - 1]
-        if window.start_s <= now < window.end_s:
+        if window.holds(now):
             total += record.counts[at] if record.counts else each
     return total
 
 
-def client_of(
-    records: Iterable[Record],
-    cpu_shares: Sequence[float],
-    lags_s: Iterable[float],
-    *,
-    open_loop: bool,
-) -> Client:
-    """Return how well the client did."""
-    records = list(records)
-    own = [record for record in records if record.failure == Failure.CLIENT]
-    late = (
-        Percentiles.of((record.sent_s - record.due_s) * 1e3 for record in records)
-        if open_loop
-        else Percentiles.of(())
-    )
-    lag, busiest = Percentiles.of(each * 1e3 for each in lags_s), max(cpu_shares, default=0.0)
-    more = "; take more --processes, or another machine"
+def client_health(
+    records: Sequence[Record], cpu_share: float, lags_s: Iterable[float], *, open_loop: bool
+) -> ClientHealth:
+    """Return how well the client did; `lags_s` is how late its timers were."""
+    late = Percentiles.of((record.sent_s - record.due_s) * 1e3 for record in records if open_loop)
+    lag = Percentiles.of(each * 1e3 for each in lags_s)
+    unsent = [record for record in records if record.failure == Failure.CLIENT]
     why = ""
-    if own:
-        why = f"{len(own)} of its requests could not be sent ({own[0].why}){more}"
-    elif late.p99 > LATE_MS:
-        why = f"a hundredth of the requests was sent more than {late.p99:.0f} ms late{more}"
-    elif lag.p99 > LATE_MS:
-        why = f"answers were read up to {lag.p99:.0f} ms late (p99){more}"
-    elif busiest > BUSY:
-        why = f"a process took {busiest:.0%} of its core{more}"
-    return Client(len(cpu_shares), late, lag, busiest, why)
+    if unsent:
+        why = f"{len(unsent)} of its requests could not be sent ({unsent[0].why})"
+    elif late.p99 > _LATE_MS:
+        why = f"a hundredth of the requests was sent more than {late.p99:.0f} ms late"
+    elif lag.p99 > _LATE_MS:
+        why = f"answers were read up to {lag.p99:.0f} ms late (p99)"
+    elif cpu_share > _BUSY:
+        why = f"it took {cpu_share:.0%} of a core"
+    if why:
+        why += "; share the load among several machines, or take one that is less busy"
+    return ClientHealth(late, lag, cpu_share, why)
 
 
 def server_failures(measures: Measures) -> int:
-    """Count failed requests, but those that were cut because the run was over."""
+    """Count failed requests, except for those cut because the run was over."""
     return sum(count for kind, count in measures.failures.items() if kind != Failure.CUT)

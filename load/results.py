@@ -1,35 +1,39 @@
-"""The result of `kvrelay bench` as a file: JSON with a version."""
+"""The result of `kvrelay bench`: a file of JSON, and the rows of its table."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvrelay.load.measures import Measures, Slo, e2e_ms, met, tpot_ms, ttft_ms
-from kvrelay.load.records import Record
-from kvrelay.load.search import Found
-from kvrelay.load.sessions import Work
+from kvrelay.load.measures import Measures, Record, Slo, e2e_ms, meets_slo, tpot_ms, ttft_ms
+from kvrelay.load.search import SearchResult
+from kvrelay.load.workloads import Work
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.frames import MALFORMED
 
 __all__ = [
-    "CDF_SHARES",
-    "Made",
+    "COLUMNS",
+    "Provenance",
     "Result",
     "Row",
     "Run",
-    "cdfs_of",
+    "differences",
     "read_result",
     "row_of",
+    "table_row",
+    "warnings_of",
     "write_result",
 ]
 
 VERSION = 1
-_MOST_SHORT = 0.1
-CDF_SHARES = (*(at / 100 for at in range(100)), 0.995, 0.999, 1.0)
+_MAX_SHORT = 0.1
+_MAX_CACHED = 0.05
+"""Prompts that share nothing but a template have no more cached."""
+_MAX_LONGER = 1.2
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -53,13 +57,11 @@ class Run(msgspec.Struct, frozen=True):
     """One rate, or one number of clients."""
 
     rate: float
-    """Requests a second that were wanted; 0: as the trace has them, or a closed loop."""
+    """Requests a second that were wanted; 0: a trace at its own pace, or a closed loop."""
     concurrency: int
     warm_up_s: float
     window_s: float
     measures: Measures
-    cdfs: dict[str, list[float]]
-    """Milliseconds of ttft, tpot, itl and e2e at CDF_SHARES."""
     rows: list[Row]
     after_s: float = 0.0
     """Seconds after the window in which requests went on to come."""
@@ -68,18 +70,23 @@ class Run(msgspec.Struct, frozen=True):
     def short(self) -> bool:
         """Whether fewer requests came than were wanted, by more than chance."""
         wanted = self.rate * self.window_s
-        return wanted - self.measures.requests > max(_MOST_SHORT * wanted, 3 * math.sqrt(wanted))
+        return wanted - self.measures.requests > max(_MAX_SHORT * wanted, 3 * math.sqrt(wanted))
 
     @property
     def offered(self) -> float:
         """Requests a second that were wanted, or that came if those were fewer."""
-        return (
-            self.measures.offered_per_s if self.short else self.rate or self.measures.offered_per_s
-        )
+        came = self.measures.offered_per_s
+        return came if self.short else self.rate or came
+
+    @property
+    def name(self) -> str:
+        if self.concurrency:
+            return f"{self.concurrency} client{'' if self.concurrency == 1 else 's'}"
+        return f"{self.offered:.4g} requests/s"
 
 
-class Made(msgspec.Struct, frozen=True):
-    """How and with what a result was made."""
+class Provenance(msgspec.Struct, frozen=True):
+    """How, when and with what a result was made."""
 
     command: str
     at: str
@@ -103,17 +110,11 @@ class Result(msgspec.Struct, frozen=True):
     slo: Slo
     attainment: float
     """Share of requests that has to meet its targets."""
-    made: Made
+    made: Provenance
     runs: list[Run]
-    found: Found | None = None
+    found: SearchResult | None = None
     version: int = VERSION
     endpoint: str = ""
-
-    @property
-    def shown(self) -> Run:
-        """The run that stands for the result: the fastest that holds, else the first."""
-        holding = [run for run in self.runs if run.measures.attainment >= self.attainment]
-        return max(holding, key=lambda run: run.measures.goodput_per_s, default=self.runs[0])
 
 
 def row_of(record: Record, slo: Slo) -> Row:
@@ -129,28 +130,8 @@ def row_of(record: Record, slo: Slo) -> Row:
         record.prompt_tokens,
         record.cached_tokens,
         record.output_tokens,
-        met(record, slo),
+        meets_slo(record, slo),
         record.failure,
-    )
-
-
-def cdfs_of(records: list[Record]) -> dict[str, list[float]]:
-    """Return the distributions of the requests that were answered."""
-    good = [record for record in records if not record.failure]
-    every = {
-        "ttft": map(ttft_ms, good),
-        "tpot": (each for each in map(tpot_ms, good) if each is not None),
-        "itl": (gap * 1e3 for record in good for gap in record.gaps_s),
-        "e2e": map(e2e_ms, good),
-    }
-    return {name: _quantiles(sorted(values)) for name, values in every.items()}
-
-
-def _quantiles(ordered: list[float]) -> list[float]:
-    return (
-        [round(ordered[max(0, math.ceil(share * len(ordered)) - 1)], 3) for share in CDF_SHARES]
-        if ordered
-        else []
     )
 
 
@@ -166,26 +147,100 @@ def write_result(result: Result, path: Path) -> None:
 def read_result(path: Path) -> Result:
     """Read the file. Raises ConfigError if it is none, or of another version."""
     try:
-        said: Any = msgspec.json.decode(path.read_bytes())
+        read: Any = msgspec.json.decode(path.read_bytes())
     except (OSError, *MALFORMED) as why:
         raise ConfigError(f"cannot read {path}: {why}") from why
-    version = said.get("version") if isinstance(said, dict) else None
+    version = read.get("version") if isinstance(read, dict) else None
     if version != VERSION:
         raise ConfigError(
             f"{path} is a result of version {version}; this release reads version {VERSION}"
         )
     try:
-        return msgspec.convert(_with_nan(said), Result)
+        return msgspec.convert(_with_nan(read), Result)
     except msgspec.ValidationError as why:
         raise ConfigError(f"{path} is no result of kvrelay bench: {why}") from why
 
 
-def _with_nan(said: Any) -> Any:
-    if isinstance(said, dict):
-        return {
-            key: _with_nan(value) if key != "found" and key != "breaks" else value
-            for key, value in said.items()
-        }
-    if isinstance(said, list):
-        return [_with_nan(each) for each in said]
-    return math.nan if said is None else said
+def _with_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: each if key == "found" else _with_nan(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_nan(each) for each in value]
+    return math.nan if value is None else value
+
+
+# --- the table
+
+COLUMNS = (
+    "rate", "per GPU", "answered/s", "met", "goodput/GPU", "TTFT p50 p99", "TPOT p50 p99",
+    "ITL p50 p99", "E2E p50 p99", "tokens/s", "cached", "failed",
+)  # fmt: skip
+"""Milliseconds, and requests a second."""
+
+
+def table_row(result: Result, run: Run) -> list[str]:
+    """Return a run as a row under COLUMNS."""
+    measures = run.measures
+    times = (measures.ttft_ms, measures.tpot_ms, measures.itl_ms, measures.e2e_ms)
+    return [
+        run.name.removesuffix(" requests/s"),
+        f"{run.offered / result.gpus:.4g}",
+        f"{measures.achieved_per_s:.4g}",
+        _share(measures.attainment),
+        f"{measures.goodput_per_s_per_gpu:.3g}",
+        *(f"{_ms(each.p50)} {_ms(each.p99)}" for each in times),
+        f"{measures.output_tokens_per_s:,.0f}",
+        _share(measures.cached),
+        f"{sum(measures.failures.values()):,}",
+    ]
+
+
+def _ms(value: float) -> str:
+    if math.isnan(value):
+        return "-"
+    return f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
+
+
+def _share(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.1%}"
+
+
+def warnings_of(result: Result) -> list[str]:
+    """Return what a reader must know before the figures of a result."""
+    warnings = []
+    work = result.work
+    shares = bool(work.trace or work.sharegpt or work.turns > 1)
+    for run in result.runs:
+        name, client = f"{result.label}, {run.name}", run.measures.client
+        if client.bottleneck:
+            warnings.append(
+                f"{name}: the client was too slow, so these figures are not the server's: "
+                f"{client.bottleneck}"
+            )
+        if run.short:
+            warnings.append(f"{name}: {run.rate:.4g} were wanted, and fewer came")
+        if not shares and run.measures.cached > _MAX_CACHED:
+            warnings.append(
+                f"{name}: the server had {run.measures.cached:.0%} of the prompts cached, which "
+                "share nothing; take another --seed"
+            )
+    if not all(run.measures.usage for run in result.runs):
+        warnings.append(
+            f"{result.label}: answers without usage; their tokens are counted by chunks"
+        )
+    return warnings
+
+
+def differences(results: Sequence[Result]) -> list[str]:
+    """Return in what these results cannot be compared."""
+    endpoints = {each.endpoint for each in results if each.endpoint}  # older files do not say it
+    windows = [run.window_s for each in results for run in each.runs]
+    shortest, longest = min(windows), max(windows)
+    unlike = {
+        "work": len({each.work for each in results}) > 1,
+        "endpoint": len(endpoints) > 1,
+        "arrivals": len({each.arrivals for each in results}) > 1,
+        "targets": len({(each.slo, each.attainment) for each in results}) > 1,
+        f"counted time ({shortest:.0f} to {longest:.0f} s)": longest > _MAX_LONGER * shortest,
+    }
+    return [what for what, differs in unlike.items() if differs]

@@ -11,10 +11,14 @@ import math
 
 import msgspec
 
-__all__ = ["Found", "RateSearch"]
+__all__ = ["RateSearch", "SearchResult"]
+
+_MAX_PROBES = 14
+_LOWEST_SHARE = 1 / 256
+"""The search ends below this share of the first rate."""
 
 
-class Found(msgspec.Struct, frozen=True):
+class SearchResult(msgspec.Struct, frozen=True):
     """The highest rate that held (0 if none), and the lowest above it that did not (or None)."""
 
     holds: float
@@ -24,77 +28,60 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class RateSearch:
-    """A search of a rate in requests a second.
+    """A search of a rate in requests a second, to within `precision` as a share."""
 
-    `precision` is how far apart the two rates of the answer may be, as a share; `stride` multiplies
-    or divides the first rate.
-    """
-
-    def __init__(
-        self,
-        start: float,
-        wanted: float = 0.9,
-        precision: float = 0.05,
-        most: int = 14,
-        stride: float = 2.0,
-    ) -> None:
-        self._wanted, self._precision, self._left, self._stride = wanted, precision, most, stride
-        self._next: float | None = start
-        self._least = start / 256
+    def __init__(self, start: float, attainment: float = 0.9, precision: float = 0.05) -> None:
+        self._attainment, self._precision, self._left = attainment, precision, _MAX_PROBES
+        self._rate: float | None = start
+        self._lowest = start * _LOWEST_SHARE
         self._seen: dict[float, list[float]] = {}
         self._why = ""
 
-    def next(self) -> float | None:
-        """Return the rate to probe now, None when all is known."""
-        return self._next
+    @property
+    def rate(self) -> float | None:
+        """The rate to probe now; None when the search has ended."""
+        return self._rate
 
-    def know(self, rate: float, attainment: float) -> None:
-        """Note what was seen before; it is no probe of this search."""
-        self._seen.setdefault(rate, []).append(attainment if not math.isnan(attainment) else 0.0)
-        self._next = self._following()
-
-    def tell(self, attainment: float, rate: float | None = None) -> None:
-        """Note the share that met its targets at a rate, by default the one to probe."""
-        assert self._next is not None
-        self.know(self._next if rate is None else rate, attainment)
+    def record(self, attainment: float) -> None:
+        """Note the share of requests that met their targets at `rate`; nan without requests."""
+        assert self._rate is not None
+        share = 0.0 if math.isnan(attainment) else attainment
+        self._seen.setdefault(self._rate, []).append(share)
+        self._rate = self._next_rate()
         self._left -= 1
-        if self._next is not None and self._left <= 0:
-            self._next, self._why = None, "the search ended early: it takes too many probes"
+        if self._rate is not None and self._left <= 0:
+            self.stop("the search ended early: it takes too many probes")
 
     def stop(self, why: str) -> None:
-        """End the search for a reason that is not the server's."""
-        self._next, self._why = None, why
+        """End the search early."""
+        self._rate, self._why = None, why
 
-    def found(self) -> Found:
+    def result(self) -> SearchResult:
         """Return what is known by now."""
         low, high = self._bracket()
-        said = self._why
-        if not said and low and any(rate > low for rate in self._holding()):
-            said = "a higher rate held, too, but one between did not, twice"
-        return Found(low, high, self._wanted, said)
+        why = self._why
+        if not why and low and any(rate > low for rate in self._holding()):
+            why = "a higher rate held, too, but one between did not, twice"
+        return SearchResult(low, high, self._attainment, why)
 
     def _share(self, rate: float) -> float:
         return sum(self._seen[rate]) / len(self._seen[rate])
 
     def _holding(self) -> list[float]:
-        return [rate for rate in self._seen if self._share(rate) >= self._wanted]
+        return [rate for rate in self._seen if self._share(rate) >= self._attainment]
 
     def _bracket(self) -> tuple[float, float | None]:
-        breaking = [rate for rate in self._seen if self._share(rate) < self._wanted]
-        high = min(breaking, default=None)
-        low = max((rate for rate in self._holding() if high is None or rate < high), default=0.0)
+        holding = self._holding()
+        high = min((rate for rate in self._seen if rate not in holding), default=None)
+        low = max((rate for rate in holding if high is None or rate < high), default=0.0)
         return low, high
 
-    def _following(self) -> float | None:
+    def _next_rate(self) -> float | None:
         low, high = self._bracket()
-        if (
-            high is not None
-            and any(rate > high for rate in self._holding())
-            and len(self._seen[high]) < 2
-        ):
-            return high
         if high is None:
-            return low * self._stride
+            return low * 2
+        if len(self._seen[high]) < 2 and any(rate > high for rate in self._holding()):
+            return high
         if not low:
-            return high / self._stride if high / self._stride >= self._least else None
+            return high / 2 if high / 2 >= self._lowest else None
         return None if high / low <= 1 + self._precision else math.sqrt(low * high)

@@ -1,7 +1,7 @@
-"""What a cluster is asked: made up by a seed, or read from a trace in Mooncake's format. Pure.
+"""What a load asks: sessions of one or several turns, when they begin, and their prompts.
 
-A workload's load is the share of all prefill nodes' time that its prompts would take uncached; with
-shared prefixes more than 1 can be served. Lengths are tokens.
+Pure but for the ShareGPT and trace files. Prompts are made of named pieces: equal names give equal
+tokens.
 """
 
 from __future__ import annotations
@@ -11,23 +11,186 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, Literal
 
-__all__ = ["SCALE", "TRACE_BLOCK_TOKENS", "WORKLOADS", "Asked", "Workload", "read_trace"]
+import msgspec
 
+from kvrelay.wire.errors import ConfigError
+
+__all__ = [
+    "FIRST_TOKEN",
+    "LENGTHS",
+    "TRACE_BLOCK_TOKENS",
+    "Arrival",
+    "ArrivalProcess",
+    "Asked",
+    "Lengths",
+    "Prompts",
+    "Session",
+    "Spelling",
+    "Turn",
+    "Work",
+    "arrival_times",
+    "read_trace",
+    "sessions",
+]
+
+ArrivalProcess = Literal["poisson", "bursty", "constant", "trace"]
 TRACE_BLOCK_TOKENS = 512
-_BLOCK_TOKENS = 128
+FIRST_TOKEN = 300
+"""The smallest token id of a prompt: nearly all vocabularies have special tokens below."""
+_CHARS_PER_TOKEN = 4
+_MAX_TURNS = 1 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of prompt and answer, and the latency targets of such requests."""
+
+    prompt: int
+    output: int
+    ttft_ms: float = 1_000.0
+    tpot_ms: float = 50.0
+
+
+LENGTHS = MappingProxyType(
+    {
+        "chat": Lengths(512, 256, 200.0, 15.0),
+        "code": Lengths(2_048, 64, 125.0, 20.0),
+        "summarise": Lengths(8_192, 256, 1_000.0, 15.0),
+        "long-context": Lengths(65_536, 256, 10_000.0, 20.0),
+        "reasoning": Lengths(512, 4_096, 500.0, 20.0),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """How requests come; `rate` counts all turns, 0 is a closed loop or a trace at its own pace."""
+
+    process: str = "poisson"
+    rate: float = 0.0
+    variation: float = 2.0
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What is asked; lengths are means in tokens, `spread` their standard deviation in means."""
+
+    prompt: int = 512
+    output: int = 256
+    spread: float = 0.0
+    turns: int = 1
+    think_s: float = 1.0
+    """Mean time between an answer and the next turn."""
+    trace: str = ""
+    """A file in Mooncake's format, instead of lengths."""
+    sharegpt: str = ""
+    """A file in ShareGPT's format, instead of lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One prompt: a text, or pieces of a name and a number of tokens."""
+
+    output: int
+    pieces: tuple[tuple[int, int], ...] = ()
+    text: str = ""
+    think_s: float = 0.0
+
+    @property
+    def prompt(self) -> int:
+        return sum(tokens for _, tokens in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Turns that are asked one after the other, from second `at` of the run."""
+
+    number: int
+    at: float
+    turns: list[Turn]
+
+
+def arrival_times(arrival: Arrival, rng: random.Random) -> Iterator[float]:
+    """Yield the seconds at which an open loop sends.
+
+    The gaps of `bursty` are gamma distributed with a standard deviation of `variation` means.
+    """
+    rate, squared, now = arrival.rate, arrival.variation**2, 0.0
+    while True:
+        if arrival.process == "constant":
+            now += 1 / rate
+        elif arrival.process == "bursty":
+            now += rng.gammavariate(1 / squared, squared / rate)
+        else:
+            now += rng.expovariate(rate)
+        yield now
+
+
+def sessions(work: Work, arrival: Arrival, seed: str) -> Iterator[Session]:
+    """Yield the sessions of a run, the same ones for the same seed; only those of a trace end.
+
+    Raises ConfigError for a file in another format.
+    """
+    rng, times = random.Random(f"{seed} work"), random.Random(f"{seed} arrivals")
+    if work.trace:
+        yield from _trace_sessions(work, arrival, times)
+        return
+    turns: float = work.turns
+    if work.sharegpt:
+        conversations = _read_sharegpt(Path(work.sharegpt))
+        drawn = _sharegpt_turns(conversations, work, rng)
+        turns = sum(min(len(each), work.turns) for each in conversations) / len(conversations)
+    else:
+        drawn = _synthetic_turns(work, rng)
+    begins: Iterator[float] = itertools.repeat(0.0)
+    if arrival.rate:
+        begins = arrival_times(replace(arrival, rate=arrival.rate / turns), times)
+    for number, (at, asked) in enumerate(zip(begins, drawn, strict=False)):
+        yield Session(number, at, asked)
+
+
+def _synthetic_turns(work: Work, rng: random.Random) -> Iterator[list[Turn]]:
+    for number in itertools.count():
+        yield [
+            Turn(
+                _draw_length(work.output, work.spread, rng),
+                ((_unique_name(number, turn), _draw_length(work.prompt, work.spread, rng)),),
+                think_s=_draw_think_s(work, turn, rng),
+            )
+            for turn in range(work.turns)
+        ]
+
+
+def _unique_name(session: int, turn: int) -> int:
+    return -1 - session * _MAX_TURNS - turn  # a trace's names are not negative
+
+
+def _draw_length(mean: int, spread: float, rng: random.Random) -> int:
+    if not spread:
+        return mean
+    squared = math.log(1 + spread**2)
+    return max(1, round(rng.lognormvariate(math.log(mean) - squared / 2, math.sqrt(squared))))
+
+
+def _draw_think_s(work: Work, turn: int, rng: random.Random) -> float:
+    return rng.expovariate(1 / work.think_s) if turn and work.think_s else 0.0
+
+
+# --- traces in Mooncake's format
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request: `output` tokens after `prompt` tokens, whose full blocks `blocks` name.
+    """A request of `prompt` tokens, whose full blocks `blocks` name, for `output` tokens.
 
-    Equal names are equal beginnings. `at` is in milliseconds in a trace, in mean gaps where it is
-    made up. `tail` names what stands behind the full blocks.
+    Equal names are equal beginnings; `tail` names the tokens after the full blocks. `at` is in
+    milliseconds in a trace, in mean gaps where it is drawn.
     """
 
     at: float
@@ -39,221 +202,152 @@ class Asked:
     tail: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """A workload; `make(rng, count)` returns requests in the order of their arrival."""
-
-    name: str
-    says: str
-    make: Callable[[random.Random, int], list[Asked]]
-    load: float
-    block_size: int = _BLOCK_TOKENS
-
-
 def read_trace(path: Path, count: int | None = None) -> list[Asked]:
-    """Read a trace: JSON lines of timestamp (ms), input_length, output_length and hash_ids.
+    """Read the first `count` requests of a trace: a JSON object a line, also gzipped.
 
-    hash_ids name 512-token blocks, of which the last is seldom full. Raises OSError, ValueError.
+    Its hash_ids name blocks of 512 tokens, of which the last is seldom full. Raises OSError,
+    ValueError, KeyError, TypeError.
     """
     opened = gzip.open if path.suffix == ".gz" else open
-    asks = []
     with opened(path, "rt", encoding="utf-8") as lines:
-        for line in itertools.islice(lines, count):
-            asked = json.loads(line)
-            prompt = asked["input_length"]
-            names = asked["hash_ids"]
-            full = prompt // TRACE_BLOCK_TOKENS
-            # The first token comes from the prefill node; a second one needs a decode node.
-            output, tail = (
-                max(2, asked["output_length"]),
-                names[full] if full < len(names) else None,
-            )
-            asks.append(
-                Asked(float(asked["timestamp"]), prompt, output, tuple(names[:full]), tail=tail)
-            )
-    if not asks:
+        asked = [_trace_request(json.loads(line)) for line in itertools.islice(lines, count)]
+    if not asked:
         raise ValueError(f"{path} has no requests")
-    begins = min(asked.at for asked in asks)
-    return [replace(asked, at=asked.at - begins) for asked in asks]
+    first = min(each.at for each in asked)
+    return [replace(each, at=each.at - first) for each in asked]
 
 
-# --- made up
-# ---------------------------------------------------------------------------------------------------------
+def _trace_request(row: dict[str, Any]) -> Asked:
+    prompt, names = row["input_length"], row["hash_ids"]
+    full = prompt // TRACE_BLOCK_TOKENS
+    # The first token comes from the prefill node; a second one needs a decode node.
+    output = max(2, row["output_length"])
+    tail = names[full] if full < len(names) else None
+    return Asked(float(row["timestamp"]), prompt, output, tuple(names[:full]), tail=tail)
 
 
-class _Names:
-    def __init__(self) -> None:
-        self._next = 1 << 40
+def _trace_sessions(work: Work, arrival: Arrival, rng: random.Random) -> Iterator[Session]:
+    try:
+        asked = read_trace(Path(work.trace))
+    except (OSError, ValueError, KeyError, TypeError) as why:
+        raise ConfigError(
+            f"cannot read {work.trace} as a trace in Mooncake's format: {why!r}"
+        ) from why
+    first, length_s = asked[0].at, (asked[-1].at - asked[0].at) / 1e3
+    if arrival.process != "trace" and arrival.rate:
+        begins = arrival_times(arrival, rng)
+    else:
+        stretch = len(asked) / arrival.rate / length_s if arrival.rate and length_s else 1.0
+        begins = ((each.at - first) / 1e3 * stretch for each in asked)
+    for number, (at, each) in enumerate(zip(begins, asked, strict=False)):
+        yield Session(number, at, [_trace_turn(each, number)])
 
-    def of(self, tokens: int) -> tuple[int, ...]:
-        begin, self._next = self._next, self._next + tokens // _BLOCK_TOKENS
-        return tuple(range(begin, self._next))
+
+def _trace_turn(asked: Asked, number: int) -> Turn:
+    pieces = [(name, TRACE_BLOCK_TOKENS) for name in asked.blocks]
+    if rest := asked.prompt - len(asked.blocks) * TRACE_BLOCK_TOKENS:
+        pieces.append((_unique_name(number, 0) if asked.tail is None else asked.tail, rest))
+    return Turn(asked.output, tuple(pieces))
 
 
-def _lognormal(rng: random.Random, median: float, sigma: float, least: int, most: int) -> int:
-    return int(min(most, max(least, rng.lognormvariate(math.log(median), sigma))))
+# --- conversations in ShareGPT's format: pairs of a question and its answer
+
+_Conversation = list[tuple[str, str]]
 
 
-def _poisson(rng: random.Random) -> Iterator[float]:
-    now = 0.0
+def _sharegpt_turns(
+    conversations: list[_Conversation], work: Work, rng: random.Random
+) -> Iterator[list[Turn]]:
     while True:
-        now += rng.expovariate(1.0)
-        yield now
+        for conversation in rng.sample(conversations, len(conversations)):
+            yield [
+                Turn(
+                    max(1, len(answer) // _CHARS_PER_TOKEN),
+                    text=question,
+                    think_s=_draw_think_s(work, turn, rng),
+                )
+                for turn, (question, answer) in enumerate(conversation[: work.turns])
+            ]
 
 
-def _output(rng: random.Random, median: float, most: int = 2_000) -> int:
-    return _lognormal(rng, median, 0.8, 2, most)
+def _read_sharegpt(path: Path) -> list[_Conversation]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        found = [_exchanges(row["conversations"]) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as why:
+        raise ConfigError(
+            f"cannot read {path} as conversations in ShareGPT's format: {why!r}"
+        ) from why
+    if not any(found):
+        raise ConfigError(f"{path} has no conversation in which a human asks and is answered")
+    return [each for each in found if each]
 
 
-def _zipf(rng: random.Random, many: int) -> Callable[[], int]:
-    weights = list(itertools.accumulate(1 / (rank + 1) for rank in range(many)))
-    return lambda: rng.choices(range(many), cum_weights=weights)[0]
-
-
-def _behind(
-    rng: random.Random, count: int, shared: Sequence[int], own: Callable[[], int], output: float
-) -> list[Asked]:
-    names, which = _Names(), _zipf(rng, len(shared))
-    begin = [names.of(tokens) for tokens in shared]
-    asks = []
-    for at in itertools.islice(_poisson(rng), count):
-        app, tokens = which(), own()
-        head = begin[app]
-        rest = tokens + shared[app] % _BLOCK_TOKENS
-        asks.append(
-            Asked(
-                at,
-                shared[app] + tokens,
-                _output(rng, output),
-                head + names.of(rest),
-                session=f"user {rng.random()}",
-            )
-        )
-    return asks
-
-
-def _chat(rng: random.Random, count: int) -> list[Asked]:
-    shared = [rng.randrange(300, 3_000) for _ in range(30)]
-    return _behind(rng, count, shared, lambda: _lognormal(rng, 250, 0.9, 10, 8_000), 250)
-
-
-def _code(rng: random.Random, count: int) -> list[Asked]:
-    shared = [rng.randrange(3_000, 16_000) for _ in range(150)]
-    return _behind(rng, count, shared, lambda: _lognormal(rng, 400, 0.7, 20, 6_000), 60)
-
-
-def _alone(
-    rng: random.Random, count: int, prompt: Callable[[], int], output: Callable[[], int]
-) -> list[Asked]:
-    names = _Names()
-    asks = []
-    for at in itertools.islice(_poisson(rng), count):
-        tokens = prompt()
-        asks.append(Asked(at, tokens, output(), names.of(tokens), session=f"user {rng.random()}"))
-    return asks
-
-
-def _summarise(rng: random.Random, count: int) -> list[Asked]:
-    return _alone(
-        rng, count, lambda: _lognormal(rng, 6_000, 0.5, 1_000, 30_000), lambda: _output(rng, 200)
-    )
-
-
-def _long_mix(rng: random.Random, count: int) -> list[Asked]:
-    def prompt() -> int:
-        return (
-            rng.randrange(32_000, 100_000)
-            if rng.random() < 0.03
-            else _lognormal(rng, 600, 0.6, 50, 4_000)
-        )
-
-    return _alone(rng, count, prompt, lambda: _output(rng, 200))
-
-
-def _heavy_tail(rng: random.Random, count: int) -> list[Asked]:
-    return _alone(
-        rng,
-        count,
-        lambda: min(100_000, int(300 * rng.paretovariate(1.1))),
-        lambda: min(8_000, int(60 * rng.paretovariate(1.2))),
-    )
-
-
-def _bursty(rng: random.Random, count: int) -> list[Asked]:
-    asks = _alone(
-        rng, count, lambda: _lognormal(rng, 1_200, 0.8, 50, 12_000), lambda: _output(rng, 200)
-    )
-    burst, period = 4 / 6, count / 12
-
-    def moved(at: float) -> float:
-        whole, part = divmod(at / period, 1)
-        return (
-            whole
-            + (part / burst / 6 if part < burst else 1 / 6 + (part - burst) / (1 - burst) * 5 / 6)
-        ) * period
-
-    return [replace(each, at=moved(each.at)) for each in asks]
-
-
-def _scale(rng: random.Random, count: int) -> list[Asked]:
-    poisson = _poisson(rng)
+def _exchanges(messages: list[dict[str, Any]]) -> _Conversation:
+    human, model = ("human", "user"), ("gpt", "assistant")
     return [
-        Asked(next(poisson), _lognormal(rng, 1_800, 1.0, 50, 30_000), _output(rng, 300))
-        for _ in range(count)
+        (str(a["value"]).encode(errors="replace").decode(), str(b["value"]))
+        for a, b in itertools.pairwise(messages)
+        if a["from"] in human and b["from"] in model and a["value"] and b["value"]
     ]
 
 
-def _sessions(rng: random.Random, count: int) -> list[Asked]:
-    names = _Names()
-    asks: list[Asked] = []
-    system = names.of(1_024)
-    starts = _poisson(rng)
-    turns_on_average = 6.0
-    number = 0
-    while len(asks) < count:
-        at, number = next(starts) * turns_on_average, number + 1
-        blocks, tokens = system, 1_024
-        while True:
-            asked = _lognormal(rng, 200, 1.0, 10, 6_000)
-            blocks += names.of(tokens % _BLOCK_TOKENS + asked)
-            tokens += asked
-            output = _output(rng, 250)
-            asks.append(Asked(at, tokens, output, blocks, session=f"session {number}"))
-            # The answer is computed where the client's next prompt does not look for it: on the
-            # decode node.
-            blocks += names.of(tokens % _BLOCK_TOKENS + output)
-            tokens += output
-            # Thinking takes about as long as a hundredth of the run.
-            at += count / 100 * rng.uniform(0.5, 1.5)
-            if rng.random() < 1 / turns_on_average or tokens > 60_000:
-                break
-    asks.sort(key=lambda each: each.at)
-    return asks[:count]
+# --- prompts
+
+# Short and usual: one token each, with the space before it, in most vocabularies.
+_WORDS = """
+    time year people way day man thing woman life child world school state family student group country problem hand
+    part place case week company system program question work government number night point home water room mother
+    area money story fact month lot right study book eye job word business issue side kind head house service friend
+    father power hour game line end member law car city community name president team minute idea kid body back
+    parent face others level office door health person art war history party result change morning reason research
+    girl guy moment air teacher force education foot boy age policy process music market sense nation plan college
+    interest death experience effect use class control care field development role effort rate heart drug show leader
+    light voice wife police mind price report decision son view relationship town road arm difference value building
+    action season society tax director position player record paper space ground form event official matter center
+    couple site project activity star table need court oil situation cost industry figure street image phone data
+    picture practice piece land product doctor wall patient worker news test movie north love support technology step
+    baby computer type attention film tree source organization hair look century evidence window culture chance
+    brother energy period course summer plant term opinion rest letter condition choice rule south floor
+    campaign material population call east note west church bank fire truth board risk song hope store
+""".split()  # noqa: SIM905 - the rule would have one line of 3,000 characters
 
 
-def _named(*workloads: Workload) -> Mapping[str, Workload]:
-    return MappingProxyType({each.name: each for each in workloads})
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """How a server's tokenizer turns words into tokens; its template adds `overhead` tokens."""
+
+    words_per_token: float = 1.0
+    overhead: int = 0
 
 
-WORKLOADS = _named(
-    Workload("chat", "30 system prompts of 300 to 3,000 tokens, 250 of one's own", _chat, 1.3),
-    Workload("code", "150 contexts of 3,000 to 16,000 tokens, 400 of one's own", _code, 3.0),
-    Workload("summarise", "prompts of 6,000 tokens that share nothing", _summarise, 0.85),
-    Workload(
-        "long mix", "3 % prompts of 32,000 to 100,000 tokens among those of 600", _long_mix, 0.8
-    ),
-    Workload(
-        "sessions", "conversations of six turns, each prompt all that was said", _sessions, 1.3
-    ),
-    Workload(
-        "bursty",
-        "prompts of 1,200 tokens, a sixth of the time at four times the rate",
-        _bursty,
-        0.5,
-    ),
-    Workload("heavy tail", "lengths of prompts and answers by power laws", _heavy_tail, 0.8),
-)
+class Prompts:
+    """The prompts of a run: another seed gives other tokens to every name."""
 
-SCALE = Workload(
-    "scale", "prompts of 3,000 tokens on average that share nothing, answers of 400", _scale, 0.85
-)
+    def __init__(self, seed: str, vocab_size: int, spelling: Spelling) -> None:
+        self._seed, self._spelling = seed, spelling
+        self._span = vocab_size - FIRST_TOKEN
+
+    def ids(self, turn: Turn) -> list[int]:
+        """Return the token ids of a turn."""
+        first, span = FIRST_TOKEN, self._span
+        ids: list[int] = []
+        for name, tokens in turn.pieces:
+            drawn = array("I", self._random_bytes(name, 4 * tokens))
+            ids += [first + each % span for each in drawn]
+        return ids
+
+    def text(self, turn: Turn) -> str:
+        """Return words that make about as many tokens as the turn has, with the template's."""
+        if turn.text:
+            return turn.text
+        words: list[str] = []
+        for at, (name, tokens) in enumerate(turn.pieces):
+            if at == len(turn.pieces) - 1:
+                tokens = max(1, tokens - self._spelling.overhead)
+            count = max(1, round(tokens * self._spelling.words_per_token))
+            words += [_WORDS[each % len(_WORDS)] for each in self._random_bytes(name, count)]
+        return " ".join(words)
+
+    def _random_bytes(self, name: int, count: int) -> bytes:
+        return random.Random(f"{self._seed} {name}").randbytes(count)

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from kvrelay.load.workloads import Asked, Workload
+from kvrelay.load.workloads import Asked
 from kvrelay.planner.speeds import H200, Speeds
+from kvrelay.planner.workloads import Workload
 from kvrelay.wire.config import Role
 from kvrelay.wire.router_config import PRICE
 

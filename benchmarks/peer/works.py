@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from kvrelay.load.sessions import LENGTHS, Arrival, sessions
-from kvrelay.load.sessions import Work as Lengths
-from kvrelay.load.workloads import read_trace
+from kvrelay.load.workloads import LENGTHS, Arrival, read_trace, sessions
+from kvrelay.load.workloads import Work as Lengths
 from kvrelay.wire.errors import ConfigError
 
 __all__ = [

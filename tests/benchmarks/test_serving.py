@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks import serving
-from kvrelay.load.conductor import Outcome
-from kvrelay.load.records import Record
+from kvrelay.load.measures import Record
+from kvrelay.load.sender import Outcome
 
 
 def record(failure: str = "") -> Record:
@@ -30,7 +30,7 @@ def test_a_failure_behind_the_plus_is_one(failure: str, monkeypatch: pytest.Monk
         url: str, model: str, vocab: int, rows: list[serving.Row], seed: int, within_s: float
     ) -> list[Outcome]:
         loads = [[record()], [record(), record(failure)]]
-        return [Outcome(records, [0.1], []) for records in loads[: len(rows)]]
+        return [Outcome(records, 0.1, []) for records in loads[: len(rows)]]
 
     monkeypatch.setattr(serving, "running", running)
     monkeypatch.setattr(serving, "measure", measure)

@@ -8,11 +8,10 @@ import heapq
 import itertools
 import random
 
-from kvrelay.load.measures import Slo, Window, client_of, measured
-from kvrelay.load.records import Record
-from kvrelay.load.results import Made, Result, Run, cdfs_of, row_of
+from kvrelay.load.measures import Record, Slo, Window, client_health, measures_of
+from kvrelay.load.results import Provenance, Result, Run, row_of
 from kvrelay.load.search import RateSearch
-from kvrelay.load.sessions import Arrival, Work, sessions
+from kvrelay.load.workloads import Arrival, Work, sessions
 
 SLO = Slo(200.0, 15.0)
 WORK = Work(512, 64)
@@ -47,24 +46,22 @@ def run_of(rate: float, places: int, seconds: float = 60.0, gpus: int = 1, seed:
     records = records_of(rate, places, seconds + 5, f"{seed} {rate}")
     window = Window(5.0, 5.0 + seconds)
     judged = [record for record in records if window.start_s <= record.due_s < window.end_s]
-    client = client_of(judged, [0.12], [0.0005] * 100, open_loop=True)
-    measures = measured(records, window, SLO, gpus, client)
-    return Run(
-        rate, 0, 5.0, seconds, measures, cdfs_of(judged), [row_of(record, SLO) for record in judged]
-    )
+    client = client_health(judged, 0.12, [0.0005] * 100, open_loop=True)
+    measures = measures_of(records, window, SLO, gpus, client)
+    return Run(rate, 0, 5.0, seconds, measures, [row_of(record, SLO) for record in judged])
 
 
 def result_of(label: str, places: int, gpus: int, seconds: float = 60.0) -> Result:
     """A whole search."""
     search, runs = RateSearch(4.0), list[Run]()
-    while (rate := search.next()) is not None:
+    while (rate := search.rate) is not None:
         runs.append(run_of(rate, places, seconds, gpus))
-        search.tell(runs[-1].measures.attainment)
-    made = Made(
+        search.record(runs[-1].measures.attainment)
+    made = Provenance(
         "kvrelay bench --url http://10.0.0.5:8000 --lengths 512:64 --find-rate --gpus 4", "2026-11-22T09:00:00+00:00",
         "Linux x86_64, 32 cores", {"kvrelay": "0.1.0", "python": "3.11.7", "server": "0.1.0"},
     )  # fmt: skip
     return Result(
         label, "Llama-3.1-8B", "http://10.0.0.5:8000", gpus, f"{gpus} x GPU", "512:64: 512 tokens " "in, 64 out",
-        "poisson arrivals, open loop", WORK, SLO, 0.9, made, runs, search.found(),
+        "poisson arrivals, open loop", WORK, SLO, 0.9, made, runs, search.result(),
     )  # fmt: skip

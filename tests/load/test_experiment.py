@@ -12,11 +12,11 @@ import pytest
 from simulated_server import records_of
 
 from kvrelay.load import experiment
-from kvrelay.load.conductor import Outcome
 from kvrelay.load.config import BenchConfig
 from kvrelay.load.experiment import Experiment, RunProgress, Server
-from kvrelay.load.records import Asking, Load, Progress, Record
-from kvrelay.load.sessions import Spelling
+from kvrelay.load.measures import Record
+from kvrelay.load.sender import Endpoint, Load, Outcome, Progress
+from kvrelay.load.workloads import Spelling
 from kvrelay.wire.errors import KvrelayError
 
 
@@ -25,22 +25,19 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Load]:
     """What was put; the server has 24 places, and 36 requests a second are the most that it can."""
     put: list[Load] = []
 
-    async def conduct(
-        asking: Asking, load: Load, processes: int, told: Callable[[Progress], None]
+    async def send_load(
+        endpoint: Endpoint, load: Load, on_progress: Callable[[Progress], None]
     ) -> Outcome:
         put.append(load)
-        told(Progress(3, 2, 0, 9))
-        return Outcome(
-            records_of(load.arrival.rate or 1.0, 24, min(load.sending_s, 20.0), load.seed),
-            [0.1],
-            [0.0],
-        )
+        on_progress(Progress(3, 2, 0))
+        seconds = min(load.sending_s, 20.0)
+        return Outcome(records_of(load.arrival.rate or 1.0, 24, seconds, load.seed), 0.1, [0.0])
 
-    async def ask_server(url: str, key: str, model: str, *, chat: bool) -> Server:
+    async def inspect_server(url: str, key: str, model: str, *, chat: bool) -> Server:
         return Server("m", "1", Spelling())
 
-    monkeypatch.setattr(experiment, "conduct", conduct)
-    monkeypatch.setattr(experiment, "ask_server", ask_server)
+    monkeypatch.setattr(experiment, "send_load", send_load)
+    monkeypatch.setattr(experiment, "inspect_server", inspect_server)
     return put
 
 
@@ -49,7 +46,7 @@ async def test_a_search_probes_each_rate_in_a_window_of_its_own(loads: list[Load
     config = BenchConfig(
         lengths="512:64", find_rate=True, ttft_ms=200, tpot_ms=15, duration_s=60, gpus=2
     )
-    bench = Experiment(config, told=told.append)
+    bench = Experiment(config, on_progress=told.append)
     await bench.run()
     assert bench.found is not None
     assert bench.found.breaks is not None
@@ -94,14 +91,14 @@ async def test_a_warm_up_that_takes_all_is_told(loads: list[Load]) -> None:
 async def test_a_client_that_is_too_slow_ends_the_search(
     loads: list[Load], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def slow(asking: Asking, load: Load, *more: object) -> Outcome:
+    async def slow(endpoint: Endpoint, load: Load, *more: object) -> Outcome:
         late = [
             Record(0, 0, each.due_s, each.due_s + 1, failure="deadline")
             for each in records_of(load.arrival.rate, 9, 70.0, "s")
         ]
-        return Outcome(late, [0.99], [0.0])
+        return Outcome(late, 0.99, [0.0])
 
-    monkeypatch.setattr(experiment, "conduct", slow)
+    monkeypatch.setattr(experiment, "send_load", slow)
     bench = Experiment(BenchConfig(find_rate=True))
     await bench.run()
     assert bench.found is not None
@@ -155,14 +152,14 @@ async def test_a_trace_that_ends_early_ends_the_window(loads: list[Load], reposi
 async def test_a_search_ends_with_the_probe_that_cannot_be_and_keeps_the_others(
     loads: list[Load], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = experiment.conduct
+    whole = experiment.send_load
 
-    async def broken(asking: Asking, load: Load, *more: object) -> Outcome:
+    async def broken(endpoint: Endpoint, load: Load, *more: object) -> Outcome:
         if len(loads) == 3:
             raise KvrelayError("a process has ended")
-        return await whole(asking, load, *more)  # type: ignore[arg-type]
+        return await whole(endpoint, load, *more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(experiment, "conduct", broken)
+    monkeypatch.setattr(experiment, "send_load", broken)
     bench = Experiment(
         BenchConfig(lengths="512:64", find_rate=True, rate="4", ttft_ms=200, tpot_ms=15)
     )
@@ -176,14 +173,14 @@ async def test_a_search_ends_with_the_probe_that_cannot_be_and_keeps_the_others(
 async def test_a_search_that_is_interrupted_tells_what_it_knows(
     loads: list[Load], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = experiment.conduct
+    whole = experiment.send_load
 
-    async def interrupted(asking: Asking, load: Load, *more: object) -> Outcome:
+    async def interrupted(endpoint: Endpoint, load: Load, *more: object) -> Outcome:
         if len(loads) == 2:
             raise asyncio.CancelledError
-        return await whole(asking, load, *more)  # type: ignore[arg-type]
+        return await whole(endpoint, load, *more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(experiment, "conduct", interrupted)
+    monkeypatch.setattr(experiment, "send_load", interrupted)
     bench = Experiment(BenchConfig(lengths="512:64", find_rate=True, rate="4"))
     with pytest.raises(asyncio.CancelledError):
         await bench.run()

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import msgspec
 import pytest
 
-from kvrelay.load.measures import Slo, Window, client_of, measured, met, percentile, tpot_ms
-from kvrelay.load.records import Failure, Record
-from kvrelay.load.results import (
-    VERSION,
-    Made,
-    Result,
-    Run,
-    cdfs_of,
-    read_result,
-    row_of,
-    write_result,
+from kvrelay.load.measures import (
+    Failure,
+    Record,
+    Slo,
+    Window,
+    client_health,
+    measures_of,
+    meets_slo,
+    percentile,
+    tpot_ms,
 )
-from kvrelay.load.search import Found
-from kvrelay.load.sessions import Work
-from kvrelay.wire.errors import ConfigError
 
 SLO = Slo(200.0, 15.0)
 
@@ -66,7 +61,7 @@ def request(
     ],
 )
 def test_who_meets_the_targets(record: Record, slo: Slo, good: bool) -> None:
-    assert met(record, slo) is good
+    assert meets_slo(record, slo) is good
 
 
 def test_tokens_of_the_first_chunk_are_not_waited_for() -> None:
@@ -79,8 +74,8 @@ def test_tokens_of_the_first_chunk_are_not_waited_for() -> None:
 def test_the_warm_up_and_what_comes_after_do_not_count() -> None:
     records = [request(at / 2) for at in range(40)]
     records[3] = request(1.5, ttft_ms=5_000.0)
-    found = measured(
-        records, Window(2.0, 12.0), SLO, 4, client_of(records, [0.1], [0.0], open_loop=True)
+    found = measures_of(
+        records, Window(2.0, 12.0), SLO, 4, client_health(records, 0.1, [0.0], open_loop=True)
     )
     assert (found.requests, found.attainment, found.offered_per_s) == (20, 1.0, 2.0)
     assert (found.goodput_per_s, found.goodput_per_s_per_gpu) == (2.0, 0.5)
@@ -103,8 +98,8 @@ def test_failures_are_counted_by_kind_and_meet_nothing() -> None:
         request(0.5, failure=kind, why="so")
         for kind in ("early end", "early end", str(Failure.CUT))
     ]
-    found = measured(
-        [request(0), *broken], Window(0, 10), SLO, 1, client_of([], [0.1], [], open_loop=False)
+    found = measures_of(
+        [request(0), *broken], Window(0, 10), SLO, 1, client_health([], 0.1, [], open_loop=False)
     )
     assert (found.requests, found.answered, found.attainment) == (4, 1, 0.25)
     assert found.failures == {"early end": 2, "cut at the end": 1}
@@ -114,15 +109,15 @@ def test_failures_are_counted_by_kind_and_meet_nothing() -> None:
 
 def test_a_client_that_was_too_slow_says_so() -> None:
     late = [request(at, sent_s=at + 0.02) for at in range(3)]
-    assert "20 ms late" in client_of(late, [0.1], [0.0], open_loop=True).bottleneck
-    assert client_of(late, [0.1], [0.0], open_loop=False).bottleneck == ""
-    assert "read up to 30 ms late" in client_of([], [0.1], [0.03], open_loop=False).bottleneck
-    assert "97% of its core" in client_of([], [0.2, 0.97], [0.0], open_loop=False).bottleneck
+    assert "20 ms late" in client_health(late, 0.1, [0.0], open_loop=True).bottleneck
+    assert client_health(late, 0.1, [0.0], open_loop=False).bottleneck == ""
+    assert "read up to 30 ms late" in client_health([], 0.1, [0.03], open_loop=False).bottleneck
+    assert "97% of a core" in client_health([], 0.97, [0.0], open_loop=False).bottleneck
 
 
 def test_requests_that_a_client_could_not_send_are_its_own() -> None:
     own = request(0, failure=Failure.CLIENT, why="Too many open files")
-    said = client_of([own, request(0)], [0.1], [0.0], open_loop=False).bottleneck
+    said = client_health([own, request(0)], 0.1, [0.0], open_loop=False).bottleneck
     assert said.startswith("1 of its requests could not be sent (Too many open files)")
 
 
@@ -130,41 +125,3 @@ def test_percentiles() -> None:
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert percentile([3.0, 1.0, 2.0], 0.99) == 3.0
     assert math.isnan(percentile([], 0.5))
-
-
-def result(records: list[Record], label: str = "ours") -> Result:
-    """Of one run."""
-    found = measured(records, Window(0, 10), SLO, 2, client_of(records, [0.1], [], open_loop=False))
-    run = Run(
-        2.0, 0, 0.0, 10.0, found, cdfs_of(records), [row_of(record, SLO) for record in records]
-    )
-    made = Made(
-        "kvrelay bench",
-        "2026-11-22T09:00:00+00:00",
-        "Linux, 2 cores",
-        {"kvrelay": "0.1.0", "server": ""},
-    )
-    what = ("m", "http://h:1", 2, "2 x GPU", "chat", "poisson", Work(), SLO, 0.9, made)
-    return Result(label, *what, [run], Found(2.0, None, 0.9))
-
-
-def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "result.json"
-    write_result(result([request(0.0), request(1.0, failure="deadline")]), path)
-    back = read_result(path)
-    assert back.runs[0].rows[1].failure == "deadline"
-    assert back.found == Found(2.0, None, 0.9)
-    assert math.isnan(back.runs[0].measures.client.late.p50)
-    assert msgspec.json.encode(back) == msgspec.json.encode(
-        result([request(0.0), request(1.0, failure="deadline")])
-    )
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"version": 2}', f'{{"version": {VERSION}, "label": 3}}']
-)
-def test_what_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"result\.json"):
-        read_result(path)

@@ -9,17 +9,17 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.load.search import Found, RateSearch
+from kvrelay.load.search import RateSearch, SearchResult
 
 
 def searched(
     serves: Callable[[float], float], start: float = 1.0, precision: float = 0.05
-) -> tuple[Found, list[float]]:
+) -> tuple[SearchResult, list[float]]:
     search, probes = RateSearch(start, 0.9, precision), list[float]()
-    while (rate := search.next()) is not None:
+    while (rate := search.rate) is not None:
         probes.append(rate)
-        search.tell(serves(rate))
-    return search.found(), probes
+        search.record(serves(rate))
+    return search.result(), probes
 
 
 @given(capacity=st.floats(0.05, 400), start=st.floats(0.5, 64), steep=st.floats(3, 60))
@@ -75,11 +75,11 @@ def test_a_rate_that_broke_by_chance_is_probed_again() -> None:
 def test_contradictions_are_told_and_the_lower_rate_is_believed() -> None:
     search = RateSearch(2.0)
     for rate, share in ((2.0, 0.5), (1.0, 1.0), (math.sqrt(2), 0.2)):
-        assert search.next() == rate
-        search.tell(share)
-    while (rate := search.next()) is not None:
-        search.tell(1.0)
-    found = search.found()
+        assert search.rate == rate
+        search.record(share)
+    while (rate := search.rate) is not None:
+        search.record(1.0)
+    found = search.result()
     assert found.holds < math.sqrt(2) == found.breaks
 
 
@@ -97,36 +97,13 @@ def test_a_server_that_never_breaks_ends_the_search() -> None:
 
 def test_nothing_measured_is_nothing_met() -> None:
     search = RateSearch(1.0)
-    search.tell(math.nan)
-    assert search.next() == 0.5
+    search.record(math.nan)
+    assert search.rate == 0.5
 
 
 def test_a_client_that_is_too_slow_ends_the_search() -> None:
     search = RateSearch(1.0)
-    search.tell(1.0)
+    search.record(1.0)
     search.stop("the client was too slow")
-    assert search.next() is None
-    assert search.found() == Found(1.0, None, 0.9, "the client was too slow")
-
-
-def test_what_is_known_already_is_not_probed_again() -> None:
-    search, probes = RateSearch(10.0, 0.9, 0.05, stride=1.15), list[float]()
-    for rate, share in ((8.0, 0.99), (12.0, 0.4), (10.0, 0.95)):
-        search.know(rate, share)
-    while (rate := search.next()) is not None:
-        probes.append(rate)
-        search.tell(1.0 if rate <= 11 else 0.5, rate=float(f"{rate:.3g}"))
-    assert all(10 < rate < 12 for rate in probes)
-    found = search.found()
-    assert found.breaks is not None
-    assert 10 < found.holds <= 11 < found.breaks
-    assert found.breaks / found.holds <= 1.05
-
-
-def test_a_search_that_knows_about_where_it_is_takes_smaller_strides() -> None:
-    search, probes = RateSearch(100.0, stride=1.15), list[float]()
-    while (rate := search.next()) is not None:
-        probes.append(rate)
-        search.tell(1.0 if rate < 110 else 0.0)
-    assert max(probes) < 116
-    assert len(probes) <= 4
+    assert search.rate is None
+    assert search.result() == SearchResult(1.0, None, 0.9, "the client was too slow")

@@ -1,85 +1,371 @@
-"""One process of the client by itself: what it says is whole."""
+"""Loads put on a server whose times are known: what is recorded is what happened."""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import sys
+import errno
+import itertools
+import json
+import os
+import resource
+import statistics
 import time
-from asyncio.subprocess import PIPE
+from pathlib import Path
 
-import msgspec
 import pytest
-from openai_double import paced, serving
+from openai_double import Double, Say, Told, begin, end, event, over, paced, serving, token, whole
 
-from kvrelay.load.records import Asking, Load, ProcessReport, Progress, Share, pack, size_of
-from kvrelay.load.sender import Sender
-from kvrelay.load.sessions import Arrival, Spelling, Work
+from kvrelay.load.experiment import ServerUnusable, inspect_server
+from kvrelay.load.measures import Failure, tpot_ms, ttft_ms
+from kvrelay.load.sender import Endpoint, Load, Outcome, Sender, send_load
+from kvrelay.load.workloads import Arrival, Spelling, Work
 
-DEADLINE_S, UNREAD_S = 60.0, 2.0
-PIPE_BYTES = 4096
-
-
-async def test_a_result_that_is_read_late_is_whole() -> None:
-    """More than the pipe holds, and less than what is written without being waited for."""
-    async with serving(paced(0, 0)) as double, asyncio.timeout(DEADLINE_S):
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "kvrelay.load.sender",
-            stdin=PIPE,
-            stdout=PIPE,
-            limit=PIPE_BYTES // 2,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        fcntl.fcntl(
-            process.stdout._transport.get_extra_info("pipe"), fcntl.F_SETPIPE_SZ, PIPE_BYTES
-        )  # type: ignore[attr-defined]
-        asking = Asking(double.url, "", "double", False, Spelling())
-        process.stdin.write(pack(Share(asking, Load(Work(16, 400), Arrival(), "s", 4, 12), 0, 1)))
-        process.stdin.write(pack(0.0))
-        waiting = asyncio.create_task(process.wait())
-        await asyncio.wait(
-            {waiting}, timeout=UNREAD_S
-        )  # it must not end before all of that is read
-        said: Progress | ProcessReport = Progress(0, 0, 0, 0)
-        while isinstance(said, Progress):
-            size = size_of(await process.stdout.readexactly(4))
-            said = msgspec.msgpack.decode(
-                await process.stdout.readexactly(size), type=Progress | ProcessReport
-            )
-        await waiting
-    assert len(said.records) == 12
-    assert all(record.output_tokens == 400 for record in said.records)
+DEADLINE_S = 120.0
 
 
-async def test_a_request_that_breaks_the_client_is_not_left_out(
-    monkeypatch: pytest.MonkeyPatch,
+def endpoint(*doubles: Double, chat: bool = False, **more: object) -> Endpoint:
+    urls = [double.url for double in doubles]
+    return Endpoint(urls, "key", "double", chat, Spelling(), **more)  # type: ignore[arg-type]
+
+
+async def sent(to: Endpoint, load: Load) -> Outcome:
+    async with asyncio.timeout(DEADLINE_S):
+        return await send_load(to, load)
+
+
+def closed(requests: int, clients: int = 1, output: int = 4, **more: object) -> Load:
+    return Load(Work(16, output, **more), Arrival(), "s", clients, requests)  # type: ignore[arg-type]
+
+
+def constant(rate: float, output: int = 2, **more: float) -> Load:
+    return Load(Work(16, output), Arrival("constant", rate), "s", **more)  # type: ignore[arg-type]
+
+
+def failures(outcome: Outcome) -> list[str]:
+    return [record.failure for record in outcome.records]
+
+
+async def silent(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(60)
+
+
+def after(count: int, then: Say) -> Say:
+    """Answer the first `count` requests well."""
+
+    async def say(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
+        answer = then if len(double.told) > count else paced(0, 0)
+        await answer(double, told, writer)
+
+    return say
+
+
+async def test_what_is_measured_is_what_happened() -> None:
+    """The server's clock is the same one, so a busy machine makes both late."""
+    async with serving(paced(0.06, 0.02)) as double:
+        outcome = await sent(endpoint(double), closed(12, clients=3, output=12))
+    told = {each.came: each for each in double.told}
+    assert len(outcome.records) == len(told) == 12
+    assert double.connections == 3
+    off_first, off_gap = [], []
+    for record, came in zip(
+        sorted(outcome.records, key=lambda each: each.sent_s), sorted(told), strict=True
+    ):
+        assert record.failure == ""
+        assert (record.output_tokens, record.chunks, record.prompt_tokens) == (12, 12, 16)
+        wrote = told[came].wrote
+        off_first.append(abs(ttft_ms(record) - (wrote[0] - came) * 1e3))
+        off_gap.append(abs((tpot_ms(record) or 0) - (wrote[-1] - wrote[0]) / 11 * 1e3))
+        assert ttft_ms(record) >= 60
+    assert statistics.median(off_first) < 10
+    assert statistics.median(off_gap) < 2
+
+
+async def test_the_requests_that_were_asked_for_follow_the_warm_up() -> None:
+    async with serving(paced(0.05, 0.0)) as double:
+        to = endpoint(double)
+        assert len((await sent(to, closed(3, clients=2))).records) == 3
+        work, poisson, steady = Work(16, 2), Arrival(), Arrival("constant", 20.0)
+        for load in (
+            Load(work, poisson, "s", clients=2, requests=3, warm_up_s=0.3),
+            Load(work, steady, "s", requests=3, warm_up_s=0.3),
+        ):
+            outcome = await sent(to, load)
+            assert len(outcome.records) > 3
+            assert sum(record.due_s >= 0.3 for record in outcome.records) == 3
+
+
+async def test_an_open_loop_sends_on_time_whatever_is_answered() -> None:
+    """Answers take a second, requests come every 50 ms."""
+    async with serving(paced(1.0, 0.01)) as double:
+        outcome = await sent(endpoint(double), constant(20.0, sending_s=2.0, judged_s=2.0))
+    dues = [record.due_s for record in outcome.records]
+    assert dues == pytest.approx([0.05 * at for at in range(1, 40)])
+    assert failures(outcome) == [""] * 39
+    assert statistics.median(record.sent_s - record.due_s for record in outcome.records) < 0.1
+    assert len({tuple(each.body["prompt"]) for each in double.told}) == 39
+
+
+async def bad_answer(how: str, told: Told, writer: asyncio.StreamWriter) -> None:
+    if how == "status":
+        whole(writer, {"error": {"message": "no room"}}, 503)
+    elif how == "silent":
+        await asyncio.sleep(60)
+    elif how == "no http":
+        writer.write(b"what?\r\n\r\n")
+    elif how == "cut":
+        begin(writer)
+        token(told, writer)
+        writer.write(b"40\r\ndata: ")
+        writer.close()
+    elif how == "closed":
+        writer.close()
+    else:
+        begin(writer)
+        if how == "in band":
+            event(writer, {"error": {"message": "the engine has ended", "code": 500}})
+        elif how == "no end":
+            token(told, writer)
+        elif how == "empty":
+            end(told, writer, 0)
+            return
+        elif how == "short":
+            token(told, writer)
+            end(told, writer, 1)
+            return
+        elif how == "long line":
+            writer.write(b"200000\r\ndata: " + b"x" * (1 << 21))
+            return
+        over(writer)
+
+
+@pytest.mark.parametrize(
+    ("how", "failure"),
+    [
+        ("status", Failure.STATUS),
+        ("silent", Failure.DEADLINE),
+        ("no http", Failure.MALFORMED),
+        ("long line", Failure.MALFORMED),
+        ("cut", Failure.EARLY_END),
+        ("closed", Failure.CONNECT),
+        ("in band", Failure.IN_BAND),
+        ("no end", Failure.EARLY_END),
+        ("empty", Failure.EMPTY),
+        ("short", Failure.SHORT),
+    ],
+)
+async def test_a_failure_is_recorded_and_leaves_nothing_behind(how: str, failure: Failure) -> None:
+    answers = iter([how])
+
+    async def say(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
+        if (first := next(answers, None)) is not None:
+            await bad_answer(first, told, writer)
+        else:
+            await paced(0.0, 0.0)(double, told, writer)
+
+    async with serving(say) as double:
+        outcome = await sent(endpoint(double, deadline_s=5.0), closed(2))
+    assert failures(outcome) == [failure, ""]
+    assert outcome.records[0].why
+
+
+async def test_a_server_that_is_not_there_is_a_failure() -> None:
+    async with serving(paced(0, 0)) as double:
+        pass
+    assert failures(await sent(endpoint(double), closed(2))) == [Failure.CONNECT] * 2
+
+
+async def test_a_connection_that_was_closed_while_idle_is_no_failure() -> None:
+    async def say(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
+        await paced(0, 0)(double, told, writer)
+        await writer.drain()
+        writer.close()
+
+    async with serving(say) as double:
+        outcome = await sent(endpoint(double), constant(10.0, requests=3))
+    assert failures(outcome) == [""] * 3
+    assert double.connections == 3
+
+
+async def test_a_request_that_may_have_reached_the_server_is_not_sent_again() -> None:
+    async def close(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with serving(after(1, close)) as double:
+        outcome = await sent(endpoint(double), closed(2))
+    assert failures(outcome) == ["", Failure.CONNECT]
+    assert (len(double.told), double.connections) == (2, 1)
+
+
+async def test_there_is_a_file_for_each_request() -> None:
+    """The usual limit is a soft one."""
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with serving(paced(1.0, 0)) as double:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, usual[1]))
+        try:
+            outcome = await sent(endpoint(double), closed(160, clients=160, output=1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+    assert failures(outcome) == [""] * 160
+
+
+@pytest.mark.parametrize(
+    ("number", "failure"),
+    [
+        (errno.EMFILE, Failure.CLIENT),
+        (errno.EADDRNOTAVAIL, Failure.CLIENT),
+        (errno.ECONNREFUSED, Failure.CONNECT),
+    ],
+)
+async def test_too_few_files_or_ports_are_the_clients_fault(
+    number: int, failure: Failure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    async with serving(paced(0, 0)) as double:
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", refuse)
+        assert failures(await sent(endpoint(double), closed(1))) == [failure]
+
+
+async def test_a_pause_of_the_client_is_as_long_as_it_was() -> None:
+    """The loop stands still for 0.6 s of 1.5: two fifths of the ticks are late."""
+
+    async def pause(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
+        if len(double.told) == 2:
+            time.sleep(0.6)
+        await paced(0, 0)(double, told, writer)
+
+    async with serving(pause) as double:
+        outcome = await sent(endpoint(double), constant(10.0, sending_s=1.5, judged_s=1.5))
+    assert max(outcome.lags_s) > 0.5
+    assert sum(lag > 0.1 for lag in outcome.lags_s) > 20
+    assert outcome.cpu_share > 0
+
+
+async def test_turns_hold_what_was_really_answered() -> None:
+    answers = iter(["Hello", " there", "Well", " now"])
+
+    async def say(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
+        begin(writer)
+        for _ in range(2):
+            token(told, writer, next(answers))
+        end(told, writer, 2)
+
+    async with serving(say) as double:
+        load = closed(1, output=2, turns=2, think_s=0.01)
+        outcome = await sent(endpoint(double, chat=True), load)
+    first, second = (each.body["messages"] for each in double.told)
+    assert [each["role"] for each in second] == ["user", "assistant", "user"]
+    assert second[0] == first[0]
+    assert second[1]["content"] == "Hello there"
+    assert second[2]["content"] != first[0]["content"]
+    assert [(record.turn, record.failure) for record in outcome.records] == [(0, ""), (1, "")]
+    assert double.told[0].path == "/v1/chat/completions"
+
+
+async def test_turns_that_a_failure_has_left_unsent_have_failed_too() -> None:
+    async def no_end(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
+        await bad_answer("no end", told, writer)
+
+    async with serving(after(1, no_end)) as double:
+        outcome = await sent(endpoint(double, chat=True), closed(1, turns=4, think_s=0.01))
+    assert len(double.told) == 2
+    found = sorted((record.turn, record.failure) for record in outcome.records)
+    assert found == [(0, ""), (1, Failure.EARLY_END), (2, Failure.UNSENT), (3, Failure.UNSENT)]
+    assert "turn 4 of 4 was not sent" in {record.why for record in outcome.records}
+
+
+async def test_a_request_is_cut_unless_it_may_still_meet_its_targets() -> None:
+    """The run is over before the answers: without end, or after 600 ms of the 2 s they have."""
+    async with serving(silent) as double:
+        load = constant(10.0, sending_s=0.55, judged_s=0.55, drain_s=0.2)
+        assert failures(await sent(endpoint(double), load)) == [Failure.CUT] * 5
+    async with serving(paced(0.6, 0)) as double:
+        load = constant(
+            10.0, 4, sending_s=0.55, judged_s=0.55, drain_s=0.0, first_s=1.0, token_s=0.25
+        )
+        assert failures(await sent(endpoint(double), load)) == [""] * 5
+
+
+async def test_a_closed_loop_does_not_go_by_the_times_of_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": at * 60_000, "input_length": 16, "output_length": 2, "hash_ids": [at]}
+        for at in range(6)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    load = Load(Work(trace=str(path)), Arrival(), "s", clients=2, sending_s=30.0)
+    async with serving(paced(0, 0)) as double:
+        assert failures(await sent(endpoint(double), load)) == [""] * 6
+
+
+async def test_requests_after_the_counted_time_are_not_waited_for() -> None:
+    """Their answers take a minute, and the run does not."""
+    async with serving(after(5, silent)) as double:
+        outcome = await sent(endpoint(double), constant(10.0, sending_s=0.95, judged_s=0.55))
+    assert failures(outcome) == [""] * 5
+    assert len(double.told) > 5
+
+
+async def test_a_server_is_asked_what_it_is() -> None:
+    """The double makes two tokens of a word, and seven more of a template."""
+    async with serving(paced(0, 0)) as double:
+        server = await inspect_server(double.url, "", "", chat=True)
+        assert (server.model, server.version, server.spelling) == ("double", "", Spelling(0.5, 7))
+    with pytest.raises(ServerUnusable, match="cannot be reached"):
+        await inspect_server(double.url, "", "", chat=False)
+
+
+async def test_nothing_is_sent_after_an_interruption() -> None:
+    async with serving(paced(30, 0)) as double:
+        running = asyncio.create_task(send_load(endpoint(double), constant(20.0)))
+        async with asyncio.timeout(DEADLINE_S):
+            while not double.told:
+                await asyncio.sleep(0.01)
+            running.cancel()
+            await asyncio.wait({running})
+        left = {task.get_coro().__qualname__ for task in asyncio.all_tasks()}  # type: ignore[union-attr]
+    assert running.cancelled()
+    assert not [name for name in left if name.startswith("Sender.")]
+
+
+async def test_several_servers_are_asked_in_turn_and_told_the_targets() -> None:
+    async with serving(paced(0, 0)) as one, serving(paced(0, 0)) as two:
+        to = endpoint(one, two, headers={"x-slo-ttft-ms": "200"})
+        assert failures(await sent(to, closed(12, clients=3))) == [""] * 12
+    assert (len(one.told), len(two.told)) == (6, 6)
+    headers = [each.headers for each in (*one.told, *two.told)]
+    assert {each.get("x-slo-ttft-ms") for each in headers} == {"200"}
+    assert {each.get("authorization") for each in headers} == {"Bearer key"}
+
+
+async def test_an_error_of_the_client_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: object, **__: object) -> None:
         raise UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "half a character")
 
-    load = Load(Work(16, 2), Arrival("constant", 50.0), "s", sending_s=0.1, judged_s=0.1)
-    sender = Sender(
-        Share(Asking("http://127.0.0.1:9", "", "double", False, Spelling()), load, 0, 1)
-    )
-    monkeypatch.setattr(sender, "_ask", broken)
-    sender.prepare()
-    with pytest.raises(UnicodeEncodeError, match="half a character"):
-        async with asyncio.timeout(DEADLINE_S):
-            await sender.run(0.0)
+    monkeypatch.setattr(Sender, "_send", broken)
+    to = Endpoint(["http://127.0.0.1:9"], "", "double", False, Spelling())
+    for load in (constant(50.0, sending_s=0.1, judged_s=0.1), closed(2)):
+        with pytest.raises(UnicodeEncodeError, match="half a character"):
+            await sent(to, load)
 
 
 async def test_a_timer_that_fires_early_makes_no_request_that_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """uvloop's do, by up to a millisecond."""
+    """Timers of uvloop do, by up to a millisecond."""
     sleep = asyncio.sleep
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(max(0.0, seconds - 0.002)))
     async with serving(paced(0, 0)) as double:
-        asking = Asking(double.url, "", "double", False, Spelling())
-        load = Load(Work(16, 2), Arrival(), "s", clients=1, requests=4)
-        told = await Sender(Share(asking, load, 0, 1)).run(time.monotonic() + 0.05)
-    assert len(told.records) == 4
+        assert len((await sent(endpoint(double), closed(4))).records) == 4
+
+
+async def test_progress_counts_what_was_sent_and_answered() -> None:
+    async with serving(after(3, silent)) as double:
+        seen = []
+        load = constant(10.0, sending_s=1.2, judged_s=1.2, drain_s=0.1)
+        async with asyncio.timeout(DEADLINE_S):
+            await send_load(endpoint(double), load, seen.append)
+    assert seen[-1] == (11, 11, 0)
+    assert all(a.sent <= b.sent for a, b in itertools.pairwise(seen))
+    assert any(each.done < each.sent for each in seen)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.load.sessions import (
+from kvrelay.load.workloads import (
     FIRST_TOKEN,
     Arrival,
     Prompts,
@@ -18,14 +18,16 @@ from kvrelay.load.sessions import (
     Spelling,
     Turn,
     Work,
-    arrivals,
+    arrival_times,
     sessions,
 )
 from kvrelay.wire.errors import ConfigError
 
 
 def gaps(kind: str, rate: float, variation: float = 2.0) -> list[float]:
-    times = list(itertools.islice(arrivals(kind, rate, variation, random.Random(7)), 20_000))
+    times = list(
+        itertools.islice(arrival_times(Arrival(kind, rate, variation), random.Random(7)), 20_000)
+    )
     return [b - a for a, b in itertools.pairwise(times)]
 
 
@@ -114,7 +116,7 @@ def test_a_trace_has_its_times_and_may_be_stretched(tmp_path: Path) -> None:
 
 def test_texts_are_as_long_as_the_server_counts() -> None:
     """It makes 1.25 tokens of a word, and 5 more of a template."""
-    text = prompts().text(Turn(1, [(1, 512), (-1, 105)]))
+    text = prompts().text(Turn(1, ((1, 512), (-1, 105))))
     assert len(text.split()) == round(512 * 0.8) + round(100 * 0.8)
 
 

@@ -14,7 +14,8 @@ import pytest
 from benchmarks.placement import Cell, loads, rows, ways
 from benchmarks.simulate import main, summary_of, table
 from kvrelay.load.measures import percentile
-from kvrelay.load.workloads import SCALE, WORKLOADS, Asked, read_trace
+from kvrelay.load.workloads import Asked, read_trace
+from kvrelay.planner.workloads import SCALE, WORKLOADS
 from kvrelay.paged_engine import waiting as engines_waiting
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.request import Request

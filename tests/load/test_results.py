@@ -1,0 +1,112 @@
+"""A search on a server that is arithmetic, its file, its table, and what makes it doubtful."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from simulated_server import PREFILL_S, STEP_S, WORK, result_of, run_of
+
+from kvrelay.load.measures import Slo
+from kvrelay.load.results import (
+    COLUMNS,
+    VERSION,
+    Result,
+    differences,
+    read_result,
+    table_row,
+    warnings_of,
+    write_result,
+)
+from kvrelay.load.workloads import Work
+from kvrelay.wire.errors import ConfigError
+
+replace = msgspec.structs.replace
+
+
+@pytest.fixture(scope="module")
+def ours() -> Result:
+    return result_of("1P1D", places=24, gpus=2, seconds=40.0)
+
+
+def test_the_search_finds_what_the_server_can(ours: Result) -> None:
+    """24 places are free again after 0.66 s: 36 requests/s, of which a queue leaves most in time."""
+    most = 24 / (PREFILL_S + STEP_S * (WORK.output - 1))
+    assert ours.found is not None
+    assert ours.found.breaks is not None
+    assert 0.8 * most < ours.found.holds < most
+    assert ours.found.breaks / ours.found.holds <= 1.05
+    # In runs that are long enough to say how it is.
+    assert run_of(ours.found.holds * 0.95, 24, seconds=600.0).measures.attainment > 0.9
+    assert run_of(ours.found.breaks * 1.1, 24, seconds=600.0).measures.attainment < 0.9
+
+
+def test_a_result_is_read_as_it_was_written(ours: Result, tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "result.json"
+    nothing = replace(ours.runs[0], measures=replace(ours.runs[0].measures, attainment=math.nan))
+    result = replace(ours, runs=[*ours.runs, nothing], found=replace(ours.found, breaks=None))  # type: ignore[type-var]
+    write_result(result, path)
+    back = read_result(path)
+    assert msgspec.json.encode(back) == msgspec.json.encode(result)
+    assert math.isnan(back.runs[-1].measures.attainment)
+    assert back.found == result.found
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_result(result, path / "below a file.json")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"version": 2}', f'{{"version": {VERSION}, "label": 3}}']
+)
+def test_what_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"result\.json"):
+        read_result(path)
+
+
+def test_a_run_is_a_row_of_the_table(ours: Result) -> None:
+    run = ours.runs[0]
+    row = dict(zip(COLUMNS, table_row(ours, run), strict=True))
+    assert (row["rate"], row["per GPU"], row["met"], row["failed"]) == ("4", "2", "100.0%", "0")
+    assert row["TTFT p50 p99"] == "30.0 30.0"
+    measures = replace(run.measures, attainment=math.nan, failures={"early end": 1_200})
+    row = dict(zip(COLUMNS, table_row(ours, replace(run, measures=measures)), strict=True))
+    assert (row["met"], row["failed"]) == ("-", "1,200")
+    assert table_row(ours, replace(run, concurrency=1))[0] == "1 client"
+
+
+@pytest.mark.parametrize(
+    ("other", "unlike"),
+    [
+        ({"label": "colocated"}, []),
+        ({"attainment": 0.95}, ["targets"]),
+        ({"slo": Slo(100.0, 15.0)}, ["targets"]),
+        ({"arrivals": "constant", "work": Work(512, 63)}, ["work", "arrivals"]),
+        ({"endpoint": "chat"}, ["endpoint"]),
+        ({"runs": [run_of(4.0, 24, 20.0)]}, ["counted time (20 to 40 s)"]),
+    ],
+)
+def test_results_that_cannot_be_compared_say_why(
+    ours: Result, other: dict[str, Any], unlike: list[str]
+) -> None:
+    one = replace(ours, endpoint="completions")
+    assert differences([one, replace(one, **other)]) == unlike
+
+
+def test_what_makes_figures_doubtful_is_told(ours: Result) -> None:
+    run = ours.runs[0]
+    assert warnings_of(ours) == []
+    cached = replace(run, measures=replace(run.measures, cached=0.4))
+    few = replace(run, rate=2 * run.rate)
+    slow = replace(run.measures.client, bottleneck="it took all of its core")
+    slow_run = replace(run, measures=replace(run.measures, client=slow, usage=False))
+    warnings = warnings_of(replace(ours, runs=[cached, few, slow_run]))
+    assert len(warnings) == 4
+    assert "40% of the prompts cached, which share nothing; take another --seed" in warnings[0]
+    assert f"{few.rate:g} were wanted, and fewer came" in warnings[1]
+    assert "the client was too slow" in warnings[2]
+    assert "tokens are counted by chunks" in warnings[3]
+    assert warnings_of(replace(ours, runs=[cached], work=replace(ours.work, trace="t"))) == []
