@@ -15,7 +15,6 @@ from benchmarks.placement import Cell, loads, rows, ways
 from benchmarks.simulate import main, summary_of, table
 from kvrelay.load.measures import percentile
 from kvrelay.load.workloads import Asked, read_trace
-from kvrelay.planner.workloads import SCALE, WORKLOADS
 from kvrelay.paged_engine import waiting as engines_waiting
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.request import Request
@@ -26,6 +25,7 @@ from kvrelay.planner.engine import OVERTAKEN, Engine
 from kvrelay.planner.seat import Leg, PlacementHints
 from kvrelay.planner.setting import Result, Setting, Stream, at_load, streams_at, streams_of
 from kvrelay.planner.speeds import H200, Speeds
+from kvrelay.planner.workloads import SCALE, WORKLOADS
 from kvrelay.planner.world import simulate
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.kv_events import root_of
