@@ -1,13 +1,9 @@
-"""Block tables on the device: kept per slot from step to step, so that a step uploads only what is
-new.
+"""Block tables kept on the device from step to step, so that a step uploads only what is new.
 
-A slot is a running request's row in tables that outlive a step. `slot_tables` [slots, max_blocks]
-int32 holds the block ids of each slot's sequence; a step's attention kernels read `tables`
-[sequences, max_blocks], rows in the step's order.
+A slot is a running request's row in `slot_tables` [slots, max_blocks] int32. Attention reads
+`tables` [sequences, max_blocks], rows in the step's order.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
 from __future__ import annotations
 
 import torch
@@ -28,7 +24,7 @@ def _append_blocks(slot_tables, index, block, count, BLOCK: tl.constexpr):
 
 
 def append_blocks(slot_tables: torch.Tensor, index: torch.Tensor, block: torch.Tensor) -> None:
-    """slot_tables.flatten()[index[i]] = block[i]; index and block int32 [items]."""
+    """Set slot_tables.flatten()[index[i]] = block[i]; index and block int32 [items]."""
     count = index.numel()
     _append_blocks[(triton.cdiv(count, 256),)](slot_tables, index, block, count, BLOCK=256)
 
@@ -69,12 +65,10 @@ def step_tables(
     *,
     block_size: int,
 ) -> None:
-    """Note each sequence's newest block in its slot's table, and copy that table to the sequence's
-    row of `tables`.
+    """Add each sequence's newest block to its slot's table, and copy that to `tables`.
 
-    slots, context_lens, last_blocks: int32 [sequences]; context_lens count the step's own tokens,
-    last_blocks[i] takes the KV of the last of them. Slot -1 marks a padding row, whose table is
-    left as it is.
+    slots, context_lens, last_blocks int32 [sequences]; context_lens include the step's tokens,
+    last_blocks[i] takes the KV of the last of them. Slot -1 is padding, whose row stays as it is.
     """
     assert slot_tables.shape[1] == tables.shape[1]
     grid = (slots.numel(),)

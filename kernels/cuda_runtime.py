@@ -1,9 +1,6 @@
-"""The few calls of the CUDA runtime that torch does not offer: plain allocations, and CUDA IPC on
-them.
+"""CUDA runtime calls that torch does not offer: plain allocations, and CUDA IPC on them.
 
-Owns the binding (ctypes, on the libcudart that torch itself has loaded) and its errors; no memory
-and no policy. Calls work on the current device of the calling thread, as torch.cuda.set_device
-leaves it. Imported where a GPU is.
+They bind the libcudart that torch has loaded, and work on the calling thread's current device.
 """
 
 from __future__ import annotations
@@ -30,9 +27,7 @@ _ANY_DIRECTION = 4  # cudaMemcpyDefault: both addresses say themselves where the
 
 
 class CudaError(RuntimeError):
-    """A call failed; the message has CUDA's own words. The process goes on, unless the error is a
-    sticky one.
-    """
+    """A failed call of the CUDA runtime, with CUDA's own words."""
 
 
 class _Handle(ctypes.Structure):
@@ -40,7 +35,7 @@ class _Handle(ctypes.Structure):
 
 
 def allocate(num_bytes: int) -> int:
-    """cudaMalloc: the address of new memory on the current device."""
+    """Return the address of new memory on the current device (cudaMalloc)."""
     address = ctypes.c_void_p()
     _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
     assert address.value is not None
@@ -48,23 +43,19 @@ def allocate(num_bytes: int) -> int:
 
 
 def free(address: int) -> None:
-    """cudaFree. Waits for all work of the device."""
+    """Free an allocation, once all work of the device is done (cudaFree)."""
     _call("cudaFree", ctypes.c_void_p(address))
 
 
 def handle_of(address: int) -> bytes:
-    """The IPC handle of an allocation: `HANDLE_BYTES` bytes that another process of this host may
-    open.
-    """
+    """Return an allocation's IPC handle, which other processes of this host can open."""
     handle = _Handle()
     _call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
     return ctypes.string_at(ctypes.addressof(handle), HANDLE_BYTES)
 
 
 def open_handle(handle: bytes) -> int:
-    """Map another process's allocation; its address here, for kernels and copies of the current
-    device.
-    """
+    """Map another process's allocation and return its address on the current device."""
     address = ctypes.c_void_p()
     _call(
         "cudaIpcOpenMemHandle",
@@ -82,7 +73,7 @@ def close_handle(address: int) -> None:
 
 
 def copy(target: int, source: int, num_bytes: int, stream: int) -> None:
-    """cudaMemcpyAsync between any two addresses, on a raw stream."""
+    """Start a copy between any two addresses on a raw stream (cudaMemcpyAsync)."""
     _call(
         "cudaMemcpyAsync",
         ctypes.c_void_p(target),

@@ -1,18 +1,11 @@
-"""How the keys of a batch of decodes are cut among programs, and the memory that plan and kernel
-share. Triton.
+"""The plan that cuts the keys of a batch of decodes into equal shares, one for each program.
 
-Owns the plan, made once per step for all layers of one window, and the launch shape.
-`kernels/paged_decode.py` is the kernel that follows it.
+The work is a line of units of 64 keys: sequence after sequence, in each KV head after KV head. The
+plan is made once per step for all layers of one window; `kernels/paged_decode.py` follows it.
 
-The work is a line of *units* of 64 keys: sequence after sequence, in each KV head after KV head.
-`plan_decode` cuts the line, whatever the mixture of lengths, into equal *shares*, one for each
-program, as stream-k does for matrix products. A program that begins within a sequence finds where
-without a search, in `DecodeWorkspace.starts`.
-
-Grid of the plan: (programs / 16). Source: Osama et al., "Stream-K", 2023.
+Grid: (programs / 16). Source: Osama et al., "Stream-K", 2023.
 """
 
-# ruff: noqa: N803
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -35,23 +28,21 @@ WAVE_UNITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Launch shape of the decode kernel."""
+    """A launch shape of the decode kernel."""
 
+    # per tile
     keys: int
-    """Keys per tile."""
     warps: int
+    # tiles in shared memory, plus one
     stages: int
-    """Tiles in shared memory, plus one."""
+    # per thread, at most
     registers: int
-    """Per thread, at most."""
 
 
 class DecodeWorkspace:
-    """What plan and decode keep on the device; allocated once, so its addresses stay valid in CUDA
-    graphs.
+    """A plan and its scratch memory, at addresses that stay valid in CUDA graphs.
 
-    It holds one plan: layers with another window need a workspace of their own. Not to be shared by
-    two streams.
+    Layers with another window need their own. Not to be shared by two streams.
     """
 
     def __init__(
@@ -64,7 +55,7 @@ class DecodeWorkspace:
         device: torch.device | str,
         element_bytes: int = 2,
     ) -> None:
-        """`element_bytes`: size of a cached element, 2 or, in fp8, 1."""
+        """Allocate it; `element_bytes` of a cached element are 2 or, in fp8, 1."""
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
         self.max_batch, self.num_heads, self.num_kv_heads, self.head_dim = (
@@ -76,8 +67,8 @@ class DecodeWorkspace:
         self.device = torch.device(device)
         self.element_bytes = element_bytes
         self.tiling, self.resident = _launch_shape(head_dim, element_bytes, self.device)
+        # batch size and window
         self.planned: tuple[int, int] | None = None
-        """Batch size and window of the plan."""
         programs, group = MAX_WAVES * self.resident, num_heads // num_kv_heads
         self.line = self._zeros(2)  # units per share, units in all
         self.starts = self._zeros(
@@ -96,13 +87,9 @@ class DecodeWorkspace:
 
 
 def _launch_shape(head_dim: int, element_bytes: int, device: torch.device) -> tuple[Tiling, int]:
-    """The tiling, and how many programs the device runs at a time.
-
-    Several programs share the memory of an SM, so that one computes while the others' copies are in
-    flight; fewer where it is too small for two tiles of each. Measured on an H200 (128 dimensions,
-    batch 128 x 1k): four programs of two warps and 32 keys 4.25 TB/s, three of four warps and 64
-    keys 3.76; fp8 is bound by its conversion, and best in two programs of 128 keys.
-    """
+    # Several programs share an SM's memory, so that one computes while the others copy. H200, 128
+    # dimensions, batch 128 x 1k: four programs of two warps and 32 keys 4.25 TB/s, three of four warps
+    # and 64 keys 3.76. fp8 is bound by its conversion, and best in two programs of 128 keys.
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         sms, shared_bytes = (
@@ -125,9 +112,7 @@ def _launch_shape(head_dim: int, element_bytes: int, device: torch.device) -> tu
 
 
 def decode_programs(batch: int, workspace: DecodeWorkspace) -> int:
-    """As many waves as the batch's pieces fill, because a program without a share still costs its
-    launch.
-    """
+    """Return as many waves of programs as the batch's pieces fill, because idle ones cost."""
     waves = batch * workspace.num_kv_heads // workspace.resident
     return workspace.resident * max(1, min(waves, MAX_WAVES))
 
@@ -135,11 +120,9 @@ def decode_programs(batch: int, workspace: DecodeWorkspace) -> int:
 def plan_decode(
     context_lens: torch.Tensor, workspace: DecodeWorkspace, *, block_size: int, window: int = 0
 ) -> None:
-    """Cut the keys of a batch into equal shares, for all layers of one step that have this window.
-    No host sync.
+    """Cut the keys of a batch into equal shares, for all layers with this window; no host sync.
 
-    context_lens [B] int32: keys of each sequence, its newest token's included; 0 marks a padding
-    row.
+    context_lens [B] int32: keys of each sequence, its newest token's included; 0 is a padding row.
     """
     (batch,) = context_lens.shape
     if batch > workspace.max_batch:
@@ -163,8 +146,8 @@ def plan_decode(
 
 
 # Not specialized: one binary serves all batch sizes and windows.
-@triton.jit(do_not_specialize=["batch", "programs", "resident", "window"])  # type: ignore[untyped-decorator]
-def _plan_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["batch", "programs", "resident", "window"])
+def _plan_kernel(
     context_lens,  # [batch] int32
     line,  # [2] int32: units per share, units in all
     # [programs, 4] int32: where each share begins: sequence, its length, KV head, unit within the
@@ -178,7 +161,6 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     WAVE_UNITS: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """Grid (programs / PLAN_ROWS): each finds where PLAN_ROWS shares begin on the line."""
     sequence = tl.arange(0, BATCH)
     length = tl.load(context_lens + sequence, mask=sequence < batch, other=0)
     units = tl.cdiv(length, UNIT) - first_key(length, window) // UNIT  # [BATCH] of each KV head
@@ -215,6 +197,6 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def first_key(length, window):  # type: ignore[no-untyped-def]
-    """The oldest key that the newest token sees."""
+def first_key(length, window):
+    """Return the oldest key that the newest token sees."""
     return tl.where(window > 0, tl.maximum(length - window, 0), 0)

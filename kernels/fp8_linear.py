@@ -1,17 +1,11 @@
-"""Linear layers with fp8 (e4m3) weights on a GPU: half the bytes in a decode step, twice the
-arithmetic in a prefill.
+"""Linear layers with fp8 (e4m3) weights on a GPU.
 
-One row: the skinny kernel widens the weights in registers and multiplies with x as it is (weights
-only are quantized). More rows: x is quantized too, each row with its own scale, by RMSNorm's launch
-or one of its own. Then fp8 meets fp8, in the skinny kernel for few rows and in `torch._scaled_mm`
-for many (compute capability 8.9 and later).
-
-The format: `kernels/fp8_reference.py`.
+One row: the skinny kernel widens the weights in registers and multiplies with x as it is. More rows
+are quantized too, each with its own scale, by RMSNorm's launch or one of its own; then fp8 meets
+fp8, in the skinny kernel for few rows and in `torch._scaled_mm` for many (compute capability 8.9).
 
 Grid of `quantize_rows`: one program per row, which stays in registers.
 """
-
-# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -19,32 +13,24 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.fp8_reference import quantize_weight
-from kvrelay.kernels.fused_act import act_and_mul
-from kvrelay.kernels.fused_norm import e4m3_scale, pdl_works, rms_norm, warps_for
+from kvrelay.kernels.elementwise import quantize_e4m3
+from kvrelay.kernels.fused_elementwise import act_and_mul, e4m3_scale, rms_norm, warps_for
+from kvrelay.kernels.launch import pdl_works, wait_for_previous
 from kvrelay.kernels.skinny_gemm import Activation, skinny_linear
 
-__all__ = ["SKINNY_ROWS", "Fp8Linear", "quantize_rows", "quantize_weight"]
+__all__ = ["SKINNY_ROWS", "Fp8Linear", "quantize_rows"]
 
+# Up to so many rows the skinny kernel; above, `torch._scaled_mm`. To be measured.
 SKINNY_ROWS = 64
-"""Up to so many rows the skinny kernel; above, `torch._scaled_mm`. To be measured."""
-FAST_ACCUMULATION = False
-"""Whether `torch._scaled_mm` leaves all additions to Hopper's tensor core, which keeps 14 bits of
-the sum and cuts off the rest, instead of adding to fp32 in registers every so many columns. That is
-2 to 10 % faster from 128 rows on (H200, 4096 rows: gate-up 715 us against 789, down 351 against
-357). But cuts go one way and grow with K: DeepSeek-V3's report (2024, 3.3.2) finds errors up to 2 %
-at K = 4096, where rounding to fp8 costs 3 to 4 %; and the K of down is 14336.
-"""
 
+# One row as it is; or float8_e4m3fn rows [M, K] and their fp32 scales [M, 1].
 Rows = tuple[torch.Tensor, torch.Tensor | None]
-"""One row as it is; or float8_e4m3fn rows [M, K] and their fp32 scales [M, 1]."""
 
 
 class Fp8Linear:
-    """A float8_e4m3fn weight [out_features, in_features] with its scales, an optional bias. Methods
-    as `GpuLinear`'s.
+    """A float8_e4m3fn weight [out_features, in_features] with scales and an optional bias.
 
-    scale: fp32, one per output channel ([out_features, 1] or [out_features]) or one number for all.
+    scale: fp32, one per output channel or one for all. Methods as `GpuLinear`'s.
     """
 
     def __init__(
@@ -66,8 +52,8 @@ class Fp8Linear:
 
     @classmethod
     def quantized(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Fp8Linear:
-        """From a bf16, fp16 or fp32 weight."""
-        return cls(*quantize_weight(weight), bias)
+        """Quantize a bf16, fp16 or fp32 weight."""
+        return cls(*quantize_e4m3(weight), bias)
 
     def __call__(
         self,
@@ -77,7 +63,7 @@ class Fp8Linear:
         out: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> torch.Tensor:
-        """x W^T + bias + residual -> [rows, out_features]; `out` may be the residual."""
+        """Return x W^T + bias + residual, [rows, out_features]; `out` may be the residual."""
         return self._product(_rows(x, pdl), x.dtype, residual=residual, out=out, pdl=pdl)
 
     def normed(
@@ -89,7 +75,7 @@ class Fp8Linear:
         plus_one: bool = False,
         pdl: bool = False,
     ) -> torch.Tensor:
-        """The product of RMSNorm(x); norm_weight [in_features], `plus_one` as in `rms_norm`."""
+        """Return the product of RMSNorm(x); norm_weight [in_features]."""
         rows = _normed_rows(x, norm_weight, eps, plus_one, pdl)
         return self._product(rows, x.dtype, pdl=pdl)
 
@@ -104,8 +90,9 @@ class Fp8Linear:
         out: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> torch.Tensor:
-        """act(gate) * up, a weight's first half being the gate's -> [rows, out_features / 2];
-        RMSNorm of x before.
+        """Return act(gate) * up of x, or of RMSNorm(x), [rows, out_features / 2].
+
+        The first half of the weight is the gate's.
         """
         rows = (
             _rows(x, pdl)
@@ -126,7 +113,6 @@ class Fp8Linear:
         out: torch.Tensor | None = None,
         pdl: bool,
     ) -> torch.Tensor:
-        """-> [M, N] of `dtype`, or [M, N / 2] with a gate, which is for the skinny kernel."""
         x, x_scale = rows
         if not 0 < len(x) <= SKINNY_ROWS:
             assert x_scale is not None
@@ -165,7 +151,9 @@ class Fp8Linear:
             scale_b=self.scale[None, :],
             bias=None if self.bias is None else self.bias.to(torch.bfloat16),
             out_dtype=torch.bfloat16,  # the only one with a scale per row and channel
-            use_fast_accum=FAST_ACCUMULATION,
+            # Hopper's own additions cut off after 14 bits: 2 to 10 % faster, but errors up to 2 % at
+            # K = 4096 (DeepSeek-V3, 2024, 3.3.2), where rounding to fp8 costs 3 to 4; down has 14336.
+            use_fast_accum=False,
         )
         if residual is not None:
             return torch.add(y, residual, out=out) if out is not None else (y + residual).to(dtype)
@@ -188,8 +176,9 @@ def _normed_rows(
 def quantize_rows(
     x: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] (rows may be strided) -> (float8_e4m3fn [M, K], fp32 scales [M, 1]); twin:
-    `quantize_rows_reference`.
+    """Quantize x [M, K] to float8_e4m3fn and fp32 scales [M, 1]; twin: `quantize_e4m3`.
+
+    Rows of x may be strided.
     """
     m, k = x.shape
     if out is None:
@@ -212,15 +201,13 @@ def quantize_rows(
     return out, scales
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _quantize_rows(  # type: ignore[no-untyped-def]
+@triton.jit
+def _quantize_rows(
     x, out, scales, x_stride, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     values = tl.load(x + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
     scale, inverse = e4m3_scale(tl.max(tl.abs(values)))
     tl.store(scales + row, scale)

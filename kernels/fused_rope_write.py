@@ -1,13 +1,10 @@
-"""After the fused QKV projection, in one launch: q/k norm, rotary embedding, and K and V into the
-paged cache. Triton.
+"""q/k norm, rotary embedding, and K and V into the paged cache in one launch after QKV. Triton.
 
-Grid: one program per tile of TOKENS tokens and group of HEADS heads, which are all of Q, all of K
-or all of V. A head's D elements are held as D / 2 pairs (first, second). The first R / 2 pairs are
-the rotary ones: elements i and i + R / 2. The others, with partial rotary, are the two halves of
-what is left. So each head is two rectangular loads and two stores of 16 bytes a thread, whatever R
-is. A warp always holds 8 elements of `first` per thread, for any number of tokens: the q/k norm
-adds in one order in every batch. Source: Su et al., "RoFormer", 2021, in the half-split form of
-Llama checkpoints. Torch twin: `kernels/kv_write.py`.
+Grid: one program per TOKENS tokens and HEADS heads, which are all of Q, all of K or all of V. A
+head is held as D / 2 pairs: the first R / 2 are the rotary ones, elements i and i + R / 2, the
+others halves of the rest; so each head is two loads and two stores of 16 bytes a thread, whatever R
+is. A thread holds 8 elements of `first` for any number of tokens, so norms add in one order.
+Source: Su et al., "RoFormer", 2021, half-split. Twin: `kernels/elementwise.py`.
 """
 
 from __future__ import annotations
@@ -18,13 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.fused_norm import e4m3_scale, pdl_works
-from kvrelay.kernels.launch_sizes import cdiv, power_of_2
+from kvrelay.kernels.fused_elementwise import e4m3_scale
+from kvrelay.kernels.launch import cdiv, pdl_works, power_of_2
 
 __all__ = ["rope_and_write"]
 
+# (tokens per program as a multiple of the fewest, heads per program, warps)
 Tile = tuple[int, int, int]
-"""(tokens per program as a multiple of the fewest, heads per program, warps)."""
 
 
 def rope_and_write(
@@ -48,22 +45,16 @@ def rope_and_write(
     pdl: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Rotate Q in place, write rotated K and V to their slots, return Q as a view [T, num_heads,
-    head_dim] of qkv.
+    """Rotate Q in place, write rotated K and V, return Q as a view [T, num_heads, head_dim].
 
-    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: Q, K, V; rows may be strided. Its K and V
-    are left as they are. positions int32 | int64 [T]; cos_sin fp32 [max_positions, R], cosines in
-    the first half, R <= head_dim: the first R elements of a head are rotated. None: no rotary
-    embedding. Rotation is fp32 with fp32 cosines and sines, rounded once. (transformers and our CPU
-    path round cosines, sines and both products to the model's dtype: in bf16 their results are up
-    to two units in the last place away from ours.) q_norm, k_norm [head_dim]: RMS norm of each head
-    before the rotation, rounded as `fused_norm.rms_norm` does. Token t goes to offset offsets[t] of
-    block blocks[t] (int32 | int64 [T]; padding rows name the null block 0). key_cache, value_cache
-    [num_blocks, num_kv_heads, block_size, head_dim], the last two dimensions contiguous.
-    key_scales, value_scales fp32 [num_blocks, num_kv_heads, block_size]: the caches are
-    float8_e4m3fn, and hold the vector as 16-bit KV would have it, divided by its scale: its largest
-    magnitude / 448. pdl: positions, blocks and offsets are read before the wait for the preceding
-    kernel, which must not write them. tile: None takes the tuned one.
+    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: rows may be strided; its K and V stay. positions
+    int32 | int64 [T]. cos_sin fp32 [max_positions, R], cosines first, rotates the first R elements of a
+    head; None: no rotation. It is fp32, rounded once, where transformers and our CPU path round cosines
+    and products too: up to two units in the last place away in bf16. q_norm, k_norm [head_dim]: RMS norm
+    before it, as `rms_norm` rounds. Token t goes to offsets[t] of blocks[t] (int32 | int64 [T]; padding:
+    block 0). Caches [num_blocks, num_kv_heads, block_size, head_dim], the last two dimensions
+    contiguous; with scales fp32 [num_blocks, num_kv_heads, block_size] they are float8_e4m3fn. pdl: the
+    preceding kernel must not write positions, blocks or offsets.
     """
     tokens, q_heads, kv_heads = qkv.shape[0], num_heads, num_kv_heads
     rotary_dims = head_dim if cos_sin is None else cos_sin.shape[1]
@@ -102,36 +93,59 @@ def rope_and_write(
     groups = (q_heads + 2 * kv_heads - first_head) // heads
     pdl = pdl and pdl_works(qkv.device)
     _rope_and_write[(cdiv(tokens, tile_tokens) * groups,)](
-        qkv, positions, cos_sin, blocks, offsets, key_cache, value_cache, key_scales, value_scales, q_norm, k_norm,
-        eps, tokens, qkv.stride(0), 0 if cos_sin is None else cos_sin.stride(0),
-        key_cache.stride(0), key_cache.stride(1), scale_strides[0], scale_strides[1],
-        HQ=q_heads, HKV=kv_heads, D=head_dim, R=rotary_dims, PAIRS=pairs, FIRST_HEAD=first_head,
-        TOKENS=tile_tokens, HEADS=heads, PLUS_ONE=plus_one, PDL=pdl, num_warps=warps, launch_pdl=pdl,
-    )  # fmt: skip
+        qkv,
+        positions,
+        cos_sin,
+        blocks,
+        offsets,
+        key_cache,
+        value_cache,
+        key_scales,
+        value_scales,
+        q_norm,
+        k_norm,
+        eps,
+        tokens,
+        qkv.stride(0),
+        0 if cos_sin is None else cos_sin.stride(0),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        scale_strides[0],
+        scale_strides[1],
+        HQ=q_heads,
+        HKV=kv_heads,
+        D=head_dim,
+        R=rotary_dims,
+        PAIRS=pairs,
+        FIRST_HEAD=first_head,
+        TOKENS=tile_tokens,
+        HEADS=heads,
+        PLUS_ONE=plus_one,
+        PDL=pdl,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
     return query
 
 
 def _tile(tokens: int, common_heads: int) -> Tile:
-    """Few tokens: one head per warp. Many: heads in turn, so that cosines and sines are read once
-    for several.
-    """
+    # Few tokens: one head per warp. Many: heads in turn, which share cosines and sines.
     if tokens <= 512:
         return 1, 1, 1
     return 1, max(n for n in range(1, 5) if common_heads % n == 0), 4
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _normed(  # type: ignore[no-untyped-def]
+@triton.jit
+def _normed(
     first,
     second,
     first_gain,
     second_gain,
     eps,
     dtype: tl.constexpr,
-    D: tl.constexpr,  # noqa: N803
-    PLUS_ONE: tl.constexpr,  # noqa: N803
+    D: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
 ):
-    """RMS norm over the pairs of each row; all fp32, rounded to `dtype` as the models do it."""
     scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
     if PLUS_ONE:
         first, second = first * scale * (1.0 + first_gain), second * scale * (1.0 + second_gain)
@@ -145,8 +159,8 @@ def _normed(  # type: ignore[no-untyped-def]
 # gain nothing.
 @triton.jit(
     do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions", "blocks", "offsets"]
-)  # type: ignore[untyped-decorator]
-def _rope_and_write(  # type: ignore[no-untyped-def]
+)
+def _rope_and_write(
     qkv,
     positions,
     cos_sin,
@@ -166,16 +180,16 @@ def _rope_and_write(  # type: ignore[no-untyped-def]
     head_stride,
     scale_block_stride,
     scale_head_stride,
-    HQ: tl.constexpr,  # noqa: N803
-    HKV: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
-    R: tl.constexpr,  # noqa: N803
-    PAIRS: tl.constexpr,  # noqa: N803
-    FIRST_HEAD: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803
-    HEADS: tl.constexpr,  # noqa: N803
-    PLUS_ONE: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    PAIRS: tl.constexpr,
+    FIRST_HEAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     dtype: tl.constexpr = qkv.dtype.element_ty
     groups: tl.constexpr = (HQ + 2 * HKV - FIRST_HEAD) // HEADS

@@ -1,21 +1,13 @@
-"""From logits [rows, vocab] to one token per row on the GPU: adjust, cut, draw; nothing waits for
-the host. Triton.
+"""From logits [rows, vocab] to one token per row: adjust, cut, draw. Triton; no copy, no sort.
 
-Rows, slots, and what a request may ask for: `kernels/sampling_slots.py`. A token depends on its own
-row only, bit for bit.
-
-The launches, over tiles of 1024 tokens:
-  _summarize   grid (tiles / tiles per program, rows)   each tile's largest logit and sum of exp
-  find_floors  six, see `kernels/sampling_floors.py`  } only where a row of the launch is cut: the
-  lowest logit that _weigh_kept  grid of _summarize                     } stays, and the tiles' sums
-  again without what falls below it _choose      grid (rows)                              the tile
-  in which the cumulative distribution passes the draw,
-                                                        and the token in it
-Torch twins: `kernels/sampling.py`, `kernels/philox.py`, which name the sources of the formulas.
+A token depends on its own row only, bit for bit. Launches, over tiles of 1024 tokens:
+  _summarize   (tiles / each, rows)  each tile's largest logit and sum of exp
+  find_floors  `kernels/sampling_floors.py`: the lowest logit that stays } only where rows are cut
+  _weigh_kept  (tiles / each, rows)  the sums without what is below      }
+  _choose      (rows)                the tile, then the token, where the running sum passes the draw
+Rows and slots: `kernels/sampling_slots.py`. Twins and formulas: `kernels/sampling.py`.
 """
 
-# Triton's constexprs are upper case; its `and` evaluates both sides, so nested ifs are no clumsy `and`.
-# ruff: noqa: N803, SIM102
 from __future__ import annotations
 
 from typing import Any
@@ -24,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.fused_norm import pdl_works
+from kvrelay.kernels.launch import pdl_works, wait_for_previous
 from kvrelay.kernels.sampling_floors import find_floors
 from kvrelay.kernels.sampling_slots import (
     CHOICE,
@@ -46,7 +38,6 @@ from kvrelay.kernels.sampling_slots import (
     peak_and_masses,
     real_of,
     shares_of,
-    wait,
     word_of,
 )
 
@@ -62,14 +53,11 @@ def sample(
     adjusted: bool = True,
     mask: TokenMask | None = None,
     pdl: bool = False,
-    tiles_per_program: int | None = None,
-    num_warps: int | None = None,
 ) -> torch.Tensor:
-    """The next token of every row, int64 [rows], 0 for padding; its slot then has one token more.
+    """Return each row's next token, int64 [rows], 0 for padding; its slot has one token more.
 
-    logits [rows or more, vocab], rows may be strided; slots int32 [rows], each slot at most once.
-    cut, adjusted: whether any row has top-k, top-p or min-p; bias, min_tokens or penalties. False
-    saves time. tiles_per_program, num_warps: they change no token.
+    logits [rows or more, vocab], rows may be strided; slots int32 [rows], each at most once. cut,
+    adjusted: whether any row has top-k, top-p or min-p; bias, min_tokens or penalties.
     """
     count, vocab = slots.shape[0], tables.notes.shape[1]
     if logits.shape[0] < count or logits.shape[1] != vocab or logits.stride(1) != 1:
@@ -83,10 +71,17 @@ def sample(
 
     tokens = scratch(count, dtype=torch.int64)
     rows = Rows(
-        logits, logits.stride(0), vocab, num_tiles, slots, tables.parameters,
-        tables.notes if adjusted else None, tables.biases if adjusted else None,
-        mask.words if mask else None, mask.of_row if mask else None,
-    )  # fmt: skip
+        logits,
+        logits.stride(0),
+        vocab,
+        num_tiles,
+        slots,
+        tables.parameters,
+        tables.notes if adjusted else None,
+        tables.biases if adjusted else None,
+        mask.words if mask else None,
+        mask.of_row if mask else None,
+    )
     tiles = Tiles(
         peaks=scratch(count, num_tiles),
         sums=scratch(count, num_tiles),
@@ -103,8 +98,8 @@ def sample(
         "launch_pdl": pdl,
         "enable_fp_fusion": False,
     }
-    each = tiles_per_program or (1 if count <= 16 else 4)
-    num_warps = num_warps or (1 if rows.notes is None and rows.mask_words is None else 4)
+    each = 1 if count <= 16 else 4
+    num_warps = 1 if rows.notes is None and rows.mask_words is None else 4
     grid = (triton.cdiv(num_tiles, each), count)
     all_tiles = triton.next_power_of_2(num_tiles)
 
@@ -131,12 +126,8 @@ def sample(
 
 
 @triton.jit
-def _sum(x):  # type: ignore[no-untyped-def]
-    """The sum of x [1024], in pairs whose order is given here and not by the compiler.
-
-    It costs nothing: first neighbours, 8 of which are in one thread; then what the same thread has
-    of other places.
-    """
+def _sum(x):
+    # Adds x [1024] in pairs whose order is given here: first the 8 of a thread, then its others.
     tl.static_assert(x.shape[0] == 1024)
     for _ in tl.static_range(3):
         x = tl.sum(tl.reshape(x, [x.shape[0] // 2, 2]), axis=1)
@@ -145,14 +136,9 @@ def _sum(x):  # type: ignore[no-untyped-def]
     return tl.sum(x, axis=0)
 
 
-@triton.jit(do_not_specialize=["each"])  # type: ignore[untyped-decorator]
-def _summarize(  # type: ignore[no-untyped-def]
-    rows, tiles, each, SUBTILE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
-):
-    """Of each tile its largest logit; its sum of exp in units of that, or in a greedy row the first
-    largest token.
-    """
-    wait(PDL)
+@triton.jit(do_not_specialize=["each"])
+def _summarize(rows, tiles, each, SUBTILE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
     row = tl.program_id(1)
     slot = tl.load(rows.slots + row)
     if slot < 0:
@@ -180,12 +166,9 @@ def _summarize(  # type: ignore[no-untyped-def]
                 )
 
 
-@triton.jit(do_not_specialize=["each"])  # type: ignore[untyped-decorator]
-def _weigh_kept(rows, tiles, floors, each, TILE: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tiles' sums of exp again, without what is below the row's floor. Tiles wholly below it
-    are not read.
-    """
-    wait(PDL)
+@triton.jit(do_not_specialize=["each"])
+def _weigh_kept(rows, tiles, floors, each, TILE: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
     row = tl.program_id(1)
     slot = tl.load(rows.slots + row)
     if slot < 0:
@@ -209,10 +192,8 @@ def _weigh_kept(rows, tiles, floors, each, TILE: tl.constexpr, PDL: tl.constexpr
 
 
 @triton.jit
-def _draw(rows, slot, total):  # type: ignore[no-untyped-def]
-    """kernels/philox.py's uniform() of the slot's seed, choice and token index, times `total`, in
-    integers.
-    """
+def _draw(rows, slot, total):
+    # uniform() of the slot's seed, choice and token index, times `total`, in integers.
     seed_low = word_of(rows, slot, SEED).to(tl.uint32, bitcast=True).to(tl.uint64)
     seed_high = word_of(rows, slot, SEED + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     index, choice = word_of(rows, slot, TOKEN_INDEX), word_of(rows, slot, CHOICE)
@@ -222,12 +203,9 @@ def _draw(rows, slot, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _first_past(point, masses, places, last):  # type: ignore[no-untyped-def]
-    """The first of `places`, up to `last`, at which the running sum of `masses` exceeds `point`;
-    and the sum before it.
-
-    If none does, since masses of tiles and of tokens are rounded apart: the last that has mass.
-    """
+def _first_past(point, masses, places, last):
+    # The first place up to `last` at which the running sum exceeds `point`, and the sum before. If
+    # none does, since masses of tiles and tokens are rounded apart: the last that has mass.
     running = tl.cumsum(masses, axis=0)
     found = tl.min(tl.where(running > point, places, last + 1), axis=0)
     if found > last:
@@ -235,8 +213,8 @@ def _first_past(point, masses, places, last):  # type: ignore[no-untyped-def]
     return found, tl.sum(tl.where(places == found, running - masses, 0), axis=0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _choose(  # type: ignore[no-untyped-def]
+@triton.jit
+def _choose(
     rows,
     tiles,
     floors,
@@ -247,8 +225,7 @@ def _choose(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token per row; then its slot has one token more."""
-    wait(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     slot = tl.load(rows.slots + row)
     if slot < 0:

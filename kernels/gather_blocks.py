@@ -1,16 +1,11 @@
-"""Blocks from one pool into another, scattered on both sides: how a GPU reads KV out of a peer's
-mapped memory.
+"""Copy scattered blocks of one pool into another: how a GPU reads KV out of a peer's memory.
 
-What is copied of a block is one contiguous range: all of it, or the heads that two ranks have in
-common, where the pools' blocks are larger and of different sizes. The kernel runs on the reading
-GPU. These ranges are cut into tiles of `TILE_BYTES`, and a launch copies a range of tiles: one
-launch is one *slice* of a transfer. At most `PROGRAMS` programs run, so that the decodes that share
-the GPU keep the rest of it. The source is an address, not a tensor: the peer's GPU may be one that
-this process does not see otherwise.
+Of each block one contiguous range is copied: all of it, or the heads that two ranks have in common.
+Ranges are cut into tiles, and a launch copies a *slice* of a transfer, on the reading GPU, with at
+most PROGRAMS programs, so that decodes keep the rest of it. Pools are addresses, not tensors: the
+peer's GPU may be one that this process does not see otherwise.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
 from __future__ import annotations
 
 import torch
@@ -22,7 +17,6 @@ __all__ = [
     "TILE_BYTES",
     "VECTOR_BYTES",
     "gather_blocks",
-    "gather_blocks_reference",
     "tiles_in",
 ]
 
@@ -36,7 +30,7 @@ _WORD_BYTES = 4
 
 
 def tiles_in(num_blocks: int, block_bytes: int) -> int:
-    """Tiles of that many blocks, the unit of a slice."""
+    """Return how many tiles that many blocks are, the unit of a slice."""
     return num_blocks * -(-block_bytes // TILE_BYTES)
 
 
@@ -88,19 +82,17 @@ def gather_blocks(
     source_stride: int | None = None,
     target_stride: int | None = None,
     programs: int = PROGRAMS,
-    tile_bytes: int = TILE_BYTES,
 ) -> None:
-    """Copy `tiles` of the transfer that writes block source_blocks[i] of one pool to block
-    target_blocks[i] of another.
+    """Copy `tiles` of the transfer from source_blocks[i] to target_blocks[i] of two pools.
 
-    `source`, `target`: addresses of what is copied of the pools' first blocks; `block_bytes` are
-    copied of each, and the strides lead to the next block (None: as many). All are multiples of 16.
-    Block ids int32 [blocks], on the GPU.
+    `source`, `target`: addresses of what is copied of the first blocks; `block_bytes` are copied of
+    each; the strides lead to the next block (None: as many). All are multiples of 16. Block ids int32
+    [blocks], on the GPU.
     """
     strides = source_stride or block_bytes, target_stride or block_bytes
     assert not any(number % VECTOR_BYTES for number in (block_bytes, source, target, *strides))
     assert source_blocks.dtype == target_blocks.dtype == torch.int32
-    assert tiles.stop <= source_blocks.numel() * -(-block_bytes // tile_bytes)
+    assert tiles.stop <= tiles_in(source_blocks.numel(), block_bytes)
     if not tiles:
         return
     _gather[(min(programs, len(tiles)),)](
@@ -113,16 +105,6 @@ def gather_blocks(
         block_bytes // VECTOR_BYTES,
         strides[0] // VECTOR_BYTES,
         strides[1] // VECTOR_BYTES,
-        TILE_WORDS=tile_bytes // _WORD_BYTES,
+        TILE_WORDS=TILE_BYTES // _WORD_BYTES,
         num_warps=_WARPS,
     )
-
-
-def gather_blocks_reference(
-    source: torch.Tensor,
-    target: torch.Tensor,
-    source_blocks: torch.Tensor,
-    target_blocks: torch.Tensor,
-) -> None:
-    """The same over tensors: pools uint8 [blocks, block_bytes], the whole transfer."""
-    target[target_blocks.long()] = source[source_blocks.long()]

@@ -1,12 +1,9 @@
-"""Checksums of KV blocks on a GPU, many blocks in one launch (kernels/block_checksums.py).
+"""Checksums of KV blocks on a GPU, as `kernels/block_checksums.py` defines them.
 
-Grid: at most PROGRAMS programs, so that the steps beside them keep the rest of the GPU. Bound by
-memory: every byte is read once, and keys are computed, not read. Slices are cut into pieces of
-PIECE_BYTES, whose sums torch adds up.
+Grid: at most PROGRAMS programs, so that steps keep the rest of the GPU. Bound by memory: each byte
+is read once, keys are computed. Slices are cut into pieces, whose sums torch adds up.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
 from __future__ import annotations
 
 import torch
@@ -66,8 +63,8 @@ def gpu_block_checksums(
 ) -> torch.Tensor:
     """Return checksums of these blocks of the pool at this address, int64 [blocks, kv_heads].
 
-    `blocks`: int32, on the GPU; `slice_bytes`: of each KV head's part of a block, a multiple of 16
-    as the address.
+    `blocks`: int32, on the GPU; `slice_bytes` of a KV head's part of a block, a multiple of 16 as the
+    address is.
     """
     assert not pool % VECTOR_BYTES
     assert not slice_bytes % VECTOR_BYTES

@@ -1,18 +1,13 @@
-"""A decoder's linear layers on a GPU: our skinny kernels for few rows, cuBLAS for many; and what
-goes with a product.
+"""A decoder's linear layers on a GPU: our skinny kernels for few rows, cuBLAS for many.
 
-Which of the two follows from the number of rows, see `skinny_rows`. RMSNorm before a product is a
-launch of its own (`kernels/skinny_gemm.py` says why). Batch-invariant layers add in one order for
-all numbers of rows (`kernels/invariant_gemm.py`). Quantized weights: `kernels/fp8_linear.py`. The
-CPU's layers: `kernels/linear.py`.
+RMSNorm is a launch of its own (`kernels/skinny_gemm.py` says why).
 """
 
 from __future__ import annotations
 
 import torch
 
-from kvrelay.kernels.fused_act import act_and_mul
-from kvrelay.kernels.fused_norm import rms_norm
+from kvrelay.kernels.fused_elementwise import act_and_mul, rms_norm
 from kvrelay.kernels.invariant_gemm import invariant_linear
 from kvrelay.kernels.skinny_gemm import RING_ROWS, Activation, fits_ring, skinny_linear
 
@@ -20,14 +15,12 @@ __all__ = ["GpuLinear", "skinny_rows"]
 
 
 def skinny_rows(weight: torch.Tensor, *, gated: bool = False) -> int:
-    """Up to how many rows our skinny kernels are faster than cuBLAS, for a weight.
+    """Return up to how many rows our skinny kernels are faster than cuBLAS, for a weight.
 
-    Measured on an H200 (`python -m benchmarks.kernels skinny_gemm`; microseconds, skinny with
-    dependent launch against cuBLAS). The ring kernel, at 32 rows: qkv 15.0 against 16.1, o 10.7
-    against 12.9, gate-up with its activation 55.2 against 58.9 without, down 30.0 against 32.6; at
-    64: 16.6 against 16.1, 11.2 against 11.6, 56.6 against 60.1, 31.7 against 36.1, and the kernels
-    around it start earlier. The others: o 11.4 against 13.1 at 32 rows, 13.4 against 12.0 at 64;
-    qkv 15.9 against 15.5 at 8; gate-up with its activation 64.6 against 72.0 at 128.
+    H200, us, ours with dependent launch against cuBLAS. Ring kernel at 32 rows: qkv 15.0 : 16.1, o 10.7
+    : 12.9, gate-up with activation 55.2 : 58.9 without, down 30.0 : 32.6; at 64: 16.6 : 16.1, 11.2 :
+    11.6, 56.6 : 60.1, 31.7 : 36.1. Others: o 11.4 : 13.1 at 32, 13.4 : 12.0 at 64; qkv 15.9 : 15.5 at
+    8; gate-up with activation 64.6 : 72.0 at 128.
     """
     if gated:
         return 128
@@ -39,12 +32,11 @@ def skinny_rows(weight: torch.Tensor, *, gated: bool = False) -> int:
 
 
 class GpuLinear:
-    """A weight [out_features, in_features] and an optional bias [out_features] on a GPU, ready to
-    be applied.
+    """A weight [out_features, in_features] and an optional bias [out_features] on a GPU.
 
-    Methods take x [rows, in_features] (rows may be strided). `out`: where to write, else a new
-    tensor. `pdl`: launch before the predecessor has ended (see `kernels/skinny_gemm.py`); all
-    writers of x and readers of `out` must then be on the same stream.
+    Methods take x [rows, in_features] (rows may be strided). `out`: where to write, else a new tensor.
+    `pdl`: launch before the predecessor has ended; all writers of x and readers of `out` must be on the
+    same stream. batch_invariant: a row's bits never depend on the number of rows.
     """
 
     def __init__(
@@ -72,7 +64,7 @@ class GpuLinear:
         out: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> torch.Tensor:
-        """x W^T + bias + residual -> [rows, out_features]; `out` may be the residual."""
+        """Return x W^T + bias + residual, [rows, out_features]; `out` may be the residual."""
         if self._batch_invariant:
             return invariant_linear(
                 x, self.weight, bias=self.bias, residual=residual, out=out, pdl=pdl
@@ -92,7 +84,7 @@ class GpuLinear:
         plus_one: bool = False,
         pdl: bool = False,
     ) -> torch.Tensor:
-        """The product of RMSNorm(x); norm_weight [in_features], `plus_one` as in `rms_norm`."""
+        """Return the product of RMSNorm(x); norm_weight [in_features]."""
         return self(rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl), pdl=pdl)
 
     def gated(
@@ -106,8 +98,9 @@ class GpuLinear:
         out: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> torch.Tensor:
-        """act(gate) * up, a weight's first half being the gate's -> [rows, out_features / 2];
-        RMSNorm of x before.
+        """Return act(gate) * up of x, or of RMSNorm(x), [rows, out_features / 2].
+
+        The first half of the weight is the gate's.
         """
         if norm_weight is not None:
             x = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
@@ -118,7 +111,6 @@ class GpuLinear:
     def _cublas(
         self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """One launch, and a second one only for bias and residual together."""
         transposed = self.weight.T
         if out is None:
             out = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)

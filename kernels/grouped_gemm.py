@@ -1,19 +1,12 @@
-"""Mixture of experts in Triton: routing, two grouped matrix products, and the sum over each token's
-experts.
+"""Mixture of experts in Triton: routing, two grouped products, the sum over a token's experts.
 
-T tokens of H features, E experts of I inner features, top_k experts per token. A *place* is (token,
-choice), numbered token * top_k + choice; P = T * top_k of them. The places are sorted by expert,
-and each expert's are cut into tiles of `rows` places, so that a tile meets the weights of one
-expert. How many tiles there are is known to the device alone: grids are for the worst case, and a
-program of a tile that does not exist ends at once.
+T tokens of H features, E experts of I. A place is (token, choice), token * top_k + choice. Places
+are sorted by expert, each expert's cut into tiles of `rows`. Only the device knows how many tiles
+there are: grids are for the worst case, and programs without a tile end at once.
 
-Kernels and grids: route (chunks of tokens); arrange (chunks; with one chunk route does it itself);
-gate-up with the activation and down (tiles x column blocks); sum (tokens x column blocks). Every
-row's sums run over its own k in one order and a token's experts are added in the order of its
-choice, without atomics: equal input gives equal bits. Tile shapes follow from T, so a token's bits
-do not depend on the other tokens in a batch of T.
-
-Torch twin: `kernels/moe.py`. Source of the tiles: Gale et al., "MegaBlocks", 2022.
+Grids: route (chunks of tokens); arrange (chunks; with one chunk route does it); gate-up with
+activation and down (tiles x column blocks); sum (tokens x column blocks). No atomics, sums in one
+order; tile shapes follow from T. Twin: `kernels/moe.py`. Source: Gale et al., "MegaBlocks", 2022.
 """
 
 from __future__ import annotations
@@ -24,6 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kvrelay.kernels.fused_elementwise import activate
+from kvrelay.kernels.launch import cdiv, pdl_works, power_of_2, wait_for_previous
 
 __all__ = ["Tiling", "moe"]
 
@@ -40,16 +36,14 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Tile shape of a grouped product: columns of the output (of gate and up each), depth along k,
-    launch options.
-    """
+    """A tile shape of a grouped product: output columns (of gate and up each), depth along k."""
 
     columns: int
     depth: int
     warps: int
     stages: int
+    # weights by TMA: compute capability 9.0 on, rows of whole 16 bytes
     tma: bool = False
-    """Weights come by TMA: compute capability 9.0 on, and rows of whole 16 bytes."""
 
 
 def moe(
@@ -67,15 +61,13 @@ def moe(
     batch_invariant: bool = False,
     tilings: tuple[int, Tiling, Tiling] | None = None,
 ) -> torch.Tensor:
-    """sum over a token's experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)) -> [T, H], in x's
-    dtype.
+    """Return the sum over experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)), [T, H].
 
     x [T, H] bf16 | fp16 (rows may be strided), router_logits [T, E], gate_up [E, 2 * I, H] (gate's
-    rows first), down [E, H, I]. A token's experts are the top_k with the largest logits (of equal
-    ones the lower), weighted by the softmax over all experts, which `renormalize` divides by the
-    sum of the chosen. act: "silu" or "gelu_tanh". residual [T, H] is added; `out` may be the
-    residual. batch_invariant: one tile shape for all T. tilings (rows, gate-up's, down's): None
-    takes the tuned ones.
+    rows first), down [E, H, I]. Experts are the top_k logits (the lower of equals), weighted by softmax
+    over all, which `renormalize` divides by the chosen ones' sum. act: "silu" or "gelu_tanh". residual
+    [T, H] is added; `out` may be the residual. batch_invariant: one tile shape for all T. tilings
+    (rows, gate-up's, down's): None takes the tuned ones.
     """
     tokens, hidden = x.shape
     experts, _, inner = down.shape
@@ -104,7 +96,7 @@ def moe(
         out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     if not tokens:
         return out
-    pdl = pdl and _is_hopper(x.device)
+    pdl = pdl and pdl_works(x.device)
     if tilings is None:
         tilings = INVARIANT if batch_invariant else _tilings(tokens * top_k, experts, x.device)
     rows, first, second = tilings
@@ -115,19 +107,27 @@ def moe(
     results = torch.empty(tokens * top_k, hidden, dtype=x.dtype, device=x.device)
     _product(x, gate_up, gated, sorted_places, rows, first, places_per_row=top_k, act=act, pdl=pdl)
     _product(gated, down, results, sorted_places, rows, second, places_per_row=1, act=None, pdl=pdl)
-    _sum[(tokens, triton.cdiv(hidden, SUM_COLUMNS))](
-        results, weights, residual, out, 0 if residual is None else residual.stride(0), out.stride(0),
-        H=hidden, TOP_K=top_k, BLOCK=SUM_COLUMNS, PDL=pdl, num_warps=2, launch_pdl=pdl,
-    )  # fmt: skip
+    _sum[(tokens, cdiv(hidden, SUM_COLUMNS))](
+        results,
+        weights,
+        residual,
+        out,
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        H=hidden,
+        TOP_K=top_k,
+        BLOCK=SUM_COLUMNS,
+        PDL=pdl,
+        num_warps=2,
+        launch_pdl=pdl,
+    )
     return out
 
 
 INVARIANT = 64, Tiling(64, 64, 4, 4), Tiling(128, 64, 4, 4)
 
+# places [tiles * rows], by tile; expert and number of places of each tile [tiles]; all int32
 SortedPlaces = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""places [tiles * rows] int32, by tile; experts [tiles] int32; counts [tiles] int32, places that
-the tile has.
-"""
 
 
 def _sort_by_expert(
@@ -138,17 +138,16 @@ def _sort_by_expert(
     pdl: bool,
     batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, SortedPlaces]:
-    """Weight of each place, fp32 [P], and the places in tiles."""
     tokens, experts = router_logits.shape
     places = tokens * top_k
     # Each expert that has places at all has one tile that may not be full.
     tiles = (places + min(experts, places) * (rows - 1)) // rows
-    experts_pad, choices_pad = triton.next_power_of_2(experts), triton.next_power_of_2(top_k)
+    experts_pad, choices_pad = power_of_2(experts), power_of_2(top_k)
     # The chunk decides in which order a row's sums over the experts are added.
     chunk = max(1, min(ROUTE_ELEMENTS // experts_pad, MAX_CHUNK))
     if not batch_invariant:
-        chunk = min(triton.next_power_of_2(tokens), chunk)
-    chunks = triton.cdiv(tokens, chunk)
+        chunk = min(power_of_2(tokens), chunk)
+    chunks = cdiv(tokens, chunk)
     warps = max(1, min(chunk * experts_pad // 1024, 8))
 
     def ints(*shape: int) -> torch.Tensor:
@@ -168,13 +167,35 @@ def _sort_by_expert(
         "ROWS": rows,
     }
     _route[(chunks,)](
-        router_logits, weights, chosen, ranks, counts, *sorted_places, tokens, router_logits.stride(0), tiles,
-        **sizes, RENORMALIZE=renormalize, ONE_CHUNK=chunks == 1, PDL=pdl, num_warps=warps, launch_pdl=pdl,
-    )  # fmt: skip
+        router_logits,
+        weights,
+        chosen,
+        ranks,
+        counts,
+        *sorted_places,
+        tokens,
+        router_logits.stride(0),
+        tiles,
+        **sizes,
+        RENORMALIZE=renormalize,
+        ONE_CHUNK=chunks == 1,
+        PDL=pdl,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
     if chunks > 1:
         _arrange[(chunks,)](
-            chosen, ranks, counts, *sorted_places, places, tiles, **sizes, PDL=pdl, num_warps=4, launch_pdl=pdl
-        )  # fmt: skip
+            chosen,
+            ranks,
+            counts,
+            *sorted_places,
+            places,
+            tiles,
+            **sizes,
+            PDL=pdl,
+            num_warps=4,
+            launch_pdl=pdl,
+        )
     return weights, sorted_places
 
 
@@ -190,34 +211,39 @@ def _product(
     act: str | None,
     pdl: bool,
 ) -> None:
-    """Row p of out = row p // places_per_row of x through the weights of p's expert, and with `act`
-    the activation.
-    """
+    # Row p of out = row p // places_per_row of x through the weights of p's expert.
     depth, columns, tiles = x.shape[1], out.shape[1], sorted_places[1].shape[0]
-    block_k = min(tiling.depth, triton.next_power_of_2(depth))
+    block_k = min(tiling.depth, power_of_2(depth))
     source: torch.Tensor | TensorDescriptor = weight
     tma = tiling.tma and depth * weight.itemsize % 16 == 0
     if tma:
         source = TensorDescriptor.from_tensor(weight.flatten(0, 1), [tiling.columns, block_k])
-    _grouped_product[(tiles * triton.cdiv(columns, tiling.columns),)](
-        x, source, out, *sorted_places, x.stride(0), tiles,
-        K=depth, N=columns, PLACES_PER_ROW=places_per_row, GATED=act is not None, GELU=act == "gelu_tanh",
-        ROWS=rows, COLUMNS=tiling.columns, DEPTH=block_k, GROUP=TILE_GROUP, TMA=tma, PDL=pdl,
-        num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=pdl,
-    )  # fmt: skip
-
-
-def _is_hopper(device: torch.device) -> bool:
-    if device.type != "cuda" or triton.knobs.runtime.interpret:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    _grouped_product[(tiles * cdiv(columns, tiling.columns),)](
+        x,
+        source,
+        out,
+        *sorted_places,
+        x.stride(0),
+        tiles,
+        K=depth,
+        N=columns,
+        PLACES_PER_ROW=places_per_row,
+        ACT=act,
+        ROWS=rows,
+        COLUMNS=tiling.columns,
+        DEPTH=block_k,
+        GROUP=TILE_GROUP,
+        TMA=tma,
+        PDL=pdl,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        launch_pdl=pdl,
+    )
 
 
 def _tilings(places: int, experts: int, device: torch.device) -> tuple[int, Tiling, Tiling]:
-    """Rows of a tile, shapes of gate-up and down: small tiles that stream weights, or large ones
-    that compute.
-    """
-    hopper, per_expert = _is_hopper(device), places / experts
+    # Small tiles stream weights, large ones compute.
+    hopper, per_expert = pdl_works(device), places / experts
     if per_expert <= 8:
         return 16, Tiling(32, 128, 4, 4), Tiling(64, 128, 4, 4)
     if per_expert <= 24:
@@ -229,8 +255,8 @@ def _tilings(places: int, experts: int, device: torch.device) -> tuple[int, Tili
     return 128, Tiling(64, 64, 8, 3), Tiling(128, 64, 8, 3)
 
 
-@triton.jit(do_not_specialize=["tokens", "tiles"])  # type: ignore[untyped-decorator]
-def _route(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["tokens", "tiles"])
+def _route(
     logits,
     weights,
     chosen,
@@ -242,24 +268,21 @@ def _route(  # type: ignore[no-untyped-def]
     tokens,
     logits_stride,
     tiles,
-    E: tl.constexpr,  # noqa: N803
-    E_PAD: tl.constexpr,  # noqa: N803
-    TOP_K: tl.constexpr,  # noqa: N803
-    K_PAD: tl.constexpr,  # noqa: N803
-    CHUNK: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    RENORMALIZE: tl.constexpr,  # noqa: N803
-    ONE_CHUNK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Choose each token's experts; count each expert's places within the chunk."""
     line = tl.arange(0, CHUNK)
     token = tl.program_id(0) * CHUNK + line
     expert, choice = tl.arange(0, E_PAD), tl.arange(0, K_PAD)
     live = token < tokens
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     where = logits + token.to(tl.int64)[:, None] * logits_stride + expert[None, :]
     score = tl.load(where, mask=live[:, None] & (expert < E)[None, :], other=float("-inf")).to(
         tl.float32
@@ -305,8 +328,8 @@ def _route(  # type: ignore[no-untyped-def]
         tl.store(counts + tl.program_id(0) * E + expert, count, mask=expert < E)
 
 
-@triton.jit(do_not_specialize=["places", "tiles"])  # type: ignore[untyped-decorator]
-def _arrange(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["places", "tiles"])
+def _arrange(
     chosen,
     ranks,
     counts,
@@ -315,22 +338,17 @@ def _arrange(  # type: ignore[no-untyped-def]
     tile_counts,
     places,
     tiles,
-    E: tl.constexpr,  # noqa: N803
-    E_PAD: tl.constexpr,  # noqa: N803
-    TOP_K: tl.constexpr,  # noqa: N803
-    K_PAD: tl.constexpr,  # noqa: N803
-    CHUNK: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Put one chunk's places behind those of the chunks before it, expert by expert; describe a
-    share of the tiles.
-    """
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     expert = tl.arange(0, E_PAD)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     total = tl.zeros((E_PAD,), tl.int32)
     before = tl.zeros((E_PAD,), tl.int32)
     for first in range(0, chunks, 16):
@@ -352,27 +370,25 @@ def _arrange(  # type: ignore[no-untyped-def]
     _describe_tiles(total, start, chunk * share, last, tile_experts, tile_counts, E_PAD, ROWS)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _starts(count, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """First of each expert's places, in which every expert begins with a tile of its own."""
+@triton.jit
+def _starts(count, ROWS: tl.constexpr):
+    # First of each expert's places; each begins with a tile of its own.
     padded = tl.cdiv(count, ROWS) * ROWS
     return tl.cumsum(padded, axis=0) - padded
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _describe_tiles(  # type: ignore[no-untyped-def]
+@triton.jit
+def _describe_tiles(
     count,
     start,
     first,
     last,
     tile_experts,
     tile_counts,
-    E_PAD: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
+    E_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Expert and number of places of the tiles from `first` on, before `last`: zero places where
-    there is no tile.
-    """
+    # Expert and places of the tiles [first, last); zero places where there is none.
     expert = tl.arange(0, E_PAD)
     for block in range(first, last, TILE_BLOCK):
         tile = block + tl.arange(0, TILE_BLOCK)
@@ -389,8 +405,8 @@ def _describe_tiles(  # type: ignore[no-untyped-def]
         tl.store(tile_counts + tile, tile_count, mask=tile < last)
 
 
-@triton.jit(do_not_specialize=["tiles"])  # type: ignore[untyped-decorator]
-def _grouped_product(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["tiles"])
+def _grouped_product(
     x,
     weight,  # [E * N, K], with a gate [E * 2 * N, K]; a tensor descriptor with TMA
     out,  # [P, N]
@@ -399,17 +415,16 @@ def _grouped_product(  # type: ignore[no-untyped-def]
     tile_counts,
     x_stride,
     tiles,
-    K: tl.constexpr,  # noqa: N803
-    N: tl.constexpr,  # noqa: N803
-    PLACES_PER_ROW: tl.constexpr,  # noqa: N803
-    GATED: tl.constexpr,  # noqa: N803
-    GELU: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    TMA: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    K: tl.constexpr,
+    N: tl.constexpr,
+    PLACES_PER_ROW: tl.constexpr,
+    ACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     blocks: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     group = tl.program_id(0) // (GROUP * blocks)
@@ -417,13 +432,11 @@ def _grouped_product(  # type: ignore[no-untyped-def]
     group_size = tl.minimum(tiles - group * GROUP, GROUP)
     tile = group * GROUP + in_group % group_size
     column = in_group // group_size * COLUMNS
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     count = tl.load(tile_counts + tile)
     if count == 0:
         return
-    sections: tl.constexpr = 2 if GATED else 1
+    sections: tl.constexpr = 2 if ACT is not None else 1
     first_row = tl.load(tile_experts + tile) * (sections * N) + column
     line = tl.arange(0, ROWS)
     # Lines without a place compute what the first one does, and are not stored.
@@ -441,7 +454,7 @@ def _grouped_product(  # type: ignore[no-untyped-def]
             x_tile = tl.load(x_at + start)
         else:
             x_tile = tl.load(x_at + start, mask=(start + k < K)[None, :], other=0.0)
-        if GATED:
+        if ACT is not None:
             gate = tl.dot(
                 x_tile, _weights(weight, first_row, weight_row, start, K, DEPTH, TMA), gate
             )
@@ -452,27 +465,25 @@ def _grouped_product(  # type: ignore[no-untyped-def]
             total = tl.dot(
                 x_tile, _weights(weight, first_row, weight_row, start, K, DEPTH, TMA), total
             )
-    if GATED:
-        # 0.5 * g * (1 + tanh(z)) is g * sigmoid(2 * z).
-        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
-        total = gate / (1.0 + tl.exp(-z)) * total
+    if ACT is not None:
+        total = activate(gate, ACT) * total
     mask = (line < count)[:, None] & (column + n < N)[None, :]
     tl.store(
         out + place[:, None] * N + (column + n)[None, :], total.to(out.dtype.element_ty), mask=mask
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _weights(  # type: ignore[no-untyped-def]
+@triton.jit
+def _weights(
     weight,
     first_row,
     row,
     start,
-    K: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
-    TMA: tl.constexpr,  # noqa: N803
+    K: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TMA: tl.constexpr,
 ):
-    """A tile [DEPTH, COLUMNS] of the transposed weights."""
+    # a tile [DEPTH, COLUMNS] of the transposed weights
     if TMA:
         tile = weight.load([first_row, start]).T
     else:
@@ -484,25 +495,23 @@ def _weights(  # type: ignore[no-untyped-def]
     return tile
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum(  # type: ignore[no-untyped-def]
+@triton.jit
+def _sum(
     results,  # [P, H]
     weights,  # [P]
     residual,
     out,
     residual_stride,
     out_stride,
-    H: tl.constexpr,  # noqa: N803
-    TOP_K: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < H
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(TOP_K):
         place = token * TOP_K + j

@@ -1,30 +1,15 @@
-"""Low-rank adapters beside a linear layer on a GPU: y += B (A x), each row with its own adapter or
-none. Triton.
+"""Low-rank adapters beside a linear layer on a GPU: y += B (A x), each row with its own. Triton.
 
-Two launches around the layer's own product, both fit for a CUDA graph: a row's adapter is read from
-device memory.
+- `shrink`, x -> A x. Grid: tiles of rows x tiles of A's rows x parts of K, whose sums stay apart.
+- `expand` adds up the parts in order and adds B (A x) to y. Grid: tiles of rows x tiles of columns.
 
-- `shrink`, x -> A x. Grid: tiles of rows x tiles of A's rows x parts of K. The parts' sums stay
-  apart, in fp32.
-- `expand`, which adds up the parts in their order and adds B (A x) to y. Grid: tiles of rows x
-  tiles of y's columns.
-
-A program loops over the adapters from the lowest to the highest of its rows, and skips those that
-none of them has; the other rows of the tile are zeros in x, and take nothing of the sums. So rows
-need no sorting and no table of groups; a step's rows come sorted by adapter, which keeps these
-loops short. A tile whose rows have no adapter ends at once. Rows without an adapter are not
-written.
-
-Bits: a row's do not depend on the other rows, but on the tiles: `default_tiles` gives them by the
-number of rows.
-
-Dependent launch: every program waits (`gdc_wait`) before it ends, also one that has nothing to do.
-Else its successor, which waits for this launch alone, would run into what is still computed before.
-Twin: `kernels/lora.py`.
+A row's adapter is read from device memory, so both fit a CUDA graph. A program loops over the
+adapters between the lowest and the highest of its rows; rows of others are zeros. A step's rows
+come sorted by adapter, which keeps the loops short. Rows without one are not written. A row's bits
+depend on the tiles alone. Every program waits (`gdc_wait`) before it ends, also an idle one: else
+its successor would run into what is computed before. Twin: `kernels/lora.py`.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -34,14 +19,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.fused_norm import pdl_works
+from kvrelay.kernels.launch import cdiv, pdl_works, power_of_2, wait_for_previous
 
 __all__ = ["INVARIANT_ROWS", "LoraTiles", "default_tiles", "expand", "shrink"]
 
+# `default_tiles` of so many rows serve all numbers of rows in batch-invariant engines.
 INVARIANT_ROWS = 16
-"""`default_tiles(INVARIANT_ROWS, ...)` are the tiles for every number of rows in batch-invariant
-engines.
-"""
 _FEW_ROWS = (
     256  # up to here a step is mostly decodes: small tiles, and K is shared by many programs
 )
@@ -51,7 +34,7 @@ _PART_COLUMNS = 256  # of K, the fewest for one program
 
 @dataclass(frozen=True, slots=True)
 class LoraTiles:
-    """What programs work on. `rows` of x, `split` parts of K, `columns` of y."""
+    """A program's share: `rows` of x, one of `split` parts of K, `columns` of y."""
 
     rows: int
     split: int
@@ -60,7 +43,7 @@ class LoraTiles:
 
 
 def default_tiles(rows: int, k: int) -> LoraTiles:
-    """Of three kinds, so that a node compiles all of them before its first request. To be measured."""
+    """Return one of three kinds, which a node compiles before its first request."""
     parts = max(1, k // _PART_COLUMNS)
     if rows <= _FEW_ROWS:
         return LoraTiles(16, min(16, parts), 128)
@@ -75,11 +58,10 @@ def shrink(
     pdl: bool = False,
     tiles: LoraTiles | None = None,
 ) -> torch.Tensor:
-    """down[a] x of rows with adapter a -> fp32 [parts, T, C], to be added up; nothing for tiles
-    without one
+    """Return down[a] x of rows with adapter a, fp32 [parts, T, C], to be added up by `expand`.
 
-    x [T, K] (rows may be strided), down [adapters, C, K], adapters int32 [T] with -1 for none. C,
-    all ranks, is a multiple of 16.
+    x [T, K] (rows may be strided), down [adapters, C, K], adapters int32 [T], -1 for none. C, all
+    ranks, is a multiple of 16. Tiles without an adapter are not written.
     """
     count, k = x.shape
     stacked = down.shape[1]
@@ -95,14 +77,27 @@ def shrink(
         )
     tiles = tiles or default_tiles(count, k)
     low = torch.empty(tiles.split, count, stacked, dtype=torch.float32, device=x.device)
-    columns = _divisor(stacked, 64)
+    columns = _divisor(stacked)
     pdl = pdl and pdl_works(x.device)
     if count:
-        _shrink[(triton.cdiv(count, tiles.rows) * (stacked // columns) * tiles.split,)](
-            x, x.stride(0), down, adapters, low, count,
-            K=k, C=stacked, SPLIT=tiles.split, BM=tiles.rows, BC=columns, BK=_step(k, 128),
-            PDL=pdl, num_warps=tiles.warps, num_stages=3, launch_pdl=pdl,
-        )  # fmt: skip
+        _shrink[(cdiv(count, tiles.rows) * (stacked // columns) * tiles.split,)](
+            x,
+            x.stride(0),
+            down,
+            adapters,
+            low,
+            count,
+            K=k,
+            C=stacked,
+            SPLIT=tiles.split,
+            BM=tiles.rows,
+            BC=columns,
+            BK=max(16, min(128, power_of_2(k))),
+            PDL=pdl,
+            num_warps=tiles.warps,
+            num_stages=3,
+            launch_pdl=pdl,
+        )
     return low
 
 
@@ -116,11 +111,10 @@ def expand(
     pdl: bool = False,
     tiles: LoraTiles | None = None,
 ) -> torch.Tensor:
-    """y [T, N] += up[a] low of rows with adapter a, in place; sums are fp32 and rounded once.
+    """Add up[a] low to rows of y [T, N] with adapter a, in place; fp32 sums rounded once.
 
     low: what `shrink` gave, of which projection i takes its i-th `rank` columns. up [adapters, N,
-    rank]; `widths`: how many of y's columns each of at most three projections has, N in all. y's
-    rows may be strided.
+    rank]; `widths`: y's columns of each of at most three projections. y's rows may be strided.
     """
     split, count, stacked = low.shape
     _, n, rank = up.shape
@@ -140,24 +134,35 @@ def expand(
         )
     tiles = tiles or default_tiles(count, split)  # of which `split` is not used here
     first, second, third = (*widths, 0, 0)[:3]
-    programs = sum(triton.cdiv(width, tiles.columns) for width in widths)
+    programs = sum(cdiv(width, tiles.columns) for width in widths)
     pdl = pdl and pdl_works(y.device)
     if count:
-        _expand[(triton.cdiv(count, tiles.rows) * programs,)](
-            low, up, adapters, y, y.stride(0), count,
-            N0=first, N1=second, N2=third, R=rank, C=stacked, SPLIT=split, BM=tiles.rows, BN=tiles.columns,
-            BR=_divisor(rank, 64), PDL=pdl, num_warps=tiles.warps, num_stages=1, launch_pdl=pdl,
-        )  # fmt: skip
+        _expand[(cdiv(count, tiles.rows) * programs,)](
+            low,
+            up,
+            adapters,
+            y,
+            y.stride(0),
+            count,
+            N0=first,
+            N1=second,
+            N2=third,
+            R=rank,
+            C=stacked,
+            SPLIT=split,
+            BM=tiles.rows,
+            BN=tiles.columns,
+            BR=_divisor(rank),
+            PDL=pdl,
+            num_warps=tiles.warps,
+            num_stages=1,
+            launch_pdl=pdl,
+        )
     return y
 
 
-def _divisor(size: int, most: int) -> int:
-    """The largest of 16, 32, 64 ... up to `most` of which `size` is a multiple."""
-    return max(width for width in (16, 32, 64) if width <= most and size % width == 0)
-
-
-def _step(k: int, most: int) -> int:
-    return int(max(16, min(most, triton.next_power_of_2(k))))
+def _divisor(size: int) -> int:
+    return max(width for width in (16, 32, 64) if size % width == 0)
 
 
 # Counts of rows are not specialized: one binary for all.
@@ -183,9 +188,7 @@ def _shrink(
     column = rest % (C // BC) * BC + tl.arange(0, BC)
     row = rest // (C // BC) * BM + tl.arange(0, BM)
     inside = row < count
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     adapter = tl.load(adapters + row, mask=inside, other=-1)
     highest = tl.max(adapter)
     lowest = tl.min(tl.where(adapter < 0, highest, adapter))
@@ -246,9 +249,7 @@ def _expand(
     here = column < width
     column += first
     inside = row < count
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     adapter = tl.load(adapters + row, mask=inside, other=-1)
     highest = tl.max(adapter)
     lowest = tl.min(tl.where(adapter < 0, highest, adapter))

@@ -1,21 +1,16 @@
 """y = x W^T with bits that do not depend on how many rows x has, nor on which (Triton).
 
-cuBLAS chooses another kernel, hence another order of additions, for other row counts. Here every
-element of y is one chain of tensor-core products over K, 16 columns at a time from the first to the
-last, into one fp32 accumulator, whatever the tile: K is never split, tiles differ in rows and
-outputs only. Rounded once, after bias and residual.
+Every element is one chain of tensor-core products over K, 16 columns at a time, into one fp32
+accumulator: K is never split, tiles differ in rows and outputs only. Rounded once, after bias and
+residual.
 
-Grid: one program per tile, at most as many as the GPU holds. Each takes further tiles as it has
-done one (persistent), so that the loads of the next overlap the stores of the last. Tiles go down
-`_GROUP` tiles of rows before they go to the next outputs, so that programs share rows and weights
-in L2. Source of both: Triton's tutorial 09.
+Grid: one program per tile, at most as many as the GPU holds; each takes further tiles (persistent).
+Tiles go down `_GROUP` row tiles before the next outputs, so that programs share weights in L2.
+Source of both: Triton's tutorial 09.
 """
-
-# ruff: noqa: N803
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -23,20 +18,18 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvrelay.kernels.fused_norm import pdl_works
+from kvrelay.kernels.launch import cdiv, pdl_works, processors, wait_for_previous
 
 __all__ = ["FEW_OUTPUTS", "FEW_ROWS", "MANY_ROWS", "MIDDLE", "InvariantTile", "invariant_linear"]
 
+# Columns of a stage of loads; the order of additions does not depend on it.
 _BK = 64
-"""Columns at a time. The order of additions does not depend on it; it is one stage of loads."""
 _GROUP = 8
 
 
 @dataclass(frozen=True, slots=True)
 class InvariantTile:
-    """block_m rows of x by block_n outputs, `stages` tiles of 64 columns in flight, programs per
-    multiprocessor.
-    """
+    """A tile: rows of x, outputs, warps, 64-column stages in flight, programs per SM."""
 
     block_m: int
     block_n: int
@@ -45,14 +38,12 @@ class InvariantTile:
     resident: int
 
 
+# While a GPU holds all its tiles at once: the weights' bytes count.
 FEW_OUTPUTS = InvariantTile(64, 64, warps=4, stages=6, resident=2)
-"""While a GPU holds all its tiles at once: it is the weights' bytes that count, and many programs
-ask for them.
-"""
+# Up to 64 rows of a weight of many outputs.
 FEW_ROWS = InvariantTile(64, 128, warps=4, stages=4, resident=2)
-"""Up to 64 rows of a weight of many outputs."""
+# Where the largest tiles would leave a third of the GPU without one.
 MIDDLE = InvariantTile(128, 128, warps=8, stages=4, resident=1)
-"""Where the largest tiles would leave a third of the GPU without one."""
 MANY_ROWS = InvariantTile(128, 256, warps=8, stages=4, resident=1)
 _BEFORE_HOPPER = InvariantTile(128, 128, warps=8, stages=3, resident=1)
 
@@ -67,11 +58,10 @@ def invariant_linear(
     pdl: bool = False,
     tile: InvariantTile | None = None,
 ) -> torch.Tensor:
-    """x [M, K] W^T, weight [N, K] -> [M, N], plus bias [N] and residual [M, N] (`out` may be that
-    tensor).
+    """Return x [M, K] W^T + bias + residual [M, N]; weight [N, K]; `out` may be the residual.
 
-    bf16 or fp16, all of one type, columns contiguous; K is 8 times a number. `tile`: instead of the
-    one for M rows.
+    bf16 or fp16, all of one type, columns contiguous; K is a multiple of 8. `tile`: None takes the one
+    for M rows.
     """
     (m, k), n = x.shape, weight.shape[0]
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
@@ -89,26 +79,41 @@ def invariant_linear(
         return out
     hopper = pdl_works(x.device)
     if tile is None:
-        tile = _tile(m, n, _processors(x.device), hopper)
+        tile = _tile(m, n, processors(x.device, 4), hopper)
     pdl = pdl and hopper
     x_tiles = weight_tiles = None
     if hopper and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0:
         x_tiles = TensorDescriptor.from_tensor(x, [tile.block_m, _BK])
         weight_tiles = TensorDescriptor.from_tensor(weight, [tile.block_n, _BK])
-    _invariant_kernel[(min(_tiles(m, n, tile), tile.resident * _processors(x.device)),)](
-        x, x_tiles, weight, weight_tiles, bias, residual, out, m, n,
-        x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
-        K=k, BM=tile.block_m, BN=tile.block_n, BK=_BK, GROUP=_GROUP,
-        PDL=pdl, launch_pdl=pdl, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    _invariant_kernel[(min(_tiles(m, n, tile), tile.resident * processors(x.device, 4)),)](
+        x,
+        x_tiles,
+        weight,
+        weight_tiles,
+        bias,
+        residual,
+        out,
+        m,
+        n,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        K=k,
+        BM=tile.block_m,
+        BN=tile.block_n,
+        BK=_BK,
+        GROUP=_GROUP,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     return out
 
 
 def _tile(m: int, n: int, processors: int, hopper: bool) -> InvariantTile:
-    """Measured on an H200 (microseconds): o 16.5 at 128 rows with FEW_OUTPUTS, 41.7 with MANY_ROWS;
-    gate-up 59.0 at 64 with FEW_ROWS, 63.7 with FEW_OUTPUTS; down 85 at 512 with MIDDLE, 133 with
-    MANY_ROWS; all best with that at 4096.
-    """
+    # H200, us: o 16.5 at 128 rows with FEW_OUTPUTS, 41.7 with MANY_ROWS; gate-up 59.0 at 64 with
+    # FEW_ROWS, 63.7 with FEW_OUTPUTS; down 85 at 512 with MIDDLE, 133 with MANY_ROWS.
     if not hopper:
         return FEW_OUTPUTS if m <= FEW_OUTPUTS.block_m else _BEFORE_HOPPER
     if _tiles(m, n, FEW_OUTPUTS) <= FEW_OUTPUTS.resident * processors:
@@ -119,30 +124,34 @@ def _tile(m: int, n: int, processors: int, hopper: bool) -> InvariantTile:
 
 
 def _tiles(m: int, n: int, tile: InvariantTile) -> int:
-    return -(-m // tile.block_m) * -(-n // tile.block_n)
+    return cdiv(m, tile.block_m) * cdiv(n, tile.block_n)
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 4
-    )
-
-
-@triton.jit(do_not_specialize=["M"])  # type: ignore[untyped-decorator]
-def _invariant_kernel(  # type: ignore[no-untyped-def]
-    x, x_tiles, weight, weight_tiles, bias, residual, out, M, N, x_stride, residual_stride, out_stride,
-    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+@triton.jit(do_not_specialize=["M"])
+def _invariant_kernel(
+    x,
+    x_tiles,
+    weight,
+    weight_tiles,
+    bias,
+    residual,
+    out,
+    M,
+    N,
+    x_stride,
+    residual_stride,
+    out_stride,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     row_tiles = tl.cdiv(M, BM)
     tiles = row_tiles * tl.cdiv(N, BN)
     columns = tl.arange(0, BK)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         row_tile, output_tile = _place(tile, row_tiles, tiles // row_tiles, GROUP)
         m = row_tile * BM + tl.arange(0, BM)
@@ -178,9 +187,9 @@ def _invariant_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + rows * out_stride + n[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _place(tile, row_tiles, output_tiles, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(row tile, output tile) number `tile`: down a group of row tiles, then to the next outputs."""
+@triton.jit
+def _place(tile, row_tiles, output_tiles, GROUP: tl.constexpr):
+    # (row tile, output tile) number `tile`: down a group of row tiles, then the next outputs
     group = tile // (GROUP * output_tiles)
     within = tile - group * GROUP * output_tiles
     rows = tl.minimum(row_tiles - group * GROUP, GROUP)

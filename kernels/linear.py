@@ -1,8 +1,7 @@
 """y = x W^T + b, with the weight packed once for the CPU.
 
-oneDNN's packed fp32 weights halve the time of small batches against an unpacked product (SmolLM2, 8
-rows, one thread: 61 against 112 ms for all weights of a step) and, unlike it, give a row the same
-bits whatever rows stand beside it.
+oneDNN's packed fp32 weights halve the time of small batches (SmolLM2, 8 rows, one thread: 61
+against 112 ms for a step's weights) and give a row the same bits beside any others.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ _ROW_STEP = 4
 
 
 def computed_rows(rows: int) -> int:
-    """How many rows a product of so many computes: at most 3 more, or a quarter more, and few
-    counts in all.
+    """Return how many rows a product of so many computes: at most 3 or a quarter more.
 
-    For each count of rows, and each shape of a weight, oneDNN (3.12) generates code, which takes
-    some milliseconds, and keeps it for good, 560 KB with AVX-512: with any count from 1 to 256, and
-    five shapes, an engine grew by 500 MB.
+    For each count of rows and shape of weight, oneDNN (3.12) generates code, which takes milliseconds
+    and 560 KB for good (AVX-512): with any count up to 256 an engine grew by 500 MB.
     """
     if rows <= _ROW_STEP:
         return 1 << max(0, rows - 1).bit_length()
@@ -33,9 +30,7 @@ def computed_rows(rows: int) -> int:
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN takes weights of this type on this CPU: 16 bits need instructions that not
-    every one has.
-    """
+    """Return whether oneDNN takes weights of this type on this CPU."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     has = {
@@ -46,9 +41,7 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """A weight [out_features, in_features] and an optional bias [out_features], ready to be
-    applied.
-    """
+    """A weight [out_features, in_features] and an optional bias, ready to be applied."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -62,7 +55,7 @@ class Linear:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, in_features] -> [rows, out_features]."""
+        """Return [rows, out_features] for x [rows, in_features]."""
         if self._packed:
             rows = len(x)
             if (more := computed_rows(rows) - rows) > 0:
@@ -75,9 +68,7 @@ class Linear:
 
 
 def rows_are_invariant(linear: Linear, min_rows: int, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether a row's bits are the same in every batch of at least `min_rows` rows; tried on sizes
-    of each kind.
-    """
+    """Try whether a row has the same bits in every batch of at least `min_rows` rows."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(130, linear.in_features, generator=generator).to(linear.device, dtype)
     whole = linear(x)
@@ -91,7 +82,7 @@ def rows_are_invariant(linear: Linear, min_rows: int, dtype: torch.dtype = torch
 
 
 def fewest_invariant_rows(linear: Linear, dtype: torch.dtype) -> int:
-    """Fewest rows for which a row's bits do not depend on the others, by trial on this machine.
+    """Find the fewest rows at which a row's bits do not depend on the others, by trial.
 
     Raises ValueError where they always do.
     """

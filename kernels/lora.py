@@ -1,10 +1,8 @@
-"""Low-rank adapters beside a linear layer: y += B (A x) for rows of several adapters. Torch: CPU
-path and twin.
+"""Low-rank adapters in torch, y += B (A x): the CPU path, and the twin of grouped_lora.py.
 
 A layer's projections are side by side: `down` holds their A's one above the other, `rank` rows
-each, `up` their B's. Adapters of a lower rank are padded with zeros. The GPU's kernels:
-`kernels/grouped_lora.py`. Source: Hu et al., "LoRA: Low-rank adaptation of large language models",
-2021.
+each, `up` their B's; adapters of a lower rank are padded with zeros. Source: Hu et al., "LoRA:
+Low-rank adaptation of large language models", 2021.
 """
 
 from __future__ import annotations
@@ -28,12 +26,10 @@ def add_lora(
     adapters: torch.Tensor,
     widths: Sequence[int],
 ) -> torch.Tensor:
-    """y [T, N] += up[a] (down[a] x) in place, a = adapters[t] of each row; rows with adapter -1
-    stay as they are.
+    """Add up[a] (down[a] x) to y [T, N] in place, a = adapters[t] of each row, -1 for none.
 
     x [T, K], down [adapters, projections * rank, K], up [adapters, N, rank], adapters [T] int;
-    `widths` are how many of y's columns each projection has, N in all. Sums are fp32; what A gives
-    is rounded to the matrices' dtype.
+    `widths`: y's columns of each projection. Sums are fp32; what A gives is rounded to up's dtype.
     """
     rank = up.shape[-1]
     for adapter in sorted(set(adapters.tolist()) - {-1}):
@@ -53,17 +49,15 @@ class _Up:
 
 
 class PackedLora:
-    """One adapter's matrices at one layer, packed for the CPU. Batch-invariant, as all of the CPU
-    path.
+    """An adapter's matrices at one layer, packed for the CPU; batch-invariant.
 
-    `min_rows`: fewest rows for which the bits of a row do not depend on the others in any of these
-    products.
+    `min_rows`: fewest rows at which a row's bits do not depend on the others in these products.
     """
 
     def __init__(
         self, down: torch.Tensor, up: torch.Tensor, widths: Sequence[int], min_rows: int
     ) -> None:
-        """down [projections * rank, K], up [N, rank]."""
+        """Pack down [projections * rank, K] and up [N, rank]."""
         self._rank, self._min_rows = up.shape[1], min_rows
         self._down = Linear(down)
         first, self._ups = 0, []
@@ -72,7 +66,7 @@ class PackedLora:
             first += len(part)
 
     def add(self, y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
-        """y[rows] += B (A x[rows]) in place; y [T, N], x [T, K], rows [R] int64."""
+        """Add B (A x[rows]) to y[rows] in place; y [T, N], x [T, K], rows [R] int64."""
         mine = functional.pad(x[rows], (0, 0, 0, max(0, self._min_rows - len(rows))))
         for up, low in zip(self._ups, torch.split(self._down(mine), self._rank, 1), strict=True):
             columns = slice(up.first, up.first + up.linear.out_features)

@@ -1,9 +1,7 @@
-"""Mixture of experts: each token goes through the few experts that a router chose for it. Torch
-reference and CPU path.
+"""Mixture of experts in torch: the CPU path, and the twin of `kernels/grouped_gemm.py`.
 
-Batch-invariant, as all of the CPU path: an expert's products are computed for at least as many rows
-as give a row the same bits in any company (kernels/linear.py), and a token's experts are summed in
-the order of its choice.
+Batch-invariant: an expert's products have at least as many rows as give a row the same bits in any
+company (`kernels/linear.py`), and a token's experts are summed in the order of its choice.
 """
 
 from __future__ import annotations
@@ -11,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from kvrelay.kernels.elementwise import act_and_mul
 from kvrelay.kernels.linear import Linear
-from kvrelay.kernels.norm_rope_act import act_and_mul
 
 __all__ = ["Experts", "moe", "route"]
 
@@ -28,12 +26,10 @@ def moe(
     act: str = "silu",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """sum over a token's experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)) -> [T, H], in x's
-    dtype.
+    """Return the sum over experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)), [T, H].
 
-    x [T, H], router_logits [T, E], gate_up [E, 2 * I, H] (gate's rows first), down [E, H, I].
-    `route` says which experts and weights; `act` is silu or gelu_tanh. Source: Jiang et al.,
-    "Mixtral of experts", 2024.
+    x [T, H], router_logits [T, E], gate_up [E, 2 * I, H] (gate's rows first), down [E, H, I]; `act` is
+    silu or gelu_tanh. Source: Jiang et al., "Mixtral of experts", 2024.
     """
     y = Experts(gate_up, down)(x, *route(router_logits, top_k, renormalize), act)
     return y if out is None else out.copy_(y)
@@ -42,10 +38,10 @@ def moe(
 def route(
     router_logits: torch.Tensor, top_k: int, renormalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts [T, top_k] of each token, best first, and their weights [T, top_k] in fp32.
+    """Return the experts [T, top_k] of each token, best first, and their weights in fp32.
 
-    Weights are softmax probabilities over all E experts; `renormalize` makes a token's weights sum
-    to one. Of equal logits the lower expert comes first.
+    Weights are softmax probabilities over all E experts; `renormalize` makes a token's sum to one. Of
+    equal logits the lower expert comes first.
     """
     wide = router_logits.float()
     chosen = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -54,7 +50,7 @@ def route(
 
 
 class Experts:
-    """The experts of one layer, packed for the CPU: gate_up [E, 2 * I, H], down [E, H, I].
+    """A layer's experts, packed for the CPU: gate_up [E, 2 * I, H], down [E, H, I].
 
     `min_rows`: what every product is padded to.
     """
@@ -67,7 +63,7 @@ class Experts:
     def __call__(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, act: str
     ) -> torch.Tensor:
-        """x [T, H], chosen and weights [T, top_k] -> [T, H]."""
+        """Return [T, H] for x [T, H], chosen and weights [T, top_k]."""
         tokens, top_k = chosen.shape
         # A place is (token, choice). Those of one expert stand side by side in `by_expert`.
         by_expert = chosen.flatten().argsort(stable=True)

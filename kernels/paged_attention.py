@@ -1,12 +1,10 @@
-"""Attention over paged KV, for any mix of prefill chunks and decodes. Torch reference and CPU path.
+"""Attention over paged KV, for any mix of prefill chunks and decodes, in torch: the CPU path.
 
-The work is cut into *items*: one tile of query tokens of one sequence against one split of its
-keys. Splits lie on a fixed grid of 128 key positions and every product has a fixed shape, so the
-bits of a token's output do not depend on the batch, on how its prompt was cut into chunks, or on
-which prefix was cached: this is the batch-invariant mode of design §3.4, and on the CPU it costs
-nothing. There is no loop over sequences: a plan (index tensors, made once per step) drives all
-layers. Source of the split softmax: Milakov and Gimelshein 2018; Dao et al., "FlashAttention",
-2022.
+An *item* is a tile of query tokens of one sequence against one split of its keys. Splits lie on a
+fixed grid of 128 positions and every product has one shape, so a token's bits do not depend on the
+batch, on chunks, or on the cached prefix. A plan (index tensors, made once per step) drives all
+layers, without a loop over sequences. Source of the split softmax: Milakov and Gimelshein 2018; Dao
+et al., "FlashAttention", 2022.
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ MASKED = -1e30
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpan:
-    """Query tokens of one sequence in this step: rows [start, start + count), positions
-    [first_position, + count).
-    """
+    """A sequence's query tokens: rows [start, + count), positions [first_position, + count)."""
 
     start: int
     count: int
@@ -45,10 +41,8 @@ class SequenceSpan:
 
 @dataclass(frozen=True, slots=True)
 class _Slab:
-    """Items of whole tiles, all tiles of one size.
-
-    A tile has `rows` rows per KV head: its tokens for each query head of the group, then padding.
-    """
+    # Items of whole tiles, all of one size. A tile has `rows` rows per KV head: its tokens for each
+    # query head of the group, then padding.
 
     rows: int
     query_rows: (
@@ -66,7 +60,7 @@ class _Slab:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What all layers of one step share."""
+    """An attention plan, which all layers of one step share."""
 
     slabs: tuple[_Slab, ...]
     output_rows: (
@@ -84,8 +78,7 @@ def plan_attention(
     window: int = 0,
     device: torch.device | str = "cpu",
 ) -> AttentionPlan:
-    """Cut a step of `tokens` rows into slabs. `group` is query heads per KV head; `window` 0 is
-    full causal attention.
+    """Plan a step of `tokens` rows; `group` is query heads per KV head, `window` 0 is full.
 
     Rows that no span names are padding: they get the finite output of some other row.
     """
@@ -118,7 +111,6 @@ class _Tile:
 
 
 def _splits_seen(span: SequenceSpan, first: int, tile_tokens: int, window: int) -> range:
-    """The splits of keys that any query of this tile may see."""
     newest = span.first_position + min(first + tile_tokens, span.count) - 1
     oldest = max(0, span.first_position + first - window + 1) if window else 0
     return range(oldest // SPLIT_TOKENS, newest // SPLIT_TOKENS + 1)
@@ -129,8 +121,6 @@ def _padded_rows(rows: int) -> int:
 
 
 class _Planner:
-    """Builds the index tensors of one plan with numpy."""
-
     def __init__(
         self,
         tokens: int,
@@ -155,7 +145,7 @@ class _Planner:
         return AttentionPlan(tuple(self._slabs), self._tensor(self._output_rows.reshape(-1)))
 
     def add_slab(self, tiles: list[_Tile], tile_tokens: int) -> None:
-        """Tiles of up to `tile_tokens` tokens; a tile that is not full repeats its last token."""
+        # Tiles of up to `tile_tokens` tokens; one that is not full repeats its last token.
         wanted = np.array([tile.first for tile in tiles])[:, None] + np.arange(
             tile_tokens
         )  # [tiles, tile_tokens]
@@ -183,7 +173,7 @@ class _Planner:
         self._note_output(token_rows, wanted == place, rows)
 
     def _query_rows(self, token_rows: np.ndarray, rows: int) -> np.ndarray:
-        """[tiles, kv_heads, rows]: (query head, token) of each row; padding repeats row 0."""
+        # [tiles, kv_heads, rows]: (query head, token) of each row; padding repeats row 0
         heads = np.arange(self._kv_heads * self._group).reshape(self._kv_heads, self._group)
         all_heads = self._kv_heads * self._group
         grid = (
@@ -227,7 +217,7 @@ class _Planner:
         return bias[:, None]  # [items, 1, rows or 1, SPLIT]
 
     def _note_output(self, token_rows: np.ndarray, valid: np.ndarray, rows: int) -> None:
-        """Where each token finds its result: row (tile, kv head, query head, token) of this slab."""
+        # where each token finds its result: row (tile, kv head, query head, token)
         tiles, tile_tokens = token_rows.shape
         start = (
             np.arange(tiles * self._kv_heads).reshape(tiles, self._kv_heads) * rows
@@ -251,14 +241,11 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Causal softmax(scale * q k^T) v of every query token over its sequence's blocks; scale None
-    is head_dim ** -0.5.
+    """Return causal softmax(scale * q k^T) v of every query token, [tokens, heads, head_dim].
 
-    `softcap` c makes scores c * tanh(score / c).
-
-    query [tokens, heads, head_dim]; caches [num_blocks, kv_heads, block_size, head_dim], one
-    layer's views of the pool, which must hold the step's own keys already. Returns [tokens, heads,
-    head_dim].
+    query [tokens, heads, head_dim]; caches [num_blocks, kv_heads, block_size, head_dim], one layer's
+    views of the pool, with the step's own keys. scale None is head_dim ** -0.5; `softcap` c makes
+    scores c * tanh(score / c).
     """
     tokens, heads, dim = query.shape
     flat = query.reshape(tokens * heads, dim).float()
@@ -278,7 +265,6 @@ def _attend_slab(
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """[tiles * kv_heads * rows, head_dim]"""
     num_blocks, kv_heads, block_size, dim = key_cache.shape
     products = slab.bias.shape[0] * kv_heads
     keys, values = (
@@ -311,11 +297,8 @@ def _attend_slab(
 def _join(
     mixed: torch.Tensor, scores: torch.Tensor, tile_of_item: torch.Tensor, tiles: int
 ) -> torch.Tensor:
-    """Weigh the splits of each tile by their share of the softmax, in ascending order.
-
-    A split that is masked for a row adds an exact zero; a row with one visible split is multiplied
-    by an exact one.
-    """
+    # Weighs a tile's splits by their share of the softmax, in ascending order. A split that is masked
+    # for a row adds an exact zero; a row with one visible split is multiplied by an exact one.
     weight = scores.logsumexp(-1).view(*mixed.shape[:3], 1)  # [items, kv_heads, rows, 1]
     index = tile_of_item.view(-1, 1, 1, 1).expand_as(weight)
     shape = (tiles, *weight.shape[1:])

@@ -1,26 +1,18 @@
-"""Attention of decodes over paged KV, Triton: one query token per sequence, bound by the bandwidth
-of memory.
+"""Attention of decodes over paged KV, Triton: one query token per sequence, bound by memory.
 
-Owns the kernel that reads the keys of a batch once. Refuses to own how they are cut among the
-programs (`kernels/decode_plan.py`), the pool, the block tables and prefill. The CPU path and the
-torch twin is `kernels/paged_attention.py`.
+A program walks its share of the plan (`kernels/decode_plan.py`) as *pieces*: keys of one sequence
+and KV head, for all query heads of the group (rows of `tl.dot`, padded to 16). A piece cut over
+programs leaves a *part* of each in the workspace; the last to arrive at the piece's counter joins
+them in ascending order and resets the counter. Bits depend on the batch, whose lengths decide the
+cuts: batch-invariant mode takes `kernels/paged_prefill.py`.
 
-A program walks its share of the plan's line as *pieces*: the keys of one sequence and KV head, for
-all query heads of the group at once (rows of `tl.dot`, padded to 16). A piece cut over programs
-leaves one *part* per program in the workspace, and the program that arrives last at the piece's
-counter joins the parts in ascending order (and sets the counter to zero for the next launch). So
-the result does not depend on who is last, and no second kernel is launched. It depends on the
-batch, whose lengths decide the cuts: batch-invariant mode takes `kernels/paged_prefill.py`.
+fp8 is read as pairs, because tensor cores and `ldmatrix` want 16-bit elements: a pair becomes two
+fp16 numbers, exactly, and each product two, over the even and the odd dimensions.
 
-fp8 keys and values are read as pairs, 16 bits wide, because tensor cores and `ldmatrix` want 16-bit
-elements; a pair becomes two fp16 numbers (exactly) and each product two products, over the even and
-the odd dimensions.
-
-Grid: (programs), a multiple of the number of SMs.
-Sources: Dao et al., "Flash-Decoding", 2023; Milakov and Gimelshein 2018.
+Grid: (programs), a multiple of the SMs. Twin: `kernels/paged_attention.py`. Sources: Dao et al.,
+"Flash-Decoding", 2023; Milakov and Gimelshein 2018.
 """
 
-# ruff: noqa: N803, N806
 from __future__ import annotations
 
 import torch
@@ -28,6 +20,7 @@ import triton
 import triton.language as tl
 
 from kvrelay.kernels.decode_plan import UNIT, DecodeWorkspace, decode_programs, first_key
+from kvrelay.kernels.launch import capability
 
 __all__ = ["paged_decode"]
 
@@ -62,19 +55,14 @@ def paged_decode(
     value_scales: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """softmax(scale q k^T) v of the newest token of each sequence over its blocks, which hold that
-    token already.
+    """Return softmax(scale q k^T) v of each sequence's newest token, whose KV is in its blocks.
 
-    query, out [B, heads, head_dim], bf16 or fp16, rows and heads strided as you like. Caches
-    [num_blocks, kv_heads, block_size, head_dim], one layer's views of the pool; fp8 caches come
-    with fp32 scales [num_blocks, kv_heads, block_size]. block_tables [B, max_blocks] int32.
-    context_lens [B] int32 as given to `plan_decode`, which must have run for this step and this
-    window. Rows of length 0 get zeros. `window` w > 0: the last w keys only. `softcap` c: scores
-    become c tanh(scores / c); 0 leaves them.
-
-    pdl: plan, lengths and tables are read, and each program's first keys and values are fetched
-    into L2, before the wait for the preceding kernel, which must not write plan, lengths or tables;
-    query and caches are read after it.
+    query, out [B, heads, head_dim], bf16 or fp16, strided. Caches [num_blocks, kv_heads, block_size,
+    head_dim], one layer's views of the pool; fp8 ones with fp32 scales [num_blocks, kv_heads,
+    block_size]. block_tables [B, max_blocks], context_lens [B] int32 as given to `plan_decode` for this
+    step and window; rows of length 0 get zeros. `window`: the last keys only, 0 all. `softcap` c: c
+    tanh(scores / c), 0 none. pdl: the preceding kernel must not write plan, lengths or tables, which
+    are read before the wait, as the first keys are fetched into L2.
     """
     batch, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
@@ -131,7 +119,7 @@ def paged_decode(
         TILE=tiling.keys,
         STAGES=tiling.stages,
         SOFTCAP=softcap,
-        FP8_INSTRUCTION=query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 9),
+        FP8_INSTRUCTION=capability(query.device) >= (8, 9),
         PDL=pdl,
         LATE_START=batch <= LATE_START_BATCH,
         num_warps=tiling.warps,
@@ -141,8 +129,8 @@ def paged_decode(
     return out
 
 
-@triton.jit(do_not_specialize=["batch", "window"])  # type: ignore[untyped-decorator]
-def _decode_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["batch", "window"])
+def _decode_kernel(
     query,  # [batch, heads, head_dim]
     # [num_blocks, kv_heads, block_size, head_dim], or int16 pairs of fp8 [..., head_dim / 2]
     key_cache,
@@ -180,9 +168,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
     LATE_START: tl.constexpr,
 ):
-    """Grid (programs). Program p walks the units [p * share, (p + 1) * share) of the line, piece by
-    piece.
-    """
+    # Program p walks the units [p * share, (p + 1) * share) of the line, piece by piece.
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     share = tl.load(line)
@@ -196,10 +182,15 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         if position < end:  # all keys but the newest tokens' are there already
             first = (first_key(length, window) // UNIT + unit) * UNIT
             _prefetch(
-                key_cache + head * head_stride, value_cache + head * head_stride, block_stride,
-                block_tables + sequence * table_stride, first, length, BLOCK_TOKENS,
+                key_cache + head * head_stride,
+                value_cache + head * head_stride,
+                block_stride,
+                block_tables + sequence * table_stride,
+                first,
+                length,
+                BLOCK_TOKENS,
                 BLOCK_TOKENS * (HEAD_DIM if key_scales is not None else 2 * HEAD_DIM),
-            )  # fmt: skip
+            )
         tl.extra.cuda.gdc_wait()
         if not LATE_START:
             tl.extra.cuda.gdc_launch_dependents()
@@ -222,13 +213,43 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             group_query = query + sequence * query_row_stride + head * GROUP * query_head_stride
             group_out = out + sequence * out_row_stride + head * GROUP * out_head_stride
             mixed, weight = _attend(
-                group_query, query_head_stride, key_cache + head * head_stride, value_cache + head * head_stride,
-                block_stride, key_scales, value_scales, head * scale_head_stride, scale_block_stride,
-                block_tables + sequence * table_stride, oldest, begin_key, end_key, scale,
-                GROUP, HEAD_DIM, BLOCK_TOKENS, TILE, STAGES, SOFTCAP, FP8_INSTRUCTION,
-            )  # fmt: skip
-            _finish(mixed, weight, group_out, out_head_stride, arrival, part_mixed, part_weight, slot, first_slot,
-                    first_program, parts, GROUP, HEAD_DIM)  # fmt: skip
+                group_query,
+                query_head_stride,
+                key_cache + head * head_stride,
+                value_cache + head * head_stride,
+                block_stride,
+                key_scales,
+                value_scales,
+                head * scale_head_stride,
+                scale_block_stride,
+                block_tables + sequence * table_stride,
+                oldest,
+                begin_key,
+                end_key,
+                scale,
+                GROUP,
+                HEAD_DIM,
+                BLOCK_TOKENS,
+                TILE,
+                STAGES,
+                SOFTCAP,
+                FP8_INSTRUCTION,
+            )
+            _finish(
+                mixed,
+                weight,
+                group_out,
+                out_head_stride,
+                arrival,
+                part_mixed,
+                part_weight,
+                slot,
+                first_slot,
+                first_program,
+                parts,
+                GROUP,
+                HEAD_DIM,
+            )
         head += 1
         if head == KV_HEADS:
             head = 0
@@ -243,8 +264,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             _store_zeros(out + row * out_row_stride, out_head_stride, KV_HEADS * GROUP, HEAD_DIM)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _prefetch(  # type: ignore[no-untyped-def]
+@triton.jit
+def _prefetch(
     key_head,
     value_head,
     block_stride,
@@ -254,9 +275,7 @@ def _prefetch(  # type: ignore[no-untyped-def]
     BLOCK_TOKENS: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Ask for a unit's keys and values, from key `first` on, in L2; BYTES are those of a block and
-    head.
-    """
+    # A unit's keys and values, from key `first` on, into L2; BYTES of a block and head.
     for i in tl.static_range(UNIT // BLOCK_TOKENS):
         key = first + i * BLOCK_TOKENS
         block = tl.load(table + key // BLOCK_TOKENS, mask=key < length, other=0).to(tl.int64)
@@ -264,18 +283,22 @@ def _prefetch(  # type: ignore[no-untyped-def]
         _prefetch_block(value_head + block * block_stride, BYTES)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _prefetch_block(begin, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _prefetch_block(begin, BYTES: tl.constexpr):
     tl.inline_asm_elementwise(
         "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, "
         "0;"
         " @first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r", [begin.to(tl.int64), BYTES], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l,r",
+        [begin.to(tl.int64), BYTES],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
+@triton.jit
+def _attend(
     query,  # [GROUP, HEAD_DIM] of one sequence and KV head
     query_head_stride,
     # [num_blocks, BLOCK_TOKENS, words] of one KV head; a word is one element or a pair of fp8
@@ -299,9 +322,7 @@ def _attend(  # type: ignore[no-untyped-def]
     SOFTCAP: tl.constexpr,
     FP8_INSTRUCTION: tl.constexpr,
 ):
-    """Keys [begin_key, end_key): the mean of their values by softmax weight, and log2 of the sum of
-    exponentials.
-    """
+    # The mean of the values of keys [begin_key, end_key) by softmax weight, and log2 of its sum.
     ROWS: tl.constexpr = (
         triton.next_power_of_2(GROUP) if GROUP > 16 else 16
     )  # the least that `tl.dot` takes
@@ -373,9 +394,9 @@ def _attend(  # type: ignore[no-untyped-def]
     return mixed / denominator[:, None], top + tl.log2(denominator)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _blocks_of_tile(table, tile, end_key, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The block of each key [TILE], or the one block that holds them all."""
+@triton.jit
+def _blocks_of_tile(table, tile, end_key, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr):
+    # the block of each key [TILE], or the one block that holds them all
     if TILE <= BLOCK_TOKENS:
         blocks = tl.load(table + tile // BLOCK_TOKENS, mask=tile < end_key, other=0)
     else:
@@ -384,20 +405,28 @@ def _blocks_of_tile(table, tile, end_key, BLOCK_TOKENS: tl.constexpr, TILE: tl.c
     return blocks
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _halves(pairs, FP8_INSTRUCTION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int16 pairs of fp8 (e4m3) -> the low and the high bytes as fp16, exactly."""
+@triton.jit
+def _halves(pairs, FP8_INSTRUCTION: tl.constexpr):
+    # int16 pairs of fp8 (e4m3) -> the low and the high bytes as fp16, exactly
     if FP8_INSTRUCTION:  # two pairs at a time: pick their low (high) bytes, convert both
         low = tl.inline_asm_elementwise(
             "{ .reg .b32 t; .reg .b16 s; prmt.b32 t, $1, 0, 0x4420; mov.b32 {s, _}, t; "
             "cvt.rn.f16x2.e4m3x2 $0, s; }",
-            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
+            "=r,r",
+            [pairs],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
         high = tl.inline_asm_elementwise(
             "{ .reg .b32 t; .reg .b16 s; prmt.b32 t, $1, 0, 0x4431; mov.b32 {s, _}, t; "
             "cvt.rn.f16x2.e4m3x2 $0, s; }",
-            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
+            "=r,r",
+            [pairs],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
     else:  # the bits in their places of fp16, whose exponent's bias is greater by 8
         low = (((pairs << 8) & -0x8000) | ((pairs << 7) & 0x3F80)).to(
             tl.float16, bitcast=True
@@ -406,8 +435,8 @@ def _halves(pairs, FP8_INSTRUCTION: tl.constexpr):  # type: ignore[no-untyped-de
     return low, high
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _finish(  # type: ignore[no-untyped-def]
+@triton.jit
+def _finish(
     mixed,
     weight,
     out,  # [GROUP, HEAD_DIM]
@@ -422,9 +451,7 @@ def _finish(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Write the output of a whole piece; or leave a part, and join all of them if this is the last
-    to arrive.
-    """
+    # Writes a whole piece; or leaves a part, and joins all if it is the last to arrive.
     row = tl.arange(0, mixed.shape[0])
     dim = tl.arange(0, mixed.shape[1])[None, :]
     real = (row < GROUP)[:, None] & (dim < HEAD_DIM)
@@ -455,12 +482,18 @@ def _finish(  # type: ignore[no-untyped-def]
             )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _join(  # type: ignore[no-untyped-def]
-    out, out_head_stride, part_mixed, part_weight, first_slot, next_slot, parts,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-):  # fmt: skip
-    """The mean of all parts of a piece by weight, in ascending order."""
+@triton.jit
+def _join(
+    out,
+    out_head_stride,
+    part_mixed,
+    part_weight,
+    first_slot,
+    next_slot,
+    parts,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
     ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
     DIMS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     JOIN_PARTS: tl.constexpr = JOIN_ELEMENTS // (ROWS * DIMS) if ROWS * DIMS < JOIN_ELEMENTS else 1
@@ -497,8 +530,8 @@ def _join(  # type: ignore[no-untyped-def]
     tl.store(out + row[:, None] * out_head_stride + dim, joined.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_zeros(out, out_head_stride, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _store_zeros(out, out_head_stride, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
     head = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
     dim = tl.arange(0, triton.next_power_of_2(HEAD_DIM))[None, :]
     zeros = tl.zeros([head.shape[0], dim.shape[1]], out.dtype.element_ty)

@@ -1,52 +1,87 @@
-"""Attention of prefill chunks over paged KV: variable length, cached prefixes, causal, sliding
-window, grouped heads.
+"""Attention of prefill chunks over paged KV: variable length, prefixes, windows, grouped heads.
 
-Owns the choice of the kernel, and the one that runs on every device. The torch twin is
-`kernels/paged_attention.py`; Hopper has a faster kernel for 16-bit KV,
-`kernels/paged_prefill_hopper.py`. Both compute a tile of queries (`kernels/prefill_tiles.py`) at a
-time and walk its keys in *strips*.
-
-Shapes: T rows of queries, Hq query heads, Hkv KV heads, D head dim, S sequences. Grid: (tiles * Hq
-/ heads of a tile), tiles with many keys first.
+Chooses the kernel, and has the one for every device; Hopper's for 16-bit KV is
+`kernels/paged_prefill_hopper.py`. Both compute a tile of queries at a time and walk its keys in
+*strips*. T rows of queries, Hq query heads, Hkv KV heads, D head dim, S sequences. Grid: (tiles *
+Hq / heads of a tile), tiles with many keys first.
 
 Always batch-invariant: strips lie on a fixed grid from position 0, every product has one shape, and
-a strip of which a row sees no key multiplies that row by one and adds zero. So a row's bits depend
-on its own sequence only, not on the batch, the chunk, the cached prefix or how many rows its tile
-holds: a decode row (one query token) has the bits that it would have had within a prefill.
+a strip of which a row sees no key multiplies it by one and adds zero. So a decode row, too, has the
+bits that it would have had within a prefill.
 
-fp8 (e4m3) keys and values are widened by bit operations, which needs no fp8 instructions: the bits
-moved to where fp16 has them are the number divided by 256, exactly; that factor goes into the
-scales.
-
-Algorithm: Dao, "FlashAttention-2", 2023.
+fp8 (e4m3) is widened by bit operations: in the places of fp16 the bits are the number / 256,
+exactly. Algorithm: Dao, "FlashAttention-2", 2023. Twin: `kernels/paged_attention.py`.
 """
-
-# ruff: noqa: N803
-# Names of compile-time values are capitals.
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.launch_sizes import power_of_2
-from kvrelay.kernels.prefill_tiles import tile_heads, tile_tokens
+from kvrelay.kernels.launch import capability, power_of_2
 
-__all__ = ["paged_prefill"]
+__all__ = [
+    "TILE_ROWS",
+    "LaunchShape",
+    "launch_shape",
+    "paged_prefill",
+    "prefill_tiles",
+    "tile_heads",
+    "tile_tokens",
+]
 
+# auto: the Hopper kernel where it serves the call; portable: never; hopper: that or an error
 PREFILL_PATH = "auto"
-"""`auto`: the Hopper kernel where it serves the call. `portable`: never that one. `hopper`: that
-one or an error.
-"""
 
+TILE_ROWS = 128
 LOG2_E = 1 / math.log(2)
 # Where the running maximum starts: finite, so that a row which has seen no key yet gets no NaN from
 # -inf minus it.
 LOWEST = tl.constexpr(-1e30)
+
+
+def tile_heads(group: int) -> int:
+    """Return the query heads in one tile: the largest power of two that divides `group`."""
+    return min(group & -group, TILE_ROWS // 2)
+
+
+def tile_tokens(group: int) -> int:
+    """Return the query tokens in one tile."""
+    return TILE_ROWS // tile_heads(group)
+
+
+def prefill_tiles(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    group: int,
+    window: int = 0,
+) -> np.ndarray:
+    """Cut each sequence's query tokens into tiles, int32 [tiles, 2]: (sequence, first token).
+
+    A tile has TILE_ROWS rows, token-major: heads that share a KV head, times consecutive tokens. Heads
+    are packed so that short chunks fill it better and K and V are read once. query_lens: this step's
+    tokens; context_lens: all tokens; `window` 0 is full. Tiles with many keys come first, so that small
+    ones fill the last round.
+    """
+    tokens = tile_tokens(group)
+    queries, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
+    if (contexts < queries).any():
+        raise ValueError("a sequence has fewer tokens in all than in this step")
+    per_sequence = -(-queries // tokens)
+    sequence = np.repeat(np.arange(len(queries)), per_sequence)
+    before = np.cumsum(per_sequence) - per_sequence
+    first = (np.arange(len(sequence)) - before[sequence]) * tokens
+    newest = np.minimum((contexts - queries)[sequence] + first + tokens, contexts[sequence])
+    keys = np.minimum(newest, window + tokens) if window else newest
+    order = np.argsort(-keys, kind="stable")
+    return np.stack([sequence, first], axis=1)[order].astype(np.int32)
 
 
 def paged_prefill(
@@ -65,17 +100,13 @@ def paged_prefill(
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(scale * q k^T) v of each query over the keys of its sequence at its own and earlier
-    positions.
+    """Return softmax(scale * q k^T) v of each query over its sequence's keys up to its own.
 
     query, out [T, Hq, D], last dim contiguous. Caches [num_blocks, Hkv, block_size, D]: one layer's
-    views of the pool, which must hold this step's keys already; fp8 caches with scales [num_blocks,
-    Hkv, block_size] fp32. All int32: block_tables [S, max_blocks], query_starts [S + 1] (rows of
-    `query`), context_lens [S] (all tokens, this step's included), tiles [tiles, 2] of
-    `prefill_tiles`. Rows from query_starts[S] on are padding: their `out` stays.
-
-    `window` keys are seen (0: all); `softcap` c makes a score c * tanh(score / c) (0: leaves it).
-    A row's bits never depend on other rows. Returns `out`.
+    views of the pool, with this step's keys; fp8 ones with scales [num_blocks, Hkv, block_size] fp32.
+    All int32: block_tables [S, max_blocks], query_starts [S + 1] (rows of `query`), context_lens [S],
+    tiles of `prefill_tiles`. Rows from query_starts[S] on are padding: their `out` stays. `window`
+    keys are seen (0: all); `softcap` c makes a score c * tanh(score / c) (0: none).
     """
     _check(query, key_cache, value_cache, out, key_scales, value_scales)
     if len(tiles) == 0:
@@ -143,7 +174,7 @@ def paged_prefill(
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """Keys per strip, warps, strips in flight plus one."""
+    """A launch shape: keys per strip, warps, strips in flight plus one."""
 
     strip: int
     warps: int
@@ -151,10 +182,11 @@ class LaunchShape:
 
 
 def launch_shape(query: torch.Tensor, key_cache: torch.Tensor) -> LaunchShape:
-    """Of the portable kernel. Device, head dim and KV format alone decide: a row's bits depend on
-    the strip.
+    """Return the portable kernel's shape, from device, head dim and KV format alone.
+
+    A row's bits depend on the strip.
     """
-    hopper = query.is_cuda and torch.cuda.get_device_capability(query.device) >= (9, 0)
+    hopper = capability(query.device) >= (9, 0)
     # Else registers spill: wide accumulators, or widened fp8 in registers where products take
     # operands from them.
     if query.shape[2] > 128 or (not hopper and key_cache.dtype != query.dtype):
@@ -163,13 +195,11 @@ def launch_shape(query: torch.Tensor, key_cache: torch.Tensor) -> LaunchShape:
 
 
 def _takes_hopper_path(query: torch.Tensor, key_cache: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether device, dtypes and the layout of the views are those of the Hopper kernel."""
     if PREFILL_PATH == "portable":
         return False
     head_dim = query.shape[2]
     serves = (
-        query.is_cuda
-        and torch.cuda.get_device_capability(query.device) == (9, 0)
+        capability(query.device) == (9, 0)
         and key_cache.dtype == query.dtype
         # TMA sees the pool as rows of one size, and all its strides are multiples of 16 bytes.
         and all(stride % head_dim == 0 for stride in key_cache.stride()[:2])
@@ -216,8 +246,8 @@ def _check(
         raise ValueError("key_scales and value_scales must have the same strides")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _prefill_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _prefill_kernel(
     query,
     keys,
     values,
@@ -251,9 +281,6 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     SOFTCAP: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Grid (tiles * KV_HEADS * GROUP / HEADS): a tile of TOKENS tokens x HEADS query heads, rows
-    token-major.
-    """
     head_tiles: tl.constexpr = KV_HEADS * GROUP // HEADS
     tile = tl.program_id(0) // head_tiles
     first_head = tl.program_id(0) % head_tiles * HEADS
@@ -341,7 +368,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _widen(fp8):  # type: ignore[no-untyped-def]
-    """The bits of e4m3 numbers as fp16 numbers, divided by 256."""
+def _widen(fp8):
+    # the bits of e4m3 numbers as fp16 numbers, divided by 256
     bits = fp8.to(tl.uint16)
     return ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)

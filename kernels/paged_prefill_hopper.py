@@ -1,29 +1,22 @@
-"""Attention of prefill chunks over paged KV on Hopper, in Gluon: what `kernels/paged_prefill.py`
-does, for 16-bit KV.
+"""Attention of prefill chunks over paged 16-bit KV on Hopper, in Gluon; see paged_prefill.py.
 
-A program stays on its SM and computes one tile of queries after the other. Its warps have three
-jobs. The *loader* copies queries, keys and values to shared memory by TMA, a strip of keys at a
-time into a ring of slots, and runs ahead. The two *halves* are warpgroups, each with 64 of a tile's
-128 rows. A half starts the product of the next keys before it waits for the product of the last
-values, so that its softmax runs beside the tensor cores; and the halves take turns in starting
-products, so that one computes exponentials while the other multiplies.
+A program computes one tile of queries after the other. Its *loader* copies queries, and keys and
+values a strip at a time into a ring of slots, by TMA, and runs ahead. Its two *halves* are
+warpgroups with 64 of a tile's 128 rows. A half starts the product of the next keys before it waits
+for that of the last values, so that its softmax runs beside the tensor cores; the halves take turns
+in starting products, so that one computes exponentials while the other multiplies.
 
-TMA sees the pool as rows of head_dim elements, of which the strides of blocks and heads are
-multiples. A box is one block of one head, whatever the block size; beyond head_dim (80, 96) TMA
-fills in zeros.
+TMA sees the pool as rows of head_dim elements, of which block and head strides are multiples. A box
+is one block of one head; beyond head_dim (80, 96) TMA fills in zeros.
 
-Shapes: a tile is TOKENS x HEADS = 128 rows, DIM is head_dim rounded up to a power of two, a strip
-is STRIP keys. An *item* is one tile for one set of HEADS heads. Grid: (SMs), or (items) if these
-are fewer. Algorithm: Shah et al., "FlashAttention-3", 2024.
+A tile is TOKENS x HEADS = 128 rows, DIM is head_dim rounded up to a power of two, an *item* is one
+tile for HEADS heads. Grid: (SMs), or (items) if fewer. Algorithm: Shah et al., "FlashAttention-3",
+2024.
 """
-
-# ruff: noqa: N803, N806, RUF059
-# Names of compile-time values are capitals; tuples are unpacked whole, so that their order is seen.
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
@@ -37,33 +30,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kvrelay.kernels.prefill_tiles import tile_heads, tile_tokens
+from kvrelay.kernels.paged_prefill import tile_heads, tile_tokens
 
-__all__ = ["HopperShape", "hopper_prefill"]
+__all__ = ["hopper_prefill"]
 
 LOG2_E = 1 / math.log(2)
 # Where the running maximum starts: finite, so that a row which has seen no key yet gets no NaN from
 # -inf minus it.
 LOWEST = gl.constexpr(-1e30)
+# Strips of keys, and of values, that shared memory holds.
+SLOTS = 2
 # Rows of a half: a warpgroup's.
 ROWS = gl.constexpr(64)
 # Registers per thread. The two halves and the loader share 504.
 HALF_REGISTERS = gl.constexpr(232)
 LOADER_REGISTERS = gl.constexpr(40)
-
-
-@dataclass(frozen=True, slots=True)
-class HopperShape:
-    """How a launch is shaped. The strip decides bits, the rest only speed."""
-
-    strip: int
-    """Keys per strip."""
-    slots: int = 2
-    """Strips of keys, and of values, that shared memory holds."""
-    take_turns: bool = True
-    """Whether the halves take turns in starting products."""
-    hold_wait: bool = True
-    """Whether ptxas is kept from moving the wait for the value product ahead of the softmax."""
 
 
 def hopper_prefill(
@@ -79,16 +60,14 @@ def hopper_prefill(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    shape: HopperShape | None = None,
 ) -> torch.Tensor:
-    """`paged_prefill`, for calls of which that has found that this kernel serves them."""
+    """Do what `paged_prefill` does, for calls that this kernel serves."""
     rows, heads, head_dim = query.shape
     num_blocks, kv_heads, block_size, _ = key_cache.shape
     block_rows, head_rows = (stride // head_dim for stride in key_cache.stride()[:2])
     pool_rows = (num_blocks - 1) * block_rows + (kv_heads - 1) * head_rows + block_size
     group, dim = heads // kv_heads, 1 << (head_dim - 1).bit_length()
     tile = [tile_tokens(group), tile_heads(group), dim]
-    shape = shape or HopperShape(strip=128 if dim <= 128 else 64)
     items = len(tiles) * heads // tile_heads(group)
     programs = min(items, torch.cuda.get_device_properties(query.device).multi_processor_count)
     _prefill_kernel[(programs,)](
@@ -110,12 +89,10 @@ def hopper_prefill(
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        STRIP=shape.strip,
-        SLOTS=shape.slots,
+        STRIP=128 if dim <= 128 else 64,
+        SLOTS=SLOTS,
         WINDOW=window,
         SOFTCAP=softcap > 0,
-        TAKE_TURNS=shape.take_turns,
-        HOLD_WAIT=shape.hold_wait,
         num_warps=4,
     )
     return out
@@ -131,8 +108,8 @@ def _descriptor(
 
 
 # Not specialized: one binary for all numbers of tiles.
-@gluon.jit(do_not_specialize=["items"])  # type: ignore[untyped-decorator]
-def _prefill_kernel(  # type: ignore[no-untyped-def]
+@gluon.jit(do_not_specialize=["items"])
+def _prefill_kernel(
     queries,  # TMA descriptor of [T, Hq, D], boxes [TOKENS, HEADS, DIM]
     keys,  # TMA descriptor of [rows of the pool, D], boxes [block_size, DIM]
     values,
@@ -156,10 +133,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     SLOTS: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
-    TAKE_TURNS: gl.constexpr,
-    HOLD_WAIT: gl.constexpr,
 ):
-    """Sets up shared memory and sends the warps to their jobs."""
     TOKENS: gl.constexpr = queries.block_type.shape[0]
     HEADS: gl.constexpr = queries.block_type.shape[1]
     DIM: gl.constexpr = queries.block_type.shape[2]
@@ -199,7 +173,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     work = (tiles, query_starts, context_lens, items)
     pool = (keys, values, block_tables, table_stride, block_rows, head_rows)
     result = (out, out_token_stride, out_head_stride)
-    how = (KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP, TAKE_TURNS, HOLD_WAIT)
+    how = (KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP)
     gl.warp_specialize(
         [
             (_half, (0, buffers, full, free, turns, work, result, to_exponent, cap, how)),
@@ -212,28 +186,23 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _place(turn):  # type: ignore[no-untyped-def]
-    """The program's place in a round of items. Every second round is dealt in reverse: all get a
-    like sum of work.
-    """
+def _place(turn):
+    # Every second round is dealt in reverse: all programs get a like sum of work.
     place = gl.program_id(0)
     return gl.where(turn % 2 == 0, place, gl.num_programs(0) - 1 - place)
 
 
 @gluon.jit
-def _count_turns(items):  # type: ignore[no-untyped-def]
-    """How many items this program computes."""
+def _count_turns(items):
     programs = gl.num_programs(0)
     rounds = items // programs
     return rounds + (_place(rounds) < items - rounds * programs).to(gl.int32)
 
 
 @gluon.jit
-def _item(turn, work, head_tiles):  # type: ignore[no-untyped-def]
-    """The program's item of this turn: sequence, which of the `head_tiles` sets of heads, row of
-    the first token, row where the sequence's tokens stop, position of the first token, tokens of
-    the sequence in all.
-    """
+def _item(turn, work, head_tiles):
+    # sequence, which of `head_tiles` sets of heads, row of the first token, row where the sequence's
+    # tokens stop, position of the first token, tokens of the sequence in all
     tiles, query_starts, context_lens, items = work
     item = turn * gl.num_programs(0) + _place(turn)
     tile = tiles + item // head_tiles * 2
@@ -245,11 +214,9 @@ def _item(turn, work, head_tiles):  # type: ignore[no-untyped-def]
     return sequence, item % head_tiles, start + first, stop, context - stop + start + first, context
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _strips(oldest, context, TOKENS: gl.constexpr, STRIP: gl.constexpr, WINDOW: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The rows of a tile see keys in the strips [begin, end), at least one; all see all keys of
-    [whole, ragged).
-    """
+@gluon.jit
+def _strips(oldest, context, TOKENS: gl.constexpr, STRIP: gl.constexpr, WINDOW: gl.constexpr):
+    # Rows see keys in [begin, end), at least one strip; all see all keys of [whole, ragged).
     begin = 0
     if WINDOW > 0:
         begin = gl.maximum(oldest - WINDOW + 1, 0) // STRIP
@@ -262,11 +229,9 @@ def _strips(oldest, context, TOKENS: gl.constexpr, STRIP: gl.constexpr, WINDOW: 
 
 
 @gluon.jit
-def _loader(queries, pool, buffers, full, free, landed, work, how):  # type: ignore[no-untyped-def]
-    """Copies the queries of each item and its keys and values. Keys are a strip ahead of values, as
-    they are used.
-    """
-    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP, TAKE_TURNS, HOLD_WAIT = how
+def _loader(queries, pool, buffers, full, free, landed, work, how):
+    # Keys are a strip ahead of values, as they are used.
+    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP = how
     keys, values, block_tables, table_stride, block_rows, head_rows = pool
     query_tile, key_ring, value_ring = buffers
     query_full, key_full, value_full = full
@@ -324,10 +289,8 @@ def _loader(queries, pool, buffers, full, free, landed, work, how):  # type: ign
 
 
 @gluon.jit
-def _copy_strip(cache, source, strip, landed, slot):  # type: ignore[no-untyped-def]
-    """A box for each block of the strip. Beyond the sequence's last block that one is read again,
-    and masked later.
-    """
+def _copy_strip(cache, source, strip, landed, slot):
+    # A box for each block. Beyond the last block that one is read again, and masked later.
     table, last_block, block_rows, head_row = source
     BLOCK_TOKENS: gl.constexpr = cache.block_type.shape[0]
     BLOCKS: gl.constexpr = slot.shape[0] // BLOCK_TOKENS
@@ -338,10 +301,8 @@ def _copy_strip(cache, source, strip, landed, slot):  # type: ignore[no-untyped-
 
 
 @gluon.jit
-def _clear_rows(slot, first):  # type: ignore[no-untyped-def]
-    """Zero the rows of a strip from `first` on; eight at a time, because the loader is one warp
-    with few registers.
-    """
+def _clear_rows(slot, first):
+    # Zeros rows from `first` on; eight at a time, as the loader is one warp with few registers.
     STRIP: gl.constexpr = slot.shape[0]
     DIM: gl.constexpr = slot.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [1, 1], [1, 0])
@@ -352,10 +313,10 @@ def _clear_rows(slot, first):  # type: ignore[no-untyped-def]
         rows.store(gl.where(gl.expand_dims(keep, 1), old, gl.zeros_like(old)))
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_exponent, cap, how):  # type: ignore[no-untyped-def]
-    """Computes rows [64 * HALF, 64 * HALF + 64) of each item."""
-    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP, TAKE_TURNS, HOLD_WAIT = how
+@gluon.jit
+def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_exponent, cap, how):
+    # rows [64 * HALF, 64 * HALF + 64) of each item
+    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP = how
     query_tile, key_ring, value_ring = buffers
     query_full, key_full, value_full = full
     query_free, key_free, value_free = free
@@ -392,8 +353,8 @@ def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_expon
 
         # No values are there to multiply beside the first softmax.
         mbarrier.wait(query_full.index(0), turn & 1)
-        scores = _start_scores(HALF, q, key_ring, key_full, turns, done, TAKE_TURNS)
-        _pass_turn(HALF, turns, TAKE_TURNS)
+        scores = _start_scores(HALF, q, key_ring, key_full, turns, done)
+        mbarrier.arrive(turns.index(1 - HALF), count=1)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(key_free.index(done % SLOTS), count=1)
         weights, top, total, shrink = _softmax(
@@ -430,16 +391,13 @@ def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_expon
         gl.store(at_out, gl.convert_layout(mixed.to(dtype), out_layout), mask=valid)
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _start_scores(  # type: ignore[no-untyped-def]
-    HALF: gl.constexpr, q, key_ring, key_full, turns, number, TAKE_TURNS: gl.constexpr
-):
-    """Start q k^T of strip `number` of all, when its keys are there and it is this half's turn."""
+@gluon.jit
+def _start_scores(HALF: gl.constexpr, q, key_ring, key_full, turns, number):
+    # Starts q k^T of strip `number` of all, when its keys are there and it is this half's turn.
     SLOTS: gl.constexpr = key_ring.shape[0]
     STRIP: gl.constexpr = key_ring.shape[1]
-    if TAKE_TURNS:
-        # Half 0 begins: its first wait is for the phase before the first, which counts as over.
-        mbarrier.wait(turns.index(HALF), (number & 1) ^ (1 - HALF))
+    # Half 0 begins: its first wait is for the phase before the first, which counts as over.
+    mbarrier.wait(turns.index(HALF), (number & 1) ^ (1 - HALF))
     slot = number % SLOTS
     mbarrier.wait(key_full.index(slot), number // SLOTS & 1)
     zeros = gl.zeros(
@@ -450,35 +408,26 @@ def _start_scores(  # type: ignore[no-untyped-def]
     )
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _pass_turn(HALF: gl.constexpr, turns, TAKE_TURNS: gl.constexpr):  # type: ignore[no-untyped-def]
-    if TAKE_TURNS:
-        mbarrier.arrive(turns.index(1 - HALF), count=1)
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _step(HALF: gl.constexpr, rings, state, rule, strip, MASKED: gl.constexpr, how):  # type: ignore[no-untyped-def]
-    """Scores and softmax of one strip, beside the weighted sum of the values of the strip before
-    it.
-    """
-    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP, TAKE_TURNS, HOLD_WAIT = how
+@gluon.jit
+def _step(HALF: gl.constexpr, rings, state, rule, strip, MASKED: gl.constexpr, how):
+    # Scores and softmax of one strip, beside the weighted sum of the strip before.
+    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP = how
     q, key_ring, value_ring, full, free, turns, first_number = rings
     mixed, weights, top, total = state
     SLOTS: gl.constexpr = key_ring.shape[0]
     STRIP: gl.constexpr = key_ring.shape[1]
     number = first_number + strip
     before = (number - 1) % SLOTS
-    scores = _start_scores(HALF, q, key_ring, full[1], turns, number, TAKE_TURNS)
+    scores = _start_scores(HALF, q, key_ring, full[1], turns, number)
     mbarrier.wait(full[2].index(before), (number - 1) // SLOTS & 1)
     mixed = warpgroup_mma(weights, value_ring.index(before), mixed, is_async=True)
-    _pass_turn(HALF, turns, TAKE_TURNS)
+    mbarrier.arrive(turns.index(1 - HALF), count=1)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(free[1].index(number % SLOTS), count=1)
     next_weights, top, total, shrink = _softmax(
         scores, top, total, rule, strip * STRIP, MASKED, WINDOW, SOFTCAP
     )
-    if HOLD_WAIT:
-        total = _hold(total)
+    total = _hold(total)
     mixed, weights = warpgroup_mma_wait(0, deps=[mixed, weights])
     mbarrier.arrive(free[2].index(before), count=1)
     mixed = mixed * gl.expand_dims(
@@ -487,8 +436,8 @@ def _step(HALF: gl.constexpr, rings, state, rule, strip, MASKED: gl.constexpr, h
     return mixed, gl.convert_layout(next_weights.to(weights.dtype), weights.type.layout), top, total
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _softmax(  # type: ignore[no-untyped-def]
+@gluon.jit
+def _softmax(
     scores,
     top,
     total,
@@ -498,9 +447,7 @@ def _softmax(  # type: ignore[no-untyped-def]
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
-    """A strip's weights relative to the new maximum; new maximum and sum; the factor for all that
-    was before.
-    """
+    # A strip's weights relative to the new maximum; that and the sum; the factor for all before.
     position, to_exponent, cap = rule
     if SOFTCAP:
         scores = cap - 2 * cap / (gl.exp2(scores * to_exponent) + 1)  # cap * tanh
@@ -522,11 +469,9 @@ def _softmax(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _hold(total):  # type: ignore[no-untyped-def]
-    """`total`, and no wait that stands behind this is moved ahead of what it is made of: a store
-    depends on it, that never happens, as sums of exponentials are not negative. ptxas would else
-    wait for the value product first, and have nothing to do beside it.
-    """
+def _hold(total):
+    # ptxas would wait for the value product before the softmax, with nothing to do beside it. A store
+    # that depends on `total` and never happens (sums of exponentials are not negative) keeps it.
     return gl.inline_asm_elementwise(
         "{ .reg .pred never; .reg .b32 nowhere; setp.lt.f32 never, $1, 0f00000000; mov.b32 "
         "nowhere, 0;"

@@ -1,17 +1,11 @@
-"""Memory for a KV pool that other processes of this host can map: a memfd on a CPU, one plain
-cudaMalloc on a GPU.
+"""Memory for a KV pool that other processes of this host can map: a memfd, or one cudaMalloc.
 
-Owns how a pool is allocated and what a peer needs to recognise it; mapping a peer's pool is
-kv_transfer's. Behind the pool lies a *nonce*, random bytes that a peer reads to know that it has
-mapped this very pool and not what some other process has at the same place.
+Behind the pool lies a *nonce*, random bytes by which a peer knows that it has mapped this very pool.
 
-Why a memfd: it has no name, so however a process ends, nothing is left; it is not bounded by the
-size of /dev/shm (64 MiB in a container, unless said otherwise); and it can be sealed against
-shrinking, so a peer's read cannot end in SIGBUS. A peer opens it as /proc/PID/fd/FD, which takes
-the same user and the same PID namespace.
-
-Why not torch's allocator on a GPU: CUDA IPC cannot share its expandable segments, and would share
-whole segments of it.
+A memfd has no name, so nothing is left however a process ends; /dev/shm's size (64 MiB in a
+container) does not bound it; and it is sealed against shrinking, so a peer's read cannot end in
+SIGBUS. A peer of the same user and PID namespace opens /proc/PID/fd/FD. On a GPU CUDA IPC cannot
+share the expandable segments of torch's allocator, and would share whole segments of it.
 """
 
 from __future__ import annotations
@@ -47,21 +41,21 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """One pool, as long as its tensor lives."""
+    """A pool's memory, as long as its tensor lives."""
 
     address: int
     num_bytes: int
+    # NONCE_BYTES bytes, at address + nonce_offset(num_bytes)
     nonce: bytes
-    """`NONCE_BYTES` bytes; they lie `nonce_offset(num_bytes)` behind `address`."""
+    # descriptor of this process, the pool at offset 0; None on a GPU
     file: int | None
-    """File descriptor of this process, the pool at offset 0; None on a GPU."""
 
 
 _pools: dict[int, PoolMemory] = {}
 
 
 def zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [num_bytes], all zero and all there (no page is still to be taken).
+    """Return uint8 [num_bytes], all zero, with every page there.
 
     Raises CudaError if a GPU has no such piece. A CPU without memfd gets memory that is not shared.
     """
@@ -77,18 +71,19 @@ def zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def pool_memory(address: int) -> PoolMemory | None:
-    """The pool that begins there, if it was allocated here and can be shared."""
+    """Return the pool that begins at this address, if it can be shared."""
     return _pools.get(address)
 
 
 def nonce_offset(num_bytes: int) -> int:
-    """Where the nonce of a pool of that size lies: on a page of its own."""
+    """Return where the nonce of a pool of that size lies: on a page of its own."""
     return -(-num_bytes // _PAGE) * _PAGE
 
 
 def sealed_memory(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
-    """A memfd of a fixed size and its bytes, all zero. Raises OSError, AttributeError or ValueError
-    without one.
+    """Return a memfd of a fixed size and its bytes, all zero.
+
+    Raises OSError, AttributeError or ValueError where there is none.
     """
     file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -116,7 +111,7 @@ def _in_memfd(num_bytes: int) -> torch.Tensor:
 
 
 class CudaPiece:
-    """uint8 memory of a GPU as torch takes it from others: the tensor holds this object."""
+    """A uint8 piece of a GPU's memory for torch.as_tensor, whose tensor holds this object."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,16 +1,24 @@
-"""From logits to tokens, row by row and independent of the other rows. Torch reference and CPU
-path.
+"""From logits to tokens in torch, row by row: penalties, cuts, the draw, its random numbers.
+
+The CPU path, and the twin of `kernels/fused_sampling.py`. A draw is a function of (seed, choice,
+token index), never of row, node or time, so a fail-over draws what the first node would have drawn.
+Philox4x32-10 takes integers only: bit-equal on every device. Source: Salmon, Moraes, Dror, Shaw,
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["draw", "keep_likely", "penalize"]
+__all__ = ["draw", "keep_likely", "penalize", "philox_4x32", "uniform"]
 
 # Most rows' top-p set is this small; sorting it is 20 times cheaper than sorting a vocabulary of
 # 49,152.
 _SHORT_LIST = 256
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
 
 
 def penalize(
@@ -24,12 +32,10 @@ def penalize(
     presence: float,
     frequency: float,
 ) -> None:
-    """Lower the logits of one row in place.
+    """Lower the logits [rows, vocab] of one row in place.
 
-    `seen` are the distinct ids of prompt and output, `generated` those of the output only.
-
-    logits [rows, vocab]; counts: how often each of `generated` occurs. Repetition as in Keskar et
-    al., "CTRL", 2019; presence and frequency as the OpenAI API defines them.
+    `seen`: distinct ids of prompt and output; `generated`: those of the output, each `counts` times.
+    Repetition as in Keskar et al., "CTRL", 2019; presence and frequency as in the OpenAI API.
     """
     if repetition != 1.0:
         values = logits[row, seen]
@@ -41,12 +47,11 @@ def penalize(
 def keep_likely(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Logits with -inf outside the top-k, then the nucleus of what is left, then above min_p times
-    the likeliest.
+    """Return logits with -inf outside top-k, then top-p of what is left, then min-p.
 
-    logits [rows, vocab] after temperature; top_k int64 [rows] (0: all), top_p and min_p fp32
-    [rows]. Sets are cut at a value, so equal logits stay or go together, in whatever order a sort
-    leaves them. Nucleus: Holtzman et al., 2020. min_p: Nguyen et al., 2024.
+    logits [rows, vocab] after temperature; top_k int64 [rows] (0: all), top_p and min_p fp32 [rows].
+    Sets are cut at a value, so equal logits stay or go together. Nucleus: Holtzman et al., 2020. min_p:
+    Nguyen et al., 2024.
     """
     vocab = logits.shape[1]
     size = min(vocab, max(int(top_k.max()), _SHORT_LIST))
@@ -62,9 +67,7 @@ def keep_likely(
 def _threshold(
     logits: torch.Tensor, likeliest: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest logit that stays in each row, and whether the `likeliest` (descending) were enough
-    to tell.
-    """
+    # Smallest logit that stays in each row, and whether `likeliest` (descending) sufficed.
     size, vocab = likeliest.shape[1], logits.shape[1]
     limited = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)  # [rows]
     inside_k = torch.arange(size, device=likeliest.device) < limited[:, None]
@@ -84,15 +87,46 @@ def _threshold(
     return threshold, complete
 
 
-def draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """One token per row by the inverse of the cumulative distribution, in order of token id.
+def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Draw one token per row, int64 [rows], by the inverse of the cumulative distribution.
 
-    logits fp32 [rows, vocab] with -inf where a token is out; uniform fp32 [rows] in [0, 1). Returns
-    int64 [rows].
+    logits fp32 [rows, vocab] with -inf where a token is out; uniforms fp32 [rows] in [0, 1).
     """
     cumulative = logits.softmax(-1).cumsum(-1)
     total = cumulative[:, -1:]
-    # Rounding may lift uniform * total to the total itself, behind the last token that has a share.
-    point = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    # Rounding may lift uniforms * total to the total itself, behind the last token that has a share.
+    point = torch.minimum(
+        uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
+    )
     # Logits that are not finite (a model gone wrong) must still give a token of the vocabulary.
     return torch.searchsorted(cumulative, point, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+
+
+def _mul_hi_lo(a: torch.Tensor, multiplier: int) -> tuple[torch.Tensor, torch.Tensor]:
+    # High and low 32 bits of a * multiplier, both below 2**32, within signed 64 bits.
+    low_part = (a & 0xFFFF) * multiplier  # < 2**48
+    high_part = (a >> 16) * multiplier + (low_part >> 16)  # < 2**49
+    return high_part >> 16, ((high_part & 0xFFFF) << 16) | (low_part & 0xFFFF)
+
+
+def philox_4x32(
+    counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Return four 32-bit words per element of counter and key (int64 tensors of uint32)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        hi0, lo0 = _mul_hi_lo(c0, _MULTIPLIERS[0])
+        hi1, lo1 = _mul_hi_lo(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def uniform(seed: torch.Tensor, choice: torch.Tensor, token_index: torch.Tensor) -> torch.Tensor:
+    """Return a number in [0, 1) per row, fp32 with 24 random bits; arguments int64 [rows]."""
+    zero = torch.zeros_like(seed)
+    words = philox_4x32(
+        (token_index & _MASK, choice & _MASK, zero, zero), (seed & _MASK, (seed >> 32) & _MASK)
+    )
+    return (words[0] >> 8).to(torch.float32) * (1.0 / (1 << 24))

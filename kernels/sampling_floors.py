@@ -1,19 +1,14 @@
-"""The lowest logit that top-k, top-p and min-p leave of each row, found without a sort: the row's
-*floor*. Triton.
+"""Each row's *floor*, the lowest logit that top-k, top-p and min-p leave, without a sort. Triton.
 
-The launches, over tiles of 1024 tokens; rows that are not cut exit at once:
-  _bracket     grid (rows)              two values enclose the floor of top-k and top-p _narrow * 3
-  grid (tiles / 4, rows)   count or weigh what is above 8 pivots between them, three times _gather
-  grid (tiles / 4, rows)   list the few hundred logits that are left _cut         grid (rows)
-  bisect these on the bits of their values
-
+Launches, over tiles of 1024 tokens; rows that are not cut exit at once:
+  _bracket     (rows)             two values enclose the floor of top-k and top-p
+  _narrow * 3  (tiles / 4, rows)  count or weigh what is above 8 pivots between them
+  _gather      (tiles / 4, rows)  list the few hundred logits that are left
+  _cut         (rows)             bisect these on the bits of their values
 Top-k needs no pivots: k logits or more are as large as the k-th largest of the maxima of 128 tokens
-each. A floor is the same bit for bit in every batch: see masses in `kernels/sampling_slots.py`.
-Torch twin: `kernels/sampling.py`.
+each. A floor has the same bits in every batch. Twin: `kernels/sampling.py`.
 """
 
-# Triton's constexprs are upper case; its `and` evaluates both sides, so nested ifs are no clumsy `and`.
-# ruff: noqa: N803, SIM102
 from __future__ import annotations
 
 from typing import Any
@@ -22,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvrelay.kernels.launch import wait_for_previous
 from kvrelay.kernels.sampling_slots import (
     FLOOR,
     IS_ADJUSTED,
@@ -41,7 +37,6 @@ from kvrelay.kernels.sampling_slots import (
     peak_and_masses,
     real_of,
     shares_of,
-    wait,
     word_of,
 )
 
@@ -68,9 +63,7 @@ _NO_LIMIT = tl.constexpr(1 << 62)
 
 
 def find_floors(rows: Rows, tiles: Tiles, floors: torch.Tensor, options: dict[str, Any]) -> None:
-    """floors [rows]: the lowest logit that top-k, top-p and min-p leave, in rows that have any of
-    these.
-    """
+    """Write the lowest logit that stays to floors [rows], in rows that are cut."""
     count, num_tiles = tiles.peaks.shape
     splits = triton.cdiv(num_tiles, _TILES_PER_SPLIT)
     subtiles = num_tiles * (TILE // SUBTILE)
@@ -87,15 +80,29 @@ def find_floors(rows: Rows, tiles: Tiles, floors: torch.Tensor, options: dict[st
     by_split |= {"PIVOTS": _PIVOTS, "ROOM": _ROOM, "num_warps": 4}
 
     _bracket[(count,)](
-        rows, tiles, brackets[0], held, floors, SUBTILES=subtiles, ALL_SUBTILES=triton.next_power_of_2(subtiles),
-        ALL_TILES=triton.next_power_of_2(num_tiles), num_warps=4, **options,
-    )  # fmt: skip
+        rows,
+        tiles,
+        brackets[0],
+        held,
+        floors,
+        SUBTILES=subtiles,
+        ALL_SUBTILES=triton.next_power_of_2(subtiles),
+        ALL_TILES=triton.next_power_of_2(num_tiles),
+        num_warps=4,
+        **options,
+    )
     for turn in range(_PASSES):
         last = max(turn - 1, 0)
         _narrow[(splits, count)](
-            rows, tiles.peaks, brackets[last], amounts[last], brackets[turn], amounts[turn],
-            FIRST=turn == 0, **by_split,
-        )  # fmt: skip
+            rows,
+            tiles.peaks,
+            brackets[last],
+            amounts[last],
+            brackets[turn],
+            amounts[turn],
+            FIRST=turn == 0,
+            **by_split,
+        )
     _gather[(splits, count)](
         rows, tiles.peaks, brackets[-2], amounts[-1], brackets[-1], candidates, held, **by_split
     )
@@ -103,24 +110,21 @@ def find_floors(rows: Rows, tiles: Tiles, floors: torch.Tensor, options: dict[st
 
 
 @triton.jit
-def _bits_of(x):  # type: ignore[no-untyped-def]
-    """An int64 for each fp32, in the order of the fp32."""
+def _bits_of(x):
+    # an int64 for each fp32, in the order of the fp32
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
 @triton.jit
-def _of_bits(ordered):  # type: ignore[no-untyped-def]
-    """The inverse of _bits_of()."""
+def _of_bits(ordered):
     bits = ordered.to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _grain(rows, slot):  # type: ignore[no-untyped-def]
-    """The bits of different logits differ by this at least: an fp32 made of 16 bits ends in zeros,
-    or ones below 0.
-    """
+def _grain(rows, slot):
+    # What bits of different logits differ by at least: an fp32 of 16 bits ends in zeros, or ones.
     grain = tl.full([], 2, tl.int64)
     if rows.logits.dtype.element_ty == tl.bfloat16:
         grain = tl.full([], 1 << 16, tl.int64)
@@ -133,26 +137,31 @@ def _grain(rows, slot):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _just_below(x):  # type: ignore[no-untyped-def]
-    """A value below `x`, also where denormals count as 0."""
+def _just_below(x):
+    # also where denormals count as 0
     return x - (tl.abs(x) * 1e-6 + 1e-30)
 
 
 @triton.jit
-def _cuts_twice(rows, slot):  # type: ignore[no-untyped-def]
-    """Whether top-p follows top-k: then all that top-k leaves is needed, not only what lies about
-    its edge.
-    """
+def _cuts_twice(rows, slot):
+    # With top-p after top-k all that top-k leaves is needed, not only what is at its edge.
     return (word_of(rows, slot, TOP_K) > 0) & (real_of(rows, slot, TOP_P) < 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _bracket(  # type: ignore[no-untyped-def]
-    rows, tiles, bracket, held, floors,
-    SUBTILES: tl.constexpr, ALL_SUBTILES: tl.constexpr, ALL_TILES: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The first bracket of each row that is searched, and what min-p alone would make its floor."""
-    wait(PDL)
+@triton.jit
+def _bracket(
+    rows,
+    tiles,
+    bracket,
+    held,
+    floors,
+    SUBTILES: tl.constexpr,
+    ALL_SUBTILES: tl.constexpr,
+    ALL_TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     slot = tl.load(rows.slots + row)
     if slot < 0:
@@ -198,7 +207,7 @@ def _bracket(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _write(bracket, row, low, high, peak, limit, above_low, above_high):  # type: ignore[no-untyped-def]
+def _write(bracket, row, low, high, peak, limit, above_low, above_high):
     words = bracket + row * 8
     tl.store(words + _LOW, low.to(tl.int32, bitcast=True).to(tl.int64))
     tl.store(words + _HIGH, high.to(tl.int32, bitcast=True).to(tl.int64))
@@ -209,7 +218,7 @@ def _write(bracket, row, low, high, peak, limit, above_low, above_high):  # type
 
 
 @triton.jit
-def _read(bracket, row):  # type: ignore[no-untyped-def]
+def _read(bracket, row):
     words = bracket + row * 8
     low = tl.load(words + _LOW).to(tl.int32).to(tl.float32, bitcast=True)
     high = tl.load(words + _HIGH).to(tl.int32).to(tl.float32, bitcast=True)
@@ -225,10 +234,8 @@ def _read(bracket, row):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _kth_largest(values, k, grain):  # type: ignore[no-untyped-def]
-    """A value that no fewer than k are larger than or equal to, and that differs from the k-th by
-    rounding only.
-    """
+def _kth_largest(values, k, grain):
+    # A value that at least k reach, and that differs from the k-th by rounding only.
     low, high = _bits_of(tl.min(values, axis=0)) - 1, _bits_of(tl.max(values, axis=0))
     while high - low >= grain:
         middle = (low + high) >> 1
@@ -239,16 +246,14 @@ def _kth_largest(values, k, grain):  # type: ignore[no-untyped-def]
     return _of_bits(low + 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _pivots(low, high, PIVOTS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _pivots(low, high, PIVOTS: tl.constexpr):
     return low + (high - low) * ((tl.arange(0, PIVOTS) + 1).to(tl.float32) / (PIVOTS + 1))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _is_crowded(rows, slot, low, peak, above_low, above_high, ROOM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether more logits are in the bracket (all above low, where the nucleus follows) than there
-    is room for.
-    """
+@triton.jit
+def _is_crowded(rows, slot, low, peak, above_low, above_high, ROOM: tl.constexpr):
+    # More logits in the bracket (above low, where the nucleus follows) than there is room for.
     count = (above_low - tl.where(_cuts_twice(rows, slot), 0, above_high)).to(tl.float32)
     if word_of(rows, slot, TOP_K) == 0:
         count /= (
@@ -257,14 +262,20 @@ def _is_crowded(rows, slot, low, peak, above_low, above_high, ROOM: tl.constexpr
     return count > ROOM
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _narrowed(  # type: ignore[no-untyped-def]
-    rows, slot, row, bracket, amounts, after,
-    SPLITS: tl.constexpr, ALL_SPLITS: tl.constexpr, PIVOTS: tl.constexpr, ROOM: tl.constexpr,
-):  # fmt: skip
-    """The row's bracket after the amounts above its pivots are known; the row's first program
-    writes it to `after`.
-    """
+@triton.jit
+def _narrowed(
+    rows,
+    slot,
+    row,
+    bracket,
+    amounts,
+    after,
+    SPLITS: tl.constexpr,
+    ALL_SPLITS: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    # The bracket once amounts above its pivots are known; a row's first program writes it.
     low, high, peak, limit, above_low, above_high = _read(bracket, row)
     if _is_crowded(rows, slot, low, peak, above_low, above_high, ROOM):
         splits = tl.arange(0, ALL_SPLITS)[:, None]
@@ -283,16 +294,25 @@ def _narrowed(  # type: ignore[no-untyped-def]
     return low, high, peak, above_low, above_high
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _narrow(  # type: ignore[no-untyped-def]
-    rows, peaks, bracket, amounts, after, amounts_after,
-    FIRST: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, ALL_SPLITS: tl.constexpr, PIVOTS: tl.constexpr,
-    ROOM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Narrow the bracket by what the pass before has found; then count or weigh what is above its
-    new pivots.
-    """
-    wait(PDL)
+@triton.jit
+def _narrow(
+    rows,
+    peaks,
+    bracket,
+    amounts,
+    after,
+    amounts_after,
+    FIRST: tl.constexpr,
+    TILES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ALL_SPLITS: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    ROOM: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Narrows the bracket by the pass before; then counts or weighs above its new pivots.
+    wait_for_previous(PDL)
     row, split = tl.program_id(1), tl.program_id(0)
     slot = tl.load(rows.slots + row)
     if slot < 0:
@@ -327,16 +347,25 @@ def _narrow(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gather(  # type: ignore[no-untyped-def]
-    rows, peaks, bracket, amounts, after, candidates, held,
-    TILES: tl.constexpr, SPLITS: tl.constexpr, ALL_SPLITS: tl.constexpr, PIVOTS: tl.constexpr,
-    ROOM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Write the logits in the bracket to `candidates` [rows, ROOM] in any order; `held` [rows]
-    counts them.
-    """
-    wait(PDL)
+@triton.jit
+def _gather(
+    rows,
+    peaks,
+    bracket,
+    amounts,
+    after,
+    candidates,
+    held,
+    TILES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ALL_SPLITS: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    ROOM: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # The logits in the bracket to `candidates` [rows, ROOM] in any order; `held` counts them.
+    wait_for_previous(PDL)
     row, split = tl.program_id(1), tl.program_id(0)
     slot = tl.load(rows.slots + row)
     if slot < 0:
@@ -359,8 +388,8 @@ def _gather(  # type: ignore[no-untyped-def]
                 tl.store(candidates + row * ROOM + places, x, mask=(within != 0) & (places < ROOM))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _cut(  # type: ignore[no-untyped-def]
+@triton.jit
+def _cut(
     rows,
     bracket,
     candidates,
@@ -370,12 +399,9 @@ def _cut(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The lowest logit that stays, exactly; the higher of it and min-p's is the row's floor.
-
-    Bisected on the bits of fp32, as int64: above `low` there is too much for `low` to stay, above
-    `high` there is not.
-    """
-    wait(PDL)
+    # The lowest logit that stays, or min-p's floor if higher. Bisected on the bits of fp32, as int64:
+    # above `low` there is too much for `low` to stay, above `high` there is not.
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     slot = tl.load(rows.slots + row)
     if slot < 0:
@@ -432,13 +458,9 @@ def _cut(  # type: ignore[no-untyped-def]
     tl.store(floors + row, tl.maximum(tl.load(floors + row), _of_bits(low + 1)))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _above(  # type: ignore[no-untyped-def]
-    edge, rows, slot, row, values, masses, listed, peak, scale, TILE: tl.constexpr
-):
-    """How many candidates are larger than `edge`, and their mass; of the whole row if they are too
-    many for a list.
-    """
+@triton.jit
+def _above(edge, rows, slot, row, values, masses, listed, peak, scale, TILE: tl.constexpr):
+    # Number and mass of the candidates above `edge`; of the whole row if they are too many.
     if listed <= values.shape[0]:
         count = tl.sum((values > edge).to(tl.int32), axis=0)
         mass = tl.sum(tl.where(values > edge, masses, 0), axis=0)

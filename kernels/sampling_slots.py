@@ -1,18 +1,12 @@
-"""What each slot's request asks of the sampler, on the device; and a row's logits as its request
-wants them. Triton.
+"""Each slot's sampling parameters on the device; a row's logits as they adjust them. Triton.
 
 A *slot* is a running request's place in `SlotTables`; row i of a launch belongs to `slots[i]`, -1
-is padding. Logits are read as they are (bf16, fp16, fp32) and never changed: bias, forbidden
-tokens, penalties and a guide's mask are applied wherever a tile is read (`logits_of`), so that no
-copy exists.
-
-A *share* is a probability in units of the likeliest token's. *Masses* are shares to be added: as
-integers in units of 2**-40, or in pairs, so no layout that the compiler chooses, and no order of
-the hardware's, changes a bit of the sums. The launches are in `kernels/fused_sampling.py`.
+is padding. Logits are never changed: bias, forbidden tokens, penalties and a guide's mask are
+applied wherever a tile is read (`logits_of`), so no copy exists. A *share* is a probability in
+units of the likeliest token's. *Masses* are shares added as integers of 2**-40, or in pairs, so
+that no layout and no order of the hardware changes a bit.
 """
 
-# Triton's constexprs are upper case; its `and` evaluates both sides, so nested ifs are no clumsy `and`.
-# ruff: noqa: N803, SIM102
 from __future__ import annotations
 
 import math
@@ -52,7 +46,6 @@ __all__ = [
     "real_of",
     "record_of",
     "shares_of",
-    "wait",
     "word_of",
 ]
 
@@ -98,10 +91,9 @@ UNIT = tl.constexpr(float(1 << 40))
 
 @dataclass(frozen=True, slots=True)
 class SlotTables:
-    """What the device knows of each slot. 131 MB for 256 slots and 128,256 tokens.
+    """A table of each of the slots' facts. 131 MB for 256 slots and 128,256 tokens.
 
-    Spare slots come behind the others. They have no notes and no biases: their requests must not be
-    adjusted.
+    Spare slots come behind the others, without notes and biases: their requests must not be adjusted.
     """
 
     parameters: torch.Tensor  # int32 [slots + spare, 16]
@@ -115,7 +107,7 @@ class SlotTables:
 
     @classmethod
     def empty(cls, slots: int, vocab: int, device: torch.device, spare: int = 0) -> SlotTables:
-        """Tables without requests."""
+        """Return tables without requests."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -130,7 +122,7 @@ class SlotTables:
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """The tokens that may come next in some rows of a launch."""
+    """A mask of the tokens that may come next in some rows of a launch."""
 
     words: torch.Tensor  # int32 [masks, ceil(vocab / 32)]; bit i of word w is token 32 * w + i
     of_row: torch.Tensor  # int32 [rows]: which mask is the row's; -1: none
@@ -151,10 +143,9 @@ def record_of(
     min_tokens: int = 0,
     biases: int = 0,
 ) -> bytes:
-    """A slot's parameters as the kernels read them, 64 bytes.
+    """Return a slot's parameters as the kernels read them, 64 bytes.
 
-    token_index: that of the next token. top_k: 0 if it cuts nothing. biases: how many tokens have
-    one.
+    token_index: the next token's. top_k: 0 cuts nothing. biases: how many tokens have one.
     """
     random = temperature > 0
     searched = random and (top_k > 0 or top_p < 1)
@@ -167,20 +158,29 @@ def record_of(
     scale = math.log2(math.e) / max(temperature, 1e-30) if random else 0.0
     floor = temperature * math.log(min_p) if min_p > 0 else -math.inf
     return _RECORD.pack(
-        flags, scale, top_k, top_p, floor, repetition, presence, frequency, seed, choice & 0xFFFFFFFF, token_index,
-        min(min_tokens, 1 << 30), biases,
-    )  # fmt: skip
+        flags,
+        scale,
+        top_k,
+        top_p,
+        floor,
+        repetition,
+        presence,
+        frequency,
+        seed,
+        choice & 0xFFFFFFFF,
+        token_index,
+        min(min_tokens, 1 << 30),
+        biases,
+    )
 
 
 def note_of(*, count: Any = 0, in_prompt: Any = 0, ends: Any = 0, has_bias: Any = 0) -> Any:
-    """The word in `SlotTables.notes` of one token, or of an array of them; the last three are 0 or
-    1.
-    """
+    """Return the word in `SlotTables.notes` of a token or an array; the flags are 0 or 1."""
     return count | in_prompt * _IN_PROMPT.value | ends * _ENDS.value | has_bias * _HAS_BIAS.value
 
 
 class Rows(NamedTuple):
-    """What a launch reads. Absent notes or masks are compiled away."""
+    """A launch's inputs. Absent notes or masks are compiled away."""
 
     logits: torch.Tensor
     stride: int
@@ -195,9 +195,7 @@ class Rows(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What is known of each tile, [rows, tiles]. The maxima [rows, tiles * 8] and minima are for
-    top-k.
-    """
+    """A summary of each tile, [rows, tiles]; maxima [rows, tiles * 8] and minima are for top-k."""
 
     peaks: torch.Tensor
     sums: torch.Tensor
@@ -210,33 +208,27 @@ class Tiles(NamedTuple):
 # ----------------------------------------------------------------------------
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def wait(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    if PDL:
-        # The next kernel reads and writes nothing before its own wait, so it may come as soon as
-        # there is room.
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def word_of(rows, slot, field: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def word_of(rows, slot, field: tl.constexpr):
+    """Load a 32-bit parameter of a slot."""
     return tl.load(rows.parameters + slot * 16 + field)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def real_of(rows, slot, field: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def real_of(rows, slot, field: tl.constexpr):
+    """Load an fp32 parameter of a slot."""
     return tl.load(rows.parameters + slot * 16 + field).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def has_flag(rows, slot, flag: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def has_flag(rows, slot, flag: tl.constexpr):
+    """Return whether a flag of a slot is set."""
     return (word_of(rows, slot, FLAGS) & flag) != 0
 
 
 @triton.jit
-def logits_of(rows, slot, row, tokens):  # type: ignore[no-untyped-def]
-    """Logits of `tokens` in one row, adjusted and masked, fp32; -inf beyond the vocabulary."""
+def logits_of(rows, slot, row, tokens):
+    """Load logits of `tokens`, adjusted and masked, fp32; -inf beyond the vocabulary."""
     inside = tokens < rows.vocab
     x = tl.load(
         rows.logits + row.to(tl.int64) * rows.stride + tokens, mask=inside, other=-float("inf")
@@ -257,10 +249,8 @@ def logits_of(rows, slot, row, tokens):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _adjusted(x, rows, slot, tokens, inside):  # type: ignore[no-untyped-def]
-    """Bias, tokens that may not end the text yet, penalties; in the order of
-    paged_engine/sampler.py.
-    """
+def _adjusted(x, rows, slot, tokens, inside):
+    # in the order of paged_engine/sampler.py
     note = tl.load(rows.notes + slot.to(tl.int64) * rows.vocab + tokens, mask=inside, other=0)
     if has_flag(rows, slot, IS_BIASED):
         x = _biased(x, rows, slot, tokens, (note & _HAS_BIAS) != 0)
@@ -279,8 +269,8 @@ def _adjusted(x, rows, slot, tokens, inside):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _biased(x, rows, slot, tokens, has_bias):  # type: ignore[no-untyped-def]
-    """Add the bias of tokens that have one: each is searched in the slot's ascending list."""
+def _biased(x, rows, slot, tokens, has_bias):
+    # Tokens with a bias are searched in the slot's ascending list.
     if tl.max(has_bias.to(tl.int32), axis=0) > 0:
         pairs = rows.biases + slot.to(tl.int64) * (2 * 1024)
         first = tl.zeros_like(tokens)
@@ -296,20 +286,20 @@ def _biased(x, rows, slot, tokens, has_bias):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def shares_of(x, peak, scale):  # type: ignore[no-untyped-def]
-    """exp((x - peak) / temperature), 0 for -inf, also where the peak itself is -inf."""
+def shares_of(x, peak, scale):
+    """Return exp((x - peak) / temperature), 0 for -inf, also where the peak is -inf."""
     return tl.exp2((x - tl.where(peak > -float("inf"), peak, 0.0)) * scale)
 
 
 @triton.jit
-def masses_of(shares):  # type: ignore[no-untyped-def]
-    """Shares as int64 in units of 2**-40; NaN is 0."""
+def masses_of(shares):
+    """Return shares as int64 in units of 2**-40; NaN is 0."""
     return (tl.where(shares > 0, shares, 0.0) * UNIT).to(tl.int64)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def peak_and_masses(tiles, row, num_tiles, scale, ALL_TILES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A row's largest logit, and the mass of each of its tiles."""
+@triton.jit
+def peak_and_masses(tiles, row, num_tiles, scale, ALL_TILES: tl.constexpr):
+    """Return a row's largest logit, and the mass of each of its tiles."""
     index = tl.arange(0, ALL_TILES)
     inside = index < num_tiles
     peaks = tl.load(tiles.peaks + row * num_tiles + index, mask=inside, other=-float("inf"))

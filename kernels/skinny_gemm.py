@@ -1,40 +1,23 @@
-"""y = x W^T for few rows of x, as fast as the weights can be read (Triton; kernels in
-`kernels/skinny_kernels.py`).
+"""y = x W^T for few rows of x, as fast as weights can be read (Triton).
 
-A decode step reads every weight once, and at 1 to 128 rows that is what it costs: 436 MB a layer of
-the 8B shape. Three kernels; all add in fp32 and round once:
+A decode step reads every weight once: 436 MB a layer of the 8B shape. Three kernels, which add in
+fp32 and round once (`kernels/skinny_kernels.py`, `kernels/skinny_hopper.py`):
 
-- `vector_kernel`, one row of x. Grid: one program per `block_n` weight rows; multiply-adds on
-  weights in registers.
-  fp8 weights are widened there (x stays as it is), with the instruction that converts two at a
-  time.
-- `ring_kernel` of `kernels/skinny_hopper.py`, up to 64 rows of 16 bits on Hopper: one warp loads,
-  four multiply.
-- `tile_kernel`, any number of rows. Grid: weight tiles x split. The weight is the left operand of
-  the tensor core,
-  acc[block_n, BM] = W[block_n, block_k] x^T[block_k, BM], so that 64 of its rows fill a wgmma
-  whatever BM is (16, 32, 64 or 128; rows beyond M are zeros). Where the tiles are too few for the
-  GPU, programs share the K of a tile: each leaves its sums in a workspace; the one that arrives
-  last adds all of them in the order of K and resets the counter. fp8 weights meet fp8 rows, so
-  nothing is converted, and half the bytes are read.
+- `vector_kernel`, one row. Grid: one program per `block_n` weight rows; multiply-adds in registers,
+  where fp8 weights are widened.
+- `ring_kernel`, up to 64 rows of 16 bits on Hopper: one warp loads, four multiply.
+- `tile_kernel`, any rows. Grid: weight tiles x split. acc[block_n, BM] = W[block_n, block_k]
+  x^T[block_k, BM], so that 64 weight rows fill a wgmma whatever BM is (16 to 128). Where tiles are
+  few, programs share the K of one: the last to arrive adds all sums in the order of K and resets
+  the counter. fp8 weights meet fp8 rows.
 
-Around the product, in the same launch: scales of fp8 weights and rows, bias, gated activation or
-residual after it. Not RMSNorm before it: each program would norm all of x (ARCHITECTURE.md has the
-milliseconds).
+In the same launch: scales, bias, gated activation or residual. Not RMSNorm: each program would norm
+all of x. With `pdl=True` (Hopper on) a kernel of 8 to 55 us saves 2 to 4 us: the next kernel's
+programs start as this one's end, and before they wait for it fetch their first weights into
+registers, shared memory or L2 (`prefetch`), so that memory stays busy.
 
-Between launches, with `pdl=True` (programmatic dependent launch, Hopper and later): a kernel of 8
-to 55 us loses 2 to 4 us to its launch, its first loads and its last programs, while the memory
-idles. So every program here first says that the next kernel may start (`gdc_launch_dependents`).
-Once all programs of this kernel run, the next kernel's take the places of those that end. They must
-wait for what this kernel writes (`gdc_wait`), but weights never change: before they wait, they
-fetch their first weights, into registers (vector), shared memory (ring) or L2 (tile: `prefetch`
-bytes of each row), and the memory stays busy over the seam.
-
-Bits: equal inputs give equal bits, and a row's bits do not depend on the other rows. They depend on
-how many rows there are only where that number chooses the kernel, `block_k` or `split`.
-
-The workspace is one per GPU: calls on one GPU must be ordered (one stream). The first call makes
-it, so it must not be under graph capture.
+A row's bits do not depend on other rows; only on their number where it chooses kernel, `block_k` or
+`split`. There is one workspace per GPU: calls must be on one stream, the first not under capture.
 """
 
 from __future__ import annotations
@@ -46,8 +29,7 @@ from typing import Literal
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvrelay.kernels.fused_norm import pdl_works
-from kvrelay.kernels.launch_sizes import cdiv, power_of_2
+from kvrelay.kernels.launch import capability, cdiv, pdl_works, power_of_2, processors
 from kvrelay.kernels.skinny_kernels import PREFETCH_PIECE, tile_kernel, vector_kernel
 
 __all__ = [
@@ -65,16 +47,14 @@ __all__ = [
 
 Activation = Literal["silu", "gelu_tanh"]
 
+# Where cuBLAS is faster, `kernels/gpu_linear.py` takes that.
 MAX_ROWS = 128
-"""The most rows of x. Where cuBLAS is faster, `kernels/gpu_linear.py` takes that."""
 
+# At 128, x would be as many bytes as the weight on their way to the SMs.
 RING_ROWS = 64
-"""The most rows of x for the ring kernel. At 128, x would be as many bytes as the weight on their
-way to the SMs.
-"""
 
+# fp32 numbers in the workspace (32 MiB): split x N x BM
 _PARTIAL_SUMS = 8 << 20
-"""fp32 numbers in the workspace (32 MiB): split x N x BM."""
 _MOST_TILES = 4096
 _RING_BYTES = 224 << 10  # of the 227 KB that programs share on an SM
 _RING_REGISTERS = 128  # per thread: two programs of 256 threads share an SM
@@ -82,9 +62,7 @@ _RING_REGISTERS = 128  # per thread: two programs of 256 threads share an SM
 
 @dataclass(frozen=True, slots=True)
 class VectorTile:
-    """What a program of the vector kernel works on. With a gate: block_n gate rows and as many up
-    rows.
-    """
+    """A tile of the vector kernel; with a gate, block_n gate rows and as many up rows."""
 
     block_n: int
     block_k: int
@@ -93,47 +71,41 @@ class VectorTile:
 
 @dataclass(frozen=True, slots=True)
 class TensorTile:
-    """What a program of the tile kernel works on. With a gate: block_n gate rows and as many up
-    rows.
-    """
+    """A tile of the tile kernel; with a gate, block_n gate rows and as many up rows."""
 
     block_n: int
     block_k: int
     warps: int = 4
+    # in shared memory, each a weight tile and an x tile
     stages: int = 5
-    """Depth of the software pipeline: about stages x (weight tile + x tile) bytes of shared memory."""
+    # programs that share the K of one tile; 1 with a gate
     split: int = 1
-    """Programs that share the K of one tile; 1 with a gate."""
+    # loads by the tensor memory accelerator (Hopper and later)
     tma: bool = False
-    """Loads through the tensor memory accelerator (Hopper and later)."""
+    # bytes of each weight row into L2 before `gdc_wait`; 0 or a power of two from 512 on
     prefetch: int = 1024
-    """Bytes of each weight row that are fetched into L2 before `gdc_wait`; 0 or a power of two from
-    512 on.
-    """
 
 
 @dataclass(frozen=True, slots=True)
 class RingTile:
-    """What a program of the ring kernel works on (Hopper, 16 bits, up to 64 rows)."""
+    """A tile of the ring kernel (Hopper, 16 bits, up to 64 rows)."""
 
+    # of the weight, a multiple of 16 up to 256; with a gate half of them are the gate's
     rows: int
-    """Weight rows, a multiple of 16 up to 256; with a gate half of them are the gate's."""
+    # programs that share the K of one tile
     split: int
-    """Programs that share the K of one tile."""
+    # of the ring
     slots: int
-    """Depth of the ring."""
 
 
 Tile = VectorTile | TensorTile | RingTile
 
 
 def default_tile(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> Tile:
-    """The tile for x [rows, K] and a weight, the best of a sweep on an H200 over the weights of
-    Llama-3.1-8B.
+    """Return the tile for x [rows, K], best in a sweep on an H200 over Llama-3.1-8B's weights.
 
-    One row: 2 weight rows at a time. More, in the tile kernel: a pipeline of about 100 KB, so that
-    two programs share an SM, and a split that gives each SM two or three. With more rows, fewer
-    columns at a time, as the tile of x has its part in a stage.
+    The tile kernel's pipelines have about 100 KB, so that two programs share an SM, and splits give
+    each SM two or three. With more rows, fewer columns at a time, as x has its part in a stage.
     """
     (rows, k), device, fp8 = x.shape, x.device, weight.dtype == torch.float8_e4m3fn
     n = len(weight) // 2 if gated else len(weight)
@@ -163,11 +135,9 @@ def default_tile(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> Tile:
 
 @functools.cache
 def _ring_tile(block_m: int, n: int, k: int, gated: bool, device: torch.device) -> RingTile:
-    """The tile with the fewest bytes, to load and to leave, for the busiest SM. To add four parts
-    takes longer than it saves from 32 rows on. Cached, because a step without a graph asks for each
-    of its products.
-    """
-    steps, sms = cdiv(k, 64), _processors(device)
+    # The fewest bytes, to load and to leave, for the busiest SM. To add four parts takes longer than it
+    # saves from 32 rows on. Cached, because a step without a graph asks for each product.
+    steps, sms = cdiv(k, 64), processors(device, 132)
     splits = (1,) if gated else (1, 2, 4) if block_m == 16 else (1, 2)
 
     def per_sm(of: int, split: int) -> int:
@@ -184,19 +154,16 @@ def _ring_tile(block_m: int, n: int, k: int, gated: bool, device: torch.device) 
 
 
 def _space(rows: int) -> int:
-    """Weight rows for which a slot of the ring has room: whole products of the tensor core, a power
-    of two.
-    """
+    # Weight rows that a slot has room for: whole products of the tensor core, a power of two.
     return max(64, int(power_of_2(rows)))
 
 
 def _slots(rows: int, block_m: int, per_sm: int) -> int:
-    """As many as fit, with `per_sm` programs on an SM."""
     return int(_RING_BYTES // per_sm // (128 * (_space(rows) + block_m)))
 
 
 def _fp8_tile(rows: int, n: int, k: int, gated: bool, device: torch.device) -> Tile:
-    """fp8 rows and weights: as many bytes under way, hence twice the columns. To be measured."""
+    # As many bytes under way, hence twice the columns. To be measured.
     tma = pdl_works(device)
     if gated:
         if rows <= 16:
@@ -210,10 +177,10 @@ def _fp8_tile(rows: int, n: int, k: int, gated: bool, device: torch.device) -> T
 
 
 def _split(n: int, k: int, block_n: int, block_k: int, most: int, device: torch.device) -> int:
-    """Programs for one tile: as many as give each SM two or three, if each still has a pipeline to
-    fill.
-    """
-    return int(max(1, min(3 * _processors(device) // cdiv(n, block_n), k // (4 * block_k), most)))
+    # As many as give each SM two or three programs, if each has a pipeline to fill.
+    return int(
+        max(1, min(3 * processors(device, 132) // cdiv(n, block_n), k // (4 * block_k), most))
+    )
 
 
 def skinny_linear(
@@ -229,17 +196,14 @@ def skinny_linear(
     pdl: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """x W^T and what goes with it: x [M, K], weight [N, K] -> [M, N], for 1 to MAX_ROWS rows.
+    """Return x [M, K] W^T and what goes with it, [M, N], for 1 to MAX_ROWS rows.
 
-    In this order: the product; times x_scale [M, 1] and weight_scale [N], both fp32, of fp8 rows
-    and weights; plus bias [N]; plus residual [M, N] (`out` may be that tensor). With a `gate`,
-    weight [2 N, K], weight_scale and bias have the gate's rows first, and the result is act(gate) *
-    up. Rounded once, at the end.
-
-    x, residual, out: bf16 or fp16, columns contiguous. weight: of x's type and contiguous; K is 8
-    times a number. float8_e4m3fn weights: one row of x may be as above; more of them must be
-    float8_e4m3fn too, with x_scale and `out`; K is 16 times a number. `tile`: instead of
-    `default_tile`.
+    In this order: the product; times x_scale [M, 1] and weight_scale [N], fp32, of fp8; plus bias [N];
+    plus residual [M, N] (`out` may be that). With a `gate`, weight [2 N, K], scales and bias have the
+    gate's rows first, and the result is act(gate) * up. Rounded once. x, residual, out: bf16 or fp16,
+    columns contiguous. weight [N, K]: of x's type, contiguous, K a multiple of 8. float8_e4m3fn weights:
+    one row of x may be as above; more must be float8_e4m3fn too, with x_scale and `out`; K a multiple
+    of 16. `tile`: None takes `default_tile`.
     """
     rows, k = x.shape
     n = weight.shape[0] // (1 if gate is None else 2)
@@ -257,18 +221,40 @@ def skinny_linear(
     if isinstance(tile, VectorTile):
         words = weight.view(torch.int64 if weight.dtype == x.dtype else torch.int32)
         vector_kernel[(programs,)](
-            x[0].view(torch.int64), words, weight_scale, bias, residual, out, n,
-            FP8_INSTRUCTION=_converts_fp8(x.device), **shape, **options,
-        )  # fmt: skip
+            x[0].view(torch.int64),
+            words,
+            weight_scale,
+            bias,
+            residual,
+            out,
+            n,
+            FP8_INSTRUCTION=capability(x.device) >= (8, 9),
+            **shape,
+            **options,
+        )
         return out
     block_m = max(16, power_of_2(rows))
     x_tiles, weight_tiles = _descriptors(x, weight, block_m, tile)
     strides = (x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0))
     shape |= {"BM": block_m, "SPLIT": tile.split, "PREFETCH": _prefetch_bytes(tile, weight)}
     tile_kernel[(programs * tile.split,)](
-        x, x_tiles, x_scale, weight, weight_tiles, weight_scale, bias, residual, out, *_workspace(x.device),
-        rows, n, *strides, num_stages=tile.stages, **shape, **options,
-    )  # fmt: skip
+        x,
+        x_tiles,
+        x_scale,
+        weight,
+        weight_tiles,
+        weight_scale,
+        bias,
+        residual,
+        out,
+        *_workspace(x.device),
+        rows,
+        n,
+        *strides,
+        num_stages=tile.stages,
+        **shape,
+        **options,
+    )
     return out
 
 
@@ -289,12 +275,25 @@ def _through_ring(
     block_m = max(16, power_of_2(rows))
     ring_kernel[(cdiv(len(weight), tile.rows) * tile.split,)](
         *ring_descriptors(x, weight, block_m=block_m, rows=tile.rows, gated=gate is not None),
-        bias, residual, out, *_workspace(x.device),
-        rows, out.shape[1], 0 if residual is None else residual.stride(0), out.stride(0),
-        STEPS=cdiv(k, COLUMNS.value), SPLIT=tile.split, ROWS=tile.rows,
-        SPACE=_space(tile.rows), SLOTS=tile.slots, GATE=gate, PDL=pdl,
-        num_warps=4, maxnreg=_RING_REGISTERS, launch_pdl=pdl,
-    )  # fmt: skip
+        bias,
+        residual,
+        out,
+        *_workspace(x.device),
+        rows,
+        out.shape[1],
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        STEPS=cdiv(k, COLUMNS.value),
+        SPLIT=tile.split,
+        ROWS=tile.rows,
+        SPACE=_space(tile.rows),
+        SLOTS=tile.slots,
+        GATE=gate,
+        PDL=pdl,
+        num_warps=4,
+        maxnreg=_RING_REGISTERS,
+        launch_pdl=pdl,
+    )
     return out
 
 
@@ -354,9 +353,7 @@ def _check(
 def _descriptors(
     x: torch.Tensor, weight: torch.Tensor, block_m: int, tile: TensorTile
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """x and weight for the TMA, or None where the tile or the tensors' alignment asks for plain
-    loads.
-    """
+    # None where the tile or the tensors' alignment asks for plain loads
     aligned = all(
         t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in (x, weight)
     )
@@ -369,7 +366,7 @@ def _descriptors(
 
 
 def _prefetch_bytes(tile: TensorTile, weight: torch.Tensor) -> int:
-    """`tile.prefetch`, or as much as the last of the programs that share K has of a row."""
+    # `tile.prefetch`, or what the last of the programs that share K has of a row
     k = weight.shape[1]
     chunk = cdiv(cdiv(k, tile.block_k), tile.split) * tile.block_k
     last = (k - chunk * (tile.split - 1)) * weight.element_size()
@@ -379,36 +376,13 @@ def _prefetch_bytes(tile: TensorTile, weight: torch.Tensor) -> int:
 
 @functools.cache
 def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of programs that share K; and how many of each tile's programs have arrived, 0 between
-    launches.
-    """
+    # Sums of programs that share K; each tile's programs that have arrived, 0 between launches.
     sums = torch.empty(_PARTIAL_SUMS, dtype=torch.float32, device=device)
     return sums, torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
 def fits_ring(weight: torch.Tensor) -> bool:
-    """Whether the ring kernel serves this weight: 16 bits, on Hopper, and such that TMA can read it
-    in groups.
-    """
+    """Return whether the ring kernel serves this weight: 16 bits, on Hopper, in whole groups."""
     whole = len(weight) % 16 == 0 and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
-    return whole and weight.dtype in (torch.bfloat16, torch.float16) and _is_hopper(weight.device)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return pdl_works(device) and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@functools.cache
-def _converts_fp8(device: torch.device) -> bool:
-    """Whether the GPU has an instruction for it: from compute capability 8.9 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 132
-    )
+    on_hopper = pdl_works(weight.device) and capability(weight.device) == (9, 0)
+    return whole and weight.dtype in (torch.bfloat16, torch.float16) and on_hopper

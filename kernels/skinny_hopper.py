@@ -1,29 +1,19 @@
-"""y = x W^T for 2 to 64 rows of x on Hopper, in Gluon: what `tile_kernel` of
-`kernels/skinny_kernels.py` does, faster.
+"""y = x W^T for 2 to 64 rows of x on Hopper, in Gluon: the ring kernel of `kernels/skinny_gemm.py`.
 
-A program multiplies ROWS weight rows by all of x, over all columns or, so that all SMs have their
-share of a small weight, over a part of them. Its warps have two jobs. The *loader* copies weights
-and x to shared memory by TMA, 64 columns at a time, into a ring of slots. It fills the ring with
-weights before it waits for the kernel that writes x. The other four multiply (wgmma, the weight on
-the left), and finish the rows. What makes it fast is how much is under way: a step of 32 requests
-took 5.31 ms with rings of 200 KB per SM and 5.88 ms with half of that (H200, 8B shape).
+A program multiplies ROWS weight rows by x, over all columns or, where a weight is small, a part.
+Its *loader* copies weights and x to shared memory by TMA, 64 columns at a time, into a ring of
+slots, which it fills with weights before it waits for the kernel that writes x. Four warps multiply
+(wgmma, the weight on the left). Much must be under way: a step of 32 requests took 5.31 ms with
+rings of 200 KB per SM, 5.88 with half (H200, 8B shape).
 
-Weight rows are handled in groups of 16: two halves of 8, which come from wherever the descriptor
-says. For a gate, the first half is of the gate's rows and the second of up's, so that the thread
-that has one has the other too.
+Weight rows come in groups of 16, two halves of 8. For a gate the halves are gate's and up's rows,
+so that the thread that has one has the other.
 
-Shapes: x [M, K], weight [N, K] or gated [2 N, K]; BM is M rounded up to 16, 32 or 64, SPACE is ROWS
-rounded up to a power of two (the rows between are computed from what lies there, and dropped).
-Grid: (cdiv(rows of the weight, ROWS) * SPLIT,). Programs that share a tile leave their sums in a
-workspace, as those of `tile_kernel` do: the last to arrive adds them in the order of K.
-
-What it does not do is to send x to several SMs at once (Triton 3.6 has no multicast): at 128 rows
-half as much of x as of the weight goes from L2 to the SMs, and that way is no wider than 1.5 times
-the memory's.
+x [M, K], weight [N, K] or gated [2 N, K]; BM is M rounded up to 16, 32 or 64, SPACE is ROWS rounded
+up to a power of two (rows between are dropped). Grid: (cdiv(rows of the weight, ROWS) * SPLIT,).
+Programs that share a tile leave sums as `tile_kernel` does. x is not sent to several SMs at once
+(Triton 3.6 has no multicast).
 """
-
-# ruff: noqa: N803, N806, RUF059
-# Names of compile-time values are capitals; tuples are unpacked whole, so that their order is seen.
 
 from __future__ import annotations
 
@@ -44,10 +34,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["COLUMNS", "GROUP", "ring_descriptors", "ring_kernel"]
 
+# of a slot: in 16 bits the 128 bytes that TMA and wgmma swizzle
 COLUMNS = gl.constexpr(64)
-"""Columns of a slot: of 16-bit numbers the 128 bytes that TMA and wgmma swizzle."""
+# weight rows
 GROUP = gl.constexpr(16)
-"""Weight rows of a group."""
 LOADER_REGISTERS = gl.constexpr(40)
 _barrier = (
     gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -57,9 +47,7 @@ _barrier = (
 def ring_descriptors(
     x: torch.Tensor, weight: torch.Tensor, *, block_m: int, rows: int, gated: bool
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """x [M, K] and the weight, of which each group is a box [1, 2, 8, COLUMNS] and a box has as
-    many as fit `rows`.
-    """
+    """Return descriptors of x [M, K] and of the weight in groups [1, 2, 8, COLUMNS]."""
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
     groups = rows // GROUP.value
     of_rows, columns = weight.shape
@@ -86,8 +74,8 @@ def _layout(*box: int, dtype: Any) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(box), dtype)
 
 
-@gluon.jit(do_not_specialize=["M"])  # type: ignore[untyped-decorator]
-def ring_kernel(  # type: ignore[no-untyped-def]
+@gluon.jit(do_not_specialize=["M"])
+def ring_kernel(
     x,  # TMA descriptor of [M, K], boxes [BM, COLUMNS]
     weight,  # TMA descriptor of [groups, 2, 8, K]
     bias,
@@ -107,7 +95,7 @@ def ring_kernel(  # type: ignore[no-untyped-def]
     GATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Sets up shared memory and sends the warps to their jobs."""
+    """Compute y = x W^T; set up shared memory and send the warps to their jobs."""
     if PDL:
         gdc_launch_dependents()
     BM: gl.constexpr = x.block_type.shape[0]
@@ -134,17 +122,17 @@ def ring_kernel(  # type: ignore[no-untyped-def]
     )
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _share(STEPS: gl.constexpr, SPLIT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The program's tile of the weight, its first step and its number of steps."""
+@gluon.jit
+def _share(STEPS: gl.constexpr, SPLIT: gl.constexpr):
+    # the program's tile of the weight, its first step and its number of steps
     EACH: gl.constexpr = (STEPS + SPLIT - 1) // SPLIT
     tile = gl.program_id(0) // SPLIT
     first = gl.program_id(0) % SPLIT * EACH
     return tile, first, gl.minimum(STEPS - first, EACH)
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _loader(  # type: ignore[no-untyped-def]
+@gluon.jit
+def _loader(
     x, weight, ring, STEPS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, PDL: gl.constexpr
 ):
     x_ring, weight_ring, full, free = ring
@@ -171,9 +159,9 @@ def _loader(  # type: ignore[no-untyped-def]
         )
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _copy_weights(x, weight, tile, step, full, slot, ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The weights of a slot, which is full when its columns of x have come too."""
+@gluon.jit
+def _copy_weights(x, weight, tile, step, full, slot, ROWS: gl.constexpr):
+    # A slot is full when its columns of x have come too.
     GROUPS: gl.constexpr = ROWS // GROUP
     BOX: gl.constexpr = weight.block_type.shape[0]
     mbarrier.expect(full, GROUPS // BOX * weight.block_type.nbytes + x.block_type.nbytes)
@@ -183,8 +171,8 @@ def _copy_weights(x, weight, tile, step, full, slot, ROWS: gl.constexpr):  # typ
         tma.async_copy_global_to_shared(weight, [group, 0, 0, step * COLUMNS], full, place)
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _multiply(  # type: ignore[no-untyped-def]
+@gluon.jit
+def _multiply(
     ring,
     after,
     STEPS: gl.constexpr,
@@ -232,20 +220,17 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _place(row, m):  # type: ignore[no-untyped-def]
-    """Where a program leaves its sums [SPACE, BM]: pair after pair of each thread's registers, so
-    that those of a warp lie together. A thread has rows r and r + 8 of each 64, and of each 8 rows
-    of x two neighbours.
-    """
+def _place(row, m):
+    # Pair after pair of each thread's registers, so that those of a warp lie together. A thread has
+    # rows r and r + 8 of each 64, and of each 8 rows of x two neighbours.
     BM: gl.constexpr = m.shape[1]
     thread = row // 16 % 4 * 32 + row % 8 * 4 + m // 2 % 4
     pair = (row // 64 * 2 + row // 8 % 2) * (BM // 8) + m // 8
     return gl.max_contiguous(gl.multiple_of((pair * 128 + thread) * 2 + m % 2, [1, 2]), [1, 2])
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _finish(acc, row, m, tile, after, ROWS: gl.constexpr, GATE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The sums of weight rows `row` and rows `m` of x -> out."""
+@gluon.jit
+def _finish(acc, row, m, tile, after, ROWS: gl.constexpr, GATE: gl.constexpr):
     bias, residual, out, partials, arrivals, M, N, residual_stride, out_stride = after
     OUTPUTS: gl.constexpr = ROWS if GATE is None else ROWS // 2
     n = tile * OUTPUTS + (row if GATE is None else row // 16 * 8 + row % 8)
@@ -267,13 +252,13 @@ def _finish(acc, row, m, tile, after, ROWS: gl.constexpr, GATE: gl.constexpr):  
 
 
 @gluon.jit
-def _halves(t):  # type: ignore[no-untyped-def]
-    """[SPACE, BM] -> the first and the second 8 of each 16 rows, [SPACE / 16, 8, BM]."""
+def _halves(t):
+    # [SPACE, BM] -> the first and the second 8 of each 16 rows, [SPACE / 16, 8, BM]
     return gl.split(gl.permute(gl.reshape(t, [t.shape[0] // 16, 2, 8, t.shape[1]]), (0, 2, 3, 1)))
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _activate(gate, ACT: gl.constexpr):  # type: ignore[no-untyped-def]
+@gluon.jit
+def _activate(gate, ACT: gl.constexpr):
     # 0.5 g (1 + tanh(u)) = g sigmoid(2 u), with u = sqrt(2 / pi) (g + 0.044715 g^3).
     z = gate
     if ACT == "gelu_tanh":

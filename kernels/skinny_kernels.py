@@ -1,39 +1,43 @@
 """The two Triton kernels of `kernels/skinny_gemm.py`, which explains them and launches them.
 
-Names in capitals are known when a kernel is compiled. M rows of x, N outputs, K columns; a program
-has BN weight rows, BM rows of x, and BK columns at a time. A gated weight is [2 N, K]: N gate rows,
-then N up rows, and a program has BN of each. Scales, gate, bias and so on are there if their
-argument is not None.
+M rows of x, N outputs, K columns; a program has BN weight rows, BM rows of x, BK columns at a time.
+A gated weight is [2 N, K]: N gate rows, then N up rows, and a program has BN of each.
 """
-
-# ruff: noqa: N803, N806
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from kvrelay.kernels.fused_elementwise import activate
+
 __all__ = ["PREFETCH_PIECE", "tile_kernel", "vector_kernel"]
 
+# Bytes of one prefetch instruction; a warp issues those of its threads one by one.
 PREFETCH_PIECE = tl.constexpr(512)
-"""Bytes of one prefetch instruction. A warp issues those of its threads one by one, so they should
-not be many.
-"""
 
 
 @triton.jit
 def vector_kernel(
-    x, weight, weight_scale, bias, residual, out, N,
-    K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GATE: tl.constexpr, PDL: tl.constexpr, FP8_INSTRUCTION: tl.constexpr,
-):  # fmt: skip
-    """x [1, K] -> out [1, N]. Grid (cdiv(N, BN),).
+    x,
+    weight,
+    weight_scale,
+    bias,
+    residual,
+    out,
+    N,
+    K: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GATE: tl.constexpr,
+    PDL: tl.constexpr,
+    FP8_INSTRUCTION: tl.constexpr,
+):
+    """Compute x [1, K] -> out [1, N]. Grid (cdiv(N, BN),).
 
-    x and weight come as words of four columns: int64, or int32 where the weight is fp8. A word has
-    one accumulator, and stays packed from its load to its use; so there are registers for enough
-    loads under way. A thread has two words of x and of each weight row (int32 would allow four), so
-    that no layout is converted.
+    x and weight come as words of four columns: int64, or int32 for fp8. A word has one accumulator and
+    stays packed up to its use, which leaves registers for enough loads under way. A thread has two words
+    of x and of each weight row, so that no layout is converted.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     WORDS: tl.constexpr = K // 4
@@ -73,15 +77,34 @@ def vector_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def tile_kernel(
-    x, x_tiles, x_scale, weight, weight_tiles, weight_scale, bias, residual, out, partials, arrivals,
-    M, N, x_stride, residual_stride, out_stride,
-    K: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, PREFETCH: tl.constexpr,
-    GATE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """x [M, K] -> out [M, N]. Grid (cdiv(N, BN) * SPLIT,).
+    x,
+    x_tiles,
+    x_scale,
+    weight,
+    weight_tiles,
+    weight_scale,
+    bias,
+    residual,
+    out,
+    partials,
+    arrivals,
+    M,
+    N,
+    x_stride,
+    residual_stride,
+    out_stride,
+    K: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    GATE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute x [M, K] -> out [M, N]. Grid (cdiv(N, BN) * SPLIT,).
 
-    With x_tiles [BM, BK] and weight_tiles [BN, BK], descriptors of x and weight, loads go through
-    the TMA.
+    With x_tiles [BM, BK] and weight_tiles [BN, BK], descriptors, loads go through the TMA.
     """
     CHUNK: tl.constexpr = tl.cdiv(tl.cdiv(K, BK), SPLIT) * BK
     # Hopper's tensor core adds fp8 products with 14 bits; after so many columns they are added to
@@ -122,20 +145,46 @@ def tile_kernel(
 
     if SPLIT == 1:
         _finish(
-            acc, up_acc, m, n, M, N, x_scale, weight_scale, bias, residual, out, residual_stride, out_stride, GATE
-        )  # fmt: skip
+            acc,
+            up_acc,
+            m,
+            n,
+            M,
+            N,
+            x_scale,
+            weight_scale,
+            bias,
+            residual,
+            out,
+            residual_stride,
+            out_stride,
+            GATE,
+        )
     elif _leave_sums(acc, tile, part, partials, arrivals, BN, BM, SPLIT) == SPLIT - 1:
         acc = _all_sums(tile, partials, arrivals, BN, BM, SPLIT)
         _finish(
-            acc, acc, m, n, M, N, x_scale, weight_scale, bias, residual, out, residual_stride, out_stride, GATE
-        )  # fmt: skip
+            acc,
+            acc,
+            m,
+            n,
+            M,
+            N,
+            x_scale,
+            weight_scale,
+            bias,
+            residual,
+            out,
+            residual_stride,
+            out_stride,
+            GATE,
+        )
 
 
 @triton.jit
 def _leave_sums(
     acc, tile, part, partials, arrivals, BN: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr
 ):
-    """Store a part's BN x BM sums; how many parts of this tile were there before."""
+    # Stores a part's BN x BM sums; returns how many parts of this tile were there before.
     place = partials + (tile * SPLIT + part) * BN * BM
     tl.store(place + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :], acc)
     tl.debug_barrier()  # all threads have stored before one of them says so
@@ -144,7 +193,7 @@ def _leave_sums(
 
 @triton.jit
 def _all_sums(tile, partials, arrivals, BN: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr):
-    """The sums of all parts of a tile, added in the order of K; the counter is 0 again."""
+    # all parts of a tile, added in the order of K; the counter is 0 again
     acc = tl.zeros((BN, BM), tl.float32)
     for part in tl.static_range(SPLIT):
         place = partials + (tile * SPLIT + part) * BN * BM
@@ -157,9 +206,22 @@ def _all_sums(tile, partials, arrivals, BN: tl.constexpr, BM: tl.constexpr, SPLI
 
 @triton.jit
 def _finish(
-    acc, up, m, n, M, N, x_scale, weight_scale, bias, residual, out, residual_stride, out_stride, GATE: tl.constexpr
-):  # fmt: skip
-    """Sums acc and up [BN, BM] of outputs n [BN] and rows m [BM] of x -> out."""
+    acc,
+    up,
+    m,
+    n,
+    M,
+    N,
+    x_scale,
+    weight_scale,
+    bias,
+    residual,
+    out,
+    residual_stride,
+    out_stride,
+    GATE: tl.constexpr,
+):
+    # sums acc and up [BN, BM] of outputs n [BN] and rows m [BM] of x -> out
     rows = tl.minimum(n, N - 1)
     if x_scale is not None:
         scale = tl.load(x_scale + m, mask=m < M, other=0.0)[None, :]
@@ -167,7 +229,7 @@ def _finish(
         up *= scale
     acc = _scale_and_bias(acc, rows, weight_scale, bias)
     if GATE is not None:
-        acc = _activate(acc, GATE) * _scale_and_bias(up, N + rows, weight_scale, bias)
+        acc = activate(acc, GATE) * _scale_and_bias(up, N + rows, weight_scale, bias)
     y = tl.trans(acc)
     inside = (m < M)[:, None] & (n < N)[None, :]
     m = m.to(tl.int64)[:, None]
@@ -180,7 +242,6 @@ def _finish(
 
 @triton.jit
 def _scale_and_bias(acc, rows, weight_scale, bias):
-    """acc [BN, BM] of weight rows [BN]."""
     if weight_scale is not None:
         acc *= tl.load(weight_scale + rows)[:, None]
     if bias is not None:
@@ -189,15 +250,7 @@ def _scale_and_bias(acc, rows, weight_scale, bias):
 
 
 @triton.jit
-def _activate(gate, ACT: tl.constexpr):
-    # 0.5 g (1 + tanh(u)) = g sigmoid(2 u), with u = sqrt(2 / pi) (g + 0.044715 g^3).
-    z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if ACT == "gelu_tanh" else gate
-    return gate / (1.0 + tl.exp(-z))
-
-
-@triton.jit
 def _weights(rows, k, K: tl.constexpr, WHOLE: tl.constexpr):
-    """Weights [BN, BK] of rows [BN] (pointers) and columns k [BK]; none is beyond K if WHOLE."""
     if WHOLE:
         return tl.load(rows[:, None] + k[None, :])
     return tl.load(rows[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0)
@@ -205,7 +258,6 @@ def _weights(rows, k, K: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _prefetch(rows, BYTES: tl.constexpr):
-    """Ask for the first BYTES at each of rows [BN] (pointers) in L2."""
     pieces = tl.arange(0, BYTES // PREFETCH_PIECE) * PREFETCH_PIECE
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; // dummy $0",
@@ -219,15 +271,12 @@ def _prefetch(rows, BYTES: tl.constexpr):
 
 @triton.jit
 def _words_once(rows, k, WORDS: tl.constexpr):
-    """Words [BN, BW] of rows [BN, 1] and word numbers k [1, BW]. They leave the caches first, so
-    that x stays.
-    """
+    # They leave the caches first, so that x stays.
     return tl.load(rows + k, mask=k < WORDS, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
 def _add_products(acc, words, four, DTYPE: tl.constexpr, FP8_INSTRUCTION: tl.constexpr):
-    """acc + the products of the weights in `words` with `four` of x."""
     weights = (
         _four_of_16_bits(words, DTYPE)
         if words.dtype == tl.int64
@@ -240,7 +289,7 @@ def _add_products(acc, words, four, DTYPE: tl.constexpr, FP8_INSTRUCTION: tl.con
 
 @triton.jit
 def _four_of_16_bits(words, DTYPE: tl.constexpr):
-    """int64 words -> their four numbers of DTYPE as fp32, from the lowest bits on."""
+    # from the lowest bits on
     return (
         _low(words, DTYPE),
         _low(words >> 16, DTYPE),
@@ -256,7 +305,6 @@ def _low(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def _four_of_8_bits(words, FP8_INSTRUCTION: tl.constexpr):
-    """int32 words -> their four e4m3 numbers as fp32, from the lowest bits on."""
     if (
         FP8_INSTRUCTION
     ):  # two at a time to fp16, and from there without unpacking (LLVM would do that)
@@ -265,9 +313,12 @@ def _four_of_8_bits(words, FP8_INSTRUCTION: tl.constexpr):
             "cvt.rn.f16x2.e4m3x2 ab, a; cvt.rn.f16x2.e4m3x2 cd, b; mov.b32 {a, b}, ab; mov.b32 "
             "{c, d}, cd; "
             "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }",
-            "=f,=f,=f,=f,r", [words],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
+            "=f,=f,=f,=f,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
     return (
         _wide_e4m3(words),
         _wide_e4m3(words >> 8),
@@ -278,5 +329,5 @@ def _four_of_8_bits(words, FP8_INSTRUCTION: tl.constexpr):
 
 @triton.jit
 def _wide_e4m3(words):
-    """The lowest byte: its bits in their places of fp16, whose exponent's bias is greater by 8."""
+    # The lowest byte, in the places of fp16, whose exponent's bias is greater by 8.
     return _low(((words & 0x80) << 8) | ((words & 0x7F) << 7), tl.float16) * 256.0

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from kvrelay.kernels.kv_write import write_kv
+from kvrelay.kernels.elementwise import act_and_mul, apply_rope, layer_norm, rms_norm, write_kv
 from kvrelay.kernels.linear import Linear, fewest_invariant_rows
 from kvrelay.kernels.lora import PackedLora
 from kvrelay.kernels.moe import Experts, route
-from kvrelay.kernels.norm_rope_act import act_and_mul, apply_rope, layer_norm, rms_norm
 from kvrelay.kernels.paged_attention import AttentionPlan, attend
 from kvrelay.paged_engine.adapters import Site, adapter_sites, stack_sites
 from kvrelay.paged_engine.lora_files import Adapter

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvrelay.kernels.block_tables import append_blocks, step_tables
-from kvrelay.kernels.prefill_tiles import prefill_tiles, tile_tokens
+from kvrelay.kernels.paged_prefill import prefill_tiles, tile_tokens
 from kvrelay.paged_engine.gpu_operations import GpuStep
 from kvrelay.paged_engine.gpu_sampler import GpuSampler, SamplePlan
 from kvrelay.paged_engine.model_config import ModelConfig
@@ -50,7 +50,7 @@ class StepUploads:
         device: torch.device,
     ) -> None:
         """Allocate buffers. `chunks_only`: decodes are computed as chunks of one token."""
-        self._group, self._head_dim = model.num_heads // model.num_kv_heads, model.head_dim
+        self._group = model.num_heads // model.num_kv_heads
         self._block_size, self._chunks_only, self._device = block_size, chunks_only, device
         self.max_blocks = _to_16_bytes(-(-max_model_len // block_size))
         rows = _to_16_bytes(max_num_seqs)
@@ -166,9 +166,7 @@ class StepUploads:
 
     def _tiles(self, values: StepValues, decodes: int) -> np.ndarray:
         counts, contexts = values.counts[decodes:], values.sequences[1, decodes:]
-        return prefill_tiles(
-            counts.tolist(), contexts.tolist(), group=self._group, head_dim=self._head_dim
-        )
+        return prefill_tiles(counts.tolist(), contexts.tolist(), group=self._group)
 
     def _chunk_step(
         self,

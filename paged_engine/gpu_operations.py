@@ -13,13 +13,12 @@ import torch
 
 from kvrelay.kernels.decode_plan import DecodeWorkspace, plan_decode
 from kvrelay.kernels.fp8_linear import Fp8Linear
-from kvrelay.kernels.fused_act import act_and_mul, relu
-from kvrelay.kernels.fused_embed import embed
-from kvrelay.kernels.fused_norm import layer_norm, pdl_works, rms_norm
+from kvrelay.kernels.fused_elementwise import act_and_mul, embed, layer_norm, relu, rms_norm
 from kvrelay.kernels.fused_rope_write import rope_and_write
 from kvrelay.kernels.gpu_linear import GpuLinear
 from kvrelay.kernels.grouped_gemm import moe
 from kvrelay.kernels.grouped_lora import INVARIANT_ROWS, default_tiles, expand, shrink
+from kvrelay.kernels.launch import pdl_works
 from kvrelay.kernels.paged_decode import paged_decode
 from kvrelay.kernels.paged_prefill import paged_prefill
 from kvrelay.kernels.skinny_gemm import Activation

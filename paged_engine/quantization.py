@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from kvrelay.kernels.fp8_reference import dequantize, quantize_weight
+from kvrelay.kernels.elementwise import dequantize, quantize_e4m3
 from kvrelay.paged_engine.model_config import ModelConfig, Quantization
 from kvrelay.paged_engine.model_tensors import quantized_weights, tensor_shapes
 from kvrelay.wire.errors import ConfigError
@@ -142,7 +142,7 @@ def quantized(
     fp8, quantization = quantized_weights(config), config.quantization
     for name, tensor in tensors:
         if name in fp8 and quantization is not None and quantization.keeps(name):
-            weight, scale = quantize_weight(tensor)
+            weight, scale = quantize_e4m3(tensor)
             yield name, weight
             yield f"{name}_scale", scale.reshape(-1)
         else:

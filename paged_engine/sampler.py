@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from kvrelay.kernels.philox import uniform
-from kvrelay.kernels.sampling import draw, keep_likely, penalize
+from kvrelay.kernels.sampling import draw, keep_likely, penalize, uniform
 from kvrelay.paged_engine.grammar import row_masks
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.step_plan import ScoredRows

@@ -154,7 +154,7 @@ def _regex_deep(text: str) -> int:
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """A choice's sampling parameters. Token i is a function of (logits, these values, i): see
-    kernels/philox.py.
+    kernels/sampling.py.
 
     `seed` is always set (a request without one is given one at the door); `top_k` 0 and `top_p` 1
     are off; `temperature` 0 is greedy; `logprobs` None is off, k means the chosen token and the k

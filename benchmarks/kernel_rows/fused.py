@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.gpu_timing import Row, median_us
-from kvrelay.kernels.fused_act import act_and_mul, relu
-from kvrelay.kernels.fused_embed import embed
-from kvrelay.kernels.fused_norm import rms_norm
+from kvrelay.kernels.fused_elementwise import act_and_mul, embed, relu, rms_norm
 from kvrelay.kernels.fused_rope_write import rope_and_write
 
 __all__ = ["rows"]

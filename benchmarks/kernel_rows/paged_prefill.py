@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_timing import Row, median_us
-from kvrelay.kernels.paged_prefill import paged_prefill
-from kvrelay.kernels.prefill_tiles import prefill_tiles
+from kvrelay.kernels.paged_prefill import paged_prefill, prefill_tiles
 
 __all__ = ["rows"]
 
@@ -74,7 +73,7 @@ def _step(work: str, block_size: int) -> Step:
     device, dtype = torch.device("cuda"), torch.bfloat16
     generator = torch.Generator(device).manual_seed(0)
     order = torch.randperm(num_blocks - 1, generator=generator, device=device) + 1
-    tiles = prefill_tiles(lens, contexts, group=HEADS // KV_HEADS, head_dim=HEAD_DIM)
+    tiles = prefill_tiles(lens, contexts, group=HEADS // KV_HEADS)
     visible = sum(n * before + n * (n + 1) // 2 for n, before in WORKS[work])
     shape = (num_blocks, KV_HEADS, LAYERS, 2, block_size, HEAD_DIM)
     query = torch.randn(sum(lens), HEADS, HEAD_DIM, dtype=dtype, device=device, generator=generator)

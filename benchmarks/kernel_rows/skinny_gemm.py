@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_timing import Row, median_us
-from kvrelay.kernels.fp8_linear import Fp8Linear, quantize_rows, quantize_weight
-from kvrelay.kernels.fused_act import act_and_mul
-from kvrelay.kernels.fused_norm import rms_norm
+from kvrelay.kernels.fp8_linear import Fp8Linear, quantize_rows
+from kvrelay.kernels.fused_elementwise import act_and_mul, rms_norm
 from kvrelay.kernels.gpu_linear import GpuLinear
 from kvrelay.kernels.invariant_gemm import (
     invariant_linear,
@@ -158,7 +157,7 @@ def _fp8_rows() -> Iterator[Row]:
     launch that does x.
     """
     for name, (n, k) in SHAPES.items():
-        linears = [Fp8Linear(*quantize_weight(weight)) for weight in _weights(n, k)]
+        linears = [Fp8Linear.quantized(weight) for weight in _weights(n, k)]
         for m in (1, 8, 32, 64, 128, 512, 4096):
             x, out = _random(m, k), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
             act = torch.empty(m, n // 2, dtype=torch.bfloat16, device="cuda")

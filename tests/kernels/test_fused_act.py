@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrelay.kernels.norm_rope_act import act_and_mul as act_and_mul_twin
+from kvrelay.kernels.elementwise import act_and_mul as act_and_mul_twin
 from tests.kernels.rounding import assert_same, exact_rounding, poisoned, randn
 
-fused = pytest.importorskip("kvrelay.kernels.fused_act", exc_type=ImportError)
+fused = pytest.importorskip("kvrelay.kernels.fused_elementwise", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures(exact_rounding.__name__)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

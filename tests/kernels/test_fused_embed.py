@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrelay.kernels.norm_rope_act import embed as embed_twin
+from kvrelay.kernels.elementwise import embed as embed_twin
 from tests.kernels.rounding import exact_rounding, poisoned_memory, randn
 
 pytest.importorskip("triton")
-from kvrelay.kernels.fused_embed import embed
+from kvrelay.kernels.fused_elementwise import embed
 from kvrelay.kernels.fused_sampling import sample
 from kvrelay.kernels.sampling_slots import SlotTables
 
@@ -47,8 +47,8 @@ def test_ids_come_from_the_sampler_where_a_source_is_named(device, tokens, hidde
 @in_poisoned_memory
 def test_ids_of_the_engine_in_tiles_of_part_of_a_row(device):
     token_ids, sampled, source = _ids(40, device, seed=2, index=torch.int32)
-    table = randn(VOCAB, 64, seed=3, dtype=torch.bfloat16, device=device)
-    out = embed(token_ids, sampled, source, table, tile=(16, 1))
+    table = randn(VOCAB, 1100, seed=3, dtype=torch.bfloat16, device=device)
+    out = embed(token_ids, sampled, source, table)
     assert torch.equal(out, embed_twin(token_ids, sampled, source, table))
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrelay.kernels.norm_rope_act import layer_norm as layer_norm_twin
-from kvrelay.kernels.norm_rope_act import quantize_e4m3
-from kvrelay.kernels.norm_rope_act import rms_norm as rms_norm_twin
+from kvrelay.kernels.elementwise import layer_norm as layer_norm_twin
+from kvrelay.kernels.elementwise import quantize_e4m3
+from kvrelay.kernels.elementwise import rms_norm as rms_norm_twin
 from tests.kernels.rounding import assert_same, exact_rounding, poisoned, poisoned_memory, randn
 
-fused = pytest.importorskip("kvrelay.kernels.fused_norm", exc_type=ImportError)
+fused = pytest.importorskip("kvrelay.kernels.fused_elementwise", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures(exact_rounding.__name__)
 in_poisoned_memory = pytest.mark.usefixtures(poisoned_memory.__name__)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrelay.kernels.kv_write import rope_and_write as twin
+from kvrelay.kernels.elementwise import rope_and_write as twin
 from tests.kernels.rounding import assert_same, exact_rounding, poisoned, randn
 
 fused = pytest.importorskip("kvrelay.kernels.fused_rope_write", exc_type=ImportError)

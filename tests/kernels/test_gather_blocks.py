@@ -14,7 +14,6 @@ from kvrelay.kernels.gather_blocks import (
     PROGRAMS,
     TILE_BYTES,
     gather_blocks,
-    gather_blocks_reference,
     tiles_in,
 )
 
@@ -32,7 +31,7 @@ def test_equals_indexing_and_touches_nothing_else(block_bytes, count, device):
         torch.randperm(POOL_BLOCKS, generator=generator)[:count].to(device, torch.int32)
         for _ in range(2)
     )
-    gather_blocks_reference(source, expected, source_blocks, target_blocks)
+    expected[target_blocks.long()] = source[source_blocks.long()]
     gather_blocks(
         source.data_ptr(),
         target.data_ptr(),
@@ -82,7 +81,7 @@ def test_slices_add_up_to_the_transfer(slice_tiles, device):
     source, target, expected = pools(block_bytes, torch.Generator().manual_seed(0), device)
     source_blocks = torch.tensor([3, 3, 0, 12, 5], dtype=torch.int32, device=device)
     target_blocks = torch.tensor([12, 1, 2, 7, 8], dtype=torch.int32, device=device)
-    gather_blocks_reference(source, expected, source_blocks, target_blocks)
+    expected[target_blocks.long()] = source[source_blocks.long()]
     total = tiles_in(5, block_bytes)
     assert total == 15
     for first in range(0, total, slice_tiles):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from kvrelay.kernels.kv_write import write_kv
+from kvrelay.kernels.elementwise import write_kv
 from kvrelay.kernels.paged_attention import SequenceSpan, attend, plan_attention
 
 BLOCK = 16

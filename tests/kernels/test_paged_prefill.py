@@ -18,12 +18,17 @@ import pytest
 import torch
 
 from kvrelay.kernels.paged_attention import SequenceSpan, attend, plan_attention
-from kvrelay.kernels.prefill_tiles import TILE_ROWS, prefill_tiles, tile_heads, tile_tokens
 from tests.kernels.rounding import assert_attention
 
 pytest.importorskip("triton")
 from kvrelay.kernels import paged_prefill as prefill_module
-from kvrelay.kernels.paged_prefill import paged_prefill
+from kvrelay.kernels.paged_prefill import (
+    TILE_ROWS,
+    paged_prefill,
+    prefill_tiles,
+    tile_heads,
+    tile_tokens,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
@@ -63,9 +68,7 @@ class Case:
     ) -> torch.Tensor:
         """The kernel's output, poisoned before."""
         device, dim = self.query.device, self.query.shape[2]
-        tiles = prefill_tiles(
-            self.query_lens, self.context_lens, group=self.group, head_dim=dim, window=window
-        )
+        tiles = prefill_tiles(self.query_lens, self.context_lens, group=self.group, window=window)
         out = torch.full_like(self.query, torch.nan, memory_format=torch.contiguous_format)
         returned = paged_prefill(
             self.query,
@@ -217,7 +220,7 @@ def test_tiles_cover_every_token_once_and_long_ones_come_first() -> None:
     for group, window in itertools.product((1, 3, 4, 7, 8, 64), (0, 100)):
         query_lens = rng.integers(0, 300, 20).tolist()
         context_lens = [count + int(rng.integers(0, 900)) for count in query_lens]
-        tiles = prefill_tiles(query_lens, context_lens, group=group, head_dim=128, window=window)
+        tiles = prefill_tiles(query_lens, context_lens, group=group, window=window)
         tokens = tile_tokens(group)
         assert tiles.dtype == np.int32
         assert tokens * tile_heads(group) == TILE_ROWS
@@ -235,13 +238,13 @@ def test_tiles_cover_every_token_once_and_long_ones_come_first() -> None:
 
 
 def test_no_sequences_make_no_tiles() -> None:
-    assert prefill_tiles([], [], group=4, head_dim=128).shape == (0, 2)
-    assert prefill_tiles([0], [9], group=4, head_dim=128).shape == (0, 2)
+    assert prefill_tiles([], [], group=4).shape == (0, 2)
+    assert prefill_tiles([0], [9], group=4).shape == (0, 2)
 
 
 def test_tiles_refuse_a_context_without_its_own_chunk() -> None:
     with pytest.raises(ValueError, match="fewer tokens"):
-        prefill_tiles([5], [4], group=1, head_dim=64)
+        prefill_tiles([5], [4], group=1)
 
 
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="small shapes, for the interpreter")
@@ -369,7 +372,7 @@ COMPILE = """
 import re, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
-from kvrelay.kernels.prefill_tiles import tile_heads, tile_tokens
+from kvrelay.kernels.paged_prefill import tile_heads, tile_tokens
 
 def signature(kernel, special, constants):
     types = {name: special.get(name, "i32") for name in kernel.arg_names}
@@ -399,7 +402,7 @@ def spilled(which):
         special = {**tables, "queries": f"tensordesc<bf16[32, 4, 128],{layout.format(3)}>"}
         special.update(keys=block, values=block)
         special.update(out="*bf16", to_exponent="fp32", cap="fp32")
-        constants = dict(sizes, STRIP=128, SLOTS=2, TAKE_TURNS=True, HOLD_WAIT=True)
+        constants = dict(sizes, STRIP=128, SLOTS=2)
         kind, options, target = GluonASTSource, {"num_warps": 4}, 90
     else:
         from kvrelay.kernels.paged_prefill import _prefill_kernel as kernel
@@ -527,7 +530,7 @@ def test_runs_in_a_cuda_graph(path: str, device: torch.device) -> None:
     rows = sum(case.query_lens)
     first = torch.tensor(starts(case.query_lens), dtype=torch.int32, device=device)
     contexts = torch.tensor(case.context_lens, dtype=torch.int32, device=device)
-    tiles = prefill_tiles(case.query_lens, case.context_lens, group=4, head_dim=128)
+    tiles = prefill_tiles(case.query_lens, case.context_lens, group=4)
     tiles = torch.from_numpy(tiles).to(device)
     out = torch.full_like(expected, torch.nan)
     graph = torch.cuda.CUDAGraph()

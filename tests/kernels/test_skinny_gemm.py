@@ -16,7 +16,7 @@ from torch.nn import functional
 pytest.importorskip("triton")
 
 from kvrelay.kernels import skinny_gemm
-from kvrelay.kernels.fp8_reference import quantize_rows_reference, quantize_weight
+from kvrelay.kernels.elementwise import quantize_e4m3
 from kvrelay.kernels.skinny_gemm import (
     MAX_ROWS,
     RING_ROWS,
@@ -112,10 +112,10 @@ def check(
     weight = random(weight_rows, k, seed=seed + 1, device=device, dtype=dtype, scale=k**-0.5)
     around: dict[str, object] = {"gate": gate}
     if fp8:
-        weight, weight_scale = quantize_weight(weight)
+        weight, weight_scale = quantize_e4m3(weight)
         around["weight_scale"] = weight_scale[:, 0]
     if fp8 and not (m == 1 and (tile is None or isinstance(tile, VectorTile))):
-        x, around["x_scale"] = quantize_rows_reference(x)
+        x, around["x_scale"] = quantize_e4m3(x)
     if fused.get("bias"):
         around["bias"] = random(weight_rows, seed=seed + 2, device=device, dtype=dtype)
     if fused.get("residual"):

@@ -22,9 +22,9 @@ from engines import GPU_SIZES, ON_GPU, drain, make, output
 from tiny_adapters import make_adapter, merged
 from tiny_models import make_tiny
 
+from kvrelay.kernels.elementwise import act_and_mul, rms_norm
 from kvrelay.kernels.gpu_linear import GpuLinear
 from kvrelay.kernels.lora import add_lora
-from kvrelay.kernels.norm_rope_act import act_and_mul, rms_norm
 from kvrelay.paged_engine.adapters import Site
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.gpu_operations import AdaptedLinear

@@ -1,0 +1,167 @@
+"""Small steps of a decoder layer in torch: the CPU path, and twins of the fused kernels.
+
+Norms, rotary embedding, KV write, activations, embedding, and fp8 (e4m3) vectors with scales.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+__all__ = [
+    "act_and_mul",
+    "apply_rope",
+    "dequantize",
+    "embed",
+    "layer_norm",
+    "quantize_e4m3",
+    "rms_norm",
+    "rope_and_write",
+    "write_kv",
+]
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, *, plus_one: bool = False
+) -> torch.Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32.
+
+    x [..., dim]; weight [dim] or [heads, dim], or None for ones. plus_one: Gemma's form, x * scale
+    * (1 + weight) rounded once, where Llama's rounds before the product too. Source: Zhang and
+    Sennrich, "Root mean square layer normalization", 2019.
+    """
+    wide = x.float()
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    if plus_one and weight is not None:
+        return (wide * scale * (1 + weight.float())).to(x.dtype)
+    normed = (wide * scale).to(x.dtype)
+    return normed if weight is None else normed * weight
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias, in fp32 and rounded once."""
+    wide = functional.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps)
+    return wide.to(x.dtype)
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs (i, i + dim/2) of each head's first `dim` elements by the token's angle.
+
+    x [tokens, heads, head_dim], cos and sin [tokens, 1, dim/2]; the rest of a head stays. Source:
+    Su et al., "RoFormer", 2021, in the half-split form that Llama checkpoints use.
+    """
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def act_and_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
+    """Return act(gate) * up of a fused [rows, 2 * dim] projection; act is silu or gelu_tanh."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if act == "silu":
+        return functional.silu(gate) * up
+    if act != "gelu_tanh":
+        raise ValueError(f"activation {act!r}, must be 'silu' or 'gelu_tanh'")
+    # Not functional.gelu, which gives the last elements of a thread's share other bits.
+    wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
+    bend = (0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)).tanh_()
+    return (0.5 * wide * (1 + bend)).to(gate.dtype) * up
+
+
+def embed(
+    token_ids: torch.Tensor,
+    sampled: torch.Tensor,
+    source: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    scale: float = 1.0,
+) -> torch.Tensor:
+    """Return rows of `table` [V, H] for ids sampled[source] where source >= 0, else token_ids.
+
+    `scale` is rounded to the table's dtype first.
+    """
+    ids = torch.where(source >= 0, sampled[source.clamp(min=0).long()], token_ids.long())
+    return table[ids] * torch.tensor(scale, dtype=table.dtype, device=table.device)
+
+
+def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return vectors x [..., dim] as float8_e4m3fn, and their fp32 scales [..., 1].
+
+    A scale is the vector's largest magnitude / 448, or 1 below 1e-30, where it would leave the
+    range of fp32's full precision.
+    """
+    amax = x.float().abs().amax(-1, keepdim=True)
+    # As a tensor: torch multiplies by the inverse of a scalar, with another last bit.
+    top = torch.full_like(amax, 448.0)
+    amax = torch.where(amax < 1e-30, top, amax)
+    return (x.float() * (top / amax)).to(torch.float8_e4m3fn), amax / top
+
+
+def dequantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return float8_e4m3fn [N, K] times scale ([N, 1], [N] or one number), rounded to `dtype`."""
+    return (weight.float() * scale.float().reshape(-1, 1)).to(dtype)
+
+
+def write_kv(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: torch.Tensor,
+    offsets: torch.Tensor,
+) -> None:
+    """Write key and value [tokens, kv_heads, head_dim] to their offsets of their blocks.
+
+    Caches [num_blocks, kv_heads, block_size, head_dim], one layer's views of the pool; blocks and
+    offsets int64 [tokens]. Padding rows name the null block 0.
+    """
+    key_cache[blocks, :, offsets] = key
+    value_cache[blocks, :, offsets] = value
+
+
+def rope_and_write(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    blocks: torch.Tensor,
+    offsets: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    plus_one: bool = False,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Do what `fused_rope_write.rope_and_write` does, which states shapes and rounding."""
+    heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
+    query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1)
+    rotated = query
+    if q_norm is not None:
+        rotated = rms_norm(query, q_norm, eps, plus_one=plus_one)
+        key = rms_norm(key, k_norm, eps, plus_one=plus_one)
+    if cos_sin is not None:
+        cos, sin = cos_sin[positions.long()][:, None].chunk(2, dim=-1)
+        rotated = apply_rope(rotated.float(), cos, sin)
+        key = apply_rope(key.float(), cos, sin).to(qkv.dtype)
+    query.copy_(rotated)
+    blocks, offsets = blocks.long(), offsets.long()
+    if key_scales is None or value_scales is None:
+        write_kv(key_cache, value_cache, key, value, blocks, offsets)
+        return query
+    for cache, scales, vectors in (
+        (key_cache, key_scales, key),
+        (value_cache, value_scales, value),
+    ):
+        stored, scale = quantize_e4m3(vectors)
+        # As bytes: torch has no indexed copy of fp8 on all devices.
+        cache.view(torch.uint8)[blocks, :, offsets] = stored.view(torch.uint8)
+        scales[blocks, :, offsets] = scale.squeeze(-1)
+    return query

@@ -1,0 +1,327 @@
+"""Norms, activations and embedding in Triton; torch twins in `kernels/elementwise.py`.
+
+Grids: norms one program per row (H <= 16384), which stays in registers between its one load and its
+one store; activations and embedding one per row and tile of columns; relu one per tile. Arithmetic
+is fp32. The warps of a norm follow from H alone, so a row is summed in one order in every batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvrelay.kernels.launch import cdiv, pdl_works, power_of_2, wait_for_previous
+
+__all__ = [
+    "act_and_mul",
+    "activate",
+    "e4m3_scale",
+    "embed",
+    "layer_norm",
+    "relu",
+    "rms_norm",
+    "warps_for",
+]
+
+MAX_H = 16384
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    plus_one: bool = False,
+    scales_out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, [T, H].
+
+    x [T, H] (rows may be strided), weight [H] or None for ones. residual [T, H]: `residual += x`
+    first, in place, and the norm is the sum's. plus_one: Gemma's x * rstd * (1 + weight), rounded
+    once; else Llama's, rounded before and after the weight. scales_out [T, 1] fp32: the result is
+    float8_e4m3fn, divided by its row's largest magnitude / 448, which is written here.
+    """
+    return _norm(x, weight, None, eps, residual, scales_out, pdl, plus_one=plus_one)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, *, pdl: bool = False
+) -> torch.Tensor:
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias, [T, H], rounded once."""
+    return _norm(x, weight, bias, eps, None, None, pdl, centered=True)
+
+
+def _norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    scales_out: torch.Tensor | None,
+    pdl: bool,
+    *,
+    plus_one: bool = False,
+    centered: bool = False,
+) -> torch.Tensor:
+    tokens, hidden = x.shape
+    if hidden > MAX_H:
+        raise ValueError(f"rows of {hidden} elements, at most {MAX_H} fit one program")
+    if x.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
+        raise ValueError("the elements of a row must be contiguous")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual {tuple(residual.shape)} does not fit x {tuple(x.shape)}")
+    if scales_out is not None and (scales_out.numel() != tokens or not scales_out.is_contiguous()):
+        shape = tuple(scales_out.shape)
+        raise ValueError(f"scales_out must be a contiguous [{tokens}, 1], is {shape}")
+    dtype = x.dtype if scales_out is None else torch.float8_e4m3fn
+    out = torch.empty(tokens, hidden, dtype=dtype, device=x.device)
+    if tokens:
+        block = power_of_2(hidden)
+        pdl = pdl and pdl_works(x.device)
+        _norm_rows[(tokens,)](
+            x,
+            residual,
+            weight,
+            bias,
+            out,
+            scales_out,
+            eps,
+            x.stride(0),
+            0 if residual is None else residual.stride(0),
+            H=hidden,
+            BLOCK=block,
+            CENTERED=centered,
+            PLUS_ONE=plus_one and weight is not None,
+            PDL=pdl,
+            num_warps=warps_for(block),
+            launch_pdl=pdl,
+        )
+    return out
+
+
+def warps_for(block: int) -> int:
+    """Return the warps for a row of `block` elements: 16 a thread, two loads of 16 bytes."""
+    return min(max(block // 512, 1), 16)
+
+
+def act_and_mul(
+    gate_up: torch.Tensor, act: str, *, out: torch.Tensor | None = None, pdl: bool = False
+) -> torch.Tensor:
+    """Return act(gate) * up of a fused projection gate_up [T, 2 * I], gate first, as [T, I].
+
+    act: "silu", or "gelu_tanh" (Gemma's tanh approximation). Rows of gate_up and out may be
+    strided.
+    """
+    tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    if out is None:
+        out = torch.empty(tokens, inner, dtype=gate_up.dtype, device=gate_up.device)
+    if act not in ("silu", "gelu_tanh"):
+        raise ValueError(f"activation {act!r}, must be 'silu' or 'gelu_tanh'")
+    if gate_up.shape[1] % 2 or out.shape != (tokens, inner):
+        raise ValueError(f"gate_up {tuple(gate_up.shape)} and out {tuple(out.shape)} do not fit")
+    if gate_up.stride(1) != 1 or out.stride(1) != 1:
+        raise ValueError("the elements of a row must be contiguous")
+    if tokens:
+        # Few tokens are spread over all SMs; many are served with fewer, longer programs.
+        block, warps = (512, 2) if tokens * inner <= 1 << 20 else (2048, 4)
+        pdl = pdl and pdl_works(gate_up.device)
+        _act_and_mul[(tokens * cdiv(inner, block),)](
+            gate_up,
+            out,
+            gate_up.stride(0),
+            out.stride(0),
+            I=inner,
+            BLOCK=block,
+            ACT=act,
+            PDL=pdl,
+            num_warps=warps,
+            launch_pdl=pdl,
+        )
+    return out
+
+
+def relu(x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+    """Replace x, contiguous and of any shape, by max(x, 0) in place; NaN stays NaN."""
+    if not x.is_contiguous():
+        raise ValueError("relu works in place on contiguous tensors")
+    if x.numel():
+        pdl = pdl and pdl_works(x.device)
+        _relu[(cdiv(x.numel(), 1024),)](
+            x, x.numel(), BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl
+        )
+    return x
+
+
+def embed(
+    token_ids: torch.Tensor,
+    sampled: torch.Tensor,
+    source: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Return embedding rows of sampled[source] where source >= 0, else of token_ids, [T, H].
+
+    token_ids and source int32 | int64 [T], sampled int64 [max_slots]. table [V, H], rows may be
+    strided; ids are not checked against V. scale: Gemma's, rounded to the table's dtype before the
+    product, which is rounded again.
+    """
+    tokens, hidden = token_ids.shape[0], table.shape[1]
+    if source.shape != (tokens,):
+        raise ValueError(f"{tokens} tokens: source {tuple(source.shape)} does not fit")
+    if table.stride(1) != 1:
+        raise ValueError("the elements of a row must be contiguous")
+    out = torch.empty(tokens, hidden, dtype=table.dtype, device=table.device)
+    if tokens:
+        block = min(power_of_2(hidden), 1024 if tokens <= 512 else 4096)
+        pdl = pdl and pdl_works(table.device)
+        _embed[(tokens * cdiv(hidden, block),)](
+            token_ids,
+            sampled,
+            source,
+            table,
+            out,
+            torch.tensor(scale, dtype=table.dtype).item(),
+            table.stride(0),
+            H=hidden,
+            BLOCK=block,
+            PDL=pdl,
+            num_warps=max(block // 512, 1),
+            launch_pdl=pdl,
+        )
+    return out
+
+
+@triton.jit
+def activate(gate, ACT: tl.constexpr):
+    """Return silu(gate) or, with ACT "gelu_tanh", gelu: 0.5 g (1 + tanh(z / 2)) = g sigmoid(z)."""
+    z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if ACT == "gelu_tanh" else gate
+    return gate / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def e4m3_scale(amax):
+    """Return fp8 scale and inverse for largest magnitudes `amax`, (1, 1) for zeros.
+
+    Below 1e-30 counts as zero: the scale would leave the range of fp32's full precision.
+    """
+    zero = amax < 1e-30
+    amax = tl.where(zero, 448.0, amax)
+    return tl.div_rn(amax, 448.0), tl.div_rn(448.0, amax)
+
+
+@triton.jit(do_not_specialize_on_alignment=["scales"])
+def _norm_rows(
+    x,
+    residual,
+    weight,
+    bias,
+    out,
+    scales,
+    eps,
+    x_stride,
+    residual_stride,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTERED: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    dtype: tl.constexpr = x.dtype.element_ty
+    column = tl.arange(0, BLOCK)
+    inside = column < H
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if weight is not None:
+        gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    row = tl.program_id(0).to(tl.int64)
+    wide = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        stream = residual + row * residual_stride + column
+        total = (wide + tl.load(stream, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(stream, total, mask=inside)
+        wide = total.to(tl.float32)
+
+    if CENTERED:
+        wide = tl.where(inside, wide - tl.sum(wide) / H, 0.0)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide) / H + eps)
+    if CENTERED:
+        normed = normed * gain + shift
+    elif PLUS_ONE:
+        normed = normed * (1.0 + gain)
+    elif weight is not None:
+        normed = normed.to(dtype).to(tl.float32) * gain
+    normed = normed.to(dtype)
+
+    if scales is not None:
+        wide = normed.to(tl.float32)
+        scale, inverse = e4m3_scale(tl.max(tl.abs(wide)))
+        tl.store(scales + row, scale)
+        normed = (wide * inverse).to(tl.float8e4nv)
+    tl.store(out + row * H + column, normed, mask=inside)
+
+
+@triton.jit
+def _act_and_mul(
+    gate_up,
+    out,
+    gate_up_stride,
+    out_stride,
+    I: tl.constexpr,  # noqa: E741
+    BLOCK: tl.constexpr,
+    ACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tiles: tl.constexpr = tl.cdiv(I, BLOCK)
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    column = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    gate = gate_up + row * gate_up_stride
+    inside = column < I
+    g = tl.load(gate + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate + I + column, mask=inside, other=0.0).to(tl.float32)
+    value = activate(g, ACT) * up
+    tl.store(out + row * out_stride + column, value.to(gate_up.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _relu(x, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    value = tl.load(x + place, mask=place < count)
+    tl.store(x + place, tl.where(value < 0, 0.0, value), mask=place < count)
+
+
+@triton.jit(do_not_specialize_on_alignment=["token_ids", "sampled", "source"])
+def _embed(
+    token_ids,
+    sampled,
+    source,
+    table,
+    out,
+    scale,
+    table_stride,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tiles: tl.constexpr = tl.cdiv(H, BLOCK)
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    wait_for_previous(PDL)
+    slot = tl.load(source + row)
+    token = tl.load(token_ids + row)
+    token = tl.where(slot >= 0, tl.load(sampled + slot, mask=slot >= 0, other=0), token)
+    column = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = column < H
+    value = tl.load(table + token * table_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * H + column, (value * scale).to(out.dtype.element_ty), mask=inside)
