@@ -77,7 +77,7 @@ async def test_a_stream_ends_before_its_router_does() -> None:
 async def test_a_stream_that_takes_longer_ends_with_an_error() -> None:
     said = await ends(0.5, goes_on=False)
     assert b'"content":"b"' in said
-    assert b"the router ends" in said
+    assert b"the router is shutting down" in said
     assert b'"finish_reason":"stop"' not in said
 
 

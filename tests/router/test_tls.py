@@ -166,7 +166,7 @@ def test_files_that_cannot_be_used_are_told_before_anything_listens(
         ({"ssl_keyfile": "key.pem"}, "ssl_keyfile needs ssl_certfile"),
         (
             {"ssl_cert_reqs": 3, "ssl_certfile": "c", "ssl_ca_certs": "a"},
-            "ssl_cert_reqs must be 0, 1 or 2, got 3",
+            "ssl_cert_reqs 3 is not one of 0, 1, 2",
         ),
         ({"ssl_cert_reqs": 2, "ssl_ca_certs": "a"}, "ssl_cert_reqs 2 needs ssl_certfile"),
         ({"ssl_cert_reqs": 2, "ssl_certfile": "c"}, "ssl_cert_reqs 2 needs .* ssl_ca_certs"),
