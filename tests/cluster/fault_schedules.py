@@ -39,9 +39,16 @@ from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.outputs import Load
 
 KINDS = (
-    "kill", "restart", "short stop", "long stop", "cut between nodes", "cut from router", "refusal", "client gone",
+    "kill",
+    "restart",
+    "short stop",
+    "long stop",
+    "cut between nodes",
+    "cut from router",
+    "refusal",
+    "client gone",
     "router gone",
-)  # fmt: skip
+)
 STATES = ("queued", "growing", "reading", "decoding")
 LEASE_S = 1.5
 PROMPTS, TOKENS, LAST = 6, 1500, 32

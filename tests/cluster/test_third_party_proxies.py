@@ -31,15 +31,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": (COMPLETIONS, {"prompt": "x" * 100, "max_tokens": 12}),
     "token ids": (COMPLETIONS, {"prompt": list(range(5, 70)), "max_tokens": 12}),
     "several choices": (CHAT, {"messages": MESSAGES, "max_tokens": 9, "n": 3}),
-    "log-probabilities": (CHAT, {"messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}),
-    "echo with log-probabilities": (COMPLETIONS, {"prompt": "abc", "max_tokens": 4, "echo": True, "logprobs": 1}),
+    "log-probabilities": (
+        CHAT,
+        {"messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 2},
+    ),
+    "echo with log-probabilities": (
+        COMPLETIONS,
+        {"prompt": "abc", "max_tokens": 4, "echo": True, "logprobs": 1},
+    ),
     "a stop string": (COMPLETIONS, {"prompt": "y" * 40, "max_tokens": 30, "stop": ["f", "a", " "]}),
     "at least so many": (COMPLETIONS, {"prompt": "z" * 20, "max_tokens": 9, "min_tokens": 9}),
     "one token": (COMPLETIONS, {"prompt": "one", "max_tokens": 1}),
-    "a schema": (CHAT, {"messages": MESSAGES, "max_tokens": 40, "response_format": {
-        "type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}}),
-    "a forced tool": (CHAT, {"messages": MESSAGES, "max_tokens": 60, "tools": [TOOL], "tool_choice": "required"}),
-}  # fmt: skip
+    "a schema": (
+        CHAT,
+        {
+            "messages": MESSAGES,
+            "max_tokens": 40,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "s", "schema": SCHEMA},
+            },
+        },
+    ),
+    "a forced tool": (
+        CHAT,
+        {"messages": MESSAGES, "max_tokens": 60, "tools": [TOOL], "tool_choice": "required"},
+    ),
+}
 
 
 @pytest.fixture(scope="module")

@@ -164,10 +164,20 @@ def test_results_of_tools_are_taken_and_none_calls_none(cluster):
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [], "tool_choice": NAMED}, "tool_choice"),
         ({"tool_choice": "required", "extra_body": {"guided_regex": "a"}}, "guided_regex"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}],
-          "tool_choice": "required"}, "tool_choice"),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"type": "objekt"}},
+                    }
+                ],
+                "tool_choice": "required",
+            },
+            "tool_choice",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_a_400(fields, param, cluster):
     with pytest.raises(BadRequestError) as refused:
         whole(cluster.url, **fields)

@@ -37,9 +37,17 @@ MAY_IMPORT = {
 }
 OURS = {*MAY_IMPORT, "benchmarks", "deploy", "tests"}
 HEAVY = {
-    "torch", "triton", "nixl", "nixl_cu12", "nixl_cu13", "transformers", "tokenizers", "gguf", "safetensors",
+    "torch",
+    "triton",
+    "nixl",
+    "nixl_cu12",
+    "nixl_cu13",
+    "transformers",
+    "tokenizers",
+    "gguf",
+    "safetensors",
     "llguidance",
-}  # fmt: skip
+}
 NEVER = {
     "wire": HEAVY | {"socket", "asyncio", "aiohttp", "zmq", "time"},
     "load": HEAVY,
