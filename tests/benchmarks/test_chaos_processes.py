@@ -19,7 +19,7 @@ from tests.soak.chaos.processes import Cluster, Node
 from tests.soak.fuzz.stand import Stand
 
 
-def test_a_log_that_is_stalled_twice_is_read_again_after_both(tmp_path: Path) -> None:
+def test_a_log_that_is_stalled_twice_comes_after_both(tmp_path: Path) -> None:
     logs, log = Logs(), tmp_path / "log"
     theirs = logs.pipe(log)
     try:

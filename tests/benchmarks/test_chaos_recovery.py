@@ -48,7 +48,7 @@ def struck(
     """One fault, and what is kept of it."""
     fault, node = Fault(at, kind, tuple(nodes)), cluster.nodes[1]
     cluster.note(fault, [node])
-    cluster.struck[-1] = type(cluster.struck[-1])(at, fault, node.name, node.url)
+    cluster.struck[-1] = type(cluster.struck[-1])(at, fault, node.name)
     cluster.over.append((ended, fault, node))
 
 

@@ -253,11 +253,6 @@ def test_without_answers_and_without_further_tokens_there_is_no_time() -> None:
     )
 
 
-def test_a_result_of_other_requests_is_refused() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        seen_by(result(), ASKED[:3])
-
-
 # --- order and resuming
 # ----------------------------------------------------------------------------------------------
 

@@ -93,7 +93,6 @@ class Struck:
     at: float
     fault: Fault
     node: str
-    url: str
     missed: bool = False
 
 
@@ -177,7 +176,6 @@ class Cluster:
                 now,
                 fault,
                 node.name,
-                node.url,
                 node.down_since is not None if missed is None else missed,
             )
             for node in nodes
@@ -277,7 +275,7 @@ class Cluster:
         if "engine" in fault.kind:
             pids = pids[1:]
         missed = not pids
-        self.struck.append(Struck(now, fault, node.name, node.url, missed))
+        self.struck.append(Struck(now, fault, node.name, missed))
         if missed:
             return
         if fault.kind != "stop router":  # nothing is lost with that one

@@ -57,7 +57,7 @@ class Strikes:
         else:
             assert self._cluster.router is not None
             missed = self._cluster.router.down_since is not None
-            self._cluster.struck.append(Struck(time.monotonic(), fault, "clients", "", missed))
+            self._cluster.struck.append(Struck(time.monotonic(), fault, "clients", missed))
             await self._rude.do(
                 fault.kind, int(fault.amount), fault.for_s, random.Random(fault.seed)
             )

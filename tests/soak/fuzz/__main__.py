@@ -1,9 +1,9 @@
 """Wrong and excessive messages on every port of every process of a cluster, which must go on as if
 nothing had been.
 
-    python -m tests.soak.fuzz --seconds 600 --seed 1 python -m tests.soak.fuzz --seconds 3600 --seed
-    2 --memory-gib 10               # the hour that a release wants python -m tests.soak.fuzz
-    --seconds 3600 --target languages --trust-templates   # templates of requests, too
+    python -m tests.soak.fuzz --seconds 600 --seed 1
+    python -m tests.soak.fuzz --seconds 3600 --seed 2 --memory-gib 10  # what a release wants
+    python -m tests.soak.fuzz --seconds 3600 --target languages --trust-templates
 
 Starts a prefill node, a decode node and a router with two workers on this machine, with all keys
 and secrets set. Then rounds: each is some messages for one target, a function of (seed, number,
@@ -287,9 +287,7 @@ def main() -> int:
         default=1,
         help="ranks of the prefill node: their ports, too",
     )
-    parser.add_argument("--json", type=Path, help="write the report there")
     given = vars(parser.parse_args())
-    written = given.pop("json")
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     report = asyncio.run(fuzzed(folder, Options(**given)))
     print(
@@ -301,8 +299,6 @@ def main() -> int:
     )
     for one in report["broken"]:
         print(f"BROKEN: {one}")
-    if written is not None:
-        written.write_text(json.dumps(report, indent=2, default=str), encoding="utf-8")
     if report["broken"]:
         print(f"again: {_command(given, report['broken'][0])}; logs: {folder}")
         return 1

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,8 +47,6 @@ class Usage:
     rss: int
     files: int
     threads: int
-    kinds: Counter[str] = field(default_factory=Counter)
-    """How many of the open files are sockets, pipes, anon_inodes (epoll), and which path."""
 
 
 @dataclass(eq=False)
@@ -85,18 +82,14 @@ class Process:
 
     def usage(self) -> Usage:
         rss = files = threads = 0
-        kinds: Counter[str] = Counter()
         for pid in family(self.popen.pid):
             with contextlib.suppress(OSError):
                 rss += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf(
                     "SC_PAGE_SIZE"
                 )
-                for link in Path(f"/proc/{pid}/fd").iterdir():
-                    files += 1
-                    with contextlib.suppress(OSError):
-                        kinds[os.readlink(link).partition(":[")[0]] += 1
+                files += len(list(Path(f"/proc/{pid}/fd").iterdir()))
                 threads += len(list(Path(f"/proc/{pid}/task").iterdir()))
-        return Usage(rss, files, threads, kinds)
+        return Usage(rss, files, threads)
 
     def news(self) -> str:
         """Read what was logged since the last call."""
