@@ -52,7 +52,7 @@ _SENTENCES = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What must be equal: the text, and the log-probability of each chosen token as exact floats."""
+    """An answer that must be equal: text, and log-probabilities of its tokens as exact floats."""
 
     text: str
     logprobs: tuple[float, ...]

@@ -44,7 +44,8 @@ def kv_events(
 
 @contextmanager
 def running(command: str, *flags: str) -> Iterator[tuple[str, int]]:
-    """Start `kvrelay COMMAND FLAGS` on a free port; yield its URL and process id once it is healthy.
+    """Start `kvrelay COMMAND FLAGS` on a free port; yield its URL and process id once it is
+    healthy.
 
     Raises RuntimeError if it ends at start, TimeoutError if it does not get healthy in time; then
     its log is printed.

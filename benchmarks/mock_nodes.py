@@ -3,9 +3,10 @@ can.
 
     python -m benchmarks.mock_nodes prefill|decode
 
-Prints its port. Speaks the leg stream of our nodes and, to be asked directly, the OpenAI API. An answer has
-`max_tokens` events, each written on its own, as fast as they are read; with `"stop": ["paced-N"]`
-one comes every N ms, for all streams at once, as the steps of an engine do. Checks nothing.
+Prints its port. Speaks the leg stream of our nodes and, to be asked directly, the OpenAI API. An
+answer has `max_tokens` events, each written on its own, as fast as they are read; with `"stop":
+["paced-N"]` one comes every N ms, for all streams at once, as the steps of an engine do. Checks
+nothing.
 """
 
 from __future__ import annotations

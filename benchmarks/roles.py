@@ -63,7 +63,7 @@ def run(phases: Sequence[Phase], prefill: int, nodes: int, seed: int, *, changes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a row for each static ratio and for roles that follow, then what was decided and why."""
+    """Print a row for each static ratio and for roles that follow, then each decision."""
     parser = argparse.ArgumentParser(
         "benchmarks.roles", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

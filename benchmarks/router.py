@@ -54,7 +54,7 @@ class Row(msgspec.Struct, frozen=True):
     busy_cpu_us: float
     busy_p99_ms: float
     client_share: float
-    """Of a core that the client took at 32 streams: near 1 it would be the client that is measured."""
+    """Share of a core that the client took at 32 streams: near 1 the client is measured."""
     nodes_share: float
     event_us: float
     paced: dict[str, tuple[float, float, float, float]]

@@ -83,10 +83,17 @@ class Figures:
             record.gaps_s[0] * 1e3 for record in records if record.gaps_s and not record.failure
         ]
         return cls(
-            found.answered, len(records) - found.answered, found.output_tokens_per_s, found.achieved_per_s,
-            found.ttft_ms.p50, found.ttft_ms.p99, percentile(second, 0.5), found.tpot_ms.p50,
-            found.itl_ms.p50, found.itl_ms.p99,
-        )  # fmt: skip
+            found.answered,
+            len(records) - found.answered,
+            found.output_tokens_per_s,
+            found.achieved_per_s,
+            found.ttft_ms.p50,
+            found.ttft_ms.p99,
+            percentile(second, 0.5),
+            found.tpot_ms.p50,
+            found.itl_ms.p50,
+            found.itl_ms.p99,
+        )
 
 
 def measure(
@@ -98,11 +105,16 @@ def measure(
     async def all_of_them() -> list[Outcome]:
         loads = [
             Load(
-                Work(row.prompt_tokens, row.output_tokens), Arrival(), f"{seed} {at}", row.clients, row.requests,
-                sending_s=within_s, drain_s=0.0,
+                Work(row.prompt_tokens, row.output_tokens),
+                Arrival(),
+                f"{seed} {at}",
+                row.clients,
+                row.requests,
+                sending_s=within_s,
+                drain_s=0.0,
             )
             for at, row in enumerate(rows)
-        ]  # fmt: skip
+        ]
         return await asyncio.gather(*(send_load(endpoint, load) for load in loads))
 
     return uvloop.run(all_of_them())

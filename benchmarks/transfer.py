@@ -168,7 +168,7 @@ class Bench:
         self._at = ""  # what is being measured
 
     def run(self, connectors: Sequence[str]) -> None:
-        """Each connector in processes of its own, and with an equal share of the time that is left."""
+        """Run each connector in its own processes, with an equal share of the time that is left."""
         for index, kind in enumerate(connectors):
             now = time.monotonic()
             until = now + (self._ends_at - now) / (len(connectors) - index)

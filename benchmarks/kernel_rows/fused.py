@@ -118,10 +118,23 @@ class _Bench:
                 (scales[:, :, i, 0], scales[:, :, i, 1]) if fp8 else (None, None)
             )
             return lambda: rope_and_write(
-                qkv[i], positions, self._cos_sin, blocks, offsets, pool[:, :, i, 0], pool[:, :, i, 1],
-                num_heads=HQ, num_kv_heads=HKV, head_dim=D, q_norm=weight, k_norm=weight, eps=1e-6,
-                key_scales=key_scales, value_scales=value_scales, **options,  # type: ignore[arg-type]
-            )  # fmt: skip
+                qkv[i],
+                positions,
+                self._cos_sin,
+                blocks,
+                offsets,
+                pool[:, :, i, 0],
+                pool[:, :, i, 1],
+                num_heads=HQ,
+                num_kv_heads=HKV,
+                head_dim=D,
+                q_norm=weight,
+                k_norm=weight,
+                eps=1e-6,
+                key_scales=key_scales,
+                value_scales=value_scales,
+                **options,  # type: ignore[arg-type]
+            )
 
         return [call(i) for i in range(copies)], moved
 

@@ -106,9 +106,18 @@ def _calls(
         assert key is not None
         assert value is not None
         return paged_decode(
-            query, key, value, tables, lengths, workspace, out=out, scale=HEAD_DIM**-0.5, key_scales=key_scales,
-            value_scales=value_scales, pdl=pdl,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            tables,
+            lengths,
+            workspace,
+            out=out,
+            scale=HEAD_DIM**-0.5,
+            key_scales=key_scales,
+            value_scales=value_scales,
+            pdl=pdl,
+        )
 
     return [lambda layer=layer: call(layer) for layer in layers]  # type: ignore[misc]
 

@@ -53,7 +53,7 @@ def rows() -> Iterator[Row]:
 
 
 def _product_rows(name: str, n: int, k: int) -> Iterator[Row]:
-    """Bare products, and gate-up with its activation: fused against cuBLAS and a launch of its own."""
+    """Yield bare products, and gate-up with its activation fused or as a launch of its own."""
     weights = _weights(n, k)
     for m in (1, 8, 16, 32, 64, 128, 256):
         x, out = _random(m, k), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")

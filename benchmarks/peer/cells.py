@@ -117,7 +117,7 @@ def close_rows(
 
 
 def difference(shares: Mapping[str, float | None], arm: str) -> float | None:
-    """Count the points that an arm is ahead of the better of colocated and strict; None if unknown."""
+    """Count the points that an arm is ahead of the better fixed one; None if unknown."""
     own, *others = [shares.get(name) for name in (arm, *_AGAINST)]
     known = [share for share in others if share is not None]
     return 100 * (own - max(known)) if own is not None and len(known) == len(others) else None

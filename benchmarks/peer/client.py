@@ -103,12 +103,26 @@ def client_command(
         else ["--self-timed"]
     )
     return [
-        setting.vllm, "bench", "serve", "--backend=openai", f"--base-url={url}", f"--model={MODEL_NAME}",
-        f"--tokenizer={setting.model}", "--dataset-name=timed_trace", f"--dataset-path={asks}",
-        f"--timed-trace-chunk-hash-size={BLOCK_TOKENS}", f"--num-prompts={many}", *paced, "--temperature=0",
-        "--disable-tqdm", "--save-result", "--save-detailed", f"--result-dir={result.parent}",
-        f"--result-filename={result.name}", *(["--header", *told] if told else []),
-    ]  # fmt: skip
+        setting.vllm,
+        "bench",
+        "serve",
+        "--backend=openai",
+        f"--base-url={url}",
+        f"--model={MODEL_NAME}",
+        f"--tokenizer={setting.model}",
+        "--dataset-name=timed_trace",
+        f"--dataset-path={asks}",
+        f"--timed-trace-chunk-hash-size={BLOCK_TOKENS}",
+        f"--num-prompts={many}",
+        *paced,
+        "--temperature=0",
+        "--disable-tqdm",
+        "--save-result",
+        "--save-detailed",
+        f"--result-dir={result.parent}",
+        f"--result-filename={result.name}",
+        *(["--header", *told] if told else []),
+    ]
 
 
 def ask(
@@ -183,8 +197,9 @@ def dealt(load: Load, processes: int) -> list[tuple[Sequence[Request], int]]:
     """Deal requests and clients to processes, in turn."""
     many = min(processes, load.clients or processes)
     return [
-        (load.requests[at::many], load.clients // many + (at < load.clients % many)) for at in range(many)
-    ]  # fmt: skip
+        (load.requests[at::many], load.clients // many + (at < load.clients % many))
+        for at in range(many)
+    ]
 
 
 def _line(request: Request, names: count[int]) -> str:

@@ -41,7 +41,7 @@ def setting_pieces() -> dict[str, str]:
 
 
 def own_settings(config: type) -> dict[str, Setting]:
-    """Return the settings of a type that are not a nested type's, nor a node's role (its command)."""
+    """Return the settings of a type that are not a nested type's, nor a node's role."""
     own = {field.name for field in dataclasses.fields(config)} - {"role"}
     return {name: each for name, each in settings_of(config).items() if name in own}
 

@@ -1,7 +1,7 @@
-"""Every node of a cluster is restarted, one after the other, under streams: none may be lost.
+"""Restart every node of a cluster, one after the other, under streams: none may be lost.
 
     python -m tests.soak.rolling --streams 50                 # 2P2D of the tiny model, here
-    python -m tests.soak.rolling --streams 50 --from COMMIT   # nodes begin with that code: an upgrade
+    python -m tests.soak.rolling --streams 50 --from COMMIT   # an upgrade from that code
 
 Clients ask requests of many kinds (tests/soak/chaos), as many at a time as --streams says; each
 answer must equal its undisturbed twin. A node is told to end by SIGTERM, as Kubernetes and systemd
@@ -141,8 +141,11 @@ async def _rolled(options: argparse.Namespace, cluster: Cluster, crowd: Crowd) -
         f"longest wait within a "
         f"stream p50 {gaps.p50:.0f} ms, p99 {gaps.p99:.0f}, at most {gaps.max:.0f}"
     )
-    broken = [f"{each.kind} {each.number}, id {each.id}: {each.end} {each.status} {each.error}" for each in crowd.seen
-              if each.end != "done"]  # fmt: skip
+    broken = [
+        f"{each.kind} {each.number}, id {each.id}: {each.end} {each.status} {each.error}"
+        for each in crowd.seen
+        if each.end != "done"
+    ]
     if crowd.asked != len(crowd.seen):
         broken.append(f"{crowd.asked - len(crowd.seen)} requests have no end at all")
     return [

@@ -1,5 +1,4 @@
-"""Faults at random on a cluster that streams hundreds of answers; each must equal its undisturbed
-twin.
+"""Strike a cluster that streams hundreds of answers with faults at random.
 
     python -m tests.soak.chaos --streams 200 --seconds 300 --seed 1
     python -m tests.soak.chaos --streams 200 --faults 1000   # until so many faults have happened
@@ -7,10 +6,10 @@ twin.
     python -m tests.soak.chaos --schedule FILE               # what a run has recorded, again
 
 Starts prefill and decode nodes and a router on this machine, asks requests of many kinds, and then
-asks them again, as many at a time as --streams says, while processes are killed, stopped and
-restarted, networks are cut, lose and delay, logs are not read, clocks jump, and clients leave, read
-slowly, send nonsense or too much; a supervisor starts what has ended. Exits with 1 if a promise is broken,
-and leaves the logs.
+asks them again (each answer must equal its undisturbed twin), as many at a time as --streams says,
+while processes are killed, stopped and restarted, networks are cut, lose and delay, logs are not
+read, clocks jump, and clients leave, read slowly, send nonsense or too much; a supervisor starts
+what has ended. Exits with 1 if a promise is broken, and leaves the logs.
 """
 
 from __future__ import annotations

@@ -16,8 +16,21 @@ __all__ = ["KINDS", "Ask", "asks"]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TURNS = 3
 _WORDS = (
-    "tide", "map", "bee", "zero", "ice", "jazz", "paper", "lava", "violin", "sand", "clock", "moon", "owl", "rain",
-)  # fmt: skip
+    "tide",
+    "map",
+    "bee",
+    "zero",
+    "ice",
+    "jazz",
+    "paper",
+    "lava",
+    "violin",
+    "sand",
+    "clock",
+    "moon",
+    "owl",
+    "rain",
+)
 _SCHEMA = {
     "type": "object",
     "properties": {

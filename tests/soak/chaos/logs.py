@@ -45,7 +45,7 @@ class Logs:
         return theirs
 
     def stall(self, log: Path) -> None:
-        """Nobody reads what goes into this file any more, until `go_on` has been called as often."""
+        """Stop reading what goes into this file, until `go_on` has been called as often."""
         with self._lock:
             self._stalled[log] += 1
             if self._stalled[log] == 1:

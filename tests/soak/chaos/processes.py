@@ -119,7 +119,7 @@ class Cluster:
         cut has ended.
         """
         self.code: dict[str, Path] = {}
-        """Other code than this checkout's, by the role of the processes that are started with it."""
+        """Another checkout, by the role of the processes that are started from it."""
         self._secret = secrets.token_urlsafe()
         self._tasks: list[asyncio.Task[None]] = []
         self._supervised = False
@@ -164,7 +164,7 @@ class Cluster:
         await asyncio.gather(*(self._strike(node, fault) for node in self.struck_by(fault)))
 
     def struck_by(self, fault: Fault) -> list[Node]:
-        """Those whom it concerns. Without a number of a node, and for number -1, it is the router."""
+        """Return whom it concerns: the router without a number of a node, and for number -1."""
         assert self.router is not None
         return [self.nodes[index] if index >= 0 else self.router for index in fault.nodes or (-1,)]
 

@@ -49,10 +49,22 @@ from tests.soak.fuzz.watch import Watch, still_busy
 __all__ = ["TARGETS", "Options", "fuzzed"]
 
 TARGETS = (
-    "router fields", "prefill fields", "decode fields", "router framing", "prefill framing", "decode framing",
-    "prefill legs", "decode legs", "heartbeats", "pings", "events", "control", "every port", "sizes",
+    "router fields",
+    "prefill fields",
+    "decode fields",
+    "router framing",
+    "prefill framing",
+    "decode framing",
+    "prefill legs",
+    "decode legs",
+    "heartbeats",
+    "pings",
+    "events",
+    "control",
+    "every port",
+    "sizes",
     "languages",
-)  # fmt: skip
+)
 HEAD_S, BODY_S, MARGIN_S = 20.0, 60.0, 15.0
 """The servers' deadlines for a head and a body, and how late they may be here."""
 SETTLE_S = 30.0

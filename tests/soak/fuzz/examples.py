@@ -33,11 +33,27 @@ _TOOLS = [
     }
 ]
 _SAMPLED = {
-    "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.5,
-    "repetition_penalty": 1.1, "n": 2, "stop": ["x", "yy"], "stop_token_ids": [7], "logit_bias": {"5": 1.0},
-    "min_tokens": 1, "ignore_eos": True, "priority": 0, "user": "u", "cache_salt": "s", "bad_words": ["no"],
-    "allowed_token_ids": [5, 6, 7, 8], "include_stop_str_in_output": True, "skip_special_tokens": False,
-}  # fmt: skip
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "n": 2,
+    "stop": ["x", "yy"],
+    "stop_token_ids": [7],
+    "logit_bias": {"5": 1.0},
+    "min_tokens": 1,
+    "ignore_eos": True,
+    "priority": 0,
+    "user": "u",
+    "cache_salt": "s",
+    "bad_words": ["no"],
+    "allowed_token_ids": [5, 6, 7, 8],
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+}
 _SCHEMA = {
     "type": "object",
     "properties": {"a": {"enum": ["x", 3]}},
@@ -47,11 +63,26 @@ _SCHEMA = {
 _USAGE = {"include_usage": True}
 _COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 3, "temperature": 0}
 _TICKET = {
-    "do_remote_prefill": True, "remote_engine_id": "prefill-1", "remote_block_ids": [[1, 2]], "remote_request_id": "r1",
-    "remote_host": "127.0.0.1", "remote_port": 9, "tp_size": 1, "generation": "0" * 32, "lease_epoch": 1,
-    "num_tokens": 20, "growing": False, "expires_at": 4_000_000_000, "signature": "0" * 64, "adapter": "",
-    "adapter_digest": "", "prompt_token_ids": list(range(20, 40)), "generated": [9], "sent_text": 0, "seed": 1,
-}  # fmt: skip
+    "do_remote_prefill": True,
+    "remote_engine_id": "prefill-1",
+    "remote_block_ids": [[1, 2]],
+    "remote_request_id": "r1",
+    "remote_host": "127.0.0.1",
+    "remote_port": 9,
+    "tp_size": 1,
+    "generation": "0" * 32,
+    "lease_epoch": 1,
+    "num_tokens": 20,
+    "growing": False,
+    "expires_at": 4_000_000_000,
+    "signature": "0" * 64,
+    "adapter": "",
+    "adapter_digest": "",
+    "prompt_token_ids": list(range(20, 40)),
+    "generated": [9],
+    "sent_text": 0,
+    "seed": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)

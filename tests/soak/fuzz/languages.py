@@ -159,9 +159,31 @@ _SCHEMA_NUMBERS = {
 def _regexes() -> dict[str, Program]:
     nested = {"groups": ")", "stars": ")*", "counts": "){9}", "ranges": "){1,100}"}
     units = (
-        *UNITS, "a*", "(a*)*", ".*", "(.*a)", "[a-z]", "[^a]", r"\w", r"\pL", r"\p{Lu}*", r"(a)\1", "(?=a)", "(?<=a)",
-        "(?i)", "(?:", "|", "^", "$", r"\b", "a{9,99}", "[[:alpha:]]", r"\u0041", "(?P<a>a)", ".{0,9}",
-    )  # fmt: skip
+        *UNITS,
+        "a*",
+        "(a*)*",
+        ".*",
+        "(.*a)",
+        "[a-z]",
+        "[^a]",
+        r"\w",
+        r"\pL",
+        r"\p{Lu}*",
+        r"(a)\1",
+        "(?=a)",
+        "(?<=a)",
+        "(?i)",
+        "(?:",
+        "|",
+        "^",
+        "$",
+        r"\b",
+        "a{9,99}",
+        "[[:alpha:]]",
+        r"\u0041",
+        "(?P<a>a)",
+        ".{0,9}",
+    )
     return {
         **{f"nested {name}": _nest("(", "a", closing) for name, closing in nested.items()},
         "nested alternatives": _nest("(a|", "b", ")"),

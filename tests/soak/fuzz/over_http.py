@@ -149,7 +149,7 @@ async def fields(
 
 
 async def framing(rng: random.Random, process: Process, cases: int, key: str) -> list[str]:
-    """Bytes below the framework: garbled, doubled, chunked, cut, pipelined. Returns what is wrong."""
+    """Send garbled, doubled, chunked, cut, pipelined requests. Returns what is wrong."""
     asked = [_raw(rng, key) for _ in range(cases)]
     found: list[str] = []
     for at in range(0, cases, AT_ONCE):
@@ -420,7 +420,7 @@ def _opens(stand: Stand, example: Example, key: str) -> bool:
 
 
 def judged(answer: bytes | None, *, strange: bool = False, may_be_silent: bool = False) -> str:
-    """Say what is wrong with an answer, if anything is. `strange`: who asked had no business there."""
+    """Say what is wrong with an answer, or nothing. `strange`: the client had no right to ask."""
     if answer is None:
         return f"neither an answer nor an end within {ANSWER_S:g} s"
     if not answer:

@@ -27,9 +27,32 @@ __all__ = ["MAX_BODY", "UNITS", "Generator", "generators", "ladder", "limits", "
 
 MAX_BODY: int = RouterConfig().max_body_bytes
 UNITS = (
-    "a", "\n", " ", "a?", "(", ")", "[", "]", "{", "}", "<", "\\", "7", '"', "\x00", "é", "\U0001f600", "\u200b",
-    "e\u0301", "<|end|>", "{{", "</think>", "<tool_call>", "word ", "\r\n",
-)  # fmt: skip
+    "a",
+    "\n",
+    " ",
+    "a?",
+    "(",
+    ")",
+    "[",
+    "]",
+    "{",
+    "}",
+    "<",
+    "\\",
+    "7",
+    '"',
+    "\x00",
+    "é",
+    "\U0001f600",
+    "\u200b",
+    "e\u0301",
+    "<|end|>",
+    "{{",
+    "</think>",
+    "<tool_call>",
+    "word ",
+    "\r\n",
+)
 """Repeated in texts: quadratic in somebody's pattern, many tokens each, or special to a parser."""
 _STEPS = 10
 _ITEMS = {

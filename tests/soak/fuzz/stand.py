@@ -62,7 +62,7 @@ class Process:
     read: int = 0
     """Bytes of the log that were looked at."""
     born: dict[int, str] = field(default_factory=dict)
-    """The processes of its family once it was ready: when each was started, in the kernel's ticks."""
+    """When each process of its family was started, once it was ready; in the kernel's ticks."""
 
     @property
     def url(self) -> str:

@@ -104,18 +104,36 @@ _StructuredOutputs = msgspec.defstruct(
 )
 
 INSIDE: Mapping[str, Any] = {
-    "tools": list[_Tool], "tool_calls": list[_Call], "tool_choice": str | _Choice, "structures": list[_Tag],
-    "structured_outputs": _StructuredOutputs, "input": str | list[_Item], "format": _Format, "metadata": _User,
-    "sampling_params": SamplingFields, "system": str | list[_Part], "messages.content": str | list[_Part],
-}  # fmt: skip
+    "tools": list[_Tool],
+    "tool_calls": list[_Call],
+    "tool_choice": str | _Choice,
+    "structures": list[_Tag],
+    "structured_outputs": _StructuredOutputs,
+    "input": str | list[_Item],
+    "format": _Format,
+    "metadata": _User,
+    "sampling_params": SamplingFields,
+    "system": str | list[_Part],
+    "messages.content": str | list[_Part],
+}
 """Contents of fields whose types do not say it, by the end of their path without numbers."""
 OPEN = frozenset(
     {
-        "documents", "chat_template_kwargs", "conversation", "prompt", "container", "mcp_servers", "schema", "json",
+        "documents",
+        "chat_template_kwargs",
+        "conversation",
+        "prompt",
+        "container",
+        "mcp_servers",
+        "schema",
+        "json",
         "features",
-        "guided_json", "parameters", "input_schema", "messages",
+        "guided_json",
+        "parameters",
+        "input_schema",
+        "messages",
     }
-)  # fmt: skip
+)
 """Fields that may hold any JSON: there is nothing more to say of them. (Raw `messages` are another
 type's.)
 """
@@ -132,9 +150,12 @@ _TOOLS = (
     b'[{"type":"function","name":"f","input_schema":{},"function":{"name":"f","parameters":{}}}]'
 )
 _BESIDE: Mapping[str, dict[str, bytes]] = {
-    "tool_choice": {"tools": _TOOLS}, "parallel_tool_calls": {"tools": _TOOLS}, "top_logprobs": {"logprobs": b"true"},
-    "guided_whitespace_pattern": {"guided_json": b"{}"}, "stream_options": {"stream": b"true"},
-}  # fmt: skip
+    "tool_choice": {"tools": _TOOLS},
+    "parallel_tool_calls": {"tools": _TOOLS},
+    "top_logprobs": {"logprobs": b"true"},
+    "guided_whitespace_pattern": {"guided_json": b"{}"},
+    "stream_options": {"stream": b"true"},
+}
 """Fields that are refused at once where these are not beside them."""
 
 
@@ -349,22 +370,32 @@ def _passing_on(asks: type[msgspec.Struct]) -> type[msgspec.Struct]:
 
 ROUTES = (
     *(
-        Route(each.path, "user", _passing_on(asks) if asks in (ResponsesRequest, MessagesRequest) else asks)
+        Route(
+            each.path,
+            "user",
+            _passing_on(asks) if asks in (ResponsesRequest, MessagesRequest) else asks,
+        )
         for each in OPERATIONS
         for asks in each.asks
     ),
     *(
         Route(path, "admin", asks)
         for path, asks in (
-            ("/admin/nodes", _Add), ("/admin/nodes/role", _Flip), ("/admin/drain", _Name), ("/admin/undrain", _Name),
+            ("/admin/nodes", _Add),
+            ("/admin/nodes/role", _Flip),
+            ("/admin/drain", _Name),
+            ("/admin/undrain", _Name),
         )
     ),
     *(
         Route(path, "node", asks)
         for path, asks in (
-            ("/kv/release", HeldRequest), ("/kv/renew", HeldRequest), ("/kv/probe/offer", OfferProbeRequest),
-            ("/kv/probe/fetch", FetchProbeRequest), ("/admin/role", RoleRequest),
+            ("/kv/release", HeldRequest),
+            ("/kv/renew", HeldRequest),
+            ("/kv/probe/offer", OfferProbeRequest),
+            ("/kv/probe/fetch", FetchProbeRequest),
+            ("/admin/role", RoleRequest),
         )
     ),
-)  # fmt: skip
+)
 """Every route that takes a body: those of the OpenAPI document, operators' and members'."""
