@@ -4,8 +4,8 @@
 
 JSON is a `Wave`; prints a `Seen`. A wave is closed-loop: each of its `streams` connections asks
 again until all `requests` are asked. With a pace, the streams begin evenly spread over a second;
-gaps between events are those seen while all of them run, and the CPU of the processes `watched` is
-read at the ends of that time.
+events are counted while all of them run, and the CPU of the processes `watched` is read at the ends
+of that time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import msgspec
 import uvloop
 
 from benchmarks.mock_nodes import MODEL, PROMPT_BYTES
-from kvrelay.load.measures import percentile
 
 __all__ = ["Seen", "Wave", "cpu_s"]
 
@@ -50,11 +49,8 @@ class Seen(msgspec.Struct, frozen=True):
     wall_s: float
     own_cpu_s: float
     failed: dict[str, int] = {}
-    gaps_ms: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """p50, p99, longest, while all streams ran."""
     events: int = 0
-    """In that time, and what it took of the watched processes' CPU."""
-    window_s: float = 0.0
+    """Those that came while all streams ran, and what they took of the watched processes' CPU."""
     watched_cpu_s: list[float] = []
 
 
@@ -73,8 +69,7 @@ class _Stream(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._answer: asyncio.Future[str] | None = None
-        self.gaps: list[float] | None = None
-        """Where the gaps of the moment go."""
+        self.counts = False
         self.events = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -82,7 +77,7 @@ class _Stream(asyncio.Protocol):
 
     def ask(self, request: bytes) -> asyncio.Future[str]:
         """The error, or nothing, when the answer has ended."""
-        self.first, self._newest, self._tail = 0.0, 0.0, b""
+        self.first, self._tail = 0.0, b""
         self._answer = asyncio.get_running_loop().create_future()
         self.transport.write(request)
         return self._answer
@@ -101,11 +96,9 @@ class _Stream(asyncio.Protocol):
             self.first = now
         elif self.first < 0:
             self.first = now
-        if self.gaps is not None and self._newest:
-            # Events that come together are one gap and then none at all.
-            self.gaps.append(now - self._newest)
+        if self.counts:
             self.events += (self._tail[-5:] + data).count(_EVENT)
-        self._newest, self._tail = now, data[-8:]
+        self._tail = data[-8:]
         if data.endswith(b"0\r\n\r\n"):
             self._end("")
 
@@ -170,33 +163,22 @@ async def _run(url: str, wave: Wave) -> Seen:
     seen = Seen(ttft, total, time.perf_counter() - began, time.process_time() - cpu, failed)
     if window is None:
         return seen
-    gaps, events, window_s, watched = await window
-    gaps = gaps or [0.0]
-    quantiles = (percentile(gaps, 0.5), percentile(gaps, 0.99), max(gaps))
-    return msgspec.structs.replace(
-        seen,
-        gaps_ms=quantiles,
-        events=events,
-        window_s=window_s,
-        watched_cpu_s=watched,
-        own_cpu_s=seen.own_cpu_s,
-    )
+    events, watched = await window
+    return msgspec.structs.replace(seen, events=events, watched_cpu_s=watched)
 
 
-async def _watch(streams: list[_Stream], wave: Wave) -> tuple[list[float], int, float, list[float]]:
-    """Gaps in milliseconds, events, seconds and CPU of the time in which all streams run."""
+async def _watch(streams: list[_Stream], wave: Wave) -> tuple[int, list[float]]:
+    """Count the events and the CPU of the time in which all streams run."""
     length_s = wave.tokens * wave.gap_ms / 1e3
     await asyncio.sleep(_SPREAD_S + 0.1 * (length_s - _SPREAD_S))
-    gaps: list[float] = []
-    before, began = cpu_s(wave.watched), time.perf_counter()
+    before = cpu_s(wave.watched)
     for stream in streams:
-        stream.gaps = gaps
+        stream.counts = True
     await asyncio.sleep(0.8 * (length_s - _SPREAD_S))
     for stream in streams:
-        stream.gaps = None
-    took = time.perf_counter() - began
+        stream.counts = False
     spent = [b - a for a, b in zip(before, cpu_s(wave.watched), strict=True)]
-    return [gap * 1e3 for gap in gaps], sum(stream.events for stream in streams), took, spent
+    return sum(stream.events for stream in streams), spent
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from benchmarks.raw_load import Seen, Wave, cpu_s
 from kvrelay.load.measures import percentile
 
 ALONE, BUSY = Wave(1, 400, 16), Wave(32, 3000, 16)
-PACED, PACED_S = ("64:5", "250:5", "1000:5", "1000:80"), 4.0
+PACED = Wave(64, 64, 800, 5)
 OURS, DIRECT = "kvrelay", "direct"
 
 
@@ -57,8 +57,6 @@ class Row(msgspec.Struct, frozen=True):
     """Share of a core that the client took at 32 streams: near 1 the client is measured."""
     nodes_share: float
     event_us: float
-    paced: dict[str, tuple[float, float, float, float]]
-    """For each `streams:ms`: gap p50 and p99, TTFT p99, and the share of the wanted rate."""
     failed: dict[str, int]
 
 
@@ -96,7 +94,7 @@ def _wave(url: str, wave: Wave) -> Seen:
     return msgspec.json.decode(done.stdout, type=Seen)
 
 
-def measure(name: str, server: Running, nodes: list[int], paced: Sequence[str]) -> Row:
+def measure(name: str, server: Running, nodes: list[int]) -> Row:
     """All waves on one router."""
     failed: dict[str, int] = {}
 
@@ -110,15 +108,7 @@ def measure(name: str, server: Running, nodes: list[int], paced: Sequence[str]) 
     wave(Wave(8, 200, 16))  # connections, caches
     alone, alone_cpu = wave(ALONE)
     busy, busy_cpu = wave(BUSY)
-    rows: dict[str, tuple[float, float, float, float]] = {}
-    event_us = 0.0
-    for pace in paced:
-        streams, gap_ms = map(int, pace.split(":"))
-        seen, _ = wave(Wave(streams, streams, int(PACED_S * 1e3 / gap_ms), gap_ms, server.pids))
-        if pace == paced[0] and seen.events:
-            event_us = sum(seen.watched_cpu_s) / seen.events * 1e6
-        share = seen.events / (seen.window_s * streams * 1e3 / gap_ms) if seen.window_s else 0.0
-        rows[pace] = (seen.gaps_ms[0], seen.gaps_ms[1], percentile(seen.ttft_ms, 0.99), share)
+    paced, _ = wave(msgspec.structs.replace(PACED, watched=server.pids))
     return Row(
         name,
         percentile(alone.ttft_ms, 0.5),
@@ -129,8 +119,7 @@ def measure(name: str, server: Running, nodes: list[int], paced: Sequence[str]) 
         percentile(busy.total_ms, 0.99),
         busy.own_cpu_s / busy.wall_s,
         sum(busy_cpu[routers:]) / busy.wall_s,
-        event_us,
-        rows,
+        sum(paced.watched_cpu_s) / max(1, paced.events) * 1e6,
         failed,
     )
 
@@ -146,12 +135,8 @@ def _median(rows: list[Row]) -> Row:
         for field in Row.__struct_fields__
         if isinstance(getattr(rows[0], field), float)
     }
-    paced = {
-        streams: tuple(statistics.median(row.paced[streams][at] for row in rows) for at in range(4))
-        for streams in rows[0].paced
-    }
     failed = {why: count for row in rows for why, count in row.failed.items()}
-    return msgspec.convert({"name": rows[0].name, "paced": paced, "failed": failed, **numbers}, Row)
+    return msgspec.convert({"name": rows[0].name, "failed": failed, **numbers}, Row)
 
 
 def _show(rows: list[Row]) -> None:
@@ -166,11 +151,6 @@ def _show(rows: list[Row]) -> None:
             f"{row.rate:12.0f}{row.busy_cpu_us:12.0f}{row.busy_p99_ms:8.1f}{row.client_share:8.2f}{row.nodes_share:7.2f}"
             f"{row.event_us:10.1f}"
         )
-    print("\npaced, streams:ms between events: gap p50 and p99, ttft p99, share of the wanted rate")
-    print(" " * 15 + "".join(f"{pace:>30}" for pace in base.paced))
-    for row in rows:
-        cells = [f"{a:.1f}  {b:.1f}  {c:.0f} ms {d:.0%}" for a, b, c, d in row.paced.values()]
-        print(f"{row.name:15}" + "".join(f"{cell:>30}" for cell in cells))
     for row in rows:
         for why, count in row.failed.items():
             print(f"{row.name}: {count} failed: {why!r}")
@@ -183,13 +163,11 @@ def main() -> int:
     )
     parser.add_argument("--workers", type=int, default=1, help="a row with so many processes, too")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--streams", default=",".join(PACED), help="paced streams and their ms")
     parser.add_argument("flags", nargs="*", help="of the router")
     args = parser.parse_args()
     workers = {DIRECT: 0, OURS: 1} | (
         {f"{OURS} x{args.workers}": args.workers} if args.workers > 1 else {}
     )
-    paced = [pace for pace in args.streams.split(",") if pace]
     seen: dict[str, list[Row]] = {name: [] for name in workers}
     with mock_node("prefill") as prefill, mock_node("decode") as decode:
         for _ in range(args.rounds):
@@ -200,7 +178,7 @@ def main() -> int:
                     else nullcontext(Running(decode.url, []))
                 )
                 with started as server:
-                    seen[name].append(measure(name, server, prefill.pids + decode.pids, paced))
+                    seen[name].append(measure(name, server, prefill.pids + decode.pids))
     rows = [_median(seen[name]) for name in workers]
     _show(rows)
     return 1 if any(row.failed for row in rows) else 0
