@@ -65,8 +65,8 @@ POLL_MIN_S, POLL_MAX_S, POLL_GROWTH = 0.00005, 0.001, 1.05
 BROKEN_S = 1000.0
 # Of a read that hangs it is told once.
 HANGING_S = 60.0
-# While peers may read here, a backend without own threads must be progressed; else only often enough
-# to notice them.
+# While peers may read here, a backend without own threads must be progressed; else only often
+# enough to notice them.
 SERVE_S, IDLE_S = 0.002, 0.05
 
 

@@ -39,8 +39,8 @@ class HandshakeRequest(msgspec.Struct, tag="hello", frozen=True):
     engine_id: str
     fingerprint: Fingerprint
     opens: list[str] | None = None
-    """Backends that are to be open when the HandshakeReply comes. None is of a release that wants all of
-    them.
+    """Backends that are to be open when the HandshakeReply comes. None is of a release that wants
+    all of them.
     """
 
 

@@ -190,7 +190,9 @@ class Lane:
     def __init__(
         self, pool: StagedPool, stream: torch.cuda.Stream | None, kernel: Any = None
     ) -> None:
-        """For StagedPool.lane, with that stream as the current one. `kernel`: the module, for tests."""
+        """For StagedPool.lane, with that stream as the current one. `kernel`: the module, for
+        tests.
+        """
         self._pool = pool
         self._stream = stream
         self._kernel = kernel

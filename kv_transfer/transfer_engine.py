@@ -308,8 +308,8 @@ class TransferEngine:
         with self._lock:
             self._peers.take_leave()
             self._words.close()
-        # The backends first: who finds nobody at our address takes it that nothing of ours is on its
-        # way any more.
+        # The backends first: who finds nobody at our address takes it that nothing of ours is on
+        # its way any more.
         self._backends.close(JOIN_S)
         self._control.close(JOIN_S)
 

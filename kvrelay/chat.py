@@ -27,7 +27,7 @@ Message = dict[str, str]
 
 
 class ChatFailed(KvrelayError):
-    """The endpoint cannot be reached, refused the request, or broke the answer off."""
+    """An endpoint could not be reached, refused the request, or broke the answer off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Answer:
 
     @property
     def summary(self) -> str:
-        """The figures in one line; the rate leaves out the first token."""
+        """Return the figures in one line; the rate leaves out the first token."""
         stream_s = self.total_s - self.ttft_s
         rate = (
             f", {(self.tokens - 1) / stream_s:.1f} tokens/s"
@@ -54,7 +54,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the server is (without /v1) and the key that it wants, if any."""
+    """A server's address (without /v1), and the key that it wants, if any."""
 
     url: str
     api_key: str = ""

@@ -61,7 +61,7 @@ _NOT_OF_NODES = (
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """Prefill nodes, decode nodes and a router on this machine.
+    """A cluster on this machine: prefill nodes, decode nodes and a router.
 
     Nodes listen on 127.0.0.1 alone. A setting that nodes and the router both have is set for both.
     """
@@ -101,7 +101,7 @@ class ClusterConfig:
 
     @property
     def roles(self) -> list[Role]:
-        """The role of each node, prefill nodes first."""
+        """Return the role of each node, prefill nodes first."""
         return [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode
 
     def node_of(self, role: Role) -> NodeConfig:
@@ -118,7 +118,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the plan must know of this machine."""
+    """A machine as the plan must know it."""
 
     cores: int
     gpus: tuple[str, ...]
@@ -131,7 +131,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class NodeGpus:
-    """The GPUs of one node (for CUDA_VISIBLE_DEVICES); `sharers` nodes are on its busiest one."""
+    """A node's GPUs (for CUDA_VISIBLE_DEVICES); `sharers` nodes are on its busiest one."""
 
     visible: str
     sharers: int

@@ -1,4 +1,5 @@
-"""`kvrelay compose`: the compose file of a cluster in containers on one host, and the files beside it.
+"""`kvrelay compose`: the compose file of a cluster in containers on one host, and the files beside
+it.
 
 `compose_of` is pure: cores come in as a number, secrets as a function. The file is for docker
 compose and for podman-compose, which knows fewer keys; it says nothing that only one understands.
@@ -127,7 +128,7 @@ class ComposeConfig:
 
     @property
     def gpu_ids(self) -> tuple[str, ...]:
-        """The GPUs one by one; indices in their order, as a container numbers them."""
+        """Return the GPUs one by one, numbered in order as a container does."""
         ids = tuple(part.strip() for text in self.gpus for part in text.split(",") if part.strip())
         return tuple(sorted(ids, key=int)) if ids and all(gpu.isdigit() for gpu in ids) else ids
 
@@ -145,7 +146,7 @@ class ComposeConfig:
 
     @property
     def shares(self) -> list[NodeGpus] | None:
-        """The GPUs of each node, numbered as its container sees them."""
+        """Return the GPUs of each node, numbered as its container sees them."""
         ids = self.gpu_ids
         if not ids:
             return None

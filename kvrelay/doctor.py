@@ -1,4 +1,5 @@
-"""`kvrelay doctor`: hands a few KV blocks over between each prefill and each decode node of a cluster.
+"""`kvrelay doctor`: hands a few KV blocks over between each prefill and each decode node of a
+cluster.
 
 Takes nothing that a node would miss: probes go into free blocks, one pair at a time, and what they
 took is free again when a lease ends.
@@ -52,7 +53,7 @@ class NodeSeen(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """The fastest probe of a size; the data plane was reading for `read_s` of its `seconds`."""
+    """A size's fastest probe; the data plane was reading for `read_s` of its `seconds`."""
 
     blocks: int
     num_bytes: int
@@ -79,7 +80,7 @@ class PairSeen(msgspec.Struct, frozen=True):
 
     @property
     def judged(self) -> Sample | None:
-        """The largest sample, if it is large enough to say how fast the pair is."""
+        """Return the largest sample, if it is large enough to say how fast the pair is."""
         largest = max(self.samples, key=lambda sample: sample.num_bytes, default=None)
         return largest if largest is not None and largest.num_bytes >= _JUDGED_BYTES else None
 

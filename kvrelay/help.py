@@ -1,4 +1,4 @@
-"""What `--help` prints: commands and settings in groups, uncommon settings only when asked for."""
+"""The text of `--help`: commands and settings in groups, uncommon settings only when asked for."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class GroupedCommand(_HelpInOrder, TyperCommand):
 
 
 class GroupedCommands(_HelpInOrder, TyperGroup):
-    """The program, whose help has a section for each group of commands."""
+    """A program whose help has a section for each group of commands."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for title, names in GROUPS.items():

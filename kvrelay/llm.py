@@ -56,7 +56,7 @@ Message = dict[str, Any]
 
 
 class SamplingParams:
-    """The sampling fields of a completion request, all optional.
+    """A completion request's sampling fields, all optional.
 
     `max_tokens` is 16 by default; the model's own defaults are those of
     `LLM.get_default_sampling_params`.
@@ -93,7 +93,7 @@ class Logprob:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One choice; `logprobs` has for each token those that were asked for, and its own."""
+    """A choice; `logprobs` has for each token those that were asked for, and its own."""
 
     index: int
     text: str
@@ -109,7 +109,7 @@ class CompletionOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one prompt; `prompt` is None if it was given as token ids or as a chat."""
+    """An answer to one prompt; `prompt` is None if it was given as token ids or as a chat."""
 
     request_id: str
     prompt: str | None

@@ -1,4 +1,4 @@
-"""What this machine has: cores, GPUs, free ports, installed packages, the embedded model.
+"""This machine: cores, GPUs, free ports, installed packages, the embedded model.
 
 Imports none of the packages it tells about, so it works where torch is missing or broken.
 """

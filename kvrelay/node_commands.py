@@ -27,7 +27,7 @@ class CallFailed(KvrelayError):
 
 
 class RoleKept(KvrelayError):
-    """The node has kept its role."""
+    """A node has kept its role."""
 
 
 class _Refusal(msgspec.Struct):

@@ -1,4 +1,5 @@
-"""Checks before a process starts or memory is taken: settings, model, files and memory of this machine.
+"""Checks before a process starts or memory is taken: settings, model, files and memory of this
+machine.
 
 Never imports torch, so that a wrong setting is answered at once.
 """

@@ -74,7 +74,7 @@ def parse_points(decode: Sequence[str], prefill: Sequence[str]) -> list[Unit]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What was typed beside the engine's settings."""
+    """A command line's settings beside those of the engine."""
 
     out: Path
     seconds: float

@@ -28,7 +28,7 @@ _SHARES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The requests that were answered, in sorted milliseconds, and counts of the others."""
+    """A summary: answered requests in sorted milliseconds, and counts of the others."""
 
     ttft: Sequence[float]
     tpot: Sequence[float]

@@ -91,13 +91,13 @@ class Setting:
 
     @property
     def item(self) -> type | None:
-        """The config type that it holds one or several of."""
+        """Return the config type that the setting holds one or several of."""
         first = (typing.get_args(self.kind) or (self.kind,))[0]
         return typing.cast(type, first) if dataclasses.is_dataclass(first) else None
 
     @property
     def several(self) -> bool:
-        """Whether its flag can be given again."""
+        """Return whether the setting's flag can be given again."""
         return typing.get_origin(self.kind) is tuple
 
 

@@ -41,7 +41,7 @@ _BEHIND = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """Requests that stand for a workload, and the size of their named blocks in tokens."""
+    """A sample of requests that stand for a workload, and the size of their named blocks in tokens."""
 
     make: Callable[[int], Sequence[Asked]]
     """Make so many requests; no more than a trace has."""
@@ -86,7 +86,7 @@ def _alike(prompt: int, output: int, count: int) -> list[Asked]:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What `kvrelay plan` is asked."""
+    """A question to `kvrelay plan`."""
 
     gpus: int
     cards: Sequence[RateCard]

@@ -33,7 +33,7 @@ class ChildFailed(KvrelayError):
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """How to start a child, and where it answers when it is ready."""
+    """A child's command, and the address where it answers when it is ready."""
 
     name: str
     command: tuple[str, ...]
@@ -45,7 +45,7 @@ class ChildSpec:
 
 @dataclass(slots=True)
 class Backoff:
-    """The wait before a child is started again: it doubles, until a life was long enough."""
+    """A wait before a child is started again: it doubles, until a life was long enough."""
 
     first_s: float = 0.5
     longest_s: float = 30.0
@@ -63,7 +63,7 @@ class Backoff:
 
 @dataclass(slots=True)
 class LogTail:
-    """Reads what was appended to a log file since the last look."""
+    """A reader of what was appended to a log file since the last look."""
 
     path: Path
     _offset: int = 0
@@ -144,7 +144,7 @@ class Child:
 
 
 class Supervisor:
-    """Keeps children alive between `async with` and its end, which stops them all.
+    """A supervisor that keeps children alive between `async with` and its end.
 
     `healthy(url)` says whether a child is ready; `say(line)` shows a line to the user.
     """

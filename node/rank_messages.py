@@ -11,13 +11,13 @@ __all__ = ["FillBlocks", "Meet", "ProfileSteps", "RankMessage", "VerifyBlocks", 
 
 
 class Meet(msgspec.Struct, tag="meet", frozen=True):
-    """Open data planes over your pool, and connect to rank 0 there."""
+    """A request to open backends over the rank's pool and connect to rank 0."""
 
     meeting: LinkAddress
 
 
 class FillBlocks(msgspec.Struct, tag="fill", frozen=True):
-    """Write your share of a probe's pattern into these blocks, and meet the other ranks."""
+    """A request to write the rank's share of a probe's pattern into these blocks."""
 
     seed: int
     blocks: list[int]
@@ -25,7 +25,7 @@ class FillBlocks(msgspec.Struct, tag="fill", frozen=True):
 
 
 class VerifyBlocks(msgspec.Struct, tag="verify", frozen=True):
-    """Reduce with all ranks whether these blocks hold your share of the pattern."""
+    """A question to all ranks: do these blocks hold their shares of the pattern?"""
 
     seed: int
     blocks: list[int]
@@ -33,7 +33,7 @@ class VerifyBlocks(msgspec.Struct, tag="verify", frozen=True):
 
 
 class ProfileSteps(msgspec.Struct, tag="profile", frozen=True):
-    """Begin to profile your steps, or end that and write the trace."""
+    """A request to begin profiling steps, or to end it and write the trace."""
 
     config: ProfilerConfig
     begin: bool

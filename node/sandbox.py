@@ -56,7 +56,7 @@ _MAX_ANSWER_BYTES = 1 << 27
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one child; `memory_bytes` come on top of what it starts with."""
+    """A child's limits; `memory_bytes` come on top of what it starts with."""
 
     cpu_s: int
     memory_bytes: int

@@ -1,4 +1,4 @@
-"""What comes before the routes and keys of a server: a proxy's path prefix, and CORS.
+"""Middleware before the routes and keys of a server: a proxy's path prefix, and CORS.
 
 Starlette's middleware is called instead of wrapped around the server, because the router writes
 answers past ASGI.

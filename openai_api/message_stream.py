@@ -74,7 +74,7 @@ class PlainMessage:
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """The form of a request's answers; it makes a parser for each choice."""
+    """A form of a request's answers; it makes a parser for each choice."""
 
     tools: ToolUse
     tool_format: ToolFormat | None = None

@@ -61,7 +61,7 @@ _F = TypeVar("_F", bound=_Format)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat(_Format):
-    """How models of a family write tool calls."""
+    """A family's way to write tool calls."""
 
     write: Callable[[str, Mapping[str, Any]], str]
     """A call of a name with arguments, as these models write it."""
@@ -77,7 +77,7 @@ class ToolFormat(_Format):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat(_Format):
-    """How models of a family write their reasoning."""
+    """A family's way to write its reasoning."""
 
     marks: ReasoningMarks = _THINK
     channels: bool = False

@@ -60,7 +60,7 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 
 class ModelList(msgspec.Struct, frozen=True):
-    """GET /v1/models: all of them, on one page."""
+    """A list of models, from GET /v1/models: all of them, on one page."""
 
     data: list[ModelCard]
     first_id: str | None
@@ -74,7 +74,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True):
-    """POST /tokenize: the fields beside those of a completion or a chat."""
+    """A body of POST /tokenize: the fields beside those of a completion or a chat."""
 
     model: str | None = None
     messages: msgspec.Raw = msgspec.Raw()
@@ -86,7 +86,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True):
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True):
-    """The tokens of a prompt. `token_strs` are their texts, if asked for."""
+    """A prompt's tokens. `token_strs` are their texts, if asked for."""
 
     count: int
     max_model_len: int
@@ -95,20 +95,22 @@ class TokenizeResponse(msgspec.Struct, frozen=True):
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True):
-    """POST /detokenize."""
+    """A body of POST /detokenize."""
 
     tokens: list[int]
     model: str | None = None
 
 
 class DetokenizeResponse(msgspec.Struct, frozen=True):
-    """The text of tokens, special ones included."""
+    """A text of tokens, special ones included."""
 
     prompt: str
 
 
 class LoadAdapterRequest(msgspec.Struct, frozen=True):
-    """POST /v1/load_lora_adapter: a folder on each node; `load_inplace` may replace an adapter."""
+    """A body of POST /v1/load_lora_adapter: a folder on each node; `load_inplace` may replace an
+    adapter.
+    """
 
     lora_name: str
     lora_path: str
@@ -116,13 +118,13 @@ class LoadAdapterRequest(msgspec.Struct, frozen=True):
 
 
 class UnloadAdapterRequest(msgspec.Struct, frozen=True):
-    """POST /v1/unload_lora_adapter."""
+    """A body of POST /v1/unload_lora_adapter."""
 
     lora_name: str
 
 
 class NodeAnswer(msgspec.Struct, frozen=True):
-    """The answer of one node."""
+    """An answer of one node."""
 
     url: str
     role: str
@@ -131,7 +133,7 @@ class NodeAnswer(msgspec.Struct, frozen=True):
 
 
 class AdapterAnswer(msgspec.Struct, frozen=True):
-    """What has happened to an adapter. Only a router tells of `nodes`."""
+    """A report of what happened to an adapter. Only a router tells of `nodes`."""
 
     lora_name: str
     message: str

@@ -96,13 +96,13 @@ _LIMITS: dict[str, dict[str, Schema]] = {
 
 
 class ErrorAnswer(msgspec.Struct):
-    """Any error, in OpenAI's shape."""
+    """An error in OpenAI's shape."""
 
     error: ErrorBody
 
 
 class AnthropicErrorAnswer(msgspec.Struct):
-    """Any error on /v1/messages."""
+    """An error on /v1/messages."""
 
     error: dict[str, str]
     type: str = "error"
@@ -134,7 +134,7 @@ class AnthropicMessage(msgspec.Struct):
 
 
 class ItemPage(msgspec.Struct):
-    """Some of a response's input items."""
+    """A page of a response's input items."""
 
     object: str
     data: list[dict[str, Any]]
@@ -144,7 +144,7 @@ class ItemPage(msgspec.Struct):
 
 
 class TokenizePrompt(msgspec.Struct):
-    """The tokens of a text."""
+    """A body that asks for the tokens of a text."""
 
     prompt: str
     model: str | None = None
@@ -153,7 +153,7 @@ class TokenizePrompt(msgspec.Struct):
 
 
 class TokenizeChat(msgspec.Struct):
-    """The tokens of a chat, after its template."""
+    """A body that asks for the tokens of a chat, after its template."""
 
     messages: list[Message]
     model: str | None = None

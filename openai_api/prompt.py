@@ -41,7 +41,7 @@ _ASSISTANT = "assistant"
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The beginning of each choice of an answer."""
+    """A beginning for each choice of an answer."""
 
     role: str = _ASSISTANT
     echo: str = ""

@@ -25,7 +25,7 @@ __all__ = ["HarmonySplit", "HARMONY_MARKERS", "Opening", "ReasoningMarks", "Reas
 
 
 class Opening(enum.Enum):
-    """How an answer begins, as far as its prompt shows."""
+    """An answer's beginning, as far as its prompt shows."""
 
     INSIDE = enum.auto()
     """Inside reasoning: the prompt has opened it."""

@@ -1,4 +1,4 @@
-"""What a request asks of its answer's form: response_format, structured_outputs, guided_*.
+"""The form that a request asks of its answer: response_format, structured_outputs, guided_*.
 
 Names are OpenAI's and vLLM's. Whether a schema, regex or grammar can be followed is decided where
 it is compiled (paged_engine/grammar.py).

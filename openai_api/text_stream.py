@@ -13,7 +13,8 @@ __all__ = ["TextStream"]
 
 
 class TextStream:
-    """The text of one answer. Parts of a character and of a possible stop string are held back.
+    """A text of one answer, as its tokens come. Parts of a character and of a possible stop string
+    are held back.
 
     Stop strings are not looked for in the text of the first `min_tokens` tokens. With
     `skip_special_tokens`, special tokens have no text, except those in `rendered`.

@@ -102,7 +102,7 @@ class Tokenizer:
 
     @functools.cached_property
     def longest_token_bytes(self) -> int:
-        """The most bytes that a token stands for. The first call takes 2 us per token."""
+        """Return the most bytes that a token stands for. The first call takes 2 us per token."""
         return max((len(self.token_bytes(token)) for token in range(self.vocab_size)), default=1)
 
     def special_id(self, text: str) -> int | None:

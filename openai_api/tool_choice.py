@@ -1,4 +1,5 @@
-"""What a chat request asks of tools: none, auto, required or one by name. Pure and light.
+"""The tools of a chat request, and its choice of them: none, auto, required or one by name. Pure
+and light.
 
 Auto needs a parser of the model's calls. Required and named need none: the output is constrained to
 a JSON schema, which is made here.
@@ -37,7 +38,7 @@ class Choice(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request. `name` is set with NAMED; without `parallel` there is one call at
+    """A request's tools. `name` is set with NAMED; without `parallel` there is one call at
     most.
     """
 

@@ -107,7 +107,7 @@ class RequestSpan:
 
 
 class Tracing:
-    """The spans of a process. They are sent in the background, or dropped."""
+    """A process's spans. They are sent in the background, or dropped."""
 
     def __init__(self, endpoint: str, service: str) -> None:
         try:

@@ -48,7 +48,7 @@ __all__ = [
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream carries beside the text."""
+    """A choice of what a stream carries beside the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -63,7 +63,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """The form of an answer: text, json_object, json_schema, or vLLM's structural_tag."""
+    """A form of an answer: text, json_object, json_schema, or vLLM's structural_tag."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
@@ -72,7 +72,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What chat and completion requests have in common."""
+    """A base of chat and completion requests."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -154,7 +154,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def text(self) -> str:
-        """The content as one text, its parts joined by line breaks."""
+        """Return the content as one text, its parts joined by line breaks."""
         content = self.content or ""
         if isinstance(content, str):
             return content
@@ -162,7 +162,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
+    """A body of POST /v1/chat/completions."""
 
     messages: list[Message]
     max_completion_tokens: int | None = None
@@ -182,12 +182,12 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def generates_reply(self) -> bool:
-        """Whether the answer is a new message; else it continues the last one."""
+        """Return whether the answer is a new message, or continues the last one."""
         return self.add_generation_prompt is not False and not self.continue_final_message
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
-    """POST /v1/completions. `prompt` is a text, token ids, or a list of either."""
+    """A body of POST /v1/completions. `prompt` is a text, token ids, or a list of either."""
 
     prompt: str | list[int | str | list[int]]
     logprobs: int | None = None
@@ -198,13 +198,13 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """How much of the prompt was found in a prefix cache."""
+    """A count of the prompt's tokens that a prefix cache had."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts; a stop token counts as generated."""
+    """A set of token counts; a stop token counts as generated."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -217,7 +217,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """One of the most likely tokens. `bytes` are UTF-8, perhaps a part of a character."""
+    """A likely token. `bytes` are UTF-8, perhaps a part of a character."""
 
     token: str
     logprob: float
@@ -225,7 +225,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatTokenLogprob(msgspec.Struct, frozen=True):
-    """The chosen token and the most likely ones."""
+    """A chosen token and the most likely ones."""
 
     token: str
     logprob: float
@@ -234,13 +234,15 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """One entry per generated token."""
+    """A list with one entry per generated token."""
 
     content: list[ChatTokenLogprob]
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Lists with one entry per token; `text_offset` counts characters of the answer's text."""
+    """A set of lists with one entry per token; `text_offset` counts characters of the answer's
+    text.
+    """
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -272,7 +274,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ReplyMessage(msgspec.Struct, frozen=True):
-    """The answer's message. Beside tool calls, `content` may be None.
+    """An answer's message. Beside tool calls, `content` may be None.
 
     `reasoning` is vLLM's name, and always there for its clients; others read `reasoning_content`.
     """

@@ -103,7 +103,7 @@ class ChoiceWriter:
 
     @property
     def stopped(self) -> bool:
-        """A stop string was hit: abort the request in the engine and call `end`."""
+        """End the answer at a stop string: abort the request in the engine and call `end`."""
         return self._stream.stop_hit is not None
 
     @property

@@ -447,4 +447,4 @@ class GpuAdapters:
                 linears[name].put(slot, given.get(name))
 
     def remove(self, slot: int) -> None:
-        """The next adapter overwrites all of the slot."""
+        """Do nothing: the next adapter overwrites all of the slot."""

@@ -12,7 +12,7 @@ __all__ = ["BlockCache"]
 
 
 class BlockCache:
-    """KV memory in blocks of `block_size` tokens; counts are tokens."""
+    """A KV memory in blocks of `block_size` tokens; counts are tokens."""
 
     def __init__(self, capacity: int, block_size: int) -> None:
         self.capacity = capacity

@@ -59,7 +59,7 @@ class Clock:
 
 
 class Cluster:
-    """The nodes and routers; `lost` is told of all legs of a node whose process has ended."""
+    """A cluster's nodes and routers; `lost` is told of all legs of a node whose process has ended."""
 
     def __init__(self, setting: Setting, clock: Clock, hears: NodeListener, lost: Lost) -> None:
         self.roles = [Role.PREFILL] * setting.prefill + [Role.DECODE] * setting.decode

@@ -104,7 +104,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether it has nothing, kept KV included."""
+        """Return whether the engine has nothing, kept KV included."""
         return not self._seats
 
     def context(self, now: float) -> int:

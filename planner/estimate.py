@@ -43,7 +43,7 @@ _HALVINGS = 30
 
 
 class Goal(msgspec.Struct, frozen=True):
-    """The promised latencies. Raises ConfigError for impossible ones."""
+    """A pair of promised latencies. Raises ConfigError for impossible ones."""
 
     ttft_ms: float
     tpot_ms: float
@@ -62,7 +62,9 @@ class Goal(msgspec.Struct, frozen=True):
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """Requests that stand for all: (tokens of the prompt, of these cached, tokens of the answer)."""
+    """A sample of requests that stand for all: (tokens of the prompt, of these cached, tokens of
+    the answer).
+    """
 
     lengths: list[tuple[int, int, int]]
 
@@ -97,7 +99,9 @@ def demand_of(asks: Sequence[Asked], block_size: int) -> Demand:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Prefill and decode nodes; without prefill nodes the others are colocated servers."""
+    """A split into prefill and decode nodes; without prefill nodes the others are colocated
+    servers.
+    """
 
     prefill: int
     decode: int
@@ -110,7 +114,7 @@ class Split:
 
     @property
     def name(self) -> str:
-        """The name, as 2P2D, with the GPUs of a node if it has several."""
+        """Return the name, as 2P2D, with the GPUs of a node if it has several."""
         parts = ((self.prefill, "P", self.prefill_card), (self.decode, "D", self.decode_card))
         if not self.prefill:
             return f"{self.decode} colocated{_tp(self.decode_card)}"
@@ -146,7 +150,7 @@ def splits(gpus: int, cards: Sequence[RateCard]) -> list[Split]:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a split does at a rate; shares are of 1."""
+    """A split's result at one rate; shares are of 1."""
 
     split: Split
     rate: float

@@ -42,7 +42,7 @@ def attained(streams: Sequence[Stream], targets: Targets) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What came of a rate in requests a second; milliseconds."""
+    """A result of one rate in requests a second; milliseconds."""
 
     rate: float
     attained: float

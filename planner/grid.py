@@ -31,7 +31,7 @@ _TRANSFER_STEP = 4
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one engine, in tokens."""
+    """An engine's limits, in tokens."""
 
     max_model_len: int
     kv_tokens: int
@@ -46,7 +46,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Points that are measured together; every card has level 0, higher levels refine it."""
+    """A set of points measured together; every card has level 0, higher levels refine it."""
 
     level: int
     kind: Literal["prefill", "decode"]

@@ -88,7 +88,7 @@ _LINE: msgspec.json.Decoder[_Nodes | Requested | Happened] = msgspec.json.Decode
 
 @dataclass(slots=True)
 class LeftOut:
-    """Requests of a log that cannot be replayed."""
+    """A count of a log's requests that cannot be replayed."""
 
     refused: int = 0
     tokens: int = 0

@@ -60,14 +60,14 @@ class MixedPoint(msgspec.Struct, frozen=True):
 
 
 class TransferPoint(msgspec.Struct, frozen=True):
-    """The KV of `tokens`, alone on its way from one node to another."""
+    """A transfer of the KV of `tokens` from one node to another, alone on its way."""
 
     tokens: int
     ms: float
 
 
 class RateCard(msgspec.Struct, frozen=True, dict=True):
-    """The speed of one node: a model on so many GPUs; milliseconds, medians of several runs."""
+    """A node's speed: a model on so many GPUs; milliseconds, medians of several runs."""
 
     model: str
     hardware: str

@@ -1,7 +1,8 @@
-"""The router of a simulation: the real pool, placement, prefix index and admission, over simulated nodes.
+"""The router of a simulation: the real pool, placement, prefix index and admission, over simulated
+nodes.
 
-A Router is a replica: it knows its own leases at once, and else what reaches it. Admission is without
-API keys. Times are milliseconds.
+A Router is a replica: it knows its own leases at once, and else what reaches it. Admission is
+without API keys. Times are milliseconds.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def url_of(at: int) -> str:
 
 
 class Router:
-    """One replica; `roles` are those that its nodes, which are numbers, have at first."""
+    """A router replica; `roles` are those that its nodes, which are numbers, have at first."""
 
     def __init__(
         self, setting: Setting, roles: Sequence[Role], nodes: Sequence[Engine], seed: str
@@ -190,7 +191,7 @@ Begins = Callable[[Stream, ChosenNodes, float], None]
 
 
 class SimulatedAdmission:
-    """The admission of one router."""
+    """A router's admission."""
 
     def __init__(
         self, router: Router, max_queue: int, later: Callable[[float, Callable[[float], None]], None],

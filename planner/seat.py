@@ -14,7 +14,7 @@ __all__ = ["NodeListener", "Leg", "Planned", "Seat", "SlowSteps", "PlacementHint
 
 
 class Leg(enum.Enum):
-    """What a request wants of a node."""
+    """A request's wish of a node."""
 
     PREFILL = "prefill"
     """Its prompt's KV, and a token; the KV is kept until it is released."""
@@ -26,7 +26,7 @@ class Leg(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PlacementHints:
-    """What a router tells a decode node of a request, which the node announces to all routers."""
+    """A router's hints to a decode node, which announces them to all routers."""
 
     tpot_ms: float = 0.0
     expected_output: int = 0
@@ -36,22 +36,22 @@ class PlacementHints:
 
 
 class NodeListener(Protocol):
-    """Hears what happens on a node; times are milliseconds."""
+    """A listener to what happens on a node; times are milliseconds."""
 
     def begins(self, stream: Stream, now: float) -> None:
-        """A prefill leg begins to be computed."""
+        """Note that a prefill request begins to be computed."""
 
     def computed(self, stream: Stream, now: float, last_chunk: int) -> None:
-        """A prompt is computed, its last chunk of so many tokens, and a token there."""
+        """Note that a prompt is computed, with a last chunk of so many tokens."""
 
     def fetched(self, stream: Stream, now: float) -> None:
-        """Its KV need not be kept any more."""
+        """Note that the request's KV need not be kept any more."""
 
     def ended(self, stream: Stream, now: float) -> None:
-        """The last token is there."""
+        """Note the last token."""
 
     def gap(self, ms: float, times: int) -> None:
-        """So long between two tokens, so often."""
+        """Note a gap between two tokens, and how often it came."""
 
 
 @dataclass(eq=False, slots=True)
@@ -94,7 +94,7 @@ class Seat:
 
 @dataclass(slots=True)
 class Planned:
-    """Steps from `began` on: the first takes `each`, every further one `growth` longer."""
+    """A plan of steps from `began` on: the first takes `each`, every further one `growth` longer."""
 
     count: int = 0
     began: float = 0.0
@@ -124,7 +124,7 @@ class Planned:
 
 
 class SlowSteps:
-    """The longest step since any other, of which only those that no later one exceeds are kept."""
+    """A record of slow steps: those that no later step exceeds."""
 
     __slots__ = ("_ms", "_numbers")
 

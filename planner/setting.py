@@ -1,4 +1,4 @@
-"""What a simulation is given and what it gives back: requests, the setting and the result.
+"""The input and the result of a simulation: requests, the setting and the result.
 
 Times are milliseconds.
 """
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The latencies that a good request keeps, as its client sees them."""
+    """A pair of latencies that a good request keeps, as its client sees them."""
 
     ttft_ms: float
     tpot_ms: float
@@ -151,7 +151,7 @@ class NodeEvent:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The setting of one run; `policy` chooses nodes of both roles.
+    """A setting of one run; `policy` chooses nodes of both roles.
 
     Without prefill nodes the others are colocated servers.
     """
@@ -196,7 +196,7 @@ class Flipped:
 
 @dataclass(slots=True)
 class Result:
-    """All streams with their fate, and a histogram of the times between tokens."""
+    """A result: all streams, and a histogram of the times between tokens."""
 
     setting: Setting
     streams: Sequence[Stream]

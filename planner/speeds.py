@@ -26,7 +26,7 @@ _BY_LAUNCH = 1.25
 
 
 class Speeds:
-    """The speeds of all nodes with one card."""
+    """A card's speeds, for all nodes that have it."""
 
     def __init__(self, card: RateCard) -> None:
         self.card = card

@@ -1,9 +1,9 @@
 """A simulated cluster: what becomes of each request on its way through routers and nodes.
 
-The way is that of router/walk/: a prefill leg, a decode leg beside it as soon as the ticket is there,
-or a decode node that does it all. A prompt that a decode node refuses, and what a lost node had, is
-placed again, with the tokens that the client has. Left out: cuts of connections while nodes live,
-several choices of one answer.
+The way is that of router/walk/: a prefill leg, a decode leg beside it as soon as the ticket is
+there, or a decode node that does it all. A prompt that a decode node refuses, and what a lost node
+had, is placed again, with the tokens that the client has. Left out: cuts of connections while nodes
+live, several choices of one answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["RoleController", "simulate"]
 
 
 class RoleController:
-    """Has nodes change their roles as router/roles.py decides."""
+    """A clock for role changes, which router/roles.py decides."""
 
     def __init__(self, setting: Setting, cluster: Cluster, clock: Clock, result: Result) -> None:
         self._tpot_ms = 0.0 if setting.targets is None else setting.targets.tpot_ms

@@ -41,7 +41,7 @@ class Flow(Protocol):
 
 
 class Reply:
-    """The bytes of one answer: kept, or passed on as they come.
+    """A writer of one answer's bytes: kept, or passed on as they come.
 
     `put` never waits, so a payload is either counted and put, or neither, whenever the request is
     cut off. `room` waits, so a slow client slows its nodes instead of filling memory.
@@ -73,7 +73,7 @@ class Reply:
 
     @property
     def full(self) -> bool:
-        """Whether the client has to read before more is put."""
+        """Return whether the client has to read before more is put."""
         return self.flow is not None and self.flow.write_paused
 
     def room(self) -> Awaitable[None] | None:
@@ -141,7 +141,7 @@ class ClientConnection(HttpConnection):
 
 
 class Client:
-    """The client of one request: `begin`, any number of `write`, then `end`.
+    """A client of one request: `begin`, any number of `write`, then `end`.
 
     Nothing is written to a client that is gone.
     """
@@ -159,7 +159,7 @@ class Client:
 
     @property
     def gone(self) -> bool:
-        """Whether the client went away before the end."""
+        """Return whether the client went away before the end."""
         return self.cycle.disconnected
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:

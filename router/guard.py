@@ -1,4 +1,4 @@
-"""Who may pass to the routes, how much of a body is read, and answers to errors.
+"""Checks before the routes: keys, size of bodies, answers to errors.
 
 The operators' paths want the admin key from everybody: a proxy on this machine sends strangers'
 requests from loopback, and Host and Origin are what the sender writes. The key is a header that no

@@ -37,7 +37,7 @@ _QUEUE_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 3
 
 
 class AdmissionMetrics:
-    """Metrics of queues and API keys. Their labels come from code and configuration alone."""
+    """A set of metrics of queues and API keys. Their labels come from code and configuration alone."""
 
     def __init__(
         self, registry: CollectorRegistry, keys: Iterable[str], models: Callable[[], Iterable[str]]

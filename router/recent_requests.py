@@ -78,7 +78,7 @@ class EndedRequest(msgspec.Struct, frozen=True):
 
 
 class Edge(msgspec.Struct):
-    """The traffic from a prefill to a decode node."""
+    """A pair's traffic, from a prefill to a decode node."""
 
     prefill: str
     decode: str
@@ -101,7 +101,7 @@ class Edge(msgspec.Struct):
 
 
 class TimeSlot(msgspec.Struct):
-    """The requests that ended within SLOT_S, and the tokens that came; times are in buckets."""
+    """A slot of SLOT_S: requests that ended, tokens that came, times in buckets."""
 
     number: int
     ended: int = 0

@@ -64,7 +64,7 @@ _log = logging.getLogger("kvrelay.router")
 
 
 class Frontend:
-    """The router as the routes of the OpenAI API see it."""
+    """A router as the routes of the OpenAI API see it."""
 
     def __init__(self, router: Router) -> None:
         self._router = router

@@ -92,7 +92,7 @@ class FailedPair(msgspec.Struct, frozen=True):
 
 
 class RoleStatus(msgspec.Struct, frozen=True):
-    """The roles of one model's nodes."""
+    """A model's nodes by role."""
 
     model: str
     why: str

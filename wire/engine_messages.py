@@ -54,8 +54,8 @@ its number.
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A command: start a request. `generated` are output tokens it already has; `fetch` says where its KV is
-    held.
+    """A command: start a request. `generated` are output tokens it already has; `fetch` says where
+    its KV is held.
 
     `hold` keeps the KV under a lease when the request ends by length (the prefill leg of a
     hand-over), and with `hold_stopped` also when a stop token ends it: other choices go on from it.
@@ -279,8 +279,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):
-    """A snapshot of counters since start and of gauges: the engine's pulse, sent every half second and when it
-    goes idle.
+    """A snapshot of counters since start and of gauges: the engine's pulse, sent every half second
+    and when it goes idle.
     """
 
     load: Load

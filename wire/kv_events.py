@@ -227,7 +227,9 @@ def number_of(packed: bytes) -> int:
 
 
 def key_of(block_hash: Hash) -> int:
-    """Return what a router remembers of a hash: 64 bits are enough to choose a node by, and half as large."""
+    """Return what a router remembers of a hash: 64 bits are enough to choose a node by, and half as
+    large.
+    """
     if isinstance(block_hash, int):
         return block_hash & 0xFFFF_FFFF_FFFF_FFFF
     return int.from_bytes(block_hash[:_KEY_BYTES], sys.byteorder)

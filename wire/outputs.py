@@ -20,8 +20,8 @@ class Finish(enum.StrEnum):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """A token's natural log-probabilities before any penalty, temperature or mask: the chosen token and the k
-    most likely.
+    """A token's natural log-probabilities before any penalty, temperature or mask: the chosen token
+    and the k most likely.
     """
 
     token_id: int

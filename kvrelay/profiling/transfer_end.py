@@ -46,7 +46,8 @@ ELEMENT_STEP, BLOCK_STEP = 0x1E3779B97F4A7C15, 0x00000100000001B3
 
 
 class End:
-    """The source or the reader. The parent calls methods by name; results are JSON.
+    """An end of a transfer: the source or the reader. The parent calls methods by name; results are
+    JSON.
 
     Raises ConfigError if there is no room for a pool of `unit_bytes`.
     """
@@ -122,7 +123,9 @@ class End:
     # The source.
 
     def offer(self, parts: Sequence[tuple[str, list[int]]], growing: bool) -> list[Any]:
-        """Lease the blocks of each (name, blocks), none readable yet if `growing`; return the tickets."""
+        """Lease the blocks of each (name, blocks), none readable yet if `growing`; return the
+        tickets.
+        """
         assert self._connector is not None
         ready = 0 if growing else None
         tickets = [
@@ -155,8 +158,8 @@ class End:
     ) -> dict[str, float | list[float]]:
         """Fetch all of (name, ticket, local blocks) after a watch of `lead_s`.
 
-        `asked_at` and `in_hand_at` are of CLOCK_MONOTONIC, which all processes of a host share. Raises
-        TransferError.
+        `asked_at` and `in_hand_at` are of CLOCK_MONOTONIC, which all processes of a host share.
+        Raises TransferError.
         """
         assert self._connector is not None
         fetches = []

@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Measured seconds of one hand-over, of one or several transfers."""
+    """A measured hand-over of one or several transfers, in seconds."""
 
     exposed_s: float
     """By the reader's Fetched event: from the fetch, or from the last announcement. Of several the

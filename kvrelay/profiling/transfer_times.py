@@ -37,7 +37,7 @@ _MOST_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 
 
 class BlocksMoved:
-    """The blocks to move: of which model, of which size, between which devices.
+    """A set of blocks to move: of which model, of which size, between which devices.
 
     Raises ConfigError for a model that cannot be served as configured.
     """

@@ -56,14 +56,14 @@ class Thinking(msgspec.Struct, frozen=True):
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
-    """The form of an output: {"type": "json_schema", "schema": ...}."""
+    """A form of an output: {"type": "json_schema", "schema": ...}."""
 
     effort: str | None = None
     format: dict[str, Any] | None = None
 
 
 class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/messages/count_tokens: all that is a part of the prompt."""
+    """A body of POST /v1/messages/count_tokens: all that is a part of the prompt."""
 
     model: str
     messages: list[Turn]
@@ -75,7 +75,7 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
-    """POST /v1/messages. The fields of PASSED_ON are taken, too."""
+    """A body of POST /v1/messages. The fields of PASSED_ON are taken, too."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None

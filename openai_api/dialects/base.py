@@ -241,7 +241,7 @@ class EventChoice(msgspec.Struct, frozen=True):
 
 
 class ChatUsage(msgspec.Struct, frozen=True):
-    """Token counts of a chat completion, ours or vLLM's."""
+    """A chat completion's token counts, ours or vLLM's."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -304,7 +304,8 @@ def decoded(decoder: msgspec.json.Decoder[T], data: bytes) -> T:
 class ChatAnswer(abc.ABC):
     """A dialect's answer, made of a chat completion.
 
-    A whole answer is a stream of one chunk whose events nobody sees, so one state machine does both.
+    A whole answer is a stream of one chunk whose events nobody sees, so one state machine does
+    both.
     """
 
     chat: ClassVar[bool] = True

@@ -43,7 +43,7 @@ _BESIDE = (
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /inference/v1/generate. `sampling_params` are fields of a completion."""
+    """A body of POST /inference/v1/generate. `sampling_params` are fields of a completion."""
 
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
     sampling_params: dict[str, Any]

@@ -47,7 +47,7 @@ _asked = msgspec.json.Decoder(_Asked)
 
 
 class StoredConversation:
-    """The store as one call sees it, for its owner; without `responses` nothing is stored."""
+    """A view of the store for one owner; without `responses` nothing is stored."""
 
     def __init__(self, responses: ResponseStore | None = None, owner: str = "") -> None:
         self._responses, self._owner = responses, owner

@@ -43,21 +43,21 @@ _MAX_METADATA = 16  # of the OpenAI API
 
 
 class ReasoningConfig(msgspec.Struct, frozen=True):
-    """How much a model thinks. `summary` is not made: the reasoning itself is given."""
+    """A setting of how much a model thinks. `summary` is not made: the reasoning itself is given."""
 
     effort: str | None = None
     summary: str | None = None
 
 
 class TextConfig(msgspec.Struct, frozen=True):
-    """The form of a text: {"type": "text" | "json_object" | "json_schema", ...}."""
+    """A form of a text: {"type": "text" | "json_object" | "json_schema", ...}."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/responses. The fields of PASSED_ON are taken, too."""
+    """A body of POST /v1/responses. The fields of PASSED_ON are taken, too."""
 
     model: str | None = None
     input: str | list[Item]

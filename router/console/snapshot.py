@@ -50,7 +50,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """The percentiles of `count` requests."""
+    """A row of percentiles of `count` requests."""
 
     count: int
     p50_s: float | None = None

@@ -27,7 +27,7 @@ __all__ = ["ConsoleState"]
 
 
 class ConsoleState:
-    """The state of one process for the console, and what other workers have told it."""
+    """A process's state for the console, with what other workers reported."""
 
     def __init__(
         self, pool: Pool, models: Models, warm_ups: WarmUps, metrics: Metrics, shared: Shared

@@ -214,7 +214,7 @@ _pod_list: msgspec.json.Decoder[PodList] = msgspec.json.Decoder(PodList)
 
 @dataclass(frozen=True, slots=True)
 class PodNodes:
-    """The nodes that follow from all known pods."""
+    """A list of nodes that follow from all known pods."""
 
     nodes: tuple[NodeSpec, ...] = ()
     gone: frozenset[str] = frozenset()

@@ -18,7 +18,7 @@ __all__ = ["Attempt"]
 
 
 class Attempt:
-    """One prefill or decode request on one node; `source` has the KV that a decode node fetches."""
+    """A prefill or decode request on one node; `source` has the KV that a decode node fetches."""
 
     __slots__ = (
         "_call",
@@ -45,7 +45,9 @@ class Attempt:
         self._silent = False  # it was cut because its node sent nothing
 
     async def run(self, body: bytes) -> FrameKind:
-        """Run the request to its last frame. Raises AttemptFailed, Refused, Diverged, PoisonRequest."""
+        """Run the request to its last frame. Raises AttemptFailed, Refused, Diverged,
+        PoisonRequest.
+        """
         run, lease, call, context = self._run, self._lease, self._call, self._run.context
         context.silence.add(self)
         try:

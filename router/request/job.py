@@ -121,7 +121,7 @@ class ParsedBody(msgspec.Struct, frozen=True):
 
     @property
     def request_id(self) -> str:
-        """The request's id that the body gives; empty if none."""
+        """Return the request's id that the body gives; empty if none."""
         return self.known.request_id or ""
 
 
@@ -166,7 +166,7 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def node_id(self) -> str:
-        """The request's id on the nodes."""
+        """Return the request's id on the nodes."""
         return f"{self.id}.{self.mark}" if self.mark else self.id
 
     @property
@@ -176,7 +176,7 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def response_id(self) -> str:
-        """The `id` of the answer, as the nodes form it."""
+        """Return the `id` of the answer, as the nodes form it."""
         return f"{'chatcmpl' if self.path == CHAT_PATH else 'cmpl'}-{self.node_id}"
 
 

@@ -46,7 +46,7 @@ class MultiPromptRun:
 
     @property
     def timeline(self) -> Timeline:
-        """The timeline of the run that ended last, or still runs."""
+        """Return the timeline of the run that ended last, or still runs."""
         return max(
             (walk.timeline for walk in self.parts), key=lambda each: each.last_token or each.arrived
         )

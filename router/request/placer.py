@@ -73,7 +73,7 @@ class ChosenNodes:
 
 @dataclass(frozen=True, slots=True)
 class PlacementLeases:
-    """The leases of one prompt; without `prefill` its decode node computes it."""
+    """A prompt's leases; without `prefill` its decode node computes it."""
 
     wanted: PlacementQuery
     placement: Placement

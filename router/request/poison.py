@@ -1,8 +1,8 @@
 """Requests on which nodes die: how they are known, and where they are stopped.
 
-A request is known by its fingerprint, a hash of its API key and whole body, so that sending it again
-gives it no fresh nodes. A process counts once, however many requests of a fingerprint it had. A
-request that is answered to its end is forgotten: most requests on a node that dies are innocent.
+A request is known by its fingerprint, a hash of its API key and whole body, so that sending it
+again gives it no fresh nodes. A process counts once, however many requests of a fingerprint it had.
+A request that is answered to its end is forgotten: most requests on a node that dies are innocent.
 
 After the first loss a request goes on at once. Before a third node it waits until health checks
 show which processes have died.
@@ -36,7 +36,7 @@ _VERDICT_S = 5.0
 
 
 class Suspect(msgspec.Struct, frozen=True, array_like=True):
-    """The processes that died with a request, and until when that counts."""
+    """A request's list of processes that died with it, and until when that counts."""
 
     processes: frozenset[str] = frozenset()
     until: float = 0.0
@@ -46,7 +46,7 @@ _NOBODY = Suspect()
 
 
 class Poison:
-    """The suspects of one router process; false while there are none. Pure."""
+    """A table of suspects of one router process; false while there are none. Pure."""
 
     def __init__(self) -> None:
         self._suspects: dict[bytes, Suspect] = {}  # by fingerprint, the oldest death first
@@ -98,7 +98,7 @@ def fingerprint_of(key: str, body: bytes) -> bytes:
 
 
 class CrashRecord:
-    """The processes that one request was lost with, over all attempts of all its prompts."""
+    """A record of the processes that one request was lost with."""
 
     def __init__(self, poison: Poison, metrics: Metrics, fingerprint: Callable[[], bytes]) -> None:
         """`fingerprint` is called at most once: it takes 1 ms for each MB of the body."""

@@ -40,7 +40,7 @@ class FramePosition:
 
 
 class AnswerProgress:
-    """The state of one answer over all of its attempts."""
+    """An answer's state over all of its attempts."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -150,7 +150,7 @@ class AnswerProgress:
 
     @property
     def told(self) -> KvTransferParams | None:
-        """The newest that a prefill node has told of this answer."""
+        """Return the newest report of a prefill node on this answer."""
         return self.handover or self.ticket
 
     @property

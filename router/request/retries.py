@@ -1,4 +1,4 @@
-"""What all running requests share, and whether a failed attempt may be tried again."""
+"""The state that running requests share, and the budget of retries."""
 
 from __future__ import annotations
 

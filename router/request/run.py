@@ -82,7 +82,7 @@ async def run_within_deadline(
 
 
 class RequestRun:
-    """One prompt on its way through two of our nodes."""
+    """A prompt on its way through two of our nodes."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class RequestRun:
 
     @property
     def parts(self) -> list[RequestRun]:
-        """The prompts of the request: this one."""
+        """Return the prompts of the request: this one."""
         return [self]
 
     @property
@@ -166,7 +166,7 @@ class RequestRun:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether a prefill request runs."""
+        """Return whether a prefill request runs."""
         return self._prefilling is not None and not self._prefilling.done()
 
     async def run(self) -> None:

@@ -15,7 +15,7 @@ __all__ = ["AttemptTimes", "Timeline"]
 
 @dataclass(slots=True)
 class AttemptTimes:
-    """The times of one attempt as the router sees them."""
+    """An attempt's times as the router sees them."""
 
     began: float
     decoding: bool
@@ -29,7 +29,7 @@ class AttemptTimes:
 
 @dataclass(slots=True)
 class Timeline:
-    """The times of one request; None is a point that was not reached."""
+    """A request's times; None is a point that was not reached."""
 
     arrived: float
     sent: float | None = None

@@ -141,8 +141,8 @@ def prefill_body(job: Job, *, named_by_id: bool = False, with_ids: bool = False)
     """Return the body of the prefill request.
 
     `named_by_id` is for P2pNcclConnector. `with_ids` has the answer tell the prompt's token ids
-    (from 0.10.2 on). Fields that do not go with one token are left out, and those by which older versions
-    hold nothing: KV of a request that a token has stopped is freed at once.
+    (from 0.10.2 on). Fields that do not go with one token are left out, and those by which older
+    versions hold nothing: KV of a request that a token has stopped is freed at once.
     """
     fields: dict[str, Any] = dict(job.fields)
     fields["max_tokens"] = 1

@@ -51,7 +51,8 @@ async def stream_events(
     headers: Mapping[str, str],
     on_events: OnEvents,
 ) -> None:
-    """Pass on a stream's events to its [DONE]. Raises AttemptFailed, Refused; so does an error event.
+    """Pass on a stream's events to its [DONE]. Raises AttemptFailed, Refused; so does an error
+    event.
 
     Cancelling closes the connection, which aborts the request on the node.
     """

@@ -56,7 +56,7 @@ _log = logging.getLogger("kvrelay.router")
 
 
 class VllmRun:
-    """One request on its way through two vLLM nodes."""
+    """A request on its way through two vLLM nodes."""
 
     def __init__(
         self,

@@ -286,7 +286,7 @@ class _Link:
 
 
 class NodeStreams:
-    """The streams of all nodes; health checks open and mend them."""
+    """A pool of the streams of all nodes; health checks open and mend them."""
 
     def __init__(
         self,

@@ -100,7 +100,7 @@ def config_of_worker(config: RouterConfig, port: int) -> RouterConfig:
 
 
 class WorkerMetrics:
-    """The metrics of the workers themselves."""
+    """A set of metrics of the workers themselves."""
 
     def __init__(self, registry: CollectorRegistry, listening: Callable[[], int]) -> None:
         Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry).set_function(

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    """The command. Returns the exit code."""
+    """Run the command. Returns the exit code."""
     asks = argparse.ArgumentParser(prog="python -m scripts.reference", description=__doc__)
     asks.add_argument("--check", action="store_true", help="write nothing")
     check = asks.parse_args().check

@@ -37,7 +37,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`kvrelay NAME`."""
+    """A command, `kvrelay NAME`."""
 
     name: str
     about: str
@@ -46,13 +46,13 @@ class Command:
 
 
 def commands() -> tuple[Command, ...]:
-    """All commands that --help lists, in its order."""
+    """Return all commands that --help lists, in its order."""
     root: Any = typer.main.get_command(app)
     return tuple(_command(each) for each in root.commands.values() if not each.hidden)
 
 
 def general_flags() -> set[str]:
-    """The flags of `kvrelay` itself, and those that every command has."""
+    """Return the flags of `kvrelay` itself, and those that every command has."""
     root: Any = typer.main.get_command(app)
     return {flag for each in root.params for flag in (*each.opts, *each.secondary_opts)} | {
         "--help",

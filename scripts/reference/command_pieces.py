@@ -22,7 +22,7 @@ _SECTIONS = {
 
 
 def command_pieces() -> dict[str, str]:
-    """The list of all commands, and all of them one by one."""
+    """Return the list of all commands, and all of them one by one."""
     found = commands()
     rows = [[f"[`kvrelay {each.name}`](#kvrelay-{each.name})", each.about] for each in found]
     told = [part for each in found for part in _command(each, "kvrelay")]

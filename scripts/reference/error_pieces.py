@@ -56,7 +56,7 @@ REMEDIES = {
 def tree(
     root: type[KvrelayError] = KvrelayError, depth: int = 0
 ) -> Iterator[tuple[type[KvrelayError], int]]:
-    """The classes of wire/errors.py and how deep they lie, parents before children."""
+    """Yield the classes of wire/errors.py and their depth, parents before children."""
     yield root, depth
     for each in root.__subclasses__():
         if each.__module__ == kvrelay.wire.errors.__name__:
@@ -64,7 +64,7 @@ def tree(
 
 
 def error_pieces() -> dict[str, str]:
-    """The tree as a table. Raises KeyError at an error that REMEDIES does not name."""
+    """Return the tree as a table. Raises KeyError at an error that REMEDIES does not name."""
     return {
         "errors": table(
             ["Error", "Status", "`type`", "`code`", "Meaning", "What to do"],

@@ -29,7 +29,7 @@ __all__ = ["MetricFact", "metrics_reference"]
 
 @dataclass(frozen=True, slots=True)
 class MetricFact:
-    """`name` is that of its samples, without the _bucket, _sum and _count of a histogram."""
+    """A metric family; its samples' name has no _bucket, _sum or _count."""
 
     name: str
     kind: str
@@ -41,7 +41,7 @@ class MetricFact:
 
 
 def metrics_reference() -> list[MetricFact]:
-    """All of them, by name."""
+    """Return all families, by name."""
     found: dict[str, MetricFact] = {}
     for where, registry in (
         *(("router", each) for each in _router_registries()),

@@ -27,12 +27,12 @@ _SOURCES: tuple[Callable[[], Mapping[str, str]], ...] = (
 
 
 def pieces() -> dict[str, str]:
-    """All pieces by name."""
+    """Return all pieces by name."""
     return {name: text for source in _SOURCES for name, text in source().items()}
 
 
 def current(docs: Path) -> dict[Path, str]:
-    """The text that each page must have, of those with places for pieces.
+    """Return the text that each page with places for pieces must have.
 
     Raises KeyError at a place for an unknown piece, ValueError if a piece has no place or several.
     """

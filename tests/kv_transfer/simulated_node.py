@@ -114,8 +114,8 @@ class SimulatedDesk(TransferEngine):
         return answer
 
     def complete(self, request_id: str, completion: Completion) -> Ticket | None:
-        """See TransferEngine. What a reader gave up while it grew is kept for another one, which may
-        never come.
+        """See TransferEngine. What a reader gave up while it grew is kept for another one, which
+        may never come.
         """
         if request_id in self.given_up:
             self.given_up.discard(request_id)

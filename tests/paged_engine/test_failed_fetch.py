@@ -1,5 +1,5 @@
-"""What a request does when its KV does not come: it keeps what is verified and computes the rest, or
-ends.
+"""What a request does when its KV does not come: it keeps what is verified and computes the rest,
+or ends.
 
 The random schedules run over a memory that knows of each position which tokens its KV was computed
 from, so that a step which attends to a wrong or missing one is found, whatever led to it.

@@ -1,5 +1,5 @@
-"""The leg stream of a fake node: node/request_stream.py over aiohttp, its legs answered by the node's
-script.
+"""The leg stream of a fake node: node/request_stream.py over aiohttp, its legs answered by the
+node's script.
 """
 
 from __future__ import annotations
