@@ -196,7 +196,7 @@ def _show(results: Sequence[Result], console: Console) -> None:
     several = len(results) > 1
     table = Table(box=None, header_style="dim", pad_edge=False)
     if several:
-        table.add_column("label")
+        table.add_column("label", no_wrap=True)
     for name in COLUMNS:
         table.add_column(name, justify="right")
     for result in results:

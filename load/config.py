@@ -23,100 +23,80 @@ _NotNegative = Annotated[float, Meta(ge=0, lt=sys.float_info.max)]
 
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
-    """What is asked of a server, how fast, and what its answers are held to."""
+    """A measurement of a server: what is asked, how fast, and the targets."""
 
     url: str = "http://127.0.0.1:8000"
-    """The server: http:// or https://, a host and a port; several with commas between them are
-    asked in turn.
-    """
+    """Address of the server; several, separated by commas, are asked in turn."""
     api_key: str = field(default="", repr=False)
-    """The key that it wants."""
+    """API key of the server."""
     model: str = ""
-    """The model to ask; empty takes the first one that the server names."""
+    """Model to ask; empty takes the first of the server."""
     endpoint: Literal["completions", "chat"] = "completions"
-    """completions sends token ids, whose number is exact; chat sends messages, and is what turns
-    need.
-    """
+    """completions sends token ids, of exact length; chat sends messages, which --turns needs."""
     lengths: str = "chat"
     """Tokens of prompts and answers: chat (512:256), code (2048:64), summarise (8192:256),
     long-context (65536:256), reasoning (512:4096), or IN:OUT.
     """
     spread: _NotNegative = 0.0
-    """Lengths are log-normal with this standard deviation, in means; 0: all are alike."""
+    """Standard deviation of log-normal lengths, in means; 0: all alike."""
     sharegpt: str = ""
     """A file in ShareGPT's format, instead of lengths."""
     trace: str = ""
-    """A file in the format of Mooncake's traces, instead of lengths; also .gz. Equal hashes become
-    equal beginnings.
-    """
+    """A file in the format of Mooncake's traces, also .gz, instead of lengths."""
     turns: Annotated[int, Meta(gt=0)] = 1
-    """Turns of each session; each prompt holds all that was said, with the server's own answers."""
+    """Turns of each session; a prompt holds all turns before it, with the server's answers."""
     think_s: _NotNegative = 1.0
-    """Seconds from an answer to the next turn, on average."""
+    """Mean seconds from an answer to the next turn."""
     rate: str = ""
-    """Requests a second, whatever is answered (open loop); several with commas between them are run
-    one by one. With --find-rate: where the search begins.
+    """Requests a second (open loop); several, separated by commas, run one by one. The first rate of
+    --find-rate.
     """
     arrivals: ArrivalProcess = "poisson"
-    """How they come: poisson, bursty, constant, or trace: at its times, stretched to a --rate if
-    given.
-    """
+    """Arrival process; trace takes the times of --trace, stretched to --rate if given."""
     variation: _Positive = 2.0
-    """Of bursty arrivals: the standard deviation of their gaps, in means; 1 is poisson."""
+    """Standard deviation of the gaps of bursty arrivals, in means; 1 is poisson."""
     concurrency: Annotated[int, Meta(ge=0)] = 0
-    """Clients that ask again when they are answered (closed loop), instead of a rate; 1 with
-    --requests alone.
-    """
+    """Clients that ask again when answered (closed loop); 1 with --requests alone."""
     requests: Annotated[int, Meta(ge=0)] = 0
-    """End after so many sessions behind the warm-up, instead of --duration-s."""
+    """Sessions to measure after the warm-up, instead of --duration-s."""
     duration_s: _Positive = 60.0
-    """Seconds that count, of each rate."""
+    """Seconds to measure each rate."""
     warm_up_s: float = -1.0
-    """Seconds before them that do not. Below 0: as long as an answer may take that meets its
-    targets, with --turns all answers of a session, and 5 at least; 0 with --requests.
+    """Seconds before the measurement. Below 0: as long as a session may take within its targets, at
+    least 5; 0 with --requests.
     """
     find_rate: bool = False
-    """Find the highest rate at which --attainment of the requests meet their targets, by several
-    runs.
-    """
+    """Find the highest rate at which --attainment of the requests meet their targets."""
     attainment: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of requests that has to meet its targets."""
     precision: _Positive = 0.05
-    """How near the rate that is found is to one that is too high, as a share."""
+    """Largest distance from the found rate to one that is too high, as a share."""
     ttft_ms: _NotNegative = 0.0
-    """Target for the first token; 0 takes that of the lengths (chat 200, code 125), or 1000."""
+    """Target for the first token; 0: that of --lengths (chat 200, code 125), or 1000."""
     tpot_ms: _NotNegative = 0.0
-    """Target for the mean time per token after it; 0 takes that of the lengths (chat 15, code 20),
-    or 50.
-    """
+    """Target for the mean time per later token; 0: that of --lengths (chat 15, code 20), or 50."""
     gap_ms: _NotNegative = 0.0
     """Target for the longest time between two tokens; 0: none."""
     tell_targets: bool = False
-    """Send the first two targets with each request, as x-slo-ttft-ms and x-slo-tpot-ms: kvrelay's
-    router knows them.
-    """
+    """Send both targets with each request (x-slo-ttft-ms, x-slo-tpot-ms) for kvrelay's router."""
     gpus: Annotated[int, Meta(gt=0)] = 1
-    """GPUs behind the address, all of them: goodput is divided by it."""
+    """All GPUs of the server: goodput is divided by them."""
     hardware: str = ""
-    """What the server runs on, for the result."""
+    """Hardware of the server, for the result."""
     label: str = ""
-    """What to call this server in tables; empty takes the name of the model."""
+    """Name of the server in tables; empty takes the model's."""
     output: str = "bench.json"
-    """The result, as JSON."""
+    """File of the result, as JSON."""
     deadline_s: _Positive = 600.0
     """A request that takes longer has failed."""
     ignore_eos: bool = True
-    """Have the server make as many tokens as it is asked for. Not every server knows this field."""
+    """Ask for answers of the full length. Not every server knows this field."""
     usage_per_chunk: bool = False
-    """Ask for the number of tokens in each chunk (continuous_usage_stats), for servers that send
-    several at once.
-    """
+    """Ask for the tokens of each chunk (continuous_usage_stats), which may be several."""
     vocab_size: int = 32_000
     """Token ids of prompts are below this."""
     seed: int = 0
-    """Another seed makes other prompts and arrivals; 0: kvrelay bench takes one by the clock, so
-    that no server has its prompts cached. The result has it.
-    """
+    """Seed of prompts and arrivals; 0 takes the clock, so that no server has the prompts cached."""
 
     def __post_init__(self) -> None:
         _ = self.base_urls

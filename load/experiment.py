@@ -1,7 +1,7 @@
 """An experiment: one server at one or several rates, or the search of a rate.
 
-A run has a warm-up that does not count, the time that counts, and a while in which requests go on to
-come, so that the last ones that count are served under load, too.
+A run has a warm-up, the time that counts, and a while in which requests still come, so that the
+last ones that count are served under load, too.
 """
 
 from __future__ import annotations

@@ -172,9 +172,19 @@ def _with_nan(value: Any) -> Any:
 # --- the table
 
 COLUMNS = (
-    "rate", "per GPU", "answered/s", "met", "goodput/GPU", "TTFT p50 p99", "TPOT p50 p99",
-    "ITL p50 p99", "E2E p50 p99", "tokens/s", "cached", "failed",
-)  # fmt: skip
+    "rate",
+    "per GPU",
+    "answered/s",
+    "met",
+    "goodput/GPU",
+    "TTFT p50 p99",
+    "TPOT p50 p99",
+    "ITL p50 p99",
+    "E2E p50 p99",
+    "tokens/s",
+    "cached",
+    "failed",
+)
 """Milliseconds, and requests a second."""
 
 

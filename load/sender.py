@@ -1,7 +1,7 @@
 """Sends a load to a server on time, and records what it answers.
 
-Bodies are written ahead of their time, so that sending one is a single write. One process is enough:
-a request of 64 streamed tokens takes about 2 ms of a core.
+Bodies are made ahead of their time. One process is enough: a request of 64 streamed tokens takes
+about 2 ms of a core.
 """
 
 from __future__ import annotations

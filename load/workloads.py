@@ -109,7 +109,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Turns that are asked one after the other, from second `at` of the run."""
+    """Turns asked one after the other, from second `at` of the run."""
 
     number: int
     at: float
@@ -296,20 +296,23 @@ def _exchanges(messages: list[dict[str, Any]]) -> _Conversation:
 
 # Short and usual: one token each, with the space before it, in most vocabularies.
 _WORDS = """
-    time year people way day man thing woman life child world school state family student group country problem hand
-    part place case week company system program question work government number night point home water room mother
-    area money story fact month lot right study book eye job word business issue side kind head house service friend
-    father power hour game line end member law car city community name president team minute idea kid body back
-    parent face others level office door health person art war history party result change morning reason research
-    girl guy moment air teacher force education foot boy age policy process music market sense nation plan college
-    interest death experience effect use class control care field development role effort rate heart drug show leader
-    light voice wife police mind price report decision son view relationship town road arm difference value building
-    action season society tax director position player record paper space ground form event official matter center
-    couple site project activity star table need court oil situation cost industry figure street image phone data
-    picture practice piece land product doctor wall patient worker news test movie north love support technology step
-    baby computer type attention film tree source organization hair look century evidence window culture chance
-    brother energy period course summer plant term opinion rest letter condition choice rule south floor
-    campaign material population call east note west church bank fire truth board risk song hope store
+    time year people way day man thing woman life child world school state family student group
+    country problem hand part place case week company system program question work government
+    number night point home water room mother area money story fact month lot right study book
+    eye job word business issue side kind head house service friend father power hour game line
+    end member law car city community name president team minute idea kid body back parent face
+    others level office door health person art war history party result change morning reason
+    research girl guy moment air teacher force education foot boy age policy process music
+    market sense nation plan college interest death experience effect use class control care
+    field development role effort rate heart drug show leader light voice wife police mind price
+    report decision son view relationship town road arm difference value building action season
+    society tax director position player record paper space ground form event official matter
+    center couple site project activity star table need court oil situation cost industry figure
+    street image phone data picture practice piece land product doctor wall patient worker news
+    test movie north love support technology step baby computer type attention film tree source
+    organization hair look century evidence window culture chance brother energy period course
+    summer plant term opinion rest letter condition choice rule south floor campaign material
+    population call east note west church bank fire truth board risk song hope store
 """.split()  # noqa: SIM905 - the rule would have one line of 3,000 characters
 
 

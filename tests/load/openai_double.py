@@ -1,6 +1,4 @@
-"""An OpenAI server for tests: it says what a test tells it to, and when, and remembers when it said
-it.
-"""
+"""An OpenAI server for tests, which answers as a test says and remembers when it did."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ MODEL = "double"
 
 @dataclass
 class Told:
-    """One request, and the times (monotonic) at which its tokens were written."""
+    """A request, and the monotonic times at which its tokens were written."""
 
     body: dict[str, Any]
     path: str
@@ -30,7 +28,7 @@ Say = Callable[["Double", Told, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Double:
-    """Its requests so far; `say` answers each."""
+    """A server whose `say` answers each request."""
 
     def __init__(self, say: Say) -> None:
         self.say, self.told, self.url = say, list[Told](), ""
@@ -75,27 +73,23 @@ class Double:
 
 
 def whole(writer: asyncio.StreamWriter, said: object, status: int = 200) -> None:
-    """A body of JSON."""
     body = json.dumps(said).encode()
     writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
 
 
 def begin(writer: asyncio.StreamWriter) -> None:
-    """The head of a stream."""
     writer.write(
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
     )
 
 
 def event(writer: asyncio.StreamWriter, said: object) -> None:
-    """One event."""
     line = said if isinstance(said, bytes) else json.dumps(said).encode()
     text = b"data: " + line + b"\n\n"
     writer.write(b"%x\r\n%b\r\n" % (len(text), text))
 
 
 def token(told: Told, writer: asyncio.StreamWriter, text: str = " word") -> None:
-    """One token, as the route has it; its time is remembered."""
     chat = told.path.endswith("chat/completions")
     choice: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
     event(writer, {"choices": [{"index": 0, **choice, "finish_reason": None}]})
@@ -103,7 +97,6 @@ def token(told: Told, writer: asyncio.StreamWriter, text: str = " word") -> None
 
 
 def end(told: Told, writer: asyncio.StreamWriter, tokens: int, prompt: int = 0) -> None:
-    """Finish reason, usage, [DONE]."""
     chat = told.path.endswith("chat/completions")
     choice: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
     event(writer, {"choices": [{"index": 0, **choice, "finish_reason": "length"}]})
@@ -114,13 +107,10 @@ def end(told: Told, writer: asyncio.StreamWriter, tokens: int, prompt: int = 0) 
 
 
 def over(writer: asyncio.StreamWriter) -> None:
-    """The end of the body."""
     writer.write(b"0\r\n\r\n")
 
 
 def paced(ttft_s: float, gap_s: float) -> Say:
-    """All tokens that are asked for, the first after `ttft_s`."""
-
     async def say(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
         begin(writer)
         tokens = told.body["max_tokens"]
@@ -135,7 +125,6 @@ def paced(ttft_s: float, gap_s: float) -> Say:
 
 @asynccontextmanager
 async def serving(say: Say) -> AsyncIterator[Double]:
-    """Runs one in this event loop."""
     double = Double(say)
     server = await asyncio.start_server(double.serve, "127.0.0.1", 0)
     double.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

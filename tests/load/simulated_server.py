@@ -1,6 +1,4 @@
-"""Runs of a server that is arithmetic: places, a queue, and nothing else. No clock: what is
-measured of it is exact.
-"""
+"""A server that is arithmetic: places and a queue, without a clock, so its figures are exact."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ STEP_S, PREFILL_S = 0.01, 0.03
 
 
 def records_of(rate: float, places: int, seconds: float, seed: str) -> list[Record]:
-    """Each place serves one request at a time, in 30 ms and 10 ms for each further token; who comes
-    waits for one.
-    """
+    """Serve in each place one request at a time: 30 ms, and 10 ms for each further token."""
     free = [0.0] * places
     rng = random.Random(seed)
     found = []
@@ -34,15 +30,25 @@ def records_of(rate: float, places: int, seconds: float, seed: str) -> list[Reco
         heapq.heappush(free, last)
         found.append(
             Record(
-                session.number, 0, session.at, session.at + 0.0004, first, last, WORK.prompt, 0, WORK.output,
-                WORK.output, WORK.output, True, gaps_s=gaps, counts=[1] * WORK.output,
+                session.number,
+                turn=0,
+                due_s=session.at,
+                sent_s=session.at + 0.0004,
+                first_s=first,
+                last_s=last,
+                prompt_tokens=WORK.prompt,
+                output_tokens=WORK.output,
+                asked_tokens=WORK.output,
+                chunks=WORK.output,
+                usage=True,
+                gaps_s=gaps,
+                counts=[1] * WORK.output,
             )
-        )  # fmt: skip
+        )
     return found
 
 
 def run_of(rate: float, places: int, seconds: float = 60.0, gpus: int = 1, seed: str = "s") -> Run:
-    """As an experiment measures it."""
     records = records_of(rate, places, seconds + 5, f"{seed} {rate}")
     window = Window(5.0, 5.0 + seconds)
     judged = [record for record in records if window.start_s <= record.due_s < window.end_s]
@@ -52,16 +58,11 @@ def run_of(rate: float, places: int, seconds: float = 60.0, gpus: int = 1, seed:
 
 
 def result_of(label: str, places: int, gpus: int, seconds: float = 60.0) -> Result:
-    """A whole search."""
     search, runs = RateSearch(4.0), list[Run]()
     while (rate := search.rate) is not None:
         runs.append(run_of(rate, places, seconds, gpus))
         search.record(runs[-1].measures.attainment)
-    made = Provenance(
-        "kvrelay bench --url http://10.0.0.5:8000 --lengths 512:64 --find-rate --gpus 4", "2026-11-22T09:00:00+00:00",
-        "Linux x86_64, 32 cores", {"kvrelay": "0.1.0", "python": "3.11.7", "server": "0.1.0"},
-    )  # fmt: skip
-    return Result(
-        label, "Llama-3.1-8B", "http://10.0.0.5:8000", gpus, f"{gpus} x GPU", "512:64: 512 tokens " "in, 64 out",
-        "poisson arrivals, open loop", WORK, SLO, 0.9, made, runs, search.result(),
-    )  # fmt: skip
+    made = Provenance("kvrelay bench", "2026-11-22T09:00:00+00:00", "Linux", {"server": "0.1.0"})
+    model, url, hardware = "Llama-3.1-8B", "http://10.0.0.5:8000", f"{gpus} x GPU"
+    asked = ("512:64", "poisson arrivals, open loop", WORK, SLO, 0.9)
+    return Result(label, model, url, gpus, hardware, *asked, made, runs, search.result())

@@ -1,6 +1,4 @@
-"""From settings to runs, against a server that is arithmetic: windows, seeds, the search. No clock,
-no process.
-"""
+"""From settings to runs, against a server that is arithmetic: windows, seeds, the search."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from kvrelay.wire.errors import KvrelayError
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[Load]:
-    """What was put; the server has 24 places, and 36 requests a second are the most that it can."""
+    """Loads that were sent to a server of 24 places, which serves at most 36 requests/s."""
     put: list[Load] = []
 
     async def send_load(
@@ -133,7 +131,6 @@ async def test_the_load_is_all_there_before_it_counts_and_as_long_as_it_counts(
 
 
 async def test_a_trace_that_ends_early_ends_the_window(loads: list[Load], repository: Path) -> None:
-    """200 requests."""
     path = repository / "benchmarks" / "traces" / "mooncake_conversation_sample.jsonl"
     config = BenchConfig(trace=str(path), rate="20,200", warm_up_s=5)
     bench = Experiment(config)

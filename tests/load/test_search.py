@@ -1,4 +1,4 @@
-"""The search of a rate, without a clock: a server with a known capacity is a function of the rate."""
+"""The search of a rate, where a server with a known capacity is a function of the rate."""
 
 from __future__ import annotations
 
