@@ -5,14 +5,12 @@ any company.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from kvrelay.kernels.lora import PackedLora, add_lora
+from tests.kernels.compiling import run_compiler
 from tests.kernels.rounding import assert_same, exact_rounding, poisoned_memory, randn
 
 fused = pytest.importorskip("kvrelay.kernels.grouped_lora", exc_type=ImportError)
@@ -172,8 +170,7 @@ def test_what_does_not_fit_is_refused(device):
 
 
 COMPILE = """
-import json, re, subprocess, sys, tempfile, triton
-from triton.backends.compiler import GPUTarget
+import json
 from kvrelay.kernels.grouped_lora import _expand, _shrink
 
 def compiled_as(name, rows, split, target):
@@ -191,14 +188,7 @@ def compiled_as(name, rows, split, target):
     source = triton.compiler.ASTSource(kernel, types, constants, aligned)
     options = {"num_warps": 4, "num_stages": 3 if name == "shrink" else 1}
     compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(compiled.asm["ptx"]); file.flush()
-        arch = "sm_90a" if target == 90 else f"sm_{target}"
-        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
-        log = subprocess.run(command, capture_output=True, text=True)
-    assert log.returncode == 0, log.stderr
-    spilled = sum(int(n) for n in re.findall(r"(\\d+) bytes spill", log.stderr))
-    return spilled, compiled.metadata.shared, compiled.asm["ptx"].count("griddepcontrol.wait")
+    return report(compiled, target), compiled.metadata.shared, compiled.asm["ptx"].count("griddepcontrol.wait")
 
 print(json.dumps([compiled_as(*variant) for variant in json.loads(sys.argv[1])]))
 """
@@ -213,16 +203,8 @@ VARIANTS = [
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple[str, int, int, int], list[int]]:
-    """Spilled bytes, shared memory and waits of each. Needs no GPU: in a process without the
-    interpreter.
-    """
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, json.dumps(VARIANTS)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(zip(VARIANTS, json.loads(done.stdout), strict=True))
+    """Spilled bytes, shared memory and waits of each."""
+    return dict(zip(VARIANTS, json.loads(run_compiler(COMPILE, json.dumps(VARIANTS))), strict=True))
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)

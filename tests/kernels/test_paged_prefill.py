@@ -8,9 +8,6 @@ On the CPU the portable kernel runs in Triton's interpreter (which has no bf16 p
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +15,7 @@ import pytest
 import torch
 
 from kvrelay.kernels.paged_attention import SequenceSpan, attend, plan_attention
+from tests.kernels.compiling import run_compiler
 from tests.kernels.rounding import assert_attention
 
 pytest.importorskip("triton")
@@ -369,9 +367,6 @@ def test_wrong_shapes_are_refused(device: torch.device) -> None:
 
 
 COMPILE = """
-import re, subprocess, sys, tempfile
-import triton
-from triton.backends.compiler import GPUTarget
 from kvrelay.kernels.paged_prefill import tile_heads, tile_tokens
 
 def signature(kernel, special, constants):
@@ -379,15 +374,6 @@ def signature(kernel, special, constants):
     types.update({name: "constexpr" for name in constants})
     aligned = [i for i, name in enumerate(kernel.arg_names) if types[name].startswith("*") or name.endswith("_stride")]
     return types, {(i,): [["tt.divisibility", 16]] for i in aligned}
-
-def report(compiled, arch):
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(compiled.asm["ptx"]); file.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=" + arch, file.name, "-o", "/dev/null"]
-        log = subprocess.run(command, capture_output=True, text=True)
-    assert log.returncode == 0, log.stderr
-    assert "serialized" not in log.stderr, log.stderr
-    return sum(int(n) for n in re.findall(r"(\\d+) bytes spill", log.stderr))
 
 tables = {name: "*i32" for name in ("block_tables", "query_starts", "context_lens", "tiles")}
 sizes = dict(KV_HEADS=8, GROUP=4, HEAD_DIM=128, WINDOW=0, SOFTCAP=False)
@@ -414,7 +400,7 @@ def spilled(which):
     types, attributes = signature(kernel, special, constants)
     source = kind(kernel, types, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-    return report(compiled, "sm_90a" if target == 90 else "sm_80")
+    return report(compiled, target)
 
 print(*map(spilled, sys.argv[1:]))
 """
@@ -425,16 +411,8 @@ COMPILED = ["80", "90", "hopper"]
 
 @pytest.fixture(scope="module")
 def spilled() -> dict[str, str]:
-    """Needs no GPU: Ampere and Hopper code for the shape of Llama-3.1-8B, in a process without the
-    interpreter.
-    """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, *COMPILED]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(zip(COMPILED, done.stdout.split(), strict=True))
+    """Ampere and Hopper code for the shape of Llama-3.1-8B."""
+    return dict(zip(COMPILED, run_compiler(COMPILE, *COMPILED).split(), strict=True))
 
 
 @pytest.mark.parametrize("kernel", COMPILED)

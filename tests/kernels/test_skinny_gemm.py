@@ -5,9 +5,6 @@ divides.
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -27,6 +24,7 @@ from kvrelay.kernels.skinny_gemm import (
     fits_ring,
     skinny_linear,
 )
+from tests.kernels.compiling import run_compiler
 
 ON_GPU = torch.cuda.is_available()
 # Triton's interpreter multiplies bf16 matrices as integers; so without a GPU, tiles are tested in
@@ -375,9 +373,6 @@ class TestOnGpu:
 
 
 COMPILE_RING = """
-import re, subprocess, sys, tempfile
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from kvrelay.kernels.skinny_hopper import ring_kernel as kernel
 
@@ -396,13 +391,7 @@ types.update(dict.fromkeys(constants, "constexpr"))
 aligned = [i for i, n in enumerate(kernel.arg_names) if types[n].startswith("*") or n == "N" or n.endswith("_stride")]
 source = GluonASTSource(kernel, types, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
 compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 128})
-with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-    file.write(compiled.asm["ptx"]); file.flush()
-    command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-    log = subprocess.run(command, capture_output=True, text=True)
-assert log.returncode == 0, log.stderr
-assert "serialized" not in log.stderr, log.stderr
-print(sum(int(n) for n in re.findall(r"(\\d+) bytes spill", log.stderr)), compiled.metadata.shared)
+print(report(compiled, 90), compiled.metadata.shared)
 """
 
 
@@ -410,17 +399,11 @@ print(sum(int(n) for n in re.findall(r"(\\d+) bytes spill", log.stderr)), compil
     ("kind", "block_m", "rows", "split"), [("gated", 64, 112, 1), ("plain", 32, 96, 2)]
 )
 def test_the_ring_kernel_compiles_for_two_programs_per_sm(kind, block_m, rows, split):
-    """Needs no GPU: in a process without the interpreter. No register is spilled, and two rings fit
-    an SM's memory.
-    """
+    """No register is spilled, and two rings fit an SM's memory."""
     slots = skinny_gemm._slots(rows, block_m, 2)
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE_RING, kind, *map(str, (block_m, rows, split, slots))]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    spilled, shared = map(
+        int, run_compiler(COMPILE_RING, kind, block_m, rows, split, slots).split()
     )
-    assert done.returncode == 0, done.stderr
-    spilled, shared = map(int, done.stdout.split())
     assert spilled == 0
     assert 2 * (shared + 1024) <= 228 * 1024
 
