@@ -32,8 +32,8 @@ def keys(count: int) -> Words:
 def block_checksums(pool: Words, blocks: Sequence[int], places: Words) -> Words:
     """Return the checksums of these blocks, int64 [blocks, kv_heads].
 
-    `pool`: int64 [num_blocks, kv_heads, words of a slice]; `places`: `keys` of as many words. Takes one
-    core, and lets go of the GIL for a whole slice.
+    `pool`: int64 [num_blocks, kv_heads, words of a slice]; `places`: `keys` of as many words. Takes
+    one core, and lets go of the GIL for a whole slice.
     """
     sums = np.empty((len(blocks), pool.shape[1]), dtype=np.int64)
     folded = np.empty(pool.shape[2], dtype=np.int64)

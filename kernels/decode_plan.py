@@ -88,8 +88,8 @@ class DecodeWorkspace:
 
 def _launch_shape(head_dim: int, element_bytes: int, device: torch.device) -> tuple[Tiling, int]:
     # Several programs share an SM's memory, so that one computes while the others copy. H200, 128
-    # dimensions, batch 128 x 1k: four programs of two warps and 32 keys 4.25 TB/s, three of four warps
-    # and 64 keys 3.76. fp8 is bound by its conversion, and best in two programs of 128 keys.
+    # dimensions, batch 128 x 1k: four programs of two warps and 32 keys 4.25 TB/s, three of four
+    # warps and 64 keys 3.76. fp8 is bound by its conversion, and best in two programs of 128 keys.
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         sms, shared_bytes = (
@@ -168,9 +168,8 @@ def _plan_kernel(
     total = tl.sum(units * KV_HEADS, 0)
     waves = tl.minimum(tl.maximum(total // (resident * WAVE_UNITS), 1), programs // resident)
     share = tl.maximum(tl.cdiv(total, waves * resident), 1)
-    # Pieces that would be cut in two, by about half as many programs as run at a time, are not:
-    # these are enough to keep the memory busy, and nothing is joined (batch 32 x 1k on an H200: 36
-    # us against 40).
+    # Pieces that half of the running programs would cut in two stay whole: these keep the memory
+    # busy, and nothing is joined (batch 32 x 1k, H200: 36 us against 40).
     pieces, longest = tl.sum((units > 0).to(tl.int32), 0) * KV_HEADS, tl.max(units, 0)
     share = tl.where(
         (longest <= 2 * share) & (pieces * 17 >= resident * 8), tl.maximum(share, longest), share

@@ -151,8 +151,9 @@ class Fp8Linear:
             scale_b=self.scale[None, :],
             bias=None if self.bias is None else self.bias.to(torch.bfloat16),
             out_dtype=torch.bfloat16,  # the only one with a scale per row and channel
-            # Hopper's own additions cut off after 14 bits: 2 to 10 % faster, but errors up to 2 % at
-            # K = 4096 (DeepSeek-V3, 2024, 3.3.2), where rounding to fp8 costs 3 to 4; down has 14336.
+            # Hopper's own additions cut off after 14 bits: 2 to 10 % faster, but errors up to 2 %
+            # at K = 4096 (DeepSeek-V3, 2024, 3.3.2), where rounding to fp8 costs 3 to 4; down has
+            # 14336.
             use_fast_accum=False,
         )
         if residual is not None:

@@ -47,14 +47,15 @@ def rope_and_write(
 ) -> torch.Tensor:
     """Rotate Q in place, write rotated K and V, return Q as a view [T, num_heads, head_dim].
 
-    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: rows may be strided; its K and V stay. positions
-    int32 | int64 [T]. cos_sin fp32 [max_positions, R], cosines first, rotates the first R elements of a
-    head; None: no rotation. It is fp32, rounded once, where transformers and our CPU path round cosines
-    and products too: up to two units in the last place away in bf16. q_norm, k_norm [head_dim]: RMS norm
-    before it, as `rms_norm` rounds. Token t goes to offsets[t] of blocks[t] (int32 | int64 [T]; padding:
-    block 0). Caches [num_blocks, num_kv_heads, block_size, head_dim], the last two dimensions
-    contiguous; with scales fp32 [num_blocks, num_kv_heads, block_size] they are float8_e4m3fn. pdl: the
-    preceding kernel must not write positions, blocks or offsets.
+    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: rows may be strided; its K and V stay.
+    positions int32 | int64 [T]. cos_sin fp32 [max_positions, R], cosines first, rotates the first R
+    elements of a head; None: no rotation. It is fp32, rounded once, where transformers and our CPU
+    path round cosines and products too: up to two units in the last place away in bf16. q_norm,
+    k_norm [head_dim]: RMS norm before it, as `rms_norm` rounds. Token t goes to offsets[t] of
+    blocks[t] (int32 | int64 [T]; padding: block 0). Caches [num_blocks, num_kv_heads, block_size,
+    head_dim], the last two dimensions contiguous; with scales fp32 [num_blocks, num_kv_heads,
+    block_size] they are float8_e4m3fn. pdl: the preceding kernel must not write positions, blocks
+    or offsets.
     """
     tokens, q_heads, kv_heads = qkv.shape[0], num_heads, num_kv_heads
     rotary_dims = head_dim if cos_sin is None else cos_sin.shape[1]
@@ -73,7 +74,7 @@ def rope_and_write(
         raise ValueError("scales and norms are given for both or for none")
     scale_strides = (0, 0, 1) if key_scales is None else key_scales.stride()
     if key_scales is not None and (
-        key_scales.stride() != value_scales.stride() or scale_strides[2] != 1  # type: ignore[union-attr]
+        value_scales is None or scale_strides != value_scales.stride() or scale_strides[2] != 1
     ):
         raise ValueError(f"scales with strides {key_scales.stride()}")
     if key_cache.dtype != (qkv.dtype if key_scales is None else torch.float8_e4m3fn):

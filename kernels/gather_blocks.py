@@ -86,8 +86,8 @@ def gather_blocks(
     """Copy `tiles` of the transfer from source_blocks[i] to target_blocks[i] of two pools.
 
     `source`, `target`: addresses of what is copied of the first blocks; `block_bytes` are copied of
-    each; the strides lead to the next block (None: as many). All are multiples of 16. Block ids int32
-    [blocks], on the GPU.
+    each; the strides lead to the next block (None: as many). All are multiples of 16. Block ids
+    int32 [blocks], on the GPU.
     """
     strides = source_stride or block_bytes, target_stride or block_bytes
     assert not any(number % VECTOR_BYTES for number in (block_bytes, source, target, *strides))

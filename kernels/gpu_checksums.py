@@ -63,8 +63,8 @@ def gpu_block_checksums(
 ) -> torch.Tensor:
     """Return checksums of these blocks of the pool at this address, int64 [blocks, kv_heads].
 
-    `blocks`: int32, on the GPU; `slice_bytes` of a KV head's part of a block, a multiple of 16 as the
-    address is.
+    `blocks`: int32, on the GPU; `slice_bytes` of a KV head's part of a block, a multiple of 16 as
+    the address is.
     """
     assert not pool % VECTOR_BYTES
     assert not slice_bytes % VECTOR_BYTES

@@ -17,10 +17,10 @@ __all__ = ["GpuLinear", "skinny_rows"]
 def skinny_rows(weight: torch.Tensor, *, gated: bool = False) -> int:
     """Return up to how many rows our skinny kernels are faster than cuBLAS, for a weight.
 
-    H200, us, ours with dependent launch against cuBLAS. Ring kernel at 32 rows: qkv 15.0 : 16.1, o 10.7
-    : 12.9, gate-up with activation 55.2 : 58.9 without, down 30.0 : 32.6; at 64: 16.6 : 16.1, 11.2 :
-    11.6, 56.6 : 60.1, 31.7 : 36.1. Others: o 11.4 : 13.1 at 32, 13.4 : 12.0 at 64; qkv 15.9 : 15.5 at
-    8; gate-up with activation 64.6 : 72.0 at 128.
+    H200, us, ours with dependent launch against cuBLAS. Ring kernel at 32 rows: qkv 15.0 : 16.1, o
+    10.7 : 12.9, gate-up with activation 55.2 : 58.9 without, down 30.0 : 32.6; at 64: 16.6 : 16.1,
+    11.2 : 11.6, 56.6 : 60.1, 31.7 : 36.1. Others: o 11.4 : 13.1 at 32, 13.4 : 12.0 at 64; qkv 15.9
+    : 15.5 at 8; gate-up with activation 64.6 : 72.0 at 128.
     """
     if gated:
         return 128
@@ -34,9 +34,9 @@ def skinny_rows(weight: torch.Tensor, *, gated: bool = False) -> int:
 class GpuLinear:
     """A weight [out_features, in_features] and an optional bias [out_features] on a GPU.
 
-    Methods take x [rows, in_features] (rows may be strided). `out`: where to write, else a new tensor.
-    `pdl`: launch before the predecessor has ended; all writers of x and readers of `out` must be on the
-    same stream. batch_invariant: a row's bits never depend on the number of rows.
+    Methods take x [rows, in_features] (rows may be strided). `out`: where to write, else a new
+    tensor. `pdl`: launch before the predecessor has ended; all writers of x and readers of `out`
+    must be on the same stream. batch_invariant: a row's bits never depend on the number of rows.
     """
 
     def __init__(

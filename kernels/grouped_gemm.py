@@ -23,7 +23,7 @@ from kvrelay.kernels.launch import cdiv, pdl_works, power_of_2, wait_for_previou
 
 __all__ = ["Tiling", "moe"]
 
-# Elements of the table [tokens, experts] that one program of `route` holds.
+# of the table [tokens, experts], held by one program of `route`
 ROUTE_ELEMENTS = 8192
 MAX_CHUNK = 128
 # Tiles described at a time.
@@ -64,10 +64,10 @@ def moe(
     """Return the sum over experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)), [T, H].
 
     x [T, H] bf16 | fp16 (rows may be strided), router_logits [T, E], gate_up [E, 2 * I, H] (gate's
-    rows first), down [E, H, I]. Experts are the top_k logits (the lower of equals), weighted by softmax
-    over all, which `renormalize` divides by the chosen ones' sum. act: "silu" or "gelu_tanh". residual
-    [T, H] is added; `out` may be the residual. batch_invariant: one tile shape for all T. tilings
-    (rows, gate-up's, down's): None takes the tuned ones.
+    rows first), down [E, H, I]. Experts are the top_k logits (the lower of equals), weighted by
+    softmax over all, which `renormalize` divides by the chosen ones' sum. act: "silu" or
+    "gelu_tanh". residual [T, H] is added; `out` may be the residual. batch_invariant: one tile
+    shape for all T. tilings (rows, gate-up's, down's): None takes the tuned ones.
     """
     tokens, hidden = x.shape
     experts, _, inner = down.shape
@@ -155,8 +155,7 @@ def _sort_by_expert(
 
     weights = torch.empty(places, dtype=torch.float32, device=router_logits.device)
     sorted_places = ints(tiles * rows), ints(tiles), ints(tiles)
-    # Of each place its expert and its number among the chunk's places of that expert; of each chunk
-    # how many each has.
+    # expert of each place, its number among the chunk's of that expert; each chunk's number of each
     chosen, ranks, counts = ints(places), ints(places), ints(chunks, experts)
     sizes = {
         "E": experts,
@@ -299,8 +298,7 @@ def _route(
         share = tl.exp(tl.max(score, axis=1) - top)
         is_best = expert[None, :] == best[:, None]
         score = tl.where(is_best, float("-inf"), score)
-        # Its number among this chunk's places: after those of earlier choices and of earlier
-        # tokens.
+        # after places of earlier choices and of earlier tokens
         earlier = (best[None, :] == best[:, None]) & (line[None, :] < line[:, None])
         rank = tl.gather(count, best, 0) + tl.sum(earlier.to(tl.int32), axis=1)
         count += tl.sum((is_best & live[:, None]).to(tl.int32), axis=0)

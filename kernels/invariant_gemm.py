@@ -60,8 +60,8 @@ def invariant_linear(
 ) -> torch.Tensor:
     """Return x [M, K] W^T + bias + residual [M, N]; weight [N, K]; `out` may be the residual.
 
-    bf16 or fp16, all of one type, columns contiguous; K is a multiple of 8. `tile`: None takes the one
-    for M rows.
+    bf16 or fp16, all of one type, columns contiguous; K is a multiple of 8. `tile`: None takes the
+    one for M rows.
     """
     (m, k), n = x.shape, weight.shape[0]
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:

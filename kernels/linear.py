@@ -20,8 +20,8 @@ _ROW_STEP = 4
 def computed_rows(rows: int) -> int:
     """Return how many rows a product of so many computes: at most 3 or a quarter more.
 
-    For each count of rows and shape of weight, oneDNN (3.12) generates code, which takes milliseconds
-    and 560 KB for good (AVX-512): with any count up to 256 an engine grew by 500 MB.
+    For each count of rows and shape of weight, oneDNN (3.12) generates code, which takes
+    milliseconds and 560 KB for good (AVX-512): with any count up to 256 an engine grew by 500 MB.
     """
     if rows <= _ROW_STEP:
         return 1 << max(0, rows - 1).bit_length()

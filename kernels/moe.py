@@ -28,8 +28,8 @@ def moe(
 ) -> torch.Tensor:
     """Return the sum over experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)), [T, H].
 
-    x [T, H], router_logits [T, E], gate_up [E, 2 * I, H] (gate's rows first), down [E, H, I]; `act` is
-    silu or gelu_tanh. Source: Jiang et al., "Mixtral of experts", 2024.
+    x [T, H], router_logits [T, E], gate_up [E, 2 * I, H] (gate's rows first), down [E, H, I]; `act`
+    is silu or gelu_tanh. Source: Jiang et al., "Mixtral of experts", 2024.
     """
     y = Experts(gate_up, down)(x, *route(router_logits, top_k, renormalize), act)
     return y if out is None else out.copy_(y)
@@ -40,8 +40,8 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts [T, top_k] of each token, best first, and their weights in fp32.
 
-    Weights are softmax probabilities over all E experts; `renormalize` makes a token's sum to one. Of
-    equal logits the lower expert comes first.
+    Weights are softmax probabilities over all E experts; `renormalize` makes a token's sum to one.
+    Of equal logits the lower expert comes first.
     """
     wide = router_logits.float()
     chosen = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]

@@ -243,9 +243,9 @@ def attend(
 ) -> torch.Tensor:
     """Return causal softmax(scale * q k^T) v of every query token, [tokens, heads, head_dim].
 
-    query [tokens, heads, head_dim]; caches [num_blocks, kv_heads, block_size, head_dim], one layer's
-    views of the pool, with the step's own keys. scale None is head_dim ** -0.5; `softcap` c makes
-    scores c * tanh(score / c).
+    query [tokens, heads, head_dim]; caches [num_blocks, kv_heads, block_size, head_dim], one
+    layer's views of the pool, with the step's own keys. scale None is head_dim ** -0.5; `softcap` c
+    makes scores c * tanh(score / c).
     """
     tokens, heads, dim = query.shape
     flat = query.reshape(tokens * heads, dim).float()
@@ -297,8 +297,9 @@ def _attend_slab(
 def _join(
     mixed: torch.Tensor, scores: torch.Tensor, tile_of_item: torch.Tensor, tiles: int
 ) -> torch.Tensor:
-    # Weighs a tile's splits by their share of the softmax, in ascending order. A split that is masked
-    # for a row adds an exact zero; a row with one visible split is multiplied by an exact one.
+    # Weighs a tile's splits by their share of the softmax, in ascending order. A split that is
+    # masked for a row adds an exact zero; a row with one visible split is multiplied by an exact
+    # one.
     weight = scores.logsumexp(-1).view(*mixed.shape[:3], 1)  # [items, kv_heads, rows, 1]
     index = tile_of_item.view(-1, 1, 1, 1).expand_as(weight)
     shape = (tiles, *weight.shape[1:])

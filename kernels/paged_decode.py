@@ -24,12 +24,10 @@ from kvrelay.kernels.launch import capability
 
 __all__ = ["paged_decode"]
 
-# A finite "minus infinity": a tile without a visible key gets a finite softmax, which the next tile
-# multiplies by zero.
+# Finite: a tile without a visible key gets a finite softmax, which the next multiplies by zero.
 MASKED = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
-# The largest fp8 number: a scale times it is the largest element of its vector, which is well
-# inside the range of fp16.
+# A scale times it is its vector's largest element, well inside the range of fp16.
 FP8_MAX = tl.constexpr(448.0)
 # Elements of parts that a join reads at a time: 32 registers per thread.
 JOIN_ELEMENTS = tl.constexpr(4096)
@@ -57,12 +55,12 @@ def paged_decode(
 ) -> torch.Tensor:
     """Return softmax(scale q k^T) v of each sequence's newest token, whose KV is in its blocks.
 
-    query, out [B, heads, head_dim], bf16 or fp16, strided. Caches [num_blocks, kv_heads, block_size,
-    head_dim], one layer's views of the pool; fp8 ones with fp32 scales [num_blocks, kv_heads,
-    block_size]. block_tables [B, max_blocks], context_lens [B] int32 as given to `plan_decode` for this
-    step and window; rows of length 0 get zeros. `window`: the last keys only, 0 all. `softcap` c: c
-    tanh(scores / c), 0 none. pdl: the preceding kernel must not write plan, lengths or tables, which
-    are read before the wait, as the first keys are fetched into L2.
+    query, out [B, heads, head_dim], bf16 or fp16, strided. Caches [num_blocks, kv_heads,
+    block_size, head_dim], one layer's views of the pool; fp8 ones with fp32 scales [num_blocks,
+    kv_heads, block_size]. block_tables [B, max_blocks], context_lens [B] int32 as given to
+    `plan_decode` for this step and window; rows of length 0 get zeros. `window`: the last keys
+    only, 0 all. `softcap` c: c tanh(scores / c), 0 none. pdl: the preceding kernel must not write
+    plan, lengths or tables, which are read before the wait, as the first keys are fetched into L2.
     """
     batch, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
@@ -347,7 +345,7 @@ def _attend(
     next_blocks = _blocks_of_tile(table, begin_key, end_key, BLOCK_TOKENS, TILE)
     for tile in tl.range(begin_key, end_key, TILE, num_stages=STAGES):
         key_index = tile + tl.arange(0, TILE)
-        # Memory beyond the sequence's end may hold anything, NaN too, so it is not read.
+        # Memory beyond the end may hold NaN, so it is not read.
         visible = (key_index >= oldest) & (key_index < end_key)
         token = key_index % BLOCK_TOKENS
         block = next_blocks.to(tl.int64)

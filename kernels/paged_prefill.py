@@ -41,8 +41,7 @@ PREFILL_PATH = "auto"
 
 TILE_ROWS = 128
 LOG2_E = 1 / math.log(2)
-# Where the running maximum starts: finite, so that a row which has seen no key yet gets no NaN from
-# -inf minus it.
+# The running maximum starts finite: a row that has seen no key gets no NaN from -inf minus it.
 LOWEST = tl.constexpr(-1e30)
 
 
@@ -65,10 +64,10 @@ def prefill_tiles(
 ) -> np.ndarray:
     """Cut each sequence's query tokens into tiles, int32 [tiles, 2]: (sequence, first token).
 
-    A tile has TILE_ROWS rows, token-major: heads that share a KV head, times consecutive tokens. Heads
-    are packed so that short chunks fill it better and K and V are read once. query_lens: this step's
-    tokens; context_lens: all tokens; `window` 0 is full. Tiles with many keys come first, so that small
-    ones fill the last round.
+    A tile has TILE_ROWS rows, token-major: heads that share a KV head, times consecutive tokens.
+    Heads are packed so that short chunks fill it better and K and V are read once. query_lens: this
+    step's tokens; context_lens: all tokens; `window` 0 is full. Tiles with many keys come first, so
+    that small ones fill the last round.
     """
     tokens = tile_tokens(group)
     queries, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
@@ -103,10 +102,11 @@ def paged_prefill(
     """Return softmax(scale * q k^T) v of each query over its sequence's keys up to its own.
 
     query, out [T, Hq, D], last dim contiguous. Caches [num_blocks, Hkv, block_size, D]: one layer's
-    views of the pool, with this step's keys; fp8 ones with scales [num_blocks, Hkv, block_size] fp32.
-    All int32: block_tables [S, max_blocks], query_starts [S + 1] (rows of `query`), context_lens [S],
-    tiles of `prefill_tiles`. Rows from query_starts[S] on are padding: their `out` stays. `window`
-    keys are seen (0: all); `softcap` c makes a score c * tanh(score / c) (0: none).
+    views of the pool, with this step's keys; fp8 ones with scales [num_blocks, Hkv, block_size]
+    fp32. All int32: block_tables [S, max_blocks], query_starts [S + 1] (rows of `query`),
+    context_lens [S], tiles of `prefill_tiles`. Rows from query_starts[S] on are padding: their
+    `out` stays. `window` keys are seen (0: all); `softcap` c makes a score c * tanh(score / c) (0:
+    none).
     """
     _check(query, key_cache, value_cache, out, key_scales, value_scales)
     if len(tiles) == 0:

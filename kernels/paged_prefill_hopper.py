@@ -35,8 +35,7 @@ from kvrelay.kernels.paged_prefill import tile_heads, tile_tokens
 __all__ = ["hopper_prefill"]
 
 LOG2_E = 1 / math.log(2)
-# Where the running maximum starts: finite, so that a row which has seen no key yet gets no NaN from
-# -inf minus it.
+# The running maximum starts finite: a row that has seen no key gets no NaN from -inf minus it.
 LOWEST = gl.constexpr(-1e30)
 # Strips of keys, and of values, that shared memory holds.
 SLOTS = 2
@@ -201,8 +200,8 @@ def _count_turns(items):
 
 @gluon.jit
 def _item(turn, work, head_tiles):
-    # sequence, which of `head_tiles` sets of heads, row of the first token, row where the sequence's
-    # tokens stop, position of the first token, tokens of the sequence in all
+    # sequence, which of `head_tiles` sets of heads, row of the first token, row where the
+    # sequence's tokens stop, position of the first token, tokens of the sequence in all
     tiles, query_starts, context_lens, items = work
     item = turn * gl.num_programs(0) + _place(turn)
     tile = tiles + item // head_tiles * 2
@@ -470,8 +469,9 @@ def _softmax(
 
 @gluon.jit
 def _hold(total):
-    # ptxas would wait for the value product before the softmax, with nothing to do beside it. A store
-    # that depends on `total` and never happens (sums of exponentials are not negative) keeps it.
+    # ptxas would wait for the value product before the softmax, with nothing to do beside it. A
+    # store that depends on `total` and never happens (sums of exponentials are not negative) keeps
+    # it.
     return gl.inline_asm_elementwise(
         "{ .reg .pred never; .reg .b32 nowhere; setp.lt.f32 never, $1, 0f00000000; mov.b32 "
         "nowhere, 0;"

@@ -1,6 +1,7 @@
 """Memory for a KV pool that other processes of this host can map: a memfd, or one cudaMalloc.
 
-Behind the pool lies a *nonce*, random bytes by which a peer knows that it has mapped this very pool.
+Behind the pool lies a *nonce*, random bytes by which a peer knows that it has mapped this very
+pool.
 
 A memfd has no name, so nothing is left however a process ends; /dev/shm's size (64 MiB in a
 container) does not bound it; and it is sealed against shrinking, so a peer's read cannot end in
@@ -33,8 +34,7 @@ __all__ = [
 
 NONCE_BYTES = 32
 _PAGE = 4096
-# CUDA packs smaller allocations into one piece of this size, and an IPC handle would open all of
-# it.
+# CUDA packs smaller allocations into one such piece, and an IPC handle would open all of it.
 _CUDA_PIECE = 2 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 

@@ -34,8 +34,9 @@ def penalize(
 ) -> None:
     """Lower the logits [rows, vocab] of one row in place.
 
-    `seen`: distinct ids of prompt and output; `generated`: those of the output, each `counts` times.
-    Repetition as in Keskar et al., "CTRL", 2019; presence and frequency as in the OpenAI API.
+    `seen`: distinct ids of prompt and output; `generated`: those of the output, each `counts`
+    times. Repetition as in Keskar et al., "CTRL", 2019; presence and frequency as in the OpenAI
+    API.
     """
     if repetition != 1.0:
         values = logits[row, seen]
@@ -49,9 +50,9 @@ def keep_likely(
 ) -> torch.Tensor:
     """Return logits with -inf outside top-k, then top-p of what is left, then min-p.
 
-    logits [rows, vocab] after temperature; top_k int64 [rows] (0: all), top_p and min_p fp32 [rows].
-    Sets are cut at a value, so equal logits stay or go together. Nucleus: Holtzman et al., 2020. min_p:
-    Nguyen et al., 2024.
+    logits [rows, vocab] after temperature; top_k int64 [rows] (0: all), top_p and min_p fp32
+    [rows]. Sets are cut at a value, so equal logits stay or go together. Nucleus: Holtzman et al.,
+    2020. min_p: Nguyen et al., 2024.
     """
     vocab = logits.shape[1]
     size = min(vocab, max(int(top_k.max()), _SHORT_LIST))
@@ -94,7 +95,8 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """
     cumulative = logits.softmax(-1).cumsum(-1)
     total = cumulative[:, -1:]
-    # Rounding may lift uniforms * total to the total itself, behind the last token that has a share.
+    # Rounding may lift uniforms * total to the total itself, behind the last token that has a
+    # share.
     point = torch.minimum(
         uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
     )

@@ -45,9 +45,8 @@ __all__ = ["find_floors"]
 _TILES_PER_SPLIT = 4
 _PIVOTS = 8
 _PASSES = 3
-# Logits that `_cut` can bisect in registers. Where more are left it reads the row once per bit,
-# which is slow but rare: top-p of a top-k of thousands, or thousands of different logits within
-# 1/500 of the first bracket.
+# Logits that `_cut` can bisect in registers. With more it reads the row once per bit, slow but
+# rare: top-p of a top-k of thousands, or thousands of logits within 1/500 of the first bracket.
 _ROOM = 4096
 
 # The int64 words of a row's bracket: the lowest logit that stays is in (low, high]. What is above a
@@ -399,8 +398,8 @@ def _cut(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # The lowest logit that stays, or min-p's floor if higher. Bisected on the bits of fp32, as int64:
-    # above `low` there is too much for `low` to stay, above `high` there is not.
+    # The lowest logit that stays, or min-p's floor if higher. Bisected on the bits of fp32, as
+    # int64: above `low` there is too much for `low` to stay, above `high` there is not.
     wait_for_previous(PDL)
     row = tl.program_id(0)
     slot = tl.load(rows.slots + row)

@@ -93,7 +93,8 @@ UNIT = tl.constexpr(float(1 << 40))
 class SlotTables:
     """A table of each of the slots' facts. 131 MB for 256 slots and 128,256 tokens.
 
-    Spare slots come behind the others, without notes and biases: their requests must not be adjusted.
+    Spare slots come behind the others, without notes and biases: their requests must not be
+    adjusted.
     """
 
     parameters: torch.Tensor  # int32 [slots + spare, 16]
@@ -205,7 +206,6 @@ class Tiles(NamedTuple):
 
 
 # --- one row: its parameters, its logits
-# ----------------------------------------------------------------------------
 
 
 @triton.jit

@@ -135,8 +135,8 @@ def default_tile(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> Tile:
 
 @functools.cache
 def _ring_tile(block_m: int, n: int, k: int, gated: bool, device: torch.device) -> RingTile:
-    # The fewest bytes, to load and to leave, for the busiest SM. To add four parts takes longer than it
-    # saves from 32 rows on. Cached, because a step without a graph asks for each product.
+    # The fewest bytes, to load and to leave, for the busiest SM. To add four parts takes longer
+    # than it saves from 32 rows on. Cached, because a step without a graph asks for each product.
     steps, sms = cdiv(k, 64), processors(device, 132)
     splits = (1,) if gated else (1, 2, 4) if block_m == 16 else (1, 2)
 
@@ -198,12 +198,12 @@ def skinny_linear(
 ) -> torch.Tensor:
     """Return x [M, K] W^T and what goes with it, [M, N], for 1 to MAX_ROWS rows.
 
-    In this order: the product; times x_scale [M, 1] and weight_scale [N], fp32, of fp8; plus bias [N];
-    plus residual [M, N] (`out` may be that). With a `gate`, weight [2 N, K], scales and bias have the
-    gate's rows first, and the result is act(gate) * up. Rounded once. x, residual, out: bf16 or fp16,
-    columns contiguous. weight [N, K]: of x's type, contiguous, K a multiple of 8. float8_e4m3fn weights:
-    one row of x may be as above; more must be float8_e4m3fn too, with x_scale and `out`; K a multiple
-    of 16. `tile`: None takes `default_tile`.
+    In this order: the product; times x_scale [M, 1] and weight_scale [N], fp32, of fp8; plus bias
+    [N]; plus residual [M, N] (`out` may be that). With a `gate`, weight [2 N, K], scales and bias
+    have the gate's rows first, and the result is act(gate) * up. Rounded once. x, residual, out:
+    bf16 or fp16, columns contiguous. weight [N, K]: of x's type, contiguous, K a multiple of 8.
+    float8_e4m3fn weights: one row of x may be as above; more must be float8_e4m3fn too, with
+    x_scale and `out`; K a multiple of 16. `tile`: None takes `default_tile`.
     """
     rows, k = x.shape
     n = weight.shape[0] // (1 if gate is None else 2)

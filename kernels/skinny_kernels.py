@@ -35,9 +35,9 @@ def vector_kernel(
 ):
     """Compute x [1, K] -> out [1, N]. Grid (cdiv(N, BN),).
 
-    x and weight come as words of four columns: int64, or int32 for fp8. A word has one accumulator and
-    stays packed up to its use, which leaves registers for enough loads under way. A thread has two words
-    of x and of each weight row, so that no layout is converted.
+    x and weight come as words of four columns: int64, or int32 for fp8. A word has one accumulator
+    and stays packed up to its use, which leaves registers for enough loads under way. A thread has
+    two words of x and of each weight row, so that no layout is converted.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     WORDS: tl.constexpr = K // 4
