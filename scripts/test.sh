@@ -37,7 +37,7 @@ fi
 # ones are last.
 phase shared -n 4 --dist loadfile --no-loadscope-reorder "$@"
 if [ "$worst" -lt 2 ]; then # 2: interrupted, or pytest was called wrongly
-    phase paired -n 2 --dist loadfile "$@"
+    phase alone "$@"
     if [ -e /proc/driver/nvidia/version ]; then phase gpu "$@"; fi
 fi
 

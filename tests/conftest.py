@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 HAS_GPU = Path("/proc/driver/nvidia/version").exists()
-PHASES = ("shared", "paired", "gpu", "calm")
+PHASES = ("shared", "alone", "gpu", "calm")
 CALM = ("house", "kernels", "paged_engine", "planner", "wire")
 """Folders whose tests compute: as no other process waits for them, they may have what those leave
 of the machine.
@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--phase",
         choices=PHASES,
-        help=f"only tests of this phase: paired and gpu, those marked so; calm, of the others those "
+        help=f"only tests of this phase: alone and gpu, those marked so; calm, of the others those "
         f"in the folders {CALM}; shared, the rest",
     )
 
@@ -94,8 +94,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def _phase_of(item: pytest.Item) -> str:
     if HAS_GPU and item.get_closest_marker("gpu"):
         return "gpu"
-    if item.get_closest_marker("paired"):
-        return "paired"
+    if item.get_closest_marker("alone"):
+        return "alone"
     return "calm" if _is_calm(item.path) else "shared"
 
 

@@ -29,7 +29,7 @@ from real_cluster import (
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.paired,
+    pytest.mark.alone,
     pytest.mark.usefixtures("nothing_is_lost"),
 ]
 

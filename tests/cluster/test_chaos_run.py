@@ -14,7 +14,7 @@ import pytest
 
 from tests.soak.chaos.faults import KINDS, NETWORK, Schedule
 
-pytestmark = [pytest.mark.cluster, pytest.mark.paired]
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 SEED = 24  # KV is full first, and the router is lost late: before that there are answers
 SMALL = [

@@ -14,7 +14,7 @@ from real_cluster import Process, children, running, tiny_model, wait_until
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.paired,
+    pytest.mark.alone,
     pytest.mark.usefixtures("nothing_is_lost"),
 ]
 

@@ -13,7 +13,7 @@ import pytest
 from fault_schedules import KINDS, Asked, Faults, cluster_of_faults, prompt_of
 from real_cluster import Process, children, complete, counted, wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.paired]
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 SEEDS = range(262, 272)  # each kind of fault is among them
 LONG = 4000

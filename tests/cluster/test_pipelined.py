@@ -14,7 +14,7 @@ from real_cluster import SHORT_LEASE, Cluster, Process, running, tiny_body, tiny
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.paired,
+    pytest.mark.alone,
     pytest.mark.usefixtures("nothing_is_lost"),
 ]
 

@@ -18,7 +18,7 @@ from real_cluster import Cluster, Process, children, running, tiny_body, tiny_mo
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.paired,
+    pytest.mark.alone,
     pytest.mark.usefixtures("nothing_is_lost"),
 ]
 

@@ -35,7 +35,7 @@ from kvrelay import cli
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.paired,
+    pytest.mark.alone,
     pytest.mark.usefixtures("nothing_is_lost"),
 ]
 

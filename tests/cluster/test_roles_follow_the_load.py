@@ -19,7 +19,7 @@ from real_cluster import Cluster, complete, stream_until, text_of, tiny_body, ti
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.paired,
+    pytest.mark.alone,
     pytest.mark.usefixtures("nothing_is_lost"),
 ]
 

@@ -34,7 +34,7 @@ from kvrelay.wire.transfer import KvTransferParams
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.paired,
+    pytest.mark.alone,
     pytest.mark.usefixtures("nothing_is_lost"),
 ]
 
