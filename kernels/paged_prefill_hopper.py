@@ -37,8 +37,6 @@ __all__ = ["hopper_prefill"]
 LOG2_E = 1 / math.log(2)
 # The running maximum starts finite: a row that has seen no key gets no NaN from -inf minus it.
 LOWEST = gl.constexpr(-1e30)
-# Strips of keys, and of values, that shared memory holds.
-SLOTS = 2
 # Rows of a half: a warpgroup's.
 ROWS = gl.constexpr(64)
 # Registers per thread. The two halves and the loader share 504.
@@ -89,9 +87,11 @@ def hopper_prefill(
         GROUP=group,
         HEAD_DIM=head_dim,
         STRIP=128 if dim <= 128 else 64,
-        SLOTS=SLOTS,
+        SLOTS=2,
         WINDOW=window,
         SOFTCAP=softcap > 0,
+        TAKE_TURNS=True,
+        HOLD_WAIT=True,
         num_warps=4,
     )
     return out
@@ -132,6 +132,8 @@ def _prefill_kernel(
     SLOTS: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    TAKE_TURNS: gl.constexpr,  # True: the halves take turns in starting products
+    HOLD_WAIT: gl.constexpr,
 ):
     TOKENS: gl.constexpr = queries.block_type.shape[0]
     HEADS: gl.constexpr = queries.block_type.shape[1]
@@ -172,7 +174,7 @@ def _prefill_kernel(
     work = (tiles, query_starts, context_lens, items)
     pool = (keys, values, block_tables, table_stride, block_rows, head_rows)
     result = (out, out_token_stride, out_head_stride)
-    how = (KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP)
+    how = (KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP, TAKE_TURNS, HOLD_WAIT)
     gl.warp_specialize(
         [
             (_half, (0, buffers, full, free, turns, work, result, to_exponent, cap, how)),
@@ -230,7 +232,7 @@ def _strips(oldest, context, TOKENS: gl.constexpr, STRIP: gl.constexpr, WINDOW: 
 @gluon.jit
 def _loader(queries, pool, buffers, full, free, landed, work, how):
     # Keys are a strip ahead of values, as they are used.
-    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP = how
+    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP, TAKE_TURNS, HOLD_WAIT = how
     keys, values, block_tables, table_stride, block_rows, head_rows = pool
     query_tile, key_ring, value_ring = buffers
     query_full, key_full, value_full = full
@@ -315,7 +317,7 @@ def _clear_rows(slot, first):
 @gluon.jit
 def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_exponent, cap, how):
     # rows [64 * HALF, 64 * HALF + 64) of each item
-    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP = how
+    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP, TAKE_TURNS, HOLD_WAIT = how
     query_tile, key_ring, value_ring = buffers
     query_full, key_full, value_full = full
     query_free, key_free, value_free = free
@@ -352,8 +354,8 @@ def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_expon
 
         # No values are there to multiply beside the first softmax.
         mbarrier.wait(query_full.index(0), turn & 1)
-        scores = _start_scores(HALF, q, key_ring, key_full, turns, done)
-        mbarrier.arrive(turns.index(1 - HALF), count=1)
+        scores = _start_scores(HALF, q, key_ring, key_full, turns, done, TAKE_TURNS)
+        _pass_turn(HALF, turns, TAKE_TURNS)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(key_free.index(done % SLOTS), count=1)
         weights, top, total, shrink = _softmax(
@@ -391,12 +393,15 @@ def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_expon
 
 
 @gluon.jit
-def _start_scores(HALF: gl.constexpr, q, key_ring, key_full, turns, number):
+def _start_scores(
+    HALF: gl.constexpr, q, key_ring, key_full, turns, number, TAKE_TURNS: gl.constexpr
+):
     # Starts q k^T of strip `number` of all, when its keys are there and it is this half's turn.
     SLOTS: gl.constexpr = key_ring.shape[0]
     STRIP: gl.constexpr = key_ring.shape[1]
-    # Half 0 begins: its first wait is for the phase before the first, which counts as over.
-    mbarrier.wait(turns.index(HALF), (number & 1) ^ (1 - HALF))
+    if TAKE_TURNS:
+        # Half 0 begins: its first wait is for the phase before the first, which counts as over.
+        mbarrier.wait(turns.index(HALF), (number & 1) ^ (1 - HALF))
     slot = number % SLOTS
     mbarrier.wait(key_full.index(slot), number // SLOTS & 1)
     zeros = gl.zeros(
@@ -408,25 +413,32 @@ def _start_scores(HALF: gl.constexpr, q, key_ring, key_full, turns, number):
 
 
 @gluon.jit
+def _pass_turn(HALF: gl.constexpr, turns, TAKE_TURNS: gl.constexpr):
+    if TAKE_TURNS:
+        mbarrier.arrive(turns.index(1 - HALF), count=1)
+
+
+@gluon.jit
 def _step(HALF: gl.constexpr, rings, state, rule, strip, MASKED: gl.constexpr, how):
     # Scores and softmax of one strip, beside the weighted sum of the strip before.
-    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP = how
+    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP, TAKE_TURNS, HOLD_WAIT = how
     q, key_ring, value_ring, full, free, turns, first_number = rings
     mixed, weights, top, total = state
     SLOTS: gl.constexpr = key_ring.shape[0]
     STRIP: gl.constexpr = key_ring.shape[1]
     number = first_number + strip
     before = (number - 1) % SLOTS
-    scores = _start_scores(HALF, q, key_ring, full[1], turns, number)
+    scores = _start_scores(HALF, q, key_ring, full[1], turns, number, TAKE_TURNS)
     mbarrier.wait(full[2].index(before), (number - 1) // SLOTS & 1)
     mixed = warpgroup_mma(weights, value_ring.index(before), mixed, is_async=True)
-    mbarrier.arrive(turns.index(1 - HALF), count=1)
+    _pass_turn(HALF, turns, TAKE_TURNS)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(free[1].index(number % SLOTS), count=1)
     next_weights, top, total, shrink = _softmax(
         scores, top, total, rule, strip * STRIP, MASKED, WINDOW, SOFTCAP
     )
-    total = _hold(total)
+    if HOLD_WAIT:
+        total = _hold(total)
     mixed, weights = warpgroup_mma_wait(0, deps=[mixed, weights])
     mbarrier.arrive(free[2].index(before), count=1)
     mixed = mixed * gl.expand_dims(

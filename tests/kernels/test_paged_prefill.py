@@ -388,7 +388,7 @@ def spilled(which):
         special = {**tables, "queries": f"tensordesc<bf16[32, 4, 128],{layout.format(3)}>"}
         special.update(keys=block, values=block)
         special.update(out="*bf16", to_exponent="fp32", cap="fp32")
-        constants = dict(sizes, STRIP=128, SLOTS=2)
+        constants = dict(sizes, STRIP=128, SLOTS=2, TAKE_TURNS=True, HOLD_WAIT=True)
         kind, options, target = GluonASTSource, {"num_warps": 4}, 90
     else:
         from kvrelay.kernels.paged_prefill import _prefill_kernel as kernel
