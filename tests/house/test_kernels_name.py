@@ -21,7 +21,7 @@ def start(path: list[Path], code: str = _SHOW) -> subprocess.CompletedProcess[st
     """Run code in a fresh interpreter whose path begins with these folders."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
     return subprocess.run(
-        [sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=240
     )
 
 
