@@ -85,7 +85,8 @@ def chunks_of(events: str) -> list[dict[str, Any]]:
     """Return the chunks of a stream that has ended as it should."""
     *lines, done, end = events.split("\n\n")
     assert (done, end) == ("data: [DONE]", ""), events[-300:]
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
+    # Comments keep a stream alive that waits for its first token.
+    return [json.loads(line.removeprefix("data: ")) for line in lines if not line.startswith(":")]
 
 
 async def stream_until(
