@@ -21,6 +21,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 __all__ = ["main"]
@@ -77,13 +78,12 @@ class Tracer:
             "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts" / "trace"), str(ROOT)]),
         }
 
-    def ran_in(self, call: object) -> dict[str, bool]:
+    def ran_in(self, call: Callable[[], None]) -> dict[str, bool]:
         """Return the files that run during a call, and for each whether a coroutine of it did."""
         for old in self._to.iterdir():
             old.unlink()
         self._on.touch()
         time.sleep(0.2)
-        assert callable(call)
         call()
         self._on.unlink()
         time.sleep(_TELL_S / 4)

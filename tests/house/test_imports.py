@@ -95,18 +95,21 @@ ROUTER_ORDER = (
 """Files and folders of router/: each imports only those before it."""
 
 
-def imports(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and the package of each import: a folder of ours, or a top-level name."""
+def imported(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the dotted name of each import that is not relative."""
     for statement in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(statement, ast.Import):
-            names = [alias.name for alias in statement.names]
+            yield from ((statement.lineno, alias.name) for alias in statement.names)
         elif isinstance(statement, ast.ImportFrom) and statement.level == 0:
-            names = [f"{statement.module}.{alias.name}" for alias in statement.names]
-        else:
-            continue
-        for name in names:
-            first, second = [*name.split("."), ""][:2]
-            yield statement.lineno, second if first == "kvrelay" and second in OURS else first
+            for alias in statement.names:
+                yield statement.lineno, f"{statement.module}.{alias.name}"
+
+
+def imports(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the package of each import: a folder of ours, or a top-level name."""
+    for line, name in imported(file):
+        first, second = [*name.split("."), ""][:2]
+        yield line, second if first == "kvrelay" and second in OURS else first
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
@@ -159,17 +162,10 @@ def test_nothing_is_imported_under_a_second_name(repository: Path) -> None:
     folders = {name for name in MAY_IMPORT if name != "kvrelay"}
     roots = [*MAY_IMPORT, "tests", "benchmarks", "scripts", "deploy"]
     wrong = [
-        f"{file.relative_to(repository)}:{statement.lineno} imports {name}"
+        f"{file.relative_to(repository)}:{line} imports {name}"
         for root in roots
         for file in sorted((repository / root).rglob("*.py"))
-        for statement in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        for name in (
-            [alias.name for alias in statement.names]
-            if isinstance(statement, ast.Import)
-            else [statement.module or ""]
-            if isinstance(statement, ast.ImportFrom) and not statement.level
-            else []
-        )
+        for line, name in imported(file)
         if name.partition(".")[0] in folders
     ]
     assert not wrong, "\n".join(wrong)
