@@ -64,22 +64,16 @@ def test_what_was_not_simulated_stands_behind_what_was_and_is_pruned_by_it(
     assert [each.served is None for each in found] == sorted(each.served is None for each in found)
 
 
+def plan_of_two(card: str, workload: str, *, ttft_ms: int, tpot_ms: int) -> list[str]:
+    """Return the command that plans two GPUs."""
+    asked = ["plan", "--gpus", "2", "--card", card, "--workload", workload]
+    return [*asked, "--ttft-ms", f"{ttft_ms}", "--tpot-ms", f"{tpot_ms}"]
+
+
 def test_it_prints_the_best_split_why_and_how_to_start_it(
     card: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = [
-        "plan",
-        "--gpus",
-        "2",
-        "--card",
-        card,
-        "--workload",
-        "1000:40",
-        "--ttft-ms",
-        "4000",
-        "--tpot-ms",
-        "400",
-    ]
+    asked = plan_of_two(card, "1000:40", ttft_ms=4000, tpot_ms=400)
     assert run([*asked, "--rate", "1"]) == 0
     out = capsys.readouterr().out
     assert "1P1D" in out
@@ -102,19 +96,7 @@ def test_a_split_that_does_not_keep_the_targets_is_not_started(
     card: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One prefill node is too few for what two colocated servers serve."""
-    asked = [
-        "plan",
-        "--gpus",
-        "2",
-        "--card",
-        card,
-        "--workload",
-        "8000:2",
-        "--ttft-ms",
-        "12000",
-        "--tpot-ms",
-        "9000",
-    ]
+    asked = plan_of_two(card, "8000:2", ttft_ms=12000, tpot_ms=9000)
     assert run([*asked, "--rate", "0.35"]) == 0
     out = capsys.readouterr().out
     assert "Best: 2 colocated" in out
