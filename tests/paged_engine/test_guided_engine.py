@@ -255,7 +255,7 @@ def test_on_a_gpu_answers_match_and_other_rows_are_what_they_are_alone(
     engine = make(tmp_path, **ON_GPU, batch_invariant=batch_invariant)
     plain = {"max_tokens": 40, "ignore_eos": True}
 
-    def regex(name: str, seed: int) -> Request:
+    def answer(name: str, seed: int) -> Request:
         constraint = regex(f"[a-f]{{{seed},}}x")
         return guided(
             engine, grammars, name, constraint=constraint, seed=seed, logit_bias=((ord("x"), 9.0),)
@@ -263,12 +263,12 @@ def test_on_a_gpu_answers_match_and_other_rows_are_what_they_are_alone(
 
     alone = [guided(engine, grammars, "plain", **plain)]
     drain(engine)
-    alone.append(regex("xx", 9))
+    alone.append(answer("xx", 9))
     drain(engine)
     crowd = [
         guided(engine, grammars, "plain", **plain),
-        regex("xx", 9),
-        *(regex(f"r{n}", n) for n in range(1, 5)),
+        answer("xx", 9),
+        *(answer(f"r{n}", n) for n in range(1, 5)),
     ]
     single = guided(
         engine, grammars, "only", constraint=Constraint("choice", '["yes"]'), top_k=3, top_p=0.9
