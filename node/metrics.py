@@ -1,22 +1,31 @@
-"""Prometheus metrics of a node: its requests, its processes, and its engine (engine_metrics.py).
+"""Prometheus metrics of a node: its requests, its processes, and what its engine reports.
 
-A request that is handed over runs on two nodes, and each counts its own part: sums over the nodes
-of one role are sums over requests.
+Names that begin with `vllm:` mean what vLLM means by them, so that dashboards, autoscalers and
+gateways made for vLLM read our nodes. A request that is handed over runs on two nodes, and each
+counts its own part: sums over the nodes of one role are sums over requests.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
+from operator import attrgetter
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from kvrelay.node.engine_metrics import EngineMetrics
-from kvrelay.openai_api.fast_metrics import FastHistogram
+from kvrelay.openai_api.fast_metrics import FastCounter, FastHistogram
 from kvrelay.wire.config import NodeConfig, Role
-from kvrelay.wire.engine_messages import EngineReady, EngineStats, Timing
+from kvrelay.wire.engine_messages import STEP_TOKENS, EngineReady, EngineStats, Timing
+from kvrelay.wire.errors import KV_CAUSES
 from kvrelay.wire.outputs import Finish
 
 __all__ = ["NodeMetrics"]
@@ -118,6 +127,98 @@ _LABELLED: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("ok", "malformed"),
     ),
 }
+# By name: the text, and the field of EngineStats (`load.` of its Load).
+_GAUGES = {
+    "vllm:num_requests_running": ("Requests in the current batch", "load.running"),
+    "vllm:num_requests_waiting": ("Requests that wait for a seat or for blocks", "load.waiting"),
+    "kvrelay_blocks_free": ("KV blocks that can be given out", "load.free_blocks"),
+    "kvrelay_blocks": ("KV blocks of the pool", "load.total_blocks"),
+    "kvrelay_blocks_held": ("KV blocks kept under a lease for a decode node", "held_blocks"),
+    "kvrelay_blocks_quarantined": (
+        "KV blocks that a lost transfer may still write to",
+        "quarantined_blocks",
+    ),
+    "kvrelay_blocks_cached": ("KV blocks that the prefix cache can find", "cached_blocks"),
+    "kvrelay_waiting_tokens": (
+        "Tokens of prompts that are still to be computed",
+        "load.waiting_tokens",
+    ),
+    "kvrelay_context_tokens": (
+        "Tokens of KV that the running requests have, together",
+        "load.context_tokens",
+    ),
+}
+_ENGINE_COUNTERS = {
+    "vllm:prompt_tokens": ("Prompt tokens computed", "prompt_tokens"),
+    "vllm:generation_tokens": ("Tokens generated", "generated_tokens"),
+    "vllm:num_preemptions": ("Requests that lost their blocks to older ones", "preemptions"),
+    "vllm:spec_decode_num_drafts": ("Decode steps of a request with proposed tokens", "drafts"),
+    "vllm:spec_decode_num_draft_tokens": ("Tokens proposed before they were drawn", "draft_tokens"),
+    "vllm:spec_decode_num_accepted_tokens": ("Proposed tokens that were drawn", "accepted_tokens"),
+    "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache", "cached_prompt_tokens"),
+    "vllm:gpu_prefix_cache_hits": (
+        "vllm:prefix_cache_hits by its older name",
+        "cached_prompt_tokens",
+    ),
+    "vllm:nixl_num_kv_expired_reqs": (
+        "Requests whose KV nobody fetched in time",
+        "leases_expired",
+    ),
+    "kvrelay_forked_blocks": (
+        "KV blocks of prompts that further choices have shared",
+        "forked_blocks",
+    ),
+    "kvrelay_engine_steps": ("Engine steps", "steps"),
+    "kvrelay_engine_step_seconds": ("Time inside engine steps", "step_s"),
+    "kvrelay_fetches": ("KV fetches started", "fetches"),
+    "kvrelay_fetch_retries": (
+        "Reads of a KV fetch that broke and were tried again",
+        "fetch_retries",
+    ),
+    "kvrelay_fetch_kept_blocks": (
+        "KV blocks of failed fetches that need not be computed again",
+        "fetch_kept_blocks",
+    ),
+    "kvrelay_fetched_bytes": ("KV bytes fetched from prefill nodes", "fetched_bytes"),
+    "kvrelay_fetch_seconds": (
+        "Time in which fetched KV was waited for, prompts computed",
+        "fetch_s",
+    ),
+    "kvrelay_fetch_checked_blocks": (
+        "Fetched KV blocks whose checksum was compared with the source's",
+        "checked_blocks",
+    ),
+    "kvrelay_fetch_wrong_blocks": (
+        "Of these, those that were not what the source has",
+        "wrong_blocks",
+    ),
+    "kvrelay_fetch_unchecked_blocks": (
+        "Fetched KV blocks drawn for a check whose source gives no checksums",
+        "unchecked_blocks",
+    ),
+    "kvrelay_leases_granted": ("Leases given to decode nodes", "leases_granted"),
+    "kvrelay_leases_released": (
+        "Leases ended by their reader or by the router",
+        "leases_released",
+    ),
+    "kvrelay_leases_expired": ("Leases that nobody ended in time", "leases_expired"),
+}
+# Shares of kv_cache_usage_perc; nothing is ever swapped.
+_CACHE_GAUGES = {
+    "vllm:kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1", 1),
+    "vllm:gpu_cache_usage_perc": (
+        "vllm:kv_cache_usage_perc by its older name, which gateways still read",
+        1,
+    ),
+    "vllm:num_requests_swapped": ("Always 0: nothing is swapped, a preempted request waits", 0),
+    "vllm:cpu_cache_usage_perc": ("Always 0: no KV is swapped to the host's memory", 0),
+}
+_QUERIES = {
+    "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
+    "vllm:gpu_prefix_cache_queries": "vllm:prefix_cache_queries by its older name",
+}
+_CUMULATIVE = ("counter", "histogram")
+_Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class NodeMetrics:
@@ -131,36 +232,35 @@ class NodeMetrics:
         model_name: str,
         engine_pid: Callable[[], int],
     ) -> None:
-        self.registry = CollectorRegistry()
-        labels = {"model_name": model_name, "role": str(config.role)}
-        self._labels = tuple(labels.values())
         self._kv_bytes_per_token = info.kv_bytes_per_token
-        self.registry.register(EngineMetrics(stats, labels, config, info))
-        ProcessCollector(registry=self.registry)
-        ProcessCollector(namespace="kvrelay_engine", pid=engine_pid, registry=self.registry)
+        counted = CollectorRegistry()
+        counted.register(_EngineMetrics(stats, config, info))
         sizes = _one_two_five(info.max_model_len)
         tables = _HISTOGRAMS | {name: (text, sizes) for name, text in _TOKEN_COUNTS.items()}
         self._histograms = {
-            name: FastHistogram(name, text, bounds, self.registry, fixed=labels)
+            name: FastHistogram(name, text, bounds, counted)
             for name, (text, bounds) in tables.items()
         }
         for alias, (name, text) in _ALIASES.items():
-            self.registry.register(_Alias(self._histograms[name], alias, text))
-        self._counters: dict[str, Counter] = {}
-        for name, text in _COUNTERS.items():
-            self._counters[name] = Counter(name, text, list(labels), registry=self.registry)
-            self._counters[name].labels(*self._labels)
+            counted.register(_Alias(self._histograms[name], alias, text))
+        self._counters = {
+            name: FastCounter(name, text, counted) for name, text in _COUNTERS.items()
+        }
         for name, (text, label, values) in _LABELLED.items():
-            self._counters[name] = Counter(name, text, [*labels, label], registry=self.registry)
+            self._counters[name] = counter = FastCounter(name, text, counted, [label])
             for value in values:
-                self._counters[name].labels(*self._labels, value)
-        self._by_role = ByRole(self.registry, model_name, config.role)
+                counter.add(0, value)
+        self._by_role = _ByRole(counted, model_name, config.role)
+        self.registry = CollectorRegistry()
+        self.registry.register(self._by_role)
+        ProcessCollector(registry=self.registry)
+        ProcessCollector(namespace="kvrelay_engine", pid=engine_pid, registry=self.registry)
 
     def count_replay(self, outcome: str) -> None:
-        self._count(_REPLAYS, outcome)
+        self._counters[_REPLAYS].add(1, outcome)
 
     def count_flip(self, outcome: str) -> None:
-        self._count(_FLIPS, outcome)
+        self._counters[_FLIPS].add(1, outcome)
 
     def set_role(self, role: Role) -> None:
         """Attribute what is counted from now on to this role."""
@@ -180,7 +280,7 @@ class NodeMetrics:
         self._histograms[_MAX_TOKENS].observe(max_tokens)
         self._histograms[_N].observe(choices)
         if fetches:
-            self._count(_EXTERNAL_QUERIES, by=prompt_tokens)
+            self._counters[_EXTERNAL_QUERIES].add(prompt_tokens)
 
     def count_end(
         self,
@@ -192,19 +292,16 @@ class NodeMetrics:
         not_fetched: bool,
     ) -> None:
         """Count a request that ended here with `tokens` generated here."""
-        self._count(_SUCCESS, finish.value)
+        self._counters[_SUCCESS].add(1, finish.value)
         self._histograms[_E2E].observe(total_s)
         self._histograms[_OUTPUT_TOKENS].observe(tokens)
         if not_fetched:
-            self._count(_NOT_LOADED if finish is Finish.ERROR else _RECOMPUTED)
+            self._counters[_NOT_LOADED if finish is Finish.ERROR else _RECOMPUTED].add(1)
         if timing is not None:
             self._observe_stages(timing, tokens)
 
     def text(self) -> bytes:
-        return generate_latest(self._by_role)
-
-    def _count(self, name: str, *values: str, by: float = 1) -> None:
-        self._counters[name].labels(*self._labels, *values).inc(by)
+        return generate_latest(self.registry)
 
     def _observe_stages(self, timing: Timing, tokens: int) -> None:
         histograms = self._histograms
@@ -217,7 +314,7 @@ class NodeMetrics:
             histograms[_EXPOSED].observe(timing.exposed_s)
             histograms[_TRANSFERRED].observe(timing.transfer_bytes)
             fetched_tokens = timing.transfer_bytes // max(1, self._kv_bytes_per_token)
-            self._count(_EXTERNAL_HITS, by=fetched_tokens)
+            self._counters[_EXTERNAL_HITS].add(fetched_tokens)
         if timing.transfer_s:
             histograms[_DECODE_QUEUE].observe(timing.decode_queue_s)
         if timing.first_step_s:
@@ -247,73 +344,133 @@ def _one_two_five(largest: int) -> tuple[float, ...]:
     return tuple(bound for bound in bounds if bound <= largest) or (1.0,)
 
 
-_ROLE_METRIC = "kvrelay_node_role"
-_CUMULATIVE = ("counter", "histogram")
+class _ByRole(Collector):
+    """A view of metrics that adds the labels model_name and role to each sample.
 
-_Key = tuple[str, tuple[tuple[str, str], ...]]
-
-
-class ByRole(Collector):
-    """A view of a registry that splits counts by the role in which they were counted.
-
-    All metrics are declared with the role at the start. Gauges get the present role; counts stay
-    with the role that the node had. Registers a gauge of the role. A node that never changes its
-    role is passed through.
+    Counts stay with the role in which they were counted; gauges have the present role.
     """
 
-    def __init__(self, registry: CollectorRegistry, model_name: str, role: Role) -> None:
-        self._registry, self._model_name, self._now = registry, model_name, role
+    def __init__(self, counted: CollectorRegistry, model_name: str, role: Role) -> None:
+        self._counted, self._model_name, self._role = counted, model_name, role
         self._before: Mapping[_Key, float] = {}
         """All counts when the present role began."""
-        self._counts: dict[Role, dict[_Key, float]] = {role: {}}
-        """Of each role, until its last end."""
-        text = "1 for the role that the node has now, else 0"
-        self._gauge = Gauge(_ROLE_METRIC, text, ["model_name", "role"], registry=registry)
-        self._show_role()
+        self._past: dict[Role, dict[_Key, float]] = {}
+        """The counts of each role, until its last end."""
 
     def set_role(self, role: Role) -> None:
-        """Attribute what is counted from now on to this role."""
         counts = {
             _key(sample): sample.value
-            for family in self._registry.collect()
+            for family in self._counted.collect()
             if family.type in _CUMULATIVE
             for sample in family.samples
         }
-        mine = self._counts[self._now]
+        past = self._past.setdefault(self._role, {})
         for key, count in counts.items():
-            mine[key] = mine.get(key, 0.0) + count - self._before.get(key, 0.0)
-        self._before, self._now = counts, role
-        self._counts.setdefault(role, {})
-        self._show_role()
+            past[key] = past.get(key, 0.0) + count - self._before.get(key, 0.0)
+        self._before, self._role = counts, role
 
     def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
-            if len(self._counts) > 1 and family.name != _ROLE_METRIC:
-                family.samples = list(self._split(family))
+        for family in self._counted.collect():
+            family.samples = list(self._labelled(family))
             yield family
+        text = "1 for the role that the node has now, else 0"
+        gauge = GaugeMetricFamily("kvrelay_node_role", text, labels=["model_name", "role"])
+        for role in Role:
+            if (role is Role.AGGREGATED) == (self._role is Role.AGGREGATED):
+                gauge.add_metric([self._model_name, role.value], role is self._role)
+        yield gauge
 
-    def _show_role(self) -> None:
-        roles = {Role.AGGREGATED} if self._now is Role.AGGREGATED else {Role.PREFILL, Role.DECODE}
-        for role in roles:
-            self._gauge.labels(self._model_name, role.value).set(role is self._now)
-
-    def _split(self, family: Metric) -> Iterator[Sample]:
+    def _labelled(self, family: Metric) -> Iterator[Sample]:
         cumulative = family.type in _CUMULATIVE
-        for role, counts in self._counts.items():
+        for role in {**self._past, self._role: {}} if cumulative else [self._role]:
             for sample in family.samples:
-                present = role is self._now
-                if "role" not in sample.labels:
-                    if present:
-                        yield sample
-                    continue
-                labels = sample.labels | {"role": role.value}
-                if cumulative and not sample.name.endswith("_created"):
+                labels = {"model_name": self._model_name, "role": role.value, **sample.labels}
+                value = sample.value
+                if cumulative:
                     key = _key(sample)
-                    since = sample.value - self._before.get(key, 0.0) if present else 0.0
-                    yield sample._replace(labels=labels, value=counts.get(key, 0.0) + since)
-                elif present:
-                    yield sample._replace(labels=labels)
+                    value -= self._before.get(key, 0.0) if role is self._role else value
+                    value += self._past.get(role, {}).get(key, 0.0)
+                yield sample._replace(labels=labels, value=value)
 
 
 def _key(sample: Sample) -> _Key:
     return sample.name, tuple(sample.labels.items())
+
+
+class _EngineMetrics(Collector):
+    """A collector of the engine's last report."""
+
+    def __init__(
+        self, stats: Callable[[], EngineStats], config: NodeConfig, info: EngineReady
+    ) -> None:
+        self._stats = stats
+        engine, speculation = config.engine, config.engine.speculative_config
+        self._max_loras = engine.adapter_slots
+        self._max_drafts = speculation.num_speculative_tokens if speculation else 0
+        self._cache_config = {
+            "block_size": str(info.block_size),
+            "cache_dtype": engine.kv_cache_dtype,
+            "enable_prefix_caching": str(engine.enable_prefix_caching),
+            "gpu_memory_utilization": str(engine.gpu_memory_utilization),
+            "num_gpu_blocks": str(info.num_blocks),
+            "engine": "0",
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        load, failures = stats.load, stats.fetch_failures
+        used = 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
+        for name, (text, field) in _GAUGES.items():
+            yield GaugeMetricFamily(name, text, attrgetter(field)(stats))
+        for name, (text, share) in _CACHE_GAUGES.items():
+            yield GaugeMetricFamily(name, text, share * used)
+        for name, (text, field) in _ENGINE_COUNTERS.items():
+            yield CounterMetricFamily(name, text, attrgetter(field)(stats))
+        queries = stats.prompt_tokens + stats.cached_prompt_tokens
+        for name, text in _QUERIES.items():
+            yield CounterMetricFamily(name, text, queries)
+        text = "KV fetches that failed, over any connector"
+        yield CounterMetricFamily("vllm:nixl_num_failed_transfers", text, sum(failures.values()))
+        text = "Facts of the KV cache, in the labels"
+        yield _gauge_of_labels("vllm:cache_config_info", text, 1, self._cache_config)
+        if self._max_loras:
+            # As in vLLM: the labels say which adapters are in use, the value is the time.
+            adapters = {
+                "max_lora": str(self._max_loras),
+                "running_lora_adapters": ",".join(stats.running_adapters),
+                "waiting_lora_adapters": ",".join(stats.waiting_adapters),
+            }
+            text = "Adapters in use"
+            yield _gauge_of_labels("vllm:lora_requests_info", text, time.time(), adapters)
+        sizes = accumulate(stats.step_sizes or [0] * (len(STEP_TOKENS) + 1))
+        bounds = [*map(str, map(float, STEP_TOKENS)), "+Inf"]
+        yield HistogramMetricFamily(
+            "vllm:iteration_tokens_total",
+            "Tokens that an engine step computes",
+            buckets=list(zip(bounds, sizes, strict=True)),
+            sum_value=stats.step_tokens,
+        )
+        accepted = stats.accepted_at or [0] * self._max_drafts
+        yield _counter_by(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Proposed tokens that were drawn, by their place in the proposal",
+            "position",
+            {str(at): accepted[at] for at in range(self._max_drafts)},
+        )
+        # All from the start, so that a rate can be taken of the first one.
+        by_cause = {cause: failures.get(cause, 0) for cause in sorted({*KV_CAUSES, *failures})}
+        text = "KV fetches that failed, by cause"
+        yield _counter_by("kvrelay_fetches_failed", text, "cause", by_cause)
+
+
+def _gauge_of_labels(name: str, text: str, value: float, labels: Mapping[str, str]) -> Metric:
+    gauge = GaugeMetricFamily(name, text, labels=list(labels))
+    gauge.add_metric(list(labels.values()), value)
+    return gauge
+
+
+def _counter_by(name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
+    counter = CounterMetricFamily(name, text, labels=[label])
+    for value, count in counts.items():
+        counter.add_metric([value], count)
+    return counter
