@@ -24,7 +24,7 @@ from kvrelay.cluster_plan import (
 )
 from kvrelay.drawn_keys import Kind, drawn_key
 from kvrelay.machine import this_machine
-from kvrelay.node.private_files import private_folder
+from kvrelay.node.process import private_folder
 from kvrelay.supervisor import Child, ChildSpec, Supervisor
 
 __all__ = ["up"]

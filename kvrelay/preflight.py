@@ -186,7 +186,7 @@ def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) ->
 
     Of the model only config.json is read: the rest may have to be downloaded.
     """
-    from kvrelay.node.loading import check_model_name, read_template
+    from kvrelay.node.serving import check_model_name, read_template
     from kvrelay.openai_api.generation_config import sampling_defaults
     from kvrelay.paged_engine.before_loading import checked_model, least_memory
     from kvrelay.paged_engine.lora_files import check_adapter

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvrelay.node.private_files import open_log
-from kvrelay.node.process import PARENT_PID, describe_exit
+from kvrelay.node.process import PARENT_PID, describe_exit, open_log
 from kvrelay.wire.errors import KvrelayError
 
 __all__ = ["Backoff", "Child", "ChildFailed", "ChildSpec", "LogTail", "Supervisor", "cause_of"]

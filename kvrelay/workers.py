@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from asyncio.subprocess import Process
 from functools import partial
@@ -19,7 +20,6 @@ from pathlib import Path
 
 import uvloop
 
-from kvrelay.node.private_files import ProcessFolder
 from kvrelay.node.process import PARENT_PID, describe_exit, die_with_parent, log_to_stderr
 from kvrelay.openai_api.tls import server_context
 from kvrelay.router.reload import Reread, reload_on_hangup
@@ -58,13 +58,10 @@ async def _run(config: RouterConfig, port: int, reread: Reread | None = None) ->
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    folder = ProcessFolder()
-    try:
-        return await _serve(
-            Parent(config, port, folder.path, reread), config, port, folder.path, stop, reread
-        )
-    finally:
-        folder.close()
+    with tempfile.TemporaryDirectory(prefix="kvrelay-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        parent = Parent(config, port, folder, reread)
+        return await _serve(parent, config, port, folder, stop, reread)
 
 
 async def _serve(

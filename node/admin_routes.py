@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -23,6 +24,9 @@ from kvrelay.wire.engine_messages import (
     ProbeFetched,
     ProbeOffered,
     ProbeRefused,
+    Release,
+    Renew,
+    ResetPrefixCache,
     UnloadAdapter,
 )
 from kvrelay.wire.errors import NotFound, RequestError
@@ -87,7 +91,7 @@ def _add_lifecycle_routes(app: FastAPI, node: Node) -> None:
     @app.post("/undrain")
     async def change_drain(request: Request) -> Response:
         await read_admin_body(node, request)
-        node.drain.end() if request.url.path == "/undrain" else node.drain.begin()
+        node.drain.set(draining=request.url.path == "/drain")
         requests = node.engine.queue_depth()
         return json_response({"draining": node.drain.draining, "requests": requests})
 
@@ -106,7 +110,8 @@ def _add_engine_routes(app: FastAPI, node: Node) -> None:
     async def reset_prefix_cache(request: Request) -> Response:
         await read_admin_body(node, request)
         node.ready()
-        await node.engine.reset_prefix_cache(_RESET_DEADLINE_S)
+        node.engine.send(ResetPrefixCache())
+        await node.engine.fresh_stats(_RESET_DEADLINE_S)
         log.info("the prefix cache is reset")
         return json_response({"success": True})
 
@@ -144,30 +149,21 @@ def _add_adapter_routes(app: FastAPI, node: Node) -> None:
 
 def _add_kv_routes(app: FastAPI, node: Node) -> None:
     @app.post("/kv/release")
-    async def release(request: Request) -> Response:
-        held = decode_body(await read_admin_body(node, request), HeldRequest).request_ids
-        for request_id in held:
-            node.engine.release(request_id)
-        return json_response({"released": len(held)})
-
     @app.post("/kv/renew")
-    async def renew(request: Request) -> Response:
+    async def end_or_renew(request: Request) -> Response:
         held = decode_body(await read_admin_body(node, request), HeldRequest).request_ids
+        renews = request.url.path == "/kv/renew"
         for request_id in held:
-            node.engine.renew(request_id)
-        return json_response({"renewed": len(held)})
+            node.engine.send(Renew(request_id) if renews else Release(request_id))
+        return json_response({"renewed" if renews else "released": len(held)})
 
     @app.post("/kv/probe/offer")
     async def offer(request: Request) -> Response:
-        body = await read_admin_body(node, request)
-        node.ready()
-        return json_response(await offer_probe(node, body))
+        return json_response(await offer_probe(node, await read_admin_body(node, request)))
 
     @app.post("/kv/probe/fetch")
     async def fetch(request: Request) -> Response:
-        body = await read_admin_body(node, request)
-        node.ready()
-        return json_response(await fetch_probe(node, body))
+        return json_response(await fetch_probe(node, await read_admin_body(node, request)))
 
 
 async def load_adapter(node: Node, body: bytes) -> AdapterAnswer:
@@ -191,9 +187,9 @@ async def load_adapter(node: Node, body: bytes) -> AdapterAnswer:
         raise RequestError(
             f"{name!r} is the name of the model itself; choose another", param="lora_name"
         )
-    answer = await node.engine.load_adapter(
-        LoadAdapter(uuid.uuid4().hex, name, path, asked.load_inplace), _LOAD_DEADLINE_S
-    )
+    load = LoadAdapter(uuid.uuid4().hex, name, path, asked.load_inplace)
+    failed = f"adapter {name!r} was not read"
+    answer = await node.engine.ask(load.load_id, load, _LOAD_DEADLINE_S, failed=failed)
     if isinstance(answer, AdapterRefused):
         if answer.missing:
             raise NotFound(
@@ -217,7 +213,7 @@ def unload_adapter(node: Node, body: bytes) -> AdapterAnswer:
         raise NotFound(
             f"adapter {name!r} is not loaded here", param="lora_name", code="model_not_found"
         )
-    node.engine.unload_adapter(UnloadAdapter(name))
+    node.engine.send(UnloadAdapter(name))
     return AdapterAnswer(
         name, f"adapter {name!r} is unloaded; its slot is free when its last request is done"
     )
@@ -233,15 +229,16 @@ def _check_adapters_allowed(node: Node, path: str) -> None:
 
 async def offer_probe(node: Node, body: bytes) -> ProbeOffered | ProbeRefused:
     """Offer blocks for a probe. Raises RequestError, EngineDead, DeadlineExceeded."""
+    node.ready()
     _check_probe_role(node, Role.DECODE, "source")
     blocks = decode_body(body, OfferProbeRequest).blocks
-    answer = await node.engine.probe(OfferProbe(_probe_id(), blocks), _PROBE_DEADLINE_S)
-    assert not isinstance(answer, ProbeFetched)
+    answer: ProbeOffered | ProbeRefused = await _probe(node, OfferProbe(_probe_id(), blocks))
     return answer
 
 
 async def fetch_probe(node: Node, body: bytes) -> ProbeFetched | ProbeRefused:
     """Fetch another node's probe. Raises RequestError, EngineDead, DeadlineExceeded."""
+    node.ready()
     _check_probe_role(node, Role.PREFILL, "reader")
     asked = decode_body(body, FetchProbeRequest)
     port = asked.ticket.remote_port
@@ -249,11 +246,14 @@ async def fetch_probe(node: Node, body: bytes) -> ProbeFetched | ProbeRefused:
         raise RequestError(
             f"the ticket's remote_port {port} is none; pass on what the other node has offered"
         )
-    answer = await node.engine.probe(
-        FetchProbe(_probe_id(), asked.ticket, asked.seed), _PROBE_DEADLINE_S
-    )
-    assert not isinstance(answer, ProbeOffered)
+    probe = FetchProbe(_probe_id(), asked.ticket, asked.seed)
+    answer: ProbeFetched | ProbeRefused = await _probe(node, probe)
     return answer
+
+
+async def _probe(node: Node, probe: OfferProbe | FetchProbe) -> Any:
+    failed = "the engine process did not answer a probe"
+    return await node.engine.ask(probe.probe_id, probe, _PROBE_DEADLINE_S, failed=failed)
 
 
 def _check_probe_role(node: Node, never: Role, part: str) -> None:

@@ -35,6 +35,7 @@ from kvrelay.openai_api.sse import joined_body, joined_end
 from kvrelay.openai_api.stages import with_stages
 from kvrelay.openai_api.tracing import trace_headers
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
+from kvrelay.wire.engine_messages import Release
 from kvrelay.wire.errors import DeadlineExceeded, KvrelayError, NotFound, Overloaded
 from kvrelay.wire.frames import (
     FRAMES_MEDIA_TYPE,
@@ -213,7 +214,9 @@ async def _run(node: Node, request: NodeRequest, call: Call) -> Frames:
         updates.close()
         last = record.last
         if last is not None and last.held is not None and request.finish is Finish.STOP:
-            node.engine.release(last.request_id)  # a stop string ended it: no decode node will come
+            node.engine.send(
+                Release(last.request_id)
+            )  # a stop string ended it: no decode node will come
         record.close(error)
 
 

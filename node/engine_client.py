@@ -8,16 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from kvrelay.node.private_files import ProcessFolder
 from kvrelay.node.process import PARENT_PID, describe_exit, python_command
 from kvrelay.wire.child_environ import child_environ
 from kvrelay.wire.config import NodeConfig
@@ -30,24 +31,18 @@ from kvrelay.wire.engine_messages import (
     EngineFailed,
     EngineReady,
     EngineStats,
-    FetchProbe,
     FromEngine,
-    LoadAdapter,
-    OfferProbe,
     ProbeFetched,
     ProbeOffered,
     ProbeRefused,
     Profile,
     Profiled,
     Release,
-    Renew,
     RequestUpdate,
-    ResetPrefixCache,
     Shutdown,
     StepOutputs,
     Submit,
     ToEngine,
-    UnloadAdapter,
 )
 from kvrelay.wire.errors import DeadlineExceeded, EngineDead, NodeFailed, Overloaded
 from kvrelay.wire.outputs import Load
@@ -55,8 +50,6 @@ from kvrelay.wire.outputs import Load
 __all__ = ["EngineClient"]
 
 log = logging.getLogger("kvrelay.node")
-
-T = TypeVar("T")
 
 STOP_DEADLINE_S = 5.0
 # Time for the crash report to come through the socket after the process has ended.
@@ -81,7 +74,7 @@ class Updates:
         while True:
             update = await self._queue.get()
             if update is None:
-                raise EngineDead(self._engine.why_ended())
+                raise self._engine.dead()
             if update.request_id not in self._live:
                 continue  # it was aborted meanwhile
             if update.finish is not None:
@@ -106,12 +99,10 @@ class EngineClient:
         self._config = config
         self._queues: dict[str, asyncio.Queue[RequestUpdate | None]] = {}
         self._answers: dict[str | int, asyncio.Future[Any]] = {}
-        """By the id of a probe, an adapter load or a profile."""
-        self._stats_asked: dict[int, asyncio.Future[EngineStats]] = {}
+        """By the id of a question: of a probe, an adapter load, a profile or statistics."""
         self._asked = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
-        self._folder: ProcessFolder | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.failure: str | None = None
@@ -125,20 +116,12 @@ class EngineClient:
         self._heard_at = time.monotonic()
         self.on_cache_changes: Callable[[CacheChanges], None] | None = None
         self.ended = asyncio.Event()
-        self._ready = asyncio.Event()
-        self._failed = asyncio.Event()
+        self._ready_or_ended = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the engine process; return before it is ready. Raises ConfigError."""
-        self._folder = ProcessFolder()
-        try:
-            await self._start(f"ipc://{self._folder.path / 'engine'}")
-        except BaseException:
-            self._folder.close()
-            raise
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
-
-    async def _start(self, endpoint: str) -> None:
+        """Start the engine process; return before it is ready."""
+        self._folder = tempfile.mkdtemp(prefix="kvrelay-")  # nobody else may enter it
+        endpoint = f"ipc://{self._folder}/engine"
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.set_hwm(0)
@@ -163,18 +146,23 @@ class EngineClient:
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(self._config))
         self._process.stdin.close()
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
     async def ready(self, deadline_s: float) -> EngineReady:
         """Return the engine's facts. Raises EngineDead if it has ended or is late."""
-        await _first_of(self._ready.wait(), self.ended.wait(), timeout_s=deadline_s)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._ready_or_ended.wait()
+        except TimeoutError as why:
+            raise EngineDead(f"the engine was not ready within {deadline_s:g} s") from why
         if self.info is None:
-            raise EngineDead(self.failure or f"the engine was not ready within {deadline_s:g} s")
+            raise self.dead()
         return self.info
 
     def start_requests(self, submits: Sequence[Submit]) -> Updates:
         """Run requests of one prompt, each to its end. Raises EngineDead, Overloaded."""
         if self.ended.is_set():
-            raise EngineDead(self.why_ended())
+            raise self.dead()
         spilled_ms = self._spilled_ms(submits[0]) if submits else 0.0
         queue: asyncio.Queue[RequestUpdate | None] = asyncio.Queue()
         for submit in submits:
@@ -187,77 +175,54 @@ class EngineClient:
     def abort(self, request_id: str) -> None:
         """Stop a request; it gets no more updates."""
         self.forget(request_id)
-        self._send(Abort(request_id))
+        self.send(Abort(request_id))
 
     def forget(self, request_id: str) -> None:
         del self._queues[request_id]
 
-    def why_ended(self) -> str:
-        return self.failure or "the engine process of this node has ended"
-
-    def release(self, request_id: str) -> None:
-        """Release the KV held for a request: nobody will fetch it."""
-        self._send(Release(request_id))
-
-    def renew(self, request_id: str) -> None:
-        """Renew the lease of the KV held for a request: its reader waits for room elsewhere."""
-        self._send(Renew(request_id))
+    def dead(self) -> EngineDead:
+        return EngineDead(self.failure or "the engine process of this node has ended")
 
     def give_up(self, submit: Submit) -> None:
         """Release what a request's ticket holds elsewhere, without running it."""
         self._submit(submit)
-        self._send(Abort(submit.request_id))
+        self.send(Abort(submit.request_id))
 
-    async def probe(
-        self, probe: OfferProbe | FetchProbe, deadline_s: float
-    ) -> ProbeOffered | ProbeFetched | ProbeRefused:
-        """Run a probe of the hand-over. Raises EngineDead, DeadlineExceeded."""
-        late = f"the engine process did not answer a probe within {deadline_s:g} s"
-        answer: ProbeOffered | ProbeFetched | ProbeRefused = await self._ask(
-            self._answers, probe.probe_id, probe, deadline_s, late
-        )
-        return answer
+    async def ask(
+        self, key: str | int, message: ToEngine, deadline_s: float, *, failed: str
+    ) -> Any:
+        """Return the engine's answer to a message of this id.
 
-    async def load_adapter(
-        self, load: LoadAdapter, deadline_s: float
-    ) -> AdapterLoaded | AdapterRefused:
-        """Load an adapter. Raises EngineDead, DeadlineExceeded."""
-        late = f"adapter {load.name!r} was not read within {deadline_s:g} s"
-        answer: AdapterLoaded | AdapterRefused = await self._ask(
-            self._answers, load.load_id, load, deadline_s, late
-        )
-        return answer
-
-    def unload_adapter(self, unload: UnloadAdapter) -> None:
-        """Let no request that is submitted from now on use this adapter."""
-        self._send(unload)
+        Raises EngineDead, and DeadlineExceeded with what has `failed`.
+        """
+        if self.ended.is_set():
+            raise self.dead()
+        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        try:
+            self.send(message)
+            async with asyncio.timeout(deadline_s):
+                return await answer
+        except TimeoutError as why:
+            raise DeadlineExceeded(f"{failed} within {deadline_s:g} s") from why
+        finally:
+            del self._answers[key]
 
     async def fresh_stats(self, deadline_s: float) -> EngineStats:
-        """Return the engine's numbers after all that was sent by now.
-
-        Raises EngineDead, DeadlineExceeded.
-        """
+        """Return statistics after all that was sent by now. Raises EngineDead, DeadlineExceeded."""
         self._asked += 1
-        late = f"the engine process did not tell its numbers within {deadline_s:g} s"
-        return await self._ask(
-            self._stats_asked, self._asked, AskStats(self._asked), deadline_s, late
+        failed = "the engine process did not tell its numbers"
+        stats: EngineStats = await self.ask(
+            self._asked, AskStats(self._asked), deadline_s, failed=failed
         )
+        return stats
 
     async def profile(self, *, begin: bool, deadline_s: float) -> None:
         """Begin or end a profile of the steps. Raises EngineDead, DeadlineExceeded, NodeFailed."""
         self._asked += 1
-        what = "begin" if begin else "write"
-        late = f"the engine process did not {what} a profile within {deadline_s:g} s"
-        done: Profiled = await self._ask(
-            self._answers, self._asked, Profile(self._asked, begin), deadline_s, late
-        )
+        failed = f"the engine process did not {'begin' if begin else 'write'} a profile"
+        done = await self.ask(self._asked, Profile(self._asked, begin), deadline_s, failed=failed)
         if done.refused:
             raise NodeFailed(done.refused)
-
-    async def reset_prefix_cache(self, deadline_s: float) -> None:
-        """Empty the prefix cache. Raises EngineDead, DeadlineExceeded."""
-        self._send(ResetPrefixCache())
-        await self.fresh_stats(deadline_s)
 
     def pid(self) -> int:
         """Return the engine process's id, -1 before it was started."""
@@ -280,13 +245,15 @@ class EngineClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close()
-        if self._folder is not None:
-            self._folder.close()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _stop(self, process: asyncio.subprocess.Process) -> None:
         if self.info is None:
             process.terminate()  # still loading: it reads no messages
-        self._send(Shutdown())
+        self.send(Shutdown())
         try:
             await asyncio.wait_for(process.wait(), STOP_DEADLINE_S)
         except TimeoutError:
@@ -304,7 +271,7 @@ class EngineClient:
 
     def _submit(self, submit: Submit) -> None:
         self.submitted += 1
-        self._send(submit)
+        self.send(submit)
 
     def _spilled_ms(self, submit: Submit) -> float:
         """Return the milliseconds of a prompt that a prefill node could compute, else 0.
@@ -328,28 +295,8 @@ class EngineClient:
             )
         return ms
 
-    async def _ask(
-        self,
-        answers: dict[Any, asyncio.Future[T]],
-        key: str | int,
-        message: ToEngine,
-        deadline_s: float,
-        late: str,
-    ) -> T:
-        if self.ended.is_set():
-            raise EngineDead(self.why_ended())
-        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        answers[key] = answer
-        try:
-            self._send(message)
-            async with asyncio.timeout(deadline_s):
-                return await answer
-        except TimeoutError as why:
-            raise DeadlineExceeded(late) from why
-        finally:
-            del answers[key]
-
-    def _send(self, message: ToEngine) -> None:
+    def send(self, message: ToEngine) -> None:
+        """Send a message that has no answer; nothing is sent to an engine that has ended."""
         if self.ended.is_set():
             return
         # Never waits, as there is no high-water mark, and fails only if the engine process is gone,
@@ -370,9 +317,7 @@ class EngineClient:
                         self._queue_update(update)
                 case EngineStats() as stats:
                     self.stats, self.load = stats, stats.load
-                    for number, asked in self._stats_asked.items():
-                        if number <= stats.asked and not asked.done():
-                            asked.set_result(stats)
+                    self._answer(stats.asked, stats)
                 case CacheChanges() as changes:
                     if self.on_cache_changes is not None:
                         self.on_cache_changes(changes)
@@ -384,17 +329,18 @@ class EngineClient:
                     self._answer(profiled.profile_id, profiled)
                 case EngineReady() as info:
                     self.info = info
-                    self._ready.set()
+                    self._remove_folder()  # they are connected, and a kill leaves nothing
+                    self._ready_or_ended.set()
                 case EngineFailed(message):
-                    self.failure = message
-                    self._failed.set()
+                    # Its process may be slow to end after a failure of its GPU, or never do.
+                    self._end(message)
 
     def _queue_update(self, update: RequestUpdate) -> None:
         queue = self._queues.get(update.request_id)
         if queue is not None:
             queue.put_nowait(update)
         elif update.held is not None:  # its client left during the last step
-            self._send(Release(update.request_id))
+            self.send(Release(update.request_id))
 
     def _answer(self, key: str | int, message: FromEngine) -> None:
         asked = self._answers.get(key)
@@ -403,24 +349,18 @@ class EngineClient:
 
     async def _watch(self) -> None:
         assert self._process is not None
-        # Whichever is first: a process whose GPU has failed may be slow to end, or never do.
-        await _first_of(self._process.wait(), self._failed.wait())
-        if self.failure is None:
-            await asyncio.sleep(_REPORT_S)
-        fate = describe_exit(self._process.returncode or 0)
-        self.failure = self.failure or f"the engine process ended ({fate})"
+        code = await self._process.wait()
+        await asyncio.sleep(_REPORT_S)
+        self._end(f"the engine process ended ({describe_exit(code)})")
+
+    def _end(self, failure: str) -> None:
+        if self.ended.is_set():
+            return
+        self.failure = self.failure or failure
         self.ended.set()
+        self._ready_or_ended.set()
         for queue in self._queues.values():
             queue.put_nowait(None)
-        for asked in [*self._answers.values(), *self._stats_asked.values()]:
+        for asked in self._answers.values():
             if not asked.done():
-                asked.set_exception(EngineDead(self.failure))
-
-
-async def _first_of(*waits: Any, timeout_s: float | None = None) -> None:
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
+                asked.set_exception(self.dead())

@@ -51,7 +51,6 @@ from kvrelay.wire.engine_messages import (
     AskStats,
     EngineFailed,
     EngineReady,
-    EngineStats,
     FetchProbe,
     FromEngine,
     LoadAdapter,
@@ -100,10 +99,7 @@ class EngineProcess:
         self._encoder = msgspec.msgpack.Encoder()
         self._updates: list[RequestUpdate] = []
         self._stopping = False
-        self._stats_due = self._heartbeat_due = 0.0
-        self._reported: EngineStats | None = None
-        self._stats_asked = 0
-
+        self._stats_due = 0.0
         ranks = join_as_rank_0(config.engine)
         self.engine = Engine(config.engine, ranks)
         self._costs = measure_steps(self.engine, config.engine)
@@ -125,15 +121,14 @@ class EngineProcess:
         self._announce(time.monotonic() - began)
 
     def _open_connector(self, ranks: Ranks) -> TransferEngine:
-        engine = self.engine
         engine_id = f"engine-{uuid.uuid4().hex[:12]}"
         return open_connector(
             engine_id=engine_id,
             fingerprint=self._fingerprint(),
-            region=pool_region(engine.pool),
+            region=pool_region(self.engine.pool),
             config=self._config.transfer,
             wake=self.wakeup,
-            link=meet_ranks(ranks, self._config, engine.model.num_kv_heads, engine_id),
+            link=meet_ranks(ranks, self._config, self.engine.model.num_kv_heads, engine_id),
         )
 
     def _fingerprint(self) -> Fingerprint:
@@ -206,15 +201,12 @@ class EngineProcess:
             os.write(self._wake_write, b"!")
 
     def _wait(self, progressed: bool) -> None:
+        timeout_s = STATS_INTERVAL_S
         if self.engine.idles:
             self._wait_for_step()
             timeout_s = 0.0
-        elif progressed and self.engine.has_work:
-            timeout_s = 0.0
         elif self.engine.has_work:
-            timeout_s = BLOCKED_WAIT_S
-        else:
-            timeout_s = STATS_INTERVAL_S
+            timeout_s = 0.0 if progressed else BLOCKED_WAIT_S
         ready = dict(self._poller.poll(round(timeout_s * 1000)))
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
@@ -254,7 +246,7 @@ class EngineProcess:
                 case ResetPrefixCache():
                     self.engine.scheduler.reset_prefix_cache()
                 case AskStats(number):
-                    self._stats_asked, self._stats_due = number, 0.0
+                    self._send_stats(number)
                 case Shutdown():
                     self._stopping = True
 
@@ -360,22 +352,13 @@ class EngineProcess:
     def _fetch_failed(self, request: Request, failed: FetchFailed) -> None:
         request.fetched_s = time.monotonic()
         if self._config.transfer.kv_load_failure_policy == "fail":
-            log.warning(
-                "request %s: KV not fetched, ending it with an error: %s",
-                request.request_id,
-                failed.reason,
-            )
             self.engine.scheduler.end_failed_fetch(request.request_id, failed.reason)
             self._update(request, error=KvNotLoaded.because(failed.cause).message)
-            return
-        self.engine.scheduler.fail_fetch(request.request_id, failed.reason, failed.verified)
-        log.warning(
-            "request %s: KV not fetched, computing here from token %d of %d on: %s",
-            request.request_id,
-            request.num_computed,
-            len(request.token_ids),
-            failed.reason,
-        )
+            then = "ending it with an error"
+        else:
+            self.engine.scheduler.fail_fetch(request.request_id, failed.reason, failed.verified)
+            then = f"computing from token {request.num_computed} of {len(request.token_ids)} on"
+        log.warning("request %s: KV not fetched, %s: %s", request.request_id, then, failed.reason)
 
     # --- the engine's Handover
 
@@ -431,19 +414,18 @@ class EngineProcess:
         return ticket
 
     def _report(self) -> None:
-        now = time.monotonic()
+        now, idle = time.monotonic(), not self.engine.has_work
         if self._updates:
             self._send(StepOutputs(self._updates, self.engine.load(now)))
             self._updates = []
-        self._cache.poll(now, idle=not self.engine.has_work)
-        if now >= self._stats_due or not self.engine.has_work:
+        self._cache.poll(now, idle=idle)
+        if idle or now >= self._stats_due:
             self._stats_due = now + STATS_INTERVAL_S
-            stats = engine_stats(
-                self.engine, self.connector, self._adapters, now, self._stats_asked
-            )
-            if stats != self._reported or now >= self._heartbeat_due:
-                self._reported, self._heartbeat_due = stats, now + STATS_INTERVAL_S
-                self._send(stats)
+            self._send_stats()
+
+    def _send_stats(self, asked: int = 0) -> None:
+        now = time.monotonic()
+        self._send(engine_stats(self.engine, self.connector, self._adapters, now, asked))
 
     def _send(self, message: FromEngine) -> None:
         self._socket.send(self._encoder.encode(message))

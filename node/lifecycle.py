@@ -55,16 +55,11 @@ class Drain:
         self.on_change: Callable[[], None] = lambda: None
         self.draining = False
 
-    def begin(self) -> None:
-        if not self.draining:
-            log.info("draining: %d requests under way", self._engine.queue_depth())
-            self.draining = True
-            self.on_change()
-
-    def end(self) -> None:
-        if self.draining:
-            log.info("draining no more")
-            self.draining = False
+    def set(self, *, draining: bool) -> None:
+        if self.draining != draining:
+            state = "draining" if draining else "draining no more"
+            log.info("%s: %d requests under way", state, self._engine.queue_depth())
+            self.draining = draining
             self.on_change()
 
     def check(self) -> None:
@@ -147,7 +142,6 @@ class NodeRole:
         log.info("flipping from %s to %s: %d requests under way", self.now, wanted, requests)
         self.flips_to = wanted
         self._flip = asyncio.create_task(self._run(wanted))
-        self._flip.add_done_callback(self._check_failure)
         self.on_change()
 
     def cancel(self) -> None:
@@ -170,12 +164,6 @@ class NodeRole:
                 "%d requests of the old role, or KV that it holds, are left and go on",
                 self._engine.queue_depth(),
             )
-
-    def _check_failure(self, flip: asyncio.Task[None]) -> None:
-        if not flip.cancelled() and (why := flip.exception()) is not None:
-            log.error("the change of role broke", exc_info=why)
-            if flip is self._flip and self.flips_to is not None:
-                self._end("cancelled")
 
     def _end(self, outcome: str) -> None:
         if outcome == "cancelled":

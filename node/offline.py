@@ -12,10 +12,9 @@ from dataclasses import replace
 from kvrelay.node.completions import run_requests
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.lifecycle import Node
-from kvrelay.node.loading import load_serving
 from kvrelay.node.preprocess import prepare
 from kvrelay.node.sandbox import Sandbox
-from kvrelay.node.serving import Call, Serving
+from kvrelay.node.serving import Call, Serving, load_serving
 from kvrelay.openai_api.node_request import NodeRequest
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.errors import ErrorBody, KvrelayError

@@ -11,13 +11,15 @@ import os
 import re
 import resource
 import signal
+import stat
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import NoReturn, get_args
 
 from kvrelay.wire.config_checks import LogFormat, require
-from kvrelay.wire.errors import KvrelayError
+from kvrelay.wire.errors import ConfigError, KvrelayError
 from kvrelay.wire.log_lines import JsonLines, formatter
 
 __all__ = [
@@ -31,6 +33,8 @@ __all__ = [
     "flush_log",
     "freeze_imports",
     "log_to_stderr",
+    "open_log",
+    "private_folder",
     "python_command",
     "raise_file_limit",
     "set_log_process",
@@ -44,6 +48,7 @@ MAX_QUEUED_LINES = 10_000
 # The kernel's default for the hard limit. Some systems allow 2**30, and libraries loop over all.
 _MAX_OPEN_FILES = 1 << 20
 _PR_SET_PDEATHSIG = 1
+_PRIVATE = 0o700
 _STDERR = 2  # sys.stderr may have been replaced
 _BATCH_S = 0.01  # a wake-up for each line would cost more than the line
 _FLUSH_POLL_S = 0.001
@@ -214,3 +219,32 @@ class LogThread(logging.Handler):
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
         self._written = written
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder for logs that no other user may enter, or close one that has only logs.
+
+    Raises ConfigError for any other folder: closing it may break what is in it.
+    """
+    try:
+        for each in reversed((folder, *folder.parents)):
+            each.mkdir(mode=_PRIVATE, exist_ok=True)
+        mode = stat.S_IMODE(folder.stat().st_mode)
+        if not mode & 0o077:
+            return
+        if any(each.suffix != ".log" for each in folder.iterdir()):
+            raise ConfigError(
+                f"log_dir {folder} may be opened by others (mode {mode:04o}) and has more than "
+                f"logs in it; name a folder in it that is not there yet, or close it (chmod 700)"
+            )
+        folder.chmod(_PRIVATE)
+    except OSError as why:
+        raise ConfigError(f"cannot make log_dir {folder}: {why.strerror or why}") from why
+
+
+def open_log(path: Path) -> int:
+    """Return a descriptor that appends to a log, which no other user may read from now on."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):  # not of /dev/null, which is everybody's
+        os.fchmod(descriptor, 0o600)
+    return descriptor

@@ -17,10 +17,9 @@ from kvrelay.node.app import create_app
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.kv_events import KvEvents
 from kvrelay.node.lifecycle import DRAIN_DEADLINE_S, Heartbeats, Node
-from kvrelay.node.loading import load_serving
 from kvrelay.node.metrics import NodeMetrics
 from kvrelay.node.process import set_log_process
-from kvrelay.node.serving import Serving
+from kvrelay.node.serving import Serving, load_serving
 from kvrelay.openai_api.connections import connection_class
 from kvrelay.openai_api.json_body import return_large_blocks
 from kvrelay.openai_api.tls import server_context
@@ -120,7 +119,7 @@ class _Server(uvicorn.Server):
     async def drain_on_signal(self) -> None:
         while self._signal is None:
             await asyncio.sleep(_SIGNAL_POLL_S)
-        self._node.drain.begin()
+        self._node.drain.set(draining=True)
         if not await self._node.drain.wait_idle(DRAIN_DEADLINE_S):
             log.warning("not drained within %g s: what is left goes on elsewhere", DRAIN_DEADLINE_S)
         # Not by uvicorn's handler, which would die of the signal: this is an orderly end.

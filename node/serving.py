@@ -5,15 +5,20 @@ Pure, apart from drawing a seed for a request that has none.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import random
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
 from kvrelay.decode_node.request import DecodeRequest
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.sandbox import Sandbox, Setup
 from kvrelay.openai_api.body import (
     MAX_CHOICES,
     choice_count,
@@ -23,9 +28,17 @@ from kvrelay.openai_api.body import (
     sampling_params,
     token_limit,
 )
+from kvrelay.openai_api.chat_template import check_template
+from kvrelay.openai_api.generation_config import sampling_defaults
 from kvrelay.openai_api.json_body import json_errors
 from kvrelay.openai_api.message_stream import message_form
-from kvrelay.openai_api.model_formats import ReasoningFormat, ToolFormat
+from kvrelay.openai_api.model_formats import (
+    ReasoningFormat,
+    ToolFormat,
+    load_plugin,
+    reasoning_format,
+    tool_format,
+)
 from kvrelay.openai_api.model_types import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -37,16 +50,19 @@ from kvrelay.openai_api.node_request import NodeRequest, fork_submits
 from kvrelay.openai_api.prompt import Prompts
 from kvrelay.openai_api.structured import bad_word_ids
 from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.prefill_node.request import PrefillRequest
-from kvrelay.wire.config import Role
+from kvrelay.wire.config import EngineConfig, NodeConfig, Role
 from kvrelay.wire.engine_messages import EngineReady, Submit
-from kvrelay.wire.errors import Draining, NotFound, RequestError
+from kvrelay.wire.errors import ConfigError, Draining, NotFound, RequestError
 from kvrelay.wire.sampling import PLAIN_SAMPLING, SamplingDefaults, SamplingParams
 from kvrelay.wire.transfer import AnswerState, HandoverRequest, KvTransferParams
 
-__all__ = ["Call", "Serving"]
+__all__ = ["Call", "Serving", "check_model_name", "load_serving", "read_template"]
+
+log = logging.getLogger("kvrelay.node")
 
 _TPOT_RANGE_MS = (0.1, 1e9)
 
@@ -336,3 +352,69 @@ class Serving:
 
 def _has_several_prompts(request: ChatRequest | CompletionRequest) -> bool:
     return isinstance(request, CompletionRequest) and len(prompts_of(request)) != 1
+
+
+async def load_serving(config: NodeConfig, engine: EngineClient, sandbox: Sandbox) -> Serving:
+    """Load the tokenizer while the engine loads the model, open the sandbox, return the Serving.
+
+    Raises ConfigError, EngineDead.
+    """
+    if config.tool_parser_plugin:
+        await asyncio.to_thread(load_plugin, config.tool_parser_plugin)
+    tokenizer = await asyncio.to_thread(load_tokenizer, config.engine.model)
+    template = await asyncio.to_thread(read_template, config.chat_template)
+    tools = tool_format(
+        config.tool_call_parser, template or tokenizer.tool_template, tokenizer.model_type
+    )
+    reasoning = reasoning_format(
+        config.reasoning_parser, template or tokenizer.chat_template, tokenizer.model_type
+    )
+    names = [row[0] if row else "none" for row in (tools, reasoning)]
+    log.info("tool calls are read as %s writes them, reasoning as %s", *names)
+    info = await engine.ready(config.start_deadline_s)
+    sandbox.open(
+        Setup(
+            config.engine.model,
+            template,
+            config.trust_request_chat_template,
+            info.max_model_len,
+            info.vocab_size,
+            list(info.eos_token_ids),
+            names[0],
+            config.tool_parser_plugin,
+        )
+    )
+    model_name = config.served_model_name or info.model_name
+    check_model_name(model_name, config.engine)
+    return Serving(
+        config.role,
+        model_name,
+        template,
+        tokenizer,
+        info,
+        tool_format=tools[1] if tools else None,
+        reasoning=reasoning[1] if reasoning else None,
+        trusts_request_templates=config.trust_request_chat_template,
+        defaults=sampling_defaults(config.engine, info.model_name),
+    )
+
+
+def check_model_name(name: str, engine: EngineConfig) -> None:
+    """Raise ConfigError if one of the engine's adapters has the model's name."""
+    if name in [adapter for adapter, _ in engine.adapters]:
+        raise ConfigError(
+            f"an adapter is named {name!r}, as the model itself is; give it another name in "
+            f"lora_modules"
+        )
+
+
+def read_template(path: str) -> str | None:
+    """Return a chat template, or None for no path. Raises ConfigError."""
+    if not path:
+        return None
+    try:
+        template = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as why:
+        raise ConfigError(f"the chat template {path} cannot be read: {why}") from why
+    check_template(template)
+    return template

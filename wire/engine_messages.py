@@ -318,7 +318,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     running_adapters: list[str] = []
     waiting_adapters: list[str] = []
     asked: int = 0
-    """The number of the newest AskStats that these answer."""
+    """The number of the AskStats that these answer, else 0."""
     kv_silent_s: float = 0.0
     """Seconds since the slowest thread of the KV link was seen at work; one that waits for work is."""
 

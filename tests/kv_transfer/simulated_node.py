@@ -149,14 +149,7 @@ class SimulatedNode(EngineProcess):
         # What EngineProcess has of its own, without sockets.
         self._config = NODE_CONFIG
         self._socket = self._decoder = self._inbox = _Inbox()  # type: ignore[assignment]
-        self._updates, self._stopping, self._stats_due, self._heartbeat_due, self._reported = (
-            [],
-            False,
-            0.0,
-            0.0,
-            None,
-        )
-        self._stats_asked = 0
+        self._updates, self._stopping, self._stats_due = [], False, 0.0
         self.engine = _Engine(self.device)
         self._probes = SimpleNamespace(handle=lambda event: False)  # type: ignore[assignment]
         no_grammars = SimpleNamespace(ready=lambda now: [], drop=lambda request_id: None)

@@ -37,14 +37,14 @@ class StubEngine:
     def __init__(self, answer: AdapterLoaded | AdapterRefused | None = None) -> None:
         self.answer, self.heard = answer, []
 
-    async def load_adapter(
-        self, load: LoadAdapter, deadline_s: float
+    async def ask(
+        self, key: str, load: LoadAdapter, deadline_s: float, *, failed: str
     ) -> AdapterLoaded | AdapterRefused:
         self.heard.append(load)
         assert self.answer is not None
         return self.answer
 
-    def unload_adapter(self, unload: UnloadAdapter) -> None:
+    def send(self, unload: UnloadAdapter) -> None:
         self.heard.append(unload)
 
 

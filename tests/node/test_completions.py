@@ -51,7 +51,7 @@ class Engine(EngineClient):
     def submits(self) -> list[Submit]:
         return [each for each in self.sent if isinstance(each, Submit)]
 
-    def _send(self, message: ToEngine) -> None:
+    def send(self, message: ToEngine) -> None:
         self.sent.append(message)
 
 

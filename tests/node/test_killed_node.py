@@ -1,4 +1,4 @@
-"""What a node that was killed leaves behind on its machine, until the next one starts."""
+"""What a node leaves behind on its machine, however it ends, and how many files it may have."""
 
 from __future__ import annotations
 
@@ -14,41 +14,33 @@ from tests.cluster.real_cluster import Cluster, tiny_model, wait_until
 pytestmark = pytest.mark.cluster
 
 
-def test_a_killed_node_leaves_a_folder_until_the_next_one_starts(tmp_path: Path) -> None:
-    places = tmp_path / f"kvrelay-{os.geteuid()}"
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "kvrelay" in name}
+
+
+def test_a_node_that_was_killed_or_told_to_end_leaves_no_folder_and_no_shared_memory(
+    tmp_path: Path,
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     cluster = Cluster(tmp_path, tiny_model(tmp_path))
-    shared_memory = set(os.listdir("/dev/shm"))
-
-    def start() -> Path:
-        """A node that is ready; its folder."""
-        before = set(places.iterdir()) if places.exists() else set()
-        cluster.nodes.append(cluster.start("serve", cluster.flags, env={"TMPDIR": str(tmp_path)}))
-        cluster.wait_ready(cluster.nodes[-1])
-        (folder,) = set(places.iterdir()) - before
-        return folder
-
+    before = shared_memory()
     try:
-        killed, living = start(), start()
+        killed, ended = (
+            cluster.start("serve", cluster.flags, env={"TMPDIR": str(temporary)}) for _ in range(2)
+        )
+        cluster.nodes += [killed, ended]
+        cluster.wait_ready(killed, ended)
+        assert ended.health()["kv_events"] is None  # type: ignore[index]  # without a port
         limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 1 << 20)
-        for node in cluster.nodes:
-            for process in (Path("/proc", str(node.popen.pid)), *node.engines()):
-                found = re.search(r"^Max open files +(\d+)", (process / "limits").read_text(), re.M)
-                assert found
-                assert int(found[1]) == limit
-        cluster.nodes[0].kill_whole()
-        assert {each.name for each in places.iterdir()} == {killed.name, living.name}
-        third = start()
-        assert set(places.iterdir()) == {living, third}
-        assert (living / "engine").exists()
-        report = cluster.nodes[1].health()
-        assert report is not None
-        assert report["kv_events"] is None  # without a port
-        for node in cluster.nodes[1:]:
-            node.popen.terminate()
-            wait_until(lambda node=node: node.popen.poll() is not None, 60, "it ends")  # type: ignore[misc]
-        assert list(places.iterdir()) == []
-        assert {
-            name for name in set(os.listdir("/dev/shm")) - shared_memory if "kvrelay" in name
-        } == set()
+        for process in (Path("/proc", str(ended.popen.pid)), *ended.engines()):
+            found = re.search(r"^Max open files +(\d+)", (process / "limits").read_text(), re.M)
+            assert found
+            assert int(found[1]) == limit
+        killed.kill_whole()
+        ended.popen.terminate()
+        wait_until(lambda: ended.popen.poll() is not None, 60, "it ends")
+        assert list(temporary.iterdir()) == []
+        assert shared_memory() <= before
     finally:
         cluster.stop()

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -22,9 +23,12 @@ from kvrelay.node.process import (
     MAX_QUEUED_LINES,
     LogThread,
     describe_exit,
+    open_log,
+    private_folder,
     python_command,
     raise_file_limit,
 )
+from kvrelay.wire.errors import ConfigError
 
 DEADLINE_S = 30.0
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -244,3 +248,51 @@ def test_a_server_whose_clients_take_its_files_says_so_once_and_goes_on(tmp_path
     ]
     assert len(lines) == 1, lines
     assert "refused connections=1 " in lines[0]
+
+
+@pytest.fixture
+def no_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+@pytest.mark.usefixtures("no_umask")
+def test_a_folder_for_logs_and_the_logs_in_it_are_for_nobody_else(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    private_folder(folder)
+    assert mode(folder) == mode(folder.parent) == 0o700
+    for log in (folder / "new.log", folder / "old.log"):
+        if log.name == "old.log":
+            log.write_text("an earlier run\n")
+            assert mode(log) == 0o666
+        with os.fdopen(open_log(log), "ab") as file:
+            file.write(b"a line\n")
+        assert mode(log) == 0o600
+    assert (folder / "old.log").read_text() == "an earlier run\na line\n"
+    folder.chmod(0o755)
+    private_folder(folder)
+    assert mode(folder) == 0o700
+    os.close(open_log(Path("/dev/null")))
+    assert mode(Path("/dev/null")) == 0o666
+
+
+@pytest.mark.usefixtures("no_umask")
+def test_a_folder_that_others_use_too_is_not_closed_to_them(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "of_others").touch()
+    with pytest.raises(
+        ConfigError, match=r"log_dir .*/shared may be opened by others \(mode 0777\)"
+    ):
+        private_folder(shared)
+    assert mode(shared) == 0o777
+    private_folder(shared / "ours")
+    shared.chmod(0o700)
+    private_folder(shared)
+    with pytest.raises(ConfigError, match=r"cannot make log_dir .*: "):
+        private_folder(shared / "of_others")
