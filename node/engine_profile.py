@@ -11,19 +11,25 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from kvrelay.node import rank_messages
-from kvrelay.node.rank_messages import ProfileSteps
 from kvrelay.paged_engine.engine import Engine, broadcast_aside
 from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.wire.engine_messages import Profile, Profiled
 from kvrelay.wire.profiler_config import ProfilerConfig
 
-__all__ = ["EngineProfile", "RankProfiler"]
+__all__ = ["EngineProfile", "ProfileSteps", "RankProfiler"]
 
 log = logging.getLogger("kvrelay.engine")
+
+
+class ProfileSteps(msgspec.Struct, tag="profile", frozen=True):
+    """A message to all ranks: begin to profile steps, or end that and write the trace."""
+
+    config: ProfilerConfig
+    begin: bool
 
 
 class RankProfiler:
@@ -152,4 +158,4 @@ class EngineProfile:
     def _tell_ranks(self, *, begin: bool) -> None:
         if self._ranks.size > 1:
             assert self._config is not None
-            broadcast_aside(self._ranks, rank_messages.encode(ProfileSteps(self._config, begin)))
+            broadcast_aside(self._ranks, msgspec.msgpack.encode(ProfileSteps(self._config, begin)))

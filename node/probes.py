@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed, Released, Settled
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
-from kvrelay.node import rank_messages
-from kvrelay.node.rank_messages import FillBlocks, RankMessage, VerifyBlocks
 from kvrelay.paged_engine.engine import Engine, broadcast_aside
 from kvrelay.paged_engine.kv_pool import KVPool
 from kvrelay.paged_engine.ranks import Ranks
@@ -33,7 +32,7 @@ from kvrelay.wire.engine_messages import (
 )
 from kvrelay.wire.transfer import AnswerState, HandoverRequest, KvTransferParams, Ticket
 
-__all__ = ["ProbePattern", "Probes", "host_id", "pattern"]
+__all__ = ["FillBlocks", "ProbePattern", "Probes", "VerifyBlocks", "host_id", "pattern"]
 
 # The step loop fills and compares them: a CPU does 1 to 2 GB/s.
 MAX_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
@@ -45,6 +44,22 @@ def host_id() -> str:
     with contextlib.suppress(OSError):
         return _BOOT_ID.read_text(encoding="ascii").strip()
     return ""
+
+
+class FillBlocks(msgspec.Struct, tag="fill", frozen=True):
+    """A message to all ranks: write your share of a probe's pattern into these blocks."""
+
+    seed: int
+    blocks: list[int]
+    num_kv_heads: int
+
+
+class VerifyBlocks(msgspec.Struct, tag="verify", frozen=True):
+    """A question to all ranks: do these blocks hold their shares of the pattern?"""
+
+    seed: int
+    blocks: list[int]
+    num_kv_heads: int
 
 
 class ProbePattern:
@@ -207,9 +222,9 @@ class Probes:
         limit = MAX_BYTES[self._engine.device.type] // self._engine.pool.block_bytes
         return min(self._engine.scheduler.spare_blocks, max(1, limit))
 
-    def _tell_ranks(self, message: RankMessage) -> None:
+    def _tell_ranks(self, message: FillBlocks | VerifyBlocks) -> None:
         if self._ranks.size > 1:
-            broadcast_aside(self._ranks, rank_messages.encode(message))
+            broadcast_aside(self._ranks, msgspec.msgpack.encode(message))
 
     def _wait_for_device(self) -> None:
         # A step that runs may still write to what has just become free, on any rank.

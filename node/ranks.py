@@ -22,9 +22,8 @@ from kvrelay.kv_transfer.backends import join_connector, terms_of
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.rank_backends import LedBackends
 from kvrelay.kv_transfer.ranks import LinkAddress, RankLink
-from kvrelay.node import rank_messages
-from kvrelay.node.engine_profile import RankProfiler
-from kvrelay.node.probes import ProbePattern
+from kvrelay.node.engine_profile import ProfileSteps, RankProfiler
+from kvrelay.node.probes import FillBlocks, ProbePattern, VerifyBlocks
 from kvrelay.node.process import (
     PARENT_PID,
     describe_exit,
@@ -34,7 +33,6 @@ from kvrelay.node.process import (
     log_to_stderr,
     python_command,
 )
-from kvrelay.node.rank_messages import FillBlocks, Meet, ProfileSteps, VerifyBlocks
 from kvrelay.paged_engine.before_loading import check_engine, choose_device
 from kvrelay.paged_engine.engine import broadcast_aside, run_follower
 from kvrelay.paged_engine.kv_pool import KVPool
@@ -45,9 +43,18 @@ from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.profiler_config import ProfilerConfig
 
-__all__ = ["join_as_rank_0", "meet_ranks", "pool_region", "run_ranks"]
+__all__ = ["Meet", "join_as_rank_0", "meet_ranks", "pool_region", "run_ranks"]
 
 log = logging.getLogger("kvrelay.ranks")
+
+
+class Meet(msgspec.Struct, tag="meet", frozen=True):
+    """A message to all ranks: open your backends and connect them to rank 0."""
+
+    meeting: LinkAddress
+
+
+_message_decoder = msgspec.msgpack.Decoder(Meet | FillBlocks | VerifyBlocks | ProfileSteps)
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -87,7 +94,7 @@ def meet_ranks(
     address = config.engine.tensor_parallel_address
     host = address.rpartition(":")[0] if address else "127.0.0.1"
     link = RankLink(host, heads, engine_id, terms_of(config.transfer, heads[0][1] - heads[0][0]))
-    broadcast_aside(ranks, rank_messages.encode(Meet(link.address)))
+    broadcast_aside(ranks, msgspec.msgpack.encode(Meet(link.address)))
     return link
 
 
@@ -165,7 +172,7 @@ class _RankTasks:
 
     def handle(self, pool: KVPool, message: bytes) -> None:
         rank, size = self._ranks.rank, self._ranks.size
-        match rank_messages.decode(message):
+        match _message_decoder.decode(message):
             case Meet(meeting):
                 self._meet(pool, meeting)
             case FillBlocks(seed, blocks, num_kv_heads):

@@ -11,10 +11,8 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
@@ -142,12 +140,6 @@ class _Killed(Exception):
     """A child ended without an answer."""
 
 
-@dataclass(slots=True)
-class _Compilation:
-    outcome: asyncio.Task[_Outcome]
-    waiting: int = 0
-
-
 class Sandbox:
     """A node's sandbox. Call `open` first and `close` last.
 
@@ -165,8 +157,7 @@ class Sandbox:
             Compile: asyncio.Semaphore(_CHILDREN),
         }
         self._long_body = asyncio.Semaphore(1)
-        self._outcomes: OrderedDict[Constraint, _Outcome] = OrderedDict()
-        self._compilations: dict[Constraint, _Compilation] = {}
+        self._outcomes: dict[Constraint, _Outcome] = {}
 
     def open(self, setup: Setup) -> None:
         """Set what the sandbox process starts with; the first work starts it."""
@@ -183,14 +174,8 @@ class Sandbox:
     @contextlib.asynccontextmanager
     async def body_slot(self, size: int) -> AsyncIterator[None]:
         """Let one body of more than LONG_BYTES be read at a time. Raises Overloaded."""
-        if size <= LONG_BYTES:
+        async with self._turn(self._long_body) if size > LONG_BYTES else contextlib.nullcontext():
             yield
-            return
-        await self._acquire(self._long_body)
-        try:
-            yield
-        finally:
-            self._long_body.release()
 
     async def token_ids(self, chat: bool, body: bytes, *, fits: bool = True) -> list[list[int]]:
         """Return the prompts of a body. Raises RequestError, Unavailable.
@@ -199,7 +184,8 @@ class Sandbox:
         """
         field = "messages" if chat else "prompt"
         try:
-            answer = await self._run(Tokenize(chat, body, fits))
+            async with self._turn(self._slots[Tokenize]):
+                answer = await self._run(Tokenize(chat, body, fits))
         except _Killed as why:
             raise _too_much(field, "be rendered and tokenized", PROMPT, None) from why
         assert isinstance(answer, Tokenized)
@@ -207,36 +193,17 @@ class Sandbox:
 
     async def as_lark(self, constraint: Constraint) -> Constraint:
         """Return a constraint as a Lark grammar that compiles. Raises RequestError, Unavailable."""
-        outcome = self._outcomes.get(constraint)
+        outcome = self._outcomes.pop(constraint, None)
         if outcome is None:
-            outcome = self._outcomes[constraint] = await self._share(constraint)
-            while len(self._outcomes) > _MAX_OUTCOMES:
-                self._outcomes.popitem(last=False)
-        else:
-            self._outcomes.move_to_end(constraint)
+            async with self._turn(self._slots[Compile]):
+                # Another request may have waited for the same grammar before.
+                outcome = self._outcomes.pop(constraint, None) or await self._compile(constraint)
+        self._outcomes[constraint] = outcome  # the newest are last
+        if len(self._outcomes) > _MAX_OUTCOMES:
+            del self._outcomes[next(iter(self._outcomes))]
         if isinstance(outcome, Refused):
             raise outcome.error()
         return outcome
-
-    async def _share(self, constraint: Constraint) -> _Outcome:
-        compilation = self._compilations.get(constraint)
-        if compilation is None:
-            compilation = _Compilation(asyncio.create_task(self._compile(constraint)))
-            self._compilations[constraint] = compilation
-            compilation.outcome.add_done_callback(partial(self._forget, constraint))
-        compilation.waiting += 1
-        try:
-            return await asyncio.shield(compilation.outcome)
-        finally:
-            compilation.waiting -= 1
-            if not compilation.waiting and not compilation.outcome.done():
-                del self._compilations[constraint]
-                compilation.outcome.cancel()
-
-    def _forget(self, constraint: Constraint, outcome: asyncio.Task[_Outcome]) -> None:
-        compilation = self._compilations.get(constraint)
-        if compilation is not None and compilation.outcome is outcome:
-            del self._compilations[constraint]
 
     async def _compile(self, constraint: Constraint) -> _Outcome:
         try:
@@ -250,8 +217,6 @@ class Sandbox:
         return answer.constraint
 
     async def _run(self, work: Work) -> Answer:
-        slot = self._slots[type(work)]
-        await self._acquire(slot)
         try:
             async with asyncio.timeout(_WORK_DEADLINE_S):
                 answer = await self._ask_child(msgspec.msgpack.encode(work))
@@ -259,8 +224,6 @@ class Sandbox:
             raise Unavailable(
                 f"this node could not read the request within {_WORK_DEADLINE_S:g} s"
             ) from why
-        finally:
-            slot.release()
         if isinstance(answer, Refused):
             raise answer.error()
         if isinstance(answer, Broke):
@@ -268,13 +231,18 @@ class Sandbox:
             raise RequestBroke
         return answer
 
-    async def _acquire(self, slot: asyncio.Semaphore) -> None:
+    @contextlib.asynccontextmanager
+    async def _turn(self, slot: asyncio.Semaphore) -> AsyncIterator[None]:
         try:
             await asyncio.wait_for(slot.acquire(), self._start_deadline_s)
         except TimeoutError as why:
             raise Overloaded(
                 "this node has too many long requests or new grammars to read; try again later"
             ) from why
+        try:
+            yield
+        finally:
+            slot.release()
 
     async def _ask_child(self, work: bytes) -> Answer:
         process = await self._running()

