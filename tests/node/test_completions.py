@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from node_doubles import engine_info, serving_of
 
@@ -150,12 +149,6 @@ async def test_forks_of_a_spilled_prompt_take_no_time_of_their_own(
 ) -> None:
     await start(node, "x" * 80, n=8, spill=True)
     assert len(engine.submits) == 8
-
-
-async def test_before_steps_are_measured_no_spill_is_refused(node: Node, engine: Engine) -> None:
-    engine.info = msgspec.structs.replace(INFO, costs=None)
-    await start(node, "x" * 500, spill=True)
-    assert len(engine.submits) == 1
 
 
 @pytest.mark.parametrize(

@@ -108,23 +108,6 @@ def test_a_conversation_goes_on_where_it_stood(openai_client: openai.OpenAI) -> 
     assert second.output_text == chat_text(openai_client, messages)
 
 
-def test_a_conversation_that_is_longer_than_a_body_may_be_is_refused(
-    openai_client: openai.OpenAI,
-) -> None:
-    items: Any = [
-        {"type": "reasoning", "summary": [], "note": "x" * (9 << 20)},
-        {"role": "user", "content": "hi"},
-    ]
-    first = openai_client.responses.create(model="tiny", input=items, max_output_tokens=2)
-    asked: Any = {"model": "tiny", "previous_response_id": first.id, "max_output_tokens": 2}
-    openai_client.responses.create(**asked, input="and?")
-    with pytest.raises(
-        openai.BadRequestError, match=f"bytes .* limit is {16 << 20}; begin a new one"
-    ) as why:
-        openai_client.responses.create(**asked, input=items)
-    assert why.value.param == "previous_response_id"
-
-
 def test_a_message_says_what_the_chat_completion_says(
     openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic
 ) -> None:
@@ -147,24 +130,6 @@ def test_a_message_says_what_the_chat_completion_says(
     )
     with pytest.raises(anthropic.NotFoundError):
         anthropic_client.messages.create(**(asked | {"model": "other"}))
-
-
-def test_max_tokens_beyond_the_context_are_as_many_as_fit(
-    anthropic_client: anthropic.Anthropic,
-) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 990}]}
-    (card,) = anthropic_client.models.list().data
-    facts = (card.type, card.id, card.display_name, card.lifecycle)
-    assert facts == ("model", "tiny", "tiny", "active")
-    prompt = anthropic_client.messages.count_tokens(**asked).input_tokens
-    told = anthropic_client.messages.create(**asked, max_tokens=32_000, extra_body=SAMPLING)
-    assert (told.stop_reason, told.usage.output_tokens) == (
-        "model_context_window_exceeded",
-        1024 - prompt,
-    )
-    asked["messages"][0]["content"] = "x" * 1024
-    with pytest.raises(anthropic.BadRequestError, match="shorten the prompt"):
-        anthropic_client.messages.create(**asked, max_tokens=32_000)
 
 
 @pytest.fixture(scope="module")
@@ -192,13 +157,7 @@ def test_an_operator_resets_the_prefix_cache_and_asks_how_the_node_is(node: Proc
         f"{node.url}/server_info?config_format=json", headers=headers, timeout=60
     ).json()
     assert told["vllm_config"]["served_model_name"] == "tiny"
-    assert told["vllm_config"]["engine"]["device"] == "cpu"
-    assert told["system_env"]["torch_version"]
     assert KEY not in json.dumps(told)
-    for method in ("GET", "POST"):
-        ping = httpx2.request(method, f"{node.url}/ping", timeout=60)
-        assert (ping.status_code, ping.content) == (200, b"")
-    assert httpx2.get(f"{node.url}/version", timeout=60).json().keys() == {"version"}
 
 
 def test_a_profile_of_the_steps_is_written_while_the_node_serves(
@@ -213,9 +172,6 @@ def test_a_profile_of_the_steps_is_written_while_the_node_serves(
     assert trace.name.endswith(".pt.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert any("aten::" in event.get("name", "") for event in events)
-    # Nothing runs any more, and to say so again is no error.
-    assert post(node, "/stop_profile", {}).status_code == 200
-
     # It ends by itself after so many steps.
     assert post(node, "/start_profile", {}).status_code == 200
     assert (
@@ -223,56 +179,6 @@ def test_a_profile_of_the_steps_is_written_while_the_node_serves(
         == 200
     )
     wait_until(lambda: len(list(traces.glob("*.gz"))) == 2, 60, "the second trace")
-
-
-def test_an_answer_that_the_client_has_begun_is_gone_on_with(
-    openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic
-) -> None:
-    messages: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Once"}]
-    told = anthropic_client.messages.create(
-        model="tiny", max_tokens=6, messages=messages, extra_body=SAMPLING
-    )
-    whole = openai_client.completions.create(
-        model="tiny",
-        prompt="<user>hi<assistant>Once",
-        max_tokens=6,
-        extra_body=SAMPLING | {"add_special_tokens": False},
-    )
-    assert [block.text for block in told.content if block.type == "text"] == [whole.choices[0].text]
-
-
-def test_structured_answers_and_tools_come_through_both_dialects(
-    openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic
-) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"ok": {"type": "boolean"}},
-        "required": ["ok"],
-        "additionalProperties": False,
-    }
-    asked: dict[str, Any] = {"model": "tiny", "input": "hi", "extra_body": {"seed": 1}}
-    form: Any = {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
-    told = openai_client.responses.create(**asked, text={"format": form})
-    assert json.loads(told.output_text)["ok"] in (True, False)
-    tools: Any = [{"type": "function", "name": "say", "parameters": schema, "strict": True}]
-    called = openai_client.responses.create(
-        **asked, tools=tools, tool_choice="required", max_output_tokens=60
-    )
-    (call,) = (item for item in called.output if item.type == "function_call")
-    assert call.name == "say"
-    assert json.loads(call.arguments)["ok"] in (True, False)
-    with anthropic_client.messages.stream(
-        model="tiny",
-        max_tokens=60,
-        messages=[{"role": "user", "content": "hi"}],
-        tools=[{"name": "say", "input_schema": schema}],
-        tool_choice={"type": "tool", "name": "say"},
-        extra_body={"seed": 1},
-    ) as stream:
-        last = stream.get_final_message()
-    (block,) = (block for block in last.content if block.type == "tool_use")
-    assert (block.name, last.stop_reason) == ("say", "tool_use")
-    assert block.input["ok"] in (True, False)
 
 
 def test_tokens_go_to_text_and_back(node: Process) -> None:
@@ -288,21 +194,15 @@ def test_tokens_go_to_text_and_back(node: Process) -> None:
     assert post(node, "/detokenize", {"tokens": chat["tokens"]}).json() == {
         "prompt": "<user>hi<assistant>"
     }
-    large = post(node, "/tokenize", {"prompt": "x" * 40_000})
-    assert large.json()["count"] >= 40_000
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
         ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
-        ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": ["x", "y"]}, 400, "prompt"),
-        ("/tokenize", {"messages": "x"}, 400, "messages"),
         ("/detokenize", {"tokens": [320]}, 400, "tokens"),
-        ("/detokenize", {"tokens": ["x"]}, 400, "tokens[0]"),
         ("/v1/responses", {"model": "tiny"}, 400, "input"),
-        ("/v1/responses", {"input": "x"}, 400, "model"),
         ("/v1/embeddings", {"input": "x"}, 404, None),
     ],
 )

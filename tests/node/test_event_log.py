@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.node import kv_events
 from kvrelay.node.kv_events import EventLog
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.router.prefix.event_stream import MAX_AHEAD, EventStream
@@ -21,7 +19,6 @@ from kvrelay.wire.kv_events import (
     BlockStored,
     EventBatch,
     extend,
-    is_snapshot,
     read_batch,
 )
 
@@ -140,42 +137,6 @@ def read(told: tuple[int, bytes]) -> tuple[int, EventBatch]:
     return told[0], read_batch(told[1])
 
 
-def test_nobody_asks_and_nothing_is_noted() -> None:
-    pool = BlockPool(3)
-    (block,) = pool.allocate(1) or []
-    pool.publish(block, chain(1, 1)[0])
-    assert not pool.changed
-
-
-def test_chains_are_told_with_their_parents() -> None:
-    log = EventLog(16, 99)
-    one, two = chain(1, 4), chain(2, 4)
-    stored = {h: p for run in (one, two[1:]) for p, h in zip([None, *run], run, strict=False)}
-    stored[two[1]] = one[0]
-    _, payload = log.append(CacheChanges(stored, []), 1.0)
-    batch = read_batch(payload)
-    events = [event for event in batch.events if isinstance(event, BlockStored)]
-    assert events == batch.events
-    chains = [(event.parent_block_hash, event.block_hashes) for event in events]
-    assert chains == [(None, one), (one[0], two[1:])]
-    assert all(not event.token_ids and event.block_size == 16 for event in events)
-
-
-def test_a_late_listener_is_told_all_that_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "BUFFER_BYTES", 1_500)
-    log = EventLog(16, 9_999)
-    assert log.since(0, 1.0) == []
-    for at in range(40):
-        log.append(CacheChanges({chain(at, 2)[1]: None}, [chain(at - 1, 2)[1]] if at else []), 1.0)
-    ((number, payload),) = log.since(0, 1.0)
-    assert number == 39
-    assert is_snapshot(read_batch(payload))
-    assert applied({b"old"}, [read_batch(payload)]) == {chain(39, 2)[1]}
-    newest = log.since(38, 1.0)
-    assert [number for number, _ in newest] == [38, 39]
-    assert log.since(40, 1.0) == []
-
-
 def test_what_is_in_blocks_is_told_with_adapter_and_salt_and_told_again() -> None:
     log = EventLog(2, buffer_steps=1, maps=True)
     one, two = chain(1, 2), chain(2, 2)[1:]
@@ -233,13 +194,6 @@ def test_a_node_that_tells_no_snapshots_is_known_from_its_oldest_batch_on() -> N
     assert stream.end_replay() == ([batches[6], batches[7]], True)
     assert stream.add(8, batches[8]) == [batches[8]]
     assert not stream.gap
-
-
-def test_a_gap_that_a_replay_leaves_is_still_one() -> None:
-    stream = EventStream()
-    stream.add(5, EventBatch(1.0, []))
-    assert stream.end_replay() == ([], False)
-    assert stream.gap
 
 
 def test_what_waits_is_limited() -> None:

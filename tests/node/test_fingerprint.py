@@ -67,17 +67,7 @@ def test_nodes_of_one_limit_agree_and_those_with_other_rotary_frequencies_do_not
     assert short.rope == middle.rope == ""
     assert short.difference(middle) is None
     assert short.difference(long) == "rope is '' here and 'longrope, long' there"
+    assert short.difference(replace(short, tp_size=4)) is None, "ranks read what others wrote"
+    other = short.difference(replace(short, kv_dtype="fp8"))
+    assert other == "kv_dtype is 'float32' here and 'fp8' there"
     assert (long.kv_heads, long.block_size, long.tp_size, long.kv_dtype) == (2, 16, 1, "float32")
-
-
-def test_the_number_of_ranks_may_differ_and_nothing_else() -> None:
-    one = Fingerprint(1, "m", "bfloat16", 64, 8, 128, 32, 0, 1)
-    assert one.difference(replace(one, tp_size=4)) is None
-    assert (
-        one.difference(replace(one, tp_size=4, block_size=16))
-        == "block_size is 64 here and 16 there"
-    )
-    assert (
-        one.difference(replace(one, kv_dtype="fp8"))
-        == "kv_dtype is 'bfloat16' here and 'fp8' there"
-    )

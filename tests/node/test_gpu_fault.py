@@ -35,7 +35,6 @@ DEADLINE_S = 120.0
     "message",
     [
         "CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`",
-        "Triton Error [CUDA]: an illegal memory access was encountered",
         "NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
         "CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx",
     ],
@@ -111,9 +110,7 @@ class Watched:
     async def ask(
         self, begun: asyncio.Event, *, stream: bool, tokens: int = 900
     ) -> tuple[int, str]:
-        """Status and whole text of an answer, a long one; `begun` once it has some bytes, if it
-        streams.
-        """
+        """Return status and text of a long answer; set `begun` once it has some bytes."""
         body = {
             "model": "tiny",
             "prompt": [5] * 30,
@@ -140,7 +137,7 @@ async def started(node: Watched, check: Callable[[Child], Awaitable[None]]) -> N
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("fault", ["step", "plane", "step stuck"])
+@pytest.mark.parametrize("fault", ["plane", "step stuck"])
 async def test_a_gpu_that_fails_ends_every_request_once_and_the_node_is_started_again(
     tmp_path: Path, repository: Path, fault: str
 ) -> None:

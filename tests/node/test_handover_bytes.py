@@ -165,7 +165,7 @@ def aggregated(model: Side, prompt: list[int]) -> list[int]:
     return req.token_ids
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 333])
+@pytest.mark.parametrize("length", [1, 16, 17, 333])
 def test_kv_bytes_and_tokens_survive_the_hand_over(sides, length):
     p, d = sides
     rng = random.Random(length)

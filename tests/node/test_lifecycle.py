@@ -88,7 +88,6 @@ def test_it_is_ready_while_its_engine_and_its_kv_link_are_seen_at_work() -> None
         ({"silent_s": 21.0}, "the engine process has said nothing for 21 s"),
         ({"kv_silent_s": 30.0}, "no KV over: a thread of its KV link has stood still for 30 s"),
         ({"ended": True}, "has ended"),
-        ({"ended": True, "loaded": False}, "has ended"),
     ],
 )
 def test_one_that_stands_still_is_neither_ready_nor_alive(fields: dict[str, Any], why: str) -> None:
@@ -121,11 +120,6 @@ async def test_by_the_deadline_it_is_not_over_while_a_request_runs_or_kv_is_held
     fields: dict[str, Any],
 ) -> None:
     assert not await drain_of(**fields).wait_idle(0.12)
-
-
-async def test_a_node_that_loads_or_whose_engine_has_ended_has_nothing_to_wait_for() -> None:
-    assert await drain_of(info=None, held=(1,)).wait_idle(0.1)
-    assert await drain_of(dies=True).wait_idle(5.0)
 
 
 def test_new_requests_are_refused_while_it_drains_and_each_change_is_told_once() -> None:
@@ -286,12 +280,15 @@ async def test_a_name_is_resolved_before_each_beat_and_all_its_addresses_get_it(
         async def answer(times: int, host: str) -> list[socket.socket]:
             if times <= 2:
                 raise socket.gaierror(socket.EAI_NONAME, "no such name")
+            if times == 5:
+                raise socket.gaierror(socket.EAI_AGAIN, "the name server is away")
             return [here] if times == 3 else [here, there]
 
         asked = resolve(monkeypatch, answer)
         task = beating(["udp://router.test:7100"])
         assert (await received(here)).url == (await received(there)).url == "http://p"
-        assert len(asked) >= 4
+        while len(asked) < 6:  # the last addresses stay while the name is not known
+            await received(there)
         assert set(asked) == {("router.test", 7100)}
         await stop(task)
 
@@ -315,23 +312,6 @@ async def test_a_name_server_that_does_not_answer_holds_up_no_other_router(
         await stop(task)
         while (await received(router)).state is not NodeState.LEAVING:
             pass
-
-
-async def test_a_name_that_is_not_known_any_more_keeps_its_last_addresses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with listener() as (router, _):
-
-        async def answer(times: int, host: str) -> list[socket.socket]:
-            if times > 1:
-                raise socket.gaierror(socket.EAI_AGAIN, "the name server is away")
-            return [router]
-
-        resolve(monkeypatch, answer)
-        task = beating(["udp://router.test:2"])
-        for _ in range(3):
-            await received(router)
-        await stop(task)
 
 
 async def test_between_two_beats_it_has_no_port(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,18 +99,9 @@ def test_what_the_engine_reports() -> None:
     assert found["kvrelay_engine_process_resident_memory_bytes"] > 1e6
 
 
-def test_buckets_of_lengths_end_at_the_longest() -> None:
-    name = "vllm:request_prompt_tokens_bucket "
-    bounds = [each.removeprefix(name) for each in values(metrics()) if each.startswith(name)]
-    assert bounds == [
-        *("1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "200.0", "500.0", "1000.0", "+Inf")
-    ]
-
-
 def test_counts_belong_to_the_role_in_which_they_were_counted_and_gauges_to_the_newest() -> None:
     stats = [EngineStats(Load(running=1, total_blocks=10, free_blocks=5), prompt_tokens=100)]
     ours = metrics(lambda: stats[-1], P)
-    before = {sample.name for sample in samples(ours)}
     assert by_role(ours, "kvrelay_node_role") == {"prefill": 1, "decode": 0}
     ours.count_end(Finish.STOP, 2.0, 3, None, not_fetched=False)
     ours.count_flip("done")
@@ -129,6 +120,5 @@ def test_counts_belong_to_the_role_in_which_they_were_counted_and_gauges_to_the_
     ours.set_role(P)
     stats.append(msgspec.structs.replace(stats[0], prompt_tokens=135))
     assert by_role(ours, "vllm:prompt_tokens_total") == {"prefill": 105, "decode": 30}
-    assert {sample.name for sample in samples(ours)} == before
     lines = [line for line in ours.text().decode().splitlines() if not line.startswith("#")]
     assert len({line.rsplit(" ", 1)[0] for line in lines}) == len(lines)

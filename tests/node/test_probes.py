@@ -187,13 +187,6 @@ def test_one_offer_at_a_time_and_its_end_makes_room() -> None:
     offered(source)
 
 
-def test_events_of_requests_are_left_to_the_step_loop() -> None:
-    node = Node()
-    offered(node)
-    assert not node.probes.handle(Released("cmpl-1", expired=False))
-    assert not node.probes.handle(Settled("cmpl-1"))
-
-
 def test_a_probe_has_a_size_that_the_step_loop_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MAX_BYTES, "cpu", 5 * WORDS * 4)
     source = Node()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import re
 import resource
 import socket
 import stat
@@ -21,7 +19,6 @@ import pytest
 from kvrelay.node import process as node_process
 from kvrelay.node.process import (
     MAX_QUEUED_LINES,
-    LogThread,
     describe_exit,
     open_log,
     private_folder,
@@ -114,15 +111,6 @@ def test_the_end_of_a_process_does_not_wait_long_for_its_log(repository: Path) -
         os.close(theirs)
 
 
-def test_what_was_logged_is_written_when_it_is_flushed() -> None:
-    ours, theirs = os.pipe()
-    handler = LogThread(theirs)
-    for text in ("one", "two"):
-        handler.emit(logging.LogRecord("x", logging.INFO, "", 0, text, None, None))
-        handler.flush()
-        assert os.read(ours, 100) == f"{text}\n".encode()
-
-
 @pytest.fixture
 def usual() -> Iterator[tuple[int, int]]:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -168,27 +156,6 @@ def running(command: list[str], log: IO[bytes], files: int) -> Iterator[subproce
             process.wait(DEADLINE_S)
         finally:
             process.kill()
-
-
-def limit_of(pid: int) -> int:
-    found = re.search(r"^Max open files +(\d+)", Path(f"/proc/{pid}/limits").read_text(), re.M)
-    assert found
-    return int(found[1])
-
-
-def test_a_router_and_its_workers_may_have_as_many_files_as_the_system_lets_them(
-    tmp_path: Path,
-) -> None:
-    command = (
-        f"{sys.executable} -m kvrelay.cli router --port 0 --workers 2 --prefill http://p:1 "
-        f"--decode http://d:1"
-    )
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with (tmp_path / "log").open("wb") as log, running(command.split(), log, 200) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        until(lambda: len(children.read_text().split()) == 2, "workers")
-        pids = [process.pid, *map(int, children.read_text().split())]
-        assert [limit_of(pid) for pid in pids] == [min(hard, 1 << 20)] * 3
 
 
 def cpu_s(pid: int) -> float:

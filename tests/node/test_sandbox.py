@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import signal
-import time
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -88,16 +88,10 @@ async def test_a_grammar_comes_back_as_lark_and_is_compiled_once(sandbox: Sandbo
     assert await sandbox.as_lark(Constraint("regex", "ab", field="guided_regex")) is lark
 
 
-def chain(first: str, rule: str) -> str:
-    return first + "".join(rule.format(i, i + 1) for i in range(9000))
-
-
 SCHEMA = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(20_000)} | {"a20000": True}
 TOO_MUCH = {
     "stack": Constraint("json", json.dumps({"$defs": SCHEMA, "$ref": "#/$defs/a0"})),
-    "lark": Constraint("grammar", chain("start: a0\n", "a{}: a{}\n")),
     "memory or time": Constraint("regex", "a?" * 60_000),
-    "gbnf": Constraint("grammar", chain("root ::= a0\n", "a{} ::= a{}\n")),
 }
 
 
@@ -145,19 +139,14 @@ async def test_memory_is_limited(sandbox: Sandbox) -> None:
     assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
 
 
-async def test_time_is_limited(sandbox: Sandbox) -> None:
-    began = time.monotonic()
-    task = await endless(sandbox)
-    (child,) = children(sandbox)
-    spent = 0.0
-    while not task.done():
-        with contextlib.suppress(OSError, ValueError):
-            spent = max(spent, cpu_s(child))
-        assert time.monotonic() - began < 90
-        await asyncio.sleep(0.05)
-    with pytest.raises(RequestError, match="10 s of CPU time"):
-        await task
-    assert 8 < spent < 11
+async def test_time_is_limited() -> None:
+    code = (
+        "from kvrelay.node.sandbox import Limits; from kvrelay.node.sandbox_process import _confine\n"
+        "_confine(Limits(cpu_s=1, memory_bytes=1 << 30, stack_bytes=8 << 20))\n"
+        "while True: pass"
+    )
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    assert await asyncio.wait_for(child.wait(), 60) == -signal.SIGKILL
 
 
 async def test_a_client_that_leaves_takes_the_child_along(sandbox: Sandbox) -> None:
@@ -203,22 +192,3 @@ async def test_a_killed_process_is_no_fault_of_the_request(sandbox: Sandbox) -> 
     with pytest.raises(Unavailable):
         await task
     assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
-
-
-async def test_a_refusal_holds_on_to_no_request(sandbox: Sandbox) -> None:
-    wrong = Constraint("regex", "(")
-    raised = []
-    for _ in range(2):
-        with pytest.raises(RequestError) as refused:
-            await sandbox.as_lark(wrong)
-        raised.append(refused.value)
-    assert raised[0] is not raised[1]
-
-
-async def test_nothing_is_left_behind(sandbox: Sandbox) -> None:
-    task = await endless(sandbox)
-    pids = [*children(sandbox), sandbox._process.pid] if sandbox._process else []
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await sandbox.close()
-    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
