@@ -24,7 +24,7 @@ from kvrelay.config_commands import (
     given_settings,
     with_model,
 )
-from kvrelay.flag_names import SERVER
+from kvrelay.flag_names import answer_for
 from kvrelay.help import ALL, GroupedCommand, GroupedCommands
 from kvrelay.node.process import die_with_parent, exit_now
 from kvrelay.settings import CPU, Setting, build, lines_in, merge, nearest
@@ -169,44 +169,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _usage(why: Any, words: Sequence[str]) -> str:
-    message = why.format_message()
-    flag = getattr(why, "option_name", None)
-    if flag is not None and message.startswith("No such option"):
-        known = (
-            [name for each in why.ctx.command.params for name in (*each.opts, *each.secondary_opts)]
-            if why.ctx
-            else []
-        )
-        if len(flag) == 2:  # click takes -tp for -t and -p
-            flag = next(
-                (word.rstrip("=.0123456789") for word in words if word.startswith(flag)), flag
-            )
-        if SERVER.get(flag) in known:
-            return f"unknown flag {flag}; here it is {SERVER[flag]}"
-        return f"unknown flag {flag}{_of_others(flag) or nearest(flag, known)}"
-    if "unexpected extra argument" in message and why.ctx:
-        extra = str(message).rpartition(" (")[2].rstrip(").").split(" ")[0]
-        before = words[: words.index(extra)] if extra in words else []
-        named = next(
-            (word for word in reversed(before) if word.startswith("--") and "=" not in word), ""
-        )
-        again = any(
-            named in each.opts and getattr(each, "multiple", False)
-            for each in why.ctx.command.params
-        )
-        hint = (
-            f": {named} takes one value{'; give it again for each further one' if again else ''}"
-            if named
-            else ""
-        )
-        return f"{str(message).rstrip('.')}{hint}"
-    return str(message)
-
-
-def _of_others(flag: str) -> str:
-    name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-    others = [f"`kvrelay {each}`" for each in SERVING if name in EXPLAINED[each][1]]
-    return f"; it is of {', '.join(others)}" if others else ""
+    flag = getattr(why, "option_name", None) or ""
+    if len(flag) == 2:  # click takes -tp for -t and -p
+        flag = next((word.rstrip("=.0123456789") for word in words if word.startswith(flag)), flag)
+    answer = answer_for(flag) if flag else ""
+    return f"unknown flag {flag}; {answer}" if answer else str(why.format_message())
 
 
 def _fail(message: str, code: int) -> int:

@@ -53,7 +53,6 @@ def add_commands(app: typer.Typer) -> None:
         ("replay", _replay),
         ("role", _role),
         ("prefetch", _prefetch),
-        ("top", _top),
         ("version", _version),
     ):
         app.command(name, cls=GroupedCommand)(command)
@@ -220,20 +219,6 @@ def _replay(
 
     return run_replay(
         incident, read_card(card), nodes, policy, record, Console(highlight=False, soft_wrap=True)
-    )
-
-
-def _top(
-    router: Annotated[str, typer.Option(help="The router to look at.")] = "http://127.0.0.1:8000",
-    admin_key: Annotated[str, typer.Option(help=_ADMIN_KEY_HELP, envvar=ADMIN_KEY)] = "",
-    interval: Annotated[float, typer.Option(metavar="SECONDS", help="How often to look.")] = 1.0,
-) -> int:
-    """Watch a cluster in the terminal: nodes, queues, hand-overs, latency. Into a pipe: once."""
-    from kvrelay.top import run as run_top
-
-    router = _address(router)
-    return run_top(
-        router, admin_key or stored_key("admin", router), interval, Console(highlight=False)
     )
 
 

@@ -1,4 +1,4 @@
-"""Commands whose flags are the settings of a config type: those that serve, batch, profile, bench.
+"""Commands whose flags are the settings of a config type: those that serve, profile, bench.
 
 A server is imported by its own command alone: `kvrelay router` must not load torch, and
 `kvrelay --help` must not wait for anything.
@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -34,8 +33,7 @@ from kvrelay.load.config import BenchConfig
 from kvrelay.machine import check_node_extra, check_port, embedded_model
 from kvrelay.node.process import LOG_FORMAT, log_to_stderr, raise_file_limit
 from kvrelay.settings import CPU, Setting, build, merge, settings_of
-from kvrelay.wire.config import NodeConfig, RanksConfig, Role, TransferConfig
-from kvrelay.wire.config_checks import base_url
+from kvrelay.wire.config import NodeConfig, RanksConfig, Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import address_of
 from kvrelay.wire.router_config import RouterConfig
@@ -178,27 +176,6 @@ def _write_compose(values: dict[str, object]) -> int:
     from kvrelay.compose import write
 
     return write(values, Console(highlight=False, soft_wrap=True))
-
-
-def _run_batch(values: dict[str, object]) -> int:
-    from kvrelay.batch import over_http, read_batch, run_batch, with_engine
-    from kvrelay.chat import Endpoint
-
-    url, key, at_once, source, target = (
-        values.pop(name) for name in ("url", "key", "concurrency", "source", "target")
-    )
-    files, console = (Path(str(source)), Path(str(target))), Console(stderr=True, highlight=False)
-    if url:
-        if values:
-            flag = "--" + next(iter(values)).replace("_", "-")
-            raise ConfigError(
-                f"--url names a running server and {flag} an engine to start; leave one of them out"
-            )
-        endpoint = Endpoint(base_url(str(url)), str(key))
-        return run_batch(*files, lambda: over_http(endpoint), int(str(at_once)), console)
-    read_batch(files[0])  # before a model is loaded for nothing
-    config = _with_model_here(build(NodeConfig, _for_engine(values) | {"role": Role.AGGREGATED}))
-    return run_batch(*files, lambda: with_engine(config), int(str(at_once)), console)
 
 
 def _run_bench(values: dict[str, object]) -> int:
@@ -361,7 +338,6 @@ _ROUTER_ENV = {
 def add_config_commands(app: typer.Typer) -> None:
     """Add all of them to the program."""
     _add_serving(app)
-    _add_batch(app)
     _add_profile(app)
     _add_bench(app)
 
@@ -400,32 +376,6 @@ def _add_serving(app: typer.Typer) -> None:
     _add(app, "rank", about, RanksConfig, _serve_ranks, env=env, takes_model=True)
     about = "Serve the OpenAI endpoint in front of prefill and decode nodes."
     _add(app, "router", about, RouterConfig, _serve_router, env=_ROUTER_ENV, reloads=True)
-
-
-def _add_batch(app: typer.Typer) -> None:
-    required = inspect.Parameter.empty
-    _add(
-        app,
-        "batch",
-        "Answer a file of requests (OpenAI's batch format), by a running server or by an engine "
-        "started for it.",
-        NodeConfig,
-        _run_batch,
-        skip=(
-            *("role", "router", "host", "port", "api_key", "max_body_bytes"),
-            *("kv_events_config", "profiler_config", "log_format", "otlp_traces_endpoint"),
-            *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "root_path"),
-            *("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
-            *settings_of(TransferConfig),
-        ),
-        own=(
-            _argument("source", str, required, metavar="IN", help="The requests, one per line."),
-            _argument("target", str, required, metavar="OUT", help="Their answers, in any order."),
-            _option("url", str, "", help="A running server; without it an engine is started."),
-            _option("key", str, "", "--api-key", help="The key that it wants.", envvar=API_KEY),
-            _option("concurrency", int, 64, help="Requests that are under way at once."),
-        ),
-    )
 
 
 def _add_profile(app: typer.Typer) -> None:

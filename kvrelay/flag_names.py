@@ -1,11 +1,11 @@
-"""Settings and values under other names: vLLM's, our own former ones, and what replaces them.
+"""Settings and values under vLLM's names, and what replaces them.
 
 docs/migration.md has the same table.
 """
 
 from __future__ import annotations
 
-__all__ = ["BEFORE", "GONE", "SERVER", "SHORT", "VALUES", "VLLM", "answer_for"]
+__all__ = ["VALUES", "VLLM", "answer_for"]
 
 VLLM: dict[str, tuple[str, str]] = {
     "--kv-transfer-config": (
@@ -98,7 +98,7 @@ VLLM: dict[str, tuple[str, str]] = {
 }
 """vLLM's flag: ours or nothing, and a note."""
 
-SHORT = {
+_SHORT = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
@@ -111,37 +111,6 @@ SHORT = {
 }
 """Short forms of vLLM's flags."""
 
-BEFORE = {
-    "--max-running": "--max-num-seqs",
-    "--max-batched-tokens": "--max-num-batched-tokens",
-    "--tensor-parallel": "--tensor-parallel-size",
-    "--tensor-parallel-local": "--tensor-parallel-size-local",
-    "--prefill-tensor-parallel": "--prefill-tensor-parallel-size",
-    "--decode-tensor-parallel": "--decode-tensor-parallel-size",
-    "--block-tokens": "--block-size",
-    "--kv-cache-memory": "--kv-cache-memory-bytes",
-    "--prefix-cache": "--enable-prefix-caching",
-    "--lora": "--enable-lora --lora-modules",
-    "--hub-token": "--hf-token",
-    "--speculative-tokens": "--speculative-config",
-    "--ngram-max": "--speculative-config",
-    "--ngram-min": "--speculative-config",
-    "--no-conditional-disaggregation": "--strict-roles",
-}
-"""Our former flags, and their names now."""
-
-GONE = {
-    "--conditional-disaggregation": "leave it out; --strict-roles is its opposite",
-    "--balance": "leave it out; nodes change their roles unless --strict-roles is given",
-    "--rate-card": "leave it out; nodes measure themselves when they start, and say so",
-    "--prefill-deployment": "leave it out; have an autoscaler follow the metric "
-    "kvrelay_router_role_use",
-    "--decode-deployment": "leave it out; have an autoscaler follow the metric "
-    "kvrelay_router_role_use",
-}
-"""Our former flags that are gone, and a note."""
-
-
 VALUES = {
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
@@ -150,21 +119,10 @@ VALUES = {
 """Values that vLLM writes otherwise, and how they are written here."""
 
 
-SERVER = {"--url": "--router", "--router": "--url"}
-"""The two flags that name a server: a command has one of them."""
-
-
 def answer_for(name: str) -> str:
     """Return what to write in place of a flag or a key; empty for a name that nobody has."""
-    if long := SHORT.get(name):
+    if long := _SHORT.get(name):
         return answer_for(long) or f"here it is {long}"
     flag = "--" + name.lstrip("-").replace("_", "-")
-    positive = flag.replace("--no-", "--", 1)
-    if flag in BEFORE:
-        return f"its name is {BEFORE[flag]} now"
-    if positive in BEFORE:
-        return f"its name is {BEFORE[positive].replace('--', '--no-', 1)} now"
-    if positive in GONE:
-        return GONE[positive]
-    ours, note = VLLM.get(flag) or VLLM.get(positive) or ("", "")
+    ours, note = VLLM.get(flag) or VLLM.get(flag.replace("--no-", "--", 1)) or ("", "")
     return f"here it is {ours} ({note})" if ours else note

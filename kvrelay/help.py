@@ -11,69 +11,20 @@ __all__ = ["ALL", "COMMON", "GROUPS", "GroupedCommand", "GroupedCommands"]
 ALL = "--help-all"
 GROUPS = {
     "Serve": ("up", "serve", "prefill", "decode", "router", "rank"),
-    "Ask": ("chat", "batch"),
     "Prepare": ("config", "key", "prefetch", "compose", "version"),
-    "Watch and steer": ("top", "doctor", "drain", "role"),
+    "Watch and steer": ("chat", "doctor", "drain", "role"),
     "Measure and plan": ("bench", "profile", "plan", "replay"),
 }
 """Every command, as `kvrelay --help` lists them."""
 COMMON = frozenset(
-    {
-        # The engine and its KV
-        *(
-            "model",
-            "device",
-            "dtype",
-            "quantization",
-            "max_model_len",
-            "max_num_seqs",
-            "kv_cache_memory_bytes",
-        ),
-        *(
-            "gpu_memory_utilization",
-            "tensor_parallel_size",
-            "enable_lora",
-            "lora_modules",
-            "kv_host",
-            "cluster_secret",
-        ),
-        # Clusters, nodes and routers
-        *(
-            "prefill",
-            "decode",
-            "host",
-            "port",
-            "api_key",
-            "served_model_name",
-            "tool_call_parser",
-            "reasoning_parser",
-        ),
-        *(
-            "demo",
-            "log_dir",
-            "router",
-            "heartbeat_port",
-            "node_api_key",
-            "admin_key",
-            "keys",
-            "workers",
-            "gpus",
-        ),
-        *("ttft_target_ms", "tpot_target_ms"),
-        # bench
-        *(
-            "url",
-            "endpoint",
-            "lengths",
-            "rate",
-            "concurrency",
-            "requests",
-            "duration_s",
-            "find_rate",
-            "ttft_ms",
-        ),
-        *("tpot_ms", "output"),
-    }
+    """
+    model device dtype quantization max_model_len max_num_seqs kv_cache_memory_bytes
+    gpu_memory_utilization tensor_parallel_size enable_lora lora_modules kv_host cluster_secret
+    prefill decode host port api_key served_model_name tool_call_parser reasoning_parser
+    demo log_dir router heartbeat_port node_api_key admin_key keys workers gpus
+    ttft_target_ms tpot_target_ms
+    url endpoint lengths rate concurrency requests duration_s find_rate ttft_ms tpot_ms output
+    """.split()  # noqa: SIM905 - the rule would have one line of 600 characters
 )
 """Settings that most people look for."""
 
@@ -92,19 +43,19 @@ class GroupedCommand(_HelpInOrder, TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
         left = 0
-        for param in sorted(self.get_params(ctx), key=lambda each: each.name not in COMMON):
+        for param in self.get_params(ctx):
             group = getattr(param, "rich_help_panel", None)
-            record = param.get_help_record(ctx)
             if group and param.name not in COMMON and not ctx.meta[ALL]:
                 left += 1
-            elif record is not None:
+            elif (record := param.get_help_record(ctx)) is not None:
                 title = "Arguments" if param.param_type_name == "argument" else group or "Options"
                 sections.setdefault(title, []).append(record)
-        for title, rows in sorted(sections.items(), key=lambda each: each[0] != "Arguments"):
-            with formatter.section(title):
-                formatter.write_dl(rows)
+        for title, rows in sections.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
         if left:
             formatter.write_paragraph()
             formatter.write_text(f"{left} more settings: {ctx.command_path} {ALL}")
@@ -116,7 +67,6 @@ class GroupedCommands(_HelpInOrder, TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for title, names in GROUPS.items():
             with formatter.section(title):
-                about = {
-                    name: (self.commands[name].help or "").partition("\n\n")[0] for name in names
-                }
-                formatter.write_dl([(name, " ".join(text.split())) for name, text in about.items()])
+                formatter.write_dl(
+                    [(name, self.commands[name].get_short_help_str(1000)) for name in names]
+                )

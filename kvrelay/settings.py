@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import yaml
 
 from kvrelay.flag_names import VALUES, answer_for
@@ -55,16 +56,6 @@ _IN_UNITS = re.compile(
     r"(?P<number>\d{1,20}(?:\.\d{1,20})?) ?(?P<unit>[kmgt])(?P<binary>i?)(?P<bytes>b?)",
     re.IGNORECASE,
 )
-_WORDS = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,54 +158,31 @@ def convert(setting: Setting, raw: object, source: str) -> object:
     Raises ConfigError that names the key, the value and the expected type.
     """
     if setting.item is not None:
-        return (
-            _items(setting.item, raw, source)
-            if setting.several
-            else _item(setting.item, raw, source)
-        )
-    value = _converted(setting.kind, VALUES.get(setting.name, {}).get(str(raw), raw))
-    if value is None:
+        return (_items if setting.several else _item)(setting.item, raw, source)
+    try:
+        return _converted(setting.kind, VALUES.get(setting.name, {}).get(str(raw), raw))
+    except ValueError:
         quotes = (
             "; put it in quotes" if setting.kind is str and isinstance(raw, (int, float)) else ""
         )
         got = repr(raw) if isinstance(raw, str) else f"{raw!r} ({type(raw).__name__})"
         if setting.secret:
             got = f"{type(raw).__name__} (not shown)"
-        raise ConfigError(f"{source} must be {_KINDS[setting.kind]}, got {got}{quotes}")
-    return value
+        raise ConfigError(f"{source} must be {_KINDS[setting.kind]}, got {got}{quotes}") from None
 
 
-def _converted(kind: object, raw: object) -> object | None:
-    if kind is bool:
-        return (
-            raw
-            if isinstance(raw, bool)
-            else _WORDS.get(raw.lower())
-            if isinstance(raw, str)
-            else None
-        )
-    if kind is str:
-        return raw if isinstance(raw, str) else None
-    if kind is int or kind is float:
-        # YAML reads 100e6 as text (it wants 100.0e+6), so text is converted whether a flag or a
-        # file gave it.
-        if isinstance(raw, bool) or not isinstance(
-            raw, (str, int) if kind is int else (str, int, float)
-        ):
-            return None
-        try:
-            return _whole(raw) if kind is int else float(raw)
-        except ValueError:
-            return None
-    if kind == dict[str, Any]:
-        with contextlib.suppress(ValueError):
-            raw = json.loads(raw) if isinstance(raw, str) else raw
-        return raw if isinstance(raw, dict) else None
-    items = [raw] if isinstance(raw, str) else raw
-    if not isinstance(items, (list, tuple)):
-        return None
-    texts = [text for item in items for text in _listed(item)]
-    return tuple(texts) if all(isinstance(text, str) for text in texts) else None
+def _converted(kind: Any, raw: Any) -> object:
+    if isinstance(raw, str):
+        if kind is int:
+            raw = _whole(raw)
+        elif kind == dict[str, Any]:
+            raw = json.loads(raw)
+        elif kind == tuple[str, ...]:
+            raw = [raw]
+    if kind == tuple[str, ...] and isinstance(raw, (list, tuple)):
+        raw = [text for item in raw for text in _listed(item)]
+    # Not strict: YAML reads 100e6 as text (it wants 100.0e+6).
+    return msgspec.convert(raw, kind, strict=kind is str)
 
 
 def _listed(item: object) -> list[object]:
@@ -224,15 +192,15 @@ def _listed(item: object) -> list[object]:
     return [item]
 
 
-def _whole(raw: object) -> int | None:
-    found = _IN_UNITS.fullmatch(raw.strip()) if isinstance(raw, str) else None
+def _whole(text: str) -> object:
+    found = _IN_UNITS.fullmatch(text.strip())
     if found is None:
-        return int(typing.cast(str, raw))
+        return text
     decimal = not found["binary"] and (bool(found["bytes"]) or found["unit"].islower())
     value = Fraction(found["number"]) * (1000 if decimal else 1024) ** (
         1 + "kmgt".index(found["unit"].lower())
     )
-    return int(value) if value.denominator == 1 else None
+    return int(value) if value.denominator == 1 else text
 
 
 def _items(config: type, raw: object, source: str) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""A node without HTTP, in the caller's process: for `kvrelay batch` and the class LLM."""
+"""A node without HTTP, in the caller's process: for the class LLM."""
 
 from __future__ import annotations
 
@@ -37,11 +37,6 @@ class Offline:
     def __init__(self, node: Node, serving: Serving) -> None:
         self._node = node
         self.serving = serving
-
-    async def answer(self, chat: bool, body: bytes) -> bytes:
-        """Return the body of an answer that is not streamed. Raises KvrelayError, AnswerBroke."""
-        _, frames = await self.run(chat, body)
-        return frames[-1].payload
 
     async def run(self, chat: bool, body: bytes) -> tuple[list[NodeRequest], list[Frame]]:
         """Run a completion to its end; return a request for each prompt, and all frames.

@@ -94,7 +94,7 @@ def check_operator(key: str, given: str) -> None:
         raise Unauthorized(
             "the admin key is missing or wrong; send it as `Authorization: Bearer <key>` (a "
             "router that was given none "
-            "draws one and logs the name of its file; `kvrelay top`, `drain` and `role` find it "
+            "draws one and logs the name of its file; `kvrelay drain` and `role` find it "
             "by themselves)"
         )
 

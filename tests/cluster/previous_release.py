@@ -10,14 +10,22 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvrelay.flag_names import BEFORE
-
-__all__ = ["as_before", "previous_release"]
+__all__ = ["BEFORE", "as_before", "previous_release"]
 
 # The last commit whose processes speak the version before HANDOVER.newest or LEGS.newest
 # (wire/versions.py), or, as here, say nothing of their versions. Move it on with each new version.
 COMMIT = "323033705418c48688a4d16d8c977f946dd32749"
 _DEADLINE_S = 60.0
+BEFORE = {
+    "--max-running": "--max-num-seqs",
+    "--max-batched-tokens": "--max-num-batched-tokens",
+    "--tensor-parallel": "--tensor-parallel-size",
+    "--tensor-parallel-local": "--tensor-parallel-size-local",
+    "--block-tokens": "--block-size",
+    "--kv-cache-memory": "--kv-cache-memory-bytes",
+    "--prefix-cache": "--enable-prefix-caching",
+}
+"""Flags of that release, and their names now."""
 
 
 def previous_release(folder: Path) -> Path | None:

@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 import httpx2
 import pytest
-from previous_release import as_before, previous_release
+from previous_release import BEFORE, as_before, previous_release
 from real_cluster import (
     START_DEADLINE_S,
     Cluster,
@@ -36,7 +36,6 @@ from real_cluster import (
 
 from benchmarks.local_cluster import family
 from kvrelay import cli
-from kvrelay.flag_names import BEFORE
 from kvrelay.wire.versions import LEGS, RELEASE
 from tests.listening import listening
 

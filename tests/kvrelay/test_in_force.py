@@ -104,7 +104,7 @@ def test_cpu_is_a_flag_for_the_device_and_a_variable_may_be_a_switch(
             "config explains up, serve, prefill, decode, router, rank, not 'upp'; did you mean up?",
         ),
         (["chat"], "config explains up"),
-        (["up", "--prot", "3"], "unknown flag --prot; did you mean --port?"),
+        (["up", "--prot", "3"], "No such option: --prot"),
         (["router", "--max-queue", "-1"], "max_queue must not be negative, got -1"),
         (
             ["decode", "--cpu", "--device", "cuda", "--model", "m"],

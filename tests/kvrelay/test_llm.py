@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from kvrelay import LLM, SamplingParams
-from kvrelay.batch import run_batch, with_engine
-from kvrelay.settings import build
-from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.errors import ConfigError, KvrelayError, RequestError
 from tests.cluster.real_cluster import tiny_model
 
@@ -120,41 +114,6 @@ def test_what_is_wrong_is_said_and_the_rest_goes_on(llm: LLM, model: str) -> Non
 
 async def test_it_works_inside_an_event_loop(llm: LLM) -> None:
     assert llm.generate("a", SamplingParams(max_tokens=1))[0].outputs
-
-
-def test_a_batch_is_answered_by_an_engine_of_its_own_as_by_the_class(
-    llm: LLM, model: str, tmp_path: Path
-) -> None:
-    sampling = {"temperature": 0, "max_tokens": 5}
-    chat = {"messages": [{"role": "user", "content": "hi"}], **sampling}
-    bodies = {
-        "/v1/completions": {"prompt": "hi", **sampling},
-        "/v1/chat/completions": chat,
-        "/v1/messages": chat,
-        "/v1/responses": {"input": "hi", "temperature": 0, "max_output_tokens": 5},
-    }
-    source, target = tmp_path / "in", tmp_path / "out"
-    lines = [
-        {"custom_id": url, "method": "POST", "url": url, "body": {"model": "tiny", **body}}
-        for url, body in bodies.items()
-    ]
-    lines.append({**lines[0], "custom_id": "wrong", "body": {"model": "other", "prompt": "x"}})
-    source.write_text("\n".join(map(json.dumps, lines)))
-    config = build(NodeConfig, {**SETTINGS, "model": model, "served_model_name": "tiny"})
-    assert (
-        run_batch(source, target, lambda: with_engine(config), 4, Console(file=io.StringIO())) == 1
-    )
-    told = {
-        line["custom_id"]: line["response"]
-        for line in map(json.loads, target.read_text().splitlines())
-    }
-    assert told["wrong"]["status_code"] == 404
-    text = llm.generate("hi", SamplingParams(**sampling))[0].outputs[0].text
-    assert told["/v1/completions"]["body"]["choices"][0]["text"] == text
-    said = llm.chat(chat["messages"], SamplingParams(**sampling))[0].outputs[0].text  # type: ignore[arg-type]
-    assert told["/v1/chat/completions"]["body"]["choices"][0]["message"]["content"] == said
-    assert "".join(block["text"] for block in told["/v1/messages"]["body"]["content"]) == said
-    assert told["/v1/responses"]["body"]["output"][0]["content"][0]["text"] == said
 
 
 def test_a_closed_one_says_so(model: str) -> None:

@@ -212,7 +212,7 @@ def test_draft_models_are_refused_by_name(told: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["4Gib/s", "25.65k0", "1.3K", "1.0001k", "k", "-1k", "4 GiB GiB", "1e3", "0x4"]
+    "text", ["4Gib/s", "25.65k0", "1.3K", "1.0001k", "k", "-1k", "4 GiB GiB", "0x4"]
 )
 def test_a_number_with_another_unit_or_a_fraction_left_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=f"--max-model-len must be a whole number, got '{text}'"):

@@ -143,14 +143,14 @@ WRONG = [
     ("up --request-deadline-s nan", "request_deadline_s must be positive, got nan"),
     ("up --max-body-bytes 0", "max_body_bytes must be positive, got 0"),
     ("up --log-dir notes.txt/logs", "cannot make log_dir"),
-    ("up --max-model-length 5", "unknown flag --max-model-length; did you mean --max-model-len?"),
+    ("up --max-model-length 5", "No such option: --max-model-length"),
     ("up --config missing.yaml", "cannot read config file missing.yaml"),
     (
         "router --prefill http://127.0.0.1:1",
         "a router needs at least one --prefill URL and one --decode URL",
     ),
     ("router --prefill http://127.0.0.1:1 --decode nonsense", "'nonsense'"),
-    ("chat --key x", "unknown flag --key"),
+    ("chat --key x", "No such option: --key"),
     ("chat hello", "hello"),
     ("chatt", "chatt"),
 ]

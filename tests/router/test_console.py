@@ -1,4 +1,4 @@
-"""The console's routes: its page, who may look, and the JSON that page and `kvrelay top` read."""
+"""The console's routes: its page, who may look, and the JSON that the page reads."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ async def test_what_workers_tell_of_it_arrives_as_it_was() -> None:
 
 
 def test_the_json_is_the_same_for_whoever_reads_it() -> None:
-    """A contract: the page and `kvrelay top` read these names."""
+    """A contract: the page reads these names."""
     seen = msgspec.to_builtins(shown(worker()))
     assert set(seen) == {
         "now", "version", "health", "models", "wanted", "workers", "running", "waiting", "waiting_for_room",
