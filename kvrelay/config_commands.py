@@ -35,7 +35,6 @@ from kvrelay.node.process import LOG_FORMAT, log_to_stderr, raise_file_limit
 from kvrelay.settings import CPU, Setting, build, merge, settings_of
 from kvrelay.wire.config import NodeConfig, RanksConfig, Role
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.kv_events import address_of
 from kvrelay.wire.router_config import RouterConfig
 
 __all__ = [
@@ -66,7 +65,6 @@ EXPLAINED: dict[str, tuple[type, dict[str, Setting]]] = {}
 def _serve_node(role: Role, values: dict[str, object]) -> int:
     config = build(NodeConfig, _for_engine(values) | {"role": role})
     check_port(config.host, config.port)
-    _check_further_ports(config)
     if config.engine.tensor_parallel_size > 1 and config.engine.tensor_parallel_address:
         from kvrelay.paged_engine.rank_address import check_rank_0
 
@@ -77,18 +75,6 @@ def _serve_node(role: Role, values: dict[str, object]) -> int:
     from kvrelay.node.server import run as run_node
 
     return run_node(config)
-
-
-def _check_further_ports(config: NodeConfig) -> None:
-    if config.transfer.kv_port:
-        check_port(
-            config.transfer.kv_host, config.transfer.kv_port, setting="--kv-host or --kv-port"
-        )
-    if (told := config.told_events) is None:
-        return
-    for name, endpoint in (("endpoint", told.endpoint), ("replay_endpoint", told.replay_endpoint)):
-        if endpoint and address_of(endpoint)[1]:
-            check_port(*address_of(endpoint), setting=f"{name} of --kv-events-config")
 
 
 def _serve_router(values: dict[str, object], again: Callable[[], dict[str, object]] | None) -> int:

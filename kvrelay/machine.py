@@ -13,7 +13,6 @@ import re
 import socket
 import subprocess
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvrelay.cluster_plan import ClusterConfig, Machine
@@ -23,7 +22,6 @@ from kvrelay.wire.versions import HANDOVER, LEGS, RELEASE
 
 __all__ = [
     "INSTALL",
-    "Gpu",
     "check_node_extra",
     "check_port",
     "cuda_of_torch",
@@ -33,28 +31,20 @@ __all__ = [
     "this_machine",
 ]
 
-_NVIDIA_SMI = (
-    "nvidia-smi",
-    "--query-gpu=index,uuid,memory.used,memory.free",
-    "--format=csv,noheader,nounits",
-)
+_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
 _NVIDIA_SMI_DEADLINE_S = 20.0
 _NODE_EXTRA = (
-    *("torch", "numpy", "gguf", "huggingface_hub", "llguidance", "safetensors", "tokenizers"),
+    "torch",
+    "numpy",
+    "gguf",
+    "huggingface_hub",
+    "llguidance",
+    "safetensors",
+    "tokenizers",
 )
 # A driver shows one of them, also where there is no nvidia-smi: Linux, Linux within Windows,
 # Jetson.
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvmap"))
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU; sizes are 0 where they are unknown: a part of a GPU (MIG), or no nvidia-smi."""
-
-    name: str
-    """Value for CUDA_VISIBLE_DEVICES."""
-    total_bytes: int = 0
-    free_bytes: int = 0
 
 
 def this_machine(config: ClusterConfig) -> Machine:
@@ -65,88 +55,47 @@ def this_machine(config: ClusterConfig) -> Machine:
             config.prefill + config.decode
         )
         ports = tuple(held.enter_context(_bound(*address)).getsockname()[1] for address in wanted)
-    gpus = (
-        () if config.node.engine.device == "cpu" else tuple(gpu.name for gpu in gpus_here() or ())
-    )
+    gpus = () if config.node.engine.device == "cpu" else gpus_here() or ()
     return Machine(len(os.sched_getaffinity(0)), gpus, ports, child_environ())
 
 
-def check_port(
-    host: str, port: int, kind: int = socket.SOCK_STREAM, setting: str = "--port"
-) -> int:
-    """Return the port, or a free one for 0. Raises ConfigError if it is taken.
-
-    `host` * is all addresses; `setting` names what to change.
-    """
-    with _bound("" if host == "*" else host, port, kind, setting) as held:
+def check_port(host: str, port: int, kind: int = socket.SOCK_STREAM) -> int:
+    """Return the port, or a free one for 0. Raises ConfigError if it is taken."""
+    with _bound(host, port, kind) as held:
         return int(held.getsockname()[1])
 
 
-def _bound(
-    host: str, port: int, kind: int = socket.SOCK_STREAM, setting: str = "--port"
-) -> socket.socket:
+def _bound(host: str, port: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, kind)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT counts as free
     try:
         held.bind((host, port))
     except OSError as why:
         held.close()
-        where = f"{host or '*'} port {port}"
         raise ConfigError(
-            f"cannot listen on {where}: {why.strerror}; choose another with {setting}"
+            f"cannot listen on {host} port {port}: {why.strerror}; choose another with --port"
         ) from why
     return held
 
 
-def gpus_here() -> tuple[Gpu, ...] | None:
-    """Return the NVIDIA GPUs that this process may use; None where torch can use none."""
+def gpus_here() -> tuple[str, ...] | None:
+    """Return NVIDIA GPUs that this process may use, as values for CUDA_VISIBLE_DEVICES.
+
+    None where torch can use none; empty where nvidia-smi does not say which there are.
+    """
     if cuda_of_torch() is None or not any(driver.exists() for driver in _DRIVERS):
         return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = (part.strip() for part in visible.split(","))
+        return tuple(name for name in names if name not in ("", "-1")) or None
     try:
         asked = subprocess.run(
-            _NVIDIA_SMI, capture_output=True, text=True, timeout=_NVIDIA_SMI_DEADLINE_S, check=False
+            _NVIDIA_SMI, capture_output=True, text=True, timeout=_NVIDIA_SMI_DEADLINE_S, check=True
         )
-        rows = (
-            [line.split(", ") for line in asked.stdout.splitlines()]
-            if asked.returncode == 0
-            else []
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        rows = []
-    found = [
-        (uuid, Gpu(index, *_sizes(used, free)))
-        for index, uuid, used, free in filter(lambda row: len(row) == 4, rows)
-    ]
-    if (
-        os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
-        and len({gpu.total_bytes >> 30 for _, gpu in found}) > 1
-    ):
-        # CUDA numbers them by speed, nvidia-smi by their places.
-        found = [(uuid, Gpu(gpu.name)) for uuid, gpu in found]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return tuple(gpu for _, gpu in found)
-    names = [part.strip() for part in visible.split(",") if part.strip() not in ("", "-1")]
-    return (
-        tuple(
-            next(
-                (
-                    replace(gpu, name=name)
-                    for uuid, gpu in found
-                    if name == gpu.name or uuid.startswith(name)
-                ),
-                Gpu(name),
-            )
-            for name in names
-        )
-        or None
-    )
-
-
-def _sizes(used: str, free: str) -> tuple[int, int]:
-    if not (used.isdecimal() and free.isdecimal()):
-        return 0, 0
-    return (int(used) + int(free)) << 20, int(free) << 20
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(filter(str.isdecimal, asked.stdout.split()))
 
 
 def check_node_extra() -> None:
@@ -161,18 +110,9 @@ def check_node_extra() -> None:
         )
 
 
-_PACKAGES = {
-    "torch": ("torch",),
-    "triton": ("triton",),
-    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
-    "nixl": ("nixl", "nixl-cu13", "nixl-cu12"),
-    "pyzmq": ("pyzmq",),
-    "msgspec": ("msgspec",),
-    "uvloop": ("uvloop",),
-    "tokenizers": ("tokenizers",),
-    "llguidance": ("llguidance",),
-}
-"""Names of the distributions that bring it; the first one counts."""
+_PACKAGES = ("torch", "triton", "pyzmq", "msgspec", "uvloop", "tokenizers", "llguidance")
+# NVIDIA's, of which one is installed.
+_BY_CUDA = {"nccl": "nvidia-nccl", "nixl": "nixl"}
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -184,20 +124,18 @@ def installed(driver: Path = _DRIVER) -> dict[str, str | None]:
         "leg protocol": str(LEGS),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "torch": _of("torch"),
         "cuda": cuda_of_torch(),
         "driver": _driver(driver),
-        **{name: _of(name) for name in _PACKAGES if name != "torch"},
+        **{name: _of(name) for name in _PACKAGES},
+        **{name: _of(f"{of}-cu13") or _of(f"{of}-cu12") for name, of in _BY_CUDA.items()},
     }
 
 
-def _of(name: str) -> str | None:
-    for distribution in _PACKAGES[name]:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+def _of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def cuda_of_torch() -> str | None:

@@ -1,47 +1,25 @@
-"""Checks before a process starts or memory is taken: settings, model, files and memory of this
-machine.
+"""Checks before a process starts or memory is taken: model, files and memory of this machine.
 
-Never imports torch, so that a wrong setting is answered at once.
+Never imports torch, so that a wrong setting is answered at once. What a GPU can hold, the engine
+says itself.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import mul
 from pathlib import Path
 from typing import TypeVar
 
-from kvrelay.cluster_plan import ClusterConfig, NodeGpus, gpus_of_nodes, sharing_memory
-from kvrelay.machine import Gpu, gpus_here
-from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig
-from kvrelay.wire.config_checks import gib, require
+from kvrelay.cluster_plan import ClusterConfig
+from kvrelay.machine import gpus_here
+from kvrelay.wire.config import NodeConfig, RanksConfig
+from kvrelay.wire.config_checks import gib
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.profiler_config import ProfilerConfig
 
-__all__ = [
-    "Host",
-    "Memory",
-    "NotNow",
-    "check_memory",
-    "check_start",
-    "host",
-    "memory_here",
-    "with_model_here",
-]
+__all__ = ["Memory", "NotNow", "check_memory", "check_start", "memory_here", "with_model_here"]
 
-# By version of cgroups: file of the limit, file of what is used, and in memory.stat what of that
-# the kernel would drop.
-_FILES = {
-    1: (
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        ("total_inactive_file", "total_active_file"),
-    ),
-    2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
-}
+Config = TypeVar("Config", NodeConfig, RanksConfig, ClusterConfig)
 
 
 class NotNow(ConfigError):
@@ -52,13 +30,15 @@ class NotNow(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
+    """What a machine or a cgroup allows, in bytes."""
+
     whose: str
     total: int
     free: int
 
 
 def memory_here(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> list[Memory]:
-    """Return what the machine and each cgroup of this process allow, swap left out.
+    """Return what the machine and each cgroup (v2) of this process allow, swap left out.
 
     Empty on systems other than Linux.
     """
@@ -69,38 +49,30 @@ def memory_here(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
             if ":" in line
         )
         sizes = [int(lines[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable")]
+        listed = (proc / "self" / "cgroup").read_text().splitlines()
     except (OSError, ValueError, LookupError):
         return []
-    return [Memory("this machine", *sizes), *_of_cgroups(proc / "self" / "cgroup", cgroups)]
+    return [Memory("this machine", *sizes), *_of_cgroups(listed, cgroups)]
 
 
-def _of_cgroups(listed: Path, cgroups: Path) -> Iterator[Memory]:
-    try:
-        lines = [line.split(":", 2) for line in listed.read_text().splitlines()]
-    except OSError:
-        return
-    for _, controllers, path in filter(lambda line: len(line) == 3, lines):
-        if controllers and "memory" not in controllers.split(","):
+def _of_cgroups(listed: Sequence[str], root: Path) -> Iterator[Memory]:
+    for line in listed:
+        if not line.startswith("0::/"):
             continue
-        root = cgroups / "memory" if controllers else cgroups
-        inner = root / path.lstrip("/")
+        inner = root / line.removeprefix("0::/")
         for folder in (inner, *inner.parents[: len(inner.relative_to(root).parts)]):
-            found = _of_cgroup(
-                folder, f"/{folder.relative_to(root)}".replace("/.", "/"), 1 if controllers else 2
-            )
-            if found is not None:
-                yield found
-
-
-def _of_cgroup(folder: Path, name: str, version: int) -> Memory | None:
-    limit_file, used_file, droppable = _FILES[version]
-    try:
-        limit, used = (int((folder / file).read_text()) for file in (limit_file, used_file))
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        cached = sum(int(stat.get(key, 0)) for key in droppable)
-    except (OSError, ValueError):  # not there, or "max"
-        return None
-    return Memory(f"the cgroup {name}", limit, max(0, limit - used + cached))
+            try:
+                limit, used = (
+                    int((folder / file).read_text()) for file in ("memory.max", "memory.current")
+                )
+                stat = dict(
+                    row.split() for row in (folder / "memory.stat").read_text().splitlines()
+                )
+            except (OSError, ValueError):  # not there, or "max"
+                continue
+            cached = sum(int(stat.get(key, 0)) for key in ("inactive_file", "active_file"))
+            name = f"/{folder.relative_to(root)}".replace("/.", "/")
+            yield Memory(f"the cgroup {name}", limit, max(0, limit - used + cached))
 
 
 def check_memory(here: Sequence[Memory], weights: int, pools: int, nodes: int) -> None:
@@ -114,42 +86,19 @@ def check_memory(here: Sequence[Memory], weights: int, pools: int, nodes: int) -
         f"{several} at least {gib(needed)} of memory ({gib(weights)} of weights, {gib(pools)} "
         f"of KV pool)"
     )
-    smaller = "take a smaller model" + (" or fewer nodes" if nodes > 1 else "")
-    for each in sorted(here, key=lambda each: each.total):
+    remedy = (
+        "lower kv_cache_memory_bytes (on a CPU 1 GiB by default) or take a smaller model or fewer "
+        "nodes"
+    )
+    for each in here:
         if needed > each.total:
-            raise ConfigError(
-                f"{need}, and {each.whose} has {gib(each.total)}; "
-                f"{_lower(each.total, weights, smaller)}"
-            )
-    for each in sorted(here, key=lambda each: each.free):
+            raise ConfigError(f"{need}, and {each.whose} has {gib(each.total)}; {remedy}")
+    for each in here:
         if needed > each.free:
             raise NotNow(
                 f"{need}, and of {each.whose}'s {gib(each.total)} only {gib(each.free)} are free; "
-                f"end what else runs there, or {_lower(each.free, weights, smaller)}"
+                f"end what else runs there, or {remedy}"
             )
-
-
-def _lower(room: int, weights: int, smaller: str) -> str:
-    return (
-        f"lower kv_cache_memory_bytes (on a CPU 1 GiB by default) or {smaller}"
-        if weights < room
-        else smaller
-    )
-
-
-Config = TypeVar("Config", NodeConfig, RanksConfig, ClusterConfig)
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    gpus: tuple[Gpu, ...] | None
-    """None: torch can use none here. Empty: unknown."""
-    memory: Sequence[Memory]
-
-
-def host() -> Host:
-    """Look at this machine."""
-    return Host(gpus_here(), memory_here())
 
 
 def with_model_here(config: Config) -> Config:
@@ -161,7 +110,7 @@ def with_model_here(config: Config) -> Config:
     from kvrelay.paged_engine.hub import resolve_model
     from kvrelay.paged_engine.prefetch import PrefetchFailed, model_files
 
-    here, engine = host(), _node_of(config).engine
+    engine = _node_of(config).engine
 
     def at(model: str) -> Config:
         found = replace(engine, model=model, revision="", hf_token="")
@@ -169,10 +118,10 @@ def with_model_here(config: Config) -> Config:
             return replace(config, node=replace(config.node, engine=found))
         return replace(config, engine=found)
 
-    path = resolve_model(engine, lambda checked: check_start(at(checked.model), here))
-    found = at(str(path))
     try:
-        check_start(found, here)
+        path = resolve_model(engine, lambda checked: check_start(at(checked.model)))
+        found = at(str(path))
+        check_start(found)
         model_files(path, _node_of(found).engine, tokenizer=not isinstance(config, RanksConfig))
     except PrefetchFailed as why:
         raise ConfigError(why.message) from why
@@ -181,7 +130,7 @@ def with_model_here(config: Config) -> Config:
     return found
 
 
-def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) -> None:
+def check_start(config: NodeConfig | RanksConfig | ClusterConfig) -> None:
     """Raise ConfigError if the engines of a config cannot work on this machine together.
 
     Of the model only config.json is read: the rest may have to be downloaded.
@@ -190,126 +139,32 @@ def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) ->
     from kvrelay.openai_api.generation_config import sampling_defaults
     from kvrelay.paged_engine.before_loading import checked_model, least_memory
     from kvrelay.paged_engine.lora_files import check_adapter
-    from kvrelay.paged_engine.rank_address import is_of_this_host
 
     node = _node_of(config)
     engine = node.engine
-    device = _device(engine, here)
-    engines = _engines(config)
-    models = list(
-        map(
-            {each: checked_model(each, device) for each in dict.fromkeys(engines)}.__getitem__,
-            engines,
-        )
+    gpu = engine.device == "cuda" or (engine.device == "auto" and gpus_here() is not None)
+    device = "cuda" if gpu else "cpu"
+    engines = (
+        [config.node_of(role).engine for role in config.roles]
+        if isinstance(config, ClusterConfig)
+        else [engine]
     )
+    models = {each: checked_model(each, device) for each in set(engines)}
     if isinstance(node, NodeConfig):
-        check_model_name(node.served_model_name or models[0].name, engine)
+        check_model_name(node.served_model_name or models[engines[0]].name, engine)
         read_template(node.chat_template)
-        _check_plugin(node.tool_parser_plugin)
-        require(
-            is_of_this_host(node.transfer.kv_host),
-            f"kv_host {node.transfer.kv_host!r} is no address of this machine; take one that "
-            f"its peers reach",
-        )
         sampling_defaults(engine)
-        if node.profiler_config is not None:
-            _check_profiler(node.profiler_config, device)
     for _, folder in engine.adapters:
         check_adapter(folder, engine.max_lora_rank)
-    ranks = list(map(_ranks_here, engines))
-    least = [least_memory(each, model, device) for each, model in zip(engines, models, strict=True)]
-    if device == "cpu":
-        weights, pools = (sum(map(mul, ranks, sizes)) for sizes in zip(*least, strict=True))
-        check_memory(here.memory, weights, pools, len(engines))
-    elif here.gpus:
-        _check_gpus(
-            engines, least, gpus_of_nodes(ranks, [gpu.name for gpu in here.gpus]), here.gpus
-        )
-
-
-def _check_plugin(path: str) -> None:
-    if path:
-        try:
-            compile(Path(path).expanduser().read_bytes(), path, "exec")
-        except (OSError, SyntaxError, ValueError) as why:
-            raise ConfigError(f"the plugin {path} cannot be run: {why}") from why
-
-
-def _check_profiler(profiler: ProfilerConfig, device: str) -> None:
-    if profiler.profiler == "cuda":
-        require(device == "cuda", "the profiler cuda needs a GPU; take torch on a CPU")
+    if gpu:
         return
-    folder = Path(profiler.torch_profiler_dir)
-    try:
-        # A process of root may write everywhere by its rights, and not in /proc.
-        with tempfile.TemporaryDirectory(
-            dir=next(each for each in (folder, *folder.parents) if each.exists())
-        ):
-            pass
-    except OSError as why:
-        raise ConfigError(
-            f"torch_profiler_dir {str(folder)!r} cannot be written to: {why.strerror or why}"
-        ) from why
-
-
-def _device(engine: EngineConfig, here: Host) -> str:
-    if engine.device == "cuda" and here.gpus is None:
-        raise ConfigError(
-            "device cuda was asked for, but torch can use no GPU here; use --device cpu, or "
-            "install a CUDA build of torch and NVIDIA's driver"
-        )
-    return "cpu" if engine.device == "cpu" or here.gpus is None else "cuda"
+    weights = pools = 0
+    for each in engines:
+        ranks = each.tensor_parallel_size_local or each.tensor_parallel_size
+        weight, pool = least_memory(each, models[each], device)
+        weights, pools = weights + ranks * weight, pools + ranks * pool
+    check_memory(memory_here(), weights, pools, len(engines))
 
 
 def _node_of(config: NodeConfig | RanksConfig | ClusterConfig) -> NodeConfig | RanksConfig:
     return config.node if isinstance(config, ClusterConfig) else config
-
-
-def _engines(config: NodeConfig | RanksConfig | ClusterConfig) -> list[EngineConfig]:
-    if not isinstance(config, ClusterConfig):
-        return [config.engine]
-    return [config.node_of(role).engine for role in config.roles]
-
-
-def _ranks_here(engine: EngineConfig) -> int:
-    return engine.tensor_parallel_size_local or engine.tensor_parallel_size
-
-
-def _check_gpus(
-    engines: Sequence[EngineConfig],
-    least: Sequence[tuple[int, int]],
-    places: Sequence[NodeGpus],
-    gpus: Sequence[Gpu],
-) -> None:
-    from kvrelay.paged_engine.before_loading import RESERVE_BYTES
-
-    known, needed, asked = {gpu.name: gpu for gpu in gpus}, Counter[str](), Counter[str]()
-    for engine, (weights, pool), own in zip(engines, least, places, strict=True):
-        share = sharing_memory(engine, own.sharers).gpu_memory_utilization
-        for gpu in (known[name] for name in own.visible.split(",")):
-            allowed = int(gpu.total_bytes * share)
-            whole = weights + pool + RESERVE_BYTES
-            limit = gpu.total_bytes if engine.kv_cache_memory_bytes else allowed
-            if gpu.total_bytes and whole > limit:
-                raise ConfigError(
-                    f"each rank needs at least {gib(whole)} of its GPU ({gib(weights)} of weights, "
-                    f"{gib(pool)} of KV pool, {gib(RESERVE_BYTES)} for graphs), and may have "
-                    f"{gib(limit)} of {gib(gpu.total_bytes)}; lower kv_cache_memory_bytes or "
-                    "max_model_len, use quantization fp8, or spread the model over more GPUs with "
-                    "tensor_parallel_size"
-                )
-            needed[gpu.name] += whole
-            asked[gpu.name] += allowed
-    for gpu in known.values():
-        if needed[gpu.name] > gpu.total_bytes > 0:
-            raise ConfigError(
-                f"the nodes on GPU {gpu.name} need at least {gib(needed[gpu.name])} together, and "
-                f"it has {gib(gpu.total_bytes)}; lower kv_cache_memory_bytes, or start fewer nodes"
-            )
-        if gpu.total_bytes and asked[gpu.name] > gpu.free_bytes:
-            refusal = ConfigError if asked[gpu.name] > gpu.total_bytes else NotNow
-            raise refusal(
-                f"gpu_memory_utilization gives {gib(asked[gpu.name])} of GPU {gpu.name} to nodes, "
-                f"and only {gib(gpu.free_bytes)} of its {gib(gpu.total_bytes)} are free; lower it "
-                "or end what else runs there"
-            )

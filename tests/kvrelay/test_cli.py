@@ -39,9 +39,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         module = ModuleType(name)
         module.run = module.up = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(
-        preflight, "check_start", lambda config, here: None
-    )  # tests/kvrelay/test_preflight.py
+    monkeypatch.setattr(preflight, "check_start", lambda config: None)  # test_preflight.py
     monkeypatch.setattr(prefetch, "model_files", lambda path, engine, tokenizer: [])
     # Whoever listens there on this machine.
     monkeypatch.setattr(config_commands, "check_port", lambda host, port, **_: port or 8123)
