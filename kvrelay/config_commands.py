@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -173,11 +174,11 @@ def _run_bench(values: dict[str, object]) -> int:
 
 
 def _run_profile(values: dict[str, object]) -> int:
-    from kvrelay.profile import asked_of, run
+    from kvrelay.profile import run
 
-    asked = asked_of(values)
+    out, seconds = Path(str(values.pop("out"))), float(str(values.pop("seconds")))
     config = _with_model_here(build(NodeConfig, _for_engine(values) | {"role": Role.AGGREGATED}))
-    return run(config, asked, Console(highlight=False, soft_wrap=True))
+    return run(config, out, seconds, Console(highlight=False, soft_wrap=True))
 
 
 def with_model(values: dict[str, object]) -> dict[str, object]:
@@ -365,7 +366,6 @@ def _add_serving(app: typer.Typer) -> None:
 
 
 def _add_profile(app: typer.Typer) -> None:
-    more = "Measure this step, and no card. Again for more."
     _add(
         app,
         "profile",
@@ -378,9 +378,7 @@ def _add_profile(app: typer.Typer) -> None:
         env=_NODE_ENV,
         takes_model=True,
         own=(
-            _option(
-                "out", str, "", metavar="FILE", help="The rate card. [default: rate-card.json]"
-            ),
+            _option("out", str, "rate-card.json", metavar="FILE", help="The rate card."),
             _option(
                 "seconds",
                 float,
@@ -388,8 +386,6 @@ def _add_profile(app: typer.Typer) -> None:
                 help="About how long, beside the start of the engine; 0: 120 on a GPU, 45 on "
                 "a CPU.",
             ),
-            _option("decode", list[str] | None, None, metavar="REQUESTSxCONTEXT", help=more),
-            _option("prefill", list[str] | None, None, metavar="TOKENS[+CONTEXT]", help=more),
         ),
     )
 

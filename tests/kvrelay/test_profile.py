@@ -11,8 +11,7 @@ import pytest
 from kvrelay import profile
 from kvrelay.cli import run
 from kvrelay.planner.rate_card import read_card
-from kvrelay.profile import parse_points, spread_of
-from kvrelay.wire.errors import ConfigError
+from kvrelay.profile import spread_of
 from tests.cluster.real_cluster import tiny_model
 
 pytestmark = pytest.mark.cluster
@@ -38,8 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_card_has_prefill_decode_and_transfers_and_is_shown(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(profile, "spread_of", lambda times: 101.0)
     file = tmp_path / "card.json"
     arguments = (
         "--seconds=9",
@@ -47,7 +47,7 @@ def test_a_card_has_prefill_decode_and_transfers_and_is_shown(
         "--kv-connector=direct",
         "--served-model-name=mine",
     )
-    assert run(["profile", *ON_CPU, f"--model={model}", *arguments]) == 0
+    assert run(["profile", *ON_CPU, f"--model={model}", *arguments]) == 1
     card = read_card(file)
     assert (card.model, card.gpus, card.max_num_seqs, card.block_size) == ("mine", 1, 16, 16)
     assert card.step_tokens == 128
@@ -70,30 +70,8 @@ def test_a_card_has_prefill_decode_and_transfers_and_is_shown(
         "transfer: ms that a request waits",
     ):
         assert title in shown
-    assert shown.rstrip().endswith(f"written to {file}")
-
-
-def test_single_steps_are_measured_alone_and_write_no_card(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    points = ("--decode=4x100", "--decode=1x32", "--prefill=64+128", "--prefill=32")
-    assert run(["profile", *ON_CPU, f"--model={model}", "--seconds=2", *points]) == 0
-    shown = capsys.readouterr().out
-    for step in ("decode 4x100", "decode 1x32", "prefill 64+128", "prefill 32"):
-        assert step in shown
-    assert "transfer" not in shown
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_noisy_machine_is_told_of_and_has_its_own_exit_code(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(profile, "_NOISY", 0.1)
-    monkeypatch.setattr(profile, "spread_of", lambda times: 0.42)
-    assert run(["profile", *ON_CPU, f"--model={model}", "--seconds=1", "--decode=1x32"]) == 1
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "too noisy to believe these times: runs of one step differ by 42% of it" in shown
+    assert f"written to {file}" in shown
+    assert "too noisy to believe these times" in shown  # and so its exit code is 1
 
 
 def test_the_spread_is_the_middle_half_of_runs_of_the_step_that_three_in_four_stay_below() -> None:
@@ -108,22 +86,9 @@ def test_the_spread_is_the_middle_half_of_runs_of_the_step_that_three_in_four_st
     assert spread_of({("prefill", 16, 0): [9.0]}) == 0
 
 
-def test_a_step_that_does_not_fit_is_refused_with_the_remedy(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["profile", *ON_CPU, f"--model={model}", "--decode=16x100000"]) == 2
-    told = capsys.readouterr().err
-    assert "16 requests of 100000 tokens" in told
-    assert "ask for less" in told
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--decode=16"], "must be REQUESTSxCONTEXT"),
-        (["--decode=0x4"], "must be REQUESTSxCONTEXT"),
-        (["--prefill=a"], "must be TOKENS or TOKENS+CONTEXT"),
-        (["--prefill=16", "--out=card.json"], "--out is for a whole rate card"),
         (["--seconds=-1"], "--seconds must be a number from 0 on"),
         (["--seconds=nan"], "--seconds must be a number from 0 on"),
         (["--out=/no/such/folder/card.json"], "choose another --out"),
@@ -134,15 +99,6 @@ def test_what_is_typed_wrong_is_refused(
 ) -> None:
     assert run(["profile", *ON_CPU, f"--model={model}", *arguments]) == 2
     assert says in capsys.readouterr().err
-
-
-def test_points_are_read_as_they_are_written() -> None:
-    units = parse_points(["32x4096"], ["2048", "1024+8192"])
-    assert [(unit.kind, *unit.points[0]) for unit in units] == [
-        ("decode", 32, 4096), ("prefill", 2048, 0), ("prefill", 1024, 8192),
-    ]  # fmt: skip
-    with pytest.raises(ConfigError):
-        parse_points(["32x-1"], [])
 
 
 @pytest.mark.gpu
