@@ -30,7 +30,7 @@ class NotNow(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a machine or a cgroup allows, in bytes."""
+    """A limit of a machine or a cgroup, in bytes."""
 
     whose: str
     total: int

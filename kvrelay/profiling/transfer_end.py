@@ -44,7 +44,7 @@ TOKEN_BYTES = 131_072
 
 
 class End:
-    """The source or the reader of transfers. The parent calls its methods by name.
+    """A source or a reader of transfers, whose methods the parent calls by name.
 
     Raises ConfigError if there is no room for a pool of `unit_bytes`.
     """
