@@ -23,7 +23,6 @@ from kvrelay.wire.transfer import (
     KvTransferParams,
     packed,
 )
-from kvrelay.wire.versions import PACKS_PROMPTS
 
 __all__ = ["PrefillRequest"]
 
@@ -57,9 +56,8 @@ class PrefillRequest(NodeRequest):
             yield from super().frames(update, load)
         elif self._asked.pipelined and self.submits[0].params.prompt_logprobs is None:
             early = msgspec.structs.replace(self._params(update, None), sent_text=None)
-            if self._asked.leg_version >= PACKS_PROMPTS:
-                ids = packed(self.submits[0].prompt_token_ids)
-                early = msgspec.structs.replace(early, prompt_token_ids=None, packed_prompt=ids)
+            ids = packed(self.submits[0].prompt_token_ids)
+            early = msgspec.structs.replace(early, prompt_token_ids=None, packed_prompt=ids)
             self._prompt_told = True
             yield Frame(FrameKind.TICKET, params=early, load=load, blocks=update.blocks)
 

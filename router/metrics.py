@@ -170,10 +170,6 @@ class Metrics:
             "leg",
             *_LEGS,
         )
-        self.rebuilt = self._counter(
-            "kvrelay_router_rebuilt_kv",
-            "Answers that lost their decode node, and whose KV a prefill node was asked for again.",
-        )
         self.releases = self._counter(
             "kvrelay_router_releases",
             "KV given back because no decode leg would take it.",

@@ -18,7 +18,7 @@ import msgspec
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.sampling import SamplingDefaults
-from kvrelay.wire.versions import PACKS_PROMPTS, Versions
+from kvrelay.wire.versions import Versions
 
 __all__ = [
     "SPILL_REFUSED",
@@ -71,8 +71,6 @@ class HandoverRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
-    leg_version: int = 1
-    """Version of this request (LEGS in wire/versions.py); the node answers in the same one."""
     client_max_tokens: int = 0
     """To a prefill node: the client's own limit, in case token 1 ends the answer. 0: unknown."""
     pipelined: bool = False
@@ -123,7 +121,7 @@ class AnswerState(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     prompt_token_ids: list[int] | None = None
     packed_prompt: bytes | None = None
-    """The same from version 2 on, 4 bytes each: routers pass them on and read none."""
+    """The same, 4 bytes each, as tickets have it: routers pass them on and read none."""
     choices: list[ChoiceSoFar] = []
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
@@ -177,7 +175,6 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     client_max_tokens: int = 0
     pipelined: bool = False
-    leg_version: int = 1
     tpot_ms: float = 0.0
     expected_output: int = 0
     spill: bool = False
@@ -243,17 +240,6 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             finish=self.finish,
         )
         return AnswerState(choices=[first, *self.other_choices], **self._given(AnswerState))
-
-    def in_version(self, version: int) -> KvTransferParams:
-        """Return the same for a leg of this version. Raises RequestError if it is malformed."""
-        if version >= PACKS_PROMPTS or self.packed_prompt is None:
-            return msgspec.structs.replace(self, leg_version=version)
-        return msgspec.structs.replace(
-            self,
-            leg_version=version,
-            prompt_token_ids=self.answer().prompt(),
-            packed_prompt=None,
-        )
 
     def _given(self, kind: type[msgspec.Struct]) -> dict[str, Any]:
         values = {name: getattr(self, name, None) for name in kind.__struct_fields__}

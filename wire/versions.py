@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["HANDOVER", "LEGS", "PACKS_PROMPTS", "RELEASE", "Versions"]
+__all__ = ["HANDOVER", "LEGS", "RELEASE", "Versions"]
 
 RELEASE = "0.1.0"
 """Of kvrelay, as pyproject.toml has it. Processes that are one engine or one router must have the
@@ -47,9 +47,7 @@ HANDOVER = Versions(1, 1)
 (wire/transfer.py, kv_transfer).
 """
 
-LEGS = Versions(1, 2)
-"""Router and node: leg streams, frames, bodies of legs (wire/frames.py, wire/frames.py). A leg
-stream names its version, and so does the body of each leg; what names none is of version 1.
+LEGS = Versions(2, 2)
+"""Router and node: request streams, their frames, and the bodies of requests (wire/frames.py). A
+stream names its version; one that names none is of version 1. Version 1 had no packed prompts.
 """
-PACKS_PROMPTS = 2
-"""From this version of legs on, a prompt's token ids travel packed."""

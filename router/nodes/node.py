@@ -81,10 +81,8 @@ class HealthReport(msgspec.Struct, frozen=True):
     engines: int = 1
     """Engines behind the address of a vLLM node; each has a prefix cache of its own."""
     held_blocks: int = 0
-    leg_stream: int = 0
-    """The oldest version of the leg stream that the node speaks; 0: none. Routers of version 1
-    want theirs here.
-    """
+    leg_stream: int = LEGS.oldest
+    """The oldest version of the request stream that the node speaks."""
     leg_stream_newest: int = 0
     """The newest version; 0 stands for the oldest."""
     release: str = ""
@@ -99,25 +97,22 @@ class HealthReport(msgspec.Struct, frozen=True):
     """The longest step with prompts beside requests that decode; 0: no limit."""
 
     @property
-    def leg_versions(self) -> Versions | None:
-        """Return the versions of the leg stream that the node speaks."""
-        if not self.leg_stream:
-            return None
+    def leg_version(self) -> int | None:
+        """Return the newest version that node and router have in common, if there is one."""
+        return LEGS.common(self._leg_versions)
+
+    @property
+    def _leg_versions(self) -> Versions:
         return Versions(self.leg_stream, max(self.leg_stream, self.leg_stream_newest))
 
     @property
-    def leg_version(self) -> int | None:
-        """Return the newest version that node and router have in common, if there is one."""
-        return None if self.leg_versions is None else LEGS.common(self.leg_versions)
-
-    @property
     def version_conflict(self) -> str | None:
-        """Return why node and router have no version of the leg stream in common, if so."""
-        if self.leg_versions is None or self.leg_version is not None:
+        """Return why node and router have no version of the request stream in common, if so."""
+        if self.leg_version is not None:
             return None
-        older = "router" if self.leg_versions.oldest > LEGS.newest else "node"
+        older = "router" if self.leg_stream > LEGS.newest else "node"
         return (
-            f"it speaks version {self.leg_versions} of the leg stream and this router {LEGS}: "
+            f"it speaks version {self._leg_versions} of the request stream and this router {LEGS}: "
             f"upgrade the {older}, one release at a time"
         )
 

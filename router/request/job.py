@@ -327,8 +327,8 @@ def prefix_of(job: Job) -> Prefix:
     )
 
 
-def prefill_body(job: Job, version: int = 1) -> bytes:
-    """Return the body of the prefill request, for one token; `version` is LEGS' of its node."""
+def prefill_body(job: Job) -> bytes:
+    """Return the body of the prefill request, for one token."""
     fields: dict[str, Any] = dict(job.fields)
     fields["max_tokens"] = 0 if job.prompt_only else 1
     if "max_completion_tokens" in fields:
@@ -342,20 +342,19 @@ def prefill_body(job: Job, version: int = 1) -> bytes:
             do_remote_decode=True,
             client_max_tokens=job.max_tokens,
             pipelined=True,
-            leg_version=version,
         ),
         AnswerState(created=job.created, seed=job.seed, part=job.part, first_index=job.first_index),
     )
     return msgspec.json.encode(fields)
 
 
-def decode_body(job: Job, params: KvTransferParams, version: int = 1) -> bytes:
+def decode_body(job: Job, params: KvTransferParams) -> bytes:
     """Return the body of a decode request, without the prompt if its token ids are in `params`."""
     fields: dict[str, Any] = dict(job.fields)
     if params.answer().prompt_tokens is not None and not job.repeats_prompt:
         fields[job.prompt_field] = [] if job.path == CHAT_PATH else ""
     fields["seed"] = job.seed
-    fields["kv_transfer_params"] = params.in_version(version)
+    fields["kv_transfer_params"] = params
     return msgspec.json.encode(fields)
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from kvrelay.router.request.job import Job
 from kvrelay.wire.frames import Frame, FrameKind
-from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams, Ticket
+from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
 
 __all__ = ["Diverged", "FramePosition", "AnswerProgress"]
 
@@ -27,8 +27,6 @@ class FramePosition:
 
     at: dict[int, int] = field(default_factory=dict)
     decoding: bool = False
-    again: bool = False
-    """A prefill leg of an answer of which the client has a part: its KV is wanted, not its token."""
 
     @classmethod
     def behind(cls, params: KvTransferParams) -> FramePosition:
@@ -50,8 +48,6 @@ class AnswerProgress:
         """The client was given bytes."""
         self.settled = False
         """A decode leg has shown that it needs the prefill node's KV no more."""
-        self.claim: Ticket | None = None
-        """KV of the prompt that was computed again, while nobody has fetched it."""
         self.ended = False
         self.output_tokens = 0
         """Of all choices."""
@@ -66,11 +62,6 @@ class AnswerProgress:
         ids, kind = frame.token_ids, frame.kind
         begin = place.at.get(frame.choice, 0)
         place.at[frame.choice] = begin + len(ids)
-        if place.again:
-            # Once settled, a decode leg has the KV already.
-            if not self.settled and frame.params is not None:
-                self.claim = frame.params.ticket() or Ticket()
-            return False
         if kind is FrameKind.TICKET:
             self.ticket = frame.params
             return False
@@ -82,7 +73,7 @@ class AnswerProgress:
         if not (over or kind is FrameKind.TOKENS) or self.ended:
             return False
         if place.decoding and (over or ids):
-            self.settled, self.claim = True, None
+            self.settled = True
         choice = self._choices.get(frame.choice)
         if choice is None:
             choice = self._choices[frame.choice] = ChoiceSoFar()
@@ -144,10 +135,6 @@ class AnswerProgress:
         )
         return True
 
-    def compute_again(self) -> None:
-        """Expect KV that a prefill node computes once more."""
-        self.settled, self.claim = False, None
-
     @property
     def told(self) -> KvTransferParams | None:
         """Return the newest report of a prefill node on this answer."""
@@ -156,15 +143,11 @@ class AnswerProgress:
     @property
     def held(self) -> str | None:
         """Id under which a prefill node holds KV for this answer, or has held it."""
-        if self.claim is not None:
-            return self.claim.remote_request_id or None
         return None if self.told is None else self.told.remote_request_id
 
     def decode_params(self) -> KvTransferParams:
         """Return where the next decode request starts: hand-over, ticket, or all tokens so far."""
         first = self._choices[0]
-        if self.claim is not None and self.claim.remote_engine_id:
-            return self._from_all_tokens(self.claim)
         if not any(choice.generated for at, choice in self._choices.items() if at):
             if self.handover is not None and len(first.generated) == len(self.handover.generated):
                 return self.handover
@@ -179,9 +162,6 @@ class AnswerProgress:
 
     def without_kv(self) -> KvTransferParams:
         """Return the start of a decode request that computes prompt and tokens itself."""
-        return self._from_all_tokens(None)
-
-    def _from_all_tokens(self, ticket: Ticket | None) -> KvTransferParams:
         job = self._job
         told = self.told or KvTransferParams(
             do_remote_prefill=True,
@@ -194,7 +174,7 @@ class AnswerProgress:
         known = range(max(self._choices) + 1)
         choices = [_copied(self._choices.get(at, ChoiceSoFar())) for at in known]
         answer = msgspec.structs.replace(told.answer(), choices=choices)
-        return KvTransferParams.of(told.request(), answer, ticket)
+        return KvTransferParams.of(told.request(), answer)
 
 
 def _copied(choice: ChoiceSoFar) -> ChoiceSoFar:

@@ -13,7 +13,6 @@ retry budget lasts, or if the client has a part of the answer.
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import math
 import time
@@ -56,12 +55,6 @@ ROOM_DEADLINE_S = 30.0
 _POLL_S = 0.05
 _RENEW_S = 1.0  # where a node does not tell how long its leases are
 _RENEWALS_PER_LEASE = 4.0
-
-
-class _Outcome(enum.Enum):
-    HANDED_OVER = enum.auto()
-    ANSWERED = enum.auto()
-    FAILED = enum.auto()
 
 
 async def run_within_deadline(
@@ -115,10 +108,9 @@ class RequestRun:
         self._handover_counted = False
         self._kv_unused = False  # a decode node computes what the prefill node holds
         self._spills = True  # until a decode node has refused to compute the prompt
-        self._group: asyncio.TaskGroup
-        self._prefilling: asyncio.Task[_Outcome | None] | None = None
-        self._early_decode: asyncio.Task[_Outcome] | None = None
-        self._recomputing: asyncio.Event | None = None  # set when the second prefill has a ticket
+        self._prefills = Attempts(context, Role.PREFILL)
+        self._prefilling: asyncio.Task[bool] | None = None
+        self._early_decode: asyncio.Task[bool] | None = None
 
     def wanted(self) -> PlacementQuery:
         """Return what is placed before the run begins."""
@@ -183,83 +175,59 @@ class RequestRun:
             self._release_kv()
 
     async def _answer(self) -> None:
-        if self.placed is None:
-            self.placed = await self._place(None, None)
-        failure: BaseException | None = None
-        try:
-            async with asyncio.TaskGroup() as self._group:
-                if self.placed.prefill is None:
-                    self._count_local(self.placed)
-                    await self._decode()
-                elif await self._prefill_and_decode() is not _Outcome.ANSWERED:
-                    await self._decode()
-                if self._prefilling is not None:  # KV that is computed again, and needed no more
-                    self._prefilling.cancel()
-        except BaseExceptionGroup as failures:
-            failure = without_frames(failures).exceptions[0]
-        except asyncio.CancelledError as why:
-            without_frames(why)  # TaskGroup's own frame holds the error that it raises
-            raise
-        finally:
-            del self._group
-        if failure is not None:
-            try:
-                raise without_frames(failure)
-            finally:
-                del failure  # else the frames of its traceback hold it
+        self.placed = self.placed or await self._place()
+        while True:
+            if self.placed.prefill is None:
+                self._count_local(self.placed)
+            elif await self._prefill_and_decode():
+                return
+            if await self._decode():
+                return
+            self.placed = await self._place()
 
-    async def _prefill_and_decode(self) -> _Outcome:
-        # Any outcome but ANSWERED wants a decode request, from what the prefill node handed over.
-        prefilling = self._prefilling = self._group.create_task(self._prefill())
+    async def _prefill_and_decode(self) -> bool:
+        # Returns whether the answer is complete; else a decode request must follow.
+        prefilling = self._prefilling = asyncio.create_task(self._prefill())
         await asyncio.wait([prefilling])
         early = self._early_decode
-        if prefilling.cancelled():
-            return _Outcome.ANSWERED
-        outcome = prefilling.result()
-        assert outcome is not None
         if early is None:
-            return outcome
-        if outcome is _Outcome.ANSWERED:
-            early.cancel()
-            return outcome
-        return await early
+            return prefilling.result()
+        return (not prefilling.cancelled() and prefilling.result()) or await early
 
-    async def _decode_early(self) -> _Outcome:
+    async def _decode_early(self) -> bool:
         # Begins with the ticket. Ends the prefill request when it has answered or was refused.
-        prefilling = self._prefilling
+        prefilling, failed = self._prefilling, False
         assert prefilling is not None
         try:
-            await self._decode()
-        except (Refused, PoisonRequest):
-            raise
-        except (NodeFailed, Unavailable):
-            if prefilling.done():
+            return await self._decode()
+        except (NodeFailed, Unavailable) as why:
+            failed = not (isinstance(why, Refused | PoisonRequest) or prefilling.done())
+            if not failed:
                 raise
-            return _Outcome.FAILED  # the hand-over may find nodes that the ticket has not found
-        prefilling.cancel()
-        return _Outcome.ANSWERED
+            return False  # the hand-over may find nodes that the ticket has not found
+        finally:
+            if not failed:
+                prefilling.cancel()
 
-    async def _prefill(self) -> _Outcome:
+    async def _prefill(self) -> bool:
         try:
             return await self._attempt_prefill()
         except KvrelayError:
             if self.progress.ended:  # by the decode request
-                return _Outcome.HANDED_OVER
+                return False
             raise
 
-    async def _attempt_prefill(self) -> _Outcome:
-        attempts = Attempts(self.context, Role.PREFILL)
-        until = time.monotonic() + ROOM_DEADLINE_S
+    async def _attempt_prefill(self) -> bool:
+        # Returns whether the answer is complete.
+        attempts, until = self._prefills, time.monotonic() + ROOM_DEADLINE_S
         assert self.placed is not None
         while (lease := self.placed.prefill) is not None:
             self.prefill_node, self.timeline.prefilled = lease.node, None
             failure: AttemptFailed | Refused
             try:
-                body = prefill_body(self.job, lease.node.leg_version)
-                end = await Attempt(self, lease, FramePosition()).run(body)
+                end = await Attempt(self, lease, FramePosition()).run(prefill_body(self.job))
                 # Behind a first token of the decode request, that one tells the end of the answer.
-                handed_over = end is FrameKind.HANDOVER or not self.progress.ended
-                return _Outcome.HANDED_OVER if handed_over else _Outcome.ANSWERED
+                return end is not FrameKind.HANDOVER and self.progress.ended
             except AttemptFailed as why:
                 failure = without_frames(why)
                 attempts.failed(lease.node, failure)
@@ -272,30 +240,30 @@ class RequestRun:
             if self._early_decode is not None or not self.progress.start_over():
                 # The decode node computes the prompt itself if it must.
                 self._metrics.failovers.labels("prefill").inc()
-                return _Outcome.HANDED_OVER
+                return False
             if isinstance(failure, AttemptFailed):
                 attempts.require_another(failure)
             self.context.placer.give_back(self.placed)
             try:
-                self.placed = await self._place(attempts, None, patient=False)
+                self.placed = await self._place(patient=False)
             except (NoNode, Overloaded):
                 raise attempts.failure(failure) from None
         self._count_local(self.placed)
-        return _Outcome.HANDED_OVER
+        return False
 
-    async def _decode(self) -> None:
-        # Runs decode requests, each from where the answer stands, until one ends it.
+    async def _decode(self) -> bool:
+        # Runs decode requests, each from where the answer stands, until one ends it (True), or does
+        # not want to compute a prompt for prefill nodes (False).
         attempts = Attempts(self.context, Role.DECODE)
         until = time.monotonic() + ROOM_DEADLINE_S
         while True:
             assert self.placed is not None
             lease, known = self.placed.decode, self.progress.output_tokens
             failure: AttemptFailed | None = None
-            recompute = True
             try:
                 if lease in lease.node.leases and lease.node.up:  # else it was released, or is gone
                     await self._attempt_decode(self.placed)
-                    return
+                    return True
             except Diverged as why:
                 # Nobody's fault; the next request begins behind what the client has.
                 _log.warning(
@@ -304,97 +272,46 @@ class RequestRun:
                     lease.node.url,
                     why,
                 )
-                recompute = False
             except AttemptFailed as why:
                 failure, until = without_frames(why), time.monotonic() + ROOM_DEADLINE_S
                 progressed = self.progress.output_tokens > known
                 attempts.failed(lease.node, failure, progressed=progressed)
                 attempts.require_another(failure, begun=self.progress.forwarded)
             except Refused as why:
-                if self._spills and why.body().code == SPILL_REFUSED:
+                if why.body().code == SPILL_REFUSED and self.placed.placement.spills:
                     self._spills = False
-                elif not self.context.note_if_full(lease, why) or (
+                    return False
+                if not self.context.note_if_full(lease, why) or (
                     time.monotonic() > until and not self.progress.output_tokens
                 ):
                     raise
-                else:
-                    recompute = False
             finally:
                 self._pool.give_back(lease)
-            await self._place_again(attempts, failure, recompute=recompute)
+            # Where the KV can be fetched, if there is any; else the next node computes the prompt.
+            told = self.progress.decode_params().remote_engine_id is not None
+            source = self.prefill_node if told and not self.kv_failed else None
+            try:
+                self.placed = await self._place(attempts, source)
+            except (NoNode, Overloaded):
+                if failure is None:
+                    raise
+                raise attempts.failure(failure) from None
 
     async def _attempt_decode(self, placed: PlacementLeases) -> None:
         lease = placed.decode
         self.decode_node = lease.node
         params = self._decode_params(placed)
         source = None if params.remote_engine_id is None else self.prefill_node
-        body = decode_body(self.job, params, lease.node.leg_version)
+        body = decode_body(self.job, params)
         await Attempt(self, lease, FramePosition.behind(params), source).run(body)
 
-    async def _place_again(
-        self, attempts: Attempts, failure: AttemptFailed | None, *, recompute: bool
-    ) -> None:
-        # Goes where the KV can be fetched. If the KV is gone, a prefill node may compute it again
-        # (`recompute`), else the decode node does.
-        params = self.progress.decode_params()
-        source = None if params.remote_engine_id is None or self.kv_failed else self.prefill_node
-        alone = not (recompute and self._may_recompute(params))
-        try:
-            placed = self.placed = await self._place(None, attempts, source, alone=alone)
-        except (NoNode, Overloaded):
-            if failure is None:
-                raise
-            raise attempts.failure(failure) from None
-        if placed.prefill is None:
-            return
-        self._metrics.rebuilt.inc()
-        self.progress.compute_again()
-        self.kv_failed = False
-        has_ticket = self._recomputing = asyncio.Event()
-        self._prefilling = self._group.create_task(self._prefill_again(placed.prefill, has_ticket))
-        await has_ticket.wait()
-        await self.crashes.may_go_on()
-
-    async def _prefill_again(self, lease: Lease, has_ticket: asyncio.Event) -> None:
-        node = self.prefill_node = lease.node
-        try:
-            body = prefill_body(self.job, node.leg_version)
-            await Attempt(self, lease, FramePosition(again=True)).run(body)
-        except (AttemptFailed, Refused, PoisonRequest) as why:
-            if isinstance(why, Refused):
-                self.context.note_if_full(lease, why)
-            _log.warning(
-                "id=%s: its prompt was not computed again on %s: %s", self.job.id, node.url, why
-            )
-        finally:
-            self._pool.give_back(lease)
-            has_ticket.set()
-
-    def _may_recompute(self, params: KvTransferParams) -> bool:
-        # Only where the decode node would compute a prompt of which nothing but its KV is wanted.
-        if self.is_prefilling or self._kv_unused:
-            return False
-        if self.progress.held is not None and not self.progress.settled:
-            return False  # the KV is still there, under this request's id
-        return (
-            params.remote_engine_id is None
-            and params.prompt_logprobs is None
-            and not self.job.prompt_only
-        )
-
     async def _place(
-        self,
-        prefill: Attempts | None,
-        decode: Attempts | None,
-        source: Node | None = None,
-        *,
-        alone: bool = False,
-        patient: bool = True,
+        self, decode: Attempts | None = None, source: Node | None = None, *, patient: bool = True
     ) -> PlacementLeases:
         """Wait for a place for the rest of the answer, and keep its KV on `source` meanwhile.
 
-        A begun answer goes where the least is lacking, and waits for a node that is up. Raises
-        NoNode, Overloaded, KvNotLoaded.
+        With `decode` only a decode node is placed. A begun answer goes where the least is lacking,
+        and waits for a node that is up. Raises NoNode, Overloaded, KvNotLoaded.
         """
         placer, model, renew_at = self.context.placer, self._pool.base_of(self.job.model), 0.0
         until = time.monotonic() + ROOM_DEADLINE_S
@@ -405,13 +322,18 @@ class RequestRun:
                 tokens = prompt + output if prompt else 0
                 query = placer.wanted(self.job, self.prefix, tokens, source)
                 begun = output > 0
-                tried = [() if each is None else each.nodes() for each in (prefill, decode)]
+                tried = [] if decode is None else decode.nodes()
                 try:
                     found = placer.find(
-                        query, *tried, anyway=begun, spills=self._spills, alone=alone
+                        query,
+                        self._prefills.nodes(),
+                        tried,
+                        anyway=begun,
+                        spills=self._spills,
+                        alone=decode is not None,
                     )
                 except NoNode:
-                    if not begun or any(node.up for node in tried[1]):
+                    if not begun or any(node.up for node in tried):
                         raise
                 except Overloaded:
                     if not patient:
@@ -481,10 +403,8 @@ class RequestRun:
             if frame.blocks is not None:
                 self.prefix = self.prefix.known(frame.blocks, frame.params.num_tokens)
                 self._pool.prefixes.learn(self.prefix)
-        if self._recomputing is not None:
-            self._recomputing.set()
-        elif self._early_decode is None:
-            self._early_decode = self._group.create_task(self._decode_early())
+        if self._early_decode is None:
+            self._early_decode = asyncio.create_task(self._decode_early())
 
     def on_end(self, frame: Frame, now: float) -> bytes:
         """Note the usage of a whole answer, and return its bytes for the client."""

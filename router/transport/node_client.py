@@ -1,7 +1,7 @@
 """The router's client of its nodes: prefill and decode requests, health checks, small calls.
 
-A request goes over the node's stream (router/transport/node_stream.py) if there is one, else over
-HTTP. Nothing is retried here.
+Requests to our nodes go over the node's stream (router/transport/node_stream.py), those to vLLM
+nodes over HTTP. Nothing is retried here.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ from kvrelay.router.transport.node_errors import (
     AttemptFailed,
     OnFrame,
     Refused,
-    deliver_last,
     error_of_status,
     parse_error,
     parse_message,
 )
 from kvrelay.router.transport.node_stream import NodeStreams
 from kvrelay.router.transport.vllm_health import vllm_report
-from kvrelay.wire.errors import DeadlineExceeded, EngineDead, KvrelayError, NodeFailed
-from kvrelay.wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MALFORMED, FrameKind, FrameReader
-from kvrelay.wire.outputs import Load
+from kvrelay.wire.errors import DeadlineExceeded, EngineDead, KvrelayError
+from kvrelay.wire.frames import MALFORMED, FrameKind
 from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["AttemptFailed", "NodeClient", "Refused", "node_tls"]
@@ -46,8 +44,6 @@ _MAX_SHORT_BYTES = 1 << 20
 # Below uvicorn's 5 s: a node that closed a kept connection just as a request is sent on it would
 # look broken.
 _KEEP_CONNECTION_S = 2.0
-# A larger body gets a connection of its own, because other requests of the node would wait for it.
-_LARGE_BODY_BYTES = 256 << 10
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -104,21 +100,15 @@ class NodeClient:
         Cancelling aborts the request on the node.
         """
         stream = self._streams.ready(lease.node)
-        if stream is not None and len(body) <= _LARGE_BODY_BYTES:
-            return await stream.run(lease, path, body, headers, on_frame)
-        accept = {"accept": FRAMES_MEDIA_TYPE, **headers}
-        async with self.posted(lease, path, body, accept) as answer:
-            if answer.content_type != FRAMES_MEDIA_TYPE:
-                raise AttemptFailed(
-                    f"the node answered with {answer.content_type}, not with {FRAMES_MEDIA_TYPE}"
-                )
-            return await _read_frames(lease, answer.content, on_frame)
+        if stream is None:
+            raise AttemptFailed("there is no connection to the node", lost=True, reached=False)
+        return await stream.run(lease, path, body, headers, on_frame)
 
     @asynccontextmanager
     async def posted(
         self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Post a request over HTTP; yield the answer of 200. Raises AttemptFailed, Refused.
+        """Post a request to a vLLM node; yield its answer of 200. Raises AttemptFailed, Refused.
 
         The connection is kept if the block ends well; otherwise the node aborts the request.
         """
@@ -132,7 +122,6 @@ class NodeClient:
                     allow_redirects=False,
                 )
                 try:
-                    _note_load_header(lease, answer.headers.get(LOAD_HEADER))
                     if answer.status != 200:
                         body = await _read(answer.content, _MAX_SHORT_BYTES)
                         after = answer.headers.get("retry-after", "")
@@ -179,8 +168,7 @@ class NodeClient:
                 return f"its health report is malformed: {why}"
         else:
             if status == 200 or report.draining:
-                await self._streams.heard(node, report)
-                return report
+                return await self._streams.heard(node, report) or report
         error, _ = parse_error(body)
         if error.code == EngineDead.code:
             raise EngineDead(error.message)
@@ -266,23 +254,6 @@ class NodeClient:
             return 503, f"it could not be reached: {type(why).__name__}"
 
 
-async def _read_frames(lease: Lease, content: aiohttp.StreamReader, on_frame: OnFrame) -> FrameKind:
-    reader = FrameReader()
-    while chunk := await content.readany():
-        try:
-            frames = reader.feed(chunk)
-        except (NodeFailed, UnicodeDecodeError) as why:
-            raise AttemptFailed(f"the node's answer is malformed: {why}") from why
-        for frame in frames:
-            if frame.load is not None:
-                lease.note_load(frame.load)
-            if frame.kind not in (FrameKind.TOKENS, FrameKind.TICKET):
-                return deliver_last(frame, on_frame)
-            if (room := on_frame(frame)) is not None:
-                await room
-    raise AttemptFailed(f"the answer was cut before its end, {reader.pending} bytes into a frame")
-
-
 def _error_of(status: int, body: bytes, retry_after: str) -> KvrelayError:
     error, _ = parse_error(body, status)
     plain = retry_after.isascii() and retry_after.isdigit()
@@ -294,15 +265,6 @@ async def _read(content: aiohttp.StreamReader, limit_bytes: float) -> bytes:
     while len(body) < limit_bytes and (chunk := await content.readany()):
         body += chunk
     return bytes(body)
-
-
-def _note_load_header(lease: Lease, value: str | None) -> None:
-    if value is None:
-        return
-    try:
-        lease.note_load(Load.parse(value))
-    except MALFORMED:
-        _log.warning("node %s reports a malformed load: %.80r", lease.node.url, value)
 
 
 async def _read_rest(answer: aiohttp.ClientResponse) -> None:

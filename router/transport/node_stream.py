@@ -1,13 +1,12 @@
 """One connection to each node that carries all of its requests (wire/frames.py).
 
 Frames reach their request without a task in between. A request whose client does not read keeps at
-most a window of its own frames, and holds up no other. Where there is no stream, HTTP is used.
+most a window of its own frames, and holds up no other.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import ssl
 import time
 from collections import deque
@@ -49,15 +48,11 @@ from kvrelay.wire.frames import (
 
 __all__ = ["NodeStream", "NodeStreams"]
 
-_WRITE_BUFFER_BYTES = 1 << 20
 _LARGE_READ_BYTES = 32 << 10
-_LONGEST_BACKOFF_S = 30.0
 _SILENT_CHECKS = 3  # as many as a node may miss before its requests are cut
 _CREDIT_BYTES = WINDOW_BYTES // 2  # a short answer never returns credit
 _NOT_LAST = (FrameKind.TOKENS, FrameKind.TICKET)
 _FRAME = int(Kind.FRAME)  # an enum's member is looked up in its class each time
-
-_log = logging.getLogger("kvrelay.router")
 
 
 class _StreamedRequest:
@@ -133,8 +128,6 @@ class NodeStream(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.broken = False
-        self.paused = False
-        """The node does not read, so new requests go over HTTP."""
         self._unsent: list[bytes] = []
         self._head = head
         self._requests: dict[int, _StreamedRequest] = {}
@@ -173,7 +166,8 @@ class NodeStream(asyncio.Protocol):
             self._send(message(Kind.PING))
         elif now - self._pinged > deadline_s:
             self.give_up(
-                "the connection failed", f"the leg stream was silent for {now - self._pinged:.1f} s"
+                "the connection failed",
+                f"the request stream was silent for {now - self._pinged:.1f} s",
             )
 
     def give_up(self, why: str, detail: str = "") -> None:
@@ -190,21 +184,12 @@ class NodeStream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the request for a stream; asyncio calls this."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
-        self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
         self._transport.write(self._head)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Give the stream up; asyncio calls this."""
-        cut = f"the leg stream was cut, {self._reader.pending} bytes into a message"
+        cut = f"the request stream was cut, {self._reader.pending} bytes into a message"
         self.give_up("the connection failed", cut)
-
-    def pause_writing(self) -> None:
-        """Send new requests over HTTP; asyncio calls this."""
-        self.paused = True
-
-    def resume_writing(self) -> None:
-        """Take new requests again; asyncio calls this."""
-        self.paused = False
 
     def data_received(self, data: bytes) -> None:
         """Deliver all complete frames, and send what clients get of them."""
@@ -223,7 +208,9 @@ class NodeStream(asyncio.Protocol):
                 else:
                     self._receive_other(number, kind, body)
         except (httptools.HttpParserError, NodeFailed, *MALFORMED) as why:
-            self.give_up("the node's answer is malformed", f"the leg stream is malformed: {why}")
+            self.give_up(
+                "the node's answer is malformed", f"the request stream is malformed: {why}"
+            )
         self._parts.clear()
         send_written()
 
@@ -243,7 +230,7 @@ class NodeStream(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Give the stream up, as the node ended it; the HTTP parser calls this."""
-        self.give_up("the connection failed", "the node ended the leg stream")
+        self.give_up("the connection failed", "the node ended the request stream")
 
     def _receive_other(self, number: int, kind: int, body: memoryview) -> None:
         request = self._requests.get(number)
@@ -281,8 +268,7 @@ class _Link:
     stream: NodeStream | None = None
     generation: str = ""
     connecting: bool = False
-    failures: int = 0
-    next_try: float = 0.0
+    why: str = "its request stream is being opened"
 
 
 class NodeStreams:
@@ -302,30 +288,33 @@ class NodeStreams:
         self._links: dict[Node, _Link] = {}
 
     def ready(self, node: Node) -> NodeStream | None:
-        """Return the node's stream if it takes a request now."""
+        """Return the node's stream, if it stands."""
         link = self._links.get(node)
-        stream = None if link is None else link.stream
-        return None if stream is None or stream.broken or stream.paused else stream
+        return None if link is None or link.stream is None or link.stream.broken else link.stream
 
-    async def heard(self, node: Node, report: HealthReport) -> None:
-        """Check after a health report that the stream stands and leads to the same process."""
+    async def heard(self, node: Node, report: HealthReport) -> str | None:
+        """Have a stream to the process that reported, unless it speaks no common version.
+
+        Returns why there is none.
+        """
         version = report.leg_version
         if version is None:
             self.forget(node)
-            return
-        link, now = self._links.setdefault(node, _Link()), time.monotonic()
+            return None
+        link = self._links.setdefault(node, _Link())
         if link.stream is not None and link.generation != report.generation:
             link.stream.give_up(LOST)
         if link.stream is not None and not link.stream.broken:
-            link.stream.ping(now, self._silence_s)
-            return
+            link.stream.ping(time.monotonic(), self._silence_s)
+            return None
         # Checks of a node that is down overlap: an earlier one may still be connecting.
-        if now >= link.next_try and not link.connecting:
+        if not link.connecting:
             link.stream, link.generation, link.connecting = None, report.generation, True
             try:
                 await self._connect(node, link, version)
             finally:
                 link.connecting = False
+        return None if self.ready(node) else link.why
 
     def forget(self, node: Node) -> None:
         """Close the node's stream."""
@@ -353,16 +342,9 @@ class NodeStreams:
                 )
                 await stream.ready
             if self._links.get(node) is link:
-                link.stream, link.failures = stream, 0
+                link.stream = stream
         except OSError as why:
-            link.failures += 1
-            backoff_s = min(_LONGEST_BACKOFF_S, 2.0 ** min(link.failures, 10))
-            link.next_try = time.monotonic() + backoff_s
-            _log.warning(
-                "node %s has no leg stream, its legs go over HTTP: %s",
-                node.url,
-                why or type(why).__name__,
-            )
+            link.why = f"its request stream does not open: {why or type(why).__name__}"
         finally:
             # The check was cancelled, or the node was forgotten in the meantime.
             if stream is not None and link.stream is not stream:

@@ -7,25 +7,14 @@ from __future__ import annotations
 import io
 import subprocess
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["BEFORE", "as_before", "previous_release"]
+__all__ = ["previous_release"]
 
-# The last commit whose processes speak the version before HANDOVER.newest or LEGS.newest
-# (wire/versions.py), or, as here, say nothing of their versions. Move it on with each new version.
-COMMIT = "323033705418c48688a4d16d8c977f946dd32749"
+# The last commit that spoke one version more than HANDOVER or LEGS (wire/versions.py) have now.
+# Move it on with each new version.
+COMMIT = "e192260d4f85a438c3253b950d9a58fd6eb93f1c"
 _DEADLINE_S = 60.0
-BEFORE = {
-    "--max-running": "--max-num-seqs",
-    "--max-batched-tokens": "--max-num-batched-tokens",
-    "--tensor-parallel": "--tensor-parallel-size",
-    "--tensor-parallel-local": "--tensor-parallel-size-local",
-    "--block-tokens": "--block-size",
-    "--kv-cache-memory": "--kv-cache-memory-bytes",
-    "--prefix-cache": "--enable-prefix-caching",
-}
-"""Flags of that release, and their names now."""
 
 
 def previous_release(folder: Path) -> Path | None:
@@ -43,9 +32,3 @@ def previous_release(folder: Path) -> Path | None:
     with tarfile.open(fileobj=io.BytesIO(packed)) as files:
         files.extractall(folder, filter="data")
     return folder
-
-
-def as_before(flags: Sequence[str]) -> list[str]:
-    """Give flags the names that they had in that release."""
-    names = {now: before for before, now in BEFORE.items()}
-    return [names.get(flag, flag) for flag in flags]

@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 import httpx2
 import pytest
-from previous_release import BEFORE, as_before, previous_release
+from previous_release import previous_release
 from real_cluster import (
     START_DEADLINE_S,
     Cluster,
@@ -62,11 +62,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) ->
     folder = tmp_path_factory.mktemp("members")
     flags = [*tiny_model(folder), "--kv-connector", "nixl"]
     heartbeats = free_port()
-    cluster = Cluster(folder, flags, events=False)  # the release before has other flags for them
+    cluster = Cluster(folder, flags)
     try:
-        theirs = as_before(flags) if "PYTHONPATH" in before else flags
         roles = ("prefill", "prefill", "decode", "decode")
-        cluster.nodes = [cluster.start(role, theirs, env=before) for role in roles]
+        cluster.nodes = [cluster.start(role, flags, env=before) for role in roles]
         # Each prompt is handed over, and by each prefill node to each decode node.
         every = ["--strict-roles", "--prefill-policy", "round_robin"]
         every += ["--decode-policy", "least_queue"]
@@ -75,8 +74,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) ->
         cluster.router = cluster.start("router", router_flags, env=KEYS)
         # At the nodes of this release it is the other way round: the router is of the one before.
         listed = [f"--{node.role}={node.url}" for node in cluster.nodes]
-        theirs = as_before(every) if "PYTHONPATH" in before else every
-        cluster.others = [cluster.start("router", [*listed, *theirs], env=before)]
+        cluster.others = [cluster.start("router", [*listed, *every], env=before)]
         for node in cluster.nodes:
             wait_until(
                 lambda node=node: _by_hand(cluster, "POST", node),
@@ -84,7 +82,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) ->
                 f"{node.url} is added",
             )
             node.argv = [
-                *(BEFORE.get(word, word) for word in node.argv),
+                *node.argv,
                 "--router",
                 f"udp://127.0.0.1:{heartbeats}",
             ]
@@ -125,14 +123,6 @@ def nodes_of(url: str) -> dict[str, Any]:
 def connections(node: Process) -> list[str]:
     """The peers that a decode node has connected its data plane to, in order."""
     return re.findall(r"KV of (\S+) comes by nixl", node.log.read_text())
-
-
-def test_the_nodes_begin_with_the_release_before(cluster: Cluster, before: dict[str, str]) -> None:
-    if "PYTHONPATH" not in before:
-        pytest.skip(
-            "the history of this repository is not here, so nodes of the same release are restarted"
-        )
-    assert {(node["up"], node["release"]) for node in health(cluster)["nodes"]} == {(True, "")}
 
 
 def settled(cluster: Cluster, name: str) -> float:

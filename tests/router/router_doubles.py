@@ -24,13 +24,10 @@ from kvrelay.router.server import make_server
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import EngineDead, ErrorBody
 from kvrelay.wire.frames import (
-    FRAMES_MEDIA_TYPE,
     LEGS_PATH,
     LEGS_VERSION_HEADER,
-    LOAD_HEADER,
     Frame,
     FrameKind,
-    pack,
 )
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.router_config import RouterConfig
@@ -39,8 +36,6 @@ from kvrelay.wire.versions import LEGS
 from tests.router.stream_doubles import Put, serve_stream
 
 MODEL = "tiny"
-SPEAKS = {"legs": True}
-"""Whether fake nodes speak the leg stream, or HTTP only."""
 PROMPT_IDS = [1, 2, 3]
 OPERATOR = {"authorization": "Bearer operator"}
 """The admin key of the routers here, as a request has it."""
@@ -83,14 +78,14 @@ WHOLE = msgspec.json.encode(
 
 @dataclass
 class Call:
-    """One leg that a fake node was asked for, and its answer's stream."""
+    """A request that a fake node was sent, and its answer's frames."""
 
     body: dict[str, Any]
     headers: dict[str, str]
     request: web.Request
-    response: web.StreamResponse | None = None
-    put: Put | None = None
-    """Over a leg stream."""
+    put: Put
+    begun: bool = False
+    """Something was answered."""
 
     @property
     def streams(self) -> bool:
@@ -101,18 +96,9 @@ class Call:
         return self.body["kv_transfer_params"]
 
     async def send(self, *frames: Frame, load: Load | None = None) -> None:
-        """Write frames, headers first."""
-        if self.put is not None:
-            begun, self.response = self.response, web.StreamResponse()
-            await self.put(*([] if begun else [load]), *frames)
-            return
-        if self.response is None:
-            headers = {LOAD_HEADER: load.header()} if load else {}
-            self.response = web.StreamResponse(
-                headers={"content-type": FRAMES_MEDIA_TYPE, **headers}
-            )
-            await self.response.prepare(self.request)
-        await self.response.write(b"".join(map(pack, frames)))
+        """Write frames, the load first."""
+        begun, self.begun = self.begun, True
+        await self.put(*([] if begun else [load]), *frames)
 
     async def tokens(self, token_id: int, text: str, sent_text: int) -> None:
         """One TOKENS frame, with bytes if the client streams."""
@@ -155,7 +141,7 @@ def handover(call: Call, **fields: Any) -> KvTransferParams:
     return KvTransferParams(**(every | fields))
 
 
-Script = Callable[[Call], Awaitable[web.StreamResponse | None]]
+Script = Callable[[Call], Awaitable[web.Response | None]]
 
 
 async def prefill_ok(call: Call) -> None:
@@ -230,11 +216,8 @@ class FakeNode:
     """Bodies of /tokenize."""
     tokenizes: Callable[[], Awaitable[None]] | None = None
     """Awaited before /tokenize answers."""
-    legs: int = field(default_factory=lambda: LEGS.oldest if SPEAKS["legs"] else 0)
-    """The oldest version of the leg stream that it speaks; as a node of version 1 does, it says no
-    newest one.
-    """
-    legs_newest: int | None = None
+    versions: tuple[int, int] = (LEGS.oldest, LEGS.newest)
+    """Of the request stream."""
     asked_versions: list[str | None] = field(default_factory=list)
     """Of the streams that were opened."""
     streams: int = 0
@@ -249,12 +232,6 @@ class FakeNode:
     released_event: asyncio.Event = field(default_factory=asyncio.Event)
     resume: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def leg(self, request: web.Request) -> web.StreamResponse:
-        headers = {name.lower(): value for name, value in request.headers.items()}
-        return await self.called_with(Call(await request.json(), headers, request)) or web.Response(
-            status=500
-        )
-
     async def leg_stream(self, request: web.Request) -> web.StreamResponse:
         self.streams += 1
         self.asked_versions.append(request.headers.get(LEGS_VERSION_HEADER))
@@ -262,11 +239,11 @@ class FakeNode:
             return web.Response(status=self.stream_status)
 
         async def leg(body: dict[str, Any], headers: dict[str, str], put: Put) -> Any:
-            return await self.called_with(Call(body, headers, request, put=put))
+            return await self.called_with(Call(body, headers, request, put))
 
         return await serve_stream(request, leg)
 
-    async def called_with(self, call: Call) -> web.StreamResponse | None:
+    async def called_with(self, call: Call) -> web.Response | None:
         if self.draining or self.flips_to:
             error = {
                 "message": "this node is draining",
@@ -277,11 +254,10 @@ class FakeNode:
         self.calls.append(call)
         self.called.set()
         try:
-            answer = await self.script(call)
+            return await self.script(call)
         except (asyncio.CancelledError, ConnectionError):
             self.aborted.set()
             raise
-        return answer or call.response
 
     async def health(self, request: web.Request) -> web.Response:
         if self.health_hangs:
@@ -300,8 +276,8 @@ class FakeNode:
             "generation": self.generation,
             "load": msgspec.to_builtins(self.load),
             "adapters": self.adapters,
-            "leg_stream": self.legs,
-            **({} if self.legs_newest is None else {"leg_stream_newest": self.legs_newest}),
+            "leg_stream": self.versions[0],
+            "leg_stream_newest": self.versions[1],
             "pod_uid": self.pod_uid,
             "flips": self.flips,
             "flips_to": self.flips_to,
@@ -384,8 +360,6 @@ class FakeNode:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[FakeNode]:
         app = web.Application()
-        app.router.add_post("/v1/chat/completions", self.leg)
-        app.router.add_post("/v1/completions", self.leg)
         app.router.add_post(LEGS_PATH, self.leg_stream)
         app.router.add_post("/tokenize", self.tokenize)
         app.router.add_post("/detokenize", self.detokenize)

@@ -64,7 +64,6 @@ def calls(*nodes: FakeNode) -> int:
     return sum(len(node.calls) for node in nodes)
 
 
-@pytest.mark.usefixtures("either_way")
 async def test_what_kills_every_node_that_it_reaches_reaches_two_and_is_refused_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -150,29 +149,6 @@ async def test_a_decode_node_that_dies_before_it_has_told_anything_counts_though
         assert text.startswith(event("a").decode())
         assert "poison_request" in text
         assert calls(*nodes) == 2
-
-
-async def test_nor_through_a_prefill_node_that_is_to_make_its_kv_again() -> None:
-    async def prefills(call: Call) -> None:
-        if calls(p) == 1:
-            await prefill_ok(call)
-        else:
-            die(p, call)
-
-    async def dies(call: Call) -> None:
-        await call.send(load=None)  # it has the KV
-        die(d, call)
-
-    async def mid_answer(call: Call) -> None:
-        await call.tokens(12, "b", 2)
-        die(d, call)
-        d.script = dies
-
-    p, d = prefill(prefills), decode(mid_answer)
-    async with cluster(p, d) as c:
-        text = await c.text({"stream": True})
-        assert "poison_request" in text
-        assert (calls(p), calls(d)) == (2, 2)
 
 
 async def test_an_answer_whose_nodes_die_in_its_middle_goes_on_as_always() -> None:

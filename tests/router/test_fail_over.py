@@ -148,7 +148,6 @@ async def test_a_node_whose_engine_has_died_is_lost_and_its_successor_goes_on() 
         assert await asked == STREAMED
 
 
-@pytest.mark.usefixtures("either_way")
 async def test_the_legs_of_an_engine_that_hangs_go_on_elsewhere_when_its_node_says_so() -> None:
     async def hang(call: Call) -> None:
         await call.tokens(12, "b", 2)

@@ -13,8 +13,6 @@ from kvrelay.router.request.run import RequestRun
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Finish
 
-pytestmark = pytest.mark.usefixtures("either_way")
-
 STREAMED = (event("a") + event("", "stop") + DONE).decode()
 
 
@@ -54,10 +52,11 @@ async def test_a_prefill_leg_that_is_refused_behind_the_end_adds_nothing(
 ) -> None:
     decoded = RequestRun._decode
 
-    async def slowly(walk: RequestRun) -> None:
-        await decoded(walk)
+    async def slowly(run: RequestRun) -> bool:
+        done = await decoded(run)
         told.set()
         await asyncio.sleep(0.2)
+        return done
 
     async def prefill_leg(call: Call) -> None:
         await ticket(call)

@@ -28,8 +28,6 @@ from kvrelay.router.request.job import Job
 from kvrelay.router.request.run import RequestRun
 from kvrelay.wire.errors import KvrelayError
 
-pytestmark = pytest.mark.usefixtures("either_way")
-
 
 def kept() -> Counter[str]:
     """Objects of requests, by their types."""

@@ -13,8 +13,6 @@ from kvrelay.wire.errors import KvNotLoaded
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.transfer import KvTransferParams
 
-pytestmark = pytest.mark.usefixtures("either_way")
-
 WHY = KvNotLoaded.because("PeerLost")
 
 

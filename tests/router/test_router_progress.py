@@ -329,18 +329,3 @@ def test_whatever_breaks_no_token_of_any_choice_is_lost_or_doubled(
             )
     assert heard == answer
     assert ends == dict.fromkeys(answer, 1)
-
-
-def test_a_claim_that_comes_again_behind_the_decode_leg_that_has_fetched_it_is_spent() -> None:
-    state = handed_over()
-    take(state, tokens(12, sent=2))
-    state.compute_again()
-    again = FramePosition(again=True)
-    claim = msgspec.structs.replace(HANDOVER, remote_request_id="again")
-    state.take(Frame(FrameKind.TICKET, params=claim), again)
-    params = state.decode_params()
-    assert (params.remote_request_id, params.generated) == ("again", [11, 12])
-    state.take(tokens(13, sent=3), FramePosition.behind(params))
-    state.take(Frame(FrameKind.HANDOVER, params=claim), again)
-    assert state.decode_params().remote_request_id is None
-    assert state.settled

@@ -19,8 +19,6 @@ import kvrelay.router.relay
 from kvrelay.router.client_connection import Reply
 from kvrelay.wire.frames import Frame, FrameKind
 
-pytestmark = pytest.mark.usefixtures("either_way")
-
 
 async def test_headers_are_held_until_the_first_payload() -> None:
     async def wait_then_answer(call: Call) -> None:

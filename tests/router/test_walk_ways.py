@@ -209,8 +209,7 @@ async def test_a_prompt_that_its_decode_node_refuses_goes_the_other_way() -> Non
     async def full_of_prompts(call: Call) -> object:
         if call.params.get("spill"):
             return await refuse(429, "no", code=SPILL_REFUSED)(call)
-        assert call.params["remote_engine_id"]  # its KV alone: the node tells of all tokens
-        return await all_of_it(call)
+        return await whichever(call)
 
     p, d = prefill(kv=KV, load=BUSY), decode(full_of_prompts, kv=KV, load=IDLE)  # type: ignore[arg-type]
     assert await priced(p, d) == (1, 2, 1)
