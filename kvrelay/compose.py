@@ -56,7 +56,7 @@ NOT_FOR_COMPOSE = (
     *("log_dir", "demo", "demo_exit", "start_deadline_s", "stop_deadline_s"),
     *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"),
     *("node_ssl_certfile", "node_ssl_keyfile", "tool_parser_plugin", "profiler_config"),
-    *("heartbeat_port", "kubernetes_selector", "kubernetes_namespace", "p2p_nccl_port"),
+    *("heartbeat_port", "kubernetes_selector", "kubernetes_namespace"),
     *("otlp_traces_endpoint",),
 )
 _PORT = 8000  # inside: each container has an address of its own

@@ -52,7 +52,6 @@ _TEXT_METAVARS = {
     "lora_modules": "NAME=PATH",
     "alias": "NAME=MODEL",
     "node_allow": "HOST",
-    "vllm_kv_events": "[URL=]EVENTS:REPLAY",
     "gpus": "IDS",
 }
 _METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
@@ -110,8 +109,6 @@ def _check_router(config: RouterConfig) -> int:
         from kvrelay.router.membership.kubernetes_pods import kubernetes_client
 
         kubernetes_client(config.kubernetes_namespace)
-    if config.p2p_nccl_port:
-        check_port(config.host, config.p2p_nccl_port)
     if config.ssl_certfile or config.ssl_ca_certs or config.node_ssl_certfile:
         from kvrelay.openai_api.tls import server_context
         from kvrelay.router.transport.node_client import node_tls
@@ -123,7 +120,7 @@ def _check_router(config: RouterConfig) -> int:
 
 def _router_config(values: Mapping[str, object]) -> RouterConfig:
     config = build(RouterConfig, values)
-    announced = config.heartbeat_port or config.p2p_nccl_port or config.kubernetes_selector
+    announced = config.heartbeat_port or config.kubernetes_selector
     if not (config.prefill and config.decode) and not announced:
         raise ConfigError(
             "a router needs at least one --prefill URL and one --decode URL, or --heartbeat-port "

@@ -123,8 +123,8 @@ class Router:
         if size and stream not in self._prefixes:
             named = self._prefix(stream)
             assert named is not None
-            known = self._prefixes[stream] = named.called(
-                array("Q", stream.blocks), stream.prompt, size
+            known = self._prefixes[stream] = msgspec.structs.replace(
+                named, keys=array("Q", stream.blocks), tokens=stream.prompt, block_size=size
             )
             self.pool.prefixes.learn(known)
 

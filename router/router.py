@@ -19,7 +19,6 @@ from kvrelay.router.console.state import ConsoleState
 from kvrelay.router.membership.health_checks import check_nodes
 from kvrelay.router.membership.heartbeats import hear_heartbeats
 from kvrelay.router.membership.kubernetes_pods import follow_pods
-from kvrelay.router.membership.vllm_pings import hearing_pings
 from kvrelay.router.membership.warm_up import Outcome, WarmUp, WarmUps, warm_up_for_ever
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.health import NodeHealth
@@ -89,7 +88,7 @@ class Router:
         )
         events = None
         if self.shared.serves:
-            events = KvEvents(pool.prefixes, self.metrics.prefix, config.vllm_event_ports)
+            events = KvEvents(pool.prefixes, self.metrics.prefix)
         try:
             async with AsyncExitStack() as stack:
                 for context in (
@@ -100,12 +99,6 @@ class Router:
                         config.kubernetes_selector,
                         config.kubernetes_namespace,
                         self.metrics.registry,
-                    ),
-                    hearing_pings(
-                        pool,
-                        config.host,
-                        config.p2p_nccl_port,
-                        lambda url: self.config.may_be_node(url),
                     ),
                 ):
                     await stack.enter_async_context(context)

@@ -160,7 +160,7 @@ class RouterConfig:
     node_api_key: str = field(default="", repr=False)
     """Sent to the nodes."""
     node_allow: tuple[str, ...] = ()
-    """A host name, an address or a network (10.1.0.0/16) of nodes that POST /admin/nodes or a ping
+    """A host name, an address or a network (10.1.0.0/16) of nodes that POST /admin/nodes
     may name while there is a node_api_key, which is sent there; hosts of prefill and decode always
     may. Give it again for more.
     """
@@ -249,15 +249,6 @@ class RouterConfig:
     """So many prefill nodes of each model keep their role, whatever the load."""
     least_decode: Annotated[int, Meta(ge=1)] = 1
     """So many decode nodes of each model keep their role, whatever the load."""
-    p2p_nccl_port: Port = 0
-    """If set, vLLM nodes with a P2pNcclConnector can name themselves on this port (their
-    proxy_port) without a key.
-    """
-    vllm_kv_events: tuple[str, ...] = ()
-    """Ports of vLLM nodes' KV events: EVENTS:REPLAY, or EVENTS alone, on each node's host, or
-    URL=EVENTS:REPLAY for the node at this address; as in their --kv-events-config. Give it again
-    for more.
-    """
     log_bodies: bool = False
     """Log the first 2,000 characters of each request's body. Never without being asked: they are
     people's words.
@@ -274,7 +265,6 @@ class RouterConfig:
         check_fields(self)
         check_keys(self, "api_key", "node_api_key", "admin_key")
         self._check_entry()
-        _ = self.vllm_event_ports  # raises
         check_node_allow(self.node_allow)
         require(
             not self.isolate_keys or bool(self.api_key or self.keys),
@@ -338,31 +328,6 @@ class RouterConfig:
                 f"alias {name + equals + model!r} must be name=model",
             )
         return {name: model for name, _, model in pairs}
-
-    @property
-    def vllm_event_ports(self) -> dict[str, tuple[int, int]]:
-        """Return what `vllm_kv_events` says, by address; empty for nodes that are not named."""
-        ports: dict[str, tuple[int, int]] = {}
-        for text in self.vllm_kv_events:
-            url, _, numbers = text.rpartition("=")
-            found = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", numbers)
-            require(
-                found is not None and (not url or is_base_url(url)),
-                f"vllm_kv_events {text!r} must be EVENTS:REPLAY, or EVENTS, or URL=EVENTS:REPLAY, "
-                f"with two ports",
-            )
-            assert found is not None
-            both = int(found[1]), int(found[2] or 0)
-            require(
-                0 < both[0] < 65536 and both[1] < 65536,
-                f"vllm_kv_events {text!r} has a port that is not below 65536",
-            )
-            url = url.rstrip("/")
-            require(
-                url not in ports, f"vllm_kv_events names {url or 'all nodes'} twice; say it once"
-            )
-            ports[url] = both
-        return ports
 
     def _check_entry(self) -> None:
         check_front(self.root_path, self.allowed_origins, allow_credentials=self.allow_credentials)

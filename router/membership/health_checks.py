@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from kvrelay.router.background import cancel_and_wait
-from kvrelay.router.nodes.node import HealthReport, Node, NodeKind
+from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.prefix.kv_events import KvEvents
 from kvrelay.router.transport.node_client import NodeClient
@@ -84,13 +84,8 @@ class _Checker:
                 pool.note_unready(node, report, time.monotonic())
                 return
             pool.note_report(node, report, started, time.monotonic())
-            if self.events is None:
-                return
-            if report.kind is NodeKind.KVRELAY:
+            if self.events is not None:
                 self.events.note_report(node.url, node.generation, report.kv_events)
-            else:
-                generation, engines = node.generation, report.engines
-                self.events.note_vllm_report(node.url, generation, engines, report.aliases)
         except EngineDead as why:
             pool.note_dead(node, why.message, time.monotonic())
         except TimeoutError:

@@ -20,7 +20,7 @@ from kvrelay.router.placement import LINK_MS
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NoNode, Overloaded
 
-__all__ = ["AVOID_S", "FailedPairs", "Links", "NodeHealth"]
+__all__ = ["AVOID_S", "NodeHealth"]
 
 _REST_CAP_S = 30.0
 # A request without a frame for so long is lost. Only a backstop: health checks see a node that
@@ -31,7 +31,6 @@ _PATIENCE_TIMES = 8.0
 _FADING = 0.999
 # A pair that failed lately is worth a detour of so long.
 _AVOIDED_MS = 10_000.0
-_MOST_LINKS, _LINK_WEIGHT = 4096, 1 / 16
 _MOST_FAILED_PAIRS = 10_000
 AVOID_S, AVOID_CAP_S = 5.0, 120.0
 # Until two nodes are warmed up again whose probe has failed (router/membership/warm_up.py).
@@ -40,72 +39,12 @@ _UNTIL_NEXT_PROBE_S = 75.0
 _log = logging.getLogger("kvrelay.router")
 
 
-class Links:
-    """A record of how long KV arrives behind its prefill, by pair of node addresses."""
-
-    def __init__(self) -> None:
-        self._ms: dict[tuple[str, str], float] = {}
-
-    @property
-    def differ(self) -> bool:
-        """Return whether it matters which pair is chosen."""
-        return len(self._ms) > 1
-
-    def observe(self, prefill: str, decode: str, ms: float) -> None:
-        """Learn from a hand-over, into a bounded mean."""
-        if not 0 <= ms < math.inf:
-            return
-        pair = prefill, decode
-        known = self._ms.pop(pair, None)
-        if known is None and len(self._ms) >= _MOST_LINKS:
-            del self._ms[next(iter(self._ms))]
-        self._ms[pair] = (
-            ms if known is None else known + _LINK_WEIGHT * (min(ms, 8 * known + 1) - known)
-        )
-
-    def ms(self, prefill: str, decode: str) -> float:
-        """Return the expected time."""
-        return self._ms.get((prefill, decode), LINK_MS)
-
-
-class FailedPairs:
-    """A record of pairs between which KV did not come, avoided for a time that doubles."""
-
-    def __init__(self) -> None:
-        self._failures: dict[tuple[str, str], tuple[int, float]] = {}
-        """How often in a row, and until when the pair is avoided."""
-
-    def __bool__(self) -> bool:
-        return bool(self._failures)
-
-    def failed(
-        self, prefill: str, decode: str, cause: str, now: float, first_s: float = AVOID_S
-    ) -> None:
-        """Avoid a pair of processes, the first time for `first_s`."""
-        if cause == "LeaseLost":  # says nothing of the way between the two
-            return
-        times, _ = self._failures.get((prefill, decode), (0, 0.0))
-        until = now + min(AVOID_CAP_S, first_s * 2.0 ** min(times, 32))
-        self._failures[prefill, decode] = times + 1, until
-        if len(self._failures) > _MOST_FAILED_PAIRS:
-            self._failures = {pair: each for pair, each in self._failures.items() if each[1] > now}
-
-    def worked(self, prefill: str, decode: str) -> None:
-        """Forget the failures of a pair between which KV came."""
-        self._failures.pop((prefill, decode), None)
-
-    def avoided(self, prefill: str, decode: str, now: float) -> bool:
-        """Return whether another decode node is preferred for this prefill node's KV."""
-        failure = self._failures.get((prefill, decode))
-        return failure is not None and now < failure[1]
-
-
 class NodeHealth:
     """A judge of which nodes of a pool may take requests."""
 
     def __init__(self, pool: Pool, rng: random.Random) -> None:
-        self.failed_pairs = FailedPairs()
-        self.links = Links()
+        self._failed_pairs: dict[tuple[str, str], tuple[int, float]] = {}
+        """By processes: how often KV did not come in a row, and until when they are avoided."""
         self._pool = pool
         self._rng = rng
         self._troubled: set[Node] = set()
@@ -176,15 +115,15 @@ class NodeHealth:
 
     def link_ms(self, now: float) -> Callable[[str, str], float] | None:
         """Return what a hand-over takes by the addresses of its nodes; None if all are alike."""
-        if not (self.failed_pairs or self.links.differ):
+        if not self._failed_pairs:
             return None
 
         def link_ms(prefill: str, decode: str) -> float:
             p, d = self._pool.find(prefill), self._pool.find(decode)
             if p is None or d is None:
                 return LINK_MS
-            avoided = self.failed_pairs.avoided(_process(p), _process(d), now)
-            return _AVOIDED_MS if avoided else self.links.ms(prefill, decode)
+            _, until = self._failed_pairs.get(_pair(p, d), (0, now))
+            return _AVOIDED_MS if now < until else LINK_MS
 
         return link_ms
 
@@ -220,20 +159,29 @@ class NodeHealth:
 
     def kv_came(self, prefill: Node, decode: Node) -> None:
         """Note that the decode node has the prefill node's KV."""
-        self.failed_pairs.worked(_process(prefill), _process(decode))
+        self._failed_pairs.pop(_pair(prefill, decode), None)
 
     def kv_failed(self, prefill: Node, decode: Node, cause: str, now: float) -> None:
-        """Note that the prefill node's KV did not reach the decode node."""
+        """Note that the prefill node's KV did not reach the decode node: avoid the pair."""
         _log.warning("%s says that the KV of %s did not come: %s", decode.url, prefill.url, cause)
-        self.failed_pairs.failed(_process(prefill), _process(decode), cause, now)
+        if cause != "LeaseLost":  # which says nothing of the way between the two
+            self._avoid(prefill, decode, AVOID_S, now)
 
     def probed(self, prefill: Node, decode: Node, *, failed: bool, now: float) -> None:
         """Note whether a pair could hand over a block when it was warmed up."""
         if failed:
-            pair = _process(prefill), _process(decode)
-            self.failed_pairs.failed(*pair, "TransferError", now, _UNTIL_NEXT_PROBE_S)
+            self._avoid(prefill, decode, _UNTIL_NEXT_PROBE_S, now)
         else:
             self.kv_came(prefill, decode)
+
+    def _avoid(self, prefill: Node, decode: Node, first_s: float, now: float) -> None:
+        times, _ = self._failed_pairs.get(_pair(prefill, decode), (0, 0.0))
+        until = now + min(AVOID_CAP_S, first_s * 2.0 ** min(times, 32))
+        self._failed_pairs[_pair(prefill, decode)] = times + 1, until
+        if len(self._failed_pairs) > _MOST_FAILED_PAIRS:
+            self._failed_pairs = {
+                pair: each for pair, each in self._failed_pairs.items() if each[1] > now
+            }
 
 
 def _is_troubled(node: Node, now: float) -> bool:
@@ -242,5 +190,6 @@ def _is_troubled(node: Node, now: float) -> bool:
     )
 
 
-def _process(node: Node) -> str:
-    return node.generation or node.url  # a node that is restarted is another one to its peers
+def _pair(prefill: Node, decode: Node) -> tuple[str, str]:
+    # A node that is restarted is another one to its peers.
+    return prefill.generation or prefill.url, decode.generation or decode.url

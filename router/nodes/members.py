@@ -24,7 +24,6 @@ class Source(enum.StrEnum):
     STATIC = "static"
     KUBERNETES = "kubernetes"
     HEARTBEATS = "heartbeats"
-    P2P_NCCL = "p2p-nccl"
 
 
 @dataclass(frozen=True, slots=True)

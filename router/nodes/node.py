@@ -47,7 +47,6 @@ class NodeKind(enum.StrEnum):
 
     KVRELAY = "kvrelay"
     VLLM = "vllm"
-    VLLM_P2P_NCCL = "vllm-p2p-nccl"
 
 
 Event = Literal["ended", "emptied", "drains", "flips", "loaded", "unloaded"]
@@ -76,10 +75,6 @@ class HealthReport(msgspec.Struct, frozen=True):
     kv: KvFacts | None = None
     kv_events: KvEventsReport | None = None
     kind: NodeKind = NodeKind.KVRELAY
-    aliases: list[str] = []
-    """The `adapters` of a vLLM node that are further names of its model."""
-    engines: int = 1
-    """Engines behind the address of a vLLM node; each has a prefix cache of its own."""
     held_blocks: int = 0
     leg_stream: int = LEGS.oldest
     """The oldest version of the request stream that the node speaks."""
@@ -228,8 +223,6 @@ class Node:
     flips_to: Role | None = None
     """The role that the node is changing to."""
     kind: NodeKind = NodeKind.KVRELAY
-    p2p_address: str = ""
-    """Host and port of a vLLM node's P2pNcclConnector, as the node has told."""
     up: bool = False
     since: float = 0.0
     reason: str = NEW

@@ -396,12 +396,6 @@ class Pool:
             if draining:
                 self.note_draining(node, now)
 
-    def note_p2p_address(self, url: str, address: str) -> None:
-        """Note where the ZMQ socket of a vLLM node's P2pNcclConnector is."""
-        node = self.find(url)
-        if node is not None:
-            node.p2p_address = address
-
     def note_draining(self, node: Node, now: float) -> None:
         """Note that the node takes nothing new; a health check started later may say otherwise."""
         if node.up or node.reason != DRAINS:

@@ -1,11 +1,9 @@
 """An index of what nodes have in their prefix caches, by untokenized prompts. Pure.
 
 For a node that tells KV events, the text leads to the keys of blocks (router/prefix/text_tree.py),
-as nodes have named them, and these to the nodes that hold them. vLLM's nodes each name the same
-block otherwise, so theirs are named by their content (router/prefix/block_contents.py), apart from
-those of our nodes. Running requests count, too: what they compute is there for the next. For a node
-whose events are not to be had, not in order, or begin too late, the index goes by what this router
-has sent there.
+as nodes have named them, and these to the nodes that hold them. Running requests count, too: what
+they compute is there for the next. For a node whose events are not to be had, the index goes by
+what this router has sent there.
 
 Texts are kept as 64-bit hashes of their chunks, by a secret of this process; they cannot be read
 back.
@@ -15,12 +13,11 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 import msgspec
 
-from kvrelay.router.prefix.block_contents import BlockContents
 from kvrelay.router.prefix.text_tree import CHUNK_BYTES, Edge, TextTree
 from kvrelay.wire.outputs import PromptBlocks
 from kvrelay.wire.step_costs import RunningMean
@@ -31,7 +28,6 @@ MAX_TEXT_BYTES = 512 << 10
 """The text of a prompt that is looked at: 128,000 tokens, in 2 ms. The rest counts as new."""
 MAX_BLOCKS = 4_000_000
 """Known blocks: about 100 bytes each, and 330 GPUs with pools of 12,000 blocks of 8 MiB."""
-_SWEEP = 1_000  # blocks that are swept at once
 # What is known of nodes that are gone is cleared when there are so many of them.
 _GONE_TOGETHER = 64
 _CHUNKS = re.compile(rb"(?s).{1,%d}" % CHUNK_BYTES).findall  # three times as fast as slices
@@ -47,15 +43,12 @@ class HeldBlocks:
     """A table of which nodes hold which blocks, by key (64 bits of a hash, wire/kv_events.py).
 
     By block, so that a prompt is looked up for all nodes at once. Nodes are bits of one integer, a
-    *mark* each. A node that has restarted gets another mark, so forgetting all it had costs nothing
-    now; its old bit is cleared bit by bit later, while other events are taken in.
+    *mark* each.
     """
 
     def __init__(self, limit: int = MAX_BLOCKS) -> None:
         self._limit = limit
         self._holders: dict[int, int] = {}
-        self._sweeps: Iterator[None] = iter(())
-        self.sweeping = 0  # the marks that are being cleared
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -68,61 +61,40 @@ class HeldBlocks:
         while len(holders) > self._limit:
             for key in list(islice(holders, self._limit // 8)):
                 del holders[key]
-        self.sweep()
 
     def removed(self, mark: int, keys: Iterable[int]) -> None:
         """Note that a node does not hold these any more."""
         for key in keys:
-            self._clear(key, mark)
-        self.sweep()
+            before = self._holders.get(key, 0)
+            if before == mark:
+                del self._holders[key]
+            elif before & mark:
+                self._holders[key] = before & ~mark
 
     def steps(self, keys: Sequence[int], marks: int) -> list[tuple[int, int]]:
         """Return how many of these blocks, from the first on, nodes hold; the most come last."""
         found: list[tuple[int, int]] = []
-        if not (keys and marks):
-            return found
-        holders = self._holders
         for at, key in enumerate(keys):
-            left = holders.get(key, 0) & marks
+            left = self._holders.get(key, 0) & marks
             if left != marks:
                 if at:
                     found.append((at, marks))
                 marks = left
-                if not left:
-                    break
-        else:
-            found.append((len(keys), marks))
-        return found
+            if not marks:
+                return found
+        return [*found, (len(keys), marks)] if keys else found
 
     def forget(self, marks: int) -> None:
-        """Begin to clear marks that no node has any more."""
-        assert not self.sweeping, "one sweep at a time"
-        self.sweeping, self._sweeps = marks, self._swept(list(self._holders), marks)
-
-    def sweep(self) -> None:
-        """Clear a piece of what `forget` has begun."""
-        next(self._sweeps, None)
-
-    def _swept(self, keys: list[int], marks: int) -> Iterator[None]:
-        for at, key in enumerate(keys):
-            if at and not at % _SWEEP:
-                yield
-            self._clear(key, marks)
-        self.sweeping = 0
-
-    def _clear(self, key: int, marks: int) -> None:
-        before = self._holders.get(key, 0)
-        if before == before & marks:
-            self._holders.pop(key, None)
-        elif before & marks:
-            self._holders[key] = before & ~marks
+        """Clear marks that no node has any more."""
+        self._holders = {
+            key: left for key, before in self._holders.items() if (left := before & ~marks)
+        }
 
 
 class Prefix(msgspec.Struct, frozen=True):
     """A prompt as the index knows it; the first of `chunks` also has what else decides its tokens.
 
     Once a node has tokenized it: the number of `tokens`, and the `keys` of its full blocks.
-    `by_content`: keys are those of router/prefix/block_contents.py, not nodes' own names.
     """
 
     chunks: array[int]
@@ -130,7 +102,6 @@ class Prefix(msgspec.Struct, frozen=True):
     keys: array[int] | None = None
     tokens: int = 0
     block_size: int = 0
-    by_content: bool = False
     counted: bool = False
     """The text is a list of token ids, and says nothing of how many tokens other texts have."""
 
@@ -148,17 +119,9 @@ class Prefix(msgspec.Struct, frozen=True):
         """Return the same prompt with the names that a node has given its blocks."""
         halves = array("Q")
         halves.frombytes(blocks.hashes[: len(blocks.hashes) // 16 * 16])
-        return self.called(halves[::2], tokens, blocks.block_size)
-
-    def called(self, keys: array[int], tokens: int, block_size: int) -> Prefix:
-        """Return the same prompt, the keys of whose blocks are known otherwise."""
-        return msgspec.structs.replace(self, keys=keys, tokens=tokens, block_size=block_size)
-
-    def for_contents(self) -> Prefix:
-        """Return the same prompt for nodes whose blocks are named by their content."""
-        chunks = self.chunks[:]
-        chunks[0] = hash(("content", chunks[0]))
-        return msgspec.structs.replace(self, chunks=chunks, by_content=True)
+        return msgspec.structs.replace(
+            self, keys=halves[::2], tokens=tokens, block_size=blocks.block_size
+        )
 
 
 class PrefixIndex:
@@ -167,13 +130,11 @@ class PrefixIndex:
     def __init__(self) -> None:
         self.texts = TextTree()
         self.blocks = HeldBlocks()
-        self.contents: dict[str, BlockContents] = {}
-        """By URL, of nodes whose blocks are named by their content."""
         self._marks: dict[str, int] = {}
-        # Marks of nodes: whose events are believed, that may hold more than was told, and that are
-        # gone (they are cleared together).
-        self._trusted = self._unsure = self._gone = 0
-        self._block_size = {False: 0, True: 0}  # the last seen, by `by_content`
+        # Marks of nodes whose events are believed, and of those that are gone: the latter are
+        # cleared together.
+        self._trusted = self._gone = 0
+        self._block_size = 0  # the last seen
         self._tokens_per_byte = RunningMean(_TOKENS_PER_BYTE, _PROMPTS_MEAN)
 
     def lookup(self, prefix: Prefix) -> tuple[int, dict[str, int]]:
@@ -183,7 +144,7 @@ class PrefixIndex:
         per_byte = tokens / prefix.text_bytes if tokens else self._tokens_per_byte.value
         if keys is None:
             keys, depth = self.texts.known_keys(path)
-            block_size = self._block_size[prefix.by_content]
+            block_size = self._block_size
             tokens = len(keys) * block_size + int(
                 max(0, prefix.text_bytes - depth * CHUNK_BYTES) * per_byte
             )
@@ -191,7 +152,7 @@ class PrefixIndex:
         cached: dict[str, int] = {}
         for steps, unit, counts in (
             (self.blocks.steps(keys, self._trusted), block_size, self._trusted),
-            (sent, CHUNK_BYTES * per_byte, self._unsure),
+            (sent, CHUNK_BYTES * per_byte, ~self._trusted),
             (going, CHUNK_BYTES * per_byte, self._trusted),
         ):
             deeper = 0  # whoever is deep in the text has its beginning, too
@@ -219,7 +180,7 @@ class PrefixIndex:
         """Learn the names of a prompt's blocks (Prefix.known)."""
         if prefix.keys is None or not (prefix.tokens and prefix.block_size and prefix.text_bytes):
             return
-        self._block_size[prefix.by_content] = prefix.block_size
+        self._block_size = prefix.block_size
         looked_at = min(prefix.text_bytes, MAX_TEXT_BYTES) * prefix.tokens // prefix.text_bytes
         self.texts.learn(prefix.chunks, prefix.keys[: looked_at // prefix.block_size])
 
@@ -227,10 +188,6 @@ class PrefixIndex:
         """Learn how many tokens texts have from a node's count of a prompt."""
         if tokens and prefix.text_bytes and not prefix.counted:
             self._tokens_per_byte.add(tokens / prefix.text_bytes)
-
-    def knows(self, prefix: Prefix) -> bool:
-        """Return whether the blocks of the whole text were learned."""
-        return self.texts.known_keys(self.texts.path(prefix.chunks))[1] == len(prefix.chunks)
 
     def stored(self, url: str, keys: Iterable[int]) -> None:
         """Note that a node holds these blocks."""
@@ -240,17 +197,13 @@ class PrefixIndex:
         """Note that it holds these no more."""
         self.blocks.removed(self._mark(url), keys)
 
-    def trust(self, url: str, *, whole: bool = True) -> None:
-        """Believe a node's events; not `whole`: what was sent there counts, too."""
-        mark = self._mark(url)
-        self._trusted |= mark
-        self._unsure = self._unsure & ~mark if whole else self._unsure | mark
+    def trust(self, url: str) -> None:
+        """Believe a node's events."""
+        self._trusted |= self._mark(url)
 
     def doubt(self, url: str) -> None:
         """Go by what was sent to a node until it is trusted again."""
-        mark = self._mark(url)
-        self._trusted &= ~mark
-        self._unsure |= mark
+        self._trusted &= ~self._mark(url)
 
     def trusts(self, url: str) -> bool:
         """Return whether a node's events are believed."""
@@ -260,10 +213,8 @@ class PrefixIndex:
         """Forget a node that was restarted or is gone."""
         mark = self._marks.pop(url, 0)
         self._trusted &= ~mark
-        self._unsure &= ~mark
         self._gone |= mark
-        self.blocks.sweep()  # events, which do so too, may never come
-        if not self.blocks.sweeping and self._gone.bit_count() >= _GONE_TOGETHER:
+        if self._gone.bit_count() >= _GONE_TOGETHER:
             self.blocks.forget(self._gone)
             self.texts.forget(self._gone)
             self._gone = 0
@@ -272,7 +223,6 @@ class PrefixIndex:
         # The lowest bit that is free, or integers would grow for ever.
         mark = self._marks.get(url)
         if mark is None:
-            used = self._trusted | self._unsure | self._gone | self.blocks.sweeping
+            used = sum(self._marks.values()) | self._gone
             mark = self._marks[url] = ~used & (used + 1)
-            self._unsure |= mark
         return mark

@@ -3,11 +3,6 @@
 PUB/SUB may lose anything at any time. A missing number is asked for again; the health report says
 which number comes next, and so whether any is missing at the end. While a node's events are not to
 be had, the index goes by what was sent there. Nothing here delays a request.
-
-A vLLM node says neither where its events are nor which number comes next: the ports are configured,
-a loss at the end is looked for once the node is quiet, and where its replays reach back too little,
-it holds more than it tells. Batches name no process: a newer one with a lower number is another
-process's.
 """
 
 from __future__ import annotations
@@ -15,15 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import zmq
 import zmq.asyncio
 
-from kvrelay.router.prefix.block_contents import BlockContents
-from kvrelay.router.prefix.event_stream import EventStream
 from kvrelay.router.prefix.index import PrefixIndex
 from kvrelay.router.prefix.metrics import PrefixMetrics
 from kvrelay.wire.errors import NodeFailed
@@ -41,124 +33,125 @@ from kvrelay.wire.kv_events import (
     read_batch,
 )
 
-__all__ = ["KvEvents"]
+__all__ = ["MAX_AHEAD", "EventStream", "KvEvents"]
 
 REPLAY_DEADLINE_S = 10.0
 RETRY_S = 2.0
 """The time after a replay that failed."""
-LOOK_AGAIN_S = 5.0
-"""The time between two replays of a quiet vLLM node, whose last batches may be lost."""
+MAX_AHEAD = 4_096
+"""Batches that wait for a missing one; more are dropped, and come again with the next replay."""
 _MAX_MESSAGE_BYTES = 64 << 20
 # Of each kind; ZeroMQ's own limit is 1,023, and there is one per node.
 _MAX_SOCKETS = 16_384
 # Batches that are taken before requests have their turn again.
 _AT_ONCE = 32
-_WAITING_BATCHES = 4_096
+_OPTIONS = (
+    (zmq.LINGER, 0),
+    (zmq.IPV6, 1),
+    (zmq.RCVHWM, MAX_AHEAD),
+    (zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES),
+)
 
 _log = logging.getLogger("kvrelay.router")
+
+
+class EventStream:
+    """A node's batches in order, whatever is lost, doubled or late. Pure.
+
+    It begins with a replay. One that does not reach back far enough brings a snapshot instead.
+    """
+
+    def __init__(self) -> None:
+        self.next_number = 0  # of the batch that is taken next
+        self.complete = False  # what was taken is all that the node held
+        self._ahead: dict[int, EventBatch] = {}
+
+    @property
+    def gap(self) -> bool:
+        """Return whether a replay is needed now."""
+        return not self.complete or bool(self._ahead)
+
+    def add(self, number: int, batch: EventBatch) -> list[EventBatch]:
+        """Add a batch, live or of a replay; return those that can be taken now, in order."""
+        if number < self.next_number:
+            return []
+        if is_snapshot(batch):
+            self.next_number = number + 1
+            self._ahead = {at: later for at, later in self._ahead.items() if at > number}
+            return [batch, *self._following()]
+        if len(self._ahead) < MAX_AHEAD or number == self.next_number:
+            self._ahead[number] = batch
+        return self._following() if self.complete else []
+
+    def end_replay(self) -> list[EventBatch]:
+        """Return the batches that can be taken now; there may still be a gap."""
+        self.complete = True
+        return self._following()
+
+    def _following(self) -> list[EventBatch]:
+        ready: list[EventBatch] = []
+        while (batch := self._ahead.pop(self.next_number, None)) is not None:
+            ready.append(batch)
+            self.next_number += 1
+        return ready
 
 
 class KvEvents:
     """A listener to all nodes, by URL. Call it on the event loop; `close` it."""
 
-    def __init__(
-        self,
-        index: PrefixIndex,
-        metrics: PrefixMetrics,
-        vllm_ports: Mapping[str, tuple[int, int]] = MappingProxyType({}),
-    ) -> None:
-        """`vllm_ports`: the ports of events and replays (0: none) of vLLM nodes by URL, or by ""."""
+    def __init__(self, index: PrefixIndex, metrics: PrefixMetrics) -> None:
         self._index = index
         self._metrics = metrics
-        self._vllm_ports = vllm_ports
-        self._sources: dict[str, _Listener] = {}
+        self._listeners: dict[str, _Listener] = {}
         for kind in (zmq.Context, zmq.asyncio.Context):
             kind.instance().set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        metrics.doubted.set_function(lambda: sum(not index.trusts(url) for url in self._sources))
+        metrics.doubted.set_function(lambda: sum(not index.trusts(url) for url in self._listeners))
 
     def note_report(self, url: str, generation: str, report: KvEventsReport | None) -> None:
         """Listen to a node whose health report tells of events."""
         if report is None:
             self.leave(url)
-        else:
-            self._source(url, generation, report.port, report.replay_port).should_have(
-                report.next_number
-            )
-
-    def note_vllm_report(
-        self, url: str, generation: str, engines: int, aliases: Collection[str]
-    ) -> None:
-        """Listen to a vLLM node, unless several engines are behind its address."""
-        ports = self._vllm_ports.get(url, self._vllm_ports.get(""))
-        # Each engine has a cache of its own, and nobody knows which one gets a request.
-        if ports is None or engines > 1:
+            return
+        told_at = generation, report.port, report.replay_port
+        listener = self._listeners.get(url)
+        if listener is None or listener.told_at != told_at:
             self.leave(url)
-        else:
-            source = self._source(url, generation, *ports, vllm=True)
-            self._index.contents[url].aliases = aliases
-            source.look_again()
-
-    def _source(
-        self, url: str, generation: str, port: int, replay_port: int, *, vllm: bool = False
-    ) -> _Listener:
-        host = urlsplit(url).hostname or ""
-        host = f"[{host}]" if ":" in host else host
-        told_at = (
-            generation,
-            f"tcp://{host}:{port}",
-            f"tcp://{host}:{replay_port}" if replay_port else "",
-        )
-        source = self._sources.get(url)
-        if source is None or source.told_at != told_at:
-            self.leave(url)
-            # Without replays, what it held before is never told.
-            contents = BlockContents(whole=bool(replay_port)) if vllm else None
-            source = self._sources[url] = _Listener(
-                url, told_at, contents, self._index, self._metrics
-            )
-        return source
+            listener = _Listener(url, told_at, self._index, self._metrics)
+            self._listeners[url] = listener
+        listener.should_have(report.next_number)
 
     def leave(self, url: str) -> None:
         """Forget a node that is gone, or another process now."""
-        source = self._sources.pop(url, None)
-        if source is not None:
-            source.close()
+        listener = self._listeners.pop(url, None)
+        if listener is not None:
+            listener.close()
             self._index.forget(url)
 
     async def close(self) -> None:
         """Stop listening."""
-        ended = [source.close() for source in self._sources.values()]
-        self._sources.clear()
-        await asyncio.gather(*[task for task in ended if task is not None], return_exceptions=True)
+        ended = [listener.close() for listener in self._listeners.values()]
+        self._listeners.clear()
+        await asyncio.gather(*filter(None, ended), return_exceptions=True)
 
 
 class _Listener:
     def __init__(
-        self,
-        url: str,
-        told_at: tuple[str, str, str],
-        contents: BlockContents | None,
-        index: PrefixIndex,
-        metrics: PrefixMetrics,
+        self, url: str, told_at: tuple[str, int, int], index: PrefixIndex, metrics: PrefixMetrics
     ) -> None:
-        # The generation, and the ZMQ endpoints of events and replays.
         self.told_at = told_at
         self._url = url
-        _, self._events, self._replays = told_at
-        self._stream = EventStream(rebuilds=contents is None)
-        self._contents = contents
-        self._newest = 0.0  # when the newest batch was made, by the node's clock
+        host = urlsplit(url).hostname or ""
+        host = f"[{host}]" if ":" in host else host
+        self._events, self._replays = (f"tcp://{host}:{port}" for port in told_at[1:])
+        self._stream = EventStream()
         self._index = index
         self._metrics = metrics
         self._expected = 0  # the number of the next batch, as of the last health report
-        self._look_at = 0.0
         self._retry_at = 0.0
         self._failure = ""
         self._replay: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] | None = None
-        if contents is not None:
-            index.contents[url] = contents
         self._catch_up()
 
     def close(self) -> asyncio.Task[None] | None:
@@ -169,7 +162,6 @@ class _Listener:
             self._socket = None
         if self._replay is not None:
             self._replay.cancel()
-        self._index.contents.pop(self._url, None)
         return self._replay
 
     def should_have(self, next_number: int) -> None:
@@ -182,15 +174,6 @@ class _Listener:
         if missing or not self._index.trusts(self._url):
             self._catch_up(missing=missing)
         self._expected = next_number
-
-    def look_again(self) -> None:
-        """Ask for batches that are missing at the end, if none come."""
-        self._read()
-        quiet, self._expected = self._stream.next_number == self._expected, self._stream.next_number
-        asks = self._replays or not self._index.trusts(self._url)
-        if asks and quiet and time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + LOOK_AGAIN_S
-            self._catch_up(missing=False)
 
     def _listen(self) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
@@ -228,55 +211,27 @@ class _Listener:
         except NodeFailed as why:
             _log.warning("node %s: %s", self._url, why.message)
             return
-        if number < self._stream.next_number and batch.ts > self._newest and not is_snapshot(batch):
-            # Another process: its health may not say so yet, or ever.
-            self._stream = EventStream(rebuilds=self._contents is None)
-            self._index.doubt(self._url)
-            self._forget(whole=bool(self._replays))
         self._apply(self._stream.add(number, batch))
 
     def _apply(self, batches: Sequence[EventBatch]) -> None:
-        contents = self._contents
+        index, url = self._index, self._url
         for batch in batches:
-            blocks = 0
             if is_snapshot(batch):
                 self._metrics.snapshots.inc()
             for event in batch.events:
                 match event:
                     case AllBlocksCleared():
-                        self._forget(whole=True)
-                    case BlockStored() if _counts(event):
-                        keys = (
-                            keys_of(event.block_hashes)
-                            if contents is None
-                            else contents.stored(event)
-                        )
-                        self._index.stored(self._url, keys)
-                        blocks += len(event.block_hashes)
-                    case BlockRemoved() if _counts(event):
-                        keys = (
-                            keys_of(event.block_hashes)
-                            if contents is None
-                            else contents.removed(event)
-                        )
-                        self._index.removed(self._url, keys)
-                        blocks += len(event.block_hashes)
-            self._newest = max(self._newest, batch.ts)
+                        trusted = index.trusts(url)
+                        index.forget(url)
+                        if trusted:
+                            index.trust(url)
+                    case BlockStored():
+                        index.stored(url, keys_of(event.block_hashes))
+                        self._metrics.event_blocks.inc(len(event.block_hashes))
+                    case BlockRemoved():
+                        index.removed(url, keys_of(event.block_hashes))
+                        self._metrics.event_blocks.inc(len(event.block_hashes))
             self._metrics.batches.inc()
-            self._metrics.event_blocks.inc(blocks)
-        if self._index.trusts(self._url):
-            self._trust()
-
-    def _forget(self, *, whole: bool) -> None:
-        trusted = self._index.trusts(self._url)
-        self._index.forget(self._url)
-        if self._contents is not None:
-            self._contents.clear(whole=whole)
-        if trusted:
-            self._trust()
-
-    def _trust(self) -> None:
-        self._index.trust(self._url, whole=self._contents is None or self._contents.whole)
 
     def _catch_up(self, *, missing: bool = True) -> None:
         if self._replay is None and time.monotonic() >= self._retry_at:
@@ -289,19 +244,12 @@ class _Listener:
         try:
             self._socket = self._socket or self._listen()
             async with asyncio.timeout(REPLAY_DEADLINE_S):
-                if self._replays:
-                    await self._ask()
-            batches, lost = self._stream.end_replay()
-            if lost:
-                self._forget(whole=False)
-            self._apply(batches)
+                await self._ask()
+            self._apply(self._stream.end_replay())
             if self._stream.gap:
                 why = "batches are missing after the replay"
         except TimeoutError:
-            why = (
-                f"no replay from {self._replays} within {REPLAY_DEADLINE_S:g} s; its "
-                f"replay_endpoint must be there"
-            )
+            why = f"no replay from {self._replays} within {REPLAY_DEADLINE_S:g} s"
         except zmq.ZMQError as error:
             why = f"cannot listen at {self._events} and {self._replays}: {error}"
         self._replay = None
@@ -315,7 +263,7 @@ class _Listener:
             self._retry_at = time.monotonic() + RETRY_S
             self._index.doubt(self._url)
         else:
-            self._trust()
+            self._index.trust(self._url)
 
     async def _ask(self) -> None:
         with zmq.asyncio.Context.instance().socket(zmq.DEALER) as socket:
@@ -328,16 +276,3 @@ class _Listener:
                 if frames and frames[0] == END:
                     return
                 self._take(frames)
-
-
-_OPTIONS = (
-    (zmq.LINGER, 0),
-    (zmq.IPV6, 1),
-    (zmq.RCVHWM, _WAITING_BATCHES),
-    (zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES),
-)
-
-
-def _counts(event: BlockStored | BlockRemoved) -> bool:
-    # Only KV on the device that all layers can read says how much of a prompt is cached.
-    return event.group_idx in (None, 0) and event.medium in (None, "GPU")

@@ -117,12 +117,9 @@ class Attempt:
             run.context.node_health.kv_came(self._source, self._lease.node)
 
     def _on_other_frame(self, frame: Frame, now: float) -> bytes:
-        run, source, timing = self._run, self._source, frame.timing
+        run, timing = self._run, frame.timing
         if timing is not None:
             run.timeline.note_report(timing, self._times)
-            if source is not None and "exposed" in timing and "prefill" not in timing:
-                links = run.context.node_health.links
-                links.observe(source.url, self._lease.node.url, timing["exposed"])
         if frame.kind is FrameKind.TICKET and not self._position.decoding:
             run.on_ticket(frame, self._lease)
         return run.on_end(frame, now) if frame.kind is FrameKind.END else frame.payload

@@ -2,8 +2,7 @@
 
 The contract is that of vLLM's NixlConnector: the prefill request asks for one token with
 `do_remote_decode`; the answer's `kv_transfer_params`, which differ between versions, go to the
-decode node unchanged, which draws the token again. The older P2pNcclConnector has no such object:
-both requests carry an id that names both nodes' addresses.
+decode node unchanged, which draws the token again.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ __all__ = [
     "error_in",
     "forces_tools",
     "handover_of",
-    "p2p_request_id",
     "plain_answer",
     "prefill_body",
     "undivided_because",
@@ -56,21 +54,12 @@ class _Usage(msgspec.Struct):
     """If the node was started with --enable-prompt-tokens-details."""
 
 
-_Ids = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
-
-
-class _Choice(msgspec.Struct):
-    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")
-
-
 class _Answer(msgspec.Struct):
     """A whole answer as far as the router reads it. Decoding it proves that the rest is JSON."""
 
-    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+    choices: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
     usage: _Usage | None = None
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")
-    """If they were asked for: a chat's answer tells them once and a text's with its choice."""
 
 
 class _Held(msgspec.Struct):
@@ -84,8 +73,6 @@ class Handover(msgspec.Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int | None = None
     """Of the prompt, in the node's prefix cache; None: it does not say."""
-    token_ids: list[int] | None = None
-    """Of the prompt, if they were asked for; None: it does not say."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -137,26 +124,21 @@ def forces_tools(job: Job) -> bool:
     return choice[:1] == b"{" or choice == b'"required"'
 
 
-def prefill_body(job: Job, *, named_by_id: bool = False, with_ids: bool = False) -> bytes:
+def prefill_body(job: Job) -> bytes:
     """Return the body of the prefill request.
 
-    `named_by_id` is for P2pNcclConnector. `with_ids` has the answer tell the prompt's token ids
-    (from 0.10.2 on). Fields that do not go with one token are left out, and those by which older
-    versions hold nothing: KV of a request that a token has stopped is freed at once.
+    Fields that do not go with one token are left out, and those by which older versions hold
+    nothing: KV of a request that a token has stopped is freed at once.
     """
     fields: dict[str, Any] = dict(job.fields)
     fields["max_tokens"] = 1
     if "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = 1
     fields["stream"] = False
-    for name in ("stream_options", "min_tokens", "stop_token_ids"):
+    for name in ("stream_options", "min_tokens", "stop_token_ids", "return_token_ids"):
         fields.pop(name, None)
     fields["ignore_eos"] = True
-    fields.pop("return_token_ids", None)
-    if with_ids:
-        fields["return_token_ids"] = True
-    if not named_by_id:
-        fields["kv_transfer_params"] = _ASK_TO_HOLD
+    fields["kv_transfer_params"] = _ASK_TO_HOLD
     return msgspec.json.encode(fields)
 
 
@@ -169,11 +151,6 @@ def decode_body(job: Job, params: msgspec.Raw | None) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def p2p_request_id(prefill_address: str, decode_address: str, unique: str) -> str:
-    """Return the id that names both ends for P2pNcclConnector; `unique` must have no colon."""
-    return f"___prefill_addr_{prefill_address}___decode_addr_{decode_address}_{unique}"
-
-
 def handover_of(body: bytes) -> Handover:
     """Return the hand-over in a prefill node's answer. Raises AttemptFailed."""
     answer = _decoded(body)
@@ -183,17 +160,8 @@ def handover_of(body: bytes) -> Handover:
         held = False
     usage = answer.usage or _Usage()
     details = usage.prompt_tokens_details or _Details()
-    ids = _ids_in(answer.prompt_token_ids) or _ids_in(answer.choices[0].prompt_token_ids)
-    return Handover(
-        answer.kv_transfer_params if held else None, usage.prompt_tokens, details.cached_tokens, ids
-    )
-
-
-def _ids_in(told: msgspec.Raw) -> list[int] | None:
-    try:
-        return msgspec.json.decode(told, type=_Ids | None)
-    except MALFORMED:
-        return None
+    params = answer.kv_transfer_params if held else None
+    return Handover(params, usage.prompt_tokens, details.cached_tokens)
 
 
 def plain_answer(body: bytes) -> Ending:

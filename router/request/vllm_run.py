@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import msgspec
 
 from kvrelay.router.client_connection import Reply
 from kvrelay.router.nodes.node import Lease, Node, NodeKind
-from kvrelay.router.prefix.block_contents import BlockContents, keys_of_prompt
 from kvrelay.router.request.job import CHAT_PATH, Job, prefix_of
 from kvrelay.router.request.placer import PlacementLeases, PlacementQuery
 from kvrelay.router.request.poison import CrashRecord
@@ -35,7 +33,6 @@ from kvrelay.router.request.vllm_bodies import (
     decode_body,
     forces_tools,
     handover_of,
-    p2p_request_id,
     plain_answer,
     prefill_body,
     undivided_because,
@@ -80,10 +77,10 @@ class VllmRun:
         self.output_tokens = 0
         """As the node counts them; in a stream its events, about one for each token."""
         self._kind = kind
-        self._prefix = prefix_of(job).for_contents()
+        self._prefix = prefix_of(job)
         self._headers = headers
         self._context, self._crashes = context, crashes
-        self._pool, self._index = context.pool, context.pool.prefixes
+        self._pool = context.pool
         self._attempts = {role: Attempts(context, role) for role in (Role.PREFILL, Role.DECODE)}
         self._last = dict.fromkeys(self._attempts, "-")
         self._source: Node | None = None  # whose KV the decode request fetches
@@ -116,72 +113,56 @@ class VllmRun:
     async def _prefill_and_decode(self) -> bool:
         # Runs one prefill request, and decode requests while its KV is good; returns whether one
         # has answered.
-        by_id = self._kind is NodeKind.VLLM_P2P_NCCL
-        with ExitStack() as held:
-            # A prefill node that pushes its KV must know the decode node before it begins.
-            decode = held.enter_context(self._lease(Role.DECODE)) if by_id else None
-            # Decode nodes that find KV by the request's id would wait for it in vain.
-            alone = None if by_id else undivided_because(self.job)
-            headers, params = self._request_headers(None, None), None
-            self._source = None
-            if alone is None:
-                headers, params, alone = await self._prefill(decode)
-            if alone is not None:
-                self._context.metrics.undivided.labels(alone).inc()
-            while True:
-                if decode is None:
-                    tokens = self.job.prompt_tokens if alone else 0
-                    decode = held.enter_context(self._lease(Role.DECODE, tokens))
+        headers, params = self._request_headers(), None
+        self._source = None
+        alone = undivided_because(self.job)
+        if alone is None:
+            params, alone = await self._prefill(headers)
+        if alone is not None:
+            self._context.metrics.undivided.labels(alone).inc()
+        while True:
+            with self._lease(Role.DECODE, self.job.prompt_tokens if alone else 0) as lease:
                 try:
-                    await self._decode(decode, decode_body(self.job, params), headers)
+                    await self._decode(lease, decode_body(self.job, params), headers)
                     return True
                 except AttemptFailed as why:
-                    await self._note_failure(decode, Role.DECODE, why)
-                    if by_id or why.reached or not why.lost:
+                    await self._note_failure(lease, Role.DECODE, why)
+                    if why.reached or not why.lost:
                         return False
                     # Nobody listens there, so the KV is still good for another node.
-                    held.pop_all().close()
-                    decode = None
 
-    async def _prefill(
-        self, decode: Lease | None
-    ) -> tuple[dict[str, str], msgspec.Raw | None, str | None]:
-        # Returns the decode request's headers, the hand-over, and why there is none. `decode` is
-        # the node that KV is pushed to, where nodes push.
+    async def _prefill(self, headers: Mapping[str, str]) -> tuple[msgspec.Raw | None, str | None]:
+        # Returns the hand-over, or why there is none.
         while True:
             with self._lease(Role.PREFILL, self.job.prompt_tokens) as lease:
                 node, process = lease.node, (lease.node.url, lease.generation)
-                headers = self._request_headers(lease, decode)
                 forced = forces_tools(self.job)
                 if forced and process in self._context.fails_on_forced_tools:
-                    return headers, None, "forced_tools"
+                    return None, "forced_tools"
                 try:
-                    handover = await self._attempt_prefill(lease, headers, by_id=decode is not None)
+                    handover = await self._attempt_prefill(lease, headers)
                 except AttemptFailed as why:
                     failure = why
                 else:
-                    if decode is not None or handover.params is not None:
+                    if handover.params is not None:
                         self._source = node
-                        return headers, handover.params, None
+                        return handover.params, None
                     _log.warning(
                         "prefill node %s hands no KV over; start it with a NixlConnector", node.url
                     )
-                    return headers, None, "no_kv"
-            if failure.status == 500 and forced and decode is None:
+                    return None, "no_kv"
+            if failure.status == 500 and forced:
                 _log.warning(
                     "prefill node %s fails on forced tool calls, so decode nodes do those alone",
                     node.url,
                 )
                 self._context.fails_on_forced_tools.add(process)
-                return headers, None, "forced_tools"
+                return None, "forced_tools"
             await self._note_failure(lease, Role.PREFILL, failure)
 
-    async def _attempt_prefill(
-        self, lease: Lease, headers: Mapping[str, str], *, by_id: bool
-    ) -> Handover:
+    async def _attempt_prefill(self, lease: Lease, headers: Mapping[str, str]) -> Handover:
         node, expected_ms = lease.node, lease.node.state.wait_ms  # this prompt is in it
-        contents = self._contents_to_learn(node)
-        body = prefill_body(self.job, named_by_id=by_id, with_ids=contents is not None)
+        body = prefill_body(self.job)
         self.timeline.prefilled = None
         times = self.timeline.begin_attempt(time.monotonic(), decoding=False)
         client, path = self._context.node_client, self.job.path
@@ -194,34 +175,7 @@ class VllmRun:
         if handover.cached_tokens is not None:
             self._context.metrics.prefix.cached(lease.cached_tokens, handover.cached_tokens)
         learn_prefill_cost(node, expected_ms, time.monotonic() - times.began)
-        if contents is not None:
-            self._learn_blocks(node, contents, handover.token_ids)
         return handover
-
-    def _contents_to_learn(self, node: Node) -> BlockContents | None:
-        # Where blocks are named by their content, and those of this prompt are unknown.
-        contents = self._index.contents.get(node.url)
-        known = contents is None or not contents.tells_prompts or self._index.knows(self._prefix)
-        return None if known else contents
-
-    def _learn_blocks(
-        self, node: Node, contents: BlockContents, token_ids: list[int] | None
-    ) -> None:
-        job = self.job
-        if token_ids is None:
-            _log.warning(
-                "node %s tells no tokens of prompts, so its KV events are of no use: use vLLM "
-                "0.10.2 or newer",
-                node.url,
-            )
-            contents.tells_prompts = False
-            if self._index.trusts(node.url):
-                self._index.trust(node.url, whole=False)
-        elif block_size := contents.block_size or node.load.block_size:
-            adapter = "" if job.model == node.model or job.model in contents.aliases else job.model
-            keys = keys_of_prompt(token_ids, block_size, adapter, job.cache_salt)
-            self._prefix = self._prefix.called(keys, len(token_ids), block_size)
-            self._index.learn(self._prefix)
 
     async def _decode(self, lease: Lease, body: bytes, headers: Mapping[str, str]) -> None:
         # Raises Refused; AttemptFailed while the client has nothing, else NodeFailed.
@@ -292,14 +246,9 @@ class VllmRun:
         finally:
             self._pool.give_back(lease)
 
-    def _request_headers(self, prefill: Lease | None, decode: Lease | None) -> dict[str, str]:
+    def _request_headers(self) -> dict[str, str]:
         # An id is used for one hand-over, so that nothing left by another is found.
         unique = self.job.node_id if not self._round else f"{self.job.node_id}-{self._round}"
-        if prefill is not None and decode is not None:
-            # Not the client's own id: a colon in it would be read as an address.
-            unique = p2p_request_id(
-                prefill.node.p2p_address, decode.node.p2p_address, uuid.uuid4().hex
-            )
         return {**self._headers, "x-request-id": unique}
 
     async def _note_failure(self, lease: Lease, role: Role, why: AttemptFailed) -> None:

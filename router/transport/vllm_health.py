@@ -60,10 +60,10 @@ async def vllm_report(node: Node, fetch: Fetch) -> HealthReport | str:
         return f"its /v1/models answers {status}" + (
             "; give the router its key" if status in (401, 403) else ""
         )
-    return report_of(node.role, node.p2p_address, models, metrics if metrics_status == 200 else b"")
+    return report_of(node.role, models, metrics if metrics_status == 200 else b"")
 
 
-def report_of(role: Role, p2p_address: str, models: bytes, metrics: bytes) -> HealthReport | str:
+def report_of(role: Role, models: bytes, metrics: bytes) -> HealthReport | str:
     """Return the report that two answers amount to, or what is wrong with them. Pure.
 
     `role` is as listed, because a vLLM node does not tell. Without metrics its load is unknown.
@@ -76,23 +76,20 @@ def report_of(role: Role, p2p_address: str, models: bytes, metrics: bytes) -> He
     if base is None:
         return "its /v1/models names no model"
     metrics = b"\n".join(line for line in metrics.splitlines() if line.startswith(_READ))
-    running = _values(metrics, b"vllm:num_requests_running")
-    load = _load_of(role, int(sum(running)), metrics)
     return HealthReport(
         role=role,
         model=base.id,
         max_model_len=base.max_model_len or 0,
         # A restart changes the time at which the process began.
         generation=next(map(str, _values(metrics, b"process_start_time_seconds")), ""),
-        load=load,
+        load=_load_of(role, metrics),
         adapters=[card.id for card in cards if card.id != base.id],
-        kind=NodeKind.VLLM_P2P_NCCL if p2p_address else NodeKind.VLLM,
-        aliases=[card.id for card in cards if card.id != base.id and card.parent is None],
-        engines=max(1, len(running)),
+        kind=NodeKind.VLLM,
     )
 
 
-def _load_of(role: Role, running: int, metrics: bytes) -> Load:
+def _load_of(role: Role, metrics: bytes) -> Load:
+    running = int(sum(_values(metrics, b"vllm:num_requests_running")))
     waiting = int(sum(_values(metrics, b"vllm:num_requests_waiting")))
     if role is Role.PREFILL:
         running, waiting = 0, running + waiting  # each is a prompt still to be computed

@@ -62,8 +62,6 @@ class ClusterState(msgspec.Struct, frozen=True, array_like=True):
     members: dict[Source, list[NodeSpec]]
     drained: dict[str, str]
     """The generation of each node that an operator drains, by its address."""
-    p2p_addresses: dict[str, str]
-    """The address of each vLLM node's P2pNcclConnector, by the node's address."""
     events: Sequence[NodeEvent]
     """The newest events of nodes; a worker that begins asks the nodes itself."""
     warm_pairs: WarmPairs

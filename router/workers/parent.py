@@ -93,7 +93,6 @@ def config_of_worker(config: RouterConfig, port: int) -> RouterConfig:
             for key in config.keys
         ),
         heartbeat_port=0,
-        p2p_nccl_port=0,
         kubernetes_selector="",
         kubernetes_namespace="",
     )
@@ -199,7 +198,6 @@ class Parent(Shared):
                 source: list(specs.values()) for source, specs in pool.members.by_source.items()
             },
             drained={node.url: node.generation for node in nodes if node.drain_asked},
-            p2p_addresses={node.url: node.p2p_address for node in nodes if node.p2p_address},
             events=list(pool.events),
             warm_pairs=router.warm_ups.pairs(),
             poison=dict(self.poison.suspects(now)),

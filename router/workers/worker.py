@@ -145,8 +145,6 @@ class Worker(Shared):
         for source, specs in state.members.items():
             if before.members.get(source) != specs:
                 pool.set_members(source, specs, now)
-        for url, address in state.p2p_addresses.items():
-            pool.note_p2p_address(url, address)
         newest = before.events[-1].number if before.events else 0
         for event in state.events:
             if event.number > newest:

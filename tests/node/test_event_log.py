@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvrelay.node.kv_events import EventLog
 from kvrelay.paged_engine.blocks import BlockPool
-from kvrelay.router.prefix.event_stream import MAX_AHEAD, EventStream
+from kvrelay.router.prefix.kv_events import MAX_AHEAD, EventStream
 from kvrelay.wire.engine_messages import BlockText, CacheChanges
 from kvrelay.wire.kv_events import (
     AllBlocksCleared,
@@ -109,15 +109,13 @@ def replayed(cache: Cache, stream: EventStream, held: set[bytes], rng: random.Ra
     again += rng.sample(again, len(again) // 2)
     for number, payload in again:
         held = applied(held, stream.add(number, read_batch(payload)))
-    batches, lost = stream.end_replay()
-    assert not lost
-    return applied(held, batches)
+    return applied(held, stream.end_replay())
 
 
 def test_a_reset_cache_is_told_as_cleared_and_then_as_what_it_holds_since() -> None:
     cache, stream = Cache(1 << 20), EventStream()
     cache.serve(1, 4)
-    held = applied(set(), stream.add(*read(cache.tell())) + stream.end_replay()[0])
+    held = applied(set(), stream.add(*read(cache.tell())) + stream.end_replay())
     assert len(held) == 4
     cache.pool.reset()
     cache.serve(2, 3)
@@ -184,16 +182,6 @@ def test_what_is_held_is_told_again_without_being_made_again() -> None:
     ((number, payload),) = log.since(0, 3.0)
     assert (number, payload is first[1]) == (22, False)
     assert log.since(13, 3.0)[0][0] == 13, "the newest ten are kept"
-
-
-def test_a_node_that_tells_no_snapshots_is_known_from_its_oldest_batch_on() -> None:
-    stream = EventStream(rebuilds=False)
-    batches = [EventBatch(float(at), []) for at in range(9)]
-    assert stream.add(7, batches[7]) == []
-    assert stream.add(6, batches[6]) == []
-    assert stream.end_replay() == ([batches[6], batches[7]], True)
-    assert stream.add(8, batches[8]) == [batches[8]]
-    assert not stream.gap
 
 
 def test_what_waits_is_limited() -> None:

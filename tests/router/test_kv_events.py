@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import sys
 import time
 from collections import Counter
@@ -23,7 +22,6 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.node import kv_events
 from kvrelay.node.kv_events import KvEvents as Told
-from kvrelay.router.prefix.block_contents import keys_of_prompt
 from kvrelay.router.prefix.index import Prefix, PrefixIndex
 from kvrelay.router.prefix.kv_events import KvEvents, _Listener
 from kvrelay.router.prefix.metrics import PrefixMetrics
@@ -31,10 +29,8 @@ from kvrelay.wire.engine_messages import CacheChanges
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import (
     END,
-    EventBatch,
     KvEventsConfig,
     KvEventsReport,
-    pack_batch,
     packed_number,
     read_batch,
 )
@@ -172,7 +168,9 @@ def test_lost_batches_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> No
                 lambda: router.count("kv_event_replays_total", outcome="ok") == 2, "counted"
             )
             assert router.count("kv_event_gaps_total") == 1
-            await until(lambda: router.events._sources[URL]._replay is None, "the replay has ended")
+            await until(
+                lambda: router.events._listeners[URL]._replay is None, "the replay has ended"
+            )
             lost = 0
             while not lost:  # those of the end may come as late as now, and are known by now
                 node.publish(stored(chain(3, 2)))
@@ -193,7 +191,6 @@ def test_after_an_overrun_of_the_buffer_a_snapshot_comes(monkeypatch: pytest.Mon
     """The router does not read while a node tells more than its sockets hold, and more than the
     node keeps.
     """
-    monkeypatch.setattr("kvrelay.router.prefix.kv_events._WAITING_BATCHES", 10)
     monkeypatch.setattr(
         "kvrelay.router.prefix.kv_events._OPTIONS",
         ((zmq.LINGER, 0), (zmq.RCVHWM, 10), (zmq.RCVBUF, 4096)),
@@ -236,7 +233,7 @@ def test_a_restarted_node_has_nothing_of_the_old_one() -> None:
                     fresh.publish(stored(chain(1, 1)))
                 # As if it were the old one's: same place, higher numbers. Whatever is read of it is
                 # another process's.
-                socket = router.events._sources[URL]._socket
+                socket = router.events._listeners[URL]._socket
                 assert socket is not None
                 socket.connect(f"tcp://127.0.0.1:{port_of(fresh)}")
                 await asyncio.sleep(0.1)
@@ -387,29 +384,17 @@ def test_a_node_that_cannot_be_listened_to_is_doubted_and_tried_again(
     run(test)
 
 
-def test_a_node_in_doubt_is_asked_again_though_nothing_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_node_in_doubt_is_asked_again_though_nothing_is_missing() -> None:
     """A replay failed, and the live batches then filled its gap."""
-    monkeypatch.setattr("kvrelay.router.prefix.kv_events.LOOK_AGAIN_S", 0.0)
 
     async def test() -> None:
         async with telling() as node, listening() as router:
-            report = report_of(node)
             router.heard(node)
             await router.trusted()
             router.index.doubt(URL)
             router.heard(node)
             await router.trusted()
             assert router.count("kv_event_gaps_total") == 0
-            source = router.events._sources[URL]
-            router.index.doubt(URL)
-            source.look_again()
-            await router.trusted()
-            assert (report.next_number, router.count("kv_event_replays_total", outcome="ok")) == (
-                0,
-                3,
-            )
 
     run(test)
 
@@ -546,91 +531,5 @@ def test_a_place_that_is_taken_is_named() -> None:
                     ConfigError, match=f"cannot listen at {name} '127.0.0.1', port {port_of(node)}"
                 ):
                     Told(taken, 16)
-
-    run(test)
-
-
-def test_another_process_at_a_node_s_address_is_noticed_before_its_health_is_asked() -> None:
-    """Batches name no process. Those with lower numbers that are newer are not the old one's."""
-
-    async def test() -> None:
-        async with listening() as router, telling() as node:
-            for at in range(3):
-                node.publish(stored(chain(3, at)))
-            router.heard(node)
-            await router.trusted()
-            assert router.has(chain(3)) == 3
-            source = router.events._sources[URL]
-            payload = pack_batch(EventBatch(time.time() + 1, [Stored(chain(2, 9), None, [], 16)]))
-            source._take([packed_number(0), payload])
-            assert router.has(chain(3)) == 0
-            assert not router.index.trusts(URL)
-
-    run(test)
-
-
-def test_a_node_of_vllm_is_listened_to() -> None:
-    """Arrays, integers as hashes, other media, and a replay that begins in the middle."""
-
-    def batch(*events: list[Any]) -> bytes:
-        return msgspec.msgpack.encode([1.0, list(events), 0])
-
-    batches = {
-        number: batch(["BlockStored", [number], None, [number], 1, None, medium, None])
-        for number, medium in ((5, "GPU"), (6, "CPU"), (7, None))
-    }
-
-    async def answer(replays: zmq.asyncio.Socket) -> None:
-        who, _, start = await replays.recv_multipart()
-        for number, payload in batches.items():
-            if number >= int.from_bytes(start, "big"):
-                await replays.send_multipart((who, b"", packed_number(number), payload))
-        await replays.send_multipart((who, b"", END, b""))
-
-    async def test() -> None:
-        context = zmq.asyncio.Context.instance()
-        async with listening() as router:
-            with context.socket(zmq.PUB) as pub, context.socket(zmq.ROUTER) as replays:
-                ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (pub, replays)]
-                router.events._vllm_ports = {"": (ports[0], ports[1])}
-                answering = asyncio.create_task(answer(replays))
-                router.events.note_vllm_report(URL, "", 1, [])
-                await router.trusted()
-                await answering
-                keys = {number: keys_of_prompt([number], 1) for number in batches}
-                held = {
-                    number: bool(router.index.blocks.steps(key, ~0)) for number, key in keys.items()
-                }
-                assert held == {5: True, 6: False, 7: True}
-
-    run(test)
-
-
-def test_a_node_of_vllm_without_replays_is_listened_to_once_that_can_be(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvrelay.router.prefix.kv_events.LOOK_AGAIN_S", 0.0)
-    monkeypatch.setattr("kvrelay.router.prefix.kv_events.RETRY_S", 0.0)
-    listen, tries = _Listener._listen, 0
-
-    def fails_once(self: _Listener) -> zmq.Socket[bytes]:
-        nonlocal tries
-        tries += 1
-        if tries == 1:
-            raise zmq.ZMQError(errno.EMFILE)
-        return listen(self)
-
-    async def test() -> None:
-        monkeypatch.setattr(_Listener, "_listen", fails_once)
-        async with listening() as router:
-            with zmq.asyncio.Context.instance().socket(zmq.PUB) as pub:
-                router.events._vllm_ports = {"": (pub.bind_to_random_port("tcp://127.0.0.1"), 0)}
-                await until(
-                    lambda: (
-                        router.events.note_vllm_report(URL, "", 1, []) or router.index.trusts(URL)
-                    ),
-                    "trusted",
-                )
-                assert tries == 2
 
     run(test)

@@ -1,12 +1,15 @@
 """Which nodes can exchange KV by what they say, and which pairs are avoided for a while."""
 
+import random
+
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvrelay.router.nodes.health import AVOID_S, FailedPairs
+from kvrelay.router.nodes.health import AVOID_S, NodeHealth
 from kvrelay.router.nodes.kv_match import KvKinds, kv_mismatch
+from kvrelay.router.nodes.node import Node
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.placement import LINK_MS
 from kvrelay.wire.errors import KV_CAUSES
 from kvrelay.wire.transfer import Fingerprint, KvFacts
 
@@ -75,30 +78,43 @@ def test_no_choice_needs_to_look_until_two_of_one_model_cannot_talk() -> None:
     assert kinds.mixed
 
 
+class Pair:
+    """A prefill node and two decode nodes."""
+
+    def __init__(self) -> None:
+        self.pool = Pool(["http://p"], ["http://d", "http://e"])
+        self.health = NodeHealth(self.pool, random.Random(1))
+        self.p, self.d, self.e = self.pool.nodes
+
+    def failed(self, now: float, cause: str = "PeerLost") -> None:
+        self.health.kv_failed(self.p, self.d, cause, now)
+
+    def avoided(self, decode: Node, now: float) -> bool:
+        link_ms = self.health.link_ms(now)
+        return link_ms is not None and link_ms(self.p.url, decode.url) > LINK_MS
+
+
 def test_a_pair_is_avoided_for_a_time_that_doubles_until_kv_comes() -> None:
-    pairs = FailedPairs()
-    pairs.failed("p", "d", "PeerLost", 0.0)
-    assert pairs.avoided("p", "d", AVOID_S - 0.1)
-    assert not pairs.avoided("p", "d", AVOID_S)
-    assert not pairs.avoided("p", "e", 0.0)
-    pairs.failed("p", "d", "TransferTimeout", 10.0)
-    assert pairs.avoided("p", "d", 10.0 + 2 * AVOID_S - 0.1)
-    pairs.worked("p", "d")
-    assert not pairs.avoided("p", "d", 10.1)
+    pair = Pair()
+    pair.failed(0.0)
+    assert pair.avoided(pair.d, AVOID_S - 0.1)
+    assert not pair.avoided(pair.d, AVOID_S)
+    assert not pair.avoided(pair.e, 0.0)
+    pair.failed(10.0)
+    assert pair.avoided(pair.d, 10.0 + 2 * AVOID_S - 0.1)
+    pair.health.kv_came(pair.p, pair.d)
+    assert not pair.avoided(pair.d, 10.1)
 
 
 @pytest.mark.parametrize("cause", KV_CAUSES)
-def test_whatever_went_wrong_between_them_is_the_pairs_fault_but_not_a_lease_that_ran_out(
-    cause: str,
-) -> None:
-    pairs = FailedPairs()
-    pairs.failed("p", "d", cause, 0.0)
-    assert pairs.avoided("p", "d", 1.0) == (cause != "LeaseLost")
+def test_whatever_went_wrong_is_the_pairs_fault_but_not_a_lease_that_ran_out(cause: str) -> None:
+    pair = Pair()
+    pair.failed(0.0, cause)
+    assert pair.avoided(pair.d, 1.0) == (cause != "LeaseLost")
 
 
-@given(st.lists(st.floats(0, 1000), min_size=1, max_size=40))
-def test_no_pair_is_avoided_for_ever(times: list[float]) -> None:
-    pairs = FailedPairs()
-    for at in sorted(times):
-        pairs.failed("p", "d", "PeerLost", at)
-    assert not pairs.avoided("p", "d", max(times) + 120.0)
+def test_no_pair_is_avoided_for_ever() -> None:
+    pair = Pair()
+    for at in range(40):
+        pair.failed(float(at))
+    assert not pair.avoided(pair.d, 40.0 + 120.0)

@@ -18,7 +18,7 @@ from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.members import Source
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.placement import LINK_MS, Placement, Refuse, Wait
+from kvrelay.router.placement import Placement, Refuse, Wait
 from kvrelay.router.request.job import CHAT_PATH, Job, Slo, prefix_of
 from kvrelay.router.request.placer import ChosenNodes, Placer
 from kvrelay.wire.config import Role
@@ -204,8 +204,6 @@ def test_what_no_node_can_have_is_not_believed(wrong: float, name: str) -> None:
     )
     rig.pool.note_report(node, report, 2.0, 2.0)
     assert node.state.costs == COSTS
-    rig.node_health.links.observe("http://p0", "http://d0", wrong)
-    assert rig.node_health.links.ms("http://p0", "http://d0") == LINK_MS
 
 
 def test_who_needs_more_than_half_of_all_room_waits_for_half_of_it() -> None:

@@ -173,18 +173,6 @@ def test_held_blocks_are_what_nodes_have_told(
     assert len(blocks) == len(set.union(*held.values()))
 
 
-def test_forgotten_marks_are_swept_while_other_events_come() -> None:
-    blocks = HeldBlocks()
-    blocks.stored(1, range(5_000))
-    blocks.stored(2, range(1_000))
-    blocks.forget(1)
-    for at in range(5):
-        assert blocks.sweeping
-        blocks.stored(2, [at])
-    assert not blocks.sweeping
-    assert len(blocks) == 1_000
-
-
 def test_a_full_table_forgets_what_came_first() -> None:
     blocks = HeldBlocks(limit=80)
     blocks.stored(1, range(80))

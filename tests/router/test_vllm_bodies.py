@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import msgspec
@@ -19,7 +18,6 @@ from kvrelay.router.request.vllm_bodies import (
     error_in,
     forces_tools,
     handover_of,
-    p2p_request_id,
     plain_answer,
     prefill_body,
     undivided_because,
@@ -64,7 +62,6 @@ def test_the_prefill_leg_has_the_clients_fields_but_those_that_do_not_go_with_on
     }
     one_token = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False, "ignore_eos": True}
     assert told == {"model": "m"} | own | one_token | {"kv_transfer_params": ASKED}
-    assert "kv_transfer_params" not in json.loads(prefill_body(asked, named_by_id=True))
     assert json.loads(decode_body(asked, None)) == {"model": "m"} | fields
 
 
@@ -151,16 +148,9 @@ def test_an_error_without_a_shape_keeps_its_status() -> None:
     assert parse_error(b'{"error":{"message":"m","type":"t","code":"x"}}', 409)[0].code == "x"
 
 
-def test_an_id_for_p2p_nccl_is_read_as_the_connector_reads_it() -> None:
-    """By its own two patterns, in an id that the node has put more around."""
-    made = "cmpl-" + p2p_request_id("10.0.0.1:21001", "10.0.0.2:22001", "0af3") + "-0"
-    assert re.findall(r"___decode_addr_(.*):(\d+)", made) == [("10.0.0.2", "22001")]
-    assert re.findall(r"___prefill_addr_(.*):(\d+)___", made) == [("10.0.0.1", "21001")]
-
-
 def test_a_node_reports_its_models_and_the_load_of_all_its_engines() -> None:
     text = metrics_text(running=3, waiting=2, used=0.25).encode()
-    report = report_of(Role.DECODE, "", MODELS, text)
+    report = report_of(Role.DECODE, MODELS, text)
     assert report == HealthReport(
         role=Role.DECODE,
         model="m",
@@ -168,25 +158,21 @@ def test_a_node_reports_its_models_and_the_load_of_all_its_engines() -> None:
         generation="1795234567.8",
         load=Load(3, 2, free_blocks=150, total_blocks=200, block_size=16),
         adapters=["alias", "x"],
-        aliases=["alias"],
-        engines=2,
         kind=NodeKind.VLLM,
     )
-    on_prefill = report_of(Role.PREFILL, "", MODELS, text)
+    on_prefill = report_of(Role.PREFILL, MODELS, text)
     assert isinstance(on_prefill, HealthReport)
     assert (on_prefill.load.running, on_prefill.load.waiting) == (0, 5)
     older = report_of(
-        Role.DECODE, "h:1", MODELS, metrics_text(used=0.5, cache="gpu_cache_usage_perc").encode()
+        Role.DECODE, MODELS, metrics_text(used=0.5, cache="gpu_cache_usage_perc").encode()
     )
     assert isinstance(older, HealthReport)
-    assert (older.load.free_blocks, older.kind) == (100, NodeKind.VLLM_P2P_NCCL)
+    assert older.load.free_blocks == 100
 
 
 @given(st.binary(max_size=200))
 def test_metrics_of_any_kind_are_read_without_an_error(text: bytes) -> None:
-    report = report_of(
-        Role.PREFILL, "", MODELS, b"vllm:num_requests_running{} " + text + b"\n" + text
-    )
+    report = report_of(Role.PREFILL, MODELS, b"vllm:num_requests_running{} " + text + b"\n" + text)
     assert isinstance(report, HealthReport)
 
 
@@ -194,7 +180,7 @@ def test_metrics_of_any_kind_are_read_without_an_error(text: bytes) -> None:
     "models", [b"", b"{}", b'{"data":[]}', b'{"data":[{"id":"x","parent":"m"}]}']
 )
 def test_a_node_without_a_model_takes_no_work(models: bytes) -> None:
-    assert isinstance(report_of(Role.PREFILL, "", models, b""), str)
+    assert isinstance(report_of(Role.PREFILL, models, b""), str)
 
 
 def test_the_clients_own_bytes_stay_as_they_are() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -207,8 +206,6 @@ async def ok(call: Call) -> web.StreamResponse:
     why = node.complaint(call)
     if why is not None:
         return web.json_response(error(400, why), status=400)
-    if node.by_id:
-        return await by_id(call)
     asked = body.get("kv_transfer_params") or {}
     if asked.get("do_remote_decode"):
         if node.fails_forced_tools and body.get("tool_choice") == "required":
@@ -218,28 +215,6 @@ async def ok(call: Call) -> web.StreamResponse:
         if given is not None:
             node.store.hold(given, call.request_id)
         return web.json_response(call.answer("z", kv_transfer_params=given))
-    if body.get("stream"):
-        return await call.stream(*call.events())
-    return web.json_response(call.answer("abc"))
-
-
-async def by_id(call: Call) -> web.StreamResponse:
-    """What a node with a P2pNcclConnector answers: KV is pushed to, and found by, what stands in
-    the request's id.
-    """
-    node, body = call.node, call.body
-    ids = [f"{at}_{call.request_id}" for at in range(body.get("n") or 1)]
-    if node.role == "prefill":
-        to = re.search(r"___decode_addr_(.*):(\d+)", call.request_id)
-        assert to is not None, "the id names no decode node; a real one raises in its forward pass"
-        assert body["max_tokens"] == 1
-        assert "kv_transfer_params" not in body
-        node.store.pushed |= dict.fromkeys(ids, f"{to[1]}:{to[2]}")
-        return web.json_response(call.answer("z"))
-    where = re.search(r"___prefill_addr_(.*):(\d+)___", call.request_id)
-    assert where is not None
-    # A real one waits for ever for what is not there.
-    assert [node.store.pushed.pop(each, None) for each in ids] == [node.by_id] * len(ids)
     if body.get("stream"):
         return await call.stream(*call.events())
     return web.json_response(call.answer("abc"))
@@ -256,8 +231,6 @@ class VllmNode:
     engine: str = "engine-1"
     hands_over: bool = True
     fails_forced_tools: bool = False
-    by_id: str = ""
-    """It has a P2pNcclConnector, at this address."""
     health_status: int = 200
     health_hangs: bool = False
     running_requests: int = 0

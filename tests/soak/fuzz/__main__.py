@@ -58,7 +58,6 @@ TARGETS = (
     "prefill legs",
     "decode legs",
     "heartbeats",
-    "pings",
     "events",
     "control",
     "every port",
@@ -192,8 +191,6 @@ async def _round(stand: Stand, target: str, rng: random.Random, held: LeaseId) -
             return await over_http.leg_streams(stand, rng, process, held.request_id, 8)
         case "heartbeats":
             return await over_sockets.heartbeats(stand, rng, 60)
-        case "pings":
-            return await over_sockets.pings(stand, rng, 60)
         case "events":
             return await over_sockets.events(stand, rng, 30)
         case "control":

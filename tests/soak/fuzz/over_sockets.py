@@ -44,7 +44,6 @@ __all__ = [
     "heartbeats",
     "holds",
     "open_planes",
-    "pings",
 ]
 
 _CONNECT_S = 2.0
@@ -189,19 +188,6 @@ async def _forged(
         for url in urls
         if seen.get(url) != before.get(url)
     ]
-
-
-async def pings(stand: Stand, rng: random.Random, cases: int) -> list[str]:
-    """vLLM's pings, changed. Who reaches that port may name a node."""
-    ping = {"type": "P", "http_address": "127.0.0.1:9", "zmq_address": "127.0.0.1:9"}
-    async with _Peer(zmq.DEALER, "127.0.0.1", stand.ping_port) as peer:
-        for _ in range(cases):
-            said = as_msgpack(mutated(rng, ping, LEADS_AWAY))
-            frames = [garbled(rng, said) if rng.random() < 0.4 else said]
-            await peer.send(
-                *(frames * rng.choice((1, 1, 3))), *([b""] if rng.random() < 0.1 else [])
-            )
-    return []
 
 
 async def events(stand: Stand, rng: random.Random, cases: int) -> list[str]:

@@ -111,7 +111,7 @@ class Stand:
         self.tensor_parallel_size = tensor_parallel_size
         self.secret = secrets.token_urlsafe()
         self.keys = {name: secrets.token_hex() for name in ("user", "admin", "node")} | {"": ""}
-        self.heartbeat_port, self.ping_port = free_ports(2)
+        (self.heartbeat_port,) = free_ports(1)
         self.processes: list[Process] = []
         self.expected = ""
 
@@ -231,10 +231,8 @@ class Stand:
             "generation",
             "sources",
         )
-        # Pings want no key: who reaches their port may name a node, for ten seconds.
-        nodes = [node for node in told["nodes"] if set(node["sources"]) - {"p2p-nccl"}]
         state: dict[str, Any] = {
-            node["url"]: {fact: node[fact] for fact in facts} for node in nodes
+            node["url"]: {fact: node[fact] for fact in facts} for node in told["nodes"]
         }
         for node in self.nodes:
             _, told = await self.ask(node, "/health", "")
@@ -309,13 +307,15 @@ class Stand:
         node += ["--enable-lora", "--allow-runtime-lora", "--tool-call-parser", "hermes"]
         node += ["--request-deadline-s", "50", *self.flags]
         node += [kv_events()]
-        ports = [
+        router = [
             "--heartbeat-port",
             str(self.heartbeat_port),
-            "--p2p-nccl-port",
-            str(self.ping_port),
+            "--node-allow",
+            "127.0.0.1",
+            "--workers",
+            "2",
+            "--strict-roles",
         ]
-        router = [*ports, "--node-allow", "127.0.0.1", "--workers", "2", "--strict-roles"]
         self._launch("router", router)
         self._launch("prefill", [*node, *ranks])
         self._launch("decode", node)
