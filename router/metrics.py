@@ -12,10 +12,10 @@ from prometheus_client.registry import Collector
 
 from kvrelay.openai_api.fast_metrics import FastCounter, FastGauge, FastHistogram
 from kvrelay.openai_api.stages import STAGES
+from kvrelay.router.ended_request import EndedRequest
 from kvrelay.router.nodes.breaker import State
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.prefix.metrics import PrefixMetrics
-from kvrelay.router.recent_requests import EndedRequest
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KV_CAUSES
 
@@ -119,8 +119,6 @@ class Metrics:
         """`keys` are the names of the API keys."""
         self.registry = registry = CollectorRegistry()
         self._pool = pool
-        self.on_handover: Callable[[str, str], None] = lambda _prefill, _decode: None
-        """Told the nodes of each hand-over that is counted."""
         self.admission = AdmissionMetrics(registry, keys, pool.models)
         by_model = registry, [_MODEL], lambda: product(pool.models())
         self.requests = FastCounter(
@@ -260,10 +258,9 @@ class Metrics:
         """Count a request that was refused before it ran; `asked` is the model that it named."""
         self.requests.add(1, self.model_of(asked), path, str(status))
 
-    def handed_over(self, asked: str, prefill: str, decode: str) -> None:
+    def handed_over(self, asked: str) -> None:
         """Count a request whose KV goes from one node to another."""
         self.disaggregated.add(1, self.model_of(asked))
-        self.on_handover(prefill, decode)
 
     def local(self, asked: str, reason: str) -> None:
         """Count a prompt that a decode node computes."""

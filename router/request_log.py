@@ -16,9 +16,9 @@ from typing import Protocol
 
 from kvrelay.openai_api.stages import STAGES, StageTime
 from kvrelay.openai_api.tracing import Attribute, RequestSpan, Tracing, trace_headers, trace_id_of
-from kvrelay.router.console.state import ConsoleState
+from kvrelay.router.console.snapshot import ConsoleState
+from kvrelay.router.ended_request import EndedRequest
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.recent_requests import EndedRequest
 from kvrelay.router.relay import CLIENT_GONE, Run
 from kvrelay.router.request.job import Job
 from kvrelay.router.request.timeline import Timeline
@@ -68,9 +68,8 @@ class _Known:
 class TokenCounter:
     """A count of the output tokens of all running requests of one process."""
 
-    def __init__(self, metrics: Metrics, on_tokens: Callable[[float, int], None]) -> None:
-        """`on_tokens` is called with the monotonic time and the number of new tokens."""
-        self._metrics, self._on_tokens = metrics, on_tokens
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._known: dict[_Counted, _Known] = {}
         metrics.running.read = lambda: Counter(known.model for known in self._known.values())
 
@@ -78,31 +77,30 @@ class TokenCounter:
         """Begin to count a request of this API key and model; `remove` must follow."""
         self._known[run] = _Known(key, model)
 
-    def remove(self, run: _Counted, now: float) -> str:
+    def remove(self, run: _Counted) -> str:
         """Count the rest of a request that ended, and return its model."""
         known = self._known.pop(run)
-        self._count(run, known, now)
+        self._count(run, known)
         return known.model
 
-    def count(self, now: float) -> None:
+    def count(self) -> None:
         """Count the tokens that are new since the last time."""
         for run, known in self._known.items():
-            self._count(run, known, now)
+            self._count(run, known)
 
-    def _count(self, run: _Counted, known: _Known, now: float) -> None:
+    def _count(self, run: _Counted, known: _Known) -> None:
         more = run.output_tokens - known.tokens
         if more <= 0:  # also while another node repeats tokens that were counted
             return
         known.tokens += more
         self._metrics.output_tokens.add(more, known.model)
         self._metrics.admission.tokens.add(more, known.key, "output")
-        self._on_tokens(now, more)
 
     async def run(self) -> None:
         """Count every COUNT_S until cancelled."""
         while True:
             await asyncio.sleep(COUNT_S)
-            self.count(time.monotonic())
+            self.count()
 
 
 class RequestLog:
@@ -110,7 +108,7 @@ class RequestLog:
 
     def __init__(self, metrics: Metrics, console: ConsoleState) -> None:
         self._metrics, self._console = metrics, console
-        self.tokens = TokenCounter(metrics, console.recent.add_tokens)
+        self.tokens = TokenCounter(metrics)
 
     def refused(
         self,
@@ -143,8 +141,8 @@ class RequestLog:
         timeline, now = run.timeline, time.monotonic()
         stages_s = timeline.stages_s(now)
         error = "" if why is None else shown_error(why)
-        model = self.tokens.remove(run, now)
-        request = self._console.add(run, path, status, key, error, stages_s, now)
+        model = self.tokens.remove(run)
+        request = self._console.add(run, path, status, key, error, stages_s)
         self._metrics.finished(model, request)
         more = Fields({f"{name}_ms": stages_s[name] * 1e3 for name in STAGES if name in stages_s})
         more |= {"model": request.model, "client_gone": "yes" if status == CLIENT_GONE else "no"}

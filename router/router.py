@@ -15,7 +15,7 @@ from kvrelay.openai_api.tracing import start_tracing
 from kvrelay.router.admission.controller import AdmissionController
 from kvrelay.router.admission.keys import Keyring
 from kvrelay.router.background import BackgroundTasks, running_task
-from kvrelay.router.console.state import ConsoleState
+from kvrelay.router.console.snapshot import ConsoleState
 from kvrelay.router.membership.health_checks import check_nodes
 from kvrelay.router.membership.heartbeats import hear_heartbeats
 from kvrelay.router.membership.kubernetes_pods import follow_pods

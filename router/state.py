@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.router.ended_request import EndedRequest
 from kvrelay.router.membership.warm_up import WarmPairs
 from kvrelay.router.node_load import UNKNOWN
 from kvrelay.router.nodes.breaker import BreakerState
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.node import Node
 from kvrelay.router.nodes.pool import DRAINS, Pool
-from kvrelay.router.recent_requests import Edge, EndedRequest, TimeSlot
 from kvrelay.router.roles import RoleChange
 from kvrelay.wire.config import Role
 from kvrelay.wire.step_costs import StepCosts
@@ -112,10 +112,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     waiting: int
     waiting_for_room: int
     nodes: list[NodeStatus]
-    slots: list[TimeSlot]
     requests: list[EndedRequest]
-    edges: list[Edge]
-    """The newest EDGE_SLOTS; `slots` have none."""
     counts: dict[str, dict[str, float]]
     failed_pairs: list[FailedPair]
     roles: list[RoleStatus] = []

@@ -1,4 +1,4 @@
-"""The snapshot that the console shows, put together from what all workers see. Pure.
+"""The snapshot that the console shows, put together from what all workers see.
 
 The types are the contract of GET /console/state. What one process knows best is taken from it:
 requests that run, wait or have ended are added up. What each finds out by itself (is a node up, its
@@ -8,33 +8,40 @@ what the process that is asked was last told: with several workers their parent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 
 import msgspec
+from prometheus_client.registry import Collector
 
-from kvrelay.router.recent_requests import (
-    EDGE_SLOTS,
-    KEPT_REQUESTS,
-    SLOT_S,
-    SLOTS,
-    Edge,
-    EndedRequest,
-    add,
-    quantile,
-    summed,
-)
+from kvrelay.openai_api.routes import version
+from kvrelay.openai_api.stages import MOVED
+from kvrelay.router.ended_request import EndedRequest
+from kvrelay.router.membership.warm_up import WarmUps
+from kvrelay.router.metrics import Metrics
+from kvrelay.router.nodes.models import Models
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.relay import Run
+from kvrelay.router.roles import RoleChanger
+from kvrelay.router.shared import Shared
 from kvrelay.router.state import (
     FailedPair,
     Health,
     NodeStatus,
     RoleStatus,
     WorkerStatus,
+    failed_pairs,
     joined_nodes,
+    model_health,
+    node_statuses,
 )
 
-__all__ = ["Percentiles", "Series", "Snapshot", "WorkerRow", "snapshot_of"]
+__all__ = ["KEPT_REQUESTS", "ConsoleState", "Edge", "Snapshot", "WorkerRow", "snapshot_of"]
 
-_RATE_SLOTS = 2
+KEPT_REQUESTS = 200
+"""Requests that each process remembers."""
 _MOST_EDGES = 200
 _SHARES = (0.5, 0.9, 0.99)
 
@@ -49,24 +56,16 @@ class WorkerRow(msgspec.Struct, frozen=True):
     nodes_up: int
 
 
-class Percentiles(msgspec.Struct, frozen=True):
-    """A row of percentiles of `count` requests."""
+class Edge(msgspec.Struct):
+    """Hand-overs from a prefill to a decode node, of the requests that are remembered."""
 
-    count: int
-    p50_s: float | None = None
-    p90_s: float | None = None
-    p99_s: float | None = None
-
-
-class Series(msgspec.Struct, frozen=True):
-    """A series by slots of `slot_s`, the oldest first; the last is not over yet."""
-
-    slot_s: float
-    ended: list[int]
-    failed: list[int]
-    output_tokens: list[int]
-    ttft_p50_s: list[float | None]
-    inter_token_p50_s: list[float | None]
+    prefill: str
+    decode: str
+    handovers: int = 0
+    bytes: int = 0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    """The part of `transfer_s` that requests have waited for beside their prefill."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -83,20 +82,15 @@ class Snapshot(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     waiting_for_room: int
-    requests_per_s: float
-    output_tokens_per_s: float
-    window_s: float
-    """The time that percentiles and series cover."""
-    ttft: Percentiles
-    inter_token: Percentiles
-    total: Percentiles
-    series: Series
+    ttft: list[float]
+    """Seconds at 50, 90 and 99 % of the remembered requests, as the next two; empty: no request."""
+    inter_token: list[float]
+    total: list[float]
     nodes: list[NodeStatus]
-    edge_window_s: float
     edges: list[Edge]
-    """The traffic within `edge_window_s`."""
     failed_pairs: list[FailedPair]
     counts: dict[str, dict[str, float]]
+    """Since the start of the processes that run: by metric, then by label value."""
     requests: list[EndedRequest]
     """The newest first."""
     roles: list[RoleStatus] = []
@@ -111,77 +105,160 @@ def snapshot_of(
     wanted: int,
     health: Health,
     models: dict[str, bool],
-    version: str,
     now: float,
-    monotonic: float,
 ) -> Snapshot:
-    """Join what all workers see. `own` is the process that is asked, which need not be a worker.
+    """Join what all workers see; only requests that ended after `since` are listed.
 
-    `now` is the Unix time of `monotonic`; only requests that ended after `since` are listed.
+    `own` is the process that is asked, which need not be a worker.
     """
     workers = sorted(workers, key=lambda each: each.index)
-    requests = (request for each in workers for request in each.requests if request.ended > since)
-    all_slots = [slot for each in workers for slot in each.slots]
-    newest = int(monotonic // SLOT_S)
-    slots = [
-        summed(slot for slot in all_slots if slot.number == number)
-        for number in range(newest - SLOTS + 1, newest + 1)
-    ]
-    whole, lately = summed(slots), summed(slots[-1 - _RATE_SLOTS :])
-    lately_s = _RATE_SLOTS * SLOT_S + monotonic % SLOT_S
+    requests = sorted(
+        (each for of in workers for each in of.requests), key=lambda each: -each.ended
+    )
+    counts: dict[str, Counter[str]] = {}
+    for each in workers:
+        for what, by_label in each.counts.items():
+            counts.setdefault(what, Counter()).update(by_label)
     return Snapshot(
         now=now,
-        version=version,
+        version=version(),
         health=health,
         models=models,
         wanted=wanted,
-        workers=[_row(each) for each in workers],
+        workers=[
+            WorkerRow(each.index, each.uptime_s, each.running, each.waiting, _up(each.nodes))
+            for each in workers
+        ],
         running=sum(each.running for each in workers),
         waiting=sum(each.waiting for each in workers),
         waiting_for_room=sum(each.waiting_for_room for each in workers),
-        requests_per_s=lately.ended / lately_s,
-        output_tokens_per_s=lately.output_tokens / lately_s,
-        window_s=SLOT_S * SLOTS,
-        ttft=_percentiles(whole.ttft),
-        inter_token=_percentiles(whole.inter_token),
-        total=_percentiles(whole.total),
-        series=Series(
-            SLOT_S,
-            [slot.ended for slot in slots],
-            [slot.failed for slot in slots],
-            [slot.output_tokens for slot in slots],
-            [quantile(slot.ttft, 0.5) for slot in slots],
-            [quantile(slot.inter_token, 0.5) for slot in slots],
-        ),
+        ttft=_percentiles(each.ttft_s for each in requests),
+        inter_token=_percentiles(each.inter_token_s for each in requests),
+        total=_percentiles(each.stages_s["total"] for each in requests if each.status < 400),
         nodes=joined_nodes(own, workers),
-        edge_window_s=SLOT_S * EDGE_SLOTS,
-        edges=_joined_edges(workers),
+        edges=_edges(requests),
         failed_pairs=own.failed_pairs,
-        counts=_joined_counts(workers),
-        requests=sorted(requests, key=lambda each: -each.ended)[:KEPT_REQUESTS],
+        counts={what: dict(by_label) for what, by_label in counts.items()},
+        requests=[each for each in requests if each.ended > since][:KEPT_REQUESTS],
         roles=own.roles,
     )
 
 
-def _joined_counts(workers: Sequence[WorkerStatus]) -> dict[str, dict[str, float]]:
-    counts: dict[str, dict[str, float]] = {}
-    for each in workers:
-        for what, by_label in each.counts.items():
-            add(counts.setdefault(what, {}), by_label)
-    return counts
+def _up(nodes: Iterable[NodeStatus]) -> int:
+    return sum(node.up for node in nodes)
 
 
-def _joined_edges(workers: Sequence[WorkerStatus]) -> list[Edge]:
+def _percentiles(times: Iterable[float | None]) -> list[float]:
+    known = sorted(each for each in times if each is not None)
+    return [known[math.ceil(share * len(known)) - 1] for share in _SHARES] if known else []
+
+
+def _edges(requests: Iterable[EndedRequest]) -> list[Edge]:
     edges: dict[tuple[str, str], Edge] = {}
-    for edge in (edge for each in workers for edge in each.edges):
-        edges.setdefault((edge.prefill, edge.decode), Edge(edge.prefill, edge.decode)).add(edge)
+    for request in requests:
+        if request.local or "-" in (request.prefill, request.decode):
+            continue
+        pair = request.prefill, request.decode
+        edge = edges.setdefault(pair, Edge(*pair))
+        edge.handovers += 1
+        edge.bytes += request.kv_bytes
+        edge.transfer_s += request.stages_s.get("transfer", 0.0)
+        edge.exposed_s += request.stages_s.get("exposed", 0.0)
     return sorted(edges.values(), key=lambda edge: (-edge.bytes, -edge.handovers))[:_MOST_EDGES]
 
 
-def _row(worker: WorkerStatus) -> WorkerRow:
-    up = sum(node.up for node in worker.nodes)
-    return WorkerRow(worker.index, worker.uptime_s, worker.running, worker.waiting, up)
+class ConsoleState:
+    """A process's state for the console, with what other workers reported.
+
+    No prompt, answer or body is kept.
+    """
+
+    def __init__(
+        self, pool: Pool, models: Models, warm_ups: WarmUps, metrics: Metrics, shared: Shared
+    ) -> None:
+        self._pool, self._models, self._warm_ups = pool, models, warm_ups
+        self._metrics, self._shared = metrics, shared
+        self.requests: deque[EndedRequest] = deque(maxlen=KEPT_REQUESTS)
+        self._began = time.monotonic()
+        self.roles: RoleChanger | None = None
+        """Set in the process that changes the roles of nodes."""
+
+    def add(
+        self, run: Run, path: str, status: int, key: str, error: str, stages_s: dict[str, float]
+    ) -> EndedRequest:
+        """Note a request that has ended; `error` is what a log may say of it."""
+        timeline, job, (prefill, decode) = run.timeline, run.job, run.nodes
+        first, tokens = timeline.first_token, run.output_tokens
+        request = EndedRequest(
+            id=job.id,
+            path=path,
+            model=job.model,
+            key=key,
+            status=status,
+            error=error,
+            stream=job.stream,
+            local=timeline.local,
+            ended=time.time(),
+            ttft_s=None if first is None else first - timeline.arrived,
+            inter_token_s=timeline.inter_token_s(tokens, run.answers),
+            prompt_tokens=run.prompt_tokens,
+            cached_tokens=sum(part.cached_tokens or 0 for part in run.parts),
+            output_tokens=tokens,
+            prefill=prefill,
+            decode=decode,
+            kv_bytes=sum(int(part.timeline.decode_ms.get(MOVED, 0)) for part in run.parts),
+            stages_s=stages_s,
+            placed=run.placement,
+        )
+        self.requests.append(request)
+        return request
+
+    def status(self) -> WorkerStatus:
+        """Return what this process sees."""
+        now, metrics = time.monotonic(), self._metrics
+        roles = {} if self.roles is None else self.roles.models
+        return WorkerStatus(
+            self._shared.index,
+            now - self._began,
+            int(sum(metrics.running.read().values())),
+            int(sum(metrics.admission.waiting.read().values())),
+            int(sum(metrics.waiting_for_room.read().values())),
+            node_statuses(self._pool, now),
+            list(self.requests),
+            {
+                "requests": _by(metrics.requests, "status"),
+                "output_tokens": _by(metrics.output_tokens, ""),
+                "disaggregated": _by(metrics.disaggregated, ""),
+                "local_prefills": _by(metrics.local_prefills, "reason"),
+                "failovers": _by(metrics.failovers, "leg"),
+                "kv_failures": _by(metrics.kv_failures, "cause"),
+            },
+            failed_pairs(self._warm_ups.pairs()),
+            [
+                RoleStatus(name, each.why, each.use, each.changes)
+                for name, each in sorted(roles.items())
+            ],
+        )
+
+    def snapshot(self, since: float) -> Snapshot:
+        """Return what all workers see, with the requests that ended after the Unix time `since`."""
+        workers, own = self._shared.workers(), self.status()
+        health, models = model_health(self._models)
+        return snapshot_of(
+            own,
+            self._shared.other_workers() or [own],
+            since,
+            wanted=1 if workers is None else workers["wanted"],
+            health=health,
+            models=models,
+            now=time.time(),
+        )
 
 
-def _percentiles(counts: Mapping[int, int]) -> Percentiles:
-    return Percentiles(sum(counts.values()), *(quantile(counts, share) for share in _SHARES))
+def _by(counter: Collector, label: str) -> dict[str, float]:
+    counts: Counter[str] = Counter()
+    for family in counter.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                counts[sample.labels.get(label, "")] += sample.value  # type: ignore[assignment]
+    return dict(counts)

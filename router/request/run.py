@@ -389,7 +389,7 @@ class RequestRun:
         if kv_mismatch(self.prefill_node.kv, node.kv) is None and not self.kv_failed:
             if not self._handover_counted:
                 self._handover_counted = True
-                self._metrics.handed_over(self.job.model, *self.nodes)
+                self._metrics.handed_over(self.job.model)
             return True
         if not (self._kv_unused or self.kv_failed):
             self._metrics.local(self.job.model, "incompatible")

@@ -182,7 +182,7 @@ class VllmRun:
         job = self.job
         if self._source is not None and not self._handover_counted:
             self._handover_counted = True
-            self._context.metrics.handed_over(job.model, *self.nodes)
+            self._context.metrics.handed_over(job.model)
         fetches = self._source is not None
         times = self.timeline.begin_attempt(time.monotonic(), decoding=True, fetches=fetches)
         complete = False

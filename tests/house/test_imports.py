@@ -67,7 +67,7 @@ ROUTER_ORDER = (
     "client_connection",
     "node_load",
     "prefix",
-    "recent_requests",
+    "ended_request",
     "reload",
     "placement",
     "nodes",

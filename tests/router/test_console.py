@@ -122,49 +122,12 @@ async def test_a_request_that_has_ended_is_told_with_its_stages_and_without_its_
         assert request.stages_s["transfer"] == 0.008
         assert request.stages_s["total"] >= (request.ttft_s or 0.0) > 0
         edge = seen.edges[0]
-        assert (edge.prefill, edge.decode, edge.handovers, edge.fetches, edge.bytes) == (
-            p.url,
-            d.url,
-            1,
-            1,
-            4096,
-        )
-        assert seen.ttft.count == seen.total.count == 1
-        assert sum(seen.series.ended) == 1
+        assert (edge.prefill, edge.decode, edge.handovers, edge.bytes) == (p.url, d.url, 1, 4096)
+        assert len(seen.ttft) == len(seen.total) == 3
+        assert seen.counts["output_tokens"] == {"": 3.0}
         assert seen.counts["requests"] == {"200": 1.0}
         assert seen.counts["disaggregated"] == {"": 1.0}
         assert not (await picture(c, request.ended)).requests  # no news
-
-
-async def test_hand_overs_are_as_many_as_the_counter_says_while_they_run_and_when_nothing_was_fetched() -> (
-    None
-):
-    async def held(call: Call) -> None:
-        await call.tokens(12, "b", 2)
-        await d.resume.wait()
-        await call.send(
-            Frame(FrameKind.END, b"{}", timing={"decode": 20.0})
-        )  # all KV was in its prefix cache
-
-    p, d = prefill(), decode(held)
-    async with cluster(p, d) as c:
-
-        async def both() -> tuple[int, float]:
-            seen = await picture(c)
-            return sum(edge.handovers for edge in seen.edges), sum(
-                seen.counts["disaggregated"].values()
-            )
-
-        async with c.post({"stream": True}):
-            await until(lambda: len(d.calls) == 1)
-            assert await both() == (1, 1)
-            async with c.post({"stream": True}) as broken:
-                await until(lambda: len(d.calls) == 2)
-                broken.close()
-            d.resume.set()
-        await until(lambda: c.metric("kvrelay_router_requests_running") == 0)
-        assert await both() == (2, 2)
-        assert [edge.fetches for edge in (await picture(c)).edges] == [0]
 
 
 async def test_the_nodes_are_told_as_the_router_sees_them() -> None:
@@ -204,8 +167,7 @@ async def test_a_request_that_fails_is_told_with_what_a_log_may_say() -> None:
         seen = await picture(c)
         assert seen.requests[0].status >= 500
         assert seen.requests[0].error
-        assert sum(seen.series.failed) == 1
-        assert seen.total.count == 0
+        assert seen.total == []
 
 
 async def test_what_is_no_time_is_refused() -> None:

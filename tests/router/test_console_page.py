@@ -5,7 +5,6 @@ stopped or lost.
 from __future__ import annotations
 
 import importlib.util
-import re
 import shutil
 import time
 from collections.abc import AsyncIterator
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 from router_doubles import Call, cluster, decode, event, prefill
 
-from kvrelay.router.recent_requests import EndedRequest
 from kvrelay.router.roles import RoleChange, RolePlanner
 from kvrelay.wire.config import Role
 from kvrelay.wire.frames import Frame, FrameKind
@@ -151,32 +149,3 @@ async def test_roles_and_their_last_changes_are_shown() -> None:
             HOSTILE,
         ]
         assert await page.locator("img").count() == 0
-
-
-async def test_a_single_value_in_a_chart_is_seen() -> None:
-    async with opened() as page, cluster(prefill(), decode()) as c:
-        recent, now = c.router.console.recent, time.monotonic()
-        for ended, ttft_s in ((now - 100, 0.1), (now - 50, 0.2), (now - 45, 0.2)):
-            names = ("r", "/v1/completions", "tiny", "anyone", 200, "", True, False)
-            told = EndedRequest(
-                *names, time.time(), ttft_s, None, 5, 0, 7, "-", "-", 0, {"total": 1.0}
-            )
-            recent.ended(ended, told)
-        await page.goto(f"{c.url}/console#key=operator")
-        dots = page.locator("#chart-ttft .dots")
-        await page.locator("#chart-ttft-now", has_text="highest").wait_for()
-        assert (
-            len(re.findall("M", await dots.get_attribute("d"))) == 1
-        )  # the two newer ones are a line
-        assert (
-            float(
-                (await dots.evaluate("path => getComputedStyle(path).strokeWidth")).removesuffix(
-                    "px"
-                )
-            )
-            >= 4
-        )
-        assert (
-            len(re.findall("[ML]", await page.locator("#chart-ttft .stroke").get_attribute("d")))
-            == 2
-        )

@@ -138,7 +138,7 @@ async def test_a_hand_over_is_counted_and_shown_as_one() -> None:
     async with cluster(p, d) as c:
         await c.text({"max_tokens": 9})
         await until(lambda: c.metric("kvrelay_router_disaggregated_total", model_name=MODEL) == 1)
-        (edge,) = c.router.console.status().edges
+        (edge,) = c.router.console.snapshot(0.0).edges
         assert (edge.prefill, edge.decode, edge.handovers) == (p.url, d.url, 1)
 
 

@@ -18,20 +18,36 @@ export function showCluster(picture, asks) {
   workers(picture);
 }
 
-// Of a series of counts, rates of the slots that are over.
-const rates = (series, name) => series[name].slice(0, -1).map((each) => each / series.slot_s);
 const sum = (values) => values.reduce((left, right) => left + right, 0);
+const total = (picture, what) => sum(Object.values(picture.counts[what] || {}));
+
+// What the pictures so far said, the newest last: charts are drawn of it.
+const MOST_POINTS = 300;
+const points = [];
+
+function remember(picture) {
+  const point = { at: picture.now, requests: total(picture, "requests"), tokens: total(picture, "output_tokens"), ttft: picture.ttft[0] ?? null, itl: picture.inter_token[0] ?? null };
+  const last = points.at(-1);
+  const passed = last ? point.at - last.at : 0;
+  const per = (name) => (passed > 0 ? Math.max(0, point[name] - last[name]) / passed : 0);
+  points.push({ ...point, requestsPerS: per("requests"), tokensPerS: per("tokens") });
+  if (points.length > MOST_POINTS) points.shift();
+}
+
+const history = (name) => points.map((point) => point[name]);
 
 function tiles(picture) {
-  const { series } = picture;
-  const failed = sum(series.failed);
+  remember(picture);
+  const { requestsPerS, tokensPerS } = points.at(-1);
+  const statuses = Object.entries(picture.counts.requests || {});
+  const failed = sum(statuses.filter(([status]) => status >= "500").map(([, times]) => times));
   const shown = [
-    { name: "Requests", value: rate(picture.requests_per_s), unit: "/s", line: rates(series, "ended") },
-    { name: "Output", value: rate(picture.output_tokens_per_s), unit: "tokens/s", line: rates(series, "output_tokens") },
+    { name: "Requests", value: rate(requestsPerS), unit: "/s", line: history("requestsPerS") },
+    { name: "Output", value: rate(tokensPerS), unit: "tokens/s", line: history("tokensPerS") },
     { name: "Running", value: count(picture.running), unit: picture.running === 1 ? "request" : "requests", note: `${sum(picture.nodes.map((node) => node.legs))} streams on nodes` },
     { name: "Waiting", value: count(picture.waiting), unit: "in queue", note: `${picture.waiting_for_room} for KV room`, alarm: picture.waiting > 0 },
-    { name: "First token", value: time(picture.ttft.p50_s), unit: "p50", note: `p99 ${time(picture.ttft.p99_s)}` },
-    { name: "Failed", value: count(failed), unit: "in 5 min", note: `${count(sum(series.ended))} ended`, alarm: failed > 0 },
+    { name: "First token", value: time(picture.ttft[0]), unit: "p50", note: `p99 ${time(picture.ttft[2])}` },
+    { name: "Failed", value: count(failed), unit: "since start", note: `${count(total(picture, "requests"))} ended`, alarm: failed > 0 },
   ];
   keyed(byId("tiles"), shown, (tile) => tile.name, makeTile, (element, tile) => {
     say(element.value, tile.value);
@@ -124,24 +140,23 @@ function wires(picture, sides, places, height) {
 }
 
 function edges(picture) {
-  const window = picture.edge_window_s;
   const moved = sum(picture.edges.map((edge) => edge.bytes));
-  say(byId("moved"), moved ? `${bytes(moved / window)}/s` : "");
+  say(byId("moved"), moved ? bytes(moved) : "");
   const failed = picture.failed_pairs.map((pair) => ({ ...pair, failed: true }));
   const rows = [...failed, ...picture.edges];
   const body = byId("edges").tBodies[0];
   keyed(body, rows.length ? rows : [null], (edge) => (edge ? `${edge.failed} ${edge.prefill} ${edge.decode}` : "none"), makeEdge, (row, edge) => {
     if (!edge || edge.failed) return;
-    const [, , times, speed, fetch, exposed] = row.cells;
-    say(times, `${rate((edge.handovers * 60) / window)}/min`);
-    say(speed, edge.bytes ? `${bytes(edge.bytes / window)}/s` : "–");
-    say(fetch, edge.bytes ? time(edge.transfer_s / edge.fetches) : "–");
-    say(exposed, edge.bytes ? time(edge.exposed_s / edge.fetches) : "–");
+    const [, , times, moved, fetch, exposed] = row.cells;
+    say(times, count(edge.handovers));
+    say(moved, edge.bytes ? bytes(edge.bytes) : "–");
+    say(fetch, edge.bytes ? time(edge.transfer_s / edge.handovers) : "–");
+    say(exposed, edge.bytes ? time(edge.exposed_s / edge.handovers) : "–");
   });
 }
 
 function makeEdge(edge) {
-  if (!edge) return h("tr.none", {}, h("td", { colspan: "6" }, "No KV has been handed over in the last minute."));
+  if (!edge) return h("tr.none", {}, h("td", { colspan: "6" }, "No KV was handed over for the last requests."));
   const ends = [h("th", { scope: "row" }, short(edge.prefill)), h("td.name", {}, short(edge.decode))];
   if (edge.failed) return h("tr", {}, ...ends, h("td.bad", { colspan: "4" }, edge.reason));
   return h("tr", {}, ...ends, h("td.num"), h("td.num"), h("td.num"), h("td.num"));
@@ -150,11 +165,10 @@ function makeEdge(edge) {
 function latency(picture) {
   const rows = [["Time to first token", picture.ttft], ["Between tokens, mean", picture.inter_token], ["Whole request", picture.total]];
   keyed(byId("latency").tBodies[0], rows, (row) => row[0], ([name]) => h("tr", {}, h("th", { scope: "row" }, name), h("td.num"), h("td.num"), h("td.num")), (row, [, figures]) => {
-    mark(row, "title", `${figures.count} requests`);
-    [figures.p50_s, figures.p90_s, figures.p99_s].forEach((figure, at) => say(row.cells[at + 1], time(figure)));
+    [0, 1, 2].forEach((at) => say(row.cells[at + 1], time(figures[at])));
   });
-  chart("chart-ttft", picture.series.ttft_p50_s);
-  chart("chart-itl", picture.series.inter_token_p50_s);
+  chart("chart-ttft", history("ttft"));
+  chart("chart-itl", history("itl"));
 }
 
 function chart(id, values) {
@@ -164,7 +178,7 @@ function chart(id, values) {
 }
 
 function counts(picture) {
-  const of = (what) => sum(Object.values(picture.counts[what] || {}));
+  const of = (what) => total(picture, what);
   const by = (what) => Object.entries(picture.counts[what] || {}).filter(([, times]) => times).map(([label, times]) => `${label} ${count(times)}`).join(", ");
   const statuses = Object.entries(picture.counts.requests || {}).sort().map(([status, times]) => `${status}: ${count(times)}`).join(" · ");
   const rows = [
