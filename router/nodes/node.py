@@ -49,7 +49,7 @@ class NodeKind(enum.StrEnum):
     VLLM = "vllm"
 
 
-Event = Literal["ended", "emptied", "drains", "flips", "loaded", "unloaded"]
+Event = Literal["emptied", "drains", "flips", "loaded", "unloaded"]
 
 
 class NodeEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -121,9 +121,9 @@ class ProcessDeaths:
     """A record of which processes at one address have died, by generation.
 
     A connection that breaks proves nothing. A process has died if its address refuses connections,
-    another generation answers there, its node says that its engine is dead, or Kubernetes says that
-    it has ended. It lives if it answers a health check that began after the request was lost. While
-    its node is silent nobody knows. The end of a process that drains is no death.
+    another generation answers there, or its node says that its engine is dead. It lives if it
+    answers a health check that began after the request was lost. While its node is silent nobody
+    knows. The end of a process that drains is no death.
     """
 
     def __init__(self) -> None:

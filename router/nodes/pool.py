@@ -74,17 +74,12 @@ class Pool:
             joined(node)
         return lambda: self._followers.remove(follower)
 
-    def set_members(
-        self, source: Source, specs: Iterable[NodeSpec], now: float, gone: Collection[str] = ()
-    ) -> None:
+    def set_members(self, source: Source, specs: Iterable[NodeSpec], now: float) -> None:
         """Take over the list of all nodes that a source names now.
 
-        `gone`: addresses whose process has ended. Nodes that no source names any more take no new
-        requests; those that run there end by themselves, or are cut when the process has ended.
+        Nodes that no source names any more take no new requests, and end those that they have.
         """
         self._change(self.members.update(source, specs), now)
-        for url in gone:
-            self.note_process_ended(url, now)
 
     def add(self, spec: NodeSpec, source: Source, now: float) -> None:
         """Note that a source names this node, too."""
@@ -144,13 +139,6 @@ class Pool:
             self._cut(node)
         # Else its next health report tells: requests of the new process must not be cut.
         self.blame(node, "it was replaced", now)
-
-    def note_process_ended(self, url: str, now: float) -> None:
-        """Cut the requests of a node whose process has ended."""
-        self._note("ended", url)
-        for node in (*self.nodes, *self.leaving):
-            if node.url == url.rstrip("/"):
-                self.note_dead(node, "its process has ended", now)
 
     def _drop_if_idle(self, node: Node) -> None:
         if node in self.leaving and not node.leases:

@@ -170,8 +170,6 @@ class Worker(Shared):
     def _apply_event(self, event: NodeEvent, now: float) -> None:
         pool, node = self.router.pool, self.router.pool.find(event.url)
         match event.what:
-            case "ended":
-                pool.note_process_ended(event.url, now)
             case _ if node is None:
                 pass
             case "emptied":

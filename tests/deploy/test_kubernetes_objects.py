@@ -23,7 +23,7 @@ from kubernetes_manifests import (
     validate,
 )
 
-from kvrelay.router.membership.kubernetes_pods import Pod, Pods
+from kvrelay.router.membership.kubernetes_pods import node_of
 
 SECRET_KEYS = {
     ("kvrelay-keys", "api-key"): "KVRELAY_API_KEY",
@@ -282,14 +282,13 @@ def ready(pod: PodOf) -> dict[str, Any]:
 
 @with_discovery
 def test_the_router_discovers_nodes_and_nobody_else(overlay: str) -> None:
-    import msgspec
-
     (router,) = pods(overlay, "router")
     (flag,) = [arg for arg in router.main["args"] if arg.startswith("--kubernetes-selector=")]
     key, _, value = flag.removeprefix("--kubernetes-selector=").partition("=")
     for pod in pods(overlay):
         if pod.labels.get(key) == value and "kvrelay/role" in pod.labels:
-            (node,) = Pods().listed([msgspec.convert(ready(pod), Pod)]).nodes
+            node = node_of(ready(pod))
+            assert node is not None
             assert (node.url, pod.component) == (f"http://10.0.0.7:{pod.ports['http']}", "node")
             assert node.role == pod.main["args"][0]
         else:

@@ -1,56 +1,70 @@
-"""Which nodes follow from pods: one by one, and after any lists."""
+"""Which nodes follow from pods, and how they come and go, whatever the API server does."""
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import importlib
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
-import msgspec
+import kmock
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from kubernetes_double import pod_of
+import pytest_asyncio
+from kubernetes_double import ApiServer, pod_of
+from prometheus_client import CollectorRegistry
+from router_doubles import cluster, decode, prefill, until
 
-from kvrelay.router.membership.kubernetes_pods import Pod, PodList, Pods
+from kvrelay.router.membership import kubernetes_pods
+from kvrelay.router.membership.kubernetes_pods import follow_pods, kubernetes_client, nodes_of
 from kvrelay.router.nodes.members import NodeSpec
+from kvrelay.router.nodes.node import HealthReport, Node
+from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
-from kvrelay.wire.errors import RequestError
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.router_config import RouterConfig
 
-P = "http://10.0.0.1:8100"
+P, D = "http://127.0.0.1:8100", "http://127.0.0.1:8200"
+ANNOTATIONS = "metadata|annotations"
+NOT_LONGER_S = 5.0
 
 
-def pod(changes: dict[str, Any] | None = None, url: str = P, **fields: Any) -> Pod:
+def pod(changes: dict[str, Any] | None = None, url: str = P, **fields: Any) -> dict[str, Any]:
     """A pod of a prefill node; `changes` are by dotted path."""
-    made = pod_of(fields.pop("name", "p"), url, fields.pop("role", "prefill"), **fields)
+    made = pod_of(fields.pop("name", "p"), url, "prefill", **fields)
     for path, value in (changes or {}).items():
         inner = made
         *way, last = path.split("|")
         for step in way:
             inner = inner[step]
         inner[last] = value
-    return msgspec.json.decode(msgspec.json.encode(made), type=Pod)
+    return made
 
 
-def told(*there: Pod) -> list[NodeSpec]:
-    return list(Pods().listed(there).nodes)
-
-
-def test_a_pod_is_a_node_by_its_labels_its_port_and_its_uid() -> None:
-    assert told(pod()) == [NodeSpec(P, Role.PREFILL, "", "uid-p")]
-    labelled = pod(
-        {"metadata|labels|kvrelay/model": "tiny", "metadata|annotations": {"kvrelay/port": "81"}}
-    )
-    assert told(labelled) == [NodeSpec("http://10.0.0.1:81", Role.PREFILL, "tiny", "uid-p")]
-    slashed = pod(
-        {
-            "metadata|labels|kvrelay/model": "tiny",
-            "metadata|annotations": {"kvrelay/model": "org/tiny"},
-        }
-    )
-    assert [node.model for node in told(slashed)] == ["org/tiny"]
-    assert [node.url for node in told(pod(url="http://[fd00::1]:8100"))] == [
-        "http://[fd00::1]:8100"
-    ]
+@pytest.mark.parametrize(
+    ("one", "node"),
+    [
+        (pod(), NodeSpec(P, Role.PREFILL, "", "uid-p")),
+        (
+            pod({"metadata|labels|kvrelay/model": "tiny", ANNOTATIONS: {"kvrelay/port": "81"}}),
+            NodeSpec("http://127.0.0.1:81", Role.PREFILL, "tiny", "uid-p"),
+        ),
+        (
+            pod(
+                {"metadata|labels|kvrelay/model": "x", ANNOTATIONS: {"kvrelay/model": "org/tiny"}},
+                "http://[fd00::1]:8100",
+            ),
+            NodeSpec("http://[fd00::1]:8100", Role.PREFILL, "org/tiny", "uid-p"),
+        ),
+    ],
+)
+def test_a_pod_is_a_node_by_its_labels_its_port_and_its_uid(
+    one: dict[str, Any], node: NodeSpec
+) -> None:
+    assert nodes_of([one]) == ({node.url: node}, set())
 
 
 @pytest.mark.parametrize(
@@ -62,18 +76,11 @@ def test_a_pod_is_a_node_by_its_labels_its_port_and_its_uid() -> None:
         {"metadata|deletionTimestamp": "2026-01-01T00:00:30Z"},
         {"status|phase": "Failed"},
         {"status|phase": "Succeeded"},
-        {"status|containerStatuses": [{"name": "node", "state": {"terminated": {"exitCode": 1}}}]},
-        {
-            "status|containerStatuses": [
-                {"name": "node", "state": {"waiting": {"reason": "CrashLoopBackOff"}}}
-            ]
-        },
-        {"status": {}},
+        {"status": None, "spec": None, "metadata|labels": None, ANNOTATIONS: None},
     ],
 )
 def test_only_pods_that_are_ready_and_stay_are_nodes(changes: dict[str, Any]) -> None:
-    told = Pods().listed([pod(changes)])
-    assert (told.nodes, told.complaints) == ((), ())
+    assert nodes_of([pod(changes)]) == ({}, set())
 
 
 @pytest.mark.parametrize(
@@ -85,111 +92,210 @@ def test_only_pods_that_are_ready_and_stay_are_nodes(changes: dict[str, Any]) ->
         ),
         ({"spec|containers": [{"name": "node"}]}, "container port named http"),
         ({"spec|containers": None}, "container port named http"),
-        ({"metadata|annotations": {"kvrelay/port": "x"}}, "kvrelay/port must be a port, got 'x'"),
-        ({"metadata|annotations": {"kvrelay/port": "70000"}}, "kvrelay/port must be a port"),
-        (
-            {"metadata|annotations": {"kvrelay/port": "000001" + "0" * 5000}},
-            "kvrelay/port must be a port",
-        ),
+        ({ANNOTATIONS: {"kvrelay/port": "x"}}, "node address"),
+        ({ANNOTATIONS: {"kvrelay/port": "70000"}}, "node address"),
         ({"status|podIP": None}, "no address"),
         ({"status|podIP": "not an address"}, "node address"),
     ],
 )
-def test_a_pod_that_cannot_be_a_node_is_complained_of_once_and_harms_no_other(
+def test_a_pod_that_cannot_be_a_node_is_complained_of_and_harms_no_other(
     changes: dict[str, Any], said: str
 ) -> None:
-    wrong = pod(changes, name="wrong")
-    with pytest.raises(RequestError, match=said):
-        wrong.node()
-    pods = Pods()
-    first = pods.listed([wrong, pod()])
-    assert [node.url for node in first.nodes] == [P]
-    assert said in first.complaints[0]
-    assert pods.listed([wrong, pod()]).complaints == ()
+    nodes, (complaint,) = nodes_of([pod(changes, name="wrong"), pod()])
+    assert list(nodes) == [P]
+    assert said in complaint
 
 
-def test_an_end_is_told_once_and_only_if_it_is_known() -> None:
-    ends = pod({"metadata|deletionTimestamp": "2026-01-01T00:00:30Z"})
-    for last, gone in ((ends, {P}), (pod(), set())):  # the other one has lost its label
-        pods = Pods()
-        pods.listed([pod()])
-        assert pods.listed([last]).gone == set()  # it drains
-        assert pods.listed([]).gone == gone
-        assert pods.listed([]).gone == set()
-
-
-def test_a_container_that_ended_is_told_and_may_come_back() -> None:
-    pods = Pods()
-    pods.listed([pod()])
-    ended = pod(
-        {"status|containerStatuses": [{"name": "node", "state": {"terminated": {"exitCode": 137}}}]}
-    )
-    assert pods.listed([ended]).gone == {P}
-    assert [node.url for node in pods.listed([pod()]).nodes] == [P]
-    assert pods.listed([pod({"status|phase": "Failed"})]).gone == {P}
-    # An evicted pod may be listed for days, and its address be another's.
-    assert pods.listed([pod({"status|phase": "Failed"})]).gone == set()
-
-
-def test_an_address_that_another_pod_has_now_is_not_gone() -> None:
+def test_an_address_belongs_to_the_younger_pod() -> None:
     younger = pod({"metadata|creationTimestamp": "2026-01-02T00:00:00Z"}, uid="b", name="p2")
-    pods = Pods()
-    pods.listed([pod()])
-    assert [node.generation for node in pods.listed([younger, pod()]).nodes] == ["b"]
-    again = pods.listed([younger, pod({"status|phase": "Failed"})])
-    assert ([node.generation for node in again.nodes], again.gone) == (["b"], set())
+    for listed in ([younger, pod()], [pod(), younger]):
+        assert [node.generation for node in nodes_of(listed)[0].values()] == ["b"]
 
 
-def test_a_pod_that_moves_leaves_its_address() -> None:
-    pods = Pods()
-    pods.listed([pod()])
-    moved = pods.listed([pod(url="http://10.0.0.2:8100")])
-    assert ([node.url for node in moved.nodes], moved.gone) == (["http://10.0.0.2:8100"], {P})
+# Lists.
 
 
-def test_what_go_writes_as_null_is_read() -> None:
-    text = b"""{"metadata": {"resourceVersion": "7", "continue": null, "remainingItemCount": 2}, "items": [{"metadata":
-        {"name": "p", "labels": null, "annotations": null, "creationTimestamp": null}, "spec": {"containers": null},
-        "status": {"podIP": null, "conditions": null, "containerStatuses": [{"name": "c", "state": null}]}}]}"""
-    listed = msgspec.json.decode(text, type=PodList)
-    assert listed.metadata.resource_version == "7"
-    assert told(*(listed.items or ())) == []
-    assert msgspec.json.decode(b'{"metadata": {}, "items": null}', type=PodList).items is None
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """The client takes a second or more to import: before any deadline, and not when tests are
+    collected.
+    """
+    importlib.import_module("kubernetes.client")
 
 
-STATES: list[dict[str, Any]] = [
-    {},
-    {"metadata|deletionTimestamp": "2026-01-01T00:00:30Z"},
-    {"status|conditions": [{"type": "Ready", "status": "False"}]},
-    {"status|phase": "Failed"},
-]
-some_pods = st.builds(
-    lambda uid, ip, state, day: pod(
-        {**copy.deepcopy(STATES[state]), "metadata|creationTimestamp": f"2026-01-0{day}T00:00:00Z"},
-        f"http://10.0.0.{ip}:80",
-        uid=uid,
-        name=uid,
-    ),
-    st.sampled_from("abcd"),
-    st.integers(1, 3),
-    st.integers(0, 3),
-    st.integers(1, 2),
-)
-unique_pods = st.lists(some_pods, max_size=4, unique_by=lambda each: each.metadata.uid)
+@pytest_asyncio.fixture
+async def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[ApiServer]:
+    monkeypatch.setattr(kubernetes_pods, "RELIST_S", 0.2)
+    monkeypatch.setattr(kubernetes_pods, "DEADLINES_S", (0.5, 0.5))
+    async with ApiServer().running() as server:
+        monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "config")))
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield server
 
 
-@given(st.lists(unique_pods, max_size=12), unique_pods)
-def test_after_a_list_all_is_as_it_says_whatever_was_there_before(
-    lists: list[list[Pod]], truth: list[Pod]
+@asynccontextmanager
+async def following(namespace: str = "") -> AsyncIterator[Pool]:
+    pool = Pool([], [])
+    async with follow_pods(pool, "app=kvrelay", namespace, CollectorRegistry()):
+        yield pool
+
+
+def urls(pool: Pool) -> list[str]:
+    return sorted(node.url for node in pool.nodes)
+
+
+async def test_pods_come_change_and_go(api: ApiServer, caplog: pytest.LogCaptureFixture) -> None:
+    api.put(pod_of("p", P, "prefill"))
+    api.put(pod_of("stranger", "http://127.0.0.1:1", "prefill", app="other"))
+    api.put(pod_of("d", D, "decode", ready=False))
+    api.put(pod_of("odd", D, "both"))
+    async with following() as pool:
+        await until(lambda: urls(pool) == [P])
+        api.put(pod_of("d", D, "decode"))
+        began, lists = time.monotonic(), api.lists
+        await until(lambda: urls(pool) == [P, D])
+        assert {node.url: node.role for node in pool.nodes} == {P: Role.PREFILL, D: Role.DECODE}
+        await until(lambda: api.lists >= lists + 3)
+        assert time.monotonic() - began >= 2 * kubernetes_pods.RELIST_S, "it pauses"
+        api.put(pod_of("p", P, "prefill", ready=False))
+        await until(lambda: urls(pool) == [D])
+        api.delete("d")
+        await until(lambda: urls(pool) == [])
+    assert sum("pod odd cannot be a node" in line for line in caplog.messages) == 1
+
+
+async def test_an_api_server_that_is_slow_or_fails_takes_no_node_down(api: ApiServer) -> None:
+    api.put(pod_of("p", P, "prefill"))
+    async with following() as pool:
+        await until(lambda: urls(pool) == [P])
+        api.delete("p")
+        api.put(pod_of("d", D, "decode"))
+        for api.list_takes_s, fails in ((1.0, None), (0.0, 500)):
+            api.list_fails = fails and kmock.KubernetesError(fails, "InternalError", "etcd")
+            lists = api.lists
+            await until(lambda lists=lists: api.lists >= lists + 2)
+            assert urls(pool) == [P]
+        api.list_fails = None
+        await until(lambda: urls(pool) == [D])
+
+
+async def test_what_may_not_be_read_is_said_once(
+    api: ApiServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pods = Pods()
-    named: set[str] = set()
-    for there in [*lists, truth]:
-        told_now = pods.listed(there)
-        urls = {node.url for node in told_now.nodes}
-        assert len(urls) == len(told_now.nodes)
-        assert not told_now.gone & urls
-        assert told_now.gone <= named
-        named |= urls
-    assert list(told_now.nodes) == told(*truth)
-    assert pods.listed(truth).gone == set()
+    async with following(namespace="another") as pool:
+        await until(lambda: api.lists >= 2)
+        assert not pool.nodes
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "403" in said
+    assert "must be allowed to list pods" in said
+
+
+async def test_it_ends_though_the_api_server_is_silent(
+    api: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes_pods, "DEADLINES_S", (2.0, 10.0))
+    async with following() as pool:
+        await until(lambda: api.lists > 0)
+        api.list_takes_s = 2.0
+        lists = api.lists
+        await until(lambda: api.lists > lists)
+        began = time.monotonic()
+    assert time.monotonic() - began < 1.5
+    assert not pool.nodes
+
+
+async def test_no_zombie_gets_requests_for_longer_than_five_seconds(api: ApiServer) -> None:
+    """The worst one: who has its address now answers every health check as it did."""
+    async with prefill().running() as p, decode().running() as d, decode().running() as zombie:
+        for name, node in (("p", p), ("d", d), ("z", zombie)):
+            api.put(pod_of(name, node.url, node.role))
+        async with cluster(
+            ready=False, kubernetes_selector="app=kvrelay", decode_policy="round_robin"
+        ) as c:
+            pool = c.router.pool
+            await until(lambda: len(pool.up(Role.DECODE)) == 2 and pool.up(Role.PREFILL))
+            await c.text()
+            await c.text()
+            assert zombie.calls
+            api.delete("z")
+            await until(lambda: pool.find(zombie.url) is None, NOT_LONGER_S)
+            calls = len(zombie.calls)
+            for _ in range(4):
+                assert await c.text()
+            assert len(zombie.calls) == calls
+            assert c.metric("kvrelay_router_kubernetes_listed_timestamp_seconds") > time.time() - 60
+
+
+async def test_without_an_api_server_health_finds_the_dead_and_the_replaced(api: ApiServer) -> None:
+    nodes = {"p": prefill(), "d": decode(), "other": decode(), "dead": decode()}
+    async with contextlib.AsyncExitStack() as stack:
+        for name, node in nodes.items():
+            await stack.enter_async_context(node.running())
+            api.put(pod_of(name, node.url, node.role))
+        c = await stack.enter_async_context(cluster(ready=False, kubernetes_selector="app=kvrelay"))
+        pool = c.router.pool
+        await until(lambda: len(pool.up(Role.DECODE)) == 3 and bool(pool.up(Role.PREFILL)))
+        api.list_fails = kmock.KubernetesError(500, "InternalError", "etcd")
+        nodes["other"].pod_uid = "another pod"
+        nodes["dead"].health_hangs = True
+        await until(
+            lambda: [node.url for node in pool.up(Role.DECODE)] == [nodes["d"].url], NOT_LONGER_S
+        )
+        assert "another pod" in c.node(nodes["other"]).reason
+        assert await c.text()
+
+
+async def test_who_is_not_what_the_pod_says_takes_no_requests(api: ApiServer) -> None:
+    def told(**fields: Any) -> Node:
+        node = pool.find(P)
+        assert node is not None
+        report = {"role": Role.PREFILL, "model": "m", "generation": "g", "pod_uid": "uid-p"}
+        pool.note_report(node, HealthReport(**(report | fields)), 5.0, 5.0)
+        return node
+
+    api.put(pod_of("p", P, "prefill", **{"kvrelay/model": "m"}))
+    async with following() as pool:
+        await until(lambda: urls(pool) == [P])
+        assert told().up
+        assert told(pod_uid="").up  # it need not know
+        for wrong in ({"pod_uid": "uid-q"}, {"model": "n"}, {"role": Role.DECODE}):
+            assert not told(**wrong).up
+        assert told().up
+
+
+async def test_without_a_client_or_a_cluster_the_router_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("KUBECONFIG", "/nonexistent")
+    with pytest.raises(ConfigError, match="KUBECONFIG"):
+        kubernetes_client("")
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    monkeypatch.delitem(sys.modules, "kubernetes.client", raising=False)
+    with pytest.raises(ConfigError, match=r"pip install 'kvrelay\[kubernetes\]'"):
+        kubernetes_client("")
+
+
+async def test_in_a_pod_its_service_account_leads_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from kubernetes.config import incluster_config
+
+    for name, text in (("token", "t0k3n"), ("ca.crt", "a certificate"), ("namespace", "mine\n")):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
+    monkeypatch.setattr(kubernetes_pods, "_OWN_NAMESPACE", tmp_path / "namespace")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    settings, namespace = kubernetes_client("")
+    assert (settings.host, namespace) == ("https://[fd00::1]:443", "mine")
+    assert kubernetes_client("theirs")[1] == "theirs"
+
+
+def test_a_namespace_alone_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kubernetes_selector"):
+        RouterConfig(kubernetes_namespace="serving")
+    with pytest.raises(ConfigError, match="namespace"):
+        RouterConfig(kubernetes_selector="app=kvrelay", kubernetes_namespace="../nodes")

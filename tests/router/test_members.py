@@ -9,7 +9,7 @@ from router_doubles import leg_on
 
 from kvrelay.router.nodes.members import Change, Members, NodeSpec, Source
 from kvrelay.router.nodes.node import HealthReport, Node
-from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.nodes.pool import LOST_AFTER_MISSES, Pool
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NoNode, RequestError
 
@@ -144,14 +144,15 @@ def test_a_removed_node_takes_no_new_legs_and_is_there_until_its_last_one_has_en
     assert (pool.leaving, gone) == ([], [node])
 
 
-def test_legs_of_a_removed_node_are_cut_when_its_process_has_ended() -> None:
-    pool, _, _ = ready_pool()
+def test_requests_of_a_removed_node_are_cut_when_it_is_silent() -> None:
+    pool, node, _ = ready_pool()
     cuts: list[str] = []
     with leg_on(pool, Role.PREFILL) as lease:
         lease.cut = lambda: cuts.append("cut")
         pool.set_members(Source.STATIC, [D], 2.0)
         assert cuts == []
-        pool.set_members(Source.STATIC, [D], 2.0, gone=["http://p"])
+        for at in range(LOST_AFTER_MISSES):
+            pool.note_miss(node, "silent", 3.0 + at, 3.0 + at)
         assert cuts == ["cut"]
 
 

@@ -133,16 +133,14 @@ def test_an_answered_check_starts_the_count_of_misses_anew(pool: Pool) -> None:
     assert cuts == []
 
 
-@pytest.mark.parametrize("ends", ["restarted", "dead", "ended"])
+@pytest.mark.parametrize("ends", ["restarted", "dead"])
 def test_requests_of_a_process_that_is_gone_are_cut(ends: str, pool: Pool) -> None:
     node = pool.nodes[0]
     cuts, _context = cut_count(pool, node)
     if ends == "restarted":
         pool.note_report(node, report(generation="g2"), 1.0, 1.0)
-    elif ends == "dead":
-        pool.note_dead(node, "the engine process has said nothing for 21 s", 1.0)
     else:
-        pool.note_process_ended(node.url, 1.0)
+        pool.note_dead(node, "the engine process has said nothing for 21 s", 1.0)
     assert (node.up, cuts) == (ends == "restarted", ["cut"])
 
 
