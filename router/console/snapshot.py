@@ -57,7 +57,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
 
 
 class Edge(msgspec.Struct):
-    """Hand-overs from a prefill to a decode node, of the requests that are remembered."""
+    """A pair's hand-overs, of the requests that are remembered."""
 
     prefill: str
     decode: str
