@@ -80,7 +80,7 @@ class AdapterLoads:
         """Return the names of adapters with running requests, and of those with waiting ones."""
         if self._engine.adapters is None:
             return [], []
-        found = [self._engine.adapters.named(facts.name) for facts in self.loaded]
+        found = [self._engine.adapters.slots.named(facts.name) for facts in self.loaded]
         running, waiting = (
             sorted(each.facts.name for each in found if each is not None and each.slot in slots)
             for slots in slots_in_use(self._engine.scheduler.live)

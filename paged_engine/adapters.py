@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 import torch
@@ -24,6 +24,10 @@ from kvrelay.paged_engine.sharding import shard_weights
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.engine_messages import AdapterFacts
 from kvrelay.wire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvrelay.paged_engine.cpu_operations import CpuAdapters
+    from kvrelay.paged_engine.gpu_operations import GpuAdapters
 
 __all__ = [
     "ABOUT_ADAPTERS",
@@ -208,20 +212,10 @@ def _stacked(
     return a, b
 
 
+AdapterStore: TypeAlias = "CpuAdapters | GpuAdapters"
+"""A rank's slots on its device."""
 # Before rank 0's messages about adapters; see `_ASIDE` in paged_engine/engine.py.
 ABOUT_ADAPTERS = b"\xc1\xc1"
-
-
-class AdapterStore(Protocol):
-    """A rank's slots on its device."""
-
-    def prepare(self, adapter: Adapter) -> Any:
-        """Return this rank's matrices for `install`. May run in another thread beside the steps."""
-
-    def install(self, slot: int, prepared: Any) -> None:
-        """Put matrices into an unused slot, before the next step."""
-
-    def remove(self, slot: int) -> None: ...
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -312,9 +306,6 @@ class Adapters:
             self.slots.fill(slot, AdapterFacts(name, adapter.digest, adapter.rank))
         _install_given(store, given)
 
-    def named(self, name: str) -> Loaded | None:
-        return self.slots.named(name)
-
     def begin(self, name: str, path: str, *, in_place: bool, done: Callable[[], None]) -> Reading:
         """Begin to read an adapter; `done` is called from a thread, and then `finish` is due.
 
@@ -390,4 +381,5 @@ def slots_in_use(requests: Iterable[Request]) -> tuple[set[int], set[int]]:
 
 def _install_given(store: AdapterStore, given: Sequence[Adapter]) -> None:
     for slot, adapter in enumerate(given):
-        store.install(slot, store.prepare(adapter))
+        prepared: Any = store.prepare(adapter)
+        store.install(slot, prepared)

@@ -1,4 +1,4 @@
-"""The decoder's operations in torch, for the CPU. Twins of the GPU's kernels."""
+"""The decoder's operations in torch, for the CPU; twins of the GPU's kernels."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvrelay.kernels.lora import PackedLora
 from kvrelay.kernels.moe import Experts, route
 from kvrelay.kernels.paged_attention import AttentionPlan, attend
 from kvrelay.paged_engine.adapters import Site, adapter_sites, stack_sites
+from kvrelay.paged_engine.decoder import LayerCache, Norm, QkNorm
 from kvrelay.paged_engine.lora_files import Adapter
 from kvrelay.paged_engine.model_config import ModelConfig
-from kvrelay.paged_engine.operations import LayerCache, Norm, QkNorm
 from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.paged_engine.sharding import vocab_shard
 from kvrelay.wire.errors import ConfigError
@@ -54,7 +54,10 @@ def fewest_rows(linears: Iterable[Linear], dtype: torch.dtype) -> int:
 
 
 class CpuOperations:
-    """An implementation of `Operations` in torch."""
+    """A CPU's operations for one model; GpuOperations has the same methods.
+
+    Results may be written into `hidden`. A norm of None is no norm.
+    """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -73,6 +76,7 @@ class CpuOperations:
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
     ) -> Linear:
+        """Prepare y = x W^T + b; weight [out, in]. `scale` fp32 [out] makes the weight fp8."""
         if scale is not None:
             weight = (weight.float() * scale[:, None]).to(self._dtype)
         return Linear(weight, bias)
@@ -81,6 +85,7 @@ class CpuOperations:
         return Linear(weight[vocab_shard(len(weight), self._ranks.rank, self._ranks.size)], None)
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
+        """Prepare gate_up [experts, 2 * inner, hidden] and down [experts, hidden, inner]."""
         shapes = (gate_up.shape[1:], down.shape[1:])
         if shapes not in self._expert_rows:
             self._expert_rows[shapes] = fewest_rows(
@@ -89,6 +94,7 @@ class CpuOperations:
         return Experts(gate_up, down, self._expert_rows[shapes])
 
     def folds_norms(self, dtype: torch.dtype) -> bool:
+        """Return whether norm weights go into the next product: W (g * x) = (W * g) x."""
         # One operation less a step. Not in 16 bits, where the rounding of W * g would show.
         return dtype == torch.float32
 
@@ -102,6 +108,7 @@ class CpuOperations:
         return hidden + functional.embedding(step.positions, table)
 
     def rotary(self, step: CpuStep, cos_sin: torch.Tensor) -> Rotary:
+        """Prepare a table [max_positions, rotary_dim] of fp32 cosines, then sines."""
         cos, sin = cos_sin[step.positions].to(self._dtype)[:, None].chunk(2, dim=-1)
         return cos, sin
 
@@ -126,6 +133,10 @@ class CpuOperations:
         qk_norm: QkNorm | None,
         cache: LayerCache,
     ) -> torch.Tensor:
+        """Norm and rotate queries and keys, write keys and values; return queries.
+
+        Queries are [T, heads, head_dim]. Pairs (i, i + rotary_dim / 2) are rotated.
+        """
         rotated = self._heads + self._kv_heads
         heads = qkv.view(len(qkv), rotated + self._kv_heads, self._head_dim)
         qk = heads[:, :rotated]
@@ -143,6 +154,7 @@ class CpuOperations:
     def attend(
         self, step: CpuStep, query: torch.Tensor, cache: LayerCache, window: int
     ) -> torch.Tensor:
+        """Return causal attention, [T, heads * head_dim], `window` tokens back or 0 for all."""
         keys, values = cache
         return attend(query, keys, values, step.attention[window], **self._scores).view(
             len(query), -1
@@ -175,6 +187,7 @@ class CpuOperations:
         return x[step.sampled_rows]
 
     def barrier(self, x: torch.Tensor) -> None:
+        """Let no rank get past this before all have come so far."""
         if self._ranks.size > 1:
             self._ranks.all_reduce(x.new_zeros(1))
 
@@ -229,7 +242,7 @@ class CpuAdapterOperations(CpuOperations):
 
 
 class CpuAdapters:
-    """An `AdapterStore` on a CPU; `linears` are `Decoder.sites`."""
+    """A CPU's adapters in their slots; `linears` are `Decoder.sites`."""
 
     def __init__(
         self,
@@ -248,6 +261,7 @@ class CpuAdapters:
         self._min_rows = fewest_rows(_one_of_each(self._sites, max_rank, dtype), dtype)
 
     def prepare(self, adapter: Adapter) -> Prepared:
+        """Return this rank's matrices for `install`. May run in a thread beside the steps."""
         found = stack_sites(adapter, self._sites, self._rank, self._dtype)
         return [
             {
@@ -258,6 +272,7 @@ class CpuAdapters:
         ]
 
     def install(self, slot: int, prepared: Prepared) -> None:
+        """Put matrices into an unused slot, before the next step."""
         for linears, packed in zip(self._linears, prepared, strict=True):
             for name, lora in packed.items():
                 linears[name].slots[slot] = lora

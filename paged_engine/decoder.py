@@ -1,10 +1,14 @@
-"""Decoder-only models of every supported architecture. Knows no device: see operations.py."""
+"""Decoder-only models of every supported architecture, over the operations of a device.
+
+Activations are [T, features] for the T tokens of a step; `step` is the device's own type.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -13,14 +17,48 @@ from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.model_tensors import (
     POSITION_OFFSET,
     stored_weights,
-    tensor_shapes,
     weight_shapes,
 )
-from kvrelay.paged_engine.operations import Norm, Operations, QkNorm
 from kvrelay.paged_engine.rope import rope_frequencies, rope_variant
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["Decoder", "split_fused"]
+if TYPE_CHECKING:
+    from kvrelay.paged_engine.cpu_operations import CpuOperations
+    from kvrelay.paged_engine.gpu_operations import GpuOperations
+
+__all__ = ["Decoder", "LayerCache", "Norm", "QkNorm", "split_fused"]
+
+Operations: TypeAlias = "CpuOperations | GpuOperations"
+LayerCache = tuple[torch.Tensor, ...]
+"""One layer's keys and values, each [num_blocks, kv_heads, block_size, head_dim].
+
+In fp8 also their scales, each [num_blocks, kv_heads, block_size].
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm over the features, or with `bias` a layer norm.
+
+    `weight` [features] is None where it is folded into the next product; with `plus_one` the factor
+    is 1 + weight, in fp32.
+    """
+
+    weight: torch.Tensor | None
+    eps: float
+    bias: torch.Tensor | None = None
+    plus_one: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QkNorm:
+    """A pair of RMS norms of query and key heads; `query` and `key` are [head_dim]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+    plus_one: bool = False
+
 
 _LAYERS = "model.layers."
 # Which of a layer's norms are of attention's input, of its output, of the MLP's input, of its
@@ -66,23 +104,9 @@ class _Layer:
 def split_fused(
     config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a checkpoint's tensors as our weights, those stored in one tensor apart.
-
-    Raises ConfigError if a tensor has another shape than `config` says.
-    """
-    shapes, stored, stored_shapes = (
-        weight_shapes(config),
-        stored_weights(config),
-        tensor_shapes(config),
-    )
+    """Yield a checkpoint's tensors as our weights, those stored in one tensor apart."""
+    shapes, stored = weight_shapes(config), stored_weights(config)
     for name, tensor in tensors:
-        if name not in stored:
-            continue
-        if tuple(tensor.shape) != stored_shapes[name]:
-            raise ConfigError(
-                f"tensor {name} has shape {tuple(tensor.shape)}, the config wants "
-                f"{stored_shapes[name]}"
-            )
         rows = [shapes[ours][0] for ours in stored[name]]
         yield from zip(stored[name], torch.split(tensor, rows), strict=True)
 
@@ -91,14 +115,13 @@ class Decoder:
     """A decoder with its weights, ready for the forward pass.
 
     `weights` yields what `split_fused` does, in any order; each is dropped once it is packed.
-    Raises ConfigError naming weights that are missing or misshaped.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         weights: Iterable[tuple[str, torch.Tensor]],
-        operations: Operations[Any],
+        operations: Operations,
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -106,13 +129,7 @@ class Decoder:
     ) -> None:
         self.config, self.device, self.dtype = config, device, dtype
         self._operations = operations
-        self._layers: list[_Layer | None] = [None] * config.num_layers
-        shapes = weight_shapes(config)
-        parts = self._load(weights, shapes)
-        missing = [f"layer {i}" for i, layer in enumerate(self._layers) if layer is None]
-        missing += [name for name in shapes if not name.startswith(_LAYERS) and name not in parts]
-        if missing:
-            raise ConfigError(f"the model files lack tensors of: {', '.join(missing[:8])}")
+        self._layers, parts = self._load(weights)
         self._embedding = parts["model.embed_tokens.weight"]
         self._positions = (
             parts["model.embed_positions.weight"][POSITION_OFFSET:]
@@ -121,44 +138,30 @@ class Decoder:
         )
         head = self._embedding if config.tie_embeddings else parts["lm_head.weight"]
         self._norm, (head,) = self._fold(self._norm_at(parts, "model.norm"), head)
-        self._lm_head = operations.output_layer(head)
+        self._lm_head: Any = operations.output_layer(head)
         self.rope_variant = rope_variant(config.rope_scaling, max_positions)
         tables = _rotary_tables(config, max_positions)
         self._cos_sin = [None if table is None else table.to(device) for table in tables]
 
     def _load(
-        self, weights: Iterable[tuple[str, torch.Tensor]], shapes: dict[str, tuple[int, ...]]
-    ) -> dict[str, torch.Tensor]:
-        parts: dict[str, torch.Tensor] = {}
-        layers: list[dict[str, torch.Tensor]] = [{} for _ in self._layers]
-        sizes = [0] * len(layers)
-        for name in shapes:
-            if name.startswith(_LAYERS):
-                sizes[int(name.split(".")[2])] += 1
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> tuple[list[_Layer], dict[str, torch.Tensor]]:
+        shapes, parts = weight_shapes(self.config), dict[str, torch.Tensor]()
+        sizes = Counter(_layer_of(name) for name in shapes)
+        unpacked: dict[int, dict[str, torch.Tensor]] = {}
+        packed: dict[int, _Layer] = {}
         for name, tensor in weights:
-            if name not in shapes:
-                continue
-            if tuple(tensor.shape) != shapes[name]:
-                raise ConfigError(
-                    f"weight {name} has shape {tuple(tensor.shape)}, the config wants "
-                    f"{shapes[name]}"
-                )
             in_fp8 = f"{name}_scale" in shapes or name.endswith("_scale")
-            part = (
-                tensor.to(self.device)
-                if in_fp8
-                else tensor.to(device=self.device, dtype=self.dtype)
-            )
-            if not name.startswith(_LAYERS):
+            part = tensor.to(self.device, None if in_fp8 else self.dtype)
+            index = _layer_of(name)
+            if index is None:
                 parts[name] = part
                 continue
-            _, _, number, rest = name.split(".", 3)
-            index = int(number)
-            layers[index][rest] = part
-            if len(layers[index]) == sizes[index]:
-                self._layers[index] = self._pack(index, layers[index])
-                layers[index] = {}
-        return parts
+            layer = unpacked.setdefault(index, {})
+            layer[name.removeprefix(f"{_LAYERS}{index}.")] = part
+            if len(layer) == sizes[index]:
+                packed[index] = self._pack(index, unpacked.pop(index))
+        return [packed[index] for index in range(self.config.num_layers)], parts
 
     def _pack(self, index: int, have: dict[str, torch.Tensor]) -> _Layer:
         config = self.config
@@ -213,8 +216,7 @@ class Decoder:
     def _linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None
     ) -> Any:
-        linear = self._operations.linear
-        return linear(weight, bias) if scale is None else linear(weight, bias, scale)
+        return self._operations.linear(weight, bias, scale)
 
     def _norm_at(self, have: dict[str, torch.Tensor], name: str) -> Norm | None:
         if f"{name}.weight" not in have:
@@ -253,12 +255,13 @@ class Decoder:
     def hidden(self, step: Any, pool: KVPool) -> torch.Tensor:
         """Write the step's KV into `pool`; return hidden states [S, hidden] of the sampled rows."""
         ops = self._operations
-        rotaries = [None if table is None else ops.rotary(step, table) for table in self._cos_sin]
+        rotaries: list[Any] = [
+            None if table is None else ops.rotary(step, table) for table in self._cos_sin
+        ]
         hidden = ops.embed(step, self._embedding)
         if self._positions is not None:
             hidden = ops.add_positions(step, hidden, self._positions)
         for layer, cache in zip(self._layers, pool.layers, strict=True):
-            assert layer is not None
             qkv = ops.normed_linear(hidden, layer.input_norm, layer.qkv)
             query = ops.rotate_and_write(step, qkv, rotaries[layer.rope], layer.qk_norm, cache)
             mixed = ops.attend(step, query, cache, layer.window)
@@ -293,33 +296,27 @@ class Decoder:
         )
 
     def sites(self) -> list[dict[str, Any]]:
-        """Return each layer's linear layers that take adapters: qkv, o, and up, down without
-        experts.
-        """
-        layers = []
-        for layer in self._layers:
-            assert layer is not None
-            sites = {"qkv": layer.qkv, "o": layer.o}
-            layers.append(
-                sites
+        """Return each layer's linear layers that take adapters: qkv, o, up and down."""
+        return [
+            {"qkv": layer.qkv, "o": layer.o}
+            | (
+                {}
                 if isinstance(layer.mlp, _Experts)
-                else sites | {"up": layer.mlp.up, "down": layer.mlp.down}
+                else {"up": layer.mlp.up, "down": layer.mlp.down}
             )
-        return layers
+            for layer in self._layers
+        ]
 
     def linears(self) -> list[Any]:
-        linears = [self._lm_head]
-        for layer in self._layers:
-            assert layer is not None
-            linears += [layer.qkv, layer.o]
-            linears += (
-                [layer.mlp.router]
-                if isinstance(layer.mlp, _Experts)
-                else [layer.mlp.up, layer.mlp.down]
-            )
-        return list(
-            {(linear.out_features, linear.in_features): linear for linear in linears}.values()
-        )
+        """Return a linear layer of each shape."""
+        linears = [linear for sites in self.sites() for linear in sites.values()]
+        linears += [layer.mlp.router for layer in self._layers if isinstance(layer.mlp, _Experts)]
+        linears.append(self._lm_head)
+        return list({(each.out_features, each.in_features): each for each in linears}.values())
+
+
+def _layer_of(name: str) -> int | None:
+    return int(name.split(".")[2]) if name.startswith(_LAYERS) else None
 
 
 def _fused(

@@ -11,7 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
@@ -27,7 +27,7 @@ from kvrelay.paged_engine.model_files import read_tensors
 from kvrelay.paged_engine.quantization import dequantized
 from kvrelay.paged_engine.ranks import Alone, Ranks, TorchRanks
 from kvrelay.paged_engine.request import Request
-from kvrelay.paged_engine.runner import CpuRunner, Launched, Runner
+from kvrelay.paged_engine.runner import CpuRunner, CpuStepDone
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.paged_engine.sharding import shard_config, shard_weights
 from kvrelay.paged_engine.speculation import Speculation
@@ -39,8 +39,12 @@ from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.step_costs import Pace, StepCosts
 from kvrelay.wire.versions import RELEASE
 
+if TYPE_CHECKING:
+    from kvrelay.paged_engine.gpu_runner import GpuRunner, GpuStepInFlight
+
 __all__ = ["AdapterNotLoaded", "Counters", "Engine", "Handover", "broadcast_aside", "run_follower"]
 
+Runner: TypeAlias = "CpuRunner | GpuRunner"
 # A longer wait for a step's tokens shows when it ended; taking those that are there is quicker.
 _WAITED_S = 2e-4
 _PACE_EVERY = 4  # steps: to sum up a step of 256 requests takes 60 us
@@ -106,17 +110,9 @@ class Handover(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    launched: Launched
+    launched: CpuStepDone | GpuStepInFlight
     chunks: list[Chunk]
     at: float
-
-
-def _speculation(config: EngineConfig, runner: Runner) -> Speculation:
-    asked = config.speculative_config
-    if asked is None:
-        return Speculation()
-    lengths = asked.prompt_lookup_max, asked.prompt_lookup_min
-    return Speculation(asked.num_speculative_tokens, *lengths, can_speculate=runner.can_speculate)
 
 
 class Engine:
@@ -142,10 +138,9 @@ class Engine:
             self.adapters = Adapters(config, reader, self._runner.adapters, given)
         self.pool, self.max_model_len = self._runner.pool, self._runner.max_model_len
         self.rope_variant = self._runner.rope_variant
-        self.max_num_batched_tokens, self.max_num_seqs = (
-            self._runner.max_num_batched_tokens,
-            self._runner.max_num_seqs,
-        )
+        self.max_num_batched_tokens = self._runner.max_num_batched_tokens
+        self.max_num_seqs, self.shapes = self._runner.max_num_seqs, self._runner.shapes
+        self.runs_ahead = self._runner.runs_ahead
         self._config = config
         self.costs: StepCosts | None = None
         """Costs of steps, once measure_steps has measured them."""
@@ -158,6 +153,7 @@ class Engine:
         self._tokens_at = 0.0  # when the host had the newest step's tokens
 
     def reset(self) -> None:
+        asked = self._config.speculative_config
         self.scheduler = Scheduler(
             BlockPool(self.pool.num_blocks),
             block_size=self.pool.block_size,
@@ -166,21 +162,20 @@ class Engine:
             max_model_len=self.max_model_len,
             eos_token_ids=self.model.eos_token_ids,
             prefix_cache=self._config.enable_prefix_caching,
-            speculation=_speculation(self._config, self._runner),
+            speculation=None
+            if asked is None
+            else Speculation(
+                asked.num_speculative_tokens,
+                asked.prompt_lookup_max,
+                asked.prompt_lookup_min,
+                self._runner.can_speculate,
+            ),
         )
         self.counters = Counters()
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or self._in_flight is not None
-
-    @property
-    def shapes(self) -> tuple[int, ...]:
-        return self._runner.shapes
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self._runner.runs_ahead
 
     def load(self, now: float) -> Load:
         step = self._in_flight
@@ -228,7 +223,7 @@ class Engine:
         """Return a request with its adapter. Raises AdapterNotLoaded."""
         adapter = None
         if submit.adapter:
-            adapter = None if self.adapters is None else self.adapters.named(submit.adapter)
+            adapter = None if self.adapters is None else self.adapters.slots.named(submit.adapter)
             if adapter is None:
                 raise AdapterNotLoaded(f"adapter {submit.adapter!r} is not loaded here any more")
         return Request.from_submit(submit, now, adapter)

@@ -23,9 +23,9 @@ from kvrelay.kernels.paged_decode import paged_decode
 from kvrelay.kernels.paged_prefill import paged_prefill
 from kvrelay.kernels.skinny_gemm import Activation
 from kvrelay.paged_engine.adapters import Site, adapter_sites, stack_sites
+from kvrelay.paged_engine.decoder import LayerCache, Norm, QkNorm
 from kvrelay.paged_engine.lora_files import Adapter, Matrices
 from kvrelay.paged_engine.model_config import ModelConfig
-from kvrelay.paged_engine.operations import LayerCache, Norm, QkNorm
 from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.paged_engine.sharding import vocab_shard
 
@@ -56,7 +56,7 @@ class GpuStep:
 
 
 class GpuOperations:
-    """An implementation of `Operations`; `sampled` int64 [slots] are the newest tokens."""
+    """A GPU's CpuOperations; `sampled` int64 [slots] are the newest tokens."""
 
     def __init__(
         self,
@@ -410,7 +410,7 @@ class GpuAdapterOperations(GpuOperations):
 
 
 class GpuAdapters:
-    """An `AdapterStore` on a GPU; `linears` are `Decoder.sites`."""
+    """A GPU's adapters in their slots; `linears` are `Decoder.sites`."""
 
     def __init__(
         self,

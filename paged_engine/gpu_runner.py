@@ -54,7 +54,7 @@ from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.outputs import TokenLogprobs
 
-__all__ = ["GpuRunner"]
+__all__ = ["GpuRunner", "GpuStepInFlight"]
 
 
 log = logging.getLogger("kvrelay.engine")
@@ -76,7 +76,7 @@ class _Forward:
 
 
 @dataclass(slots=True)
-class _InFlight:
+class GpuStepInFlight:
     requests: Sequence[Request]
     deadline_s: float | None
     sampled: Sampled | None = None
@@ -100,7 +100,7 @@ class _InFlight:
 
 
 class GpuRunner:
-    """A rank on one GPU; a `Runner`."""
+    """A rank on one GPU."""
 
     runs_ahead = True
 
@@ -238,14 +238,16 @@ class GpuRunner:
             request.params, request.output_tokens
         )
 
-    def launch(self, chunks: Sequence[Chunk]) -> _InFlight:
+    def launch(self, chunks: Sequence[Chunk]) -> GpuStepInFlight:
         planned = self._slots.step(chunks)
         guided = any(request.guide is not None for request in planned.sampling)
         if self._ranks.size > 1:
             self._ranks.broadcast(msgspec.msgpack.encode(RankStep.from_planned(planned, guided)))
         self._tell_slots(planned.admitted, planned.states)
         forward = self._forward_pass(planned.values, planned.sampling)
-        launched = _InFlight(planned.sampling, _RANKS_DEADLINE_S if self._ranks.size > 1 else None)
+        launched = GpuStepInFlight(
+            planned.sampling, _RANKS_DEADLINE_S if self._ranks.size > 1 else None
+        )
 
         def sample() -> tuple[Sampled, PromptScores | None]:
             masks = self._masks(forward, planned.sampling) if guided else None

@@ -5,7 +5,7 @@ what their parts add to the hidden state. Collectives are torch.distributed's: g
 NCCL between GPUs.
 
 When rank 0 has seen a step end, all ranks are through with its KV: each writes and reads KV before
-the step's last collective (the gathering of logits, or `Operations.barrier` where no row is
+the step's last collective (the gathering of logits, or `barrier` where no row is
 sampled), which needs all ranks' parts. So rank 0 alone says when other nodes can read blocks or
 write to them.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Protocol
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -32,27 +32,6 @@ _DEADLINE = timedelta(seconds=300)
 # Most messages fit into the first frame, so that a step costs one broadcast.
 _FRAME_BYTES = 16 << 10
 _LENGTH_BYTES = 8
-
-
-class Ranks(Protocol):
-    rank: int
-    size: int
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' x; may be written into x."""
-
-    def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
-        """Return all ranks' x [rows, shard] side by side, cut to [rows, columns]."""
-
-    def minimum(self, value: int) -> int: ...
-
-    def require_equal(self, facts: Mapping[str, str]) -> None:
-        """Raise ConfigError, on all ranks, if one has other facts than rank 0."""
-
-    def broadcast(self, message: bytes) -> None:
-        """Send every other rank a message (rank 0 alone); an empty one ends them."""
-
-    def close(self) -> None: ...
 
 
 class Alone:
@@ -108,10 +87,12 @@ class TorchRanks:
             ) from why
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' x, written into x."""
         torch.distributed.all_reduce(x)
         return x
 
     def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
+        """Return all ranks' x [rows, shard] side by side, cut to [rows, columns]."""
         rows, shard = x.shape[0], -(-columns // self.size)
         if x.shape[1] < shard:  # the last rank's share
             x = torch.nn.functional.pad(x, (0, shard - x.shape[1]))
@@ -125,6 +106,7 @@ class TorchRanks:
         return int(least)
 
     def require_equal(self, facts: Mapping[str, str]) -> None:
+        """Raise ConfigError, on all ranks, if one has other facts than rank 0."""
         theirs = facts
         if self.rank == 0:
             self.broadcast(msgspec.json.encode(facts))
@@ -143,6 +125,7 @@ class TorchRanks:
         )
 
     def broadcast(self, message: bytes) -> None:
+        """Send every other rank a message (rank 0 alone); an empty one ends them."""
         length = len(message).to_bytes(_LENGTH_BYTES, "little")
         first = bytearray(_FRAME_BYTES)
         head = length + message[: _FRAME_BYTES - _LENGTH_BYTES]
@@ -174,6 +157,9 @@ class TorchRanks:
 
     def close(self) -> None:
         torch.distributed.destroy_process_group()
+
+
+Ranks: TypeAlias = Alone | TorchRanks
 
 
 def _meeting(address: str, rank: int, size: int) -> TCPStore:

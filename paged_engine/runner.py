@@ -1,11 +1,10 @@
-"""The engine's interface to a device, and the CPU's runner: chunks -> logits -> tokens."""
+"""The CPU's runner: chunks -> logits -> tokens."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -39,53 +38,13 @@ from kvrelay.paged_engine.step_plan import Chunk, ScoredRows
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.outputs import TokenLogprobs
 
-__all__ = ["CpuRunner", "Launched", "Runner"]
+__all__ = ["CpuRunner", "CpuStepDone"]
 
 
 # As few as two cores compute at full speed, so that prompts hold each other up less: 1P1D under 8
 # clients has a TTFT p50 of 420 ms with 128 tokens and 585 ms with 512, at equal throughput.
 _STEP_TOKENS = 128
 _SCORED_ROWS = 64  # rows of logits at a time where a prompt's log-probabilities are asked for
-
-
-class Launched(Protocol):
-    @property
-    def requests(self) -> Sequence[Request]:
-        """Return the request of each sampled row; a request's rows are adjacent."""
-
-    @property
-    def is_done(self) -> bool: ...
-
-    def sample(self) -> None:
-        """Choose the tokens of guided rows, once the previous step's tokens are known."""
-
-    def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Return the rows' tokens and log-probabilities as soon as the device has them."""
-
-    def scores(self) -> Iterable[tuple[Request, list[TokenLogprobs]]]:
-        """Return the log-probabilities of scored positions by request, after wait()."""
-
-
-class Runner(Protocol):
-    pool: KVPool
-    max_model_len: int
-    rope_variant: str
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    adapters: AdapterStore | None
-    shapes: tuple[int, ...]
-    """Prompt tokens to which a step is padded, in order; none where it is not."""
-    runs_ahead: bool
-
-    def can_speculate(self, request: Request) -> bool:
-        """Return whether proposals can be sampled in one step with the token before them."""
-
-    def launch(self, chunks: Sequence[Chunk]) -> Launched:
-        """Begin a step: write the chunks' KV and sample a token for each of their sampled rows."""
-
-    def follow(self, message: bytes) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
@@ -117,27 +76,33 @@ class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
-    requests: Sequence[Request]
+class CpuStepDone:
+    """A step that has been launched; a GPU's has the same methods."""
+
+    requests: Sequence[Request]  # of each sampled row; a request's rows are adjacent
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     prompt_scores: PromptScores | None
     is_done = True
 
-    def sample(self) -> None: ...
+    def sample(self) -> None:
+        """Choose the tokens of guided rows, once the previous step's tokens are known."""
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Return the rows' tokens and log-probabilities as soon as the device has them."""
         return self.tokens, self.logprobs
 
     def scores(self) -> Iterable[tuple[Request, list[TokenLogprobs]]]:
+        """Return the log-probabilities of scored positions by request, after wait()."""
         return () if self.prompt_scores is None else self.prompt_scores.by_request()
 
 
 class CpuRunner:
-    """A `Runner` on a CPU. From `min_rows` rows on a row's bits do not depend on the others."""
+    """A rank on the CPU; GpuRunner has the same methods and attributes."""
 
     runs_ahead = False
     shapes: tuple[int, ...] = ()
+    """Prompt tokens to which a step is padded, in order; none where it is not."""
 
     @classmethod
     def open(
@@ -197,25 +162,23 @@ class CpuRunner:
         self._min_rows = fewest_rows(decoder.linears(), decoder.dtype)
 
     def can_speculate(self, request: Request) -> bool:
-        """Return False under a guide, which follows one text."""
+        """Return whether proposals can be sampled in one step; a guide follows one text."""
         return request.guide is None
 
-    def launch(self, chunks: Sequence[Chunk]) -> Launched:
+    def launch(self, chunks: Sequence[Chunk]) -> CpuStepDone:
+        """Write the chunks' KV and sample a token for each of their sampled rows."""
         rows = [
             (chunk.request, chunk.proposals[:ahead])
             for chunk in chunks
             for ahead in range(chunk.sampled_rows)
         ]
         states = [request.with_tokens(ahead) if ahead else request for request, ahead in rows]
-        logits, scores = self._run(chunks)
+        logits, scores = self.run(chunks)
         tokens, logprobs = self._sampler.sample(logits, states)
-        return _Done([request for request, _ in rows], tokens, logprobs, scores)
+        return CpuStepDone([request for request, _ in rows], tokens, logprobs, scores)
 
-    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Write the chunks' KV; return fp32 logits [sampled rows, vocab] in their order."""
-        return self._run(chunks)[0]
-
-    def _run(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, PromptScores | None]:
+    def run(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, PromptScores | None]:
+        """Write the chunks' KV; return fp32 logits [sampled rows, vocab] and scores."""
         values = [ChunkValues.from_chunk(chunk) for chunk in chunks]
         if self._ranks.size > 1:
             self._ranks.broadcast(msgspec.msgpack.encode(values))

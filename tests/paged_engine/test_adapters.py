@@ -162,7 +162,7 @@ def test_no_kv_is_shared_between_adapters(base, two, tmp_path):
         assert answer(again) == answer(fresh)
     # A salt that spells an adapter's identity is a salt.
     assert engine.adapters is not None
-    identity = engine.adapters.named("one").identity
+    identity = engine.adapters.slots.named("one").identity
     salted = Submit("salted", tokens, SamplingParams(1, seed=0), cache_salt=identity)
     req = add(engine, salted)
     drain(engine)
@@ -170,7 +170,7 @@ def test_no_kv_is_shared_between_adapters(base, two, tmp_path):
     # The same name with other content is another adapter.
     other = make(base, enable_lora=True, lora_modules=(f"one={two[1]}",))
     assert other.adapters is not None
-    assert other.adapters.named("one").identity != identity
+    assert other.adapters.slots.named("one").identity != identity
 
 
 def load(engine: Engine, name: str, path: Path, *, in_place: bool = False) -> AdapterFacts:

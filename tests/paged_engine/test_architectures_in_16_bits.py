@@ -146,7 +146,7 @@ def test_log_probabilities_are_those_of_fp32(
         for place, given in enumerate(request.new_logprobs):
             end = request.prompt_tokens + place
             start = 0 if place == 0 else end - 1
-            theirs = exact._runner.run([Chunk(twin, start, end - start, True)])[0].log_softmax(-1)
+            theirs = exact._runner.run([Chunk(twin, start, end - start, True)])[0][0].log_softmax(-1)
             chosen = theirs[request.token_ids[end]]
             errors.append(abs(given.logprob - float(chosen)) / float(theirs.std()))
             gaps.append(float((theirs.max() - chosen) / theirs.std()))
