@@ -268,7 +268,7 @@ def _prefetch(
 
     The exit code is 0 if all is there, 1 if another try may help, 2 if no node would serve it.
     """
-    from kvrelay.paged_engine.prefetch import prefetch
+    from kvrelay.paged_engine.hub import prefetch
 
     given = {"load_format": load_format, "revision": revision, "hf_token": hf_token}
     config = build(EngineConfig, {"model": model or str(embedded_model()), **given})

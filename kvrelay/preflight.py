@@ -107,8 +107,7 @@ def with_model_here(config: Config) -> Config:
     Downloads a model of the Hub, as the last thing, so that no child needs a token. Raises
     ConfigError.
     """
-    from kvrelay.paged_engine.hub import resolve_model
-    from kvrelay.paged_engine.prefetch import PrefetchFailed, model_files
+    from kvrelay.paged_engine.hub import PrefetchFailed, model_files, resolve_model
 
     engine = _node_of(config).engine
 

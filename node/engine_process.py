@@ -42,8 +42,7 @@ from kvrelay.node.process import (
 from kvrelay.node.ranks import join_as_rank_0, meet_ranks, pool_region
 from kvrelay.paged_engine.engine import AdapterNotLoaded, Engine
 from kvrelay.paged_engine.ranks import Ranks
-from kvrelay.paged_engine.request import Request
-from kvrelay.paged_engine.step_plan import Fetch
+from kvrelay.paged_engine.request import Fetch, Request
 from kvrelay.paged_engine.timed_steps import measure_steps
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.engine_messages import (

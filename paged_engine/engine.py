@@ -26,12 +26,11 @@ from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.model_files import read_tensors
 from kvrelay.paged_engine.quantization import dequantized
 from kvrelay.paged_engine.ranks import Alone, Ranks, TorchRanks
-from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.request import Chunk, Fetch, Request, StepPlan
 from kvrelay.paged_engine.runner import CpuRunner, CpuStepDone
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.paged_engine.sharding import shard_config, shard_weights
 from kvrelay.paged_engine.speculation import Speculation
-from kvrelay.paged_engine.step_plan import Chunk, Fetch, StepPlan
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.engine_messages import STEP_TOKENS, Submit
 from kvrelay.wire.outputs import Load

@@ -235,28 +235,14 @@ def _rope_scaling(
 
 
 def _llama3_from_factors(file: GgufFile, head_dim: int, theta: float) -> RopeScaling:
-    stored = file.load(_ROPE_FACTORS).tolist()
-    scaling = RopeScaling("llama3", max(stored), 1.0, 4.0, 8192)
-    expected = _llama3_factors(scaling, head_dim, theta)
-    # Stored ones were computed in float32: they differ from ours by 1e-6.
-    if len(stored) != len(expected) or not all(
-        math.isclose(a, b, rel_tol=1e-4) for a, b in zip(stored, expected, strict=True)
-    ):
+    from kvrelay.paged_engine.rope import rope_frequencies  # imports torch
+
+    stored = file.load(_ROPE_FACTORS)
+    scaling = RopeScaling("llama3", stored.max().item(), 1.0, 4.0, 8192)
+    plain, scaled = (rope_frequencies(each, theta, head_dim, 0)[0] for each in (None, scaling))
+    if len(stored) != len(plain) or not stored.allclose(plain / scaled, rtol=1e-4):
         raise ConfigError(
             f"{file.path}: the factors in {_ROPE_FACTORS} are not those of llama3 rope scaling (1, "
             "4, 8192); use the model's safetensors folder"
         )
     return scaling
-
-
-def _llama3_factors(scaling: RopeScaling, head_dim: int, theta: float) -> list[float]:
-    factors = []
-    for index in range(head_dim // 2):
-        wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
-        turns = scaling.original_max_position / wavelength
-        kept = (turns - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
-        kept = min(max(kept, 0.0), 1.0)
-        factors.append(1 / ((1 - kept) / scaling.factor + kept))
-    return factors

@@ -7,6 +7,7 @@ rows of one request are sampled in several slots. Twin on the CPU: paged_engine/
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -158,13 +159,9 @@ class GpuSampler:
         slots: torch.Tensor,
         plan: SamplePlan,
         mask: TokenMask | None = None,
-        *,
-        pdl: bool = False,
     ) -> torch.Tensor:
         """Return int64 tokens [rows] on the device. Can be captured in a CUDA graph."""
-        return sample(
-            logits, slots, self._tables, cut=plan.cut, adjusted=plan.adjusted, mask=mask, pdl=pdl
-        )
+        return sample(logits, slots, self._tables, cut=plan.cut, adjusted=plan.adjusted, mask=mask)
 
     @torch.inference_mode()
     def read(self, logits: torch.Tensor, tokens: torch.Tensor, plan: SamplePlan) -> Sampled:
@@ -179,17 +176,14 @@ class GpuSampler:
         chosen, ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
         return Sampled(tokens, plan, (chosen, ids, values))
 
-    def warm_up(self, dtype: torch.dtype, *, masked: bool = False) -> None:
+    def warm_up(self, dtype: torch.dtype) -> None:
         logits = torch.zeros(1, self._vocab, dtype=dtype, device=self._device)
         padding = torch.full((1,), -1, dtype=torch.int32, device=self._device)
         words = torch.zeros(1, words_for(self._vocab), dtype=torch.int32, device=self._device)
-        masks = [None, TokenMask(words, padding)] if masked else [None]
         row = torch.zeros(1, dtype=torch.int64, device=self._device)
-        for mask in masks:
-            for cut in (False, True):
-                for adjusted in (False, True):
-                    plan = SamplePlan(1, cut, adjusted, {0: 1}, row)
-                    self.launch(logits, padding, plan, mask)
+        for mask in (None, TokenMask(words, padding)):
+            for cut, adjusted in itertools.product((False, True), repeat=2):
+                self.launch(logits, padding, SamplePlan(1, cut, adjusted, {0: 1}, row), mask)
 
     # --- from the host to the device
 

@@ -89,11 +89,8 @@ class Guide:
         for *before, last in params.bad_words:
             if before:
                 self._bad.setdefault(before[-1], []).append((before, last))
-        base = (
-            _all(vocab_size)
-            if params.allowed_token_ids is None
-            else _bits(params.allowed_token_ids, vocab_size)
-        )
+        allowed = params.allowed_token_ids
+        base = _bits(range(vocab_size) if allowed is None else allowed, vocab_size)
         self._base = base & ~_bits(single, vocab_size)
         self._ends = _bits((*eos_token_ids, *params.stop_token_ids), vocab_size)
         self._eos_bits = _bits(eos_token_ids, vocab_size)
@@ -146,7 +143,3 @@ def _bits(tokens: Iterable[int], vocab_size: int) -> Words:
     flags = np.zeros(words_for(vocab_size) * 32, np.bool_)
     flags[list(tokens)] = True
     return np.packbits(flags, bitorder="little").view("<u4")
-
-
-def _all(vocab_size: int) -> Words:
-    return _bits(range(vocab_size), vocab_size)

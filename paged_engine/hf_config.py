@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from kvrelay.paged_engine.model_config import (
-    ARCHITECTURES,
     Fields,
     MixtureOfExperts,
     ModelConfig,
@@ -21,23 +20,23 @@ from kvrelay.paged_engine.model_config import (
 )
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["parse_model_config", "parse_quantization"]
+__all__ = ["ARCHITECTURES", "parse_model_config", "parse_quantization"]
 
-_FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "mixtral",
-    "qwen3_moe",
-    "gemma2",
-    "gemma3_text",
-    "gemma3",
-    "phi3",
-    "opt",
-)
-_ARCHITECTURE_OF = dict(zip(_FAMILIES, ARCHITECTURES, strict=True))
-_FAMILY_OF = dict(zip(ARCHITECTURES, _FAMILIES, strict=True))
+_FAMILY_OF = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Phi3ForCausalLM": "phi3",
+    "OPTForCausalLM": "opt",
+}
+ARCHITECTURES = tuple(_FAMILY_OF)
+_ARCHITECTURE_OF = {family: architecture for architecture, family in _FAMILY_OF.items()}
 
 # A family's names of fields -> Llama's.
 _RENAMED = {
@@ -214,13 +213,9 @@ def _gemma(fields: Fields) -> dict[str, Any]:
         "norm_places": "around",
         "embedding_scale": fields.integer("hidden_size") ** 0.5,
         "query_pre_attn_scalar": fields.number("query_pre_attn_scalar"),
-        "attention_softcap": _number_or_none(fields, "attn_logit_softcapping"),
-        "logit_softcap": _number_or_none(fields, "final_logit_softcapping"),
+        "attention_softcap": fields.number_or_none("attn_logit_softcapping"),
+        "logit_softcap": fields.number_or_none("final_logit_softcapping"),
     }
-
-
-def _number_or_none(fields: Fields, key: str) -> float | None:
-    return fields.number(key) if fields.has(key) else None
 
 
 def _opt(fields: Fields) -> dict[str, Any]:
@@ -307,7 +302,7 @@ def _rope_scaling(rope: Fields, max_position: int, original: int) -> RopeScaling
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
         truncate=rope.flag("truncate", True),
-        attention_factor=rope.number("attention_factor") if rope.has("attention_factor") else None,
+        attention_factor=rope.number_or_none("attention_factor"),
         mscale=rope.number("mscale", 0.0),
         mscale_all_dim=rope.number("mscale_all_dim", 0.0),
         short_factors=rope.numbers("short_factor") if longrope else (),

@@ -1,13 +1,13 @@
 """Find the model behind --model: a path, or a Hugging Face Hub id that is downloaded first.
 
 huggingface_hub downloads and caches. Only configs, tokenizers, safetensors and GGUF files are
-asked for, because pickles (.bin) are programs.
+asked for, because pickles (.bin) are programs. Runs without torch, in an init container for
+example.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import re
 import shutil
@@ -16,12 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+from safetensors import SafetensorError, safe_open
+
+from kvrelay.paged_engine.model_files import INDEX, read_model_config, weight_files
 from kvrelay.wire.config import EngineConfig
-from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError, KvrelayError
 
-__all__ = ["SMALL_FILES", "DownloadFailed", "resolve_model", "weight_files"]
+__all__ = ["DownloadFailed", "PrefetchFailed", "model_files", "prefetch", "resolve_model"]
 
 log = logging.getLogger("kvrelay.engine")
 
@@ -29,8 +32,7 @@ _DOWNLOADS_AT_A_TIME = 4
 _ID = re.compile(
     r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?P<file>/[^@]+\.gguf)?(?:@(?P<revision>[\w./-]+))?"
 )
-_INDEX = "model.safetensors.index.json"
-SMALL_FILES = (
+_SMALL_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -38,7 +40,7 @@ SMALL_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
-    _INDEX,
+    INDEX,
 )
 
 
@@ -133,7 +135,7 @@ def _folder(source: _Source, config: EngineConfig, check: Callable[[EngineConfig
         )
 
     # Small files come first: they tell whether the large ones are of use.
-    folder = download(source.revision, SMALL_FILES)
+    folder = download(source.revision, _SMALL_FILES)
     commit = folder.name  # and not the branch, which may move meanwhile
     if not (folder / "config.json").exists():
         raise _lacks(source, "config.json", commit)
@@ -153,22 +155,6 @@ def _folder(source: _Source, config: EngineConfig, check: Callable[[EngineConfig
         download(commit, missing)
         log.info("%s is in %s", source, folder)
     return folder
-
-
-def weight_files(folder: Path) -> list[str]:
-    """Return the names of a model's safetensors: those of its index, if it has one."""
-    index = folder / _INDEX
-    if not index.exists():
-        return ["model.safetensors"]
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as why:
-        raise ConfigError(f"{index} is not a readable safetensors index: {why!r}") from why
-    if not all(isinstance(name, str) and name.endswith(".safetensors") for name in names):
-        raise ConfigError(
-            f"{index} names files that are no safetensors: {', '.join(map(str, names[:3]))}"
-        )
-    return names
 
 
 def _gguf_file(source: _Source, name: str) -> Path:
@@ -294,3 +280,66 @@ def _cache() -> Path:
 
 def _gb(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+class PrefetchFailed(KvrelayError):
+    """A file of a model is missing or damaged; another download may help."""
+
+
+def prefetch(config: EngineConfig) -> dict[str, Any]:
+    """Download a model and return its `path`, its size in `bytes` and its `files`.
+
+    Raises ConfigError for a model that no node would serve, DownloadFailed and PrefetchFailed if
+    another try may help.
+    """
+    path = resolve_model(config, _check_config)
+    files = model_files(path, config)
+    _check_config(replace(config, model=str(path)))
+    return {
+        "path": str(path),
+        "bytes": sum(file.stat().st_size for file in files),
+        "files": [str(file) for file in files],
+    }
+
+
+def model_files(path: Path, config: EngineConfig, *, tokenizer: bool = True) -> list[Path]:
+    """Return the files of a model that a node would read; a rank reads no `tokenizer`.
+
+    Raises ConfigError, and PrefetchFailed if one is missing or damaged.
+    """
+    dummy = config.load_format == "dummy"
+    if not path.is_dir():
+        if path.suffix == ".gguf" and not dummy:
+            from kvrelay.paged_engine.gguf_model import GgufFile
+
+            try:
+                GgufFile(path)
+            except ConfigError as why:
+                raise _damaged(path, why) from why
+        return [path]
+    files = [path / name for name in _SMALL_FILES if (path / name).exists()]
+    if dummy:
+        return files
+    if tokenizer and path / "tokenizer.json" not in files:
+        raise ConfigError(
+            f"{path} holds no tokenizer.json; add one (transformers' "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it)"
+        )
+    weights = [path / name for name in weight_files(path)]
+    missing = [file.name for file in weights if not file.exists()]
+    if missing:
+        raise PrefetchFailed(f"{path} lacks {', '.join(missing)}; download it again")
+    for file in weights:
+        try:
+            safe_open(file, framework="np")  # compares the header with the file's size
+        except (SafetensorError, OSError) as why:
+            raise _damaged(file, why) from why
+    return files + weights
+
+
+def _check_config(config: EngineConfig) -> None:
+    read_model_config(config.model, config.load_format)
+
+
+def _damaged(file: Path, why: Exception) -> PrefetchFailed:
+    return PrefetchFailed(f"{file} is damaged ({why}); delete it and start again")

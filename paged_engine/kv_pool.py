@@ -15,7 +15,7 @@ from kvrelay.kernels.pool_memory import zeros
 from kvrelay.paged_engine.before_loading import bytes_per_head
 from kvrelay.paged_engine.model_config import ModelConfig
 
-__all__ = ["FP8", "KVPool", "zeros"]
+__all__ = ["FP8", "KVPool"]
 
 FP8 = torch.float8_e4m3fn
 

@@ -155,20 +155,10 @@ def _pairs(keys: list[str], folder: Path) -> dict[str, dict[str, str]]:
     for key in sorted(keys):
         found = _KEY.fullmatch(key)
         if found is None:
-            what = next(
-                (
-                    what
-                    for part, what in (
-                        ("lora_embedding", "embeddings"),
-                        ("magnitude", "DoRA"),
-                        ("bias", "biases"),
-                        ("modules_to_save", "whole modules"),
-                    )
-                    if part in key
-                ),
-                "tensors that are not a LoRA's",
+            raise ConfigError(
+                f"adapter {folder} has tensor {key}, which is none of a LoRA's matrices; embeddings, "
+                "biases, whole modules and DoRA are not served"
             )
-            raise ConfigError(f"adapter {folder} has {what} (tensor {key}), which are not served")
         pairs.setdefault(found[1], {})[found[2]] = key
     for module, pair in pairs.items():
         if len(pair) < 2:

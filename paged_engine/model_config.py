@@ -10,7 +10,6 @@ from typing import Any
 from kvrelay.wire.errors import ConfigError
 
 __all__ = [
-    "ARCHITECTURES",
     "DTYPES",
     "Fields",
     "MixtureOfExperts",
@@ -19,22 +18,6 @@ __all__ = [
     "RopeScaling",
 ]
 
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Gemma3ForConditionalGeneration",
-    "Phi3ForCausalLM",
-    "OPTForCausalLM",
-)
-ACTIVATIONS = ("silu", "gelu_tanh", "relu")
-NORMS = ("rms", "rms_plus_one", "layer")
-NORM_PLACES = ("before", "around", "after")
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -145,6 +128,24 @@ class MixtureOfExperts:
             )
 
 
+_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position",
+    "rms_norm_eps",
+    "rope_theta",
+    "query_pre_attn_scalar",
+    "attention_softcap",
+    "logit_softcap",
+    "local_rope_theta",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder-only model's sizes. Raises ConfigError where they do not fit together.
@@ -195,25 +196,10 @@ class ModelConfig:
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
-        sizes = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-        )
-        for field in (*sizes, "max_position", "rms_norm_eps", "rope_theta"):
-            if getattr(self, field) <= 0:
-                raise ConfigError(
-                    f"model {self.name}: {field} must be positive, got {getattr(self, field)}"
-                )
-        if self.architecture not in ARCHITECTURES:
-            raise ConfigError(
-                f"model {self.name}: architecture {self.architecture!r} is none of "
-                f"{', '.join(ARCHITECTURES)}"
-            )
+        for field in _POSITIVE:
+            value = getattr(self, field)
+            if value is not None and value <= 0:
+                raise ConfigError(f"model {self.name}: {field} must be positive, got {value}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model {self.name}: {self.num_heads} query heads cannot share "
@@ -230,35 +216,12 @@ class ModelConfig:
                 f"{self.rotary_dim} of "
                 f"{self.head_dim} elements of a head; it must be an even number of them"
             )
-        scaling = self.rope_scaling
-        if (
-            scaling is not None
-            and scaling.kind == "longrope"
-            and len(scaling.short_factors) != self.rotary_dim // 2
-        ):
+        factors = self.rope_scaling and self.rope_scaling.short_factors
+        if factors and len(factors) != self.rotary_dim // 2:
             raise ConfigError(
-                f"model {self.name}: rope scaling longrope has {len(scaling.short_factors)} "
-                f"factors, the rotary embedding {self.rotary_dim // 2} frequencies"
+                f"model {self.name}: rope scaling longrope has {len(factors)} factors, the rotary "
+                f"embedding {self.rotary_dim // 2} frequencies"
             )
-        for field, values in (
-            ("norm", NORMS),
-            ("norm_places", NORM_PLACES),
-            ("activation", ACTIVATIONS),
-        ):
-            if getattr(self, field) not in values:
-                raise ConfigError(
-                    f"model {self.name}: {field} {getattr(self, field)!r} is none of "
-                    f"{', '.join(values)}"
-                )
-        for field in (
-            "query_pre_attn_scalar",
-            "attention_softcap",
-            "logit_softcap",
-            "local_rope_theta",
-        ):
-            value = getattr(self, field)
-            if value is not None and value <= 0:
-                raise ConfigError(f"model {self.name}: {field} must be positive, got {value}")
         if self.window < 0:
             raise ConfigError(
                 f"model {self.name}: the sliding window must not be negative, got {self.window}"
@@ -318,6 +281,9 @@ class Fields:
 
     def number(self, key: str, default: float | None = None) -> float:
         return float(self._typed(key, default, (int, float), "a number"))
+
+    def number_or_none(self, key: str) -> float | None:
+        return self.number(key) if self.has(key) else None
 
     def text(self, key: str, default: str | None = None) -> str:
         return str(self._typed(key, default, (str,), "a string"))

@@ -1,16 +1,18 @@
-"""A model on disk: its config and weights, in any format. Never downloads.
+"""A model on disk: its config and weights, in any format, or random weights. Never downloads.
 
 Reading weights needs torch, reading the config does not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ from kvrelay.wire.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["read_model_config", "read_tensors", "safetensors_tensors"]
+__all__ = ["INDEX", "dummy_tensors", "read_model_config", "read_tensors", "weight_files"]
 
 log = logging.getLogger("kvrelay.engine")
 
@@ -102,8 +104,6 @@ def _with_progress(
 def _stored(
     path: Path, config: ModelConfig, load_format: str, device: torch.device | str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    from kvrelay.paged_engine.dummy_weights import dummy_tensors
-    from kvrelay.paged_engine.model_files import safetensors_tensors
     from kvrelay.paged_engine.quantization import (
         canonical_name,
         is_passed_over,
@@ -179,7 +179,23 @@ def _served_name(config: Path) -> str:
     )
 
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of a model's safetensors: those of its index, if it has one."""
+    index = folder / INDEX
+    if not index.exists():
+        return ["model.safetensors"]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as why:
+        raise ConfigError(f"{index} is not a readable safetensors index: {why!r}") from why
+    if not all(isinstance(name, str) and name.endswith(".safetensors") for name in names):
+        raise ConfigError(
+            f"{index} names files that are no safetensors: {', '.join(map(str, names[:3]))}"
+        )
+    return names
 
 
 def safetensors_tensors(
@@ -196,17 +212,23 @@ def safetensors_tensors(
     With `tied` embeddings a stored lm_head is skipped. Raises ConfigError naming the file or tensor
     that is missing, broken or unknown.
     """
-    files = _files(folder)
-    found = [canonical(name) for names in files.values() for name in names if not passed_over(name)]
-    check_names([name for name in found if not _is_redundant(name, tied)], wanted, str(folder))
-    for path, names in files.items():
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in names:
-                    if canonical(name) in wanted:
-                        yield canonical(name), file.get_tensor(name)
-        except (SafetensorError, OSError) as why:
-            raise ConfigError(f"{path} cannot be read: {why}") from why
+    with contextlib.ExitStack() as stack:
+        found: dict[str, tuple[Any, str]] = {}
+        for path in [folder / name for name in weight_files(folder)]:
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+            except FileNotFoundError as why:
+                raise ConfigError(
+                    f"{path} is missing; download the model again, or convert it to safetensors"
+                ) from why
+            except (SafetensorError, OSError) as why:
+                raise ConfigError(f"{path} cannot be read: {why}") from why
+            names = [name for name in list(file.keys()) if not passed_over(name)]
+            found |= {canonical(name): (file, name) for name in names}
+        check_names([name for name in found if not _is_redundant(name, tied)], wanted, str(folder))
+        for name, (file, stored) in found.items():
+            if name in wanted:
+                yield name, file.get_tensor(stored)
 
 
 def _is_redundant(name: str, tied: bool) -> bool:
@@ -214,33 +236,48 @@ def _is_redundant(name: str, tied: bool) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
-def _files(folder: Path) -> dict[Path, list[str]]:
-    index, single = folder / _INDEX, folder / _SINGLE
-    if index.exists():
-        return _sharded(index)
-    if not single.exists():
-        raise ConfigError(
-            f"{folder} holds neither {_SINGLE} nor {_INDEX}; download or convert the weights to "
-            f"safetensors"
-        )
-    try:
-        with safe_open(single, framework="pt") as file:
-            return {single: list(file.keys())}
-    except (SafetensorError, OSError) as why:
-        raise ConfigError(f"{single} cannot be read: {why}") from why
+_POOL = 4_194_301
+_STD = 0.02
 
 
-def _sharded(index: Path) -> dict[Path, list[str]]:
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files: dict[Path, list[str]] = {}
-        for name, shard in weight_map.items():
-            files.setdefault(index.parent / shard, []).append(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as why:
-        raise ConfigError(f"{index} is not a readable safetensors index: {why!r}") from why
-    for path in files:
-        if not path.exists():
-            raise ConfigError(
-                f"shard {path} is missing, though {_INDEX} names it; download the model again"
-            )
-    return files
+def dummy_tensors(
+    config: ModelConfig, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) in the config's dtype: std 0.02, norms around 1.
+
+    A function of names and shapes alone. Values are cut from one random pool: seconds, not minutes.
+    """
+    import torch
+
+    values = _pool()
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    weights, norms = values.to(dtype).to(device), (1 + values).to(dtype).to(device)
+    for name, shape in tensor_shapes(config).items():
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        _fill(tensor.view(-1), norms if name.endswith("norm.weight") else weights, _start(name))
+        yield name, tensor
+
+
+def _pool() -> torch.Tensor:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    limit = 1 << 16
+    total = torch.zeros(_POOL, dtype=torch.int32)
+    for _ in range(4):
+        total += torch.randint(limit, (_POOL,), generator=generator, dtype=torch.int32)
+    std = limit * (4 / 12) ** 0.5
+    values: torch.Tensor = (total - 2 * (limit - 1)).to(torch.float32) * (_STD / std)
+    return values
+
+
+def _start(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") % _POOL
+
+
+def _fill(flat: torch.Tensor, pool: torch.Tensor, start: int) -> None:
+    done = 0
+    while done < flat.numel():
+        piece = pool[start : start + flat.numel() - done]
+        flat[done : done + piece.numel()] = piece
+        done, start = done + piece.numel(), 0

@@ -32,9 +32,8 @@ from kvrelay.paged_engine.decoder import Decoder
 from kvrelay.paged_engine.kv_pool import KVPool
 from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.ranks import Ranks
-from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.request import Chunk, Request, ScoredRows
 from kvrelay.paged_engine.sampler import PromptScores, Sampler
-from kvrelay.paged_engine.step_plan import Chunk, ScoredRows
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.outputs import TokenLogprobs
 

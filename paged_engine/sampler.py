@@ -12,8 +12,7 @@ import torch
 
 from kvrelay.kernels.sampling import draw, keep_likely, penalize, uniform
 from kvrelay.paged_engine.grammar import row_masks
-from kvrelay.paged_engine.request import Request
-from kvrelay.paged_engine.step_plan import ScoredRows
+from kvrelay.paged_engine.request import Request, ScoredRows
 from kvrelay.wire.outputs import TokenLogprobs
 
 __all__ = ["PromptScores", "Sampler"]

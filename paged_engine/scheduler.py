@@ -13,9 +13,8 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 
 from kvrelay.paged_engine.blocks import BlockPool, KeptBlocks
-from kvrelay.paged_engine.request import Request, State, StopConditions
+from kvrelay.paged_engine.request import Chunk, Fetch, Request, State, StepPlan, StopConditions
 from kvrelay.paged_engine.speculation import Speculation
-from kvrelay.paged_engine.step_plan import Chunk, Fetch, StepPlan
 from kvrelay.paged_engine.waiting import WaitingQueue
 from kvrelay.wire.announced import Announced
 from kvrelay.wire.outputs import Finish, Load

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvrelay.paged_engine.request import Request
-from kvrelay.paged_engine.step_plan import Chunk
+from kvrelay.paged_engine.request import Chunk, Request
 
 __all__ = ["DraftPace", "NgramIndex", "ROWS", "Speculation"]
 

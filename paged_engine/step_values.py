@@ -16,8 +16,7 @@ import numpy as np
 
 from kvrelay.paged_engine.blocks import NULL_BLOCK
 from kvrelay.paged_engine.guide import RowMasks
-from kvrelay.paged_engine.request import Request, State
-from kvrelay.paged_engine.step_plan import Chunk, ScoredRows
+from kvrelay.paged_engine.request import Chunk, Request, ScoredRows, State
 from kvrelay.wire.engine_messages import Submit
 
 __all__ = [

@@ -19,8 +19,7 @@ import torch
 
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.kv_pool import FP8
-from kvrelay.paged_engine.request import Request
-from kvrelay.paged_engine.step_plan import Fetch
+from kvrelay.paged_engine.request import Fetch, Request
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.sampling import SamplingParams
@@ -255,7 +254,6 @@ _DECODES = ((1, 256), (32, 1024), (8, 256), (128, 1024), (32, 4096))
 _BESIDE = (32, 1024)
 _PROMPT_PARTS = (4, 1, 8, 2)
 _RUNS = 3
-_WARM_UPS = 3
 _SHORTEST_S = 0.02
 
 

@@ -17,6 +17,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
+from kvrelay.kernels.pool_memory import zeros
 from kvrelay.kv_transfer.connector import (
     Completion,
     Event,
@@ -27,7 +28,6 @@ from kvrelay.kv_transfer.connector import (
 )
 from kvrelay.kv_transfer.transfer_engine import TransferEngine, open_connector
 from kvrelay.node.process import die_with_parent
-from kvrelay.paged_engine.kv_pool import zeros
 from kvrelay.preflight import memory_here
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError, KvrelayError, TransferError

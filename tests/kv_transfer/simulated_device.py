@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from simulated_world import Violation
 
-from kvrelay.paged_engine.request import Request
-from kvrelay.paged_engine.step_plan import Chunk
+from kvrelay.paged_engine.request import Chunk, Request
 
 if TYPE_CHECKING:
     from simulated_node import SimulatedNode

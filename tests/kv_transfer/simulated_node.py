@@ -33,9 +33,8 @@ from kvrelay.node.engine_process import EngineProcess
 from kvrelay.node.engine_reports import CacheReporter
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.engine import Counters, Engine
-from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.request import Fetch, Request
 from kvrelay.paged_engine.scheduler import Scheduler
-from kvrelay.paged_engine.step_plan import Fetch
 from kvrelay.wire.config import EngineConfig, NodeConfig, TransferConfig
 from kvrelay.wire.engine_messages import EngineStats, FromEngine, StepOutputs, ToEngine
 from kvrelay.wire.transfer import Fingerprint, Ticket

@@ -15,7 +15,7 @@ import pytest
 
 from kvrelay import cli, config_commands, preflight
 from kvrelay.drawn_keys import stored_key
-from kvrelay.paged_engine import prefetch
+from kvrelay.paged_engine import hub
 from kvrelay.router.admission.keys import hash_of
 from kvrelay.router.reload import changes
 from kvrelay.wire.config import NodeConfig, Role
@@ -40,7 +40,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         module.run = module.up = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(preflight, "check_start", lambda config: None)  # test_preflight.py
-    monkeypatch.setattr(prefetch, "model_files", lambda path, engine, tokenizer: [])
+    monkeypatch.setattr(hub, "model_files", lambda path, engine, tokenizer: [])
     # Whoever listens there on this machine.
     monkeypatch.setattr(config_commands, "check_port", lambda host, port, **_: port or 8123)
     for variable in (

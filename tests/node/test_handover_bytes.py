@@ -20,8 +20,7 @@ from kvrelay.kv_transfer.connector import (
 )
 from kvrelay.kv_transfer.transfer_engine import TransferEngine, open_connector
 from kvrelay.paged_engine.engine import Engine
-from kvrelay.paged_engine.request import Request
-from kvrelay.paged_engine.step_plan import Fetch
+from kvrelay.paged_engine.request import Fetch, Request
 from kvrelay.wire.config import EngineConfig, TransferConfig
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.outputs import Finish

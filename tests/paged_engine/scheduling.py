@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from kvrelay.paged_engine.blocks import BlockPool
-from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.request import Fetch, Request, StepPlan
 from kvrelay.paged_engine.scheduler import Scheduler
-from kvrelay.paged_engine.step_plan import Fetch, StepPlan
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.transfer import Ticket

@@ -18,8 +18,7 @@ from kvrelay.paged_engine.decoder import split_fused
 from kvrelay.paged_engine.model_config import MixtureOfExperts, ModelConfig, RopeScaling
 from kvrelay.paged_engine.model_files import read_model_config, read_tensors
 from kvrelay.paged_engine.model_tensors import tensor_shapes, weight_shapes
-from kvrelay.paged_engine.request import Request
-from kvrelay.paged_engine.step_plan import Chunk
+from kvrelay.paged_engine.request import Chunk, Request
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.sampling import SamplingParams

@@ -18,8 +18,7 @@ from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.hf_config import parse_model_config
 from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.model_tensors import tensor_shapes
-from kvrelay.paged_engine.request import Request
-from kvrelay.paged_engine.step_plan import Chunk
+from kvrelay.paged_engine.request import Chunk, Request
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.errors import ConfigError
@@ -146,7 +145,9 @@ def test_log_probabilities_are_those_of_fp32(
         for place, given in enumerate(request.new_logprobs):
             end = request.prompt_tokens + place
             start = 0 if place == 0 else end - 1
-            theirs = exact._runner.run([Chunk(twin, start, end - start, True)])[0][0].log_softmax(-1)
+            theirs = exact._runner.run([Chunk(twin, start, end - start, True)])[0][0].log_softmax(
+                -1
+            )
             chosen = theirs[request.token_ids[end]]
             errors.append(abs(given.logprob - float(chosen)) / float(theirs.std()))
             gaps.append(float((theirs.max() - chosen) / theirs.std()))

@@ -15,7 +15,7 @@ from kvrelay.paged_engine.before_loading import (
     compute_dtype,
     least_weight_bytes,
 )
-from kvrelay.paged_engine.gpu_memory import GpuBudget
+from kvrelay.paged_engine.gpu_runner import GpuBudget
 from kvrelay.paged_engine.hf_config import parse_model_config
 from kvrelay.paged_engine.sharding import shard_config
 from kvrelay.wire.config import EngineConfig

@@ -12,8 +12,7 @@ import random
 import pytest
 from scheduling import BLOCK, EOS, drain, expected, fetching, make, next_token, start_fetch, step
 
-from kvrelay.paged_engine.request import Request, State
-from kvrelay.paged_engine.step_plan import Chunk, Fetch
+from kvrelay.paged_engine.request import Chunk, Fetch, Request, State
 from kvrelay.wire.outputs import Finish
 
 

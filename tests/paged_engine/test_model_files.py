@@ -117,7 +117,7 @@ def test_missing_and_broken_weight_files_are_named(tmp_path: Path, llama: Path) 
     (llama / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     refused(llama, r"model\.safetensors cannot be read")
     (llama / "model.safetensors").unlink()
-    refused(llama, r"holds neither model\.safetensors nor")
+    refused(llama, r"model\.safetensors is missing; download the model again")
     (llama / "model.safetensors.index.json").write_text('{"weight_map": 3}')
     refused(llama, r"index\.json is not a readable safetensors index")
 
@@ -129,9 +129,9 @@ def test_missing_and_broken_weight_files_are_named(tmp_path: Path, llama: Path) 
     shard = index["weight_map"]["model.norm.weight"]
     other = next(file for file in index["weight_map"].values() if file != shard)
     shutil.copy(sharded / other, sharded / shard)
-    refused(sharded, rf"{shard} cannot be read")
+    refused(sharded, "lacks tensor model.norm.weight")
     (sharded / shard).unlink()
-    refused(sharded, rf"shard .*{shard} is missing")
+    refused(sharded, rf"{shard} is missing")
 
 
 # --- GGUF

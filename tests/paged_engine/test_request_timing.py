@@ -9,8 +9,7 @@ import pytest
 from tiny_models import make_tiny
 
 from kvrelay.paged_engine.engine import Engine
-from kvrelay.paged_engine.request import Request
-from kvrelay.paged_engine.step_plan import Chunk
+from kvrelay.paged_engine.request import Chunk, Request
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.engine_messages import Submit, Timing
 from kvrelay.wire.sampling import SamplingParams

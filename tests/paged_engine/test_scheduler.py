@@ -19,8 +19,7 @@ from scheduling import (
     step,
 )
 
-from kvrelay.paged_engine.request import Request, State
-from kvrelay.paged_engine.step_plan import Chunk
+from kvrelay.paged_engine.request import Chunk, Request, State
 from kvrelay.wire.outputs import Finish
 
 

@@ -16,10 +16,9 @@ from scheduling import BLOCK, EOS, next_token, request
 from scheduling import make as make_scheduler
 from tiny_models import make_tiny
 
-from kvrelay.paged_engine.request import Request, State
+from kvrelay.paged_engine.request import Chunk, Request, State
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.paged_engine.speculation import ROWS, Speculation
-from kvrelay.paged_engine.step_plan import Chunk
 from kvrelay.wire.config import SpeculativeConfig
 from kvrelay.wire.outputs import Finish
 

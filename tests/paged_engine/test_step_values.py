@@ -12,10 +12,9 @@ import pytest
 
 from kvrelay.paged_engine.adapters import Loaded
 from kvrelay.paged_engine.blocks import NULL_BLOCK, BlockPool
-from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.request import Chunk, Request
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.paged_engine.speculation import Speculation
-from kvrelay.paged_engine.step_plan import Chunk
 from kvrelay.paged_engine.step_shapes import StepShape, padded, smallest_shape, step_shapes
 from kvrelay.paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, Slots, null_step
 from kvrelay.wire.engine_messages import AdapterFacts, Submit

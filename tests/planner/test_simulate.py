@@ -17,9 +17,8 @@ from kvrelay.load.measures import percentile
 from kvrelay.load.workloads import Asked, read_trace
 from kvrelay.paged_engine import waiting as engines_waiting
 from kvrelay.paged_engine.blocks import BlockPool
-from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.request import Request, StepPlan
 from kvrelay.paged_engine.scheduler import Scheduler
-from kvrelay.paged_engine.step_plan import StepPlan
 from kvrelay.planner.block_cache import BlockCache
 from kvrelay.planner.engine import OVERTAKEN, Engine
 from kvrelay.planner.seat import Leg, PlacementHints

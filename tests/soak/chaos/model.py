@@ -50,7 +50,7 @@ def _tiny(folder: Path) -> Path:
 
     from kvrelay.openai_api.tokenizer_files import byte_tokenizer
     from kvrelay.paged_engine.before_loading import checked_model
-    from kvrelay.paged_engine.dummy_weights import dummy_tensors
+    from kvrelay.paged_engine.model_files import dummy_tensors
     from kvrelay.wire.config import EngineConfig
 
     folder.mkdir()
