@@ -225,31 +225,8 @@ def test_a_broken_adapter_gives_its_slot_back(base, two, tmp_path):
     assert [facts.name for facts in engine.adapters.slots.loaded] == ["x"]
 
 
-def test_an_engine_without_slots_refuses_adapters_and_has_plain_layers(base):
-    engine = make(base)
-    assert engine.adapters is None
-    with pytest.raises(LookupError):
-        ask(engine, "r", prompt(4), "x")
-    assert type(engine._runner._decoder.sites()[0]["qkv"]).__name__ == "Linear"
-
-
-def test_slots():
+def test_a_name_is_loaded_once_at_a_time():
     slots = AdapterSlots(limit=2, slots=3)
-    first = slots.reserve("a", in_place=False)
+    slots.reserve("a", in_place=False)
     with pytest.raises(ValueError, match="being loaded"):
         slots.reserve("a", in_place=True)
-    slots.fill(first, AdapterFacts("a", "1", 4))
-    second = slots.reserve("b", in_place=False)
-    with pytest.raises(ValueError, match="max_loras is 2"):
-        slots.reserve("c", in_place=False)
-    slots.cancel(second)
-    third = slots.reserve("a", in_place=True)
-    slots.fill(third, AdapterFacts("a", "2", 4))
-    assert slots.ending
-    assert slots.named("a").facts.digest == "2"
-    assert slots.free_unused({first}) == []
-    assert slots.free_unused({third}) == [first]
-    slots.retire("a")
-    slots.retire("a")
-    assert slots.free_unused(()) == [third]
-    assert slots.loaded == []

@@ -159,15 +159,6 @@ def test_what_is_not_said_of_an_answer_is_what_is_usual_here():
     assert (late.tpot_ms, late.expected_output) == (7.0, 2)
 
 
-def test_a_slower_pace_makes_all_times_longer():
-    scheduler = make()
-    scheduler.add(request("a", [2] * 400))
-    before = scheduler.load(0.0)
-    scheduler.budget = replace(scheduler.budget, costs=COSTS.scaled(2.0), pace=2.0)
-    after = scheduler.load(0.0)
-    assert (before.pace, after.pace, after.backlog_ms) == (1.0, 2.0, 2 * before.backlog_ms)
-
-
 def test_an_idle_node_gains_time_for_prompts_of_others_up_to_a_limit():
     scheduler = make()
     assert scheduler.load(10.0).spill_ms == 250
@@ -189,20 +180,6 @@ def test_a_prompt_that_another_could_compute_takes_its_own_time_without_what_is_
     scheduler.add(request("spilled", [2] * 400, spill_tokens=400))
     assert scheduler.load(0.0).spill_ms == pytest.approx(
         250 - COSTS.prompts_ms(left, left * (400 - left / 2))
-    )
-
-
-def test_more_than_there_was_is_owed():
-    scheduler = make()
-    for name in "abcdef":
-        scheduler.add(request(name, [2] * 400, max_tokens=2, spill_tokens=1))
-    owed = 6 * COSTS.prompts_ms(400, 400 * 200) - 250
-    assert scheduler.load(0.0).spill_ms == 0
-    for name in "abcdef":
-        scheduler.abort(name)
-    assert scheduler.load(owed / IDLE_GAIN / 1e3 * 0.99).spill_ms == 0
-    assert scheduler.load(owed / IDLE_GAIN / 1e3 + 0.1).spill_ms == pytest.approx(
-        100 * IDLE_GAIN, rel=0.01
     )
 
 

@@ -15,16 +15,6 @@ def _hashes(count: int, salt: int = 0) -> list[bytes]:
     return out
 
 
-def test_takes_all_or_nothing():
-    pool = BlockPool(5)
-    assert pool.total == pool.free == 4
-    assert pool.allocate(5) is None
-    assert pool.free == 4
-    assert sorted(pool.allocate(4) or []) == [1, 2, 3, 4]
-    assert pool.allocate(1) is None
-    assert pool.allocate(0) == []
-
-
 def test_a_published_block_is_found_until_it_is_reused():
     pool = BlockPool(4)
     hashes = _hashes(2)
@@ -53,17 +43,6 @@ def test_least_recently_used_prefix_goes_first():
     pool.allocate(1)
     assert pool.lookup([a]) == touched
     assert pool.lookup([b]) == []
-
-
-def test_equal_content_is_published_once():
-    pool = BlockPool(4)
-    (block_hash,) = _hashes(1)
-    first, second = pool.allocate(2) or []
-    pool.publish(first, block_hash)
-    pool.publish(second, block_hash)
-    assert pool.lookup([block_hash]) == [first]
-    assert pool.cached == 1
-    pool.check()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -107,17 +86,6 @@ def test_hash_chain_is_fixed_for_ever():
     assert chain(ROOT, range(16)).hex() == "7087a60f1da1295a70777edbd304e09a"
     assert chain(ROOT, range(16)) != chain(chain(ROOT, range(16)), range(16))
     assert root_of(None) == root_of("") == ROOT != root_of("tenant")
-
-
-def test_only_full_blocks_are_hashed_and_extending_equals_starting_anew():
-    tokens = list(range(100))
-    grown: list[bytes] = []
-    for length in (5, 16, 31, 64, 100):
-        extend(grown, tokens[:length], 16)
-        assert len(grown) == length // 16
-    anew: list[bytes] = []
-    extend(anew, tokens, 16)
-    assert grown == anew
 
 
 def test_a_reset_pool_finds_nothing_and_gives_every_block_again():

@@ -98,13 +98,6 @@ def make_sampler(slots: int, vocab: int, device: torch.device) -> GpuSampler:
     return GpuSampler(max_slots=slots, vocab_size=vocab, eos_token_ids=EOS, device=device)
 
 
-def token(
-    sampler: GpuSampler, logits: torch.Tensor, slot: int, plan: SamplePlan, device: torch.device
-) -> int:
-    """Sample one row."""
-    return sampler.launch(logits.to(device), on(device, [slot]), plan).wait()[0][0]
-
-
 def on(device: torch.device, slots: list[int]) -> torch.Tensor:
     return torch.tensor(slots, dtype=torch.int32, device=device)
 
@@ -159,34 +152,6 @@ def test_equals_the_cpu_through_steps_that_the_host_has_not_seen(seed, device):
             assert int(ours.sampled[p.slot]) == token
 
 
-def test_min_tokens_ends_by_itself(device):
-    """The only likely tokens end the text: they are forbidden exactly as long as asked for."""
-    vocab = 1100
-    ours = make_sampler(2, vocab, device)
-    short = pair(1, [1], [5, 5], min_tokens=4, stop_token_ids=(9, 1099)).behind
-    ours.admit(1, short)
-    logits = torch.zeros(1, vocab)
-    logits[0, [50, 9, 1099, 3, 7]] = torch.tensor([1.0, 5.0, 4.0, 3.0, 2.0])
-    plans = [ours.prepare([1], [short]) for _ in range(4)]
-    tokens = [token(ours, logits, 1, plan, device) for plan in plans]
-    assert tokens == [50, 50, 9, 9]
-    assert [plan.adjusted for plan in plans] == [True, True, False, False]
-
-
-def test_counts_of_the_output_grow_on_the_device(device):
-    """Frequency and presence penalties wander from token to token, none of which the host is told."""
-    vocab = 1100
-    ours = make_sampler(1, vocab, device)
-    request = pair(0, [10, 11], frequency_penalty=1.0, presence_penalty=0.5).behind
-    ours.admit(0, request)
-    logits = torch.zeros(1, vocab)
-    logits[0, 10], logits[0, 11], logits[0, 12] = 9.0, 8.25, 7.0
-    plan = ours.prepare([0], [request])
-    tokens = [token(ours, logits, 0, plan, device) for _ in range(6)]
-    # 10 falls to 7.5, 11 to 6.75; 10 falls to 6.5, 12 to 5.5, ...
-    assert tokens == [10, 11, 10, 12, 11, 10]
-
-
 def test_masked_rows_equal_the_cpus(device):
     """Rows with and without a guide, of every kind of parameters, while others are not masked."""
     rng, generator = random.Random(5), torch.Generator().manual_seed(5)
@@ -223,32 +188,6 @@ def test_masked_rows_equal_the_cpus(device):
             assert allowed is None or token in allowed
 
 
-def test_a_slot_forgets_its_last_request(device):
-    vocab = 1100
-    ours = make_sampler(1, vocab, device)
-    first = pair(
-        0, [40] * 5, [41], repetition_penalty=50.0, logit_bias=((42, 90.0),), min_tokens=3
-    ).behind
-    ours.admit(0, first)
-    logits = torch.zeros(1, vocab)
-    logits[0, 3], logits[0, 40], logits[0, 41] = 3.0, 2.0, 1.0
-    assert token(ours, logits, 0, ours.prepare([0], [first]), device) == 42
-    second = pair(0, [1], presence_penalty=1.5).behind
-    ours.admit(0, second)
-    plan = ours.prepare([0], [second])
-    tokens = [token(ours, logits, 0, plan, device) for _ in range(3)]
-    assert tokens == [3, 40, 3]
-
-
-def test_only_the_latest_of_two_admissions_counts(device):
-    ours = make_sampler(1, 1100, device)
-    ours.admit(0, pair(0, [1], logit_bias=((8, 50.0),)).behind)
-    latest = pair(0, [1], logit_bias=((9, 50.0),)).behind
-    ours.admit(0, latest)
-    plan = ours.prepare([0], [latest])
-    assert token(ours, torch.zeros(1, 1100), 0, plan, device) == 9
-
-
 def test_the_longest_lists_are_searched(device):
     """1024 tokens with a bias, at both ends of the vocabulary and of the list."""
     vocab = 2500
@@ -262,7 +201,7 @@ def test_the_longest_lists_are_searched(device):
     for seed in range(3):
         logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(seed))
         expected, _ = theirs.sample(logits.clone(), [both.known])
-        assert [token(ours, logits, 0, plan, device)] == expected
+        assert ours.launch(logits.to(device), on(device, [0]), plan).wait()[0] == expected
 
 
 def test_a_plan_says_what_its_rows_need(device):
@@ -294,32 +233,6 @@ def test_padding_rows_and_rows_beyond_the_plan_are_left_out(device):
     assert tokens == [int(ours.sampled[2])]
     assert logprobs == [None]
     assert ours.sampled[:2].tolist() == [0, 0]
-
-
-def test_the_same_request_draws_the_same_tokens_in_any_row_and_batch(device):
-    vocab = 1500
-    params = {"temperature": 0.9, "top_k": 60, "top_p": 0.9, "frequency_penalty": 0.3, "seed": -5}
-
-    def run(slot: int, others: int) -> list[int]:
-        ours = make_sampler(6, vocab, device)
-        pairs = [pair(s, [2, 3], **everything(random.Random(s), vocab)) for s in range(others)]
-        mine = pair(slot, [1, 2], **params)
-        pairs = [*pairs[: others // 2], mine, *pairs[others // 2 :]]
-        for p in pairs:
-            ours.admit(p.slot, p.behind)
-        rows, tokens = [p.slot for p in pairs], []
-        plan = ours.prepare(rows, [p.behind for p in pairs])
-        for step in range(3):
-            logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(50)) * 2
-            logits[rows.index(slot)] = (
-                torch.randn(vocab, generator=torch.Generator().manual_seed(step)) * 2
-            )
-            tokens.append(
-                ours.launch(logits.to(device), on(device, rows), plan).wait()[0][rows.index(slot)]
-            )
-        return tokens
-
-    assert run(5, 4) == run(4, 3) == run(0, 0)
 
 
 def test_every_variant_is_compiled_and_padding_leaves_the_slots_alone(device):

@@ -16,7 +16,7 @@ from kvrelay.machine import embedded_model
 from kvrelay.node.compiling import grammars_for
 from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.paged_engine import grammar
-from kvrelay.paged_engine.grammar import Grammars, TimedMatcher, _refused, closed
+from kvrelay.paged_engine.grammar import Grammars, TimedMatcher, closed
 from kvrelay.paged_engine.guide import Guide
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.errors import RequestError
@@ -178,16 +178,6 @@ def test_a_clients_rules_have_smaller_limits_also_behind_a_text(grammars):
         matcher = grammars.matcher(grammars.as_lark(refused))  # as the engine compiles it
         assert not matcher.consume_tokens(list(f"{behind}abab".encode()))
         assert "max is 500" in matcher.get_error()
-
-
-def test_what_a_client_cannot_do_is_not_told():
-    hint = (
-        "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable limits.x"
-    )
-    refused = _refused(regex("a?"), hint)
-    assert refused.message.endswith(
-        "cannot be followed: lexer precomputation failed; make it simpler"
-    )
 
 
 def test_compiled_grammars_are_kept_and_forgotten(monkeypatch):

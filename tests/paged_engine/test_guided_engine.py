@@ -136,24 +136,6 @@ def test_free_text_holds_its_tags(engine, ask):
             assert tag.startswith((b"=12>", b"=345>")), answer
 
 
-def test_a_plain_row_beside_guided_ones_is_what_it_is_alone(engine, ask):
-    def plain() -> list[int]:
-        request = ask("plain", max_tokens=30, ignore_eos=True)
-        others.append(request)
-        return output(request)
-
-    others: list[Request] = []
-    plain()
-    drain(engine)
-    alone = output(others[0])
-    plain()
-    ask("a", constraint=JSON, max_tokens=30)
-    ask("b", constraint=regex("[ab]+"), max_tokens=30)
-    drain(engine)
-    assert output(others[1]) == alone
-    assert others[1].guide is None
-
-
 def test_what_was_generated_elsewhere_is_replayed(engine, ask):
     """A decode node after a hand-over or a fail-over knows the tokens alone, and goes on as if
     nothing had happened.
@@ -335,42 +317,6 @@ def test_beside_rows_of_proposals_guided_ones_have_one_row_each(folder, grammars
     assert answers(speculative_config=SpeculativeConfig(3)) == answers()
 
 
-def test_choices_that_share_a_prompt_have_guides_of_their_own(engine, grammars):
-    constraint = regex("[a-d]{9}!")
-
-    def choice(number: int, alone: bool) -> Request:
-        own = SamplingParams(50, seed=3, choice=number, temperature=2.0, constraint=constraint)
-        fork_of = "c0" if number and not alone else None
-        request = Request.from_submit(
-            Submit(f"c{number}", prompt(70, seed=1), own, fork_of=fork_of), 0.0
-        )
-        request.guide = engine.guide(own, grammars.matcher(constraint))
-        engine.scheduler.add(request)
-        if alone:
-            drain(engine)
-        return request
-
-    before = engine.scheduler.forked_blocks
-    choices = [choice(number, alone=False) for number in range(4)]
-    drain(engine)
-    assert engine.scheduler.forked_blocks == before + 3 * (69 // 16)
-    assert all(re.fullmatch("[a-d]{9}!", text(request)) for request in choices)
-    assert len({text(request) for request in choices}) > 1
-    assert [text(request) for request in choices] == [
-        text(choice(number, alone=True)) for number in range(4)
-    ]
-
-
-def test_a_cut_answer_is_a_beginning_of_a_valid_one(engine, grammars, ask):
-    request = ask(constraint=JSON, max_tokens=7)
-    drain(engine)
-    assert request.finish is Finish.LENGTH
-    assert len(output(request)) == 7
-    matcher = grammars.matcher(JSON)
-    assert matcher.consume_tokens(output(request))
-    assert not matcher.is_stopped()
-
-
 def test_the_end_comes_where_the_grammar_allows_it_and_not_before(engine, ask):
     """The model wants nothing but to end."""
     wants = {"logit_bias": ((EOS, 100.0),), "constraint": regex("[ab]{3,}")}
@@ -478,16 +424,3 @@ def test_bad_words_end_nowhere(engine, ask):
     assert all(word in text(free) for word in ("ab", "acc", "d"))
     assert not any(word in text(request) for word in ("ab", "acc", "d"))
     assert all(word in text(request) for word in ("aa", "ac", "ba", "ca", "cc"))
-
-
-def test_a_guide_goes_with_all_other_parameters(engine, ask):
-    others = {
-        "min_tokens": 3, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5, "top_k": 3,
-        "top_p": 0.9, "min_p": 0.01, "logit_bias": ((ord("b"), 3.0),), "logprobs": 2,
-    }  # fmt: skip
-    request = ask(constraint=regex("[a-d]{2,20}"), **others)
-    drain(engine)
-    assert re.fullmatch("[a-d]{3,20}", text(request))
-    # Log-probabilities are the model's own: what it would have liked to say need not be allowed.
-    assert len(request.new_logprobs) == len(output(request))
-    assert any(top not in b"abcd" for entry in request.new_logprobs for top in entry.top_ids)

