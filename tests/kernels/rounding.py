@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -126,3 +127,13 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.fill_(
         torch.nan if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max
     )
+
+
+def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Return a CUDA graph of `run`, which has run once before, and what it returned."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph, result

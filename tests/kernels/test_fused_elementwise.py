@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from kvrelay.kernels import elementwise as twin
-from tests.kernels.rounding import assert_same, exact_rounding, poisoned, poisoned_memory, randn
+from tests.kernels.rounding import (
+    assert_same,
+    captured,
+    exact_rounding,
+    poisoned,
+    poisoned_memory,
+    randn,
+)
 
 pytest.importorskip("triton")
 from kvrelay.kernels import fused_elementwise as fused
@@ -83,18 +90,11 @@ def test_rms_norm_adds_to_the_residual_in_place(device, tokens, hidden, plus_one
 @in_poisoned_memory
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "hidden"), NORM_SHAPES)
-def test_rms_norm_alone_and_without_weight(device, tokens, hidden, dtype):
-    x, _, weight, _ = _inputs(tokens, hidden, dtype, device, seed=3)
-    assert_same(fused.rms_norm(x, None, EPS), twin.rms_norm(x, None, EPS))
+def test_norms_without_a_residual(device, tokens, hidden, dtype):
+    x, _, weight, bias = _inputs(tokens, hidden, dtype, device, seed=3)
+    for given in (None, weight):
+        assert_same(fused.rms_norm(x, given, EPS), twin.rms_norm(x, given, EPS))
     assert_same(fused.rms_norm(x, None, EPS, plus_one=True), twin.rms_norm(x, None, EPS))
-    assert_same(fused.rms_norm(x, weight, EPS), twin.rms_norm(x, weight, EPS))
-
-
-@in_poisoned_memory
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("tokens", "hidden"), NORM_SHAPES)
-def test_layer_norm(device, tokens, hidden, dtype):
-    x, _, weight, bias = _inputs(tokens, hidden, dtype, device, seed=4)
     x = x + 5  # a mean that matters
     assert_same(fused.layer_norm(x, weight, bias, EPS), twin.layer_norm(x, weight, bias, EPS))
 
@@ -199,10 +199,8 @@ def test_a_chain_with_dependent_launch_equals_one_without(device):
         return row
 
     start.normal_(), x.normal_()
-    chain(True), chain(False)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        row = chain(True)
+    chain(False)
+    graph, row = captured(lambda: chain(True))
     for _ in range(50):
         start.normal_(), x.normal_()
         graph.replay()
@@ -265,7 +263,7 @@ def test_activations_beyond_4_gib(device):
 
 @gpu
 def test_a_chain_of_activations_with_dependent_launch_equals_one_without(device):
-    gate_up, inner = torch.empty(8, 2048, dtype=torch.bfloat16, device=device), []
+    gate_up = torch.empty(8, 2048, dtype=torch.bfloat16, device=device)
 
     def chain(pdl):
         made = fused.act_and_mul(gate_up, "silu", pdl=pdl)
@@ -276,14 +274,11 @@ def test_a_chain_of_activations_with_dependent_launch_equals_one_without(device)
         return made
 
     gate_up.normal_()
-    chain(True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        inner.append(chain(True))
+    graph, made = captured(lambda: chain(True))
     for _ in range(50):
         gate_up.normal_()
         graph.replay()
-        assert torch.equal(inner[0], chain(False))
+        assert torch.equal(made, chain(False))
 
 
 def _ids(tokens, device, seed, index=torch.int64):
@@ -298,19 +293,12 @@ def _ids(tokens, device, seed, index=torch.int64):
 @pytest.mark.parametrize("scale", [1.0, 2560**0.5])
 @pytest.mark.parametrize(("tokens", "hidden"), EMBED_SHAPES)
 def test_ids_come_from_the_sampler_where_a_source_is_named(device, tokens, hidden, scale, dtype):
-    token_ids, sampled, source = _ids(tokens, device, seed=tokens + hidden)
-    token_ids[source >= 0] = torch.iinfo(torch.int64).max  # must not be looked up
     table = randn(VOCAB, hidden, seed=1, dtype=dtype, device=device)
-    out = fused.embed(token_ids, sampled, source, table, scale=scale)
-    assert torch.equal(out, twin.embed(token_ids, sampled, source, table, scale=scale))
-
-
-@in_poisoned_memory
-def test_ids_of_the_engine_in_tiles_of_part_of_a_row(device):
-    token_ids, sampled, source = _ids(40, device, seed=2, index=torch.int32)
-    table = randn(VOCAB, 1100, seed=3, dtype=torch.bfloat16, device=device)
-    out = fused.embed(token_ids, sampled, source, table)
-    assert torch.equal(out, twin.embed(token_ids, sampled, source, table))
+    for index in (torch.int32, torch.int64):
+        token_ids, sampled, source = _ids(tokens, device, seed=tokens + hidden, index=index)
+        token_ids[source >= 0] = torch.iinfo(index).max  # must not be looked up
+        out = fused.embed(token_ids, sampled, source, table, scale=scale)
+        assert torch.equal(out, twin.embed(token_ids, sampled, source, table, scale=scale))
 
 
 @in_poisoned_memory
@@ -346,18 +334,15 @@ def test_dependent_launch_reads_what_was_just_sampled(device):
     logits = torch.empty(rows, VOCAB, dtype=torch.float32, device=device)
     table = randn(VOCAB, 4096, seed=11, dtype=torch.bfloat16, device=device)
     slots = torch.arange(rows, dtype=torch.int32, device=device)
-    no_ids, outs = torch.zeros_like(slots), []
+    no_ids = torch.zeros_like(slots)
 
     def step():
         sample(logits, slots, tables, cut=False, adjusted=False, pdl=True)
-        outs[:] = [fused.embed(no_ids, tables.sampled, slots, table, pdl=True)]
+        return fused.embed(no_ids, tables.sampled, slots, table, pdl=True)
 
     logits.normal_()
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, out = captured(step)
     for _ in range(50):
         logits.normal_()
         graph.replay()
-        assert torch.equal(outs[0], table[logits.argmax(-1)])
+        assert torch.equal(out, table[logits.argmax(-1)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvrelay.kernels.elementwise import rope_and_write as twin
-from tests.kernels.rounding import assert_same, exact_rounding, poisoned, randn
+from tests.kernels.rounding import assert_same, captured, exact_rounding, poisoned, randn
 
 fused = pytest.importorskip("kvrelay.kernels.fused_rope_write", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures(exact_rounding.__name__)
@@ -46,17 +46,7 @@ FORMS = [
 class Case:
     """Random inputs and a pool laid out as the engine's, of which one layer is written."""
 
-    def __init__(
-        self,
-        shape,
-        dtype,
-        device,
-        *,
-        seed,
-        kv_dtype=None,
-        block_size=BLOCK_TOKENS,
-        index=torch.int32,
-    ):
+    def __init__(self, shape, dtype, device, *, seed, kv_dtype=None, block_size=BLOCK_TOKENS):
         self.tokens, self.heads, self.kv_heads, self.dim, self.rotary = shape
         generator = torch.Generator().manual_seed(seed)
         self.qkv = randn(
@@ -71,6 +61,7 @@ class Case:
         self.cos_sin = (
             torch.cat((angles.cos(), angles.sin()), 1).to(device) if self.rotary else None
         )
+        index = torch.int32 if seed % 2 else torch.int64
         self.positions = torch.randint(POSITIONS, (self.tokens,), generator=generator).to(
             device, index
         )
@@ -149,7 +140,8 @@ def _taken(tensor, mask):
 
 @pytest.mark.parametrize(("shape", "norm", "dtype"), FORMS, ids=str)
 def test_equals_the_twin(device, shape, norm, dtype):
-    case = Case(shape, dtype, device, seed=sum(shape))
+    block_size = (16, 32, 64)[sum(shape) // 2 % 3]
+    case = Case(shape, dtype, device, seed=sum(shape), block_size=block_size)
     case.compare(norm=norm is not None, plus_one=norm == "gemma")
 
 
@@ -174,14 +166,6 @@ def test_fp8_cache_has_a_scale_per_token_and_head(device, shape, norm):
     assert (error <= value.abs() / 16 + scale * 2**-9)[kept].all()
     if kept[0]:
         assert scale[0] == 1.0
-
-
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("block_size", [16, 32, 64])
-def test_block_sizes_and_index_types(device, block_size, index):
-    Case(
-        (7, 2, 1, 64, 64), torch.bfloat16, device, seed=1, block_size=block_size, index=index
-    ).compare()
 
 
 @pytest.mark.parametrize("tile", [(1, 1, 1), (2, 2, 1), (1, 4, 2)])
@@ -321,10 +305,7 @@ def test_dependent_launch_changes_nothing(device):
                 q_norm=case.q_norm, k_norm=case.k_norm, eps=1e-6, pdl=pdl,
             )  # fmt: skip
 
-    chain(True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain(True)
+    graph, _ = captured(lambda: chain(True))
     for _ in range(50):
         start = torch.randn_like(case.qkv)
         qkv.copy_(start)

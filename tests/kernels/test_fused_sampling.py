@@ -191,18 +191,6 @@ def test_floors_and_draws_equal_the_twin(
 
 
 @in_poisoned_memory
-def test_a_row_with_too_many_candidates_is_cut_the_slow_way(device, monkeypatch):
-    monkeypatch.setattr(sampling_floors, "_ROOM", 16)
-    cuts = [{"top_k": 300}, {"top_k": 300, "top_p": 0.7}, {"top_p": 0.97}, {"top_k": 17}]
-    params = numbered(cuts, 9, 1.0)
-    logits = make_logits("normal", len(params), 1500, 9, torch.float32).to(device)
-    floors = floors_of(monkeypatch)
-    tokens = sample(logits, backwards(len(params), device), tables_for(params, 1500, device))
-    check_floors(floors[0], logits, params)
-    check_tokens(tokens, logits, params)
-
-
-@in_poisoned_memory
 def test_top_k_beyond_the_maxima_and_masses_are_narrowed_by_pivots(device, monkeypatch):
     """With little room the brackets go through every pass: some thousand logits, 64 places."""
     monkeypatch.setattr(sampling_floors, "_ROOM", 64)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from kvrelay.kernels import fp8_linear, invariant_gemm
+from kvrelay.kernels import fp8_linear
 from kvrelay.kernels.elementwise import dequantize, quantize_e4m3
 from kvrelay.kernels.fp8_linear import Fp8Linear, quantize_rows
 from kvrelay.kernels.fused_elementwise import rms_norm
@@ -23,6 +23,7 @@ from kvrelay.kernels.invariant_gemm import (
     InvariantTile,
     invariant_linear,
 )
+from tests.kernels.rounding import captured
 
 EPS = 1e-5
 ON_GPU = torch.cuda.is_available()
@@ -118,18 +119,6 @@ def test_invariant_products_of_any_size(m, n, k, tile, device):
     close(out, x.double() @ weight.double().T + bias.double() + residual.double(), steps=2)
 
 
-@pytest.mark.parametrize(
-    ("n", "tiles"),
-    [
-        (4096, {1: FEW_OUTPUTS, 256: FEW_OUTPUTS, 257: MIDDLE, 512: MIDDLE, 4096: MANY_ROWS}),
-        (6144, {1: FEW_OUTPUTS, 128: FEW_OUTPUTS, 129: MIDDLE, 384: MIDDLE, 512: MANY_ROWS}),
-        (28672, {1: FEW_ROWS, 64: FEW_ROWS, 65: MANY_ROWS, 4096: MANY_ROWS}),
-    ],
-)
-def test_invariant_tiles_follow_what_was_measured(n, tiles):
-    assert {m: invariant_gemm._tile(m, n, 132, True) for m in tiles} == tiles
-
-
 def test_invariant_bits_in_every_batch(device):
     """Small sizes, all row counts; on a GPU with the tiles it takes there."""
     most = 300 if ON_GPU else 70
@@ -147,18 +136,6 @@ def test_invariant_bits_in_every_batch(device):
 
 class TestFp8:
     """fp8 weights: the format, and the layers on both sides of the limit of rows."""
-
-    def test_weights_come_back_within_a_sixteenth(self):
-        weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-        weight[5] = 0
-        quantized, scale = quantize_e4m3(weight)
-        assert scale.shape == (32, 1)
-        assert (
-            dequantize(quantized, scale, torch.float32) - weight
-        ).abs().max() <= weight.abs().max() / 16
-        assert (dequantize(quantized, scale, torch.float32)[5] == 0).all()
-        largest = quantized.float().abs().amax(1)
-        assert (largest[:5] == 448).all()
 
     @pytest.mark.parametrize("k", [16, 200, 1024])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -251,18 +228,6 @@ class TestFp8:
         assert linear(x, residual=residual, out=residual) is residual
         near(residual, expected)
 
-    @pytest.mark.parametrize("m", [1, 17, pytest.param(300, marks=on_gpu)])
-    def test_products_are_within_the_error_of_fp8(self, m, device):
-        n, k = (512, 1024) if ON_GPU else (64, 128)
-        weight, x = (
-            random(n, k, seed=1, device=device, scale=k**-0.5),
-            random(m, k, seed=3, device=device),
-        )
-        expected = x.double() @ weight.double().T
-        error = Fp8Linear.quantized(weight)(x).double() - expected
-        # The interpreter rounds some numbers wrongly, see above.
-        assert error.square().mean() < (0.045 if ON_GPU else 0.1) ** 2 * expected.square().mean()
-
     def test_refuses_sizes_and_types_it_cannot_take(self, device):
         quantized, scale = quantize_e4m3(torch.ones(32, 48))
         with pytest.raises(ValueError, match="16"):
@@ -317,12 +282,8 @@ class TestOnGpu:
 
         expected = start.clone()
         run(expected, pdl=False)
-        run(start.clone(), pdl=True)
-        torch.cuda.synchronize()
-        graph, hidden = torch.cuda.CUDAGraph(), torch.empty_like(start)
-        with torch.cuda.graph(graph):
-            hidden.copy_(start)
-            run(hidden, pdl=True)
+        hidden = torch.empty_like(start)
+        graph, _ = captured(lambda: run(hidden.copy_(start), pdl=True))
         for _ in range(10):
             hidden.fill_(torch.nan)
             graph.replay()

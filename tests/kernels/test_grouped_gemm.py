@@ -11,18 +11,18 @@ from kvrelay.kernels import grouped_gemm
 from kvrelay.kernels.grouped_gemm import Tiling, moe
 from kvrelay.kernels.moe import moe as twin
 from kvrelay.kernels.moe import route
+from tests.kernels.rounding import captured
 
 SMALL = (16, Tiling(16, 32, 4, 2), Tiling(32, 16, 4, 2))
 
 
 def inputs(
     device: torch.device,
-    dtype: torch.dtype,
-    *,
     tokens: int,
     experts: int,
     hidden: int,
     inner: int,
+    dtype: torch.dtype = torch.float16,
     seed: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator(device).manual_seed(seed)
@@ -67,15 +67,7 @@ def check(
 def test_it_equals_its_twin(
     device: torch.device, tokens: int, experts: int, top_k: int, hidden: int, inner: int, act: str
 ) -> None:
-    tensors = inputs(
-        device,
-        torch.float16,
-        tokens=tokens,
-        experts=experts,
-        hidden=hidden,
-        inner=inner,
-        seed=tokens,
-    )
+    tensors = inputs(device, tokens, experts, hidden, inner, seed=tokens)
     check(*tensors, top_k=top_k, renormalize=tokens % 2 == 1, act=act, tilings=SMALL)
 
 
@@ -105,9 +97,7 @@ def test_places_of_many_chunks_are_sorted_by_expert(
 
 
 def test_equal_logits_rows_of_one_value_and_nan_stay_within_bounds(device: torch.device) -> None:
-    x, logits, gate_up, down = inputs(
-        device, torch.float16, tokens=6, experts=4, hidden=32, inner=16
-    )
+    x, logits, gate_up, down = inputs(device, 6, 4, 32, 16)
     logits[:4] = 1.0
     check(x[:5], logits[:5], gate_up, down, top_k=2, renormalize=True, tilings=SMALL)
     logits[4:] = torch.nan
@@ -116,33 +106,20 @@ def test_equal_logits_rows_of_one_value_and_nan_stay_within_bounds(device: torch
 
 
 def test_residual_and_strided_rows(device: torch.device) -> None:
-    x, logits, gate_up, down = inputs(
-        device, torch.float16, tokens=9, experts=4, hidden=32, inner=16
-    )
+    x, logits, gate_up, down = inputs(device, 9, 4, 32, 16)
     wide = torch.cat((x, torch.full_like(x, torch.nan)), dim=1)
     plain = moe(x, logits, gate_up, down, top_k=2, renormalize=True, tilings=SMALL)
     again = moe(wide[:, :32], logits, gate_up, down, top_k=2, renormalize=True, tilings=SMALL)
     assert torch.equal(plain, again)
     stream = torch.randn(9, 32, device=device).to(torch.float16)
     expected = stream.float() + plain.float()
-    moe(
-        x,
-        logits,
-        gate_up,
-        down,
-        top_k=2,
-        renormalize=True,
-        residual=stream,
-        out=stream,
-        tilings=SMALL,
-    )
+    options = {"top_k": 2, "renormalize": True, "tilings": SMALL}
+    moe(x, logits, gate_up, down, residual=stream, out=stream, **options)
     assert float((stream.float() - expected).abs().max()) < 2**-8
 
 
 def test_a_token_has_the_same_bits_beside_others(device: torch.device) -> None:
-    x, logits, gate_up, down = inputs(
-        device, torch.float16, tokens=24, experts=4, hidden=64, inner=32
-    )
+    x, logits, gate_up, down = inputs(device, 24, 4, 64, 32)
     whole = moe(x, logits, gate_up, down, top_k=2, renormalize=True, tilings=SMALL)
     for selected in ([3], [23, 0, 7], list(range(11, 24))):
         part = moe(
@@ -154,15 +131,13 @@ def test_a_token_has_the_same_bits_beside_others(device: torch.device) -> None:
 def test_weights_by_tensor_descriptor_give_the_same(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
         pytest.skip("no TMA")
-    tensors = inputs(device, torch.float16, tokens=9, experts=4, hidden=80, inner=24)
+    tensors = inputs(device, 9, 4, 80, 24)
     tma = (16, Tiling(16, 32, 4, 2, tma=True), Tiling(32, 16, 4, 2, tma=True))
     check(*tensors, top_k=2, renormalize=True, tilings=tma)
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
-    x, logits, gate_up, down = inputs(
-        device, torch.float16, tokens=3, experts=4, hidden=32, inner=16
-    )
+    x, logits, gate_up, down = inputs(device, 3, 4, 32, 16)
     for wrong, message in (
         ((x, logits, gate_up[:, :16], down), "do not fit"),
         ((x, logits[:2], gate_up, down), "3 tokens, 4 experts"),
@@ -200,9 +175,7 @@ def test_on_a_gpu_it_equals_its_twin(
 ) -> None:
     experts, top_k, hidden, inner = sizes
     torch.cuda.empty_cache()
-    tensors = inputs(
-        device, dtype, tokens=tokens, experts=experts, hidden=hidden, inner=inner, seed=tokens
-    )
+    tensors = inputs(device, tokens, experts, hidden, inner, dtype, seed=tokens)
     check(*tensors, top_k=top_k, renormalize=True, pdl=True)
     first, second = (
         moe(*tensors, top_k=top_k, renormalize=False, pdl=pdl) for pdl in (True, False)
@@ -212,7 +185,7 @@ def test_on_a_gpu_it_equals_its_twin(
 
 @pytest.mark.gpu
 def test_on_a_gpu_bits_do_not_depend_on_the_batch_when_asked(device: torch.device) -> None:
-    x, *rest = inputs(device, torch.bfloat16, tokens=3000, experts=16, hidden=512, inner=256)
+    x, *rest = inputs(device, 3000, 16, 512, 256, torch.bfloat16)
     logits, weights = rest[0], rest[1:]
     whole = moe(x, logits, *weights, top_k=4, renormalize=True, batch_invariant=True)
     for tokens in (1, 2, 33, 200, 1999):
@@ -224,16 +197,12 @@ def test_on_a_gpu_bits_do_not_depend_on_the_batch_when_asked(device: torch.devic
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_can_be_captured(device: torch.device) -> None:
-    tensors = inputs(device, torch.bfloat16, tokens=70, experts=128, hidden=512, inner=128)
+    tensors = inputs(device, 70, 128, 512, 128, torch.bfloat16)
     expected = moe(*tensors, top_k=8, renormalize=True)
     out = torch.empty_like(expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        moe(*tensors, top_k=8, renormalize=True, out=out, pdl=True)
+    graph, _ = captured(lambda: moe(*tensors, top_k=8, renormalize=True, out=out, pdl=True))
     for seed in (1, 2):
-        fresh = inputs(
-            device, torch.bfloat16, tokens=70, experts=128, hidden=512, inner=128, seed=seed
-        )
+        fresh = inputs(device, 70, 128, 512, 128, torch.bfloat16, seed=seed)
         for tensor, new in zip(tensors, fresh, strict=True):
             tensor.copy_(new)
         graph.replay()

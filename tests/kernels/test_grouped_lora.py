@@ -9,9 +9,9 @@ import json
 import pytest
 import torch
 
-from kvrelay.kernels.lora import PackedLora, add_lora
+from kvrelay.kernels.lora import add_lora
 from tests.kernels.compiling import run_compiler
-from tests.kernels.rounding import assert_same, exact_rounding, poisoned_memory, randn
+from tests.kernels.rounding import assert_same, captured, exact_rounding, poisoned_memory, randn
 
 fused = pytest.importorskip("kvrelay.kernels.grouped_lora", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures(exact_rounding.__name__, poisoned_memory.__name__)
@@ -139,19 +139,6 @@ def test_strided_rows(device):
     assert torch.equal(target[:, 32:], beside)
 
 
-def test_the_packed_layers_of_a_cpu_are_the_twins():
-    down, up = matrices(torch.device("cpu"), torch.float32, 64, QKV, 16)
-    x, y = (
-        randn(9, size, seed=size, dtype=torch.float32, device=torch.device("cpu"))
-        for size in (64, 80)
-    )
-    adapters = rows_of("mixed", 9, torch.device("cpu"))
-    expected = add_lora(y.clone(), x, down, up, adapters, QKV)
-    for each in range(3):
-        PackedLora(down[each], up[each], QKV, 2).add(y, x, (adapters == each).nonzero()[:, 0])
-    assert_same(y, expected, atol=1e-5)
-
-
 def test_what_does_not_fit_is_refused(device):
     down, up = matrices(device, torch.bfloat16, 64, QKV, 16)
     x, y = (
@@ -243,11 +230,7 @@ def test_in_a_graph_the_adapters_are_read_from_the_device(device):
         rows_of("one", 8, device),
         torch.zeros(8, 512, dtype=torch.bfloat16, device=device),
     )
-    added(x, base.clone(), down, up, adapters, (512,))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = added(x, base.clone(), down, up, adapters, (512,), pdl=True)
+    graph, y = captured(lambda: added(x, base.clone(), down, up, adapters, (512,), pdl=True))
     for kind in ("mixed", "none", "one"):
         adapters.copy_(rows_of(kind, 8, device))
         graph.replay()

@@ -13,9 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 from kvrelay.kernels.decode_plan import DecodeWorkspace, plan_decode
-from kvrelay.kernels.paged_attention import SequenceSpan, attend, plan_attention
 from kvrelay.kernels.paged_decode import paged_decode
-from tests.kernels.rounding import assert_attention
+from tests.kernels.rounding import assert_attention, captured
 
 LAYERS = 2
 GPU = torch.cuda.is_available()
@@ -192,18 +191,20 @@ def _workspace(
 
 def _check(
     lengths: list[int],
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: torch.dtype,
     device: torch.device,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float16,
     fp8: bool = False,
     window: int = 0,
     softcap: float = 0.0,
     seed: int = 0,
+    launches: int = 2,
 ) -> None:
+    """Compare with plain attention; launches in a row give the same bits, whoever arrives last."""
     pool = _fill(
         lengths, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype, fp8=fp8, seed=seed,
         device=device,
@@ -212,168 +213,49 @@ def _check(
     context_lens, scale = _lengths(lengths, device), head_dim**-0.5
     workspace = _workspace(len(lengths), heads, kv_heads, head_dim, device, fp8=fp8)
     plan_decode(context_lens, workspace, block_size=block_size, window=window)
-    out = torch.full((len(lengths), heads, head_dim), torch.nan, dtype=dtype, device=device)
-    paged_decode(
-        query, pool.key, pool.value, pool.tables, context_lens, workspace, out=out, scale=scale, window=window,
-        softcap=softcap, **pool.scales,
-    )  # fmt: skip
-    expected = _plain(query, pool, scale, window, softcap)
-    long = context_lens > 0
+    outs = [
+        paged_decode(
+            query, pool.key, pool.value, pool.tables, context_lens, workspace, out=torch.full_like(query, torch.nan),
+            scale=scale, window=window, softcap=softcap, **pool.scales,
+        )
+        for _ in range(launches)
+    ]  # fmt: skip
+    out, expected, long = outs[0], _plain(query, pool, scale, window, softcap), context_lens > 0
     assert_attention(out[long], expected[long], lengths)
     assert torch.equal(out[~long], torch.zeros_like(out[~long]))
     assert not workspace.arrivals.any()
+    assert all(torch.equal(out, other) for other in outs)
 
 
-MIXES = {
-    "edges": [1, 0, 63, 64, 65, 128, 16, 15, 17],
-    "skewed": [700, 3, 1, 9, 0, 2, 30, 5],
-    "alone": [389],
-    "padding": [0, 0, 40, 0],
-    "nothing": [0],
-}
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_any_mixture_of_lengths(mix, device):
-    _check(
-        MIXES[mix],
-        heads=4,
-        kv_heads=2,
-        head_dim=64,
-        block_size=16,
-        dtype=torch.float16,
-        device=device,
-    )
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_lengths(seed, device):
-    lengths = torch.randint(0, 200, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
-    _check(
-        lengths,
-        heads=2,
-        kv_heads=2,
-        head_dim=64,
-        block_size=32,
-        dtype=BF16,
-        device=device,
-        seed=seed,
-    )
+SOME = [200, 0, 31, 64]
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "block_size"), [(64, 64), (80, 16), (96, 32), (128, 16), (256, 64)]
+    ("lengths", "options"),
+    [
+        ([1, 0, 63, 64, 65, 128, 16, 15, 17], {}),
+        ([700, 3, 1, 9, 0, 2, 30, 5], {"launches": 200 if GPU else 2}),
+        ([389], {}),
+        ([0, 0, 40, 0], {}),
+        ([0], {}),
+        ([77, 12, 0, 199, 150, 3, 44], {"kv_heads": 4, "block_size": 32, "dtype": BF16}),
+        *(
+            (SOME, {"kv_heads": 1, "head_dim": dim, "block_size": size, "dtype": BF16, "fp8": fp8})
+            for dim, size in ((64, 64), (80, 16), (96, 32), (128, 16), (256, 64))
+            for fp8 in (False, True)
+        ),
+        *(([150, 3, 70], {"heads": 2 * group}) for group in (1, 4, 7, 8, 17)),
+        *(([300, 1, 64, 0, 165], {"window": window}) for window in (1, 16, 63, 64, 100, 1000)),
+        *(
+            ([130, 7], {"block_size": 32, "fp8": fp8, "softcap": softcap, "window": 90})
+            for softcap in (0.5, 30.0)
+            for fp8 in (False, True)
+        ),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
-def test_head_dims_and_block_sizes(head_dim, block_size, fp8, device):
-    _check(
-        [200, 0, 31, 64], heads=4, kv_heads=1, head_dim=head_dim, block_size=block_size, dtype=BF16,
-        fp8=fp8, device=device,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("group", [1, 2, 4, 7, 8, 17])
-def test_groups_of_query_heads(group, device):
-    _check(
-        [150, 3, 70],
-        heads=2 * group,
-        kv_heads=2,
-        head_dim=64,
-        block_size=16,
-        dtype=torch.float16,
-        device=device,
-    )
-
-
-@pytest.mark.parametrize("window", [1, 16, 63, 64, 100, 1000])
-def test_windows(window, device):
-    _check(
-        [300, 1, 64, 0, 165], heads=4, kv_heads=2, head_dim=64, block_size=16, dtype=torch.float16, device=device,
-        window=window,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
-@pytest.mark.parametrize("softcap", [0.5, 30.0])
-def test_softcap(softcap, fp8, device):
-    _check(
-        [130, 7], heads=4, kv_heads=2, head_dim=64, block_size=32, dtype=torch.float16, device=device, fp8=fp8,
-        softcap=softcap, window=90,
-    )  # fmt: skip
-
-
-def test_equals_the_torch_twin(device):
-    """The CPU path's own attention over the same pool."""
-    lengths, heads, kv_heads, head_dim, block_size = [77, 1, 130], 4, 2, 64, 16
-    pool = _fill(
-        lengths,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        dtype=torch.float16,
-        device=device,
-    )
-    query = _query(3, heads, kv_heads, head_dim, torch.float16, device, 0)
-    counts = [-(-length // block_size) for length in lengths]
-    spans = [
-        SequenceSpan(row, 1, length - 1, pool.tables[row, : counts[row]].tolist())
-        for row, length in enumerate(lengths)
-    ]
-    plan = plan_attention(spans, tokens=3, block_size=block_size, kv_heads=kv_heads, group=2)
-    finite = [cache.cpu().nan_to_num() for cache in (pool.key, pool.value)]
-    expected = attend(query.cpu(), *finite, plan)
-    workspace, context_lens = (
-        _workspace(3, heads, kv_heads, head_dim, device),
-        _lengths(lengths, device),
-    )
-    plan_decode(context_lens, workspace, block_size=block_size)
-    out = torch.full_like(query, torch.nan)
-    paged_decode(
-        query,
-        pool.key,
-        pool.value,
-        pool.tables,
-        context_lens,
-        workspace,
-        out=out,
-        scale=head_dim**-0.5,
-    )
-    torch.testing.assert_close(out.cpu(), expected, atol=2e-3, rtol=2e-3)
-
-
-def test_launches_in_a_row_give_the_same_bits(device):
-    """The counters are zero again after each launch, and who arrives last does not matter."""
-    lengths, heads, kv_heads, head_dim = [600, 5, 200], 4, 2, 64
-    pool = _fill(
-        lengths,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_size=16,
-        dtype=torch.float16,
-        device=device,
-    )
-    query, context_lens = (
-        _query(3, heads, kv_heads, head_dim, torch.float16, device, 0),
-        _lengths(lengths, device),
-    )
-    workspace = _workspace(3, heads, kv_heads, head_dim, device)
-    plan_decode(context_lens, workspace, block_size=16)
-    outs = []
-    for _ in range(200 if GPU else 2):
-        out = torch.full_like(query, torch.nan)
-        outs.append(
-            paged_decode(
-                query,
-                pool.key,
-                pool.value,
-                pool.tables,
-                context_lens,
-                workspace,
-                out=out,
-                scale=0.2,
-            )
-        )
-    assert all(torch.equal(out, outs[0]) for out in outs)
+def test_equals_plain_attention(lengths, options, device):
+    _check(lengths, device, **options)
 
 
 def test_a_call_that_was_not_planned_is_refused(device):
@@ -381,25 +263,15 @@ def test_a_call_that_was_not_planned_is_refused(device):
     pool = _fill([3, 4], kv_heads=2, head_dim=64, block_size=16, dtype=torch.float16, device=device)
     query = _query(2, 4, 2, 64, torch.float16, device, 0)
     plan_decode(context_lens, workspace, block_size=16)
+    given = query, pool.key, pool.value, pool.tables, context_lens, workspace
     with pytest.raises(ValueError, match="planned for"):
-        paged_decode(
-            query,
-            pool.key,
-            pool.value,
-            pool.tables,
-            context_lens,
-            workspace,
-            out=query.clone(),
-            scale=1.0,
-            window=9,
-        )
+        paged_decode(*given, out=query.clone(), scale=1.0, window=9)
 
 
 # From here on a GPU is needed.
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="needs a GPU")
 @pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
@@ -418,13 +290,12 @@ def test_full_grid_on_a_gpu(head_dim, block_size, fp8, device):
     ]
     for lengths, window in itertools.product(mixes, [0, 700]):
         _check(
-            lengths, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype,
-            device=device, fp8=fp8, window=window, softcap=[0.0, 0.0, 30.0][number % 3], seed=number,
+            lengths, device, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype,
+            fp8=fp8, window=window, softcap=[0.0, 0.0, 30.0][number % 3], seed=number,
         )  # fmt: skip
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="needs a GPU")
 @pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_blocks_beyond_four_gibibytes(block_size, fp8, device):
@@ -460,7 +331,6 @@ def test_blocks_beyond_four_gibibytes(block_size, fp8, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="needs a GPU")
 @pytest.mark.parametrize("pdl", [False, True])
 def test_a_graph_replays_with_other_lengths_and_tables(pdl, device):
     if pdl and torch.cuda.get_device_capability() < (9, 0):
@@ -500,10 +370,7 @@ def test_a_graph_replays_with_other_lengths_and_tables(pdl, device):
                 query, key, value, tables, context_lens, workspace, out=out, scale=0.1, pdl=pdl
             )
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = captured(step)
     for seed, (lengths, pool) in enumerate(zip(mixes, pools, strict=True)):
         key[: len(pool.key)], value[: len(pool.value)] = pool.key, pool.value
         tables.copy_(pool.tables)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.kernels.paged_attention import SequenceSpan, attend, plan_attention
 from tests.kernels.compiling import run_compiler
 from tests.kernels.rounding import assert_attention
 
@@ -235,12 +234,9 @@ def test_tiles_cover_every_token_once_and_long_ones_come_first() -> None:
         assert keys == sorted(keys, reverse=True)
 
 
-def test_no_sequences_make_no_tiles() -> None:
+def test_no_sequences_make_no_tiles_and_a_context_holds_its_own_chunk() -> None:
     assert prefill_tiles([], [], group=4).shape == (0, 2)
     assert prefill_tiles([0], [9], group=4).shape == (0, 2)
-
-
-def test_tiles_refuse_a_context_without_its_own_chunk() -> None:
     with pytest.raises(ValueError, match="fewer tokens"):
         prefill_tiles([5], [4], group=1)
 
@@ -248,74 +244,33 @@ def test_tiles_refuse_a_context_without_its_own_chunk() -> None:
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="small shapes, for the interpreter")
 
 
-@cpu_only
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize("window", [0, 1, 50])
-def test_equals_plain_attention(
-    mix: str, heads: int, kv_heads: int, window: int, device: torch.device
-) -> None:
-    case = make_case(
-        MIXES[mix], heads, kv_heads, 64, 16, torch.float32, device, seed=heads + window
-    )
-    case.check(window=window)
+MIXED, HALF = MIXES["mixed"], torch.float16
+SMALL_CASES = [
+    *(
+        ((mix, heads, kv_heads, 64, 16, torch.float32), {"window": window})
+        for mix in MIXES.values()
+        for heads, kv_heads in HEADS
+        for window in (0, 1, 50)
+    ),
+    *(((MIXED, 4, 2, dim, size, HALF), {}) for dim in (64, 80, 96, 128, 256) for size in (16, 64)),
+    *(
+        ((MIXED, 4, 2, 64, 32, torch.float32), {"softcap": 2.0, "window": window})
+        for window in (0, 70)
+    ),
+    *(
+        ((MIXED, 6, 2, 80, size, HALF), {"fp8": True, "window": window, "softcap": softcap})
+        for size in (16, 64)
+        for window, softcap in ((0, 0.0), (60, 5.0))
+    ),
+]
 
 
 @cpu_only
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("block_size", [16, 32, 64])
-def test_head_dims_and_block_sizes(dim: int, block_size: int, device: torch.device) -> None:
-    make_case(MIXES["mixed"], 4, 2, dim, block_size, torch.float16, device, seed=dim).check()
-
-
-@cpu_only
-@pytest.mark.parametrize("window", [0, 70])
-def test_softcap(window: int, device: torch.device) -> None:
-    make_case(MIXES["mixed"], 4, 2, 64, 32, torch.float32, device, seed=11).check(
-        softcap=2.0, window=window
-    )
-
-
-@cpu_only
-@pytest.mark.parametrize("block_size", [16, 64])
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (60, 5.0)])
-def test_fp8(block_size: int, window: int, softcap: float, device: torch.device) -> None:
-    case = make_case(MIXES["mixed"], 6, 2, 80, block_size, torch.float16, device, seed=12, fp8=True)
-    case.check(window=window, softcap=softcap)
-
-
-@cpu_only
-@pytest.mark.parametrize("window", [0, 50])
-def test_equals_the_torch_twin(window: int, device: torch.device) -> None:
-    case = make_case(MIXES["mixed"], 6, 2, 64, 16, torch.float32, device, seed=13)
-    key_cache, value_cache = (
-        torch.nan_to_num(cache).contiguous() for cache in (case.key_cache, case.value_cache)
-    )
-    spans = [
-        SequenceSpan(start, count, length - count, table.tolist())
-        for start, count, length, table in zip(
-            starts(case.query_lens),
-            case.query_lens,
-            case.context_lens,
-            case.block_tables,
-            strict=False,
-        )
-        if count
-    ]
-    plan = plan_attention(
-        spans,
-        tokens=len(case.query),
-        block_size=16,
-        kv_heads=2,
-        group=3,
-        window=window,
-        device=device,
-    )
-    expected = attend(case.query, key_cache, value_cache, plan)
-    rows = sum(case.query_lens)
-    torch.testing.assert_close(
-        case.run(window=window)[:rows], expected[:rows], atol=2e-5, rtol=1e-4
-    )
+@pytest.mark.parametrize(("sizes", "options"), SMALL_CASES, ids=str)
+def test_equals_plain_attention(sizes: tuple, options: dict, device: torch.device) -> None:
+    fp8 = options.get("fp8", False)
+    case = make_case(*sizes, device, seed=len(sizes[0]), fp8=fp8)
+    case.check(window=options.get("window", 0), softcap=options.get("softcap", 0.0))
 
 
 def check_bits(
