@@ -35,14 +35,15 @@ class RoleController:
     def _look(self, now: float) -> None:
         cluster, roles, router = self._cluster, self._roles, self._cluster.routers[0]
         nodes = {role: router.pool.up(role) for role in OTHER}
-        work = work_of(
+        work, left = work_of(
             {role: [node.state for node in of] for role, of in nodes.items()}, self._tpot_ms
         )
         hindered = "a node is changing its role" if cluster.switching else ""
         if self._becoming and not cluster.switching:
             roles.changed(self._result.flips[-1].role, now / 1e3)
         self._becoming = cluster.switching
-        role = roles.look({role: len(of) for role, of in nodes.items()}, work, now / 1e3, hindered)
+        up = {role: len(of) for role, of in nodes.items()}
+        role = roles.look(up, work, now / 1e3, hindered, left)
         if role is not None:
             at = router.number(max(nodes[OTHER[role]], key=lambda node: node.url))
             self._result.flips.append(Flipped(now, at, role, roles.why))

@@ -98,6 +98,7 @@ class NodeLoad:
             placed_ms = sum(share.prompt_ms for share in self._pending)
             self.backlog_ms = max(0.0, tokens * self.costs.prompt_token - placed_ms)
         self.prompt_share, self.token_rate = load.prompt_share, load.token_rate
+        self.strictest_tpot_ms = load.strictest_tpot_ms
         counts = load.legs and load.block_size
         self.kv_free = (
             float(load.free_blocks * load.block_size - load.promised_tokens) if counts else math.inf

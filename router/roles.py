@@ -2,8 +2,9 @@
 
 Work is reckoned in nodes, from what they announce: prompts may take all of a prefill node's time,
 and tokens `1 - A / TPOT` of a decode node's, whose empty step takes A (router/placement.py);
-requests may take all of its seats. All routers see the same and ask the same node, which changes
-once (node/lifecycle.py).
+requests may take all of its seats. Where even the last prefill node does more as a decode node, all
+nodes compute the prompts of what they generate, until the load falls. All routers see the same and
+ask the same node, which changes once (node/lifecycle.py).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ __all__ = [
     "RoleChanger",
     "RolePlanner",
     "ask_role",
+    "use_of",
     "work_of",
 ]
 
@@ -47,21 +49,34 @@ OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 _log = logging.getLogger("kvrelay.router")
 
 
-def work_of(loads: Mapping[Role, Sequence[NodeLoad]], tpot_ms: float = 0.0) -> dict[Role, float]:
-    """Return how many nodes the work of each role takes; 0: the default TPOT is the target."""
+def work_of(
+    loads: Mapping[Role, Sequence[NodeLoad]], tpot_ms: float = 0.0
+) -> tuple[dict[Role, float], float]:
+    """Return how many nodes the work of each role takes, and what share of a decode node work may.
+
+    A `tpot_ms` of 0 stands for the default TPOT.
+    """
     prompts = fsum(
         load.prompt_share for of in loads.values() for load in of
     )  # decode nodes spare prefill nodes some
     decode = loads[Role.DECODE]
     tokens = fsum(load.token_rate * load.per_token_ms for load in decode)
-    left = fsum(
-        1 - load.step_ms / (tpot_ms or default_targets(load.costs, 0)[1]) for load in decode
-    )
+    each_left = [
+        1 - load.step_ms / (load.strictest_tpot_ms or tpot_ms or default_targets(load.costs, 0)[1])
+        for load in decode
+    ]
+    left = max(LEAST_LEFT, fsum(each_left) / max(1, len(decode)))
     seats = fsum(load.rows / load.max_num_seqs for load in decode if load.max_num_seqs)
-    return {
-        Role.PREFILL: prompts,
-        Role.DECODE: max(seats, tokens / max(LEAST_LEFT, left / max(1, len(decode)))),
-    }
+    return {Role.PREFILL: prompts, Role.DECODE: max(seats, tokens / left)}, left
+
+
+def use_of(work: Mapping[Role, float], nodes: Mapping[Role, int], left: float) -> dict[Role, float]:
+    """Return the share of each role's nodes that work takes; decode nodes alone do all of it."""
+    prefill, decode = nodes[Role.PREFILL], max(1, nodes[Role.DECODE])
+    prompts, answers = work[Role.PREFILL], work[Role.DECODE]
+    if prefill:
+        return {Role.PREFILL: prompts / prefill, Role.DECODE: answers / decode}
+    return {Role.PREFILL: 0.0, Role.DECODE: (answers + prompts / left) / decode}
 
 
 class RoleChange(msgspec.Struct, frozen=True):
@@ -78,7 +93,7 @@ class RoleChange(msgspec.Struct, frozen=True):
 class RolePlanner:
     """A planner of the roles of one model's nodes. Times are seconds of any one clock."""
 
-    def __init__(self, least_prefill: int = 1, least_decode: int = 1) -> None:
+    def __init__(self, least_prefill: int = 0, least_decode: int = 1) -> None:
         self._least = {Role.PREFILL: least_prefill, Role.DECODE: least_decode}
         self._work, self._looked = dict.fromkeys(OTHER, 0.0), -inf
         self._changed, self._last, self._busy, self._times = -inf, Role.PREFILL, Role.PREFILL, 0
@@ -91,26 +106,41 @@ class RolePlanner:
         self._changed, self._last, self._times = now, role, 0
 
     def look(
-        self, up: Mapping[Role, int], work: Mapping[Role, float], now: float, hindered: str = ""
+        self,
+        up: Mapping[Role, int],
+        work: Mapping[Role, float],
+        now: float,
+        hindered: str = "",
+        left: float = 1.0,
     ) -> Role | None:
-        """Return the role that one more node should take; `hindered` says why none can now."""
+        """Return the role that one more node should take; `hindered` says why none can now.
+
+        `left` is the share of a decode node that work may take (`work_of`).
+        """
         # Until then what had piled up says nothing of what is needed now.
         rests = now - self._changed < COOL_DOWN_S
         kept, self._looked = 0.0 if rests else 0.5 ** ((now - self._looked) / HALF_LIFE_S), now
         self._work = {
             role: kept * before + (1 - kept) * work[role] for role, before in self._work.items()
         }
-        self.use = use = {role: of / max(1, up[role]) for role, of in self._work.items()}
-        busy = max(use, key=lambda role: use[role])
-        idle = OTHER[busy]
+        self.use = use = use_of(self._work, up, left)
+        mixed = not up[Role.PREFILL]
+        busy = Role.PREFILL if mixed else max(use, key=lambda role: use[role])
+        idle, most = OTHER[busy], max(use.values())
+        then = use_of(self._work, {busy: up[busy] + 1, idle: up[idle] - 1}, left)
         # To a role of many nodes one more is less than any margin: what counts is the role that
         # gives it away.
-        after = self._work[idle] / max(1, up[idle] - 1)
+        after = then[idle] if up[Role.PREFILL] and up[idle] > 1 else max(then.values())
+        # The last prefill node that became a decode node, or another, goes back when it can.
+        returns = mixed and self._last is Role.DECODE and after <= LIMIT - 2 * MARGIN
         margin = MARGIN * (2 if self._last is idle and now - self._changed < REMEMBERS_S else 1)
         against = (
-            (use[busy] <= LIMIT, "no role is short of nodes"),
+            (most <= LIMIT and not returns, "no role is short of nodes"),
             (up[idle] <= self._least[idle], f"{idle} keeps its last {self._least[idle]}"),
-            (after > use[busy] * (1 - margin), f"one {idle} node less would have too much to do"),
+            (
+                after > most * (1 - margin) and not returns,
+                f"one {idle} node less would have too much to do",
+            ),
             (rests, "the last change was just now"),
         )
         why = hindered or next((reason for holds, reason in against if holds), "")
@@ -172,7 +202,8 @@ class RoleChanger:
             loads = {role: [node.state for node in each] for role, each in nodes.items()}
             up = {role: len(each) for role, each in nodes.items()}
             hindered = self._hindered(config, [node for node in ours if node.model == model])
-            wanted = planner.look(up, work_of(loads, config.tpot_target_ms), now, hindered)
+            work, left = work_of(loads, config.tpot_target_ms)
+            wanted = planner.look(up, work, now, hindered, left)
             if wanted:
                 willing = [node for node in nodes[OTHER[wanted]] if node.url not in self._rests]
                 if willing:

@@ -245,7 +245,7 @@ class RouterConfig:
     """Decode nodes never compute a prompt that a prefill node can, and no node changes its role by
     itself.
     """
-    least_prefill: Annotated[int, Meta(ge=1)] = 1
+    least_prefill: Annotated[int, Meta(ge=0)] = 0
     """So many prefill nodes of each model keep their role, whatever the load."""
     least_decode: Annotated[int, Meta(ge=1)] = 1
     """So many decode nodes of each model keep their role, whatever the load."""
