@@ -20,7 +20,6 @@ from kvrelay.decode_node.request import DecodeRequest
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.sandbox import Sandbox, Setup
 from kvrelay.openai_api.body import (
-    MAX_CHOICES,
     choice_count,
     decode_chat,
     decode_completion,
@@ -30,7 +29,7 @@ from kvrelay.openai_api.body import (
 )
 from kvrelay.openai_api.chat_template import check_template
 from kvrelay.openai_api.generation_config import sampling_defaults
-from kvrelay.openai_api.json_body import json_errors
+from kvrelay.openai_api.json_body import read_json
 from kvrelay.openai_api.message_stream import message_form
 from kvrelay.openai_api.model_formats import (
     ReasoningFormat,
@@ -51,7 +50,7 @@ from kvrelay.openai_api.prompt import Prompts
 from kvrelay.openai_api.structured import bad_word_ids
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.tokenizer_files import load_tokenizer
-from kvrelay.openai_api.types import ChatRequest, CompletionRequest
+from kvrelay.openai_api.types import MAX_CHOICES, ChatRequest, CompletionRequest
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.prefill_node.request import PrefillRequest
 from kvrelay.wire.config import EngineConfig, NodeConfig, Role
@@ -64,6 +63,8 @@ __all__ = ["Call", "Serving", "check_model_name", "load_serving", "read_template
 
 log = logging.getLogger("kvrelay.node")
 
+_tokenize = msgspec.json.Decoder(TokenizeRequest)
+_detokenize = msgspec.json.Decoder(DetokenizeRequest)
 _TPOT_RANGE_MS = (0.1, 1e9)
 
 
@@ -270,8 +271,7 @@ class Serving:
 
         Raises RequestError.
         """
-        with json_errors():
-            asked = msgspec.json.decode(body, type=TokenizeRequest)
+        asked = read_json(body, _tokenize)
         self._check_model(asked.model, needed=False)
         request = decode_chat(body) if asked.is_chat else decode_completion(body)
         if isinstance(request, CompletionRequest) and (count := len(prompts_of(request))) != 1:
@@ -288,8 +288,7 @@ class Serving:
 
     def detokenize(self, body: bytes) -> DetokenizeResponse:
         """Return the answer to POST /detokenize. Raises RequestError."""
-        with json_errors():
-            asked = msgspec.json.decode(body, type=DetokenizeRequest)
+        asked = read_json(body, _detokenize)
         self._check_model(asked.model, needed=False)
         if len(asked.tokens) > self.info.max_model_len:
             raise RequestError(

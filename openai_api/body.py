@@ -7,23 +7,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvrelay.openai_api.dialects.base import check_messages
-from kvrelay.openai_api.json_body import json_errors
+from kvrelay.openai_api.json_body import read_json, refuser
 from kvrelay.openai_api.structured import constraint_of
 from kvrelay.openai_api.tool_choice import tool_use
-from kvrelay.openai_api.types import ChatRequest, CompletionRequest, SamplingFields
+from kvrelay.openai_api.types import MAX_CHOICES, ChatRequest, CompletionRequest, SamplingFields
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.frames import MALFORMED
-from kvrelay.wire.sampling import (
-    MAX_LOGPROBS,
-    PLAIN_SAMPLING,
-    SamplingDefaults,
-    SamplingParams,
-    check_count,
-)
+from kvrelay.wire.sampling import PLAIN_SAMPLING, SamplingDefaults, SamplingParams
 
 __all__ = [
-    "MAX_CHOICES",
     "REFUSED",
     "body_request_id",
     "requested_logprobs",
@@ -35,24 +27,16 @@ __all__ = [
     "truncated_length",
     "prompt_only",
     "prompts_of",
-    "refuse_not_built",
     "sampling_params",
     "is_valid_id",
     "token_limit",
 ]
 
-MAX_CHOICES = 128
-"""Choices of one request, over all of its prompts: each is a request of the engine."""
-
 _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
-# Every token is compared with every stop string: below a microsecond with these limits.
-_MAX_STOP_STRINGS = 64
-_MAX_STOP_CHARS = 1024
 # Set by the server; `write` is a parameter of chat_template.render.
 _TEMPLATE_VARIABLES = (
     "messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "write",
 )  # fmt: skip
-_MAX_PRIORITY = 2**31 - 1
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _ADDRESS = "_addr_"  # vLLM's P2pNcclConnector reads addresses of peers in a request's id
 _GREEDY_BELOW = 1e-5  # logits divided by less leave float32
@@ -84,8 +68,9 @@ def is_valid_id(value: str) -> bool:
 def decode_chat(body: bytes) -> ChatRequest:
     """Return the chat request in `body`, checked. Raises RequestError."""
     request = _decode(body, _chat_decoder)
-    check_choices(1, choice_count(request))
-    _check_messages(request)
+    for i, message in enumerate(request.messages):
+        for j, call in enumerate(message.tool_calls or ()):
+            _check_past_call(f"messages[{i}].tool_calls[{j}]", call)
     if request.continue_final_message and request.add_generation_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt exclude each other: the answer goes "
@@ -100,18 +85,14 @@ def decode_chat(body: bytes) -> ChatRequest:
                 "model's",
                 param="chat_template_kwargs",
             )
-    if request.top_logprobs is not None:
-        if not request.logprobs and request.top_logprobs:
-            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        _check_logprobs("top_logprobs", request.top_logprobs)
+    if request.top_logprobs and not request.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     return request
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
     """Return the completion request in `body`, checked. Raises RequestError."""
     request = _decode(body, _completion_decoder)
-    if request.logprobs is not None:
-        _check_logprobs("logprobs", request.logprobs)
     _check_best_of(request)
     for prompt in prompts_of(request):
         ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
@@ -261,13 +242,9 @@ def sampling_params(
     if request.kv_transfer_params and request.kv_transfer_params.do_remote_decode:
         # Min tokens stay in force: token 1 must not end an answer that needs more.
         limit, min_tokens = 1, min(min_tokens, 1)
-    if (count := len(request.allowed_token_ids or ())) > vocab_size:
-        raise RequestError(
-            f"allowed_token_ids lists {count} tokens, and the vocabulary has {vocab_size}",
-            param="allowed_token_ids",
-        )
     temperature = _or(request.temperature, defaults.temperature)
     top_k = defaults.top_k if request.top_k is None else request.top_k
+    allowed = request.allowed_token_ids
     params = SamplingParams(
         max_tokens=max(1, limit),
         seed=default_seed if request.seed is None else request.seed,
@@ -285,83 +262,30 @@ def sampling_params(
         logprobs=_logprobs(request),
         prompt_logprobs=_prompt_logprobs(request),
         constraint=constraint_of(request),
-        allowed_token_ids=_unique(request.allowed_token_ids),
+        allowed_token_ids=None if allowed is None else tuple(dict.fromkeys(allowed)),
         bad_words=bad_words,
     )
     return params.check(vocab_size)
 
 
 def _decode(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
-    with json_errors():
-        request = decoder.decode(body)
-        refuse_not_built(body)
-    _check_common(request)
-    return request
-
-
-def _check_common(request: SamplingFields) -> None:
-    if request.n is not None and request.n < 1:
-        raise RequestError(f"n must be at least 1, got {request.n}", param="n")
-    if request.prompt_logprobs is not None:
-        _check_logprobs("prompt_logprobs", request.prompt_logprobs)
-        if request.stream:
-            raise RequestError(
-                "prompt_logprobs are not streamed; leave out stream, or ask /v1/completions for "
-                "echo with logprobs",
-                param="prompt_logprobs",
-            )
+    request = read_json(body, decoder)
+    refuse_not_built(body)
+    if request.prompt_logprobs is not None and request.stream:
+        raise RequestError(
+            "prompt_logprobs are not streamed; leave out stream, or ask /v1/completions for "
+            "echo with logprobs",
+            param="prompt_logprobs",
+        )
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
-    if not -_MAX_PRIORITY <= (request.priority or 0) <= _MAX_PRIORITY:
-        raise RequestError(
-            f"priority must be between {-_MAX_PRIORITY} and {_MAX_PRIORITY}, got {request.priority}",
-            param="priority",
-        )
     if request.request_id is not None and not is_valid_id(request.request_id):
         raise RequestError(
             f"request_id must be 1 to 128 letters, digits or any of . _ : -, without {_ADDRESS!r}; "
             f"got {request.request_id[:40]!r}",
             param="request_id",
         )
-    if request.cache_salt == "":
-        raise RequestError("cache_salt must not be empty; leave it out", param="cache_salt")
-    for name in ("stop_token_ids", "logit_bias", "bad_words"):
-        check_count(name, len(getattr(request, name) or ()))
-    stops = request.stop_strings
-    if len(stops) > _MAX_STOP_STRINGS:
-        raise RequestError(
-            f"stop holds {len(stops)} strings; the limit is {_MAX_STOP_STRINGS}", param="stop"
-        )
-    for stop in stops:
-        if not 0 < len(stop) <= _MAX_STOP_CHARS:
-            raise RequestError(
-                f"a stop string must have between 1 and {_MAX_STOP_CHARS} characters, got "
-                f"{len(stop)}",
-                param="stop",
-            )
-
-
-def _check_messages(request: ChatRequest) -> None:
-    check_messages(request.messages)
-    for i, message in enumerate(request.messages):
-        if not message.role:
-            raise RequestError(f"messages[{i}].role must not be empty", param=f"messages[{i}].role")
-        for j, call in enumerate(message.tool_calls or ()):
-            _check_past_call(f"messages[{i}].tool_calls[{j}]", call)
-        if not isinstance(message.content, list):
-            continue
-        for part in message.content:
-            if part.type != "text":
-                raise RequestError(
-                    f"messages[{i}].content holds a part of type {part.type!r}; only 'text' parts "
-                    "are supported",
-                    param=f"messages[{i}].content",
-                )
-            if part.text is None:
-                raise RequestError(
-                    f"messages[{i}].content holds a text part without text",
-                    param=f"messages[{i}].content",
-                )
+    return request
 
 
 def _check_past_call(where: str, call: dict[str, Any]) -> None:
@@ -370,11 +294,6 @@ def _check_past_call(where: str, call: dict[str, Any]) -> None:
         raise RequestError(
             f"{where}.function must be an object with name and arguments", param=f"{where}.function"
         )
-
-
-def _check_logprobs(name: str, value: int) -> None:
-    if not 0 <= value <= MAX_LOGPROBS:
-        raise RequestError(f"{name} must be between 0 and {MAX_LOGPROBS}, got {value}", param=name)
 
 
 def _asked_limit(request: SamplingFields) -> tuple[str, int | None]:
@@ -409,10 +328,6 @@ def _check_best_of(request: CompletionRequest) -> None:
             "the end only",
             param="best_of",
         )
-
-
-def _unique(tokens: list[int] | None) -> tuple[int, ...] | None:
-    return None if tokens is None else tuple(dict.fromkeys(tokens))
 
 
 def _or(value: float | None, default: float) -> float:
@@ -457,18 +372,4 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_prompt_text": ((False,), "POST /tokenize tells the prompt's tokens"),
 }
 
-_Asked = msgspec.defstruct("_Asked", [(name, Any, None) for name in REFUSED])
-_decoder = msgspec.json.Decoder(_Asked)
-
-
-def refuse_not_built(body: bytes) -> None:
-    """Raise RequestError if a JSON request asks for something of REFUSED."""
-    asked = _decoder.decode(body)
-    for name, (harmless, instead) in REFUSED.items():
-        value = getattr(asked, name)
-        if value is not None and not any(
-            type(value) is type(same) and value == same for same in harmless
-        ):
-            raise RequestError(
-                f"{name} is not supported yet; {instead}", param=name, code="unsupported_parameter"
-            )
+refuse_not_built = refuser(REFUSED)

@@ -6,12 +6,12 @@ import asyncio
 import ctypes
 import re
 from array import array
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -31,9 +31,14 @@ __all__ = [
     "check_shape",
     "return_large_blocks",
     "json_response",
-    "json_errors",
+    "one_of",
+    "read_json",
+    "refuser",
     "unless_disconnected",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MAX_DEPTH = 128
 """Levels of objects and lists in a body."""
@@ -47,12 +52,21 @@ MAX_VALUES = 1 << 20
 _HANDED_OVER, _HANDED_OVER_TIMES = "kv_transfer_params", 16
 """The field in which nodes hand over, and how many times the limits it may hold."""
 _CODE = "invalid_json"
+_WORDS = {
+    "float": "a number",
+    "int": "an integer",
+    "str": "a text",
+    "array": "a list",
+    "object": "an object",
+}
+_CHOICES = re.compile(r"`str` matching regex '\^\((.*)\)\$.*'")
 # A string without escaped quotes; one that does not end is one, too.
 _STRINGS = re.compile(rb'"[^"]*+"?')
-# A match holds the GIL, for 2 ms with so many strings.
-_PIECE = re.compile(rb'(?:[^"]*+"[^"]*+"?){1,4096}+')
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
 _STEPS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")  # up and down, as signed bytes
+
+
+_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def check_node_body(body: bytes, limit: int) -> None:
@@ -65,8 +79,7 @@ def check_node_body(body: bytes, limit: int) -> None:
         with suppress(RequestError):
             check_shape(body)
             return
-    with json_errors():
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    fields = read_json(body, _raw_fields)
     handed_over = bytes(fields.pop(_HANDED_OVER, b""))
     own = b",".join(map(bytes, fields.values()))
     if len(own) > limit:
@@ -82,59 +95,30 @@ def check_shape(body: bytes, times: int = 1) -> None:
 
     Malformed JSON passes: its decoder says so.
     """
-    most_strings, most_values, most_containers = (
-        times * MAX_STRINGS,
-        times * MAX_VALUES,
-        times * MAX_CONTAINERS,
-    )
     # Nearly all bodies pass here, after four scans at memory speed.
     opened, quotes, commas = body.count(b"{") + body.count(b"["), body.count(b'"'), body.count(b",")
-    if opened <= MAX_DEPTH and quotes <= 2 * most_strings and commas < most_values:
+    most = times * MAX_STRINGS
+    if opened <= MAX_DEPTH and quotes <= 2 * most and commas < times * MAX_VALUES:
         return
-    strings = values = opened = closed = depth = 0
-    for piece in _pieces(body.replace(rb"\\", b"").replace(rb"\"", b"")):
-        bare, found = _STRINGS.subn(b"", piece)
-        strings += found
-        if strings > most_strings:
-            raise RequestError(
-                f"the body holds more than {most_strings} keys and texts; send fewer", code=_CODE
-            )
-        values += bare.count(b",")
-        if values >= most_values:
-            raise RequestError(
-                f"the body holds more than {most_values} values; send fewer", code=_CODE
-            )
-        steps = bare.translate(_STEPS, _NOT_BRACKETS)
-        opened, closed = opened + steps.count(1), closed + steps.count(255)
-        if max(opened, closed) > most_containers:
-            raise RequestError(
-                f"the body holds more than {most_containers} objects and lists; send fewer",
-                code=_CODE,
-            )
-        depths = list(accumulate(array("b", steps), initial=depth))
-        if max(depths) > MAX_DEPTH:
-            raise RequestError(
-                f"the body nests deeper than {MAX_DEPTH} levels; send fewer", code=_CODE
-            )
-        depth = depths[-1]
+    bare, strings = _STRINGS.subn(b"", body.replace(rb"\\", b"").replace(rb"\"", b""))
+    steps = bare.translate(_STEPS, _NOT_BRACKETS)
+    for count, limit, what in (
+        (strings, times * MAX_STRINGS, "keys and texts"),
+        (bare.count(b",") + 1, times * MAX_VALUES, "values"),
+        (max(steps.count(1), steps.count(255)), times * MAX_CONTAINERS, "objects and lists"),
+    ):
+        if count > limit:
+            raise RequestError(f"the body holds more than {limit} {what}; send fewer", code=_CODE)
+    if max(accumulate(array("b", steps)), default=0) > MAX_DEPTH:
+        raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels; send fewer", code=_CODE)
 
 
-def _pieces(body: bytes) -> Iterator[bytes]:
-    at = 0
-    while at < len(body):
-        found = _PIECE.match(body, at)
-        end = len(body) if found is None else found.end()
-        yield body[at:end]
-        at = end
-
-
-@contextmanager
-def json_errors() -> Iterator[None]:
-    """Turn msgspec's errors in the block into RequestErrors that name the field."""
+def read_json(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """Return the value of a body. Raises RequestError that names the field, value and limit."""
     try:
-        yield
+        return decoder.decode(body)
     except msgspec.ValidationError as why:
-        raise _named(str(why)) from why
+        raise _named(str(why), body) from why
     except RecursionError as why:
         raise RequestError(
             "the body nests too deeply to be read; send fewer levels", code=_CODE
@@ -143,22 +127,69 @@ def json_errors() -> Iterator[None]:
         raise RequestError(f"the body is not valid JSON: {why}", code=_CODE) from why
 
 
+Harmless = tuple[Any, ...]
+
+
+def refuser(refused: Mapping[str, tuple[Harmless, str]]) -> Callable[[bytes], None]:
+    """Return a check that raises RequestError for JSON that asks for one of these fields.
+
+    A field's row has the values that ask for nothing, and what to do instead.
+    """
+    decoder = msgspec.json.Decoder(
+        msgspec.defstruct("_Asked", [(name, Any, None) for name in refused])
+    )
+
+    def refuse(body: bytes) -> None:
+        asked = read_json(body, decoder)
+        for name, (harmless, instead) in refused.items():
+            value = getattr(asked, name)
+            same = (type(value) is type(each) and value == each for each in harmless)
+            if value is not None and not any(same):
+                raise RequestError(
+                    f"{name} is not supported; {instead}", param=name, code="unsupported_parameter"
+                )
+
+    return refuse
+
+
+def one_of(*choices: str) -> msgspec.Meta:
+    """Return the limit of a text that must be one of these: unlike Literal's, its error names them."""
+    return msgspec.Meta(
+        pattern=f"^({'|'.join(choices)})$(?!\\n)", extra_json_schema={"enum": list(choices)}
+    )
+
+
 def json_response(value: object, status: int = 200) -> Response:
     """Return any value as a JSON answer."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def _named(message: str) -> RequestError:
+def _named(message: str, body: bytes) -> RequestError:
     # msgspec's message ends with the place (`$.stop[0]`), or names the missing field.
-    if message.startswith("Object missing required field "):
-        field, _, where = message.removeprefix("Object missing required field ").partition(" - at ")
-        name = f"{where.strip('`')}.{field.strip('`')}".removeprefix(".").removeprefix("$.")
-        return RequestError(f"{name} is missing", param=name)
     what, _, where = message.partition(" - at ")
-    name = where.rpartition("$")[2].strip("`.")
+    name = where.rpartition("$")[2].strip("`.").removesuffix("[...]")
+    if what.startswith("Object missing required field "):
+        field = what.removeprefix("Object missing required field ").strip("`")
+        name = f"{name}.{field}".removeprefix(".")
+        return RequestError(f"{name} is missing", param=name)
     if not name:
         return RequestError(f"the body must be a JSON object of request fields: {what}")
-    return RequestError(f"{name} is of a wrong type: {what}", param=name)
+    if ", got" in what or not what.startswith("Expected "):
+        return RequestError(f"{name} is of a wrong type: {what}", param=name)
+    limit = _CHOICES.sub(lambda found: f"one of {found[1].replace('|', ', ')}", what[9:])
+    for kind, word in _WORDS.items():
+        limit = limit.replace(f"`{kind}`", word)
+    return RequestError(f"{name} must be {limit}, got {_value_at(name, body)}", param=name)
+
+
+def _value_at(name: str, body: bytes) -> str:
+    value = msgspec.json.decode(body)
+    for key in re.findall(r"\w+", name):
+        value = value[int(key) if isinstance(value, list) else key]
+    if isinstance(value, list | dict):
+        return f"{len(value)}"
+    shown = msgspec.json.encode(value).decode()
+    return shown if len(shown) <= 80 else f"{shown[:80]}... of length {len(shown)}"
 
 
 # Tokenizing takes 1 us per byte, for which the other streams of this process wait.
@@ -168,9 +199,6 @@ LONG_BYTES = 1 << 20
 _LARGE_BLOCK_BYTES = 1 << 20
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _alone = ThreadPoolExecutor(1, "long-bodies")
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def return_large_blocks() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 __all__ = [
     "AdapterAnswer",
@@ -97,7 +98,7 @@ class TokenizeResponse(msgspec.Struct, frozen=True):
 class DetokenizeRequest(msgspec.Struct, frozen=True):
     """A body of POST /detokenize."""
 
-    tokens: list[int]
+    tokens: list[Annotated[int, Meta(ge=0)]]
     model: str | None = None
 
 
@@ -112,8 +113,8 @@ class LoadAdapterRequest(msgspec.Struct, frozen=True):
     adapter.
     """
 
-    lora_name: str
-    lora_path: str
+    lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Meta(min_length=1)]
     load_inplace: bool = False
 
 

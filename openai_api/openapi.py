@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.openai_api.body import MAX_CHOICES
 from kvrelay.openai_api.dialects.anthropic import CountRequest, MessagesRequest
 from kvrelay.openai_api.dialects.base import PASSED_ON
 from kvrelay.openai_api.dialects.generate import GENERATE_PATH, Generated, GenerateRequest
@@ -37,62 +36,10 @@ from kvrelay.openai_api.types import (
     Message,
 )
 from kvrelay.wire.errors import ErrorBody
-from kvrelay.wire.sampling import MAX_LOGPROBS
 
 __all__ = ["OPERATIONS", "document"]
 
 Schema = dict[str, Any]
-
-_SEED = 2**63
-_SAMPLING: dict[str, Schema] = {
-    "max_tokens": {"minimum": 1},
-    "max_completion_tokens": {"minimum": 1},
-    "temperature": {"minimum": 0, "maximum": 2},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"minimum": -1},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "presence_penalty": {"minimum": -2, "maximum": 2},
-    "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "repetition_penalty": {"minimum": 0.01, "maximum": 100},
-    "seed": {"minimum": -_SEED, "maximum": _SEED - 1},
-    "n": {"minimum": 1, "maximum": MAX_CHOICES},
-    "best_of": {"minimum": 1, "maximum": MAX_CHOICES},
-    "min_tokens": {"minimum": 0},
-    "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
-    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
-    "cache_salt": {"minLength": 1},
-    "messages": {"minItems": 1},
-}
-# Limits beyond the types, where a schema can state them.
-_LIMITS: dict[str, dict[str, Schema]] = {
-    "ChatRequest": _SAMPLING,
-    "CompletionRequest": _SAMPLING
-    | {"max_tokens": {"minimum": 0, "description": "0 with echo only."}},
-    "Message": {"role": {"minLength": 1}},
-    "LoadAdapterRequest": {
-        "lora_name": {"minLength": 1, "maxLength": 256},
-        "lora_path": {"minLength": 1},
-    },
-    "Turn": {"role": {"enum": ["user", "assistant", "system"]}},
-    "ResponsesRequest": {
-        **{name: _SAMPLING[name] for name in ("temperature", "top_p", "top_logprobs")},
-        "max_output_tokens": {"minimum": 1},
-        "input": {"minLength": 1, "minItems": 1},
-        "metadata": {"maxProperties": 16},
-        "truncation": {"enum": ["disabled", None]},
-        "background": {"enum": [False, None]},
-        "conversation": {"type": "null"},
-        "prompt": {"type": "null"},
-    },
-    "MessagesRequest": {
-        **{name: _SAMPLING[name] for name in ("temperature", "top_p", "max_tokens", "messages")},
-        "container": {"type": "null"},
-    },
-    "CountRequest": {"messages": {"minItems": 1}},
-    "Thinking": {"type": {"enum": ["enabled", "adaptive", "disabled"]}},
-    "ContentPart": {"type": {"enum": ["text"]}},
-    "DetokenizeRequest": {"tokens": {"items": {"type": "integer", "minimum": 0}}},
-}
 
 
 class ErrorAnswer(msgspec.Struct):
@@ -133,16 +80,6 @@ class AnthropicMessage(msgspec.Struct):
     usage: dict[str, int]
 
 
-class ItemPage(msgspec.Struct):
-    """A page of a response's input items."""
-
-    object: str
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
 class TokenizePrompt(msgspec.Struct):
     """A body that asks for the tokens of a text."""
 
@@ -178,6 +115,7 @@ class _Operation:
         return AnthropicErrorAnswer if self.path.startswith(ANTHROPIC_PATH) else ErrorAnswer
 
 
+_OBJECT = dict[str, Any]
 _TEXT = {"type": "string"}
 _EVENT: Schema = {
     "type": "object",
@@ -209,7 +147,7 @@ OPERATIONS = (
     ),
     _Operation("get", _RESPONSE, "A stored response.", (), ResponseObject),
     _Operation("delete", _RESPONSE, "Delete a response.", (), dict[str, str | bool]),
-    _Operation("get", f"{_RESPONSE}/input_items", "A response's input.", (), ItemPage, query=_PAGE),
+    _Operation("get", f"{_RESPONSE}/input_items", "A response's input.", (), _OBJECT, query=_PAGE),
     _Operation(
         "post",
         ANTHROPIC_PATH,
@@ -253,7 +191,7 @@ OPERATIONS = (
     _Operation(
         "post", "/detokenize", "Token ids as a text.", (DetokenizeRequest,), DetokenizeResponse
     ),
-    _Operation("get", "/health", "200 when requests can be served.", (), dict[str, Any]),
+    _Operation("get", "/health", "200 when requests can be served.", (), _OBJECT),
     _Operation("get", "/ping", "The same without a body."),
     _Operation("post", "/ping", "The same without a body."),
     _Operation(
@@ -261,7 +199,7 @@ OPERATIONS = (
     ),
     _Operation("get", "/version", "Version of the server.", (), dict[str, str]),
     _Operation("get", "/metrics", "Prometheus metrics.", (), "text/plain"),
-    _Operation("get", "/openapi.json", "This document.", (), dict[str, Any]),
+    _Operation("get", "/openapi.json", "This document.", (), _OBJECT),
     _Operation("get", "/docs", "This document as a page.", (), "text/html"),
 )
 
@@ -277,10 +215,6 @@ def document(title: str, version: str, models: Sequence[str] = (), root_path: st
         types, ref_template="#/components/schemas/{name}"
     )
     schema_of = dict(zip(types, schemas, strict=True))
-    for kind, limits in _LIMITS.items():
-        properties = components[kind]["properties"]
-        for name in limits.keys() & properties.keys():
-            properties[name] |= limits[name]
     for request in (
         *("ChatRequest", "CompletionRequest", "ResponsesRequest"),
         *("MessagesRequest", "CountRequest", "GenerateRequest"),

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.openai_api.dialects.base import check_tools
 from kvrelay.openai_api.types import ChatRequest
 from kvrelay.wire.errors import RequestError
 
@@ -117,7 +116,6 @@ def _choice(value: str | Mapping[str, Any]) -> tuple[Choice, str]:
 
 
 def _checked_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    check_tools(tools)
     names: list[str] = []
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"

@@ -5,11 +5,26 @@ Unknown fields are ignored, except those in body.REFUSED. None always means the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
+from kvrelay.openai_api.json_body import one_of
+from kvrelay.wire.sampling import (
+    MAX_LISTED_TOKENS,
+    Bias,
+    Count,
+    LogprobCount,
+    MinP,
+    Penalty,
+    Positive,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+)
 from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = [
@@ -46,6 +61,26 @@ __all__ = [
 
 # Requests
 
+MAX_CHOICES = 128
+"""Choices of one request, over all of its prompts: each is a request of the engine."""
+MAX_MESSAGES = 16384
+"""Far above any conversation; each message is rendered by a template."""
+MAX_TOOLS = 1024
+_MAX_PRIORITY = 2**31 - 1
+_MAX_STOP_CHARS = 1024
+
+Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+# Every token is compared with every stop string: below a microsecond with these limits.
+Stops = Annotated[
+    list[Annotated[str, Meta(min_length=1, max_length=_MAX_STOP_CHARS)]], Meta(max_length=64)
+]
+BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
+Salt = Annotated[str, Meta(min_length=1)]
+Priority = Annotated[int, Meta(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)]
+Listed = Meta(max_length=MAX_LISTED_TOKENS)
+# Untyped, because templates want each tool as the client wrote it.
+Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
+
 
 class StreamOptions(msgspec.Struct, frozen=True):
     """A choice of what a stream carries beside the text."""
@@ -65,7 +100,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 class ResponseFormat(msgspec.Struct, frozen=True):
     """A form of an answer: text, json_object, json_schema, or vLLM's structural_tag."""
 
-    type: str
+    type: Annotated[str, one_of("text", "json_object", "json_schema", "structural_tag")]
     json_schema: JsonSchemaFormat | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
@@ -75,24 +110,24 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """A base of chat and completion requests."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    max_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    seed: Seed | None = None
+    stop: Annotated[str, Meta(max_length=_MAX_STOP_CHARS)] | Stops | None = None
+    stop_token_ids: Annotated[list[int], Listed] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
+    min_tokens: Count | None = None
     # Lowers max_tokens, or its default, to what the context has room for.
     fit_max_tokens: bool | None = None
-    logit_bias: dict[int, float] | None = None
-    n: int | None = None
+    logit_bias: Annotated[dict[int, Bias], Listed] | None = None
+    n: Choices | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
@@ -103,16 +138,16 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     # The request's id unless x-request-id gives one, and its conversation's, for the router.
     request_id: str | None = None
     session_id: str | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     kv_transfer_params: KvTransferParams | None = None
     # vLLM's name; here it asks for a member `kvrelay` at the end of the answer.
     include_metrics: bool | None = None
     echo: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: LogprobCount | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | bool | None = None
@@ -120,8 +155,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Annotated[list[int], Meta(min_length=1)] | None = None
+    bad_words: Annotated[list[BadWord], Listed] | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -131,16 +166,16 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """A part of a message's content; only `text` parts are served."""
+    """A part of a message's content; models served here read text only."""
 
-    type: str
-    text: str | None = None
+    type: Annotated[str, one_of("text")]
+    text: str
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """A message of a chat. Templates get all its fields."""
 
-    role: str
+    role: Annotated[str, Meta(min_length=1)]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -158,23 +193,22 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
         content = self.content or ""
         if isinstance(content, str):
             return content
-        return "\n".join(part.text or "" for part in content)
+        return "\n".join(part.text for part in content)
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """A body of POST /v1/chat/completions."""
 
-    messages: list[Message]
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: LogprobCount | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Untyped, because templates want each tool as the client wrote it.
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -190,8 +224,8 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     """A body of POST /v1/completions. `prompt` is a text, token ids, or a list of either."""
 
     prompt: str | list[int | str | list[int]]
-    logprobs: int | None = None
-    best_of: int | None = None
+    logprobs: LogprobCount | None = None
+    best_of: Choices | None = None
 
 
 # Answers

@@ -3,34 +3,55 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from kvrelay.wire.errors import ConfigError, RequestError
 
 __all__ = [
     "GBNF_RULE",
     "GENERATION_FIELDS",
+    "MAX_LISTED_TOKENS",
     "MAX_LOGPROBS",
     "PLAIN_SAMPLING",
+    "Bias",
     "Constraint",
     "ConstraintKind",
+    "Count",
+    "LogprobCount",
+    "MinP",
+    "Penalty",
+    "Positive",
+    "RepetitionPenalty",
     "SamplingDefaults",
     "SamplingParams",
-    "check_count",
+    "Seed",
+    "Temperature",
+    "TopK",
+    "TopP",
     "generation_values",
 ]
 
 MAX_LOGPROBS = 20
-_MAX_SEED = 2**63 - 1
+MAX_LISTED_TOKENS = 1024
+"""Tokens are applied one by one, in every step and for everybody in the batch."""
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1)]
+"""0 and -1 consider all tokens."""
+MinP = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # Outside of this, logits divided or multiplied by it leave fp32.
-_REPETITION_PENALTY = (0.01, 100)
-# These are applied one by one, in every step and for everybody in the batch.
-_MAX_LISTED_TOKENS = 1024
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 ConstraintKind = Literal["json", "regex", "choice", "grammar", "tags", "lark"]
 
@@ -162,81 +183,69 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     each of `bad_words` the last token never follows the others.
     """
 
-    max_tokens: int
-    seed: int
+    max_tokens: Positive
+    seed: Seed
     choice: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_tokens: int = 0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: Count = 0
+    min_p: MinP = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    min_tokens: Count = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    logprobs: int | None = None
+    logit_bias: tuple[tuple[int, Bias], ...] = ()
+    logprobs: LogprobCount | None = None
     constraint: Constraint | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    prompt_logprobs: int | None = None
+    prompt_logprobs: LogprobCount | None = None
 
     def check(self, vocab_size: int) -> SamplingParams:
-        """Return self, or raise RequestError naming the field, its value and its limits."""
-        _within("max_tokens", self.max_tokens, 1, None)
-        _within("seed", self.seed, -_MAX_SEED - 1, _MAX_SEED)
-        _within("temperature", self.temperature, 0, 2)
-        if not (0 < self.top_p <= 1):
+        """Return self, or raise RequestError for what the types cannot say."""
+        if self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"top_p must be above 0 and at most 1, got {self.top_p}", param="top_p"
+                f"min_tokens must be at most {self.max_tokens} (max_tokens), got {self.min_tokens}",
+                param="min_tokens",
             )
-        _within("top_k", self.top_k, 0, None, "; 0 or -1 considers all tokens")
-        _within("min_p", self.min_p, 0, 1)
-        _within("presence_penalty", self.presence_penalty, -2, 2)
-        _within("frequency_penalty", self.frequency_penalty, -2, 2)
-        _within("repetition_penalty", self.repetition_penalty, *_REPETITION_PENALTY)
-        _within("min_tokens", self.min_tokens, 0, self.max_tokens, " (max_tokens)")
         if self.min_tokens and len(set(self.stop_token_ids)) >= vocab_size:
             raise RequestError(
                 f"stop_token_ids lists all {vocab_size} tokens and min_tokens forbids them; list "
                 f"fewer",
                 param="stop_token_ids",
             )
-        for token in self.stop_token_ids:
-            _within("stop_token_ids", token, 0, vocab_size - 1)
-        for token, bias in self.logit_bias:
-            _within("logit_bias", token, 0, vocab_size - 1)
-            _within("logit_bias", bias, -100, 100)
-        if self.logprobs is not None:
-            _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.constraint is not None:
-            self.constraint.check()
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+        if (count := sum(map(len, self.bad_words))) > MAX_LISTED_TOKENS:
             raise RequestError(
-                "allowed_token_ids must not be empty; leave it out", param="allowed_token_ids"
+                f"bad_words lists {count} tokens; the limit is {MAX_LISTED_TOKENS}",
+                param="bad_words",
             )
-        for token in self.allowed_token_ids or ():
-            _within("allowed_token_ids", token, 0, vocab_size - 1)
-        check_count("bad_words", sum(map(len, self.bad_words)))
-        for token in itertools.chain(*self.bad_words):
-            _within("bad_words", token, 0, vocab_size - 1)
-        if self.prompt_logprobs is not None:
-            _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        for name, tokens in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", [token for token, _ in self.logit_bias]),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("bad_words", itertools.chain(*self.bad_words)),
+        ):
+            for token in tokens:
+                if not 0 <= token < vocab_size:
+                    raise RequestError(
+                        f"{name} must be between 0 and {vocab_size - 1}, got {token}", param=name
+                    )
         return self
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
     """A model's own sampling, for the fields that a request leaves out."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_tokens: int | None = None
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: Count = 0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    max_tokens: Positive | None = None
     """Of a chat; None: as many as fit."""
-    limit: int | None = None
+    limit: Positive | None = None
     """No answer has more tokens, whatever is asked for."""
 
 
@@ -253,17 +262,6 @@ GENERATION_FIELDS = (
 """What is taken from a generation config."""
 
 
-def _within(name: str, value: float, low: float, high: float | None, why: str = "") -> None:
-    # Whole numbers are compared as they are: JSON allows ones that no float can hold.
-    if (
-        (isinstance(value, float) and not math.isfinite(value))
-        or value < low
-        or (high is not None and value > high)
-    ):
-        limit = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{name} must be {limit}{why}, got {value}", param=name)
-
-
 def generation_values(
     values: Mapping[str, Any], where: str = "override_generation_config", remedy: str = "mend it"
 ) -> dict[str, Any]:
@@ -274,19 +272,11 @@ def generation_values(
     if found.get("top_k") == -1:
         found["top_k"] = 0
     own = dict(found)
-    max_tokens = own.pop("max_new_tokens", 1)
     try:
-        msgspec.convert({**own, "max_tokens": max_tokens}, SamplingDefaults)
-        SamplingParams(max_tokens=max_tokens, seed=0, **own).check(1)
-    except (msgspec.ValidationError, RequestError) as why:
-        said = str(why).replace("max_tokens", "max_new_tokens")
-        raise ConfigError(f"{where}: {said}; {remedy}") from why
+        msgspec.convert(own | {"max_tokens": own.pop("max_new_tokens", None)}, SamplingDefaults)
+    except msgspec.ValidationError as why:
+        name = str(why).rpartition("$.")[2].strip("`")
+        field = name.replace("max_tokens", "max_new_tokens")
+        said = str(why).partition(" - at")[0].replace("`", "")
+        raise ConfigError(f"{where}: {field}: {said}, got {found[field]!r}; {remedy}") from why
     return found
-
-
-def check_count(name: str, count: int) -> None:
-    """Raise RequestError for a list of more tokens than a request may name."""
-    if count > _MAX_LISTED_TOKENS:
-        raise RequestError(
-            f"{name} lists {count} tokens; the limit is {_MAX_LISTED_TOKENS}", param=name
-        )

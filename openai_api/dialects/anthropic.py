@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from kvrelay.openai_api.dialects.base import (
     KEEP_ALIVE,
@@ -12,16 +13,15 @@ from kvrelay.openai_api.dialects.base import (
     Dialect,
     EventChoice,
     assistant,
-    check_messages,
-    check_tools,
     function_tool,
     joined_system,
     passed_on,
     text_of,
 )
-from kvrelay.openai_api.json_body import json_errors
-from kvrelay.openai_api.types import Delta, ToolCallDelta
+from kvrelay.openai_api.json_body import one_of, read_json, refuser
+from kvrelay.openai_api.types import MAX_MESSAGES, Delta, ToolCallDelta, Tools
 from kvrelay.wire.errors import ErrorBody, NodeFailed, RequestError
+from kvrelay.wire.sampling import Positive, Temperature, TopP
 
 __all__ = [
     "AnthropicAnswer",
@@ -44,14 +44,14 @@ _encode = msgspec.json.Encoder().encode
 class Turn(msgspec.Struct, frozen=True):
     """A turn of one side."""
 
-    role: str
+    role: Annotated[str, one_of("user", "assistant", "system")]
     content: str | list[Block]
 
 
 class Thinking(msgspec.Struct, frozen=True):
     """A switch of thinking: enabled, adaptive or disabled. The budget is not enforced."""
 
-    type: str
+    type: Annotated[str, one_of("enabled", "adaptive", "disabled")]
     budget_tokens: int | None = None
 
 
@@ -66,9 +66,9 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A body of POST /v1/messages/count_tokens: all that is a part of the prompt."""
 
     model: str
-    messages: list[Turn]
+    messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[Block] | None = None
-    tools: list[Block] | None = None
+    tools: Tools | None = None
     tool_choice: Block | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -77,31 +77,24 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     """A body of POST /v1/messages. The fields of PASSED_ON are taken, too."""
 
-    max_tokens: int
+    max_tokens: Positive
     stop_sequences: list[str] | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     metadata: dict[str, Any] | None = None
-    container: Any = None
-    mcp_servers: list[Any] | None = None
 
 
 _decoder = msgspec.json.Decoder(MessagesRequest)
 _count_decoder = msgspec.json.Decoder(CountRequest)
+_CLIENT = "tools run at the client"
+_refuse = refuser({"container": ((), _CLIENT), "mcp_servers": (([],), _CLIENT)})
 
 
 def decode_messages(body: bytes) -> MessagesRequest:
     """Return the request in `body`, checked. Raises RequestError."""
-    with json_errors():
-        request = _decoder.decode(body)
-    if request.max_tokens < 1:
-        raise RequestError(
-            f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens"
-        )
-    if request.container is not None or request.mcp_servers:
-        name = "mcp_servers" if request.mcp_servers else "container"
-        raise RequestError(f"{name} is not supported; tools run at the client", param=name)
+    request = read_json(body, _decoder)
+    _refuse(body)
     return request
 
 
@@ -129,21 +122,16 @@ def chat_body(request: MessagesRequest, body: bytes) -> bytes:
 
 def count_body(body: bytes) -> bytes:
     """Return the body of POST /tokenize for a count_tokens request. Raises RequestError."""
-    with json_errors():
-        request = _count_decoder.decode(body)
+    request = read_json(body, _count_decoder)
     every = {**_prompt(request), **_thinking(request.thinking, {})}
     return _encode({name: value for name, value in every.items() if value is not None})
 
 
 def _prompt(request: CountRequest) -> dict[str, Any]:
-    check_tools(request.tools)
-    check_messages(request.messages)
     system = text_of(request.system, ("text",), "system")
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for at, message in enumerate(request.messages):
         _add(messages, message, at)
-    if not request.messages:
-        raise RequestError("messages must not be empty", param="messages")
     # An answer that the client has begun is continued.
     begun = {"continue_final_message": True, "add_generation_prompt": False}
     last = messages[-1]
@@ -158,11 +146,6 @@ def _prompt(request: CountRequest) -> dict[str, Any]:
 
 def _add(messages: list[dict[str, Any]], message: Turn, at: int) -> None:
     where = f"messages[{at}].content"
-    if message.role not in ("user", "assistant", "system"):
-        raise RequestError(
-            f"messages[{at}].role must be user, assistant or system, got {message.role!r}",
-            param=f"messages[{at}].role",
-        )
     if isinstance(message.content, str):
         messages.append({"role": message.role, "content": message.content})
         return
@@ -236,11 +219,6 @@ def _thinking(thinking: Thinking | None, given: dict[str, Any]) -> dict[str, Any
     # Templates of models that can think or not read `enable_thinking`; others ignore it.
     if thinking is None or "chat_template_kwargs" in given:
         return {}
-    if thinking.type not in ("enabled", "adaptive", "disabled"):
-        raise RequestError(
-            f"thinking.type must be enabled, adaptive or disabled, got {thinking.type!r}",
-            param="thinking.type",
-        )
     return {"chat_template_kwargs": {"enable_thinking": thinking.type != "disabled"}}
 
 

@@ -7,12 +7,12 @@ where it leaves.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
-from kvrelay.openai_api.json_body import json_errors
+from kvrelay.openai_api.json_body import read_json
 from kvrelay.openai_api.types import Delta
 from kvrelay.wire.errors import ErrorBody, NodeFailed, RequestError
 from kvrelay.wire.frames import MALFORMED
@@ -20,8 +20,6 @@ from kvrelay.wire.frames import MALFORMED
 __all__ = [
     "AS_IS",
     "KEEP_ALIVE",
-    "MAX_MESSAGES",
-    "MAX_TOOLS",
     "PASSED_ON",
     "ChatAnswer",
     "ChatEvent",
@@ -31,8 +29,6 @@ __all__ = [
     "Events",
     "Translate",
     "assistant",
-    "check_messages",
-    "check_tools",
     "decoded",
     "function_tool",
     "joined_system",
@@ -44,9 +40,6 @@ __all__ = [
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which clients of any dialect skip."""
-MAX_MESSAGES = 16384
-"""Far above any conversation; each message is rendered by a template."""
-MAX_TOOLS = 1024
 
 PASSED_ON = (
     "seed",
@@ -76,56 +69,38 @@ Message = dict[str, Any]
 T = TypeVar("T")
 
 
-class Dialect(Protocol):
-    """A translation of one answer from a chat completion."""
-
-    chat: ClassVar[bool]
-    """False: the answer is made of a text completion."""
-
-    def events(self, payload: bytes) -> bytes:
-        """Translate bytes of a streamed completion, cut anywhere; an error becomes an event."""
-        ...
-
-    def keep_alive(self) -> bytes:
-        """Return what is sent when nothing has come for a while."""
-        ...
-
-    def whole(self, body: bytes) -> bytes:
-        """Translate a whole completion. Raises NodeFailed if it is none."""
-        ...
-
-    def error(self, status: int, error: ErrorBody) -> bytes:
-        """Return the body of an error answer."""
-        ...
-
-
-Translate = Callable[[bytes], tuple[bytes, Dialect]]
-"""From a request body to a completion's body and the answer's dialect. Raises RequestError."""
-
-
 def openai_error(status: int, error: ErrorBody) -> bytes:
     """Return an error in OpenAI's shape, `{"error": {...}}`."""
     return msgspec.json.encode({"error": error})
 
 
-class _AsIs:
+class Dialect:
+    """A translation of one answer from a chat completion; this one leaves it as it is."""
+
     chat: ClassVar[bool] = True
+    """False: the answer is made of a text completion."""
 
     def events(self, payload: bytes) -> bytes:
+        """Translate bytes of a streamed completion, cut anywhere; an error becomes an event."""
         return payload
 
     def keep_alive(self) -> bytes:
+        """Return what is sent when nothing has come for a while."""
         return KEEP_ALIVE
 
     def whole(self, body: bytes) -> bytes:
+        """Translate a whole completion. Raises NodeFailed if it is none."""
         return body
 
     def error(self, status: int, error: ErrorBody) -> bytes:
+        """Return the body of an error answer."""
         return openai_error(status, error)
 
 
-AS_IS: Dialect = _AsIs()
-"""The dialect of chat and text completions themselves."""
+Translate = Callable[[bytes], tuple[bytes, Dialect]]
+"""From a request body to a completion's body and the answer's dialect. Raises RequestError."""
+
+AS_IS = Dialect()
 
 
 def untranslated(body: bytes) -> tuple[bytes, Dialect]:
@@ -140,8 +115,7 @@ _raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 def passed_on(body: bytes) -> dict[str, Any]:
     """Return the fields of PASSED_ON that a body has, undecoded. Raises RequestError."""
-    with json_errors():
-        fields = _raw_decoder.decode(body)
+    fields = read_json(body, _raw_decoder)
     return {name: fields[name] for name in PASSED_ON if name in fields}
 
 
@@ -186,23 +160,6 @@ def joined_system(messages: list[Message]) -> list[Message]:
         return messages
     text = "\n\n".join(message["content"] for message in messages[:count])
     return [{"role": "system", "content": text}, *messages[count:]]
-
-
-def check_messages(messages: Sequence[object]) -> None:
-    """Raise RequestError if there are too many messages."""
-    if len(messages) > MAX_MESSAGES:
-        raise RequestError(
-            f"messages holds {len(messages)} messages; the limit is {MAX_MESSAGES}; send fewer",
-            param="messages",
-        )
-
-
-def check_tools(tools: Sequence[object] | None) -> None:
-    """Raise RequestError if there are too many tools."""
-    if tools is not None and len(tools) > MAX_TOOLS:
-        raise RequestError(
-            f"tools lists {len(tools)} tools; the limit is {MAX_TOOLS}; send fewer", param="tools"
-        )
 
 
 def function_tool(tool: dict[str, Any], parameters: str, where: str) -> dict[str, Any]:
@@ -301,14 +258,13 @@ def decoded(decoder: msgspec.json.Decoder[T], data: bytes) -> T:
         raise NodeFailed(f"a node sent a malformed completion: {why}") from why
 
 
-class ChatAnswer(abc.ABC):
+class ChatAnswer(Dialect, abc.ABC):
     """A dialect's answer, made of a chat completion.
 
     A whole answer is a stream of one chunk whose events nobody sees, so one state machine does
     both.
     """
 
-    chat: ClassVar[bool] = True
     begins_at_once: ClassVar[bool]
     """The first events come before the first chunk is complete."""
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, Meta, Raw, UnsetType
 
 from kvrelay.openai_api import sse
-from kvrelay.openai_api.dialects.base import KEEP_ALIVE, Dialect, Events, decoded, openai_error
-from kvrelay.openai_api.json_body import json_errors
+from kvrelay.openai_api.dialects.base import Dialect, Events, decoded, openai_error
+from kvrelay.openai_api.json_body import read_json, refuser
 from kvrelay.openai_api.types import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,
+    Priority,
+    Salt,
     StreamOptions,
     TopLogprob,
     Usage,
@@ -45,15 +47,14 @@ _BESIDE = (
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A body of POST /inference/v1/generate. `sampling_params` are fields of a completion."""
 
-    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
+    token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(min_length=1)]
     sampling_params: dict[str, Any]
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     request_id: str | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    features: dict[str, Any] | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
 
 
 class GeneratedChoice(msgspec.Struct, frozen=True):
@@ -91,6 +92,7 @@ class _Completion(msgspec.Struct, frozen=True):
     error: ErrorBody | None = None
 
 
+_refuse = refuser({"features": (({},), "text is all that models served here read")})
 _request_decoder = msgspec.json.Decoder(GenerateRequest)
 _raw_decoder = msgspec.json.Decoder(dict[str, Raw])
 _completion_decoder = msgspec.json.Decoder(_Completion)
@@ -98,16 +100,8 @@ _completion_decoder = msgspec.json.Decoder(_Completion)
 
 def translate_generate(body: bytes) -> tuple[bytes, Dialect]:
     """Translate the body of POST /inference/v1/generate. Raises RequestError."""
-    with json_errors():
-        request = _request_decoder.decode(body)
-    if not request.token_ids:
-        raise RequestError("token_ids holds no token; send at least one", param="token_ids")
-    if request.features:
-        raise RequestError(
-            "features is not supported; text is all that models served here read",
-            param="features",
-            code="unsupported_parameter",
-        )
+    request = read_json(body, _request_decoder)
+    _refuse(body)
     given = _raw_decoder.decode(body)
     sampling = _raw_decoder.decode(given["sampling_params"])
     if request.sampling_params.get("detokenize") is False:
@@ -129,7 +123,7 @@ def translate_generate(body: bytes) -> tuple[bytes, Dialect]:
     return _encode(completion), _GenerateAnswer(request.request_id)
 
 
-class _GenerateAnswer:
+class _GenerateAnswer(Dialect):
     chat: ClassVar[bool] = False
 
     def __init__(self, request_id: str | None) -> None:
@@ -147,9 +141,6 @@ class _GenerateAnswer:
             return sse.error_event(why)
         self._over = self._chunks.done
         return b"".join(sent) + (sse.DONE if self._over else b"")
-
-    def keep_alive(self) -> bytes:
-        return KEEP_ALIVE
 
     def whole(self, body: bytes) -> bytes:
         answer = decoded(_completion_decoder, body)

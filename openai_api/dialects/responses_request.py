@@ -6,21 +6,22 @@ Refuses what this server does not have (hosted tools, background runs, files).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from kvrelay.openai_api.dialects.base import (
-    MAX_MESSAGES,
     assistant,
-    check_tools,
     function_tool,
     joined_system,
     passed_on,
     text_of,
 )
-from kvrelay.openai_api.json_body import json_errors
+from kvrelay.openai_api.json_body import read_json, refuser
+from kvrelay.openai_api.types import MAX_MESSAGES, Tools
 from kvrelay.wire.errors import RequestError
+from kvrelay.wire.sampling import LogprobCount, Positive, Temperature, TopP
 
 __all__ = [
     "Item",
@@ -39,7 +40,6 @@ Item = dict[str, Any]
 _MESSAGE_PARTS = ("input_text", "output_text", "text", "refusal")
 _ROLES = ("user", "assistant", "system", "developer")
 _WITH_LOGPROBS = "message.output_text.logprobs"
-_MAX_METADATA = 16  # of the OpenAI API
 
 
 class ReasoningConfig(msgspec.Struct, frozen=True):
@@ -60,27 +60,26 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A body of POST /v1/responses. The fields of PASSED_ON are taken, too."""
 
     model: str | None = None
-    input: str | list[Item]
+    input: (
+        Annotated[str, Meta(min_length=1)]
+        | Annotated[list[Item], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    )
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    tools: list[Item] | None = None
+    max_output_tokens: Positive | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    tools: Tools | None = None
     tool_choice: str | Item | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     include: list[str] | None = None
-    top_logprobs: int | None = None
-    metadata: dict[str, str] | None = None
+    top_logprobs: LogprobCount | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
     user: str | None = None
-    truncation: str | None = None
-    background: bool | None = None
-    conversation: Any = None
-    prompt: Any = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -88,57 +87,35 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(ResponsesRequest)
+_refuse = refuser(
+    {
+        "background": ((False,), "the answer comes with the request; leave it out, or stream"),
+        "conversation": ((), "use previous_response_id"),
+        "prompt": ((), "prompt templates are not kept here; send instructions and input"),
+        "truncation": (
+            ("disabled",),
+            "nothing is cut from an input here; shorten it yourself, or leave it out",
+        ),
+    }
+)
 
 
 def decode_responses(body: bytes) -> ResponsesRequest:
     """Return the request in `body`, checked. Raises RequestError."""
-    with json_errors():
-        request = _decoder.decode(body)
-    if request.background:
-        raise _unsupported(
-            "background", "the answer comes with the request; leave it out, or stream"
-        )
-    if request.conversation is not None:
-        raise _unsupported("conversation", "use previous_response_id")
-    if request.prompt is not None:
-        raise _unsupported(
-            "prompt", "prompt templates are not kept here; send instructions and input"
-        )
-    if request.truncation not in (None, "disabled"):
-        raise _unsupported(
-            "truncation", "nothing is cut from an input here; shorten it yourself, or leave it out"
-        )
-    if request.max_output_tokens is not None and request.max_output_tokens < 1:
-        raise RequestError(
-            f"max_output_tokens must be at least 1, got {request.max_output_tokens}",
-            param="max_output_tokens",
-        )
-    if len(request.metadata or ()) > _MAX_METADATA:
-        raise RequestError(
-            f"metadata has {len(request.metadata or ())} keys; the limit is {_MAX_METADATA}",
-            param="metadata",
-        )
-    if not request.input:
-        raise RequestError("input must not be empty", param="input")
-    check_tools(request.tools)
-    check_count(request, 0)
+    request = read_json(body, _decoder)
+    _refuse(body)
     return request
 
 
 def check_count(request: ResponsesRequest, earlier: int) -> None:
     """Raise RequestError if the conversation, with `earlier` items, has too many of them."""
     count = earlier + (1 if isinstance(request.input, str) else len(request.input))
-    if count <= MAX_MESSAGES:
-        return
-    if earlier:
+    if count > MAX_MESSAGES:
         raise RequestError(
             f"input has {count} items with those before it; the limit is {MAX_MESSAGES}; begin a "
             "new conversation without previous_response_id, with a summary of this one",
             param="previous_response_id",
         )
-    raise RequestError(
-        f"input has {count} items; the limit is {MAX_MESSAGES}; send fewer", param="input"
-    )
 
 
 def own_items(request: ResponsesRequest, suffix: str) -> list[Item]:
@@ -300,9 +277,3 @@ def _response_format(text: TextConfig | None) -> dict[str, Any] | None:
         )
     schema = {name: value for name, value in wanted.items() if name != "type"}
     return {"type": "json_schema", "json_schema": schema}
-
-
-def _unsupported(name: str, instead: str) -> RequestError:
-    return RequestError(
-        f"{name} is not supported; {instead}", param=name, code="unsupported_parameter"
-    )

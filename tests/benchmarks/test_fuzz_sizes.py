@@ -20,8 +20,8 @@ from msgspec import inspect
 from kvrelay.node.app import create_app as create_node
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.lifecycle import Node
-from kvrelay.openai_api.body import MAX_CHOICES
 from kvrelay.openai_api.structured import _KINDS
+from kvrelay.openai_api.types import MAX_CHOICES
 from kvrelay.router.app import create_app as create_router
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.router_config import RouterConfig

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from router_doubles import parse_job
 
-from kvrelay.openai_api.body import MAX_CHOICES
+from kvrelay.openai_api.types import MAX_CHOICES
 from kvrelay.router.request.job import (
     CHAT_PATH,
     COMPLETIONS_PATH,
