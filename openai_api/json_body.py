@@ -17,7 +17,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvrelay.wire.errors import BodyTooLarge, RequestError
+from kvrelay.wire.errors import BodyTooLarge, RequestError, limit_of
 from kvrelay.wire.frames import MALFORMED
 
 __all__ = [
@@ -52,14 +52,6 @@ MAX_VALUES = 1 << 20
 _HANDED_OVER, _HANDED_OVER_TIMES = "kv_transfer_params", 16
 """The field in which nodes hand over, and how many times the limits it may hold."""
 _CODE = "invalid_json"
-_WORDS = {
-    "float": "a number",
-    "int": "an integer",
-    "str": "a text",
-    "array": "a list",
-    "object": "an object",
-}
-_CHOICES = re.compile(r"`str` matching regex '\^\((.*)\)\$.*'")
 # A string without escaped quotes; one that does not end is one, too.
 _STRINGS = re.compile(rb'"[^"]*+"?')
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
@@ -174,12 +166,10 @@ def _named(message: str, body: bytes) -> RequestError:
         return RequestError(f"{name} is missing", param=name)
     if not name:
         return RequestError(f"the body must be a JSON object of request fields: {what}")
-    if ", got" in what or not what.startswith("Expected "):
+    limit = limit_of(what)
+    if limit is None:
         return RequestError(f"{name} is of a wrong type: {what}", param=name)
-    limit = _CHOICES.sub(lambda found: f"one of {found[1].replace('|', ', ')}", what[9:])
-    for kind, word in _WORDS.items():
-        limit = limit.replace(f"`{kind}`", word)
-    return RequestError(f"{name} must be {limit}, got {_value_at(name, body)}", param=name)
+    return RequestError(f"{name} must {limit}, got {_value_at(name, body)}", param=name)
 
 
 def _value_at(name: str, body: bytes) -> str:

@@ -30,6 +30,7 @@ KvrelayError 500
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -64,6 +65,7 @@ __all__ = [
     "TransferTimeout",
     "Unauthorized",
     "Unavailable",
+    "limit_of",
     "shortened",
     "without_frames",
 ]
@@ -77,6 +79,22 @@ def shortened(text: str, most: int) -> str:
     left_out = len(text) - most
     half = most // 2
     return text if left_out <= 0 else f"{text[:half]} ...{left_out} characters... {text[-half:]}"
+
+
+_LIMIT = re.compile(r"Expected `(\w+)` (of length )?([<>]=?) (\S+)$")
+_BOUNDS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
+_CHOICES = re.compile(r"Expected `str` matching regex '\^\((.*)\)\$.*'$")
+
+
+def limit_of(why: str) -> str | None:
+    """Return what a value must be, by msgspec's words; None if these are about no limit."""
+    if found := _LIMIT.match(why):
+        kind, length, sign, bound = found.groups()
+        unit = "characters" if kind == "str" else "entries"
+        limit = f"{_BOUNDS[sign]} {bound}"
+        return f"have {limit} {unit}" if length else f"be {limit}"
+    found = _CHOICES.match(why)
+    return None if found is None else f"be one of {found[1].replace('|', ', ')}"
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kvrelay.wire.errors import ConfigError, RequestError
+from kvrelay.wire.errors import ConfigError, RequestError, limit_of
 
 __all__ = [
     "GBNF_RULE",
@@ -275,8 +275,9 @@ def generation_values(
     try:
         msgspec.convert(own | {"max_tokens": own.pop("max_new_tokens", None)}, SamplingDefaults)
     except msgspec.ValidationError as why:
-        name = str(why).rpartition("$.")[2].strip("`")
-        field = name.replace("max_tokens", "max_new_tokens")
-        said = str(why).partition(" - at")[0].replace("`", "")
-        raise ConfigError(f"{where}: {field}: {said}, got {found[field]!r}; {remedy}") from why
+        said, _, where_ = str(why).partition(" - at `$.")
+        name = where_.strip("`").replace("max_tokens", "max_new_tokens")
+        limit = limit_of(said)
+        wrong = f"is of a wrong type: {said}" if limit is None else f"must {limit}"
+        raise ConfigError(f"{where}: {name} {wrong}, got {found[name]!r}; {remedy}") from why
     return found

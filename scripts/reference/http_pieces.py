@@ -23,6 +23,7 @@ _LIMITS = {
     "minLength": "not empty",
     "maxLength": "at most {} characters",
     "minItems": "not empty",
+    "maxItems": "at most {} items",
     "maxProperties": "at most {} members",
 }
 
@@ -76,7 +77,9 @@ def _schema(name: str, schema: Schema) -> str:
 
 
 def _limits(schema: Schema) -> str:
-    words = [text.format(code(schema[name])) for name, text in _LIMITS.items() if name in schema]
+    kinds = [schema, *schema.get("anyOf", ())]
+    limits = {name: kind[name] for kind in reversed(kinds) for name in _LIMITS if name in kind}
+    words = [text.format(code(limits[name])) for name, text in _LIMITS.items() if name in limits]
     if schema.get("default") not in (None, [], {}):
         words.append(f"default {code(json.dumps(schema['default']))}")
     if schema.get("description"):

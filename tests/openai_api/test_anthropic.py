@@ -146,7 +146,7 @@ def test_what_is_counted_is_the_prompt_alone() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "robot", "content": "x"}] * 16385}, "messages"),
+        ({"messages": [{"role": "user", "content": "x"}] * 16385}, "messages"),
         ({"tools": [{}] * 1025}, "tools"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),

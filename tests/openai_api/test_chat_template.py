@@ -280,11 +280,6 @@ def test_without_a_template_the_remedy_is_named(template: str | None) -> None:
         rendered(template, [{"role": "user", "content": "hi"}])
 
 
-def test_no_messages_are_refused() -> None:
-    with pytest.raises(RequestError, match="messages must not be empty"):
-        rendered(CHATML, [])
-
-
 def test_the_end_of_the_last_message_is_found_in_linear_time() -> None:
     messages = [
         {"role": "user", "content": "a" * 400_000},

@@ -83,6 +83,7 @@ def test_what_is_no_json_passes_and_costs_little(body: bytes) -> None:
         ("{}", MAX_CONTAINERS - 1, f"more than {MAX_CONTAINERS} objects and lists"),
         ('"a"', MAX_STRINGS, f"more than {MAX_STRINGS} keys and texts"),
         ('"[{"', MAX_STRINGS, f"more than {MAX_STRINGS} keys and texts"),
+        ('"a,"', MAX_STRINGS, f"more than {MAX_STRINGS} keys and texts"),
         ("7", MAX_VALUES, f"more than {MAX_VALUES} values"),
     ],
 )
@@ -90,18 +91,6 @@ def test_objects_lists_and_texts_are_counted(unit: str, most: int, words: str) -
     check_shape(f"[{','.join([unit] * most)}]".encode())
     with pytest.raises(RequestError, match=words):
         check_shape(f"[{','.join([unit] * (most + 1))}]".encode())
-
-
-def test_commas_of_texts_are_no_values() -> None:
-    check_shape(b'["' + b"," * 2 * MAX_VALUES + b'"]')
-
-
-def test_depth_is_counted_from_piece_to_piece() -> None:
-    level, many = b'{"a":["[[",', b'"x",' * 5000
-    check_shape(level * (MAX_DEPTH // 2) + many)
-    with pytest.raises(RequestError, match="nests deeper"):
-        check_shape(level * (MAX_DEPTH // 2) + many + b"[")
-    check_shape((level + many + b"1]},") * 50 + b"[]" * 100)
 
 
 @pytest.mark.parametrize("unit", ["]", '{"a":', '{"a":"b"},', "[", '"\\"[",', '"[]",'])

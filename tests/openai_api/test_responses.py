@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvrelay.openai_api.dialects import responses
-from kvrelay.openai_api.dialects.base import AS_IS, MAX_MESSAGES, Dialect
+from kvrelay.openai_api.dialects.base import AS_IS, Dialect
 from kvrelay.openai_api.dialects.response_store import ResponseStore, Stored
 from kvrelay.openai_api.dialects.responses import (
     StoredConversation,
@@ -18,6 +18,7 @@ from kvrelay.openai_api.dialects.responses import (
     translate_responses,
 )
 from kvrelay.openai_api.json_body import MAX_CONTAINERS
+from kvrelay.openai_api.types import MAX_MESSAGES
 from kvrelay.wire.errors import RequestError
 from tests.openai_api.chat_chunks import whole
 
@@ -113,9 +114,7 @@ async def test_a_conversation_holds_no_more_than_a_body_before_and_after_it_is_p
     await client.ask([{"role": "user", "content": parts}])
     with monkeypatch.context() as patch:
         patch.setattr(responses, "_items", Unreadable())
-        with pytest.raises(
-            RequestError, match=f"behind previous_response_id, .*{MAX_CONTAINERS} objects"
-        ):
+        with pytest.raises(RequestError, match=r"behind previous_response_id, .* more than "):
             await client.ask([{"role": "user", "content": parts[:200]}])
     # A call is one object here, and two in a chat completion.
     client = Client()
@@ -124,9 +123,7 @@ async def test_a_conversation_holds_no_more_than_a_body_before_and_after_it_is_p
     )
     await client.ask(calls)
     schema = {"enum": [{}] * (MAX_CONTAINERS - 20000)}
-    with pytest.raises(
-        RequestError, match=f"behind previous_response_id, .*{MAX_CONTAINERS} objects"
-    ):
+    with pytest.raises(RequestError, match=r"behind previous_response_id, .* more than "):
         await client.ask("hi", tools=[{"type": "function", "name": "f", "parameters": schema}])
 
 

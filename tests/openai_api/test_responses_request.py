@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvrelay.openai_api.dialects.base import MAX_MESSAGES, MAX_TOOLS
 from kvrelay.openai_api.dialects.response_store import ResponseStore
 from kvrelay.openai_api.dialects.responses import StoredConversation, translate_responses
 from kvrelay.openai_api.dialects.responses_request import _tools, decode_responses
+from kvrelay.openai_api.types import MAX_MESSAGES, MAX_TOOLS
 from kvrelay.wire.errors import RequestError
 
 
@@ -152,13 +152,6 @@ def test_allowed_tools_are_not_looked_for_one_by_one() -> None:
     assert min(took) < 0.3  # by a list it is a second
 
 
-def test_more_tools_than_a_chat_completion_may_have_are_refused() -> None:
-    with pytest.raises(RequestError, match="1025 tools; the limit is 1024"):
-        chat_of(
-            input="hi", tools=[{"type": "function", "name": f"t{i}"} for i in range(MAX_TOOLS + 1)]
-        )
-
-
 @pytest.mark.parametrize(
     ("fields", "param", "word"),
     [
@@ -167,8 +160,8 @@ def test_more_tools_than_a_chat_completion_may_have_are_refused() -> None:
         ({"prompt": {"id": "p"}}, "prompt", "instructions"),
         ({"truncation": "auto"}, "truncation", "shorten"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
-        ({"tools": [{}] * 1025}, "tools", "1025 tools; the limit is 1024; send fewer"),
-        ({"input": [{}] * 16385}, "input", "16385 items; the limit is 16384; send fewer"),
+        ({"tools": [{}] * 1025}, "tools", "at most 1024 entries, got 1025"),
+        ({"input": [{}] * 16385}, "input", "at most 16384 entries, got 16385"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "function"),
         (
@@ -177,8 +170,8 @@ def test_more_tools_than_a_chat_completion_may_have_are_refused() -> None:
             "function",
         ),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
-        ({"input": ""}, "input", "empty"),
-        ({"input": []}, "input", "empty"),
+        ({"input": ""}, "input", "at least 1"),
+        ({"input": []}, "input", "at least 1"),
         ({"input": [{}]}, "input[0]", "type"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "robot"),
         (

@@ -121,7 +121,7 @@ def test_white_space_goes_with_json() -> None:
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "at once"),
         ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json", "at once"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.json", "at once"),
-        ({"response_format": {"type": "yaml"}}, "response_format.type", "'yaml'"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", '"yaml"'),
         (
             {"response_format": {"type": "json_schema"}},
             "response_format.json_schema",
@@ -323,7 +323,7 @@ def test_bad_words_are_meant_at_the_beginning_and_behind_a_space(bytewise: Token
         (0xC3, 0xA9),
         (32, 0xC3, 0xA9),
     )
-    for word in ("", "  ", "x" * 300):
-        with pytest.raises(RequestError, match="bad word") as refused:
+    for word in ("", "  "):
+        with pytest.raises(RequestError, match="bad_words") as refused:
             bad_word_ids([word], encode)
         assert refused.value.param == "bad_words"

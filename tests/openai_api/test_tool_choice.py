@@ -88,7 +88,7 @@ def test_choices(fields: dict[str, Any], choice: Choice, name: str) -> None:
         ({"tools": [tool("x" * 300)]}, "tools[0].function.name", "1 to 256"),
         ({"tools": [tool("f", [1])]}, "tools[0].function.parameters", "[1]"),
         ({"tools": [tool("f"), tool("f")]}, "tools", "two tools 'f'"),
-        ({"tools": [tool("f")] * 2000}, "tools", "2000 tools"),
+        ({"tools": [tool("f")] * 2000}, "tools", "at most 1024 entries, got 2000"),
         ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls", "wrong type"),
         ({"functions": [{"name": "f"}]}, "functions", "send tools"),
         ({"function_call": "auto"}, "function_call", "send tool_choice"),
