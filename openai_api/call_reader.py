@@ -1,176 +1,51 @@
-"""Incremental reading of JSON: where a value ends, and a tool call in an object. Pure.
+"""Tool calls in generated text, read as it comes: JSON objects, tags and Python. Pure.
 
-Control characters in strings pass, because models write line breaks there; everything else that is
-not JSON fails at its first character.
+Of JSON only brackets, strings and the members of a call are looked at; whatever else is wrong in
+its arguments is passed on. Line breaks in strings pass, because models write them there.
 """
 
 from __future__ import annotations
 
 import abc
-import enum
+import ast
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-__all__ = ["ArgumentsReader", "CallArguments", "CallReader", "JsonValue"]
+from kvrelay.openai_api.message_parts import any_of, beginning_at_end
 
-_BLANKS = " \t\r\n"
-_BLANK = re.compile(r"[ \t\r\n]*")
-_STRING_ENDS = re.compile(r'["\\]')
-_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-_NUMBER_CHARS = frozenset("+-.eE0123456789")
-_LITERALS = {"t": "true", "f": "false", "n": "null"}
+__all__ = [
+    "ArgumentsReader",
+    "CallArguments",
+    "CallReader",
+    "CallTags",
+    "PythonReader",
+    "TaggedReader",
+]
 
-
-class _At(enum.Enum):
-    VALUE = enum.auto()
-    FIRST_ITEM = enum.auto()  # or the end of the array
-    FIRST_KEY = enum.auto()  # or the end of the object
-    KEY = enum.auto()
-    COLON = enum.auto()
-    STRING = enum.auto()
-    ESCAPE = enum.auto()
-    HEX = enum.auto()
-    NUMBER = enum.auto()
-    LITERAL = enum.auto()
-    BEHIND = enum.auto()  # a comma or the end of what holds the value
-    DONE = enum.auto()
-    FAILED = enum.auto()
-
-
-class JsonValue:
-    """A reader that finds the end of one JSON value.
-
-    A number alone ends before the first character that is not its own.
-    """
-
-    def __init__(self) -> None:
-        self._at = _At.VALUE
-        self._closers: list[str] = []
-        self._in_key = False
-        self._word = ""  # of a number: so far; of a literal: what must follow
-        self._hex = 0  # digits that must follow
-
-    @property
-    def done(self) -> bool:
-        return self._at is _At.DONE
-
-    @property
-    def failed(self) -> bool:
-        return self._at is _At.FAILED
-
-    def feed(self, text: str, begin: int = 0) -> int:
-        """Return the index after the last character of `text` that belongs to the value."""
-        i = begin
-        while i < len(text) and self._at not in (_At.DONE, _At.FAILED):
-            if self._at is _At.STRING:
-                found = _STRING_ENDS.search(text, i)
-                if found is None:
-                    return len(text)
-                i = found.end()
-                if found[0] == "\\":
-                    self._at = _At.ESCAPE
-                else:
-                    self._string_ended()
-            elif text[i] in _BLANKS and self._between():
-                i = _BLANK.match(text, i).end()  # type: ignore[union-attr]
-            elif self._take(text[i]):
-                i += 1
-        return i
-
-    def _between(self) -> bool:
-        return self._at in (
-            _At.VALUE,
-            _At.FIRST_ITEM,
-            _At.FIRST_KEY,
-            _At.KEY,
-            _At.COLON,
-            _At.BEHIND,
-        )
-
-    def _take(self, char: str) -> bool:
-        at = self._at
-        if at is _At.NUMBER:
-            return self._number(char)
-        if at in (_At.ESCAPE, _At.HEX):
-            return self._escaped(char)
-        if at is _At.LITERAL:
-            return self._literal(char)
-        if (
-            self._closers
-            and char == self._closers[-1]
-            and at in (_At.FIRST_ITEM, _At.FIRST_KEY, _At.BEHIND)
-        ):
-            self._closers.pop()
-            return self._value_ended()
-        if at in (_At.VALUE, _At.FIRST_ITEM):
-            return self._value(char)
-        if at in (_At.FIRST_KEY, _At.KEY) and char == '"':
-            self._in_key = True
-            return self._go(_At.STRING)
-        if at is _At.COLON and char == ":":
-            return self._go(_At.VALUE)
-        if at is _At.BEHIND and char == ",":
-            return self._go(_At.KEY if self._closers[-1] == "}" else _At.VALUE)
-        return self._fail()
-
-    def _value(self, char: str) -> bool:
-        if char in "{[":
-            self._closers.append("}" if char == "{" else "]")
-            return self._go(_At.FIRST_KEY if char == "{" else _At.FIRST_ITEM)
-        if char == '"':
-            return self._go(_At.STRING)
-        if char in _LITERALS:
-            self._word = _LITERALS[char][1:]
-            return self._go(_At.LITERAL)
-        if char in _NUMBER_CHARS:
-            self._word = char
-            return self._go(_At.NUMBER)
-        return self._fail()
-
-    def _number(self, char: str) -> bool:
-        if char in _NUMBER_CHARS:
-            self._word += char
-            return True
-        if _NUMBER.fullmatch(self._word) is None:
-            return self._fail()
-        self._value_ended()
-        return False  # read again, as what follows the number
-
-    def _literal(self, char: str) -> bool:
-        if char != self._word[0]:
-            return self._fail()
-        self._word = self._word[1:]
-        return bool(self._word) or self._value_ended()
-
-    def _escaped(self, char: str) -> bool:
-        if self._at is _At.ESCAPE:
-            self._hex = 4 if char == "u" else 0
-            if char not in '"\\/bfnrtu':
-                return self._fail()
-        else:
-            self._hex -= 1
-            if char not in "0123456789abcdefABCDEF":
-                return self._fail()
-        return self._go(_At.HEX if self._hex else _At.STRING)
-
-    def _string_ended(self) -> None:
-        if self._in_key:
-            self._in_key = False
-            self._at = _At.COLON
-        else:
-            self._value_ended()
-
-    def _value_ended(self) -> bool:
-        return self._go(_At.BEHIND if self._closers else _At.DONE)
-
-    def _go(self, at: _At) -> bool:
-        self._at = at
-        return True
-
-    def _fail(self) -> bool:
-        self._at = _At.FAILED
-        return False
+_MAX_KEY_CHARS = 256
+_MAX_MEMBER_CHARS = 4096
+_STRING = r'"(?:[^"\\]|\\.)*+'
+_MEMBER = {
+    opener: (
+        re.compile(rf'\s*{re.escape(opener)}\s*({_STRING}")\s*:\s*(?=\S)', re.DOTALL),
+        re.compile(
+            rf'\s*(?:{re.escape(opener)}\s*(?:{_STRING}\\?(?:"\s*(?::\s*)?)?)?)?', re.DOTALL
+        ),
+    )
+    for opener in "{,"
+}
+"""The beginning of a member up to its value, and all that can become one."""
+_END = re.compile(r"\s*}")
+_SCALAR = re.compile(rf'{_STRING}"|[\w.+-]+(?=[\s,}}])', re.DOTALL)
+_SCALAR_SO_FAR = re.compile(rf"{_STRING}\\?|[\w.+-]+", re.DOTALL)
+_STRING_MARKS = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
+_PYTHON_NAME = re.compile(r"([A-Za-z_][\w.\-]*)\(")
+_PYTHON_NAME_SO_FAR = re.compile(r"[A-Za-z_][\w.\-]*")
+_JSON_WORDS = {"true": True, "false": False, "null": None}
+_UNREADABLE = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 
 
 class CallArguments(abc.ABC):
@@ -193,34 +68,69 @@ class CallArguments(abc.ABC):
         """Return the index after the last consumed character; the rest is fed again, with more."""
 
 
-class ArgumentsReader(CallArguments):
-    """A reader of a JSON object, the arguments of a call whose name is known."""
+class _BracketReader(CallArguments):
+    quotes: ClassVar[str] = '"'
+    opening: ClassVar[str] = "{["
+    closing: ClassVar[str] = "}]"
+    plain: ClassVar[re.Pattern[str]] = re.compile(r"[\s:,.+\-0-9Eaeflnrstu]*+")
+    """What may stand outside of strings and brackets."""
 
     def __init__(self, name: str = "") -> None:
         super().__init__(name)
-        self._value: JsonValue | None = None
+        self._depth = 0
+        self._quote = ""
+        self._escaped = False
+
+    def _to_end(self, text: str, begin: int) -> int:
+        """Read from an opening bracket, or from where the last call ended, to the closing one."""
+        i = begin
+        while i < len(text):
+            if self._escaped:
+                self._escaped = False
+                i += 1
+            elif self._quote:
+                found = _STRING_MARKS[self._quote].search(text, i)
+                i = len(text) if found is None else found.end()
+                if found is not None:
+                    self._escaped = found[0] == "\\"
+                    self._quote = self._quote if self._escaped else ""
+            elif (end := self.plain.match(text, i).end()) > i:  # type: ignore[union-attr]
+                i = end
+            else:
+                char = text[i]
+                if char in self.quotes:
+                    self._quote = char
+                elif char in self.opening:
+                    self._depth += 1
+                elif char in self.closing:
+                    self._depth -= 1
+                else:
+                    self.failed = True
+                    break
+                i += 1
+                if not self._depth:
+                    break
+        self._pieces.append(text[begin:i])
+        return i
+
+
+class ArgumentsReader(_BracketReader):
+    """A reader of a JSON object, the arguments of a call whose name is known."""
 
     def feed(self, text: str) -> int:
-        end = self._arguments(text, _skip_blanks(text, 0) if self._value is None else 0)
-        self.begun = self._value is not None
-        self.done = self._value is not None and self._value.done
-        return end
-
-    def _arguments(self, text: str, i: int) -> int:
+        i = 0 if self.begun else len(text) - len(text.lstrip())
         if i == len(text):
             return i
-        if self._value is None:
-            if text[i] != "{":
-                self.failed = True
-                return i
-            self._value = JsonValue()
-        end = self._value.feed(text, i)
-        self._pieces.append(text[i:end])
-        self.failed = self._value.failed
+        if not self.begun:
+            self.begun, self.failed = text[i] == "{", text[i] != "{"
+        if self.failed:
+            return i
+        end = self._to_end(text, i)
+        self.done = not self._depth
         return end
 
 
-class CallReader(ArgumentsReader):
+class CallReader(_BracketReader):
     """A reader of an object with a name and arguments (or parameters), in any order.
 
     Without arguments it is a call only if `may_lack_arguments`.
@@ -229,102 +139,264 @@ class CallReader(ArgumentsReader):
     def __init__(self, may_lack_arguments: bool) -> None:
         super().__init__()
         self._may_lack = may_lack_arguments
-        self._step: Callable[[str, int], int] = self._open
-        self._other: JsonValue | None = None  # a key, or a value that is not the arguments
-        self._raw: list[str] = []  # of `_other`
-        self._key = ""
-        self._keys = 0
+        self._opener = "{"  # of the next member
         self._have_arguments = False
 
     def feed(self, text: str) -> int:
         i = 0
-        while not (self.done or self.failed):
-            if self._other is None and not self._within_arguments():
-                i = _skip_blanks(text, i)
-            if i >= len(text):
+        while i < len(text) and not (self.done or self.failed):
+            end = self._to_end(text, i) if self._depth else self._member(text, i)
+            if end == i:
                 break
-            i = self._step(text, i)
+            i = end
         self.begun = bool(self.name) and (self._have_arguments or self.done)
         return i
 
-    def _within_arguments(self) -> bool:
-        return self._value is not None and not self._value.done
-
-    def _open(self, text: str, i: int) -> int:
-        return self._next(text[i] == "{", i, self._key_or_end)
-
-    def _key_or_end(self, text: str, i: int) -> int:
-        if text[i] == "}" and self._keys == 0:
-            return self._close(i)
-        self._keys += 1
-        self._other, self._raw = JsonValue(), []
-        return self._next(text[i] == '"', i, self._read_key, 0)
-
-    def _read_key(self, text: str, i: int) -> int:
-        end = self._read_other(text, i)
-        if self._other is None:
-            self._key = str(json.loads("".join(self._raw), strict=False))
-            self._step = self._colon
-        return end
-
-    def _colon(self, text: str, i: int) -> int:
-        return self._next(text[i] == ":", i, self._begin_value)
-
-    def _begin_value(self, text: str, i: int) -> int:
-        if self._key in ("arguments", "parameters") and not self._have_arguments:
-            if text[i] != "{":
-                return self._next(False, i, self._begin_value)
-            self._have_arguments = True
-            return self._next(True, i, self._read_arguments, 0)
-        self._other, self._raw = JsonValue(), []
-        return self._next(True, i, self._read_value, 0)
-
-    def _read_arguments(self, text: str, i: int) -> int:
-        end = self._arguments(text, i)
-        if self._value is not None and self._value.done:
-            self._step = self._comma_or_end
-        return end
-
-    def _read_value(self, text: str, i: int) -> int:
-        end = self._read_other(text, i)
-        if self._other is None:
-            if self._key == "name" and not self.name:
-                value = json.loads("".join(self._raw), strict=False)
-                # No tool has an unprintable name, such as half a surrogate pair.
-                self.failed = not (isinstance(value, str) and value and value.isprintable())
-                self.name = "" if self.failed else value
-            self._step = self._comma_or_end
-        return end
-
-    def _comma_or_end(self, text: str, i: int) -> int:
-        if text[i] == "}":
-            return self._close(i)
-        return self._next(text[i] == ",", i, self._key_or_end)
-
-    def _close(self, i: int) -> int:
-        if not self._have_arguments and self._may_lack and self.name:
-            self._have_arguments = True
-            self._pieces.append("{}")
-        self.done = bool(self.name) and self._have_arguments
-        self.failed = not self.done
-        return i + (not self.failed)
-
-    def _read_other(self, text: str, i: int) -> int:
-        assert self._other is not None
-        end = self._other.feed(text, i)
-        self._raw.append(text[i:end])
-        self.failed = self._other.failed
-        if self._other.done:
-            self._other = None
-        return end
-
-    def _next(self, expected: bool, i: int, step: Callable[[str, int], int], width: int = 1) -> int:
-        if not expected:
+    def _member(self, text: str, i: int) -> int:
+        if self._opener == "," and (end := _END.match(text, i)):
+            if self._may_lack and not self._have_arguments and self.name:
+                self._have_arguments = True
+                self._pieces.append("{}")
+            self.done = bool(self.name) and self._have_arguments
+            self.failed = not self.done
+            return i if self.failed else end.end()
+        whole, so_far = _MEMBER[self._opener]
+        window = text[: i + _MAX_MEMBER_CHARS]  # a member that is not whole yet is read again
+        found, next_at = whole.match(window, i), i
+        if found is None:
+            self.failed = so_far.fullmatch(window, i) is None
+        else:
+            try:
+                key = json.loads(found[1], strict=False)
+                if key not in ("arguments", "parameters") or self._have_arguments:
+                    next_at = self._value(key, window, found.end()) or i
+                elif text[found.end()] == "{":
+                    self._have_arguments = True
+                    next_at = self._to_end(text, found.end())
+                else:
+                    self.failed = True
+            except (ValueError, RecursionError):
+                self.failed = True
+        if next_at > i:
+            self._opener = ","
+        elif len(window) == i + _MAX_MEMBER_CHARS:
             self.failed = True
-            return i
-        self._step = step
-        return i + width
+        return next_at
+
+    def _value(self, key: str, text: str, i: int) -> int | None:
+        if text[i] in "{[":
+            inner = ArgumentsReader()
+            end = inner._to_end(text, i)
+            self.failed = inner.failed
+            if inner.failed or inner._depth:
+                return None
+        elif (found := _SCALAR.match(text, i)) is None:
+            self.failed = _SCALAR_SO_FAR.fullmatch(text, i) is None
+            return None
+        else:
+            end = found.end()
+        value = json.loads(text[i:end], strict=False)
+        if key == "name" and not self.name:
+            # No tool has an unprintable name, such as half a surrogate pair.
+            self.failed = not (isinstance(value, str) and value and value.isprintable())
+            if self.failed:
+                return None
+            self.name = value
+        return end
 
 
-def _skip_blanks(text: str, i: int) -> int:
-    return _BLANK.match(text, i).end()  # type: ignore[union-attr]
+@dataclass(frozen=True, slots=True)
+class CallTags:
+    """A model's syntax of arguments: tags around keys and values, and a tag at the end."""
+
+    key: tuple[str, str]
+    value: tuple[str, str]
+    """The first may be empty: then the value follows the key's second tag."""
+    end: str
+    padding: str = ""
+    """Text around a value."""
+
+
+class TaggedReader(CallArguments):
+    """A reader of arguments in tags. Texts are passed on as they come, other values when complete.
+
+    `properties` is a JSON schema's: it says which arguments are texts.
+    """
+
+    def __init__(self, name: str, tags: CallTags, properties: Mapping[str, Any]) -> None:
+        super().__init__(name)
+        self._tags, self._properties = tags, properties
+        closing = tags.value[1]
+        self._closers = (tags.padding + closing, closing) if tags.padding else (closing,)
+        between = rf"\s*{re.escape(tags.value[0])}" if tags.value[0] else ""
+        self._behind_key = re.compile(re.escape(tags.key[1]) + between)
+        self._step: Callable[[str, int], int | None] = self._between
+        self._keys = 0
+        self._kinds: frozenset[str] = frozenset()  # of the value
+        self._value: list[str] = []
+
+    def feed(self, text: str) -> int:
+        i = 0
+        while not (self.done or self.failed):
+            end = self._step(text, i)
+            if end is None:
+                break
+            i = end
+        return i
+
+    def _between(self, text: str, i: int) -> int | None:
+        rest = text[i:].lstrip()
+        if len(rest) < len(text) - i:
+            return len(text) - len(rest)
+        for marker in (self._tags.key[0], self._tags.end):
+            if rest.startswith(marker):
+                self._pieces.append("" if self.begun else "{")
+                self.begun, self.done = True, marker == self._tags.end
+                self._pieces.append("}" if self.done else "")
+                self._step = self._key
+                return i + len(marker)
+        self.failed = not any(
+            marker.startswith(rest) for marker in (self._tags.key[0], self._tags.end)
+        )
+        return None
+
+    def _key(self, text: str, i: int) -> int | None:
+        found = self._behind_key.search(text, i, i + _MAX_KEY_CHARS)
+        if found is None:
+            self.failed = len(text) - i >= _MAX_KEY_CHARS
+            return None
+        key = text[i : found.start()].strip()
+        self._pieces.append(f"{', ' if self._keys else ''}{json.dumps(key, ensure_ascii=False)}: ")
+        self._keys += 1
+        self._kinds = _kinds(self._properties.get(key))
+        self._step = self._open_value
+        return found.end()
+
+    def _open_value(self, text: str, i: int) -> int | None:
+        if i == len(text):
+            return None
+        if self._kinds == {"string"}:
+            self._pieces.append('"')
+        self._value.clear()
+        self._step = self._read_value
+        padding = self._tags.padding
+        return i + len(padding) if padding and text.startswith(padding, i) else i
+
+    def _read_value(self, text: str, i: int) -> int | None:
+        found = any_of(self._closers).search(text, i)
+        end = (
+            len(text) - beginning_at_end(text[i:], self._closers)
+            if found is None
+            else found.start()
+        )
+        piece = text[i:end]
+        if self._kinds == {"string"}:
+            self._pieces.append(json.dumps(piece, ensure_ascii=False)[1:-1])
+        else:
+            self._value.append(piece)
+        if found is None:
+            return end if end > i else None
+        self._pieces.append(
+            '"' if self._kinds == {"string"} else _typed("".join(self._value), self._kinds)
+        )
+        self._step = self._between
+        return found.end()
+
+
+class PythonReader(_BracketReader):
+    """A reader of a call as Python writes one, `name(key=value, ...)`, as a whole."""
+
+    quotes = "\"'"
+    opening = "([{"
+    closing = ")]}"
+    plain = re.compile(r"[^\"'()\[\]{}]*+")
+
+    def feed(self, text: str) -> int:
+        i = 0
+        if not self.name:
+            found = _PYTHON_NAME.match(text)
+            if found is None:
+                self.failed = _PYTHON_NAME_SO_FAR.fullmatch(text) is None
+                return 0
+            self.name, i = found[1], found.end() - 1
+        end = self._to_end(text, i)
+        if not self._depth:
+            self._end()
+        return end
+
+    def _end(self) -> None:
+        try:
+            call = ast.parse(f"f{''.join(self._pieces)}", mode="eval").body
+            if (
+                not isinstance(call, ast.Call)
+                or call.args
+                or any(keyword.arg is None for keyword in call.keywords)
+            ):
+                raise ValueError
+            values = {str(each.arg): _evaluated(each.value) for each in call.keywords}
+            self._pieces = [_dumped(values)]
+        except _UNREADABLE:
+            self.failed = True
+        self.begun = self.done = not self.failed
+
+
+class _WithWords(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node
+
+
+def _evaluated(node: ast.expr) -> Any:
+    return ast.literal_eval(_WithWords().visit(node))
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _kinds(schema: Any) -> frozenset[str]:
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    if "enum" in schema and isinstance(schema["enum"], list) and "type" not in schema:
+        return frozenset(_kind(value) for value in schema["enum"])
+    allowed = schema.get("type")
+    listed = allowed if isinstance(allowed, list) else [allowed] if allowed else []
+    found = {kind for kind in listed if isinstance(kind, str)}
+    inner = schema.get("anyOf") or schema.get("oneOf")
+    if not found and isinstance(inner, list):
+        found = {kind for each in inner for kind in _kinds(each)}
+    return frozenset(found)
+
+
+def _kind(value: Any) -> str:
+    for types, kind in (
+        (bool, "boolean"),
+        (int, "integer"),
+        (float, "number"),
+        (list, "array"),
+        (dict, "object"),
+    ):
+        if isinstance(value, types):
+            return kind
+    return "null" if value is None else "string"
+
+
+def _typed(text: str, kinds: frozenset[str]) -> str:
+    for read in (_read_json, _read_python):
+        try:
+            value = read(text.strip())
+            found = _dumped(value)
+        except _UNREADABLE:
+            continue
+        kind = _kind(value)
+        if "string" not in kinds or kind in kinds or (kind == "integer" and "number" in kinds):
+            return found
+        break
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _read_json(text: str) -> Any:
+    return json.loads(text, strict=False)
+
+
+def _read_python(text: str) -> Any:
+    return _evaluated(ast.parse(text, mode="eval").body)

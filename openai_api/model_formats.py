@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvrelay.openai_api.call_syntax import CallTags
+from kvrelay.openai_api.call_reader import CallTags
 from kvrelay.openai_api.message_parts import CallIds
 from kvrelay.openai_api.reasoning import (
     HARMONY_MARKERS,

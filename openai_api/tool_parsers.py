@@ -17,8 +17,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.openai_api.call_reader import ArgumentsReader, CallArguments, CallReader
-from kvrelay.openai_api.call_syntax import CallTags, PythonReader, TaggedReader
+from kvrelay.openai_api.call_reader import (
+    ArgumentsReader,
+    CallArguments,
+    CallReader,
+    CallTags,
+    PythonReader,
+    TaggedReader,
+)
 from kvrelay.openai_api.message_parts import (
     Arguments,
     CallBegun,

@@ -158,7 +158,8 @@ def test_calls_are_found(
         ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", }</tool_call>'),
-        ("hermes", '<tool_call>{"arguments": {"a": 01}, "name": "f"}</tool_call>'),
+        ("hermes", '<tool_call>{"x": [' + "[]," * 2000 + '1], "name": "f", "arguments": {}}'),
+        ("hermes", f'<tool_call>{{"x": "{"y" * 5000}", "name": "f", "arguments": {{}}}}'),
         ("hermes", "<tool_call>"),
         ("hermes", "  <tool_cal \n"),
         ("hermes", '<tool_call>{"name": "f"'),
@@ -193,9 +194,9 @@ def test_what_is_no_call_is_content_to_the_last_character(parser: str, text: str
             "ope}}!",
             '{"a": n',
         ),
-        ("llama3_json", '{"name":"f","parameters":{"a" 1}} x', "1}} x", '{"a" '),
+        ("llama3_json", '{"name":"f","parameters":{"a" 1}} x', "x", '{"a" 1}'),
         ("mistral", "[TOOL_CALLS]f{'a': 1}", "'a': 1}", "{"),
-        ("json", '{"name":"f","arguments":{}, oops', "oops", "{}"),
+        ("json", '{"name":"f","arguments":{}, oops', ", oops", "{}"),
     ],
 )
 def test_a_call_that_breaks_later_keeps_what_was_told_and_the_rest_is_content(
@@ -381,3 +382,10 @@ def test_nothing_is_told_twice_or_made_up(parser: str, shreds: list[str]) -> Non
         if isinstance(part, (Content, Arguments)):
             # White space waits for what follows, and a call without arguments is given empty ones.
             assert all(char in left for char in part.text if char not in "{} \n")
+
+
+def test_deep_arguments_are_read_without_recursion_and_the_first_of_two_count() -> None:
+    deep = '{"a":' * 50_000 + "1" + "}" * 50_000
+    assert message("mistral", f"[TOOL_CALLS]f{deep}") == ("", [("f", deep)])
+    twice = '{"name": "f", "arguments": {"a": 1}, "parameters": {}, "name": "g"}'
+    assert message("json", twice) == ("", [("f", '{"a": 1}')])
