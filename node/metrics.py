@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from operator import attrgetter
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -22,7 +28,6 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from kvrelay.openai_api.fast_metrics import FastCounter, FastHistogram
 from kvrelay.wire.config import NodeConfig, Role
 from kvrelay.wire.engine_messages import STEP_TOKENS, EngineReady, EngineStats, Timing
 from kvrelay.wire.errors import KV_CAUSES
@@ -93,12 +98,6 @@ _TOKEN_COUNTS = {
     _OUTPUT_TOKENS: "Tokens that a request generated here",
     _MAX_TOKENS: "Most tokens that a request may generate here",
 }
-_ALIASES = {
-    "vllm:time_per_output_token_seconds": (_ITL, f"{_ITL} by its older name"),
-    "vllm:nixl_xfer_time_seconds": (_TRANSFER, f"{_TRANSFER} by vLLM's name"),
-    "vllm:request_params_max_tokens": (_MAX_TOKENS, f"{_MAX_TOKENS} by its other name"),
-}
-
 _SUCCESS = "vllm:request_success"
 _RECOMPUTED = "kvrelay_recomputed_prompts"
 _NOT_LOADED = "kvrelay_requests_not_loaded"
@@ -238,18 +237,16 @@ class NodeMetrics:
         sizes = _one_two_five(info.max_model_len)
         tables = _HISTOGRAMS | {name: (text, sizes) for name, text in _TOKEN_COUNTS.items()}
         self._histograms = {
-            name: FastHistogram(name, text, bounds, counted)
+            name: Histogram(name, text, buckets=bounds, registry=counted)
             for name, (text, bounds) in tables.items()
         }
-        for alias, (name, text) in _ALIASES.items():
-            counted.register(_Alias(self._histograms[name], alias, text))
         self._counters = {
-            name: FastCounter(name, text, counted) for name, text in _COUNTERS.items()
+            name: Counter(name, text, registry=counted) for name, text in _COUNTERS.items()
         }
         for name, (text, label, values) in _LABELLED.items():
-            self._counters[name] = counter = FastCounter(name, text, counted, [label])
+            self._counters[name] = counter = Counter(name, text, [label], registry=counted)
             for value in values:
-                counter.add(0, value)
+                counter.labels(value)
         self._by_role = _ByRole(counted, model_name, config.role)
         self.registry = CollectorRegistry()
         self.registry.register(self._by_role)
@@ -257,10 +254,10 @@ class NodeMetrics:
         ProcessCollector(namespace="kvrelay_engine", pid=engine_pid, registry=self.registry)
 
     def count_replay(self, outcome: str) -> None:
-        self._counters[_REPLAYS].add(1, outcome)
+        self._counters[_REPLAYS].labels(outcome).inc()
 
     def count_flip(self, outcome: str) -> None:
-        self._counters[_FLIPS].add(1, outcome)
+        self._counters[_FLIPS].labels(outcome).inc()
 
     def set_role(self, role: Role) -> None:
         """Attribute what is counted from now on to this role."""
@@ -280,7 +277,7 @@ class NodeMetrics:
         self._histograms[_MAX_TOKENS].observe(max_tokens)
         self._histograms[_N].observe(choices)
         if fetches:
-            self._counters[_EXTERNAL_QUERIES].add(prompt_tokens)
+            self._counters[_EXTERNAL_QUERIES].inc(prompt_tokens)
 
     def count_end(
         self,
@@ -292,11 +289,11 @@ class NodeMetrics:
         not_fetched: bool,
     ) -> None:
         """Count a request that ended here with `tokens` generated here."""
-        self._counters[_SUCCESS].add(1, finish.value)
+        self._counters[_SUCCESS].labels(finish.value).inc()
         self._histograms[_E2E].observe(total_s)
         self._histograms[_OUTPUT_TOKENS].observe(tokens)
         if not_fetched:
-            self._counters[_NOT_LOADED if finish is Finish.ERROR else _RECOMPUTED].add(1)
+            self._counters[_NOT_LOADED if finish is Finish.ERROR else _RECOMPUTED].inc()
         if timing is not None:
             self._observe_stages(timing, tokens)
 
@@ -314,26 +311,13 @@ class NodeMetrics:
             histograms[_EXPOSED].observe(timing.exposed_s)
             histograms[_TRANSFERRED].observe(timing.transfer_bytes)
             fetched_tokens = timing.transfer_bytes // max(1, self._kv_bytes_per_token)
-            self._counters[_EXTERNAL_HITS].add(fetched_tokens)
+            self._counters[_EXTERNAL_HITS].inc(fetched_tokens)
         if timing.transfer_s:
             histograms[_DECODE_QUEUE].observe(timing.decode_queue_s)
         if timing.first_step_s:
             histograms[_FIRST_STEP].observe(timing.first_step_s)
         if tokens > 1:
             histograms[_TPOT].observe(timing.decode_s / (tokens - 1))
-
-
-class _Alias(Collector):
-    def __init__(self, metric: Collector, name: str, text: str) -> None:
-        self._metric, self._name, self._text = metric, name, text
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._metric.collect():
-            renamed = Metric(self._name, self._text, family.type)
-            for sample in family.samples:
-                name = sample.name.replace(family.name, self._name, 1)
-                renamed.add_sample(name, sample.labels, sample.value)
-            yield renamed
 
 
 def _one_two_five(largest: int) -> tuple[float, ...]:
@@ -384,6 +368,8 @@ class _ByRole(Collector):
         cumulative = family.type in _CUMULATIVE
         for role in {**self._past, self._role: {}} if cumulative else [self._role]:
             for sample in family.samples:
+                if sample.name.endswith("_created"):  # a time, no count
+                    continue
                 labels = {"model_name": self._model_name, "role": role.value, **sample.labels}
                 value = sample.value
                 if cumulative:

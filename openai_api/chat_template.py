@@ -69,7 +69,7 @@ def render(
 
     `write` makes the text of a call: with it, tools that the template does not render are put into
     a system text. With `continue_final_message` the prompt ends where the last message's content
-    does. Raises RequestError if there is no template, or if it refuses the messages.
+    does. Raises RequestError if there is no template or no message, or if it refuses them.
     """
     if not template:
         raise RequestError(
@@ -77,6 +77,8 @@ def render(
             "/v1/completions",
             param="messages",
         )
+    if not messages:
+        raise RequestError("messages must not be empty", param="messages")
     plain = [_plain(message) for message in messages]
     if tools and write is not None and not _renders_tools(template):
         plain, tools = describe_tools(plain, tools, write, system=_renders_system(template)), None

@@ -199,7 +199,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """A body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    # Empty beside a hand-over, which has the prompt.
+    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None

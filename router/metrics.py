@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvrelay.openai_api.fast_metrics import FastCounter, FastGauge, FastHistogram
 from kvrelay.openai_api.stages import STAGES
 from kvrelay.router.ended_request import EndedRequest
 from kvrelay.router.nodes.breaker import State
@@ -43,20 +41,18 @@ class AdmissionMetrics:
         self, registry: CollectorRegistry, keys: Iterable[str], models: Callable[[], Iterable[str]]
     ) -> None:
         about = "Requests that wait to begin."
-        self.waiting = FastGauge(
-            "kvrelay_router_queue_waiting", about, registry, "model_name", models
-        )
+        self.waiting = _GaugeByModel("kvrelay_router_queue_waiting", about, registry, models)
         self._wait = Histogram(
             "kvrelay_router_queue_wait_seconds",
             "Time in the router's queue, of those that waited and began.",
             buckets=_QUEUE_S,
             registry=registry,
         )
-        self._admitted = FastCounter(
+        self._admitted = Counter(
             "kvrelay_router_admitted",
             "Requests that began, at once or out of the queue.",
-            registry,
             ["how"],
+            registry=registry,
         )
         self._refused = Counter(
             "kvrelay_router_refused",
@@ -64,17 +60,17 @@ class AdmissionMetrics:
             ["reason"],
             registry=registry,
         )
-        self._requests = FastCounter(
+        self._requests = Counter(
             "kvrelay_router_key_requests",
             "Requests by API key: begun or refused.",
-            registry,
             ["key", "outcome"],
+            registry=registry,
         )
-        self.tokens = FastCounter(
+        self.tokens = Counter(
             "kvrelay_router_key_tokens",
             "Tokens by API key: of prompts and of answers.",
-            registry,
             ["key", "kind"],
+            registry=registry,
         )
         for reason in (
             "queue_full",
@@ -87,25 +83,25 @@ class AdmissionMetrics:
         ):
             self._refused.labels(reason)
         for how in ("at_once", "queued"):
-            self._admitted.add(0, how)
+            self._admitted.labels(how)
         for key in keys:
-            self._requests.add(0, key, "begun")
-            self.tokens.add(0, key, "prompt")
-            self.tokens.add(0, key, "output")
+            self._requests.labels(key, "begun")
+            self.tokens.labels(key, "prompt")
+            self.tokens.labels(key, "output")
 
     def admitted(self, key: str, waited_s: float | None = None) -> None:
         """Count a request that begins, at once or after a wait."""
-        self._requests.add(1, key, "begun")
+        self._requests.labels(key, "begun").inc()
         if waited_s is None:
-            self._admitted.add(1, "at_once")
+            self._admitted.labels("at_once").inc()
         else:
-            self._admitted.add(1, "queued")
+            self._admitted.labels("queued").inc()
             self._wait.observe(waited_s)
 
     def refused(self, key: str, reason: str) -> None:
         """Count a request that will not begin."""
         self._refused.labels(reason).inc()
-        self._requests.add(1, key, "refused")
+        self._requests.labels(key, "refused").inc()
 
 
 class Metrics:
@@ -120,47 +116,52 @@ class Metrics:
         self.registry = registry = CollectorRegistry()
         self._pool = pool
         self.admission = AdmissionMetrics(registry, keys, pool.models)
-        by_model = registry, [_MODEL], lambda: product(pool.models())
-        self.requests = FastCounter(
+        registry.register(_Zeros(self, pool.models))
+        self.requests = Counter(
             "kvrelay_router_requests",
             "Finished requests; 499: the client went away.",
-            registry,
             [_MODEL, "path", "status"],
+            registry=registry,
         )
-        self.running = FastGauge(
+        self.running = _GaugeByModel(
             "kvrelay_router_requests_running",
             "Requests being answered now.",
             registry,
-            _MODEL,
             pool.models,
         )
-        self.ttft = FastHistogram(
+        self.ttft = Histogram(
             "kvrelay_router_time_to_first_token_seconds",
             "Arrival to first token.",
-            _LATENCY_S,
-            *by_model,
+            [_MODEL],
+            buckets=_LATENCY_S,
+            registry=registry,
         )
-        self.e2e = FastHistogram(
-            "kvrelay_router_e2e_request_latency_seconds", "Arrival to end.", _LATENCY_S, *by_model
+        self.e2e = Histogram(
+            "kvrelay_router_e2e_request_latency_seconds",
+            "Arrival to end.",
+            [_MODEL],
+            buckets=_LATENCY_S,
+            registry=registry,
         )
-        self.inter_token = FastHistogram(
+        self.inter_token = Histogram(
             "kvrelay_router_inter_token_latency_seconds",
             "Mean time between tokens, one observation per request.",
-            _INTER_TOKEN_S,
-            *by_model,
+            [_MODEL],
+            buckets=_INTER_TOKEN_S,
+            registry=registry,
         )
-        self.stage = FastHistogram(
+        self.stage = Histogram(
             "kvrelay_router_stage_seconds",
             "Time in each stage of a request, as openai_api/stages.py names them.",
-            _STAGE_S,
-            registry,
             [_MODEL, "stage"],
-            lambda: product(pool.models(), [name for name in STAGES if name != "total"]),
+            buckets=_STAGE_S,
+            registry=registry,
         )
-        self.output_tokens = FastCounter(
+        self.output_tokens = Counter(
             "kvrelay_router_output_tokens",
             "Tokens seen from the nodes, counted every second.",
-            *by_model,
+            [_MODEL],
+            registry=registry,
         )
         self.failovers = self._counter(
             "kvrelay_failovers",
@@ -175,17 +176,17 @@ class Metrics:
             "yes",
             "no",
         )
-        self.disaggregated = FastCounter(
+        self.disaggregated = Counter(
             "kvrelay_router_disaggregated",
             "Requests handed from a prefill node to a decode node.",
-            *by_model,
+            [_MODEL],
+            registry=registry,
         )
-        self.local_prefills = FastCounter(
+        self.local_prefills = Counter(
             "kvrelay_router_local_prefills",
             "Prompts computed on a decode node, though nothing of their answers was there, and why.",
-            registry,
             [_MODEL, "reason"],
-            lambda: product(pool.models(), _LOCAL_REASONS),
+            registry=registry,
         )
         self.kv_failures = self._counter(
             "kvrelay_router_kv_failures",
@@ -209,11 +210,10 @@ class Metrics:
             "outcome",
             *("stopped", "refused"),
         )
-        self.waiting_for_room = FastGauge(
+        self.waiting_for_room = _GaugeByModel(
             "kvrelay_router_waiting_for_room",
             "Begun requests that wait for a place on a node, again.",
             registry,
-            _MODEL,
             pool.models,
         )
         self.meetings = self._counter(
@@ -256,28 +256,68 @@ class Metrics:
 
     def refused(self, path: str, status: int, asked: str = "") -> None:
         """Count a request that was refused before it ran; `asked` is the model that it named."""
-        self.requests.add(1, self.model_of(asked), path, str(status))
+        self.requests.labels(self.model_of(asked), path, str(status)).inc()
 
     def handed_over(self, asked: str) -> None:
         """Count a request whose KV goes from one node to another."""
-        self.disaggregated.add(1, self.model_of(asked))
+        self.disaggregated.labels(self.model_of(asked)).inc()
 
     def local(self, asked: str, reason: str) -> None:
         """Count a prompt that a decode node computes."""
-        self.local_prefills.add(1, self.model_of(asked), reason)
+        self.local_prefills.labels(self.model_of(asked), reason).inc()
 
     def finished(self, model: str, request: EndedRequest) -> None:
         """Count a finished request; its tokens were counted already."""
-        self.requests.add(1, model, request.path, str(request.status))
+        self.requests.labels(model, request.path, str(request.status)).inc()
         for name, seconds in request.stages_s.items():
             if name == "total":
-                self.e2e.observe(seconds, model)
+                self.e2e.labels(model).observe(seconds)
             else:
-                self.stage.observe(seconds, model, name)
+                self.stage.labels(model, name).observe(seconds)
         if request.ttft_s is not None:
-            self.ttft.observe(request.ttft_s, model)
+            self.ttft.labels(model).observe(request.ttft_s)
         if request.inter_token_s is not None:
-            self.inter_token.observe(request.inter_token_s, model)
+            self.inter_token.labels(model).observe(request.inter_token_s)
+
+
+class _GaugeByModel(Collector):
+    """A gauge that `read` tells by model; 0 for models that it does not name."""
+
+    def __init__(
+        self,
+        name: str,
+        about: str,
+        registry: CollectorRegistry,
+        models: Callable[[], Iterable[str]],
+    ) -> None:
+        self._name, self._about, self._models = name, about, models
+        self.read: Callable[[], Mapping[str, float]] = dict
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(self._name, self._about, labels=[_MODEL])
+        for model, level in (dict.fromkeys(self._models(), 0.0) | dict(self.read())).items():
+            family.add_metric([model], level)
+        yield family
+
+
+class _Zeros(Collector):
+    """Shows the counts of all models from the first scrape on, so that the first rate is right."""
+
+    def __init__(self, metrics: Metrics, models: Callable[[], Iterable[str]]) -> None:
+        self._metrics, self._models = metrics, models
+
+    def collect(self) -> Iterator[Metric]:
+        of = self._metrics
+        for model in self._models():
+            for metric in (of.ttft, of.e2e, of.inter_token, of.output_tokens, of.disaggregated):
+                metric.labels(model)
+            for reason in _LOCAL_REASONS:
+                of.local_prefills.labels(model, reason)
+            for stage in STAGES:
+                if stage != "total":
+                    of.stage.labels(model, stage)
+        return iter(())
 
 
 class _Nodes(Collector):

@@ -152,7 +152,7 @@ class AdmissionController:
             self._placer.give_back(slot.placed)
         if slot.has_begun:
             slot.queue.queue.correct(slot, tokens)
-            self._metrics.tokens.add(prompt_tokens, slot.key, "prompt")
+            self._metrics.tokens.labels(slot.key, "prompt").inc(prompt_tokens)
         elif slot in slot.queue.queue:
             slot.queue.queue.remove(slot)
             self._metrics.refused(slot.key, "client_gone")

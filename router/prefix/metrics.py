@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvrelay.openai_api.fast_metrics import FastCounter, FastHistogram
 from kvrelay.router.prefix.index import PrefixIndex
 
 __all__ = ["PrefixMetrics"]
@@ -46,19 +45,19 @@ class PrefixMetrics:
             "was sent there.",
             registry=registry,
         )
-        self.cached_tokens = FastCounter(
+        self.cached_tokens = Counter(
             "kvrelay_router_cached_prompt_tokens",
             "Tokens of prompts in prefix caches of prefill nodes: the estimate at the choice, and "
             "the node's report.",
-            registry,
             ["by"],
+            registry=registry,
         )
-        self.cached_tokens_error = FastHistogram(
+        self.cached_tokens_error = Histogram(
             "kvrelay_router_cached_prompt_tokens_error",
             "Difference of the two kvrelay_router_cached_prompt_tokens_total, one observation per "
             "prefill leg.",
-            _TOKENS,
-            registry,
+            buckets=_TOKENS,
+            registry=registry,
         )
         for name, about, size in (
             ("texts", "Branches of prompts that the prefix index knows.", lambda: len(index.texts)),
@@ -69,6 +68,6 @@ class PrefixMetrics:
 
     def cached(self, estimate: int, report: int) -> None:
         """Note how much of a prompt was expected in a prefix cache, and how much was there."""
-        self.cached_tokens.add(estimate, "estimate")
-        self.cached_tokens.add(report, "report")
+        self.cached_tokens.labels("estimate").inc(estimate)
+        self.cached_tokens.labels("report").inc(report)
         self.cached_tokens_error.observe(abs(estimate - report))

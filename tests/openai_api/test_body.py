@@ -113,7 +113,7 @@ def test_a_wrong_chat_field_is_named(fields: dict[str, Any], param: str) -> None
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids must have at most 1024 entries, got 1025"),
         ({"cache_salt": ""}, "cache_salt must have at least 1 characters"),
         ({"priority": 2**40}, f"priority must be at most {2**31 - 1}, got {2**40}"),
-        ({"messages": []}, "messages must have at least 1 entries, got 0"),
+        ({"tools": [{}] * 1025}, "tools must have at most 1024 entries, got 1025"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             'messages[0].content[0].type must be one of text, got "image_url"',

@@ -274,6 +274,11 @@ def test_the_templates_own_message_is_told() -> None:
         rendered("{{ raise_exception('roles must alternate') }}", [{"role": "user"}])
 
 
+def test_no_messages_are_refused() -> None:
+    with pytest.raises(RequestError, match="messages must not be empty"):
+        rendered(CHATML, [])
+
+
 @pytest.mark.parametrize("template", [None, ""])
 def test_without_a_template_the_remedy_is_named(template: str | None) -> None:
     with pytest.raises(RequestError, match="--chat-template FILE"):
