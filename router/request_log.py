@@ -93,14 +93,8 @@ class TokenCounter:
         if more <= 0:  # also while another node repeats tokens that were counted
             return
         known.tokens += more
-<<<<<<< HEAD
-        self._metrics.output_tokens.add(more, known.model)
-        self._metrics.admission.tokens.add(more, known.key, "output")
-=======
         self._metrics.output_tokens.labels(known.model).inc(more)
         self._metrics.admission.tokens.labels(known.key, "output").inc(more)
-        self._on_tokens(now, more)
->>>>>>> 601ed54f (Count in the router and nodes with prometheus_client alone)
 
     async def run(self) -> None:
         """Count every COUNT_S until cancelled."""
