@@ -25,7 +25,7 @@ from kvrelay.openai_api.types import MAX_CHOICES
 from kvrelay.router.app import create_app as create_router
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.router_config import RouterConfig
-from kvrelay.wire.sampling import _MAX_CONSTRAINT_CHARS, _MAX_LISTED_TOKENS
+from kvrelay.wire.sampling import _MAX_CONSTRAINT_CHARS, MAX_LISTED_TOKENS
 from tests.soak.chaos.model import CONTEXT
 from tests.soak.fuzz.languages import LANGUAGES, NUMBERED, sites
 from tests.soak.fuzz.over_sizes import TARGETS, Case, cases, round_of
@@ -114,7 +114,7 @@ def test_sizes_reach_every_limit_and_one_beyond() -> None:
         MAX_BODY,
         CONTEXT,
         MAX_CHOICES,
-        _MAX_LISTED_TOKENS,
+        MAX_LISTED_TOKENS,
         *_MAX_CONSTRAINT_CHARS.values(),
     } <= set(limits())
 
