@@ -2,7 +2,7 @@
 
 Here are the proof that a mapped pool is the peer's, and copying on a CPU; kv_transfer/mapped_gpu.py
 has the GPU. Nobody on the source's side takes part in a read, so it always ends, whatever becomes
-of the source. Whether the bytes still were the right ones is for the fences of fetches to say.
+of the source. Fences of fetches tell whether the bytes were still the right ones.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ import ctypes
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from kvrelay.kernels.pool_memory import NONCE_BYTES, PoolMemory, nonce_offset, pool_memory
-from kvrelay.kv_transfer.backend import Source, check_blocks
+from kvrelay.kv_transfer.backend import Source, check_blocks, runs
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.host_memory import HostFile, mapped, place_of
 from kvrelay.kv_transfer.mapped_gpu import GpuPiece, GpuSide
-from kvrelay.kv_transfer.shares import Share
 from kvrelay.wire.errors import ConfigError, TransferError
 from kvrelay.wire.frames import MALFORMED
 
-__all__ = ["DirectBackend", "HostSide", "Metadata", "runs"]
+__all__ = ["DirectBackend", "HostSide", "Metadata"]
 
 
 class Metadata(msgspec.Struct, frozen=True):
@@ -37,37 +35,6 @@ class Metadata(msgspec.Struct, frozen=True):
     place: HostFile | GpuPiece
 
 
-@dataclass(frozen=True, slots=True)
-class _Remote:
-    source: Source
-    pool: Any
-    """As its side has mapped it."""
-
-
-class Side(Protocol):
-    """A CPU or a GPU. Places, mapped pools and handles are its own."""
-
-    def open(self, memory: PoolMemory) -> Any:
-        """Get ready to copy into our pool; return its place. Raises ConfigError, OSError."""
-
-    def map(self, source: Source, place: Any) -> Any:
-        """Map a peer's pool. Raises TransferError."""
-
-    def nonce(self, pool: Any, offset: int) -> bytes:
-        """Return the bytes at this offset of a mapped pool. Raises TransferError."""
-
-    def unmap(self, pool: Any) -> None:
-        """Give a mapping back, once nothing reads it."""
-
-    def start(
-        self, source: Source, pool: Any, remote_blocks: Sequence[int], local_blocks: Sequence[int]
-    ) -> Any:
-        """Begin to copy the source's part of these blocks. Returns a handle."""
-
-    def poll(self, handle: Any) -> bool:
-        """Go on copying; True when all bytes are in. Called until then."""
-
-
 class DirectBackend:
     """A `TransferBackend` over mapped memory. All methods run on one thread."""
 
@@ -76,8 +43,9 @@ class DirectBackend:
     def __init__(self, region: PoolRegion) -> None:
         """Takes nothing before `open`. The region's pool must outlive the backend."""
         self._region = region
-        self._side: Side = HostSide(region) if region.device == "cpu" else GpuSide(region)
-        self._remotes: dict[str, _Remote] = {}
+        self._side: Any = HostSide(region) if region.device == "cpu" else GpuSide(region)
+        # By generation: the source, and its pool as our side has mapped it.
+        self._remotes: dict[str, tuple[Source, Any]] = {}
 
     def prepare(self) -> None: ...
 
@@ -87,13 +55,11 @@ class DirectBackend:
         if memory is None or memory.num_bytes != self._region.num_blocks * self._region.block_bytes:
             raise ConfigError(
                 "kv_connector direct needs a KV pool in memory that peers can map, and this "
-                "system gave none (memfd is "
-                "missing or forbidden); use kv_connector nixl"
+                "system gave none (memfd is missing or forbidden); use kv_connector nixl"
             )
         try:
-            self._boot_id = (
-                Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-            )
+            boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+            self._boot_id = boot_id.strip()
             self._place = self._side.open(memory)
         except OSError as error:
             raise ConfigError(
@@ -117,8 +83,7 @@ class DirectBackend:
         if type(metadata.place) is not type(self._place):
             raise TransferError(
                 f"kv_connector direct needs both KV pools on CPUs or both on GPUs: ours is on "
-                f"{self._region.device}, "
-                f"that of {source.engine_id} on {source.region.device}"
+                f"{self._region.device}, that of {source.engine_id} on {source.region.device}"
             )
         pool = self._side.map(source, metadata.place)
         try:
@@ -126,28 +91,29 @@ class DirectBackend:
         except TransferError:
             self._side.unmap(pool)
             raise
-        self._remotes[source.generation] = _Remote(source, pool)
+        self._remotes[source.generation] = source, pool
 
     def post_read(
         self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> object:
-        remote = self._remotes.get(generation)
-        if remote is None:
+        if generation not in self._remotes:
             raise TransferError(f"peer of generation {generation} is not there any more")
-        check_blocks("remote", remote_blocks, remote.source.region.num_blocks)
+        source, pool = self._remotes[generation]
+        check_blocks("remote", remote_blocks, source.region.num_blocks)
         check_blocks("local", local_blocks, self._region.num_blocks)
-        return self._side.start(remote.source, remote.pool, remote_blocks, local_blocks)
+        handle: object = self._side.start(source, pool, remote_blocks, local_blocks)
+        return handle
 
     def poll(self, handle: object) -> bool:
         """Go on copying. Raises only what ends the process: a failed GPU fails for good."""
-        return self._side.poll(handle)
+        return bool(self._side.poll(handle))
 
     def peer_gone(self, generation: str) -> None: ...
 
     def drop_peer(self, generation: str) -> None:
         remote = self._remotes.pop(generation, None)
         if remote is not None:
-            self._side.unmap(remote.pool)
+            self._side.unmap(remote[1])
 
     def progress(self) -> None: ...
 
@@ -172,7 +138,7 @@ STEP_BYTES = 4 << 20
 
 
 class HostSide:
-    """A CPU's `Side`. All methods run on one thread."""
+    """A CPU's side of the backend: maps pools and copies. All methods run on one thread."""
 
     def __init__(self, region: PoolRegion) -> None:
         self._region = region
@@ -198,16 +164,12 @@ class HostSide:
         return bytes(pool[offset : offset + NONCE_BYTES])
 
     def unmap(self, pool: Any) -> None:
-        """Do nothing: references are counted, and a read in flight has one."""
+        """Give a mapping back: references are counted, and a read in flight has one."""
 
     def start(
         self, source: Source, pool: Any, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> Iterator[None]:
-        there, here = source.region, self._region
-        if source.part == Share(0, 0, here.block_bytes) and there.block_bytes == here.block_bytes:
-            read = self._copy(pool, runs(remote_blocks, local_blocks))
-        else:
-            read = self._copy_part(source, pool, runs(remote_blocks, local_blocks))
+        read = self._copy(source, pool, runs(remote_blocks, local_blocks))
         self._reads.append(read)
         return read
 
@@ -222,18 +184,7 @@ class HostSide:
         self._reads.popleft()
         return True
 
-    def _copy(self, pool: Any, pieces: Iterator[tuple[int, int, int]]) -> Iterator[None]:
-        for remote, local, count in pieces:
-            source, target, left = (
-                number * self._region.block_bytes for number in (remote, local, count)
-            )
-            while left:
-                step = min(left, STEP_BYTES)
-                self._np.copyto(self._local[target : target + step], pool[source : source + step])
-                source, target, left = source + step, target + step, left - step
-                yield
-
-    def _copy_part(
+    def _copy(
         self, peer: Source, pool: Any, pieces: Iterator[tuple[int, int, int]]
     ) -> Iterator[None]:
         part, theirs, ours = peer.part, peer.region, self._region
@@ -254,19 +205,3 @@ class HostSide:
                         source[remote + row : remote + end, columns],
                     )
                     yield
-
-
-def runs(
-    remote_blocks: Sequence[int], local_blocks: Sequence[int]
-) -> Iterator[tuple[int, int, int]]:
-    """Yield (remote, local, count) of blocks that follow one another on both sides."""
-    run: tuple[int, int, int] | None = None
-    for remote, local in zip(remote_blocks, local_blocks, strict=True):
-        if run is not None and (run[0] + run[2], run[1] + run[2]) == (remote, local):
-            run = (run[0], run[1], run[2] + 1)
-            continue
-        if run is not None:
-            yield run
-        run = (remote, local, 1)
-    if run is not None:
-        yield run

@@ -59,7 +59,7 @@ class _GpuRead:
 
 
 class GpuSide:
-    """A GPU's `Side`. All methods run on one thread.
+    """A GPU's side of the direct backend, as `HostSide`. All methods run on one thread.
 
     A read that breaks raises torch's own error: the GPU is lost to this process, which has to end.
     """
@@ -82,8 +82,7 @@ class GpuSide:
         if self._region.block_bytes % gather_blocks.VECTOR_BYTES:
             raise ConfigError(
                 f"kv_connector direct copies {gather_blocks.VECTOR_BYTES} bytes at a time, and a "
-                f"block has "
-                f"{self._region.block_bytes}; use kv_connector nixl"
+                f"block has {self._region.block_bytes}; use kv_connector nixl"
             )
         torch.cuda.set_device(self._device)
         # 0 is the lowest priority that CUDA has: waiting programs of any stream of a higher one go

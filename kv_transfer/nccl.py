@@ -1,34 +1,60 @@
 """The NCCL backend: two-rank communicators between pairs of nodes with GPUs.
 
-Its methods post jobs, look at results and never wait. One thread has the control socket
-(kv_transfer/nccl_control.py), and each pair has one, where communicators may block
-(kv_transfer/nccl_pairs.py). Bytes travel as NCCL sends them: not encrypted, between addresses that
-NCCL chooses (NCCL_SOCKET_IFNAME).
+Its methods post jobs, look at results and never wait. One thread has the control socket, because
+the backend's looks around every 2 ms, and many transfers are shorter; and each pair has one, where
+communicators may block (kv_transfer/nccl_pairs.py). Bytes travel as NCCL sends them: not encrypted,
+between addresses that NCCL chooses (NCCL_SOCKET_IFNAME). The control socket is encrypted: the key
+to get in is in the backend's metadata, which travels over the control channel alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import msgspec
 import zmq
 
 from kvrelay.kv_transfer.backend import Source, check_blocks
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.nccl_control import PairControl
 from kvrelay.kv_transfer.nccl_library import NcclLibrary
-from kvrelay.kv_transfer.nccl_pairs import Address, Ask, Terms, Transfer, encode
+from kvrelay.kv_transfer.nccl_pairs import (
+    MAX_PAIR_MESSAGE_BYTES,
+    Address,
+    Ask,
+    Leave,
+    Meet,
+    Pair,
+    PairMessage,
+    Part,
+    ReaderPair,
+    SourcePair,
+    Terms,
+    Transfer,
+    decode,
+    encode,
+)
+from kvrelay.kv_transfer.sockets import LINGER_MS, Connection, SocketThread, received
 from kvrelay.kv_transfer.staging import Budget, StagedPool
 from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
 from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["NcclBackend"]
 
+log = logging.getLogger(__name__)
+
 # A pair has three slices of staging. 64 MiB take 190 us over NVLink, twice what the host needs to
 # copy and to launch a slice; larger ones are not faster, and smaller ones leave the wire idle.
 SLICE_BYTES = 64 << 20
 # All pairs of a node together: 7 on a GPU.
 MEMORY_CAP_BYTES = 2 << 30
+# How long we wait for the pairs' threads when we close.
+JOIN_S = 0.1
 
 
 class NcclBackend:
@@ -87,7 +113,7 @@ class NcclBackend:
                 f"{source.engine_id} does not hand KV over by NCCL: set one kv_connector"
             ) from error
         self._sources[source.generation] = source
-        self._control.dial(source.generation, address)
+        self._control.post(partial(self._control.dial, source.generation, address))
 
     def post_read(
         self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
@@ -106,7 +132,7 @@ class NcclBackend:
                 f"{len(remote_blocks)} blocks are too many to ask for at once: {error}"
             ) from error
         transfer = Transfer(remote_blocks, local_blocks, source.part)
-        self._control.read(generation, transfer)
+        self._control.post(partial(self._control.read, generation, transfer))
         return transfer
 
     def poll(self, handle: object) -> bool:
@@ -121,7 +147,8 @@ class NcclBackend:
 
     def drop_peer(self, generation: str) -> None:
         if self._sources.pop(generation, None) is not None:
-            self._control.hang_up(generation)
+            why = "nothing is read from it any more"
+            self._control.post(partial(self._control.hang_up, generation, why))
 
     def progress(self) -> None:
         """Raise RuntimeError if the control thread has ended."""
@@ -133,6 +160,196 @@ class NcclBackend:
     def close(self) -> None:
         """Hang up everywhere. A communicator that hangs keeps its staging, never the pool."""
         self._control.close()
+
+
+@dataclass(slots=True)
+class _Source:
+    generation: str
+    where: str
+    connection: Connection
+    pair: ReaderPair | None = None
+
+
+class PairControl(SocketThread):
+    """A thread on which readers ask and a source answers: a ROUTER, and a DEALER for each peer."""
+
+    def __init__(self, host: str, terms: Terms) -> None:
+        """Listen. Raises ConfigError without the address."""
+        super().__init__("kv-nccl", MAX_PAIR_MESSAGE_BYTES)
+        self._terms = terms
+        terms.budget.wanted = partial(self.post, self._make_room)
+        self.broken: Exception | None = None
+        """Why the thread has ended, if it was an error of ours."""
+        self._sources: dict[str, _Source] = {}
+        # By the pair: the connection that it came by, and the pair.
+        self._readers: dict[bytes, tuple[bytes, SourcePair]] = {}
+        self._keys = zmq.curve_keypair()
+        self._router, port = self.new_router(host, 0, self._keys)
+        self.address = Address(host, port, self._keys[0])
+        self.start()
+
+    def on_error(self, error: Exception) -> None:
+        self.broken = error
+
+    def on_ready(self, ready: set[Any]) -> None:
+        if self._router in ready:
+            self._serve()
+        for source in [s for s in self._sources.values() if s.connection.dealer in ready]:
+            self._listen(source)
+        for source in [s for s in self._sources.values() if s.connection.monitor in ready]:
+            source.connection.end_event()
+            self.hang_up(
+                source.generation, f"the connection to {source.where} has ended or was refused"
+            )
+
+    def on_close(self) -> None:
+        pairs = self._pairs()
+        for sender, pair in self._readers.values():
+            pair.abort(PeerLost("closed here"))
+            self._send_to_reader(sender, Part(pair.name, "it closes"))
+        for generation in list(self._sources):
+            self.hang_up(generation, "it closes")
+        for ended in pairs:
+            ended.thread.join(JOIN_S / len(pairs))
+        self._router.close(linger=LINGER_MS)
+
+    # As the source.
+
+    def _serve(self) -> None:
+        # Whatever a reader says, this thread goes on.
+        for sender, *frames in received(self._router):
+            try:
+                (frame,) = frames
+                self._answer(sender, decode(frame))
+            except (msgspec.DecodeError, ValueError) as error:
+                log.warning("a reader of the NCCL backend is not understood: %s", error)
+
+    def _answer(self, sender: bytes, message: PairMessage) -> None:
+        if isinstance(message, Meet):
+            self._meet(sender, message)
+            return
+        known, pair = self._readers.get(message.pair, (b"", None))
+        if pair is None or known != sender:  # has ended meanwhile; or is somebody else's
+            return
+        if isinstance(message, Part):
+            pair.abort(PeerLost(f"the reader has ended the pair: {message.reason}"))
+            return
+        try:
+            if isinstance(message, Ask):
+                pair.serve(message)
+        except ValueError as error:
+            # A transfer that is not sent would shift all that follow: the pair ends.
+            pair.abort(PeerLost(f"refused: {error}"))
+
+    def _meet(self, sender: bytes, meet: Meet) -> None:
+        limit = self._terms.slice_bytes
+        if not 0 < meet.slice_bytes <= limit or meet.pair in self._readers:
+            reason = (
+                f"refused: slices of {meet.slice_bytes} bytes are over the limit of {limit}, "
+                f"or the pair exists"
+            )
+            self._send_to_reader(sender, Part(meet.pair, reason))
+            return
+        say = self._posting(partial(self._send_to_reader, sender))
+        pair = SourcePair(meet, self._terms, say, self._posting(self._forget))
+        self._readers[meet.pair] = sender, pair
+        pair.thread.start()
+
+    # As the reader.
+
+    def dial(self, generation: str, address: Address) -> None:
+        connection = Connection(self, self._keys, address.key)
+        where = f"{address.host}:{address.port}"
+        self._sources[generation] = _Source(generation, where, connection)
+        try:
+            connection.connect(address.host, address.port)
+        except zmq.ZMQError as error:
+            self.hang_up(generation, f"{where}: {error}")
+
+    def read(self, generation: str, transfer: Transfer) -> None:
+        """Ask a peer to send, through a pair that is made if there is none."""
+        source = self._sources.get(generation)
+        if source is None:
+            transfer.error = PeerLost(
+                "the connection to the source's NCCL backend has ended or was refused"
+            )
+            return
+        if source.pair is None or not source.pair.read(transfer):
+            say = self._posting(partial(self._send_to_source, generation))
+            ended = self._posting(self._forget)
+            source.pair = ReaderPair(os.urandom(16), self._terms, say, ended)
+            source.pair.read(transfer)
+            source.pair.thread.start()
+
+    def _listen(self, source: _Source) -> None:
+        for frames in received(source.connection.dealer):
+            try:
+                (frame,) = frames
+                message = decode(frame)
+            except (msgspec.DecodeError, ValueError) as error:
+                log.warning("the NCCL backend of %s is not understood: %s", source.where, error)
+                continue
+            pair = source.pair
+            if pair is None or message.pair != pair.name:  # of a pair that has ended
+                continue
+            if isinstance(message, Part):
+                self._parted(source, pair, message)
+            elif isinstance(message, Leave):
+                pair.part()
+
+    def _parted(self, source: _Source, pair: ReaderPair, message: Part) -> None:
+        why = PeerLost(f"{source.where} has ended the pair: {message.reason}")
+        if not message.idle:
+            pair.abort(why)
+            return
+        # It closes what has long been idle: only who slept, or asks at that very moment, has asked
+        # for anything.
+        for transfer in pair.end(why):
+            self.read(source.generation, transfer)
+
+    def hang_up(self, generation: str, reason: str) -> None:
+        """Forget a peer, and end its pair."""
+        source = self._sources.pop(generation, None)
+        if source is None:
+            return
+        if source.pair is not None:
+            source.pair.abort(PeerLost(reason))
+            source.connection.send(encode(Part(source.pair.name, reason)))
+        source.connection.close()
+
+    # Both.
+
+    def _make_room(self) -> None:
+        idle = [
+            (since, pair)
+            for pair in self._pairs()
+            if (since := pair.idle_since) is not None and pair.over is None
+        ]
+        for _, pair in sorted(idle, key=lambda at: at[0])[: self._terms.budget.waiting]:
+            pair.part()
+
+    def _pairs(self) -> list[Pair]:
+        reading = [source.pair for source in self._sources.values() if source.pair is not None]
+        return [*(pair for _, pair in self._readers.values()), *reading]
+
+    def _forget(self, pair: Pair) -> None:
+        self._readers.pop(pair.name, None)
+        for source in self._sources.values():
+            if source.pair is pair:
+                source.pair = None
+
+    def _send_to_source(self, generation: str, message: PairMessage) -> None:
+        if (source := self._sources.get(generation)) is not None:
+            source.connection.send(encode(message))
+
+    def _send_to_reader(self, sender: bytes, message: PairMessage) -> None:
+        # Full means that the reader has not read for long: patience ends what waits for it.
+        with contextlib.suppress(zmq.Again):
+            self._router.send_multipart([sender, encode(message)], zmq.NOBLOCK)
+
+    def _posting(self, call: Callable[[Any], None]) -> Callable[[Any], None]:
+        # For the pairs' threads.
+        return lambda value: self.post(partial(call, value))
 
 
 def _gpu(device: str) -> int:

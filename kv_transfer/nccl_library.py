@@ -16,14 +16,17 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from kvrelay.wire.errors import ConfigError, PeerLost
 
-__all__ = ["RECEIVES", "SENDS", "NcclCommunicator", "NcclLibrary", "NcclWork"]
+__all__ = ["RECEIVES", "SENDS", "NcclCommunicator", "NcclLibrary", "Work"]
 
 SENDS, RECEIVES = 0, 1  # ranks
+Work = Callable[[], None]
+"""Waits for the end of a transfer of one slice. Raises PeerLost."""
 # How often an operation of NCCL is looked at: often for as long as one takes if all goes well (64
 # MiB over NVLink: 190 us; the other end's launches).
 POLL_S, LATER_POLL_S, LATER_S = 20e-6, 100e-6, 0.005
@@ -72,15 +75,8 @@ class NcclLibrary:
         self.library.ncclCommGetAsyncError.argtypes = [pointer, pointer]
         self.library.ncclCommSplit.argtypes = [pointer, number, number, pointer, pointer]
         self.library.ncclCommAbort.argtypes = [pointer]
-        for name in ("ncclSend", "ncclRecv"):
-            getattr(self.library, name).argtypes = [
-                pointer,
-                ctypes.c_size_t,
-                number,
-                number,
-                pointer,
-                pointer,
-            ]
+        for move in (self.library.ncclSend, self.library.ncclRecv):
+            move.argtypes = [pointer, ctypes.c_size_t, number, number, pointer, pointer]
         self.device = device
         self.patience_s = patience_s
         # A torch stream is one of 32, given out in turn: one that two pairs share would let a hung
@@ -88,22 +84,10 @@ class NcclLibrary:
         self.spare_streams: list[torch.cuda.Stream] = []
 
     def facts(self) -> bytes:
-        """Return the unique id of a communicator to be."""
+        """Return the unique id of a communicator to be, which both ranks must know."""
         unique_id = _UniqueId()
         self.check(self.library.ncclGetUniqueId(ctypes.byref(unique_id)), "make a unique id")
         return bytes(unique_id)
-
-    def invite(
-        self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float
-    ) -> NcclCommunicator:
-        """Meet a source as the receiver: `say` what it must know, once."""
-        facts = self.facts()
-        say(facts)
-        return self.open(RECEIVES, facts, given_up, deadline)
-
-    def join(self, facts: bytes, given_up: Callable[[], bool], deadline: float) -> NcclCommunicator:
-        """Meet a reader as the sender, by what it has said."""
-        return self.open(SENDS, facts, given_up, deadline)
 
     def open(
         self, rank: int, facts: bytes, given_up: Callable[[], bool], deadline: float
@@ -130,6 +114,8 @@ class NcclLibrary:
 
 
 class NcclCommunicator:
+    """A communicator with one peer, of one thread but for `interrupt`."""
+
     def __init__(self, nccl: NcclLibrary, peer: int, given_up: Callable[[], bool]) -> None:
         self._nccl = nccl
         self._peer = peer
@@ -144,15 +130,14 @@ class NcclCommunicator:
         self._wire = spare.pop() if spare else torch.cuda.Stream(nccl.device, priority=0)  # type: ignore[no-untyped-call]
 
     def meet(self, rank: int, unique_id: _UniqueId, deadline: float) -> None:
-        init = self._nccl.library.ncclCommInitRankConfig
-        result = init(
-            ctypes.byref(self._parent), 2, unique_id, rank, ctypes.byref(self._config(blocking=0))
-        )
+        parent, config = ctypes.byref(self._parent), ctypes.byref(self._config(blocking=0))
+        library = self._nccl.library
+        result = library.ncclCommInitRankConfig(parent, 2, unique_id, rank, config)
         self._nccl.check(result, "start a communicator")
         self.settle("meet the other rank", deadline)
         # The first operation connects the two GPUs, by all channels whatever its size.
         byte = torch.zeros(1, dtype=torch.uint8, device=self._wire.device)
-        (self.send if rank == SENDS else self.recv)(byte).wait()
+        (self.send if rank == SENDS else self.recv)(byte)()
         self._split(rank, deadline)
 
     def _split(self, rank: int, deadline: float) -> None:
@@ -172,10 +157,10 @@ class NcclCommunicator:
         undefined = [_UNDEFINED] * 3
         return _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21800, blocking, *undefined, None, 1)
 
-    def send(self, staging: torch.Tensor) -> NcclWork:
+    def send(self, staging: torch.Tensor) -> Work:
         return self._start(self._nccl.library.ncclSend, staging)
 
-    def recv(self, staging: torch.Tensor) -> NcclWork:
+    def recv(self, staging: torch.Tensor) -> Work:
         return self._start(self._nccl.library.ncclRecv, staging)
 
     def interrupt(self) -> None:
@@ -216,34 +201,21 @@ class NcclCommunicator:
             raise PeerLost(f"NCCL could not {doing} in time: the other side has stopped or is gone")
         time.sleep(POLL_S if now - began < LATER_S else LATER_POLL_S)
 
-    def _start(self, operation: Callable[..., int], staging: torch.Tensor) -> NcclWork:
+    def _start(self, operation: Callable[..., int], staging: torch.Tensor) -> Work:
         wire = self._wire
         wire.wait_stream(torch.cuda.current_stream(self._nccl.device))
         result = operation(
             staging.data_ptr(), staging.numel(), _UINT8, self._peer, self._comm, wire.cuda_stream
         )
         self._nccl.check(result, "start a transfer")
-        # Of a communicator that does not block, not before this has ended is there a kernel in the
-        # stream.
+        # Only then has a communicator that does not block put a kernel into the stream.
         self.settle("start a transfer", time.monotonic() + self._nccl.patience_s)
-        return NcclWork(self, wire.record_event(), self._nccl.patience_s)
+        return partial(self._finish, wire.record_event())
 
-
-class NcclWork:
-    def __init__(
-        self, communicator: NcclCommunicator, done: torch.cuda.Event, patience_s: float
-    ) -> None:
-        self._communicator = communicator
-        self._done = done
-        self._patience_s = patience_s
-
-    def wait(self) -> None:
-        """Wait for the end; an aborted kernel ends, too, so NCCL's own state is looked at behind
-        it.
-        """
-        began = time.monotonic()
-        deadline = began + self._patience_s
-        while not self._done.query():  # type: ignore[no-untyped-call]
-            self._communicator.settle("move a slice", deadline)
-            self._communicator.patiently("move a slice", began, deadline)
-        self._communicator.settle("move a slice", deadline)
+    def _finish(self, done: torch.cuda.Event) -> None:
+        doing, began = "move a slice", time.monotonic()
+        deadline = began + self._nccl.patience_s
+        while not done.query():  # type: ignore[no-untyped-call]
+            self.settle(doing, deadline)
+            self.patiently(doing, began, deadline)
+        self.settle(doing, deadline)  # an aborted kernel ends, too

@@ -33,7 +33,7 @@ from kvrelay.kv_transfer.nccl_library import (
     SENDS,
     NcclCommunicator,
     NcclLibrary,
-    NcclWork,
+    Work,
 )
 from kvrelay.kv_transfer.shares import Share
 from kvrelay.kv_transfer.sockets import Codec
@@ -41,8 +41,6 @@ from kvrelay.kv_transfer.staging import Budget, Lane, Places, Slice, StagedPool,
 from kvrelay.wire.errors import KvrelayError, PeerLost, TransferError
 
 __all__ = [
-    "READER",
-    "SOURCE",
     "Move",
     "Pair",
     "ReaderPair",
@@ -119,7 +117,6 @@ STAGES = 3
 SETTLE_S, POLL_S = 0.1, 20e-6
 # How long a reader whose communicator has broken waits for the source's reason.
 HEAR_S = 0.25
-SOURCE, READER = SENDS, RECEIVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +190,8 @@ class Pair(abc.ABC):
         self._unwanted = False
         self._end_at = float("inf")  # unless there is something to do
         self._changed = threading.Condition()  # guards all of the above, and the pool
-        self._thread = threading.Thread(target=self._run, name="kv-pair", daemon=True)
-
-    def start(self) -> None:
-        """Begin to meet the other end."""
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="kv-pair", daemon=True)
+        """Meets the other end when it is started."""
 
     def part(self) -> None:
         """End soon, unless there is something to do."""
@@ -212,10 +206,11 @@ class Pair(abc.ABC):
         (If a GPU is kept from copying for more than `SETTLE_S`: from the moment on that transfers
         have an error.)
         """
-        for transfer in self._end_now(error):
+        for transfer in self.end(error):
             transfer.error = self.over
 
-    def _end_now(self, error: TransferError) -> list[Transfer]:
+    def end(self, error: TransferError) -> list[Transfer]:
+        """End at once, as `abort`. Returns transfers that another pair may do."""
         with self._changed:
             first, self.over = self.over is None, self.over or error
             communicator, lane = self._communicator, self._lane
@@ -233,18 +228,12 @@ class Pair(abc.ABC):
         # The pair's own thread will come here, when it has closed the communicator.
         return []
 
-    def join(self, timeout_s: float) -> None:
-        """Wait for its thread, up to `timeout_s`."""
-        self._thread.join(timeout_s)
-
     def _run(self) -> None:
         wake_in_time()
         try:
             self._live()
         except KvrelayError as error:
-            if (
-                self._rank == READER
-            ):  # the source may have said why, and its word still be on its way
+            if self._rank == RECEIVES:  # the source's reason may still be on its way
                 with self._changed:
                     self._changed.wait_for(self._given_up, HEAR_S)
             self.abort(error if isinstance(error, PeerLost) else PeerLost(error.message))
@@ -276,7 +265,7 @@ class Pair(abc.ABC):
     def _convey(
         self, communicator: NcclCommunicator, lane: Lane, stages: list[torch.Tensor]
     ) -> None:
-        under_way: collections.deque[tuple[Move, torch.Tensor, NcclWork]] = collections.deque()
+        under_way: collections.deque[tuple[Move, torch.Tensor, Work]] = collections.deque()
         moves: Iterator[Move] = iter(())
         for stage in cycle(stages):
             while (move := next(moves, None)) is None:
@@ -294,7 +283,7 @@ class Pair(abc.ABC):
 
     def _moves(self, job: Transfer, lane: Lane) -> Iterator[Move]:
         part = job.part
-        if self._rank == SOURCE:
+        if self._rank == SENDS:
             blocks, start = job.remote_blocks, part.remote_start
         else:
             blocks, start = job.local_blocks, part.local_start
@@ -305,11 +294,11 @@ class Pair(abc.ABC):
     @abc.abstractmethod
     def _begin(
         self, move: Move, stage: torch.Tensor, communicator: NcclCommunicator, lane: Lane
-    ) -> NcclWork:
+    ) -> Work:
         """Launch a slice; `stage` is free."""
 
     @abc.abstractmethod
-    def _end(self, move: Move, stage: torch.Tensor, work: NcclWork, lane: Lane) -> None:
+    def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
         """Wait for the oldest slice that is under way, and free its stage."""
 
     @abc.abstractmethod
@@ -335,10 +324,9 @@ class Pair(abc.ABC):
 
     def _idle(self) -> None:
         self.idle_since = time.monotonic()
-        self._end_at = self.idle_since + (IDLE_S if self._rank == READER else 2 * IDLE_S)
-        if (
-            self._unwanted or self._terms.budget.waiting
-        ):  # whoever waits for memory gets that of idle pairs
+        self._end_at = self.idle_since + (IDLE_S if self._rank == RECEIVES else 2 * IDLE_S)
+        # Whoever waits for memory gets that of idle pairs.
+        if self._unwanted or self._terms.budget.waiting:
             self.part()
         while (
             not self._jobs and self.over is None and (left_s := self._end_at - time.monotonic()) > 0
@@ -392,7 +380,7 @@ class SourcePair(Pair):
         say: Callable[[PairMessage], None],
         ended: Callable[[Pair], None],
     ) -> None:
-        super().__init__(meet.pair, SOURCE, meet.slice_bytes, terms, say, ended)
+        super().__init__(meet.pair, SENDS, meet.slice_bytes, terms, say, ended)
         self._facts = meet.facts
 
     def serve(self, ask: Ask) -> None:
@@ -414,7 +402,7 @@ class SourcePair(Pair):
             self._changed.notify_all()
 
     def _meet(self) -> NcclCommunicator:
-        return self._terms.nccl.join(self._facts, self._given_up, self._deadline)
+        return self._terms.nccl.open(SENDS, self._facts, self._given_up, self._deadline)
 
     def _leave(self) -> float:
         self._say(Leave(self.name))
@@ -422,13 +410,13 @@ class SourcePair(Pair):
 
     def _begin(
         self, move: Move, stage: torch.Tensor, communicator: NcclCommunicator, lane: Lane
-    ) -> NcclWork:
+    ) -> Work:
         with self._touching():
             lane.gather(move.places, move.piece, stage)
         return communicator.send(stage)
 
-    def _end(self, move: Move, stage: torch.Tensor, work: NcclWork, lane: Lane) -> None:
-        work.wait()
+    def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
+        work()
         if move.last:
             lane.forget(move.places)
             self._done(move.transfer)
@@ -444,7 +432,7 @@ class ReaderPair(Pair):
         say: Callable[[PairMessage], None],
         ended: Callable[[Pair], None],
     ) -> None:
-        super().__init__(name, READER, terms.slice_bytes, terms, say, ended)
+        super().__init__(name, RECEIVES, terms.slice_bytes, terms, say, ended)
         self._introduced = False
 
     def read(self, transfer: Transfer) -> bool:
@@ -458,10 +446,6 @@ class ReaderPair(Pair):
             self._changed.notify_all()
         return True
 
-    def unheard(self, error: TransferError) -> list[Transfer]:
-        """End a pair that the source closed as idle; return what is left for another one."""
-        return self._end_now(error)
-
     def _ask(self, transfer: Transfer) -> None:
         part = transfer.part
         self._say(Ask(self.name, list(transfer.remote_blocks), part.remote_start, part.num_bytes))
@@ -470,22 +454,22 @@ class ReaderPair(Pair):
         return 0.0
 
     def _meet(self) -> NcclCommunicator:
-        return self._terms.nccl.invite(self._introduce, self._given_up, self._deadline)
-
-    def _introduce(self, facts: bytes) -> None:
+        nccl = self._terms.nccl
+        facts = nccl.facts()
         with self._touching():
             self._say(Meet(self.name, self.slice_bytes, facts))
             for transfer in self._jobs:
                 self._ask(transfer)
             self._introduced = True
+        return nccl.open(RECEIVES, facts, self._given_up, self._deadline)
 
     def _begin(
         self, move: Move, stage: torch.Tensor, communicator: NcclCommunicator, lane: Lane
-    ) -> NcclWork:
+    ) -> Work:
         return communicator.recv(stage)
 
-    def _end(self, move: Move, stage: torch.Tensor, work: NcclWork, lane: Lane) -> None:
-        work.wait()
+    def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
+        work()
         with self._touching():
             lane.scatter(move.places, move.piece, stage)
         if move.last:

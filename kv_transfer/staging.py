@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvrelay.kernels.pool_memory import CudaPiece
+from kvrelay.kv_transfer.backend import runs
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.wire.errors import PeerLost, TransferError
 
@@ -91,9 +92,8 @@ class Budget:
             if self.used_bytes + num_bytes > self.limit_bytes:
                 raise PeerLost(
                     f"no room for another pair of {num_bytes} bytes: pairs in use hold "
-                    f"{self.used_bytes} of"
-                    f" {self.limit_bytes}; let fewer nodes read from each other, or take "
-                    f"kv_connector nixl"
+                    f"{self.used_bytes} of {self.limit_bytes}; let fewer nodes read from each "
+                    "other, or take kv_connector nixl"
                 )
             self.used_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
@@ -147,11 +147,8 @@ class StagedPool:
 
     def __init__(self, region: PoolRegion) -> None:
         """Maps the region; its memory stays the caller's."""
-        self.num_blocks, self.block_bytes, self.address = (
-            region.num_blocks,
-            region.block_bytes,
-            region.address,
-        )
+        self.num_blocks, self.block_bytes = region.num_blocks, region.block_bytes
+        self.address = region.address
         self.device = torch.device(region.device)
         self.rows = _mapped(region).view(region.num_blocks, region.block_bytes)
         # A torch stream is one of 32, given out in turn; were it also one on which a pair receives,
@@ -245,27 +242,28 @@ class Lane:
 
     def gather(self, places: Places, piece: Slice, staging: torch.Tensor) -> None:
         """Copy pool -> staging, in the order of the current stream."""
-        if places.table is not None and piece.stop - piece.start == places.row_bytes:
-            self.run_kernel(
-                self._scattered(places, piece, places.table),
-                _packed(places, piece, staging, places.table),
-                places,
-            )
-        else:
-            for row, part in self._runs(places, piece, staging):
-                part.copy_(row, non_blocking=True)
+        self._copy(places, piece, staging, into_pool=False)
 
     def scatter(self, places: Places, piece: Slice, staging: torch.Tensor) -> None:
         """Copy staging -> pool; the bytes are there when all is `settled`."""
-        if places.table is not None and piece.stop - piece.start == places.row_bytes:
-            self.run_kernel(
-                _packed(places, piece, staging, places.table),
-                self._scattered(places, piece, places.table),
-                places,
-            )
-        else:
+        self._copy(places, piece, staging, into_pool=True)
+
+    def _copy(
+        self, places: Places, piece: Slice, staging: torch.Tensor, *, into_pool: bool
+    ) -> None:
+        table = places.table
+        if table is None or piece.stop - piece.start != places.row_bytes:
             for row, part in self._runs(places, piece, staging):
-                row.copy_(part, non_blocking=True)
+                target, source = (row, part) if into_pool else (part, row)
+                target.copy_(source, non_blocking=True)
+            return
+        ids = table.blocks[piece.first : piece.first + piece.rows]
+        in_pool = Rows(self._pool.address + places.offset, ids, self._pool.block_bytes)
+        packed = Rows(staging.data_ptr(), table.counted[: piece.rows], places.row_bytes)
+        if into_pool:
+            self.run_kernel(packed, in_pool, places)
+        else:
+            self.run_kernel(in_pool, packed, places)
 
     def settled(self) -> bool:
         """Return whether all copies have ended. From any thread."""
@@ -286,11 +284,6 @@ class Lane:
             programs=PROGRAMS,
         )
 
-    def _scattered(self, places: Places, piece: Slice, table: Table) -> Rows:
-        pool = self._pool
-        ids = table.blocks[piece.first : piece.first + piece.rows]
-        return Rows(pool.address + places.offset, ids, pool.block_bytes)
-
     def _new_table(self, size: int) -> Table:
         device = self._pool.device
         host = torch.empty(size, dtype=torch.int32, pin_memory=self._stream is not None)
@@ -303,15 +296,9 @@ class Lane:
         packed = staging[: piece.num_bytes].view(piece.rows, -1)
         ids = places.blocks[piece.first : piece.first + piece.rows]
         start, stop = places.offset + piece.start, places.offset + piece.stop
-        begin = 0
-        for end in range(1, len(ids) + 1):
-            if end == len(ids) or ids[end] != ids[end - 1] + 1:
-                yield self._pool.rows[ids[begin] : ids[end - 1] + 1, start:stop], packed[begin:end]
-                begin = end
-
-
-def _packed(places: Places, piece: Slice, staging: torch.Tensor, table: Table) -> Rows:
-    return Rows(staging.data_ptr(), table.counted[: piece.rows], places.row_bytes)
+        for first, begin, count in runs(ids, range(len(ids))):
+            rows = self._pool.rows[first : first + count, start:stop]
+            yield rows, packed[begin : begin + count]
 
 
 def _mapped(region: PoolRegion) -> torch.Tensor:
