@@ -1,7 +1,6 @@
 """Checksums of KV blocks on a GPU, as `kernels/block_checksums.py` defines them.
 
-Grid: at most PROGRAMS programs, so that steps keep the rest of the GPU. Bound by memory: each byte
-is read once, keys are computed. Slices are cut into pieces, whose sums torch adds up.
+At most PROGRAMS programs, so that steps keep the rest of the GPU. Bound by memory.
 """
 
 from __future__ import annotations
@@ -63,12 +62,9 @@ def gpu_block_checksums(
 ) -> torch.Tensor:
     """Return checksums of these blocks of the pool at this address, int64 [blocks, kv_heads].
 
-    `blocks`: int32, on the GPU; `slice_bytes` of a KV head's part of a block, a multiple of 16 as
-    the address is.
+    `blocks`: int32, on the GPU; `slice_bytes`: a KV head's part of a block. Address and slice are
+    multiples of VECTOR_BYTES.
     """
-    assert not pool % VECTOR_BYTES
-    assert not slice_bytes % VECTOR_BYTES
-    assert blocks.dtype == torch.int32
     pieces = -(-slice_bytes // PIECE_BYTES)
     items = blocks.numel() * kv_heads * pieces
     sums = torch.empty(items, dtype=torch.int64, device=blocks.device)

@@ -14,7 +14,7 @@ again only when nothing can land in them. What a backend can know of that:
 
 So a connection that ends proves nothing; a process that is gone does (`peer_gone`). Without either,
 a broken read is waited for as long as any network may hold its parts, and one that hangs without
-end. Both are logged.
+end.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -44,6 +43,9 @@ __all__ = [
     "BackendJob",
     "DropPeer",
     "Joined",
+    "Open",
+    "Opened",
+    "PeerEvent",
     "PeerGone",
     "ReadEnded",
     "ReadFailed",
@@ -51,7 +53,7 @@ __all__ = [
     "Source",
     "wake_in_time",
     "check_blocks",
-    "why_not",
+    "runs",
 ]
 
 log = logging.getLogger(__name__)
@@ -60,13 +62,11 @@ log = logging.getLogger(__name__)
 # long one needs progress to receive: 64 MiB over UCX's TCP on loopback took 42 to 58 ms with at
 # most 1 ms, 71 to 114 ms with 5.
 POLL_MIN_S, POLL_MAX_S, POLL_GROWTH = 0.00005, 0.001, 1.05
-# A broken read of a peer that may be there. TCP gives up after 15 minutes, RDMA after seconds; what
-# comes later than that was sent by somebody who was stopped for so long.
+# How long a broken read is waited for: TCP gives up after 15 minutes, RDMA after seconds.
 BROKEN_S = 1000.0
-# Of a read that hangs it is told once.
+# When a read that hangs is logged.
 HANGING_S = 60.0
-# While peers may read here, a backend without own threads must be progressed; else only often
-# enough to notice them.
+# How often a backend without threads of its own is progressed while peers may read here, and else.
 SERVE_S, IDLE_S = 0.002, 0.05
 
 
@@ -135,6 +135,10 @@ class TransferBackend(Protocol):
         """Give everything back."""
 
 
+class Open(msgspec.Struct, tag="open", frozen=True):
+    """A job: open the backend, if it is not open. Opened follows."""
+
+
 class AddPeer(msgspec.Struct, tag="add", frozen=True):
     """A job: get ready to read from a process. Joined follows."""
 
@@ -152,6 +156,13 @@ class DropPeer(msgspec.Struct, tag="drop", frozen=True):
     """A job: no read from this peer is in flight, and none comes before the next AddPeer."""
 
     peer: PeerKey
+
+
+class Opened(msgspec.Struct, tag="opened", frozen=True):
+    """An event: the metadata that peers need, or None and why the backend cannot be had."""
+
+    metadata: bytes | None
+    why: str = ""
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True):
@@ -177,8 +188,9 @@ class ReadFailed(msgspec.Struct, tag="failed", frozen=True):
     in_flight: bool
 
 
-BackendJob = AddPeer | Read | PeerGone | DropPeer
-BackendEvent = Joined | ReadEnded | ReadFailed
+BackendJob = Open | AddPeer | Read | PeerGone | DropPeer
+PeerEvent = Joined | ReadEnded | ReadFailed
+BackendEvent = Opened | PeerEvent
 
 
 @dataclass(slots=True)
@@ -206,7 +218,7 @@ class BackendThread:
         # No SimpleQueue: its get() with a timeout never returns if the thread was kept from running
         # for just so long in the middle of it (CPython 3.10 to 3.12), and the reads in flight would
         # stay unseen until the next job.
-        self._todo: collections.deque[Callable[[], None]] = collections.deque()
+        self._todo: collections.deque[BackendJob] = collections.deque()
         self._woken = threading.Event()
         self._running: list[_Running] = []
         self._closing = False
@@ -223,13 +235,10 @@ class BackendThread:
         if error is not None:
             raise error
 
-    def open(self, done: Callable[[bytes | Exception], None]) -> None:
-        """Open the backend; `done` is called with its metadata, or with what `open` raised."""
-        self._do(partial(self._open, done))
-
     def do(self, job: BackendJob) -> None:
         """Do a job. Events follow."""
-        self._do(partial(self._carry_out, job))
+        self._todo.append(job)
+        self.nudge()
 
     def silent_s(self) -> float:
         """Return the seconds since the thread looked around, which it does every `IDLE_S`."""
@@ -268,25 +277,22 @@ class BackendThread:
             if self._metadata is not None:
                 self._backend.close()
 
-    def _open(self, done: Callable[[bytes | Exception], None]) -> None:
+    def _open(self) -> Opened:
         if self._metadata is None:
             try:
                 self._metadata = self._backend.open()
+            except KvrelayError as error:
+                return Opened(None, error.message)
             except Exception as error:  # noqa: BLE001 - the listener decides what it means
-                done(error)
-                return
-        done(self._metadata)
-
-    def _do(self, job: Callable[[], None]) -> None:
-        self._todo.append(job)
-        self._woken.set()
+                return Opened(None, f"{type(error).__name__}: {error}")
+        return Opened(self._metadata)
 
     def _turn(self) -> None:
         self._turned_at = time.monotonic()
         if not self._todo and self._woken.wait(self._wait_s()):
             self._woken.clear()
         if self._todo:
-            self._todo.popleft()()
+            self._carry_out(self._todo.popleft())
         if self._metadata is not None:
             self._backend.progress()
             self._poll()
@@ -300,6 +306,8 @@ class BackendThread:
 
     def _carry_out(self, job: BackendJob) -> None:
         match job:
+            case Open():
+                self._tell(self._open())
             case AddPeer(peer, source):
                 self._add_peer(peer, source)
             case Read():
@@ -310,15 +318,15 @@ class BackendThread:
                 self._backend.drop_peer(peer.generation)
 
     def _add_peer(self, peer: PeerKey, source: Source) -> None:
-        started = time.monotonic()
+        started, error = time.monotonic(), None
         try:
             self._backend.add_peer(source)
-        except TransferError as error:
-            self._tell(Joined(peer, error))
-            return
-        took_s = time.monotonic() - started
-        log.info("joined %s at %s:%d in %.3f s", source.engine_id, peer.host, peer.port, took_s)
-        self._tell(Joined(peer, None))
+        except TransferError as raised:
+            error = raised
+        else:
+            took_s = time.monotonic() - started
+            log.info("joined %s at %s:%d in %.3f s", source.engine_id, peer.host, peer.port, took_s)
+        self._tell(Joined(peer, error))
 
     def _post(self, read: Read) -> None:
         try:
@@ -340,9 +348,8 @@ class BackendThread:
             if not self._backend.poll(running.handle):
                 if not running.told and now - running.posted_at >= HANGING_S:
                     running.told = True
-                    log.warning(
-                        "%s hangs: its blocks are in quarantine until its end is seen", _named(read)
-                    )
+                    says = "%s hangs: its blocks are in quarantine until its end is seen"
+                    log.warning(says, _named(read))
                 return False
         except TransferError as error:
             first = running.broken_at is None
@@ -351,11 +358,8 @@ class BackendThread:
             in_flight = not isinstance(error, PeerLost)
             if in_flight and now - running.broken_at >= BROKEN_S:
                 in_flight = False
-                log.warning(
-                    "%s broke %g s ago: its blocks leave quarantine, its end unseen",
-                    _named(read),
-                    BROKEN_S,
-                )
+                says = "%s broke %g s ago: its blocks leave quarantine, its end unseen"
+                log.warning(says, _named(read), BROKEN_S)
             if first or not in_flight:
                 self._tell(ReadFailed(read.peer, read.read_id, error, in_flight))
             return not in_flight
@@ -371,9 +375,17 @@ def check_blocks(whose: str, blocks: Sequence[int], num_blocks: int) -> None:
         )
 
 
-def why_not(error: Exception) -> str:
-    """Return why a backend cannot be had, from what `prepare` or `open` raised."""
-    return error.message if isinstance(error, KvrelayError) else f"{type(error).__name__}: {error}"
+def runs(remote: Sequence[int], local: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (remote, local, count) of blocks that follow one another on both sides."""
+    first = 0
+    for at in range(1, len(remote) + 1):
+        count = at - first
+        if at == len(remote) or (remote[at], local[at]) != (
+            remote[first] + count,
+            local[first] + count,
+        ):
+            yield remote[first], local[first], count
+            first = at
 
 
 def _named(read: Read) -> str:

@@ -1,4 +1,10 @@
-"""The backends of a node: when each is opened, and which of them it shares with a peer."""
+"""The backends of an engine over all of its ranks: when each is opened, and what peers read by it.
+
+Each rank has a backend of each kind over its own pool. What is asked goes to the ranks in parts;
+what they tell becomes one event. A peer is joined when all parts are. A read has ended when all its
+parts have. It fails with the first part that does, and is in flight until no part is: so long its
+blocks stay in quarantine.
+"""
 
 from __future__ import annotations
 
@@ -6,66 +12,155 @@ import logging
 import queue
 import threading
 import time
-import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from kvrelay.kv_transfer.backend import (
-    BackendEvent,
+    AddPeer,
     BackendJob,
-    BackendThread,
+    DropPeer,
+    Joined,
+    Open,
+    Opened,
+    PeerEvent,
+    PeerGone,
+    ReadEnded,
+    ReadFailed,
     Source,
     TransferBackend,
-    why_not,
 )
-from kvrelay.kv_transfer.checksums import Checksums
-from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.connector import PeerKey, PoolRegion, Read
 from kvrelay.kv_transfer.messages import HandshakeReply, RankCard
-from kvrelay.kv_transfer.rank_backends import AllRanksBackend, LedBackends
+from kvrelay.kv_transfer.rank_backends import RankBackends
 from kvrelay.kv_transfer.ranks import (
     OPEN_S,
-    BackendTerms,
     Broke,
     Do,
     FromRank,
-    LinkAddress,
     News,
-    Open,
-    Opened,
-    Prepared,
     RankLink,
     Stop,
     Sum,
     Summed,
+    ToRank,
 )
 from kvrelay.kv_transfer.shares import Heads, Share, order_of_heads, shares
-from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError, Incompatible, KvrelayError
 
-__all__ = ["Backends", "join_connector", "make_backends", "terms_of"]
+if TYPE_CHECKING:
+    from kvrelay.kv_transfer.transfer_engine import TransferEngine
+
+__all__ = ["AllRanksBackend", "Backends", "Part"]
 
 log = logging.getLogger(__name__)
 
 
-class BackendsListener(Protocol):
-    """A receiver of what backends tell; its methods return at once."""
+class Part(NamedTuple):
+    """A part: our rank, and the process of the source's rank that it reads from."""
 
-    def on_backend_event(self, event: BackendEvent) -> None:
-        """Handle a backend's event."""
+    rank: int
+    source: PeerKey
 
-    def on_backend_opened(self, kind: str) -> None:
-        """Note that a backend is open on all ranks, or cannot be had."""
 
-    def serving(self) -> bool:
-        """Return whether peers may be reading from here."""
+@dataclass(slots=True)
+class _Read:
+    peer: PeerKey
+    running: set[Part]
+    error: KvrelayError | None = None
 
-    def on_error(self, error: Exception) -> None:
-        """Note that a thread has ended by an error of ours."""
+
+class AllRanksBackend:
+    """A backend on all ranks, as if it were one. Called under the transfer engine's lock.
+
+    A part's events come in order, those of different parts in any order.
+    """
+
+    def __init__(self, do: Callable[[int, BackendJob], None]) -> None:
+        """`do` gives a job to a rank."""
+        self._do = do
+        self._parts: dict[PeerKey, tuple[Part, ...]] = {}
+        self._missing: dict[PeerKey, set[Part]] = {}  # parts that have not joined
+        # Joins that were asked for and not answered: of several, only the last answer is about this
+        # attempt.
+        self._asked: Counter[Part] = Counter()
+        self._reads: dict[int, _Read] = {}
+
+    def __len__(self) -> int:
+        return len(self._parts) + len(self._reads)
+
+    def add_peer(self, peer: PeerKey, sources: Sequence[tuple[int, Source]]) -> None:
+        """Have each rank get ready to read from its source. `Joined` follows."""
+        parts = tuple(
+            Part(rank, PeerKey(peer.host, peer.port, source.generation)) for rank, source in sources
+        )
+        self._parts[peer], self._missing[peer] = parts, set(parts)
+        self._asked.update(parts)
+        for part, (_, source) in zip(parts, sources, strict=True):
+            self._do(part.rank, AddPeer(part.source, source))
+
+    def read(self, read: Read) -> None:
+        """Read. `ReadEnded`, or `ReadFailed` until it is not in flight, follows."""
+        parts = self._parts[read.peer]
+        self._reads[read.read_id] = _Read(read.peer, set(parts))
+        for part in parts:
+            self._do(part.rank, msgspec.structs.replace(read, peer=part.source))
+
+    def peer_gone(self, peer: PeerKey) -> None:
+        """Note that the peer's process is gone; its other ranks have processes of their own."""
+        for part in self._parts.get(peer, ()):
+            if part.source == peer:
+                self._do(part.rank, PeerGone(peer))
+
+    def drop_peer(self, peer: PeerKey) -> None:
+        """Forget a peer; no read from it is in flight."""
+        self._missing.pop(peer, None)
+        for part in self._parts.pop(peer, ()):
+            self._do(part.rank, DropPeer(part.source))
+
+    def on_event(self, rank: int, event: PeerEvent) -> PeerEvent | None:
+        """Return what a part's event means for the whole; None if nothing yet."""
+        part = Part(rank, event.peer)
+        if isinstance(event, Joined):
+            return self._joined(part, event.error)
+        read = self._reads.get(event.read_id)
+        if read is None:
+            return None
+        error = event.error if isinstance(event, ReadFailed) else None
+        first = read.error is None
+        read.error = read.error or error
+        if not (isinstance(event, ReadFailed) and event.in_flight):
+            read.running.discard(part)
+        if read.running:
+            if error is None or not first:
+                return None
+            return ReadFailed(read.peer, event.read_id, error, in_flight=True)
+        del self._reads[event.read_id]
+        if read.error is not None:
+            return ReadFailed(read.peer, event.read_id, read.error, in_flight=False)
+        return ReadEnded(read.peer, event.read_id)
+
+    def _joined(self, part: Part, error: KvrelayError | None) -> Joined | None:
+        self._asked[part] -= 1
+        if self._asked[part] > 0:
+            return None
+        del self._asked[part]
+        peer = next((peer for peer, parts in self._parts.items() if part in parts), None)
+        if peer is None:  # given up meanwhile
+            return None
+        if error is not None:
+            self.drop_peer(peer)  # the other parts have joined, or are about to
+            return Joined(peer, error)
+        self._missing[peer].discard(part)
+        return None if self._missing[peer] else Joined(peer, None)
 
 
 class Backends:
-    """A node's backends, the best first, each on a thread of every rank.
+    """An engine's backends, the best first.
 
     An open backend listens, and who reaches UCX's listener can write anywhere. So the first is
     opened at start, and another one when a peer asks for it that the earlier ones do not reach.
@@ -74,7 +169,7 @@ class Backends:
     def __init__(
         self,
         backends: Mapping[str, TransferBackend],
-        listener: BackendsListener,
+        engine: TransferEngine,
         region: PoolRegion,
         heads: Heads,
         link: RankLink | None = None,
@@ -86,62 +181,44 @@ class Backends:
         `region` and `heads` are rank 0's. Raises ConfigError if the only backend cannot be had, or
         none of several, or no checksums.
         """
-        self._checksums: Checksums | None = None
+        self.can_sum = checksums
+        """Whether blocks are checked by checksum."""
         self.missing: dict[str, str] = {}
         """Those left out, and why."""
         self.wanted = tuple(backends)
         """Those in it and those left out."""
-        self._backends = {kind: AllRanksBackend(listener.on_backend_event) for kind in backends}
-        self._threads: dict[str, BackendThread] = {}
-        self._link = link
-        self._listener = listener
+        self._kinds = {kind: AllRanksBackend(partial(self._do, kind)) for kind in backends}
+        self._link, self._engine = link, engine
         self._pools = [(heads, region)]  # of each rank
         self._cards: dict[str, list[bytes]] = {}  # of open backends, by rank
         # What ranks have told of backends that are being opened.
-        self._opening: dict[str, dict[int, bytes | Exception]] = {}
+        self._opening: dict[str, dict[int, Opened]] = {}
         self._open_by: dict[str, float] = {}  # the monotonic second at which these are given up
+        self._sums: dict[int, tuple[dict[int, list[bytes]], Callable[[list[bytes]], None]]] = {}
+        self._questions = 0
         self._lock = threading.Lock()  # of all of these; nothing of others is called under it
         first: queue.Queue[str] = queue.Queue()
         self._opened: Callable[[str], None] = first.put
-        for kind, backend in backends.items():
-            self._threads[kind] = thread = BackendThread(
-                backend,
-                partial(self._backends[kind].on_event, 0),
-                listener.serving,
-                listener.on_error,
-            )
-            try:
-                thread.start()
-            except ConfigError as error:
-                if len(backends) == 1:
-                    raise
-                self._leave_out(kind, error.message)
-        if checksums:
-            self._checksums = Checksums(
-                region,
-                heads[1] - heads[0],
-                listener.on_error,
-                1 if link is None else len(link.heads),
-                self._ask_rank,
-            )
+        self._local = RankBackends(
+            region,
+            backends,
+            heads[1] - heads[0] if checksums else 0,
+            engine.serving,
+            partial(self._on_message, 0),
+            engine.on_error,
+        )
+        missing = [self._local.missing]
         if link is not None:
-            self._meet(link, link.prepared())
-        ranks = range(1, len(self._pools))
-        for kind, thread in self._threads.items():
-            others = [partial(self._do_there, rank, kind) for rank in ranks]
-            self._backends[kind].begin([thread.do, *others])
+            link.serve(self._on_message, engine.serving, engine.on_error)
+            others = link.prepared()
+            self._pools += [(link.heads[other.rank], other.region) for other in others]
+            missing += [other.missing for other in others]
+        for rank, lacks in enumerate(missing):
+            for kind, why in lacks.items():
+                if kind not in self.missing:
+                    self._leave_out(kind, f"rank {rank}: {why}" if rank else why)
         self._open_one(first)
-        self._opened = listener.on_backend_opened
-
-    def _meet(self, link: RankLink, others: list[Prepared]) -> None:
-        link.serve(self._on_message, self._listener.serving, self._listener.on_error)
-        self._pools += [(link.heads[other.rank], other.region) for other in others]
-        for other in others:
-            for kind, why in other.missing.items():
-                if kind in self._threads:
-                    if len(self.wanted) == 1:
-                        raise ConfigError(f"rank {other.rank}: {why}")
-                    self._leave_out(kind, f"rank {other.rank}: {why}")
+        self._opened = engine.on_backend_opened
 
     def _open_one(self, ended: queue.Queue[str]) -> None:
         for kind in list(self):
@@ -154,12 +231,9 @@ class Backends:
                 ) from None
             if self.is_open(kind):
                 return
-        why = self.missing.values()
-        raise (
-            ConfigError(*why)
-            if len(self.wanted) == 1
-            else ConfigError(f"no KV can be handed over: {'; '.join(why)}")
-        )
+        why = "; ".join(self.missing.values())
+        alone = len(self.wanted) == 1
+        raise ConfigError(why if alone else f"no KV can be handed over: {why}")
 
     def open(self, kind: str) -> None:
         """Have all ranks open a backend, if it is not open; `on_backend_opened` follows then."""
@@ -167,12 +241,9 @@ class Backends:
             if kind in self._cards or kind in self.missing or kind in self._opening:
                 return
             self._opening[kind], self._open_by[kind] = {}, time.monotonic() + OPEN_S
-        self._threads[kind].open(partial(self._told, kind, 0))
-        for rank in range(1, len(self._pools)):
-            assert self._link is not None
-            self._link.send(rank, Open(kind))
+        self._send_all(Do(kind, Open()))
 
-    def _told(self, kind: str, rank: int, card: bytes | Exception) -> None:
+    def _told(self, kind: str, rank: int, card: Opened) -> None:
         with self._lock:
             told = self._opening.get(kind)
             if told is None:
@@ -180,15 +251,14 @@ class Backends:
             told[rank] = card
             if len(told) < len(self._pools):
                 return
-            cards = [card for _, card in sorted(told.items()) if isinstance(card, bytes)]
+            cards = [card.metadata for _, card in sorted(told.items()) if card.metadata is not None]
             if len(cards) == len(told):
                 self._cards[kind] = cards
                 del self._opening[kind], self._open_by[kind]
         if len(cards) < len(told):
-            rank, error = next(
-                (rank, card) for rank, card in sorted(told.items()) if isinstance(card, Exception)
-            )
-            self._leave_out(kind, f"rank {rank}: {why_not(error)}" if rank else why_not(error))
+            rank = min(rank for rank, card in told.items() if card.metadata is None)
+            why = told[rank].why
+            self._leave_out(kind, f"rank {rank}: {why}" if rank else why)
         self._opened(kind)
 
     def expire(self, now: float) -> None:
@@ -205,11 +275,7 @@ class Backends:
             self.missing[kind] = why
             self._opening.pop(kind, None)
             self._open_by.pop(kind, None)
-            thread = self._threads.pop(kind)
-        thread.stop()
-        for rank in range(1, len(self._pools)):
-            assert self._link is not None
-            self._link.send(rank, Stop(kind))
+        self._send_all(Stop(kind))
 
     def is_open(self, kind: str) -> bool:
         """Return whether peers can use this backend."""
@@ -235,26 +301,32 @@ class Backends:
 
     def _on_message(self, rank: int, message: FromRank) -> None:
         match message:
-            case Opened(kind, card, why):
-                self._told(kind, rank, ConfigError(why) if card is None else card)
             case News(kind, event):
-                self._backends[kind].on_event(rank, event)
+                if isinstance(event, Opened):
+                    self._told(kind, rank, event)
+                else:
+                    self._engine.on_backend_event(kind, rank, event)
             case Summed(number, checksums):
-                assert self._checksums is not None
-                self._checksums.answer(rank, number, checksums)
+                self._summed(rank, number, checksums)
             case Broke(reason):
-                self._listener.on_error(KvrelayError(f"rank {rank}: {reason}"))
+                self._engine.on_error(KvrelayError(f"rank {rank}: {reason}"))
 
-    def _do_there(self, rank: int, kind: str, job: BackendJob) -> None:
-        assert self._link is not None
-        self._link.send(rank, Do(kind, job))
+    def _do(self, kind: str, rank: int, job: BackendJob) -> None:
+        self._send(rank, Do(kind, job))
 
-    def _ask_rank(self, rank: int, number: int, blocks: Sequence[int]) -> None:
-        assert self._link is not None
-        self._link.send(rank, Sum(number, list(blocks)))
+    def _send(self, rank: int, message: ToRank) -> None:
+        if rank == 0:
+            self._local.do(message)
+        else:
+            assert self._link is not None
+            self._link.send(rank, message)
+
+    def _send_all(self, message: ToRank) -> None:
+        for rank in range(len(self._pools)):
+            self._send(rank, message)
 
     def __getitem__(self, kind: str) -> AllRanksBackend:
-        return self._backends[kind]
+        return self._kinds[kind]
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of those that are open or can be."""
@@ -285,26 +357,12 @@ class Backends:
                 f"a KV head has {sorted(mine)} bytes of a block here and {sorted(theirs)} there"
             )
         (head_bytes,) = mine
+        readers, sources = ([card.heads for card in cards] for cards in (ours, welcome.ranks))
         return [
             (rank, source, share)
             for rank in range(len(ours))
-            for source, share in shares(
-                rank,
-                [card.heads for card in ours],
-                [card.heads for card in welcome.ranks],
-                head_bytes,
-            )
+            for source, share in shares(rank, readers, sources, head_bytes)
         ]
-
-    @property
-    def can_sum(self) -> bool:
-        """Return whether blocks are checked by checksum."""
-        return self._checksums is not None
-
-    def sums(self, blocks: Sequence[int], done: Callable[[list[bytes]], None]) -> None:
-        """Call `done` later, from any thread, with checksums of these blocks of all ranks."""
-        assert self._checksums is not None
-        self._checksums.ask(blocks, done)
 
     def order_of_heads(self, welcome: HandshakeReply) -> list[int]:
         """Return where each KV head of each of our ranks lies in the peer's. Raises Incompatible."""
@@ -312,35 +370,43 @@ class Backends:
             [heads for heads, _ in self._pools], [card.heads for card in welcome.ranks]
         )
 
+    def sums(self, blocks: Sequence[int], done: Callable[[list[bytes]], None]) -> None:
+        """Call `done` later, from any thread, with checksums of these blocks.
+
+        Each is those of the KV heads of rank 0, then of the next.
+        """
+        with self._lock:
+            self._questions += 1
+            number = self._questions
+            self._sums[number] = {}, done
+        self._send_all(Sum(number, list(blocks)))
+
+    def _summed(self, rank: int, number: int, checksums: list[bytes]) -> None:
+        with self._lock:
+            parts, done = self._sums[number]
+            parts[rank] = checksums
+            if len(parts) < len(self._pools):
+                return
+            del self._sums[number]
+        ordered = [part for _, part in sorted(parts.items())]
+        done([b"".join(of_block) for of_block in zip(*ordered, strict=True)])
+
     def silent_s(self) -> float:
         """Return the seconds since the slowest thread of this process was seen at work."""
-        backends_s = max((thread.silent_s() for thread in self._at_work()), default=0.0)
-        return (
-            backends_s if self._checksums is None else max(backends_s, self._checksums.silent_s())
-        )
-
-    def _at_work(self) -> list[BackendThread]:
-        with self._lock:
-            return list(self._threads.values())
+        return self._local.silent_s()
 
     def nudge(self) -> None:
         """Wake the threads: somebody may be about to read from here."""
-        for thread in self._at_work():
-            thread.nudge()
+        self._local.nudge()
         if self._link is not None:
             self._link.nudge()
 
     def close(self, timeout_s: float) -> None:
         """End all threads within so long."""
         until = time.monotonic() + timeout_s
-        for thread in self._at_work():
-            thread.stop()
         if self._link is not None:
-            self._link.close(max(0.0, until - time.monotonic()))
-        for thread in self._at_work():
-            thread.close(max(0.0, until - time.monotonic()))
-        if self._checksums is not None:
-            self._checksums.close(max(0.0, until - time.monotonic()))
+            self._link.close(timeout_s)
+        self._local.close(max(0.0, until - time.monotonic()))
 
 
 def _head_bytes(card: RankCard) -> int:
@@ -358,55 +424,3 @@ def _source(welcome: HandshakeReply, rank: int, kind: str, share: Share) -> Sour
     # A rank is a process of its own, so it has a generation of its own.
     generation = f"{welcome.generation}/{rank}" if rank else welcome.generation
     return Source(welcome.engine_id, generation, card.region, card.planes[kind], share)
-
-
-# The fastest first: so a pair of nodes chooses among those that both have.
-KINDS = ("direct", "nixl", "nccl")
-
-
-def join_connector(
-    rank: int, region: PoolRegion, address: LinkAddress, host: str, lost: Callable[[str], None]
-) -> LedBackends:
-    """Prepare the backends of a rank other than 0, which rank 0 opens.
-
-    `host` is an address of its machine that peers reach. `lost` is called, from another thread, if
-    rank 0 is lost.
-    """
-    terms = BackendTerms(address.terms.kinds, host, address.terms.meet_s, address.terms.patience_s)
-    return LedBackends(
-        rank, region, make_backends(f"{address.engine_id}-{rank}", region, terms), address, lost
-    )
-
-
-def terms_of(config: TransferConfig, rank_heads: int = 0) -> BackendTerms:
-    """Return what backends must know of the configuration.
-
-    `rank_heads`: KV heads of each of several ranks.
-    """
-    kinds = KINDS if config.kv_connector == "auto" else (config.kv_connector,)
-    # A pair that is not made by its fetch's deadline is of no use; and who is silent for a lease
-    # has lost it.
-    summed_heads = rank_heads if config.kv_checksums else 0
-    return BackendTerms(
-        kinds, config.kv_host, config.transfer_deadline_s, config.lease_s, summed_heads
-    )
-
-
-def make_backends(name: str, region: PoolRegion, terms: BackendTerms) -> dict[str, TransferBackend]:
-    """Return the backends of these terms, by kind; none has taken anything yet."""
-    return {kind: _backend(kind, name, region, terms) for kind in terms.kinds}
-
-
-def _backend(kind: str, name: str, region: PoolRegion, terms: BackendTerms) -> TransferBackend:
-    if kind == "direct":
-        from kvrelay.kv_transfer.direct import DirectBackend
-
-        return DirectBackend(region)
-    if kind == "nixl":
-        from kvrelay.kv_transfer.nixl import NixlBackend
-
-        # NIXL knows its peers by name, so a restarted node must not come back under its old one.
-        return NixlBackend(f"{name}-{uuid.uuid4().hex}", region, terms.host)
-    from kvrelay.kv_transfer.nccl import NcclBackend
-
-    return NcclBackend(region, terms.host, terms.meet_s, terms.patience_s)

@@ -1,8 +1,6 @@
-"""Checksums of KV blocks: which fetched blocks are compared with their source, and by what.
+"""Checksums of KV blocks: which fetched blocks are compared with their source's, and by what.
 
-Both ends of a transfer ask `Checksums`: a source for blocks that are offered, a reader for blocks
-that have landed. What it reads was written before it was asked. Whether blocks stay as they are is
-for the lease to say: an answer may be about blocks that have changed since.
+An answer may be about blocks that have changed since it was asked for; the lease tells.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvrelay.kv_transfer.connector import LeaseId, PoolRegion
 from kvrelay.wire.errors import ConfigError
@@ -29,16 +26,16 @@ MOST_BLOCKS = 256
 _WRAP = 1 << 64
 _CHECKSUM_BYTES = 8  # of a KV head's part of a block (kernels/block_checksums.py)
 
-Done = Callable[[list[bytes]], None]
+Sums = Callable[[Sequence[int]], list[bytes]]
 
 
 def drawn(lease: LeaseId, blocks: Sequence[int], share: float) -> list[int]:
-    """Return those of the source's blocks that are checked, each with the probability `share`.
+    """Return the blocks of the source that are checked, each with the probability `share`.
 
     A function of lease, block and share alone, in whichever order blocks come.
     """
-    if share >= 1 or share <= 0:
-        return list(blocks) if share >= 1 else []
+    if share >= 1:
+        return list(blocks)
     # Multiples of a random odd number, modulo 2**64: 0.1 us a block, and neighbours are spread over
     # a lease evenly.
     digest = hashlib.blake2b(f"{lease.epoch}/{lease.request_id}".encode(), digest_size=8).digest()
@@ -59,120 +56,66 @@ def in_our_order(checksums: bytes, order: Sequence[int]) -> bytes:
 
 @dataclass(slots=True)
 class Checks:
-    """A fetch's comparison. A block's place is its index among those that are fetched."""
+    """A fetch's comparison. The source's id names a block; its place is its index in the fetch."""
 
     places: dict[int, int] = field(default_factory=dict)
-    """Of drawn blocks whose source gives checksums, by its own ids."""
+    """Drawn blocks whose source gives checksums, and their places."""
     unchecked: set[int] = field(default_factory=set)
-    """Places of drawn blocks whose source gives none."""
-    _theirs: dict[int, bytes] = field(default_factory=dict)
-    _ours: dict[int, bytes] = field(default_factory=dict)
-    _asked: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Drawn blocks whose source gives none."""
+    theirs: dict[int, bytes] = field(default_factory=dict)
+    ours: dict[int, bytes] = field(default_factory=dict)
+
+    def add_theirs(self, checksums: Mapping[int, bytes]) -> None:
+        """Add the source's. What was not asked for, or comes again, is ignored."""
+        new = checksums.keys() & self.places.keys() - self.theirs.keys()
+        self.theirs.update((block, checksums[block]) for block in new)
 
     @property
     def unanswered(self) -> list[int]:
-        """Blocks, by the source's ids, whose checksum it has not sent."""
-        return [block for block, place in self.places.items() if place not in self._theirs]
+        """Blocks whose checksum the source has not sent."""
+        return [block for block in self.places if block not in self.theirs]
 
     @property
     def settled(self) -> bool:
         """Return whether both checksums of each drawn block are known."""
-        return len(self._theirs) == len(self._ours) == len(self.places)
+        return len(self.theirs) == len(self.ours) == len(self.places)
 
     @property
     def wrong(self) -> list[int]:
-        """Places of blocks that are not what the source has."""
-        ours = self._ours.items()
-        return sorted(place for place, own in ours if self._theirs.get(place, own) != own)
+        """Blocks that are not what the source has, by place."""
+        known = (block for block in self.places if block in self.theirs and block in self.ours)
+        return [block for block in known if self.theirs[block] != self.ours[block]]
 
     @property
     def sound(self) -> float:
         """Number of first blocks that a failed fetch may keep; none if any block is wrong."""
-        known = self._theirs.keys() & self._ours.keys()
-        unknown = (place for place in self.places.values() if place not in known)
+        known = self.theirs.keys() & self.ours.keys()
+        unknown = (place for block, place in self.places.items() if block not in known)
         return 0 if self.wrong else min(unknown, default=float("inf"))
-
-    def between(self, first: int, end: int) -> list[int]:
-        """Return the places to compare from `first` on and before `end`."""
-        return sorted(place for place in self.places.values() if first <= place < end)
-
-    def ask(self, number: int, places: Sequence[int]) -> None:
-        """Note that our checksums of these blocks are asked for under this number."""
-        self._asked[number] = tuple(places)
-
-    def add_theirs(self, checksums: Mapping[int, bytes]) -> None:
-        """Add the source's, by its ids. What was not asked for, or comes again, is ignored."""
-        for block, checksum in checksums.items():
-            if block in self.places:
-                self._theirs.setdefault(self.places[block], checksum)
-
-    def add_ours(self, number: int, checksums: Sequence[bytes]) -> bool:
-        """Add the answer to a question of ours; False if it is none."""
-        places = self._asked.pop(number, None)
-        if places is None:
-            return False
-        self._ours.update(zip(places, checksums, strict=True))
-        return True
-
-
-@dataclass(slots=True)
-class _Question:
-    done: Done
-    parts: dict[int, list[bytes]] = field(default_factory=dict)  # by rank
 
 
 class Checksums:
-    """A thread that sums blocks of this process's pool, and joins what other ranks answer."""
+    """A thread that sums blocks of this process's pool."""
 
     def __init__(
-        self,
-        region: PoolRegion,
-        kv_heads: int,
-        on_error: Callable[[Exception], None],
-        ranks: int = 1,
-        ask_rank: Callable[[int, int, Sequence[int]], None] = lambda *_: None,
+        self, region: PoolRegion, kv_heads: int, on_error: Callable[[Exception], None]
     ) -> None:
-        """`kv_heads`: of this rank. `ask_rank` hands (rank, number, blocks) to another rank.
+        """Start. `on_error` is called if the thread ends. On a GPU this compiles.
 
-        `on_error` is called if the thread ends. On a GPU this compiles. Raises ConfigError.
+        Raises ConfigError.
         """
         self._sums = (_host_sums if region.device == "cpu" else _gpu_sums)(region, kv_heads)
-        self._on_error, self._ranks, self._ask_rank = on_error, ranks, ask_rank
-        self._asked: queue.Queue[tuple[Sequence[int], Done] | None] = queue.Queue()
-        self._questions: dict[int, _Question] = {}
-        self._numbers = 0
-        self._lock = threading.Lock()  # of the questions
-        self._begun_at: float | None = None  # of the question that is being answered
+        self._on_error = on_error
+        self._asked: queue.Queue[tuple[Sequence[int], Callable[[list[bytes]], None]] | None]
+        self._asked = queue.Queue()
+        self._begun_at: float | None = None  # the question that is being answered
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-checksums", daemon=True)
         self._thread.start()
 
-    def ask(self, blocks: Sequence[int], done: Done) -> None:
-        """Call `done` later, from any thread, with the checksums of each of these blocks.
-
-        Rank 0's KV heads come first. At most `MOST_BLOCKS` blocks.
-        """
-        if self._ranks == 1:
-            self._asked.put((blocks, done))
-            return
-        with self._lock:
-            self._numbers += 1
-            number = self._numbers
-            self._questions[number] = _Question(done)
-        for rank in range(1, self._ranks):
-            self._ask_rank(rank, number, blocks)
-        self._asked.put((blocks, lambda sums: self.answer(0, number, sums)))
-
-    def answer(self, rank: int, number: int, sums: list[bytes]) -> None:
-        """Add a rank's answer to a question."""
-        with self._lock:
-            question = self._questions[number]
-            question.parts[rank] = sums
-            if len(question.parts) < self._ranks:
-                return
-            del self._questions[number]
-        parts = [question.parts[index] for index in range(self._ranks)]
-        question.done([b"".join(of_block) for of_block in zip(*parts, strict=True)])
+    def ask(self, blocks: Sequence[int], done: Callable[[list[bytes]], None]) -> None:
+        """Call `done` later, from the thread, with the checksums of at most `MOST_BLOCKS` blocks."""
+        self._asked.put((blocks, done))
 
     def silent_s(self) -> float:
         """Return the seconds since the thread was seen at work; 0 while it is asked nothing."""
@@ -198,7 +141,7 @@ class Checksums:
             self._on_error(error)
 
 
-def _host_sums(region: PoolRegion, kv_heads: int) -> Callable[[Sequence[int]], list[bytes]]:
+def _host_sums(region: PoolRegion, kv_heads: int) -> Sums:
     import numpy as np
 
     from kvrelay.kernels.block_checksums import WORD_BYTES, block_checksums, keys
@@ -208,10 +151,10 @@ def _host_sums(region: PoolRegion, kv_heads: int) -> Callable[[Sequence[int]], l
         region.address
     )
     pool = np.ctypeslib.as_array(memory).view(np.int64).reshape(region.num_blocks, kv_heads, -1)
-    return lambda blocks: _packed(block_checksums(pool, blocks, places))
+    return lambda blocks: [row.tobytes() for row in block_checksums(pool, blocks, places)]
 
 
-def _gpu_sums(region: PoolRegion, kv_heads: int) -> Callable[[Sequence[int]], list[bytes]]:
+def _gpu_sums(region: PoolRegion, kv_heads: int) -> Sums:
     import torch
 
     from kvrelay.kernels import cuda_runtime
@@ -237,7 +180,7 @@ def _gpu_sums(region: PoolRegion, kv_heads: int) -> Callable[[Sequence[int]], li
             size = _CHECKSUM_BYTES * count * kv_heads
             copy(host_sums.data_ptr(), found.data_ptr(), size, stream.cuda_stream)
             stream.synchronize()
-        return _packed(host_sums[:count].numpy())
+        return [row.tobytes() for row in host_sums[:count].numpy()]
 
     sums([0])  # compiles
     return sums
@@ -251,7 +194,3 @@ def _slice_bytes(region: PoolRegion, kv_heads: int, unit: int) -> int:
             f"{region.block_bytes} bytes has {kv_heads} heads; leave kv_checksums out"
         )
     return slice_bytes
-
-
-def _packed(sums: Any) -> list[bytes]:
-    return [row.astype("<i8").tobytes() for row in sums]

@@ -1,11 +1,8 @@
-"""Values of a KV connector: regions, events and commands. They name peers, leases and blocks.
-
-The engine process asks a `TransferEngine` (kv_transfer/transfer_engine.py); what happened is told
-in events, which the step loop drains. Commands are what the pure tables want done.
-"""
+"""Values of a KV connector: the events and statistics that the step loop sees, and their ids."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,22 +12,16 @@ import msgspec
 from kvrelay.wire.outputs import TokenLogprobs
 
 __all__ = [
-    "LeaseId",
-    "Ask",
-    "Command",
     "Completion",
-    "End",
     "Event",
     "FetchFailed",
     "Fetched",
-    "PeerCommand",
+    "LeaseId",
     "PeerKey",
     "PoolRegion",
-    "Verify",
     "Read",
     "Released",
     "Settled",
-    "Sum",
     "TransferStats",
     "Way",
 ]
@@ -70,15 +61,13 @@ class Fetched:
     num_bytes: int
     seconds: float
     completion: Completion | None = None
-    """Of a growing ticket: how the source's part of the request has ended."""
+    """How the source's part of the request has ended, if the ticket was growing."""
     exposed_s: float = 0.0
-    """Seconds from the moment at which the KV was complete, or the fetch was asked for if that was
-    later.
-    """
+    """Seconds since the KV was complete and the fetch asked for."""
     read_s: float = 0.0
     """Seconds in which the backend was reading."""
     told_at: float | None = field(default=None, compare=False)
-    """Of a growing ticket: monotonic second at which the news came that its KV was complete."""
+    """Monotonic second at which the news of the completion came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +79,7 @@ class FetchFailed:
 
     request_id: str
     reason: str
-    """The cause, which is the name of an error in wire/errors.py; a colon, and its sentence."""
+    """The name of an error in wire/errors.py, a colon, and its sentence."""
     verified: int = 0
 
     @property
@@ -119,28 +108,28 @@ class Way:
     """Backends that are preferred to it, and why each cannot be had."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TransferStats:
-    """A snapshot of counters since start, and of gauges."""
+    """A connector's counters since start, and gauges."""
 
     leases_granted: int = 0
     leases_released: int = 0
     leases_expired: int = 0
     leases_held: int = 0
     fetches: int = 0
-    failures: Mapping[str, int] = field(default_factory=dict)
+    failures: Counter[str] = field(default_factory=Counter)
     """Failed fetches by their error's name."""
     retries: int = 0
     fetched_bytes: int = 0
     fetch_s: float = 0.0
     checked_blocks: int = 0
-    """Of fetched blocks, those whose checksum was compared with the source's."""
+    """Fetched blocks whose checksum was compared with the source's."""
     wrong_blocks: int = 0
-    """Of these, those that were not what the source has."""
+    """Checked blocks that were not what the source has."""
     unchecked_blocks: int = 0
-    """Those drawn for a check whose source gives no checksums."""
+    """Blocks drawn for a check whose source gives no checksums."""
     silent_s: float = 0.0
-    """Since the slowest of its threads was seen at work; one that waits for work is."""
+    """Seconds since the slowest of its threads was seen at work or waiting for work."""
 
 
 class LeaseId(NamedTuple):
@@ -165,42 +154,3 @@ class Read(msgspec.Struct, tag="read", frozen=True):
     peer: PeerKey
     remote_blocks: tuple[int, ...]
     local_blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """A command: give a lease back; the peer's answer goes to `confirmed` with this token."""
-
-    peer: PeerKey
-    lease: LeaseId
-    token: int
-    """A number of the fetch that waits for the answer; 0 if nobody does."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verify:
-    """A command: renew this lease now; the answer verifies what has been read."""
-
-    peer: PeerKey
-    lease: LeaseId
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A command: ask the peer for checksums of blocks, by its own ids, for `vouched`."""
-
-    peer: PeerKey
-    lease: LeaseId
-    remote_blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """A command: compute checksums of blocks of ours, for `summed` with this number."""
-
-    number: int
-    local_blocks: tuple[int, ...]
-
-
-PeerCommand = Read | End | Verify | Ask
-Command = PeerCommand | Sum

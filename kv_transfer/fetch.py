@@ -14,6 +14,7 @@ __all__ = ["MARGIN", "Fetch", "FetchLimits", "State"]
 # Part of the lease that the entry fence gives away to clock drift and to the way of an
 # acknowledgement.
 MARGIN = 0.1
+NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,48 +46,42 @@ class Fetch:
     peer: PeerKey
     lease: LeaseId
     limits: FetchLimits
+    growing: int | None  # blocks of a ticket made before its KV was there
+    complete: bool
     state: State = State.WATCHED
-    held_until: float = float("-inf")  # entry fence
+    held_until: float = -NEVER  # entry fence
     lost: KvrelayError | None = None  # why a fetch would fail at once
-    growing: bool = False  # the ticket was made before its KV was there
-    blocks: int = 0  # in the ticket
-    ready: int = 0  # of these, how many can be read
+    ready: int = 0  # blocks of a growing ticket that can be read
     completion: Completion | None = None
-    complete: bool = True
-    told_at: float | None = None  # of the completion
-    read_id: int | None = None  # of the READ in flight
-    taken: int = 0  # of our blocks, those whose READ was posted
-    landed: int = 0  # and of these, those that are in
-    ends: list[tuple[float, int]] = field(
-        default_factory=list
-    )  # of READs: when, and `landed` then; not verified yet
-    verified: int = 0  # of those that are in, those which the source has held since
+    told_at: float | None = None  # when the completion came
+    read_id: int | None = None  # the READ in flight
+    taken: int = 0  # our blocks whose READ was posted
+    landed: int = 0  # taken blocks that are in
+    ends: list[tuple[float, int]] = field(default_factory=list)
+    """When READs ended that are not verified yet, and `landed` then."""
+    verified: int = 0  # landed blocks that the source has held since
     retried: bool = False
-    token: int = 0  # of the End that is to confirm it
+    token: int = 0  # names the End that is to confirm it
     checks: Checks = field(default_factory=Checks)
-    remote_blocks: tuple[int, ...] = field(default=())
-    local_blocks: tuple[int, ...] = field(default=())
+    remote_blocks: tuple[int, ...] = ()
+    local_blocks: tuple[int, ...] = ()
     asked_at: float = 0.0
-    posted_at: float = 0.0  # of the last READ
-    read_s: float = 0.0  # of all that have ended
+    posted_at: float = 0.0  # the last READ
+    read_s: float = 0.0  # all that have ended
     exposed_at: float = 0.0  # from here on nobody waits but for us
-    deadline: float = float("inf")
+    deadline: float = NEVER
 
     @property
     def announced(self) -> int:
         """Number of our blocks that can be read: the last ones of the ticket."""
         if self.complete:
             return len(self.local_blocks)
-        return max(0, self.ready - (self.blocks - len(self.local_blocks)))
+        return max(0, self.ready - ((self.growing or 0) - len(self.local_blocks)))
 
     @property
     def released(self) -> bool:
         """Return whether the source was told that we are through."""
         return self.state in (State.CONFIRMING, State.CHECKING)
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.local_blocks) * self.limits.block_bytes
 
     def kept(self, sent_at: float) -> None:
         """Note that the source still held the lease when our renewal of `sent_at` came."""
@@ -103,20 +98,17 @@ class Fetch:
     @property
     def due(self) -> float:
         """Second at which it is late, if nothing happens until then."""
-        return (
-            float("inf") if self.state is State.ABANDONED else min(self.deadline, self._silent_at)
-        )
+        return NEVER if self.state is State.ABANDONED else min(self.deadline, self._silent_at)
 
     def late(self, now: float) -> KvrelayError | None:
         """Return why it fails now by its limits alone; None while it may go on."""
         if now < self.due:
             return None
-        where, limits = f"{self.peer.host}:{self.peer.port}", self.limits
+        where = f"{self.peer.host}:{self.peer.port}"
         if now >= self._silent_at:
             return PeerLost(
                 f"{where} computes the prompt but has not renewed its lease for "
-                f"{limits.lease_s:g} s; it hangs, or the"
-                " network between us does"
+                f"{self.limits.lease_s:g} s; it hangs, or the network between us does"
             )
         doing = {
             State.WAITING: "no renewed lease",
@@ -127,27 +119,24 @@ class Fetch:
             doing = "its checksums missing"
         fewer = ", or lower kv_checksums" if "checksums" in doing else ""
         return TransferTimeout(
-            f"fetch of {len(self.local_blocks)} blocks from {where} took longer than"
-            f" {self.deadline - self.exposed_at:.2f} s ({doing}); transfer_deadline_s and "
-            f"transfer_floor_bytes_s set"
-            f" the limit{fewer}"
+            f"fetch of {len(self.local_blocks)} blocks from {where} took longer than "
+            f"{self.deadline - self.exposed_at:.2f} s ({doing}); transfer_deadline_s and "
+            f"transfer_floor_bytes_s set the limit{fewer}"
         )
 
     @property
     def _silent_at(self) -> float:
         if self.complete or self.state in (State.WATCHED, State.ABANDONED):
-            return float("inf")
-        return max(
-            self.held_until + MARGIN * self.limits.lease_s, self.asked_at + self.limits.lease_s
-        )
+            return NEVER
+        lease_s = self.limits.lease_s
+        return max(self.held_until + MARGIN * lease_s, self.asked_at + lease_s)
 
     def check(self) -> None:
         """Assert the invariants."""
         assert (self.read_id is not None) == (self.state in (State.READING, State.ABANDONED)), self
         timed = self.state is not State.WATCHED and self.complete
-        assert (self.deadline < float("inf")) == timed or self.state is State.ABANDONED, self
+        assert (self.deadline < NEVER) == timed or self.state is State.ABANDONED, self
         assert self.verified <= self.landed <= self.taken <= len(self.local_blocks), self
         all_taken = self.complete and self.taken == len(self.local_blocks)
-        assert not self.released or all_taken, self
-        assert not self.released or not self.checks.unanswered, self
+        assert not self.released or (all_taken and not self.checks.unanswered), self
         assert self.lost is None or self.state is State.WATCHED, self

@@ -1,24 +1,23 @@
 """Fetches of a reader: what each watched request waits for, and when its KV is admitted. Pure.
 
 The fences. A READ *starts* only while the lease is surely held: the last acknowledged renewal was
-sent less than a lease (minus a margin) ago by our clock. So no READ is posted towards a source that
+sent less than a lease (minus a margin) ago by our clock. So none is posted towards a source that
 went silent, whose bytes could land at any later time. KV is *admitted* only when the source
 confirms, after the last byte, that it held the lease until then. Our clock alone would not do: a
 source may end a lease early, and a reader that slept cannot tell what was overwritten meanwhile.
 
-Verification. What was read is right if the source held the lease at any later time. So blocks are
-*verified* by a renewal that was sent after the end of their READ and acknowledged as kept. A failed
-fetch says how many of its first blocks are verified: those need not be computed again.
+Verification. Blocks are *verified* by a renewal that was sent after the end of their READ and
+acknowledged as kept. A failed fetch keeps its first blocks that are verified.
 
 Growth. A growing ticket names all its blocks, of which the first `ready` can be read. Each READ
 takes what was announced since the last one. Until the KV is complete, the deadline is that of the
 source's next renewal: a prompt may take as long as it takes.
 
-Checks. A share of the blocks is drawn (kv_transfer/checksums.py) and compared with the source's
-checksums. The source is asked as each READ begins, and is let go when it has answered: before that
-nothing it sums may be overwritten. The exit fence comes first: bytes that differ because the lease
-was lost are LeaseLost, and only what the source held until the end is KvCorrupted. Of that nothing
-is kept, and nothing behind a drawn block that is not compared yet.
+Checks. A share of the blocks is drawn and compared with the source's checksums. The source is asked
+as each READ begins, and let go when it has answered: before that nothing it sums may be
+overwritten. The exit fence comes first: bytes that differ because the lease was lost are LeaseLost,
+and only what the source held until the end is KvCorrupted. A failed fetch then keeps nothing, nor
+ever what lies behind a drawn block that is not compared yet.
 
 Quarantine. A failed or cancelled fetch whose READ is in flight is Settled only when the backend has
 said that nothing of it can land any more: NIXL hands back a cancelled handle and goes on writing
@@ -27,33 +26,59 @@ said that nothing of it can land any more: NIXL hands back a cancelled handle an
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from kvrelay.kv_transfer.checksums import MOST_BLOCKS, drawn
+from kvrelay.kv_transfer.checksums import MOST_BLOCKS, Checks, drawn
 from kvrelay.kv_transfer.connector import (
-    Ask,
-    Command,
     Completion,
-    End,
     Fetched,
     FetchFailed,
     LeaseId,
     PeerKey,
     Read,
     Settled,
-    Sum,
-    Verify,
+    TransferStats,
 )
-from kvrelay.kv_transfer.fetch import Fetch, FetchLimits, State
+from kvrelay.kv_transfer.fetch import NEVER, Fetch, FetchLimits, State
 from kvrelay.wire.errors import KvCorrupted, KvrelayError, LeaseLost, PeerLost, TransferTimeout
 
-__all__ = ["FetchTable", "sentence"]
+__all__ = ["Ask", "Command", "End", "FetchTable", "PeerCommand", "Sum", "Verify"]
 
 
-def sentence(error: KvrelayError) -> str:
-    """Return the reason of a FetchFailed: kind of error, then its message."""
-    return f"{type(error).__name__}: {error.message}"
+class End(NamedTuple):
+    """A command: give a lease back; the peer's answer goes to `confirmed` unless the token is 0."""
+
+    peer: PeerKey
+    lease: LeaseId
+    token: int
+
+
+class Verify(NamedTuple):
+    """A command: renew this lease now; the answer verifies what has been read."""
+
+    peer: PeerKey
+    lease: LeaseId
+
+
+class Ask(NamedTuple):
+    """A command: ask the peer for checksums of blocks, by its own ids, for `vouched`."""
+
+    peer: PeerKey
+    lease: LeaseId
+    blocks: list[int]
+
+
+class Sum(NamedTuple):
+    """A command: compute checksums of local blocks, for `summed`."""
+
+    checks: Checks
+    blocks: list[int]
+    local_blocks: list[int]
+
+
+PeerCommand = Read | End | Verify | Ask
+Command = PeerCommand | Sum
 
 
 class FetchTable:
@@ -64,17 +89,9 @@ class FetchTable:
         self._checked_share = checked_share
         self.events: list[Fetched | FetchFailed | Settled] = []
         self.commands: list[Command] = []
-        self.fetched = 0
-        self.failures: Counter[str] = Counter()  # by kind of error
-        self.retries = 0
-        self.fetched_bytes = 0
-        self.fetch_s = 0.0
+        self.stats = TransferStats()
         self._fetches: dict[str, Fetch] = {}
-        self.checked_blocks = 0
-        self.wrong_blocks = 0
-        self.unchecked_blocks = 0
-        self._ready: set[PeerKey] = set()
-        self._vouching: set[PeerKey] = set()
+        self._ready: dict[PeerKey, bool] = {}  # whether it gives checksums
         self._reads = 0
 
     def watch(
@@ -88,13 +105,9 @@ class FetchTable:
             raise ValueError(
                 f"request {request_id!r} is already {self._fetches[request_id].state.name.lower()}"
             )
-        fetch = Fetch(request_id, peer, lease, self.limits)
-        fetch.growing, fetch.blocks, fetch.complete = (
-            growing is not None,
-            growing or 0,
-            growing is None,
+        self._fetches[request_id] = Fetch(
+            request_id, peer, lease, self.limits, growing, complete=growing is None
         )
-        self._fetches[request_id] = fetch
 
     def doom(self, request_id: str, error: KvrelayError) -> None:
         """Have the fetch of a watched request fail at once."""
@@ -117,14 +130,14 @@ class FetchTable:
             raise ValueError(
                 f"{len(remote_blocks)} remote blocks for {len(local_blocks)} local ones"
             )
-        if fetch.growing and len(remote_blocks) > fetch.blocks:
-            raise ValueError(f"{len(remote_blocks)} blocks of a ticket for {fetch.blocks}")
+        if fetch.growing is not None and len(remote_blocks) > fetch.growing:
+            raise ValueError(f"{len(remote_blocks)} blocks of a ticket for {fetch.growing}")
         fetch.remote_blocks, fetch.local_blocks = tuple(remote_blocks), tuple(local_blocks)
         fetch.asked_at = now
         fetch.state = State.WAITING
         if fetch.complete:
             fetch.hurry(now)
-        if not local_blocks and not fetch.growing:
+        if not local_blocks and fetch.growing is None:
             self._end_lease(fetch)
             self._finish(fetch, now)
         elif fetch.lost is not None:
@@ -153,20 +166,17 @@ class FetchTable:
 
     def peer_ready(self, peer: PeerKey, now: float, *, vouches: bool = False) -> None:
         """Allow reads from this peer; `vouches`: it gives checksums of its blocks."""
-        self._ready.add(peer)
-        if vouches:
-            self._vouching.add(peer)
+        self._ready[peer] = vouches
         for fetch in self._of(peer):
             self._start(fetch, now)
 
     def peer_not_ready(self, peer: PeerKey) -> None:
         """Post no READ from this peer until `peer_ready`."""
-        self._ready.discard(peer)
+        self._ready.pop(peer, None)
 
     def peer_lost(self, peer: PeerKey, error: KvrelayError) -> None:
         """Fail what needs this peer's answers. Its reads in flight end by themselves."""
-        self._ready.discard(peer)
-        self._vouching.discard(peer)
+        self.peer_not_ready(peer)
         for fetch in self._of(peer):
             if fetch.state is not State.CHECKING:  # else it has held all that we need of it
                 self._lose(fetch, error)
@@ -178,7 +188,7 @@ class FetchTable:
         for fetch in self._of(peer):
             if fetch.lease != lease or fetch.complete:
                 continue
-            fetch.ready = min(fetch.blocks, max(fetch.ready, ready))
+            fetch.ready = min(fetch.growing or 0, max(fetch.ready, ready))
             if completion is not None:
                 fetch.complete, fetch.completion, fetch.told_at = True, completion, now
                 if fetch.state in (State.WAITING, State.READING):
@@ -223,10 +233,11 @@ class FetchTable:
                 fetch.checks.add_theirs(checksums)
                 self._start(fetch, now)
 
-    def summed(self, number: int, checksums: Sequence[bytes], now: float) -> None:
-        """Handle our own checksums, for which a Sum of this number has asked."""
+    def summed(self, command: Sum, checksums: Sequence[bytes], now: float) -> None:
+        """Handle our own checksums, for which this command has asked."""
+        command.checks.ours.update(zip(command.blocks, checksums, strict=True))
         for fetch in list(self._fetches.values()):
-            if fetch.checks.add_ours(number, checksums) and fetch.state is State.CHECKING:
+            if fetch.checks is command.checks and fetch.state is State.CHECKING:
                 self._admit(fetch, now)
 
     def read_ended(self, read_id: int, now: float) -> None:
@@ -239,7 +250,7 @@ class FetchTable:
         if fetch.state is State.ABANDONED:
             self._settle(fetch)
             return
-        self._sum(fetch, fetch.checks.between(landed_before, fetch.landed))
+        self._sum(fetch, landed_before)
         fetch.ends.append((now, fetch.landed))
         fetch.state = State.WAITING
         self._start(fetch, now)
@@ -260,7 +271,7 @@ class FetchTable:
             fetch.read_id = None
         if fetch.state is State.READING:
             if not (in_flight or fetch.retried or isinstance(error, PeerLost)):
-                self.retries += 1
+                self.stats.retries += 1
                 fetch.retried, fetch.taken, fetch.state = True, fetch.landed, State.WAITING
                 self._start(fetch, now)
                 return
@@ -279,10 +290,9 @@ class FetchTable:
                 self._end_lease(fetch)
             self._fail(fetch, error)
 
-    def next_deadline(self) -> float | None:
+    def next_deadline(self) -> float:
         """Return when `tick` has something to do."""
-        due = min((fetch.due for fetch in self._fetches.values()), default=float("inf"))
-        return due if due < float("inf") else None
+        return min((fetch.due for fetch in self._fetches.values()), default=NEVER)
 
     def growing(self, peer: PeerKey) -> list[LeaseId]:
         """Return the leases whose progress we want to hear."""
@@ -302,8 +312,11 @@ class FetchTable:
 
     def unanswered(self, peer: PeerKey) -> list[Ask]:
         """Return questions for checksums that this peer has not answered."""
-        asked = [(f, f.checks.unanswered) for f in self._of(peer) if f.state is not State.ABANDONED]
-        return [Ask(peer, f.lease, tuple(blocks)) for f, blocks in asked if blocks]
+        return [
+            Ask(peer, f.lease, f.checks.unanswered)
+            for f in self._of(peer)
+            if f.checks.unanswered and f.state is not State.ABANDONED
+        ]
 
     def reading(self, peer: PeerKey) -> bool:
         """Return whether bytes of this peer may still land here."""
@@ -344,43 +357,47 @@ class FetchTable:
 
     def _draw(self, fetch: Fetch, part: slice) -> None:
         remote = fetch.remote_blocks[part]
-        chosen = set(drawn(fetch.lease, remote, self._checked_share))
-        places = {block: part.start + at for at, block in enumerate(remote) if block in chosen}
-        if fetch.peer not in self._vouching:
+        chosen = drawn(fetch.lease, remote, self._checked_share)
+        at = {block: place for place, block in enumerate(remote, part.start)}
+        places = {block: at[block] for block in chosen}
+        if not self._ready[fetch.peer]:
             fetch.checks.unchecked.update(places.values())
         elif places:
             fetch.checks.places.update(places)
-            self.commands.append(Ask(fetch.peer, fetch.lease, tuple(places)))
+            self.commands.append(Ask(fetch.peer, fetch.lease, chosen))
 
-    def _sum(self, fetch: Fetch, places: Sequence[int]) -> None:
-        for first in range(0, len(places), MOST_BLOCKS):
-            some = places[first : first + MOST_BLOCKS]
-            self._reads += 1
-            fetch.checks.ask(self._reads, some)
+    def _sum(self, fetch: Fetch, first: int) -> None:
+        checks, local = fetch.checks, fetch.local_blocks
+        places = [
+            (block, place)
+            for block, place in checks.places.items()
+            if first <= place < fetch.landed
+        ]
+        for begin in range(0, len(places), MOST_BLOCKS):
+            some = places[begin : begin + MOST_BLOCKS]
             self.commands.append(
-                Sum(self._reads, tuple(fetch.local_blocks[place] for place in some))
+                Sum(checks, [block for block, _ in some], [local[place] for _, place in some])
             )
 
     def _admit(self, fetch: Fetch, now: float) -> None:
-        checks = fetch.checks
+        checks, stats = fetch.checks, self.stats
         if not checks.settled:
             fetch.state = State.CHECKING
             return
-        self.checked_blocks += len(checks.places)
-        self.unchecked_blocks += len(checks.unchecked)
-        self.wrong_blocks += len(checks.wrong)
-        if not checks.wrong:
+        wrong = checks.wrong
+        stats.checked_blocks += len(checks.places)
+        stats.unchecked_blocks += len(checks.unchecked)
+        stats.wrong_blocks += len(wrong)
+        if not wrong:
             self._finish(fetch, now)
             return
-        first = checks.wrong[0]
         self._fail(
             fetch,
             KvCorrupted(
-                f"{len(checks.wrong)} of {len(checks.places)} blocks that were checked are not what"
-                f" {fetch.peer.host}:{fetch.peer.port} has, the first of them its block "
-                f"{fetch.remote_blocks[first]},"
-                f" which is {fetch.local_blocks[first]} here; test the memory, GPUs and network "
-                f"between the two"
+                f"{len(wrong)} of {len(checks.places)} blocks that were checked are not what "
+                f"{fetch.peer.host}:{fetch.peer.port} has, the first of them its block {wrong[0]},"
+                f" which is {fetch.local_blocks[checks.places[wrong[0]]]} here; test the memory, "
+                "GPUs and network between the two"
             ),
         )
 
@@ -391,8 +408,8 @@ class FetchTable:
     def _lease_lost(self, fetch: Fetch) -> LeaseLost:
         return LeaseLost(
             f"{fetch.peer.host}:{fetch.peer.port} no longer holds the blocks of request "
-            f"{fetch.lease.request_id!r}:"
-            f" released there, or not renewed for {self.limits.lease_s:g} s"
+            f"{fetch.lease.request_id!r}: released there, or not renewed for "
+            f"{self.limits.lease_s:g} s"
         )
 
     def _lose(self, fetch: Fetch, error: KvrelayError) -> None:
@@ -404,23 +421,24 @@ class FetchTable:
     def _finish(self, fetch: Fetch, now: float) -> None:
         fetched = Fetched(
             fetch.request_id,
-            fetch.num_bytes,
+            len(fetch.local_blocks) * self.limits.block_bytes,
             now - fetch.asked_at,
             fetch.completion,
             exposed_s=now - fetch.exposed_at,
             read_s=fetch.read_s,
             told_at=fetch.told_at,
         )
-        self.fetched += 1
-        self.fetched_bytes += fetched.num_bytes
-        self.fetch_s += fetched.exposed_s
+        self.stats.fetches += 1
+        self.stats.fetched_bytes += fetched.num_bytes
+        self.stats.fetch_s += fetched.exposed_s
         self.events.append(fetched)
         del self._fetches[fetch.request_id]
 
     def _fail(self, fetch: Fetch, error: KvrelayError) -> None:
-        self.failures[type(error).__name__] += 1
-        kept = int(min(fetch.verified, fetch.checks.sound))
-        self.events.append(FetchFailed(fetch.request_id, sentence(error), kept))
+        cause, kept = type(error).__name__, int(min(fetch.verified, fetch.checks.sound))
+        self.stats.fetches += 1
+        self.stats.failures[cause] += 1
+        self.events.append(FetchFailed(fetch.request_id, f"{cause}: {error.message}", kept))
         self._abandon(fetch)
 
     def _abandon(self, fetch: Fetch) -> None:

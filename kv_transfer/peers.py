@@ -4,8 +4,7 @@ The transfer engine calls with its lock held, and gives the time. Three things e
 *connection* to a peer: its fetches fail, and the next one dials again. The backend's *way* to it:
 it is joined anew, when no READ is on the old way. And the *process*: it is gone only if somebody
 else answers for it, or its host says that nobody listens there any more. A peer whose READ hangs is
-remembered for as long as it does, and dialled with every heartbeat: it may need our word to go on
-sending, and nobody else tells us that its process is gone.
+remembered as long, and dialled with every heartbeat: it may need our word to go on sending.
 """
 
 from __future__ import annotations
@@ -21,17 +20,15 @@ from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.backends import Backends
 from kvrelay.kv_transfer.checksums import MOST_BLOCKS, in_our_order
 from kvrelay.kv_transfer.connector import (
-    Ask,
     LeaseId,
-    PeerCommand,
     PeerKey,
     PoolRegion,
     Read,
-    Verify,
     Way,
 )
 from kvrelay.kv_transfer.control import ControlThread
-from kvrelay.kv_transfer.fetches import FetchTable
+from kvrelay.kv_transfer.fetch import NEVER
+from kvrelay.kv_transfer.fetches import Ask, FetchTable, PeerCommand, Verify
 from kvrelay.kv_transfer.host_memory import HeldWords
 from kvrelay.kv_transfer.messages import (
     ChunkProgress,
@@ -59,17 +56,14 @@ RENEW_BATCH = 1000
 
 @dataclass(slots=True)
 class _Peer:
-    answer_by: float = 0.0
-    welcomed: bool = False
     due: float = 0.0
-    """The next heartbeat of one that is welcomed; the next attempt to dial of one that is lost."""
+    """When its answer is late, the next heartbeat is due, or it is dialled again."""
+    welcomed: bool = False
     lost: KvrelayError | None = None
     vanished: bool = False
     """The process is gone for certain."""
     words: HeldWords | None = None
     """Its leases, if it runs on this host."""
-    protocol: int = 0
-    """The version that both speak, once it is welcomed."""
     welcome: HandshakeReply | None = None
     """The last one."""
     kind: str = ""
@@ -164,16 +158,13 @@ class Peers:
             self._fetches.confirmed(peer, message.token, held=message.held, now=now)
         elif isinstance(message, ChunkProgress):
             if known.heads and message.checksums:
-                ours = {
-                    block: in_our_order(of_it, known.heads)
-                    for block, of_it in message.checksums.items()
-                }
+                told = message.checksums.items()
+                ours = {block: in_our_order(sums, known.heads) for block, sums in told}
                 self._fetches.vouched(peer, message.lease, ours, now)
             self._fetches.grown(peer, message.lease, message.ready, message.completion, now)
         elif isinstance(message, Refused):
-            self._lose(
-                peer, Incompatible(f"{peer.host}:{peer.port} refused: {message.reason}"), now
-            )
+            why = f"{peer.host}:{peer.port} refused: {message.reason}"
+            self._lose(peer, Incompatible(why), now)
         elif isinstance(message, HandshakeReply) and not known.welcomed:
             self._be_welcomed(peer, known, message, now)
         elif (
@@ -198,25 +189,22 @@ class Peers:
         if known.sources:
             self._backends[known.kind].peer_gone(peer)
         self._lose(peer, PeerLost(f"the process at {peer.host}:{peer.port} is gone"), now)
+        known.due = NEVER
 
     def tick(self, now: float) -> float:
         """Send what is due, and lose silent peers. Returns when something is due again."""
         for peer, known in list(self._peers.items()):
+            if now < known.due:
+                continue
             if known.lost is not None:
-                if now >= known.due and not known.vanished:
-                    self._dial(peer, known, now)
+                self._dial(peer, known, now)
             elif known.welcomed:
-                if now >= known.due:
-                    known.due = now + self._config.heartbeat_s
-                    self._renew_all(peer, now)
-            elif now >= known.answer_by:
-                waited_s = self._config.lease_s
-                self._lose(
-                    peer,
-                    PeerLost(f"no answer from {peer.host}:{peer.port} within {waited_s:g} s"),
-                    now,
-                )
-        return min(map(_due, self._peers.values()), default=float("inf"))
+                known.due = now + self._config.heartbeat_s
+                self._renew_all(peer, now)
+            else:
+                where, waited_s = f"{peer.host}:{peer.port}", self._config.lease_s
+                self._lose(peer, PeerLost(f"no answer from {where} within {waited_s:g} s"), now)
+        return min((known.due for known in self._peers.values()), default=NEVER)
 
     # What the backends tell.
 
@@ -232,13 +220,10 @@ class Peers:
         if error is not None:
             self._try_next(peer, known, error, now)
             return
-        log.info(
-            "KV of %s:%d comes by %s, protocol %d",
-            peer.host,
-            peer.port,
-            known.kind,
-            known.protocol,
-        )
+        assert known.welcome is not None
+        ours, theirs = self._hello.fingerprint.protocols, known.welcome.fingerprint.protocols
+        says = "KV of %s:%d comes by %s, protocol %d"
+        log.info(says, peer.host, peer.port, known.kind, ours.common(theirs))
         known.joined = True
         self._fetches.peer_ready(peer, now, vouches=bool(known.heads))
 
@@ -261,11 +246,11 @@ class Peers:
             self._backends[known.kind].drop_peer(peer)
             self._backends[known.kind].add_peer(peer, known.sources)
 
-    # LinkAddress.
+    # Meeting.
 
     def _dial(self, peer: PeerKey, known: _Peer, now: float) -> None:
         # Whoever does not answer for a lease has let it run out, too.
-        known.lost, known.welcomed, known.answer_by = None, False, now + self._config.lease_s
+        known.lost, known.welcomed, known.due = None, False, now + self._config.lease_s
         self._control.dial(peer, self._hello)
 
     def _be_welcomed(
@@ -273,30 +258,25 @@ class Peers:
     ) -> None:
         where = f"{peer.host}:{peer.port}"
         if welcome.generation != peer.generation:
-            restarted = (
-                f"{where} has restarted: the KV is of {peer.generation}, it is "
-                f"{welcome.generation} now"
-            )
-            self._lose(peer, PeerLost(restarted), now)
+            was, now_is = peer.generation, welcome.generation
+            why = f"{where} has restarted: the KV is of {was}, it is {now_is} now"
+            self._lose(peer, PeerLost(why), now)
             self.on_process_gone(peer, now)
             return
-        mine, theirs = self._hello.fingerprint, welcome.fingerprint
-        difference, protocol = mine.difference(theirs), mine.protocols.common(theirs.protocols)
-        if difference is not None or protocol is None:
+        difference = self._hello.fingerprint.difference(welcome.fingerprint)
+        if difference is not None:
             differs = f"{where}: {difference}; both nodes need the same model and KV settings"
             self._lose(peer, Incompatible(differs), now)
             return
-        known.welcomed, known.due, known.protocol = True, now + self._config.heartbeat_s, protocol
+        known.welcomed, known.due = True, now + self._config.heartbeat_s
         known.welcome = welcome
         if welcome.lease_words is not None and known.words is None:
             with contextlib.suppress(TransferError):  # another host, or another user: we ask
                 known.words = HeldWords(welcome.lease_words, peer.generation, welcome.engine_id)
         leases = self._fetches.leases(peer)
         self._renew(peer, leases, now)
-        for lease in leases:
-            self._control.send(
-                peer, Follow(lease)
-            )  # also of complete KV: it may have had another reader
+        for lease in leases:  # also of complete KV: it may have had another reader
+            self._control.send(peer, Follow(lease))
         if not known.sources:
             self._choose(peer, known, welcome, now)
         elif known.joined:  # we were here before, and a READ is still on this way
@@ -316,9 +296,8 @@ class Peers:
             kind: f"the node that reads: {why}" for kind, why in self._backends.missing.items()
         }
         absent = [kind for kind in self._backends if kind not in known.choices]
-        known.missed |= dict.fromkeys(
-            absent, "the node that is read does not have it; its log says why"
-        )
+        why = "the node that is read does not have it; its log says why"
+        known.missed |= dict.fromkeys(absent, why)
         theirs = ", ".join([*welcome.ranks[0].planes, *welcome.on_request]) or "none"
         both = f"{', '.join(self._backends)} here and {theirs} there"
         none = Incompatible(f"{peer.host}:{peer.port}: there is no common KV connector, {both}")
@@ -348,9 +327,8 @@ class Peers:
         elif kind in welcome.on_request or not self._backends.is_open(kind):
             return
         elif any(kind not in card.planes for card in welcome.ranks):
-            why = (
-                f"{peer.host}:{peer.port} could not open its KV connector {kind}; its log says why"
-            )
+            where = f"{peer.host}:{peer.port}"
+            why = f"{where} could not open its KV connector {kind}; its log says why"
             self._try_next(peer, known, TransferError(why), now)
         else:
             known.sources = self._backends.sources(welcome, kind)
@@ -362,8 +340,7 @@ class Peers:
         leases = self._fetches.leases(peer)
         self._renew(peer, leases, now)
         if not leases and self._fetches.reading(peer):
-            # Of a lease that is over, but the source must go on helping for as long as the read
-            # takes.
+            # The source must go on helping for as long as the read takes, lease or no lease.
             self._control.send(peer, Renew(now, []))
         for lease in self._fetches.growing(peer):
             self._control.send(peer, Follow(lease))  # what was told meanwhile may have been lost
@@ -378,10 +355,9 @@ class Peers:
             self._control.send(peer, Renew(now, leases[first : first + RENEW_BATCH]))
 
     def _ask(self, ask: Ask) -> None:
-        for first in range(0, len(ask.remote_blocks), MOST_BLOCKS):
-            self._control.send(
-                ask.peer, Follow(ask.lease, list(ask.remote_blocks[first : first + MOST_BLOCKS]))
-            )
+        for first in range(0, len(ask.blocks), MOST_BLOCKS):
+            some = ask.blocks[first : first + MOST_BLOCKS]
+            self._control.send(ask.peer, Follow(ask.lease, some))
 
     def _sees_held(self, peer: PeerKey, lease: LeaseId) -> bool:
         known = self._peers.get(peer)
@@ -401,9 +377,3 @@ class Peers:
 
 def _pools(welcome: HandshakeReply | None) -> list[tuple[Heads, PoolRegion]]:
     return [(card.heads, card.region) for card in welcome.ranks] if welcome is not None else []
-
-
-def _due(peer: _Peer) -> float:
-    if peer.lost is not None and peer.vanished:
-        return float("inf")
-    return peer.due if peer.lost is not None or peer.welcomed else peer.answer_by

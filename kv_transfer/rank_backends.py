@@ -1,48 +1,26 @@
-"""The backends of an engine on its ranks: rank 0 sees each as one, the others do as they are told.
-
-Each rank has a backend on a thread of its own process, over its own pool. What the transfer engine
-asks goes to each of them in parts; what they tell becomes one event. A peer is joined when all
-parts are. A read has ended when all its parts have. It fails with the first part that does, and is
-in flight until no part is: so long its blocks stay in quarantine.
-"""
+"""The backends of one rank, which the transfer engine at rank 0 leads, on its own rank, too."""
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+import uuid
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
-from kvrelay.kv_transfer.backend import (
-    AddPeer,
-    BackendEvent,
-    BackendJob,
-    BackendThread,
-    DropPeer,
-    Joined,
-    PeerGone,
-    ReadEnded,
-    ReadFailed,
-    Source,
-    TransferBackend,
-    why_not,
-)
+from kvrelay.kv_transfer.backend import BackendEvent, BackendThread, TransferBackend
 from kvrelay.kv_transfer.checksums import Checksums
-from kvrelay.kv_transfer.connector import PeerKey, PoolRegion, Read
+from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.ranks import (
+    BackendTerms,
     Broke,
     Close,
     Do,
+    FromRank,
     LinkAddress,
     LinkEnd,
     News,
-    Open,
-    Opened,
     Prepared,
     Serve,
     Stop,
@@ -50,178 +28,84 @@ from kvrelay.kv_transfer.ranks import (
     Summed,
     ToRank,
 )
-from kvrelay.wire.errors import ConfigError, KvrelayError
+from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.errors import ConfigError
 
-__all__ = ["AllRanksBackend", "LedBackends", "Part", "PartTable"]
-
-log = logging.getLogger(__name__)
+__all__ = ["LedBackends", "RankBackends", "join_connector", "make_backends", "terms_of"]
 
 JOIN_S = 0.4
+# The fastest first: so a pair of nodes chooses among those that both have.
+KINDS = ("direct", "nixl", "nccl")
 
 
-class Part(NamedTuple):
-    """A part: our rank, and the process of the source's rank that it reads from."""
+class RankBackends:
+    """A rank's backends, each on a thread over its own pool, and its checksums."""
 
-    rank: int
-    source: PeerKey
+    def __init__(
+        self,
+        region: PoolRegion,
+        backends: Mapping[str, TransferBackend],
+        summed_heads: int,
+        serving: Callable[[], bool],
+        tell: Callable[[FromRank], None],
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        """Prepare all. `summed_heads`: this rank's KV heads, if checksums may be asked for; else 0.
 
-
-@dataclass(slots=True)
-class _Peer:
-    parts: tuple[Part, ...]
-    missing: set[Part]  # those that have not joined
-
-
-@dataclass(slots=True)
-class _Read:
-    peer: PeerKey
-    running: set[Part]
-    error: KvrelayError | None = None
-
-
-class PartTable:
-    """A table of peers and reads in parts. Pure: no threads, no lock.
-
-    A part's events come in order, those of different parts in any order.
-    """
-
-    def __init__(self) -> None:
-        self._peers: dict[PeerKey, _Peer] = {}
-        self._of: dict[Part, PeerKey] = {}
-        # Joins that were asked for and not answered: of several, only the last answer is about this
-        # attempt.
-        self._asked: Counter[Part] = Counter()
-        self._reads: dict[int, _Read] = {}
-
-    def __len__(self) -> int:
-        return len(self._peers) + len(self._reads)
-
-    def add_peer(self, peer: PeerKey, parts: Sequence[Part]) -> None:
-        """Begin to wait for the parts of a peer, each of which was asked to join."""
-        self._peers[peer] = _Peer(tuple(parts), set(parts))
-        self._of |= dict.fromkeys(parts, peer)
-        self._asked.update(parts)
-
-    def parts(self, peer: PeerKey) -> tuple[Part, ...]:
-        """Return the parts of a peer; none if it is unknown."""
-        known = self._peers.get(peer)
-        return known.parts if known is not None else ()
-
-    def drop_peer(self, peer: PeerKey) -> tuple[Part, ...]:
-        """Forget a peer that nothing is read from. Returns its parts."""
-        parts = self.parts(peer)
-        self._peers.pop(peer, None)
-        for part in parts:
-            self._of.pop(part, None)
-        return parts
-
-    def read(self, read: Read) -> list[tuple[Part, Read]]:
-        """Return what each part is to read. Raises KeyError for an unknown peer."""
-        parts = self._peers[read.peer].parts
-        self._reads[read.read_id] = _Read(read.peer, set(parts))
-        return [(part, msgspec.structs.replace(read, peer=part.source)) for part in parts]
-
-    def on_event(self, rank: int, event: BackendEvent) -> BackendEvent | None:
-        """Return what a part's event means for the whole; None if nothing yet.
-
-        After a Joined with an error `drop_peer` must follow at once, and its parts be told.
+        Raises ConfigError if blocks cannot be summed.
         """
-        part = Part(rank, event.peer)
-        if isinstance(event, Joined):
-            return self._joined(part, event.error)
-        read = self._reads.get(event.read_id)
-        if read is None:
-            return None
-        error = event.error if isinstance(event, ReadFailed) else None
-        first = read.error is None
-        read.error = read.error or error
-        if not (isinstance(event, ReadFailed) and event.in_flight):
-            read.running.discard(part)
-        if read.running:
-            if error is None or not first:
-                return None
-            return ReadFailed(read.peer, event.read_id, error, in_flight=True)
-        del self._reads[event.read_id]
-        if read.error is not None:
-            return ReadFailed(read.peer, event.read_id, read.error, in_flight=False)
-        return ReadEnded(read.peer, event.read_id)
-
-    def _joined(self, part: Part, error: KvrelayError | None) -> Joined | None:
-        self._asked[part] -= 1
-        if self._asked[part] > 0:
-            return None
-        del self._asked[part]
-        peer = self._of.get(part)
-        if peer is None:  # given up meanwhile
-            return None
-        missing = self._peers[peer].missing
-        if error is None:
-            missing.discard(part)
-            if missing:
-                return None
-        return Joined(peer, error)
-
-
-class AllRanksBackend:
-    """A backend on all ranks, as if it were one. Public methods return at once, from any thread.
-
-    The transfer engine calls with its lock held, and is called without ours: events may come in any
-    order, but each once.
-    """
-
-    def __init__(self, tell: Callable[[BackendEvent], None]) -> None:
         self._tell = tell
-        self._table = PartTable()
-        self._lock = threading.Lock()
-        self._ranks: list[Callable[[BackendJob], None]] = []
+        self.missing: dict[str, str] = {}
+        """Backends that cannot be had, and why."""
+        self._threads: dict[str, BackendThread] = {}
+        for kind, backend in backends.items():
+            thread = BackendThread(backend, partial(self._news, kind), serving, on_error)
+            try:
+                thread.start()
+            except ConfigError as error:
+                self.missing[kind] = error.message
+            else:
+                self._threads[kind] = thread
+        self._checksums = Checksums(region, summed_heads, on_error) if summed_heads else None
 
-    def begin(self, ranks: Sequence[Callable[[BackendJob], None]]) -> None:
-        """Give jobs to these backends, by rank."""
-        self._ranks = list(ranks)
+    def do(self, message: ToRank) -> None:
+        match message:
+            case Do(kind, job):
+                if (thread := self._threads.get(kind)) is not None:
+                    thread.do(job)
+            case Stop(kind):
+                if (thread := self._threads.pop(kind, None)) is not None:
+                    thread.stop()
+            case Sum(number, blocks):
+                assert self._checksums is not None
+                self._checksums.ask(blocks, lambda sums: self._tell(Summed(number, sums)))
 
-    def add_peer(self, peer: PeerKey, sources: Sequence[tuple[int, Source]]) -> None:
-        """Have each rank get ready to read from its source. `Joined` follows."""
-        parts = [
-            Part(rank, PeerKey(peer.host, peer.port, source.generation)) for rank, source in sources
-        ]
-        with self._lock:
-            self._table.add_peer(peer, parts)
-        for part, (rank, source) in zip(parts, sources, strict=True):
-            self._ranks[rank](AddPeer(part.source, source))
+    def _news(self, kind: str, event: BackendEvent) -> None:
+        self._tell(News(kind, event))
 
-    def read(self, read: Read) -> None:
-        """Read. `ReadEnded`, or `ReadFailed` until it is not in flight, follows."""
-        with self._lock:
-            reads = self._table.read(read)
-        for part, its in reads:
-            self._ranks[part.rank](its)
+    def silent_s(self) -> float:
+        """Return the seconds since the slowest thread was seen at work."""
+        workers = [*self._threads.values(), self._checksums]
+        return max((each.silent_s() for each in workers if each is not None), default=0.0)
 
-    def peer_gone(self, peer: PeerKey) -> None:
-        """Note that the peer's process is gone; its other ranks have processes of their own."""
-        with self._lock:
-            parts = [part for part in self._table.parts(peer) if part.source == peer]
-        for part in parts:
-            self._ranks[part.rank](PeerGone(part.source))
+    def nudge(self) -> None:
+        """Wake the threads: somebody may be about to read from here."""
+        for thread in list(self._threads.values()):
+            thread.nudge()
 
-    def drop_peer(self, peer: PeerKey) -> None:
-        """Forget a peer; no read from it is in flight."""
-        with self._lock:
-            parts = self._table.drop_peer(peer)
-        for part in parts:
-            self._ranks[part.rank](DropPeer(part.source))
-
-    def on_event(self, rank: int, event: BackendEvent) -> None:
-        """Handle a rank's event."""
-        with self._lock:
-            whole = self._table.on_event(rank, event)
-        if isinstance(whole, Joined) and whole.error is not None:
-            self.drop_peer(whole.peer)  # the other parts have joined, or are about to
-        if whole is not None:
-            self._tell(whole)
+    def close(self, timeout_s: float) -> None:
+        """End all threads within so long."""
+        until = time.monotonic() + timeout_s
+        threads = list(self._threads.values())
+        for thread in threads:
+            thread.stop()
+        for each in [*threads, self._checksums]:
+            if each is not None:
+                each.close(max(0.0, until - time.monotonic()))
 
 
 class LedBackends:
-    """A rank's backends, other than rank 0's, which leads them."""
+    """A rank's backends that rank 0 leads over the link."""
 
     def __init__(
         self,
@@ -231,66 +115,76 @@ class LedBackends:
         address: LinkAddress,
         lost: Callable[[str], None],
     ) -> None:
-        """Prepares them and tells rank 0. `lost` is called, from another thread, if rank 0 is."""
-        self._threads: dict[str, BackendThread] = {}
-        self._serving = False
-        missing = {}
-        for kind, backend in backends.items():
-            thread = BackendThread(
-                backend, partial(self._tell, kind), lambda: self._serving, self._broke
-            )
-            try:
-                thread.start()
-            except ConfigError as error:
-                log.info("no KV by %s on rank %d: %s", kind, rank, error.message)
-                missing[kind] = error.message
-            else:
-                self._threads[kind] = thread
-        self._checksums: Checksums | None = None
-        if address.terms.summed_heads:
-            self._checksums = Checksums(region, address.terms.summed_heads, self._broke)
-        self.link = LinkEnd(address, self._on_message, lost)
-        self.link.send(Prepared(rank, region, missing))
+        """Prepare them and tell rank 0. `lost` is called, from another thread, if rank 0 is."""
+        self.serving = False
+        self._rank = RankBackends(
+            region,
+            backends,
+            address.terms.summed_heads,
+            lambda: self.serving,
+            lambda message: self._link.send(message),
+            lambda error: self._link.send(Broke(f"{type(error).__name__}: {error}")),
+        )
+        self._link = LinkEnd(address, self._on_message, lost)
+        self._link.send(Prepared(rank, region, self._rank.missing))
 
     def close(self) -> None:
-        self.link.close(JOIN_S)
-        self._end()
-
-    def _end(self) -> None:
-        for thread in self._threads.values():
-            thread.stop()
-        for thread in self._threads.values():
-            thread.close(JOIN_S)
-        if self._checksums is not None:
-            self._checksums.close(JOIN_S)
-
-    def _tell(self, kind: str, event: BackendEvent) -> None:
-        self.link.send(News(kind, event))
-
-    def _broke(self, error: Exception) -> None:
-        self.link.send(Broke(f"{type(error).__name__}: {error}"))
-
-    def _opened(self, kind: str, card: bytes | Exception) -> None:
-        if isinstance(card, Exception):
-            self.link.send(Opened(kind, None, why_not(card)))
-        else:
-            self.link.send(Opened(kind, card))
+        self._link.close(JOIN_S)
+        self._rank.close(JOIN_S)
 
     def _on_message(self, message: ToRank) -> None:
         match message:
-            case Open(kind):
-                self._threads[kind].open(partial(self._opened, kind))
-            case Stop(kind):
-                if (thread := self._threads.pop(kind, None)) is not None:
-                    thread.stop()
-            case Do(kind, job):
-                self._threads[kind].do(job)
-            case Sum(number, blocks):
-                assert self._checksums is not None
-                self._checksums.ask(blocks, lambda sums: self.link.send(Summed(number, sums)))
             case Serve(on):
-                self._serving = on
-                for thread in self._threads.values():
-                    thread.nudge()
+                self.serving = on
+                self._rank.nudge()
             case Close():
-                self._end()
+                self._rank.close(JOIN_S)
+            case _:
+                self._rank.do(message)
+
+
+def join_connector(
+    rank: int, region: PoolRegion, address: LinkAddress, host: str, lost: Callable[[str], None]
+) -> LedBackends:
+    """Prepare the backends of a rank other than 0, which rank 0 opens.
+
+    `host` is an address of its machine that peers reach. `lost` is called, from another thread, if
+    rank 0 is lost.
+    """
+    terms = msgspec.structs.replace(address.terms, host=host)
+    backends = make_backends(f"{address.engine_id}-{rank}", region, terms)
+    return LedBackends(rank, region, backends, address, lost)
+
+
+def terms_of(config: TransferConfig, rank_heads: int = 0) -> BackendTerms:
+    """Return what backends must know of the configuration.
+
+    `rank_heads`: KV heads of each of several ranks.
+    """
+    kinds = KINDS if config.kv_connector == "auto" else (config.kv_connector,)
+    # A pair that is not made by its fetch's deadline is of no use; and who is silent for a lease
+    # has lost it.
+    summed_heads = rank_heads if config.kv_checksums else 0
+    return BackendTerms(
+        kinds, config.kv_host, config.transfer_deadline_s, config.lease_s, summed_heads
+    )
+
+
+def make_backends(name: str, region: PoolRegion, terms: BackendTerms) -> dict[str, TransferBackend]:
+    """Return the backends of these terms, by kind; none has taken anything yet."""
+    return {kind: _backend(kind, name, region, terms) for kind in terms.kinds}
+
+
+def _backend(kind: str, name: str, region: PoolRegion, terms: BackendTerms) -> TransferBackend:
+    if kind == "direct":
+        from kvrelay.kv_transfer.direct import DirectBackend
+
+        return DirectBackend(region)
+    if kind == "nixl":
+        from kvrelay.kv_transfer.nixl import NixlBackend
+
+        # NIXL knows its peers by name, so a restarted node must not come back under its old one.
+        return NixlBackend(f"{name}-{uuid.uuid4().hex}", region, terms.host)
+    from kvrelay.kv_transfer.nccl import NcclBackend
+
+    return NcclBackend(region, terms.host, terms.meet_s, terms.patience_s)

@@ -1,12 +1,9 @@
 """The link between rank 0 of an engine, where its `TransferEngine` is, and its other ranks.
 
-Carries messages; what they mean is for the two ends (kv_transfer/rank_backends.py). One thread at
-each end, so that neither the step loop nor its messages are in the way of a transfer. An engine of
-one rank has no link.
-
-Every connection is authenticated and encrypted (ZMQ CURVE) by a key that rank 0 draws at its start.
-It goes to the ranks with the engine's own messages, which are theirs alone: so ranks of other hosts
-need no secret to be configured.
+One thread at each end, so that neither the step loop nor its messages are in the way of a transfer.
+An engine of one rank has no link. Every connection is authenticated and encrypted (ZMQ CURVE) by a
+key that rank 0 draws at its start. It goes to the ranks with the engine's own messages, which are
+theirs alone: so ranks of other hosts need no secret to be configured.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ import zmq
 from kvrelay.kv_transfer.backend import BackendEvent, BackendJob
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.shares import Heads
-from kvrelay.kv_transfer.sockets import LINGER_MS, Connection, SocketThread, received
+from kvrelay.kv_transfer.sockets import LINGER_MS, Codec, Connection, SocketThread, received
 from kvrelay.wire import errors
 from kvrelay.wire.errors import ConfigError, KvrelayError, PeerLost, TransferError
 
@@ -38,8 +35,6 @@ __all__ = [
     "LinkAddress",
     "LinkEnd",
     "News",
-    "Open",
-    "Opened",
     "Prepared",
     "RankLink",
     "Serve",
@@ -80,12 +75,6 @@ class LinkAddress(msgspec.Struct, frozen=True):
     terms: BackendTerms
 
 
-class Open(msgspec.Struct, tag="open", frozen=True):
-    """A command to open a backend. Opened follows."""
-
-    kind: str
-
-
 class Stop(msgspec.Struct, tag="stop", frozen=True):
     """A command to close a backend for good: another rank cannot have it."""
 
@@ -124,14 +113,6 @@ class Prepared(msgspec.Struct, tag="prepared", frozen=True):
     missing: dict[str, str]
 
 
-class Opened(msgspec.Struct, tag="opened", frozen=True):
-    """An answer to Open: what peers need to use the backend, or why it cannot be had."""
-
-    kind: str
-    card: bytes | None
-    why: str = ""
-
-
 class News(msgspec.Struct, tag="news", frozen=True):
     """An event of a backend."""
 
@@ -152,8 +133,8 @@ class Broke(msgspec.Struct, tag="broke", frozen=True):
     reason: str
 
 
-ToRank = Open | Stop | Do | Serve | Sum | Close
-FromRank = Prepared | Opened | News | Summed | Broke
+ToRank = Stop | Do | Serve | Sum | Close
+FromRank = Prepared | News | Summed | Broke
 
 
 def _encoded(value: object) -> object:
@@ -169,9 +150,8 @@ def _decoded(kind: type, value: tuple[str, str]) -> KvrelayError:
     return TransferError(message)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)
-_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=_decoded)
-_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank, dec_hook=_decoded)
+_to_rank: Codec[ToRank] = Codec(ToRank, MAX_RANK_MESSAGE_BYTES, _encoded, _decoded)
+_from_rank: Codec[FromRank] = Codec(FromRank, MAX_RANK_MESSAGE_BYTES, _encoded, _decoded)
 
 
 class RankLink(SocketThread):
@@ -269,7 +249,7 @@ class RankLink(SocketThread):
     def _send(self, name: bytes, message: ToRank) -> None:
         # A rank that does not take what it is told has hung, and so has the engine.
         with contextlib.suppress(zmq.Again):
-            self._router.send_multipart([name, _encoder.encode(message)], zmq.NOBLOCK)
+            self._router.send_multipart([name, _to_rank.encode(message)], zmq.NOBLOCK)
 
 
 class LinkEnd(SocketThread):
@@ -289,7 +269,7 @@ class LinkEnd(SocketThread):
         self.start()
 
     def send(self, message: FromRank) -> None:
-        self.post(partial(self._connection.send, _encoder.encode(message)))
+        self.post(partial(self._connection.send, _from_rank.encode(message)))
 
     def on_ready(self, ready: set[Any]) -> None:
         if self._connection.dealer in ready:

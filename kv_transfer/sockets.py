@@ -41,11 +41,18 @@ _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | NO_HANDSHAKE
 class Codec(Generic[T]):
     """A family of messages as msgpack frames of a limited size; `T` is their union."""
 
-    def __init__(self, messages: Any, limit: int) -> None:
-        """`messages`: the union; `limit`: bytes of a frame."""
+    def __init__(
+        self,
+        messages: Any,
+        limit: int,
+        enc_hook: Callable[[Any], Any] | None = None,
+        dec_hook: Callable[[type, Any], Any] | None = None,
+    ) -> None:
+        """`messages`: the union; `limit`: bytes of a frame; hooks as msgspec's."""
         self.limit = limit
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(messages)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=enc_hook)
+        self._decoder: msgspec.msgpack.Decoder[T]
+        self._decoder = msgspec.msgpack.Decoder(messages, dec_hook=dec_hook)
 
     def encode(self, message: T) -> bytes:
         """Return one frame. Raises ValueError beyond the size limit."""

@@ -11,13 +11,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 import msgspec
 
-from kvrelay.kv_transfer.backend import BackendEvent, Joined, ReadEnded, ReadFailed, TransferBackend
-from kvrelay.kv_transfer.backends import Backends, make_backends, terms_of
+from kvrelay.kv_transfer.backend import Joined, PeerEvent, ReadEnded, ReadFailed, TransferBackend
+from kvrelay.kv_transfer.backends import Backends
 from kvrelay.kv_transfer.chunk_progress import ProgressTable, Question, QuestionTable
 from kvrelay.kv_transfer.connector import (
     Completion,
@@ -25,13 +26,12 @@ from kvrelay.kv_transfer.connector import (
     LeaseId,
     PeerKey,
     PoolRegion,
-    Sum,
     TransferStats,
     Way,
 )
 from kvrelay.kv_transfer.control import ControlThread
 from kvrelay.kv_transfer.fetch import FetchLimits
-from kvrelay.kv_transfer.fetches import FetchTable
+from kvrelay.kv_transfer.fetches import FetchTable, Sum
 from kvrelay.kv_transfer.host_memory import LeaseWords
 from kvrelay.kv_transfer.leases import LeaseTable
 from kvrelay.kv_transfer.messages import (
@@ -46,6 +46,7 @@ from kvrelay.kv_transfer.messages import (
     Renewed,
 )
 from kvrelay.kv_transfer.peers import Peers
+from kvrelay.kv_transfer.rank_backends import make_backends, terms_of
 from kvrelay.kv_transfer.ranks import RankLink
 from kvrelay.kv_transfer.tickets import refusal, signed
 from kvrelay.wire.config import TransferConfig
@@ -286,20 +287,14 @@ class TransferEngine:
 
     def stats(self) -> TransferStats:
         with self._lock:
-            leases, fetches = self._leases, self._fetches
-            return TransferStats(
+            leases, stats = self._leases, self._fetches.stats
+            return replace(
+                stats,
+                failures=stats.failures.copy(),
                 leases_granted=leases.granted,
                 leases_released=leases.released,
                 leases_expired=leases.expired,
                 leases_held=len(leases),
-                fetches=fetches.fetched + fetches.failures.total(),
-                failures=dict(fetches.failures),
-                retries=fetches.retries,
-                fetched_bytes=fetches.fetched_bytes,
-                fetch_s=fetches.fetch_s,
-                checked_blocks=fetches.checked_blocks,
-                wrong_blocks=fetches.wrong_blocks,
-                unchecked_blocks=fetches.unchecked_blocks,
                 silent_s=max(time.monotonic() - self._beat_at, self._backends.silent_s()),
             )
 
@@ -376,10 +371,10 @@ class TransferEngine:
                     del self._callers[caller]
                     self._control.send_to_reader(caller, self._welcome())
 
-    def on_backend_event(self, event: BackendEvent) -> None:
+    def on_backend_event(self, kind: str, rank: int, event: PeerEvent) -> None:
         now = time.monotonic()
         with self._turn():
-            match event:
+            match self._backends[kind].on_event(rank, event):
                 case Joined(peer, error):
                     self._peers.on_joined(peer, error, now)
                 case ReadEnded(peer, read_id):
@@ -406,7 +401,7 @@ class TransferEngine:
             commands, self._fetches.commands = self._fetches.commands, []
             for command in commands:
                 if isinstance(command, Sum):
-                    self._backends.sums(command.local_blocks, partial(self._summed, command.number))
+                    self._backends.sums(command.local_blocks, partial(self._summed, command))
                 else:
                     self._peers.carry_out(command, time.monotonic())
             for ended in self._leases.events:
@@ -458,9 +453,9 @@ class TransferEngine:
         if told is not None:
             self._control.send_to_reader(question.sender, told)
 
-    def _summed(self, number: int, checksums: list[bytes]) -> None:
+    def _summed(self, command: Sum, checksums: list[bytes]) -> None:
         with self._turn():
-            self._fetches.summed(number, checksums, time.monotonic())
+            self._fetches.summed(command, checksums, time.monotonic())
 
 
 def _source(ticket: Ticket) -> PeerKey:

@@ -18,9 +18,8 @@ from dataclasses import replace
 import msgspec
 import torch
 
-from kvrelay.kv_transfer.backends import join_connector, terms_of
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.rank_backends import LedBackends
+from kvrelay.kv_transfer.rank_backends import LedBackends, join_connector, terms_of
 from kvrelay.kv_transfer.ranks import LinkAddress, RankLink
 from kvrelay.node.engine_profile import ProfileSteps, RankProfiler
 from kvrelay.node.probes import FillBlocks, ProbePattern, VerifyBlocks
