@@ -1,4 +1,4 @@
-"""NCCL between planes of one process: bytes go through a queue for each pair."""
+"""NCCL between backends of one process: bytes go through a queue for each pair."""
 
 from __future__ import annotations
 
@@ -7,44 +7,41 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import torch
 
+from kvrelay.kv_transfer.nccl_library import RECEIVES
 from kvrelay.wire.errors import PeerLost
 
 POLL_S = 0.005
-
-
-class _Wire:
-    def __init__(self) -> None:
-        self.joined = threading.Event()
-        self.slices: queue.Queue[bytes] = queue.Queue(1)
 
 
 class FakeNccl:
     """One side's NCCL. While it is `stopped` nothing of this side moves, as if its process slept."""
 
     communicator_bytes = 0
-    _invited: ClassVar[dict[bytes, _Wire]] = {}
+    _invited: ClassVar[dict[bytes, queue.Queue[bytes]]] = {}
 
     def __init__(self, patience_s: float) -> None:
         self.patience_s = patience_s
         self.stopped = threading.Event()
 
-    def invite(
-        self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float
-    ) -> FakeCommunicator:
-        facts, wire = os.urandom(16), _Wire()
-        self._invited[facts] = wire
-        say(facts)
-        self.wait_for(wire.joined.is_set, given_up, deadline)
-        return FakeCommunicator(self, wire)
+    def facts(self) -> bytes:
+        facts = os.urandom(16)
+        self._invited[facts] = queue.Queue(1)
+        return facts
 
-    def join(self, facts: bytes, given_up: Callable[[], bool], deadline: float) -> FakeCommunicator:
-        self.wait_for(lambda: facts in self._invited, given_up, deadline)
-        wire = self._invited.pop(facts)
-        wire.joined.set()
+    def open(
+        self, rank: int, facts: bytes, given_up: Callable[[], bool], deadline: float
+    ) -> FakeCommunicator:
+        if rank == RECEIVES:
+            wire = self._invited[facts]
+            self.wait_for(lambda: facts not in self._invited, given_up, deadline)
+        else:
+            self.wait_for(lambda: facts in self._invited, given_up, deadline)
+            wire = self._invited.pop(facts)
         return FakeCommunicator(self, wire)
 
     def wait_for(
@@ -59,44 +56,37 @@ class FakeNccl:
 
 
 class FakeCommunicator:
-    def __init__(self, nccl: FakeNccl, wire: _Wire) -> None:
+    """Moves a slice while it is waited for."""
+
+    def __init__(self, nccl: FakeNccl, wire: queue.Queue[bytes]) -> None:
         self._nccl, self._wire, self._interrupted = nccl, wire, threading.Event()
 
-    def send(self, staging: torch.Tensor) -> FakeWork:
-        return FakeWork(self._nccl, self._interrupted, lambda: self._put(staging))
+    def send(self, staging: torch.Tensor) -> Callable[[], None]:
+        return partial(self._wait, partial(self._put, staging))
 
-    def recv(self, staging: torch.Tensor) -> FakeWork:
-        return FakeWork(self._nccl, self._interrupted, lambda: self._get(staging))
+    def recv(self, staging: torch.Tensor) -> Callable[[], None]:
+        return partial(self._wait, partial(self._get, staging))
 
     def interrupt(self) -> None:
         self._interrupted.set()
 
     close = interrupt
 
+    def _wait(self, moved: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self._nccl.patience_s
+        self._nccl.wait_for(moved, self._interrupted.is_set, deadline)
+
     def _put(self, staging: torch.Tensor) -> bool:
         try:
-            self._wire.slices.put_nowait(staging.numpy().tobytes())
+            self._wire.put_nowait(staging.numpy().tobytes())
         except queue.Full:
             return False
         return True
 
     def _get(self, staging: torch.Tensor) -> bool:
         try:
-            data = self._wire.slices.get_nowait()
+            data = self._wire.get_nowait()
         except queue.Empty:
             return False
         staging.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return True
-
-
-class FakeWork:
-    """Moves its bytes while it is waited for."""
-
-    def __init__(
-        self, nccl: FakeNccl, interrupted: threading.Event, move: Callable[[], bool]
-    ) -> None:
-        self._nccl, self._interrupted, self._move = nccl, interrupted, move
-
-    def wait(self) -> None:
-        deadline = time.monotonic() + self._nccl.patience_s
-        self._nccl.wait_for(self._move, self._interrupted.is_set, deadline)

@@ -76,7 +76,6 @@ class Front:
         self.world, self.node, self._router = world, node, router
         self._legs: dict[str, Leg] = {}
         self._heard_until = 0.0
-        self.refuses = 0
         node.tell = lambda outputs: self._later(partial(self._hear, outputs, world.now))
 
     def _later(self, what: Callable[[], None]) -> None:
@@ -95,10 +94,6 @@ class Front:
     def submit(self, leg: Leg, submit: Submit) -> None:
         def begin() -> None:
             if leg.over:
-                return
-            if self.refuses:
-                self.refuses -= 1
-                self._router.broke(leg, "refused")
                 return
             self._legs[leg.request_id] = leg
             leg.begun_at = self.world.now
@@ -140,7 +135,7 @@ class Router:
     """Decides which node; knows of a node's end a little later than it happens."""
 
     def __init__(self, world: World, rng: random.Random) -> None:
-        self.world, self.rng, self.alive = world, rng, True
+        self.world, self.rng = world, rng
         self.fronts: dict[str, list[Front]] = {"prefill": [], "decode": []}
         self.calls: list[Call] = []
 
@@ -149,10 +144,7 @@ class Router:
 
     def begin(self, call: Call) -> None:
         self.calls.append(call)
-        if self.alive:
-            self._prefill(call)
-        else:
-            self._end(call, "router gone")
+        self._prefill(call)
 
     # What ends legs and calls.
 
@@ -180,13 +172,6 @@ class Router:
         if not call.end:
             self._end(call, "left")
 
-    def die(self) -> None:
-        """Its connections close; nobody is told to release anything."""
-        self.alive = False
-        for call in self.calls:
-            if not call.end:
-                self._end(call, "router gone", release=False)
-
     def broke(self, leg: Leg, why: str, *, left: bool = False) -> None:
         """A leg is over without its end."""
         call = leg.call
@@ -209,7 +194,7 @@ class Router:
                 call.ticket = None
                 self._prefill(call)
 
-    def _end(self, call: Call, how: str, *, release: bool = True) -> None:
+    def _end(self, call: Call, how: str) -> None:
         call.ended += 1
         if call.ended > 1:
             raise Violation(f"{call.name} has ended twice: {call.end}, {how}")
@@ -220,7 +205,7 @@ class Router:
             if leg is not None and not leg.over:
                 leg.front.leave(leg)
         ticket = call.ticket if call.handover is None else call.handover[0]
-        if not release or call.settled or call.prefill is None:
+        if call.settled or call.prefill is None:
             return
         if ticket is not None:
             call.prefill.front.release(ticket.remote_request_id)

@@ -1,4 +1,4 @@
-"""Random schedules of faults on the real tables, desks, schedulers and engine loops, by a fake
+"""Random schedules of faults on the real tables, engines, schedulers and engine loops, by a fake
 clock.
 
 `python tests/kv_transfer/simulated_faults.py --seed 7` tells the story of one; `--first 0 --count
@@ -14,9 +14,8 @@ import argparse
 import contextlib
 import logging
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -25,14 +24,14 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2])]
 
 import simulated_world
+from simulated_backend import SimulatedBackendThread, SimulatedChecksums
 from simulated_cluster import Call, Router, longest_s, random_call
 from simulated_node import LATE_S, TRANSFER, SimulatedNode
-from simulated_plane import SimulatedChecksums, SimulatedPlaneThread
 from simulated_world import CLOCK, SimulatedControl, Violation, World
 
 import kvrelay.kv_transfer.backend
-import kvrelay.kv_transfer.backends
 import kvrelay.kv_transfer.peers
+import kvrelay.kv_transfer.rank_backends
 import kvrelay.kv_transfer.transfer_engine
 from kvrelay.node import engine_process
 
@@ -43,9 +42,7 @@ FAULTS = (
     "long stop",
     "darkness",
     "cut",
-    "refusal",
     "client gone",
-    "router gone",
 )
 STATES = (
     "queued",
@@ -89,28 +86,23 @@ class Scene:
 def simulation(world: World) -> Iterator[None]:
     """The modules under test live in this world."""
     CLOCK.world = world
+    engine, backend = kvrelay.kv_transfer.transfer_engine, kvrelay.kv_transfer.backend
+    threads, peers = kvrelay.kv_transfer.rank_backends, kvrelay.kv_transfer.peers
     with contextlib.ExitStack() as stack:
-        for module in (
-            kvrelay.kv_transfer.transfer_engine,
-            kvrelay.kv_transfer.backend,
-            engine_process,
+        for module, name, instead in (
+            (engine, "time", CLOCK),
+            (backend, "time", CLOCK),
+            (engine_process, "time", CLOCK),
+            (engine, "ControlThread", SimulatedControl),
+            (threads, "BackendThread", SimulatedBackendThread),
+            (threads, "Checksums", SimulatedChecksums),
+            # Longer than a READ of this world takes, also if its source is stopped meanwhile.
+            (backend, "BROKEN_S", 20.0),
+            (peers, "log", SILENT),
+            (backend, "log", SILENT),
+            (engine_process, "log", SILENT),
         ):
-            stack.enter_context(mock.patch.object(module, "time", CLOCK))
-        stack.enter_context(
-            mock.patch.object(
-                kvrelay.kv_transfer.transfer_engine, "ControlThread", SimulatedControl
-            )
-        )
-        stack.enter_context(
-            mock.patch.object(kvrelay.kv_transfer.backends, "BackendThread", SimulatedPlaneThread)
-        )
-        stack.enter_context(
-            mock.patch.object(kvrelay.kv_transfer.backends, "Checksums", SimulatedChecksums)
-        )
-        # Longer than a READ of this world takes, also if its source is stopped meanwhile.
-        stack.enter_context(mock.patch.object(kvrelay.kv_transfer.backend, "BROKEN_S", 20.0))
-        for module in (kvrelay.kv_transfer.peers, kvrelay.kv_transfer.backend, engine_process):
-            stack.enter_context(mock.patch.object(module, "log", SILENT))
+            stack.enter_context(mock.patch.object(module, name, instead))
         yield
 
 
@@ -131,43 +123,35 @@ class Schedule:
         self.pending = [self._fault() for _ in range(rng.choice([1, 1, 2, 3]))]
         if rng.random() < 0.2:
             # Whoever does not hear that his client has left, and comes again under the same name.
-            self.pending[0].kind, self.pending[0].to_source = (
-                rng.choice(["short stop", "darkness"]),
-                False,
-            )
-            self.pending[0].state = rng.choice(["waiting", "reading", "confirming"])
-            self.pending.insert(
-                1, replace(self.pending[0], kind="client gone", delay_s=0.0, skip=0)
-            )
+            first = self.pending[0]
+            first.kind, first.to_source = rng.choice(["short stop", "darkness"]), False
+            first.state = rng.choice(["waiting", "reading", "confirming"])
+            self.pending.insert(1, replace(first, kind="client gone", delay_s=0.0, skip=0))
         self.calls = rng.randint(1, 6)
         self.calls_within_s = rng.choice([0.3, 1.0, 3.0])
 
     def _fault(self) -> Fault:
         rng = self.rng
         kind = rng.choice(FAULTS)
-        lasts_s = (
-            {"short stop": 0.6, "long stop": 4.0}.get(kind, 2.0) * TRANSFER.lease_s * rng.random()
-        )
-        delay_s = rng.choice([0.0, 0.0, 0.003, 0.05]) * rng.random()
+        longest_s = {"short stop": 0.6, "long stop": 4.0}.get(kind, 2.0) * TRANSFER.lease_s
         return Fault(
-            kind, rng.choice(STATES), rng.random() < 0.5, rng.choice([0, 0, 1, 3]), delay_s, lasts_s
+            kind,
+            rng.choice(STATES),
+            to_source=rng.random() < 0.5,
+            skip=rng.choice([0, 0, 1, 3]),
+            delay_s=rng.choice([0.0, 0.0, 0.003, 0.05]) * rng.random(),
+            lasts_s=longest_s * rng.random(),
         )
 
     def run(self) -> None:
         """Raises Violation."""
         world, rng = self.world, self.rng
         with simulation(world), contextlib.ExitStack() as stack:
-            stack.callback(lambda: [node.desk._words.close() for node in world.nodes])
-            for role, count in (
-                ("prefill", rng.choice([1, 1, 2])),
-                ("decode", rng.choice([1, 2, 2])),
-            ):
-                for index in range(count):
-                    name = f"{role}{index}"
-                    self.router.add(
-                        role, SimulatedNode(world, name, f"127.0.0.{len(world.nodes) + 1}")
-                    )
-            self.nodes = len(world.nodes)
+            stack.callback(lambda: [node.connector._words.close() for node in world.nodes])
+            for role, counts in (("prefill", [1, 1, 2]), ("decode", [1, 2, 2])):
+                for index in range(rng.choice(counts)):
+                    host = f"127.0.0.{len(world.nodes) + 1}"
+                    self.router.add(role, SimulatedNode(world, f"{role}{index}", host))
             for index in range(self.calls):
                 call = random_call(rng, f"c{index}")
                 world.after(
@@ -187,9 +171,9 @@ class Schedule:
                             f"{node.name} still has {left}, {FREE_WITHIN_S:g} s after the last "
                             f"fault's end"
                         )
-                self.ends += node.desk._fetches.failures + Counter(
-                    {"Fetched": node.desk._fetches.fetched}
-                )
+                stats = node.connector._fetches.stats
+                self.ends += stats.failures
+                self.ends["Fetched"] += stats.fetches - stats.failures.total()
             self.ends += Counter(call.end for call in self.router.calls)
 
     def _all_ended(self) -> bool:
@@ -205,7 +189,7 @@ class Schedule:
             world.disturbed_until(world.now)
             return False
         alive = [node for node in world.nodes if node.alive]
-        if any(node.plane.delays() for node in alive):
+        if any(node.backend.delays() for node in alive):
             world.disturbed_until(world.now)  # a READ that takes long is a fault, too
         if not world.events or world.now >= world.calm_at + FREE_WITHIN_S:
             return True
@@ -233,14 +217,14 @@ class Schedule:
             if not node.alive:
                 continue
             if node.name.startswith("decode"):
-                for fetch in node.desk._fetches._fetches.values():
+                for fetch in node.connector._fetches._fetches.values():
                     if fetch.state.name.lower() == state:
                         source = self.world.listening.get((fetch.peer.host, fetch.peer.port))
                         return Scene(source, node, fetch.request_id)
                 if state == "decoding" and (running := node.engine.scheduler._running):
                     return Scene(self.world.nodes[0], node, running[0].request_id)
                 continue
-            leases, waiting = node.desk._leases, node.engine.scheduler._waiting
+            leases, waiting = node.connector._leases, node.engine.scheduler._waiting
             there = {"growing": leases._growing, "held": leases._held}.get(state)
             if state == "queued" and waiting:
                 return Scene(node, self._any_reader(), waiting.candidates()[0].request_id)
@@ -273,10 +257,6 @@ class Schedule:
             if call is not None:
                 self.router.client_leaves(call)
                 self._come_again(call)
-        elif fault.kind == "router gone":
-            self.router.die()
-            # Nobody tells a prefill node that what it holds is not wanted.
-            world.disturbed_until(world.now + TRANSFER.lease_s + SEEN_S)
         elif victim is None or not victim.alive:
             return
         elif fault.kind in ("kill", "restart"):
@@ -288,9 +268,6 @@ class Schedule:
                 world.now + fault.lasts_s + TRANSFER.lease_s * (fault.kind == "long stop") + SEEN_S
             )
             self._crowd(fault.lasts_s)
-        elif fault.kind == "refusal":
-            for front in self.router.fronts["decode"]:
-                front.refuses += front.node is scene.reader
         elif scene.source is not None and scene.reader is not None:
             self._part(scene.source, scene.reader, fault)
 
@@ -357,20 +334,14 @@ def run_seed(seed: int, *, told: bool = False) -> Schedule:
     return schedule
 
 
-def run_many(
-    first: int, count: int, told: Callable[[str], None] | None = None
-) -> tuple[Counter[tuple[str, str]], Counter[str]]:
-    """Faults by kind and state, and ends of requests and fetches. Raises Violation at the first
-    broken promise.
-    """
+def run_many(first: int, count: int) -> tuple[Counter[tuple[str, str]], Counter[str]]:
+    """Faults by kind and state, and ends of requests and fetches. Raises Violation."""
     seen: Counter[tuple[str, str]] = Counter()
     ends: Counter[str] = Counter()
     for seed in range(first, first + count):
         schedule = run_seed(seed)
         seen += schedule.seen
         ends += schedule.ends
-        if told is not None and (seed + 1 - first) % 1000 == 0:
-            told(f"{seed + 1 - first} schedules, {seen.total()} faults")
     return seen, ends
 
 
@@ -382,19 +353,11 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=3000)
     options = parser.parse_args()
-    began = time.monotonic()
     if options.seed is not None:
-        schedule = run_seed(options.seed, told=True)
-        sys.stdout.write("\n".join(schedule.world.trace or []) + "\n")
+        sys.stdout.write("\n".join(run_seed(options.seed, told=True).world.trace or []) + "\n")
         return
-    seen, ends = run_many(options.first, options.count, lambda text: sys.stdout.write(text + "\n"))
-    for kind in FAULTS:
-        row = "  ".join(f"{state} {seen[kind, state]}" for state in STATES)
-        sys.stdout.write(f"{kind:12} {row}\n")
-    sys.stdout.write(", ".join(f"{end} {count}" for end, count in sorted(ends.items())) + "\n")
-    sys.stdout.write(
-        f"{options.count} schedules kept every promise in {time.monotonic() - began:.1f} s\n"
-    )
+    seen, ends = run_many(options.first, options.count)
+    sys.stdout.write(f"{seen}\n{ends}\n{options.count} schedules kept every promise\n")
 
 
 if __name__ == "__main__":

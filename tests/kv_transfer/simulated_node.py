@@ -1,4 +1,4 @@
-"""A node of the simulated world: the real engine process, engine, scheduler and desk, and what is
+"""A node of the simulated world: the real engine process, scheduler and transfer engine, and what is
 watched of them.
 """
 
@@ -7,12 +7,13 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import zmq
+from simulated_backend import SimulatedBackend, SimulatedBackendThread
 from simulated_device import BLOCK_BYTES, BLOCK_TOKENS, EOS, MAX_MODEL_LEN, Device, chain
-from simulated_plane import SimulatedPlane, SimulatedPlaneThread
 from simulated_world import CLOCK, SimulatedControl, Violation, World
 
 from kvrelay.kv_transfer.connector import (
@@ -86,7 +87,7 @@ class _Inbox:
         return message
 
 
-class SimulatedDesk(TransferEngine):
+class SimulatedConnector(TransferEngine):
     """The real one, watched."""
 
     node: SimulatedNode
@@ -127,16 +128,12 @@ class SimulatedNode(EngineProcess):
 
     def __init__(self, world: World, name: str, host: str) -> None:
         self.world, self.name, self.host = world, name, host
-        self.alive, self.stopped_until, self.stopped_at, self.woke_at = (
-            True,
-            0.0,
-            float("inf"),
-            world.now,
-        )
+        self.alive, self.stopped_until = True, 0.0
+        self.stopped_at, self.woke_at = float("inf"), world.now
         self.offset_s = world.rng.random() * 1e5
         self.control: SimulatedControl
-        self.plane_thread: SimulatedPlaneThread
-        self.plane = SimulatedPlane(self)
+        self.backend_thread: SimulatedBackendThread
+        self.backend = SimulatedBackend(self)
         self.asked: dict[str, float] = {}  # fetches that are not over: since when
         self.tickets: dict[str, Ticket] = {}  # of all fetches
         self.unsettled: set[str] = set()
@@ -159,27 +156,15 @@ class SimulatedNode(EngineProcess):
         )
         with self.at_work():
             region = PoolRegion(0, self.device.pool.num_blocks, BLOCK_BYTES, "cpu")
-            config = TransferConfig(
-                kv_host=host,
-                kv_port=1,
-                lease_s=TRANSFER.lease_s,
-                heartbeat_s=TRANSFER.heartbeat_s,
-                transfer_deadline_s=TRANSFER.transfer_deadline_s,
-                kv_checksums=world.checksums,
-            )
-            self.connector = SimulatedDesk(
-                name, FINGERPRINT, region, config, self.wakeup, {"simulated": self.plane}
+            config = replace(TRANSFER, kv_host=host, kv_port=1, kv_checksums=world.checksums)
+            self.connector: SimulatedConnector = SimulatedConnector(
+                name, FINGERPRINT, region, config, self.wakeup, {"simulated": self.backend}
             )
             self.connector.node, self.connector.given_up = self, set()
         if not world.shares_words:
-            self.desk._words.close()
+            self.connector._words.close()
         self._watch_expiry()
         world.nodes.append(self)
-
-    @property
-    def desk(self) -> SimulatedDesk:
-        assert isinstance(self.connector, SimulatedDesk)
-        return self.connector
 
     @property
     def running(self) -> bool:
@@ -195,7 +180,7 @@ class SimulatedNode(EngineProcess):
             self.world.here = before
 
     def _watch_expiry(self) -> None:
-        table = self.desk._leases
+        table = self.connector._leases
         close = table._close
 
         def closed(request_id: str, *, expired: bool) -> None:
@@ -227,7 +212,7 @@ class SimulatedNode(EngineProcess):
             return
         self.stopped_at, self.woke_at, self._turn_at = float("inf"), self.world.now, float("inf")
         for wake in self.world.rng.sample(
-            [self.control.wake, self.plane_thread.wake, self.wakeup], 3
+            [self.control.wake, self.backend_thread.wake, self.wakeup], 3
         ):
             wake()
 
@@ -271,7 +256,7 @@ class SimulatedNode(EngineProcess):
     # What is watched.
 
     def _handle_transfer_events(self) -> None:
-        for event in [*self.desk._leases.events, *self.desk._fetches.events]:
+        for event in [*self.connector._leases.events, *self.connector._fetches.events]:
             self._see(event)
         super()._handle_transfer_events()
 
@@ -299,8 +284,8 @@ class SimulatedNode(EngineProcess):
         source = self.world.listening.get((ticket.remote_host, ticket.remote_port))
         if source is None or not reason.startswith("PeerLost"):
             return
-        if ticket.remote_request_id in source.desk._leases._growing:
-            source.desk.given_up.add(ticket.remote_request_id)
+        if ticket.remote_request_id in source.connector._leases._growing:
+            source.connector.given_up.add(ticket.remote_request_id)
         self.world.disturbed_until(self.world.now + TRANSFER.lease_s + LATE_S)
 
     def _fetched(self, request: Request, fetched: Fetched) -> None:
@@ -325,7 +310,7 @@ class SimulatedNode(EngineProcess):
         if not self.alive or request_id not in self.asked:
             return
         since = max(since, self.stopped_until, self.woke_at)
-        fetch = self.desk._fetches._fetches.get(request_id)
+        fetch = self.connector._fetches._fetches.get(request_id)
         limit_s = TRANSFER.transfer_deadline_s + TRANSFER.lease_s
         if (
             fetch is None
@@ -366,8 +351,12 @@ class SimulatedNode(EngineProcess):
         source = world.listening.get((read.peer.host, read.peer.port))
         if source is None or source.connector.generation != read.peer.generation:
             return
-        fetch = next(f for f in self.desk._fetches._fetches.values() if f.read_id == read.read_id)
-        _, expires_at = source.desk._leases._held.get(fetch.lease.request_id, (0, float("inf")))
+        fetch = next(
+            f for f in self.connector._fetches._fetches.values() if f.read_id == read.read_id
+        )
+        _, expires_at = source.connector._leases._held.get(
+            fetch.lease.request_id, (0, float("inf"))
+        )
         silent_s = world.now - source.stopped_at
         if (
             expires_at < world.now + source.offset_s
@@ -386,7 +375,7 @@ class SimulatedNode(EngineProcess):
         tables' own rules.
         """
         free = self.engine.scheduler.pool._free
-        for block in self.plane.touches():
+        for block in self.backend.touches():
             if block in free:
                 raise Violation(f"{self.name}: a READ may write to block {block}, which is free")
         if self.world.rng.random() < 0.05:
@@ -395,21 +384,21 @@ class SimulatedNode(EngineProcess):
     def check_all(self) -> None:
         try:
             self.engine.scheduler.check()
-            self.desk._leases.check()
-            self.desk._fetches.check()
+            self.connector._leases.check()
+            self.connector._fetches.check()
         except AssertionError as why:
             raise Violation(f"{self.name}: an invariant is broken: {why}") from why
 
     def idle(self) -> str:
         """What this node still has of requests that are over; nothing is an empty word."""
-        desk, pool = self.desk, self.engine.scheduler.pool
+        connector, pool = self.connector, self.engine.scheduler.pool
         what = {
             "used blocks": pool.total - pool.free,
             "quarantined blocks": pool.quarantined,
-            "leases": len(desk._leases),
-            "growths": len(desk._growths),
-            "offers": len(desk._offers),
-            "fetches": len(desk._fetches._fetches),
+            "leases": len(connector._leases),
+            "growths": len(connector._growths),
+            "offers": len(connector._offers),
+            "fetches": len(connector._fetches._fetches),
             "requests": len(self.engine.scheduler._requests),
         }
         return ", ".join(f"{count} {name}" for name, count in what.items() if count)

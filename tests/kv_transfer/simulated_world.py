@@ -49,7 +49,7 @@ class World:
         self.dark: dict[
             frozenset[str], float
         ] = {}  # pairs of hosts that do not hear each other, and until when
-        # the data plane reads what a stopped or dead node had (direct), or needs it (NIXL)
+        # the backend reads what a stopped or dead node had (direct), or needs it (NIXL)
         self.blind_reads = False
         self.shares_words = (
             False  # readers see which leases are held (kv_transfer/host_memory.py), or ask

@@ -1,79 +1,97 @@
-"""Checksums over real pools: the thread, several ranks, and connectors whose data plane delivers
-what it should not.
-"""
+"""Checksums: which blocks are drawn, the thread over a pool, and backends that deliver wrongly."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
-from peer_process import CONFIG
-from real_node import RealNode
+from engine_node import SLOW, RealNode
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrelay.kernels import block_checksums
 from kvrelay.kernels.block_checksums import keys
-from kvrelay.kv_transfer.backend import TransferBackend
-from kvrelay.kv_transfer.checksums import Checksums
+from kvrelay.kv_transfer.checksums import Checksums, drawn, in_our_order
 from kvrelay.kv_transfer.connector import (
     Completion,
     Event,
     Fetched,
     FetchFailed,
+    LeaseId,
     PoolRegion,
     Settled,
 )
 from kvrelay.kv_transfer.messages import Follow, Message
+from kvrelay.kv_transfer.shares import Heads, order_of_heads
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError
 
 BLOCKS, BLOCK_BYTES, HEADS = 32, 64 << 10, 2
 DEADLINE_S = 30.0
-PATIENT = TransferConfig(lease_s=20.0, heartbeat_s=0.5, transfer_deadline_s=60.0, kv_checksums=1.0)
+SILENT = replace(SLOW, heartbeat_s=0.5, transfer_deadline_s=60.0)
+PATIENT = replace(SILENT, kv_checksums=1.0)
+LEASE = LeaseId("request", 3)
+
+
+@given(st.lists(st.integers(0, 2**31), unique=True), st.floats(0, 1), st.floats(0, 1), st.data())
+def test_a_draw_depends_on_lease_block_and_share_alone(blocks, share, other, data) -> None:
+    chosen = drawn(LEASE, blocks, share)
+    assert chosen == [block for block in blocks if block in set(chosen)]
+    some = data.draw(st.permutations(blocks))[: len(blocks) // 2]
+    assert set(drawn(LEASE, some, share)) == set(chosen) & set(some)
+    # Who checks more checks these, too.
+    assert set(drawn(LEASE, blocks, min(share, other))) <= set(chosen)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.25, 0.9, 1.0])
+def test_the_share_is_kept_and_leases_draw_apart(share: float) -> None:
+    leases = (LEASE, LeaseId("request", 4), LeaseId("another", 3))
+    first, *others = (drawn(lease, range(20_000), share) for lease in leases)
+    for one in (first, *others):
+        assert len(one) == pytest.approx(20_000 * share, rel=0.15)
+    assert share in (0.0, 1.0) or first not in others
+
+
+def of_heads(ranks: list[Heads]) -> bytes:
+    """What the ranks of a node send of one block, where a checksum is its head's number."""
+    heads = [head for first, end in ranks for head in range(first, end)]
+    return b"".join(head.to_bytes(8, "little") for head in heads)
+
+
+LAYOUTS: list[list[Heads]] = [
+    [(0, 4)],
+    [(0, 2), (2, 4)],
+    [(0, 1), (0, 1), (1, 2), (1, 2), (2, 3), (2, 3), (3, 4), (3, 4)],
+]
+
+
+@pytest.mark.parametrize("readers", LAYOUTS)
+@pytest.mark.parametrize("sources", LAYOUTS)
+def test_any_ranks_compare_with_any_ranks(readers: list[Heads], sources: list[Heads]) -> None:
+    order = order_of_heads(readers, sources)
+    assert in_our_order(of_heads(sources), order) == of_heads(readers)
+    assert in_our_order(of_heads(sources)[: max(order) * 8], order) == b""
 
 
 def unbroken(error: Exception) -> None:
     raise error
 
 
-def test_the_thread_sums_its_pool_and_ranks_are_joined_in_order() -> None:
-    pool = torch.randint(0, 256, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
-    region = PoolRegion(pool.data_ptr(), BLOCKS, BLOCK_BYTES, "cpu")
-    asked: list[tuple[int, Sequence[int]]] = []
-    other = Checksums(region, HEADS, unbroken)
-    ranks = Checksums(region, HEADS, unbroken, 2, lambda _, *question: asked.append(question))
-    found: list[list[bytes]] = []
-    done = threading.Event()
-    try:
-        ranks.ask([3, 7], lambda sums: (found.append(sums), done.set()))  # type: ignore[func-returns-value]
-        ((number, blocks),) = asked
-        other.ask(blocks, lambda sums: ranks.answer(1, number, sums))
-        assert done.wait(DEADLINE_S)
-    finally:
-        ranks.close(5)
-        other.close(5)
-    words = pool.view(torch.int64).view(BLOCKS, HEADS, -1)
-    expected = block_checksums.block_checksums(words.numpy(), [3, 7], keys(words.shape[2]))
-    packed = [row.astype("<i8").tobytes() for row in expected]
-    assert found == [[of_block * 2 for of_block in packed]]
-
-
-def test_a_block_that_cannot_be_cut_into_heads_is_refused() -> None:
-    with pytest.raises(ConfigError, match="block of 100 bytes has 3 heads; leave kv_checksums out"):
-        Checksums(PoolRegion(0, 1, 100, "cpu"), 3, unbroken)
-
-
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("count", [1, 3, 256])
-def test_a_gpu_pool_has_the_checksums_of_its_twin(count: int) -> None:
+def test_the_thread_sums_its_pool(device: str, count: int) -> None:
     """Twice: the second question finds what the first has left in pinned memory."""
     pool = torch.randint(0, 256, (300, BLOCK_BYTES), dtype=torch.uint8)
-    there = pool.to("cuda:0")
-    torch.cuda.synchronize()
-    thread = Checksums(PoolRegion(there.data_ptr(), 300, BLOCK_BYTES, "cuda:0"), HEADS, unbroken)
+    there = pool.to(device)
+    if there.is_cuda:
+        torch.cuda.synchronize()
+    thread = Checksums(PoolRegion(there.data_ptr(), 300, BLOCK_BYTES, device), HEADS, unbroken)
     words = pool.view(torch.int64).view(300, HEADS, -1).numpy()
     try:
         for _ in range(2):
@@ -81,11 +99,15 @@ def test_a_gpu_pool_has_the_checksums_of_its_twin(count: int) -> None:
             found: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
             thread.ask(blocks, found.put)
             expected = block_checksums.block_checksums(words, blocks, keys(words.shape[2]))
-            assert found.get(timeout=DEADLINE_S) == [
-                row.astype("<i8").tobytes() for row in expected
-            ]
+            packed = [row.astype("<i8").tobytes() for row in expected]
+            assert found.get(timeout=DEADLINE_S) == packed
     finally:
         thread.close(5)
+
+
+def test_a_block_that_cannot_be_cut_into_heads_is_refused() -> None:
+    with pytest.raises(ConfigError, match="block of 100 bytes has 3 heads; leave kv_checksums out"):
+        Checksums(PoolRegion(0, 1, 100, "cpu"), 3, unbroken)
 
 
 class HeldSums:
@@ -123,177 +145,149 @@ def test_a_sum_that_hangs_is_told_and_nothing_behind_it_is_begun_when_the_thread
     assert thread.silent_s() == 0
 
 
-def test_a_connector_says_how_long_its_sums_have_stood_still(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Checksums, "silent_s", lambda thread: 77.0)
-    node = RealNode("node", "direct", BLOCKS, BLOCK_BYTES, config=PATIENT)
-    try:
-        assert node.desk.stats().silent_s == 77.0
-    finally:
-        node.desk.close()
+class FaultyBackend:
+    """A backend that delivers something else, once, when `fault` is set."""
 
-
-class FaultyPlane:
-    """Delivers something else, once, when `fault` is set."""
-
-    def __init__(self, plane: TransferBackend, pool: torch.Tensor) -> None:
-        self._plane, self._pool = plane, pool
+    def __init__(self, backend: Any, pool: torch.Tensor) -> None:
+        self._backend, self._pool = backend, pool
         self.fault = ""
         self.stale = pool.clone()
         """What the blocks held before anything was read."""
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._plane, name)
+        return getattr(self._backend, name)
 
-    def post_read(
-        self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
-    ) -> object:
-        return self._plane.post_read(generation, remote_blocks, local_blocks), list(local_blocks)
+    def post_read(self, generation: str, remote: Sequence[int], local: Sequence[int]) -> object:
+        return self._backend.post_read(generation, remote, local), list(local)
 
     def poll(self, handle: object) -> bool:
         real, blocks = cast("tuple[object, list[int]]", handle)
-        if not self._plane.poll(real):
+        if not self._backend.poll(real):
             return False
-        if self.fault:
-            fault, self.fault = self.fault, ""
-            getattr(self, fault)(blocks)
+        pool = self._pool
+        match self.fault:
+            case "flipped bit":
+                pool[blocks[-1], BLOCK_BYTES // 3] ^= 64
+            case "shifted":
+                pool[blocks[0]] = pool[blocks[0]].roll(8)
+            case "swapped":
+                pool[blocks[:2]] = pool[[blocks[1], blocks[0]]]
+            case "old":
+                pool[blocks[1]] = self.stale[blocks[1]]
+        self.fault = ""
         return True
-
-    def flipped_bit(self, blocks: list[int]) -> None:
-        self._pool[blocks[-1], BLOCK_BYTES // 3] ^= 64
-
-    def shifted(self, blocks: list[int]) -> None:
-        self._pool[blocks[0]] = self._pool[blocks[0]].roll(8)
-
-    def swapped(self, blocks: list[int]) -> None:
-        self._pool[blocks[:2]] = self._pool[[blocks[1], blocks[0]]]
-
-    def old(self, blocks: list[int]) -> None:
-        self._pool[blocks[1]] = self.stale[blocks[1]]
 
 
 class Pair:
-    """A source and a reader whose plane can be at fault."""
+    """A source and a reader whose backend can be at fault."""
 
-    def __init__(
-        self, kind: str, ours: TransferConfig = PATIENT, theirs: TransferConfig = PATIENT
-    ) -> None:
-        self.source = RealNode("source", kind, BLOCKS, BLOCK_BYTES, config=theirs)
-        self.reader = RealNode("reader", kind, BLOCKS, BLOCK_BYTES, config=ours)
-        self.source.pool[:] = torch.randint(0, 256, self.source.pool.shape, dtype=torch.uint8)
-        self.reader.pool[:] = torch.randint(0, 256, self.reader.pool.shape, dtype=torch.uint8)
-        self.fault = FaultyPlane(self.reader.plane._plane, self.reader.pool)
-        self.reader.plane._plane = cast(TransferBackend, self.fault)
+    def __init__(self, stack: ExitStack, kind: str, ours: TransferConfig, theirs: TransferConfig):
+        self.source, self.reader = (
+            stack.enter_context(closing(RealNode(name, kind, BLOCKS, BLOCK_BYTES, config=config)))
+            for name, config in (("source", theirs), ("reader", ours))
+        )
+        for pool in (self.source.pool, self.reader.pool):
+            pool[:] = torch.randint(0, 256, pool.shape, dtype=torch.uint8)
+        self.fault = FaultyBackend(self.reader.backend._backend, self.reader.pool)
+        self.reader.backend._backend = self.fault
 
     def fetch(self, name: str, remote: list[int], local: list[int], events: int = 1) -> list[Event]:
         """To its end: Fetched, or with two events FetchFailed and Settled."""
-        self.reader.desk.watch(name, self.source.desk.offer(name, remote, 1))
-        self.reader.desk.fetch(name, remote, local)
+        ticket = self.source.engine.offer(name, remote, 1)
+        self.reader.fetch(name, ticket, remote, local)
         return self.reader.wait(events, DEADLINE_S)
 
-    def close(self) -> None:
-        self.reader.desk.close()
-        self.source.desk.close()
+
+@pytest.fixture
+def pair() -> Iterator[Callable[..., Pair]]:
+    with ExitStack() as stack:
+        yield lambda kind="direct", ours=PATIENT, theirs=PATIENT: Pair(stack, kind, ours, theirs)
 
 
-@pytest.fixture(params=["direct", "nixl", "nccl"])
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    if request.param == "nixl":
+@pytest.mark.parametrize("kind", ["direct", "nixl", "nccl"])
+@pytest.mark.parametrize("fault", ["flipped bit", "shifted", "swapped", "old"])
+def test_what_is_not_what_the_source_has_is_not_admitted(
+    pair: Callable[..., Pair], kind: str, fault: str
+) -> None:
+    if kind == "nixl":
         pytest.importorskip("nixl")
-    it = Pair(request.param)
-    yield it
-    it.close()
-
-
-@pytest.mark.parametrize("fault", ["flipped_bit", "shifted", "swapped", "old"])
-def test_what_is_not_what_the_source_has_is_not_admitted(pair: Pair, fault: str) -> None:
-    (fetched,) = pair.fetch("good", [1, 2, 3], [11, 12, 13])
-    assert isinstance(fetched, Fetched)
-    assert torch.equal(pair.reader.pool[11:14], pair.source.pool[1:4])
-    assert pair.reader.desk.stats().checked_blocks == 3
-    pair.fault.fault = fault
-    failed, settled = pair.fetch("bad", [4, 5, 6, 7], [20, 21, 22, 23], events=2)
+    it = pair(kind)
+    assert isinstance(it.fetch("good", [1, 2, 3], [11, 12, 13])[0], Fetched)
+    assert torch.equal(it.reader.pool[11:14], it.source.pool[1:4])
+    assert it.reader.engine.stats().checked_blocks == 3
+    it.fault.fault = fault
+    failed, settled = it.fetch("bad", [4, 5, 6, 7], [20, 21, 22, 23], events=2)
     assert isinstance(failed, FetchFailed)
     assert (failed.cause, failed.verified) == ("KvCorrupted", 0)
     assert settled == Settled("bad")
-    stats = pair.reader.desk.stats()
-    assert stats.checked_blocks == 7
-    assert stats.wrong_blocks == (2 if fault == "swapped" else 1)
-    assert dict(stats.failures) == {"KvCorrupted": 1}
-    (fetched,) = pair.fetch("again", [4, 5, 6, 7], [20, 21, 22, 23])
-    assert isinstance(fetched, Fetched)
-    assert torch.equal(pair.reader.pool[20:24], pair.source.pool[4:8])
-    assert len(pair.source.wait(3, DEADLINE_S)) == 3  # all leases are over
+    stats = it.reader.engine.stats()
+    assert (stats.checked_blocks, stats.wrong_blocks) == (7, 2 if fault == "swapped" else 1)
+    assert stats.failures == {"KvCorrupted": 1}
+    assert isinstance(it.fetch("again", [4, 5, 6, 7], [20, 21, 22, 23])[0], Fetched)
+    assert torch.equal(it.reader.pool[20:24], it.source.pool[4:8])
+    assert len(it.source.wait(3, DEADLINE_S)) == 3  # all leases are over
 
 
-def test_many_blocks_of_a_growing_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_blocks_of_a_growing_ticket(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In several questions on both ends, while it grows."""
     for module in ("fetches", "peers", "chunk_progress"):
         monkeypatch.setattr(f"kvrelay.kv_transfer.{module}.MOST_BLOCKS", 3)
-    pair = Pair("direct")
-    try:
-        blocks = list(range(1, 21))
-        pair.reader.desk.watch("r", pair.source.desk.offer("r", blocks, 1, ready=0))
-        pair.reader.desk.fetch("r", blocks, blocks[::-1])
-        for ready in (1, 8, 15):
-            pair.source.desk.grow("r", ready)
-        pair.source.desk.complete("r", Completion([5]))
-        (fetched,) = pair.reader.wait(1, DEADLINE_S)
-        assert isinstance(fetched, Fetched)
-        assert fetched.completion == Completion([5])
-        assert pair.reader.desk.stats().checked_blocks == 20
-        assert pair.reader.desk.stats().wrong_blocks == 0
-    finally:
-        pair.close()
+    it, blocks = pair(), list(range(1, 21))
+    it.reader.fetch("r", it.source.engine.offer("r", blocks, 1, ready=0), blocks, blocks[::-1])
+    for ready in (1, 8, 15):
+        it.source.engine.grow("r", ready)
+    it.source.engine.complete("r", Completion([5]))
+    (fetched,) = it.reader.wait(1, DEADLINE_S)
+    assert isinstance(fetched, Fetched)
+    assert fetched.completion == Completion([5])
+    stats = it.reader.engine.stats()
+    assert (stats.checked_blocks, stats.wrong_blocks) == (20, 0)
 
 
-def test_what_is_asked_again_while_it_is_summed_is_summed_once(
-    monkeypatch: pytest.MonkeyPatch,
+def test_what_is_asked_again_while_it_is_summed_is_summed_once_and_silence_is_told(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    often = TransferConfig(
-        lease_s=20.0, heartbeat_s=0.02, transfer_deadline_s=60.0, kv_checksums=1.0
-    )
     held, asked = HeldSums(monkeypatch), threading.Semaphore(0)
-    pair = Pair("direct", ours=often)
-    answer = pair.source.desk.answer
+    it = pair(ours=replace(PATIENT, heartbeat_s=0.02))
+    answer = it.source.engine.answer
 
     def counted(sender: bytes, message: Message) -> Message | None:
         if isinstance(message, Follow) and message.checksums:
             asked.release()
         return answer(sender, message)
 
-    monkeypatch.setattr(pair.source.desk, "answer", counted)
+    monkeypatch.setattr(it.source.engine, "answer", counted)
     try:
-        pair.reader.desk.watch("r", pair.source.desk.offer("r", [1, 2], 1))
-        pair.reader.desk.fetch("r", [1, 2], [3, 4])
+        it.reader.fetch("r", it.source.engine.offer("r", [1, 2], 1), [1, 2], [3, 4])
         for _ in range(5):
             assert asked.acquire(timeout=DEADLINE_S)
-        held.gate.set()
-        (fetched,) = pair.reader.wait(1, DEADLINE_S)
-        assert isinstance(fetched, Fetched)
-        assert held.sums == 2  # one on either end
+        monkeypatch.setattr(Checksums, "silent_s", lambda thread: 77.0)
+        assert it.source.engine.stats().silent_s == 77.0
     finally:
         held.gate.set()
-        pair.close()
+    assert isinstance(it.reader.wait(1, DEADLINE_S)[0], Fetched)
+    assert held.sums == 2  # one on either end
 
 
-def test_an_undrawn_block_is_not_checked_and_a_source_that_does_not_check_is_counted() -> None:
-    silent = TransferConfig(lease_s=20.0, heartbeat_s=0.5, transfer_deadline_s=60.0)
-    for ours, theirs, counted in ((silent, PATIENT, (0, 0)), (PATIENT, silent, (0, 4))):
-        pair = Pair("direct", ours, theirs)
-        try:
-            pair.fault.fault = "flipped_bit"
-            (fetched,) = pair.fetch("bad", [4, 5, 6, 7], [20, 21, 22, 23])
-            assert isinstance(fetched, Fetched)
-            stats = pair.reader.desk.stats()
-            assert (stats.checked_blocks, stats.unchecked_blocks) == counted
-        finally:
-            pair.close()
+@pytest.mark.parametrize(
+    ("ours", "theirs", "counted"), [(SILENT, PATIENT, (0, 0)), (PATIENT, SILENT, (0, 4))]
+)
+def test_an_undrawn_block_is_not_checked_and_a_source_that_does_not_check_is_counted(
+    pair: Callable[..., Pair],
+    ours: TransferConfig,
+    theirs: TransferConfig,
+    counted: tuple[int, int],
+) -> None:
+    it = pair("direct", ours, theirs)
+    it.fault.fault = "flipped bit"
+    assert isinstance(it.fetch("bad", [4, 5, 6, 7], [20, 21, 22, 23])[0], Fetched)
+    stats = it.reader.engine.stats()
+    assert (stats.checked_blocks, stats.unchecked_blocks) == counted
 
 
-def test_the_share_is_a_share() -> None:
-    for share in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ConfigError, match="kv_checksums must be between 0 and 1"):
-            TransferConfig(kv_checksums=share)
-    assert CONFIG.kv_checksums == 0
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_the_share_is_a_share(share: float) -> None:
+    with pytest.raises(ConfigError, match="kv_checksums must be between 0 and 1"):
+        TransferConfig(kv_checksums=share)

@@ -19,9 +19,8 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from desk_node import node, reason
-from peer_process import AT_ONCE_S, CONFIG, FINGERPRINT
-from shared_plane import pattern
+from engine_node import AT_ONCE_S, CONFIG, FINGERPRINT, node, reason
+from shared_backend import pattern
 from zmq.utils import z85
 
 import kvrelay.kv_transfer.control
@@ -45,7 +44,7 @@ SECURE = dataclasses.replace(CONFIG, cluster_secret=SECRET)
 
 
 class Ears:
-    """A desk that answers everything with `reply` and writes down what it hears."""
+    """A engine that answers everything with `reply` and writes down what it hears."""
 
     def __init__(self, reply: Message) -> None:
         self.reply = reply
@@ -203,12 +202,11 @@ def test_a_libzmq_without_curve_is_a_config_error(monkeypatch: pytest.MonkeyPatc
         ControlThread(Ears(HELLO), "127.0.0.1", 0, SECRET)
 
 
-# The same over whole desks: what a ticket leads to, and what it does not.
+# The same over whole engines: what a ticket leads to, and what it does not.
 
 
 def fetch(reader: Any, ticket: Ticket) -> list[Any]:
-    reader.desk.watch("r", ticket)
-    reader.desk.fetch("r", [1], [3])
+    reader.fetch("r", ticket, [1], [3])
     return list(reader.wait(2))
 
 
@@ -217,34 +215,32 @@ def test_kv_moves_between_nodes_of_one_secret(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     with node("source", tmp_path, SECURE) as source, node("reader", tmp_path, SECURE) as reader:
-        source.plane.write(1, pattern(1))
+        source.backend.write(1, pattern(1))
         ticket = msgspec.json.decode(
-            msgspec.json.encode(source.desk.offer("r", [1], 16)), type=Ticket
+            msgspec.json.encode(source.engine.offer("r", [1], 16)), type=Ticket
         )
-        reader.desk.watch("mine", ticket)
-        reader.desk.fetch("mine", [1], [3])
+        reader.fetch("mine", ticket, [1], [3])
         assert isinstance(reader.wait(1)[0], Fetched)
-        assert reader.plane.read(3) == pattern(1)
+        assert reader.backend.read(3) == pattern(1)
     assert SECRET not in caplog.text
 
 
 def test_a_ticket_that_grew_is_signed_as_it_is_now(tmp_path: Path) -> None:
     with node("source", tmp_path, SECURE) as source, node("reader", tmp_path, SECURE) as reader:
-        growing = source.desk.offer("r", [1], 16, ready=0)
+        growing = source.engine.offer("r", [1], 16, ready=0)
         hasty = msgspec.structs.replace(growing, growing=False)  # would read what is not there yet
         assert "altered" in reason(fetch(reader, hasty)[0])
-        whole = source.desk.complete("r", Completion([42]))
+        whole = source.engine.complete("r", Completion([42]))
         assert whole is not None
         assert not whole.growing
-        reader.desk.watch("whole", whole)
-        reader.desk.fetch("whole", [1], [3])
+        reader.fetch("whole", whole, [1], [3])
         assert isinstance(reader.wait(1)[0], Fetched)
 
 
 def test_a_source_with_another_secret_fails_the_fetch_at_once(tmp_path: Path) -> None:
     other = dataclasses.replace(CONFIG, cluster_secret=OTHER)
     with node("source", tmp_path, other) as source, node("reader", tmp_path, SECURE) as reader:
-        theirs = source.desk.offer("r", [1], 16)
+        theirs = source.engine.offer("r", [1], 16)
         failed, settled = fetch(reader, theirs)
         assert reason(failed).startswith(
             "Incompatible: the ticket was altered, or signed with another cluster_secret"
@@ -268,7 +264,7 @@ def test_nothing_is_dialled_for_a_forged_ticket(tmp_path: Path) -> None:
         node("source", tmp_path, SECURE) as source,
         node("reader", tmp_path, SECURE) as reader,
     ):
-        good, port = source.desk.offer("r", [1], 16), stranger.getsockname()[1]
+        good, port = source.engine.offer("r", [1], 16), stranger.getsockname()[1]
         moved = msgspec.structs.replace(good, remote_port=port)
         bare = msgspec.structs.replace(moved, signature=None)
         old = signed(moved, SECRET, time.time() - 3600)
@@ -277,19 +273,18 @@ def test_nothing_is_dialled_for_a_forged_ticket(tmp_path: Path) -> None:
         stranger.settimeout(0.2)
         with pytest.raises(TimeoutError):
             stranger.accept()
-        reader.desk.watch("good", good)
-        reader.desk.fetch("good", [1], [3])
+        reader.fetch("good", good, [1], [3])
         assert isinstance(reader.wait(1)[0], Fetched)
 
 
-def test_without_a_secret_a_desk_listens_and_dials_on_this_machine_only(tmp_path: Path) -> None:
+def test_without_a_secret_a_engine_listens_and_dials_on_this_machine_only(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"kv_host must be a loopback address, got '10.1.2.3'; set the same KVRELAY_",
     ):
         TransferConfig(kv_host="10.1.2.3")
     with node("source", tmp_path) as source, node("reader", tmp_path) as reader:
-        away = msgspec.structs.replace(source.desk.offer("r", [1], 16), remote_host="10.1.2.3")
+        away = msgspec.structs.replace(source.engine.offer("r", [1], 16), remote_host="10.1.2.3")
         failed, settled = fetch(reader, away)
         assert "a ticket may lead to a loopback address only, not to '10.1.2.3'" in reason(failed)
         assert settled == Settled("r")

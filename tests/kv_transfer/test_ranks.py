@@ -1,4 +1,4 @@
-"""A desk whose planes are on several ranks: their threads and sockets are real, their processes are
+"""A engine whose backends are on several ranks: their threads and sockets are real, their processes are
 this one.
 """
 
@@ -14,30 +14,27 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from peer_process import CONFIG, FINGERPRINT
-from shared_plane import BLOCK_BYTES, BLOCKS, SharedPlane, pattern
-from woken import Woken
+from engine_node import CONFIG, EngineNode, wait_until
+from shared_backend import BLOCK_BYTES, BLOCKS, SharedBackend, pattern
 
 from kvrelay.kv_transfer.backend import Source
-from kvrelay.kv_transfer.backends import terms_of
 from kvrelay.kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released, Settled
-from kvrelay.kv_transfer.rank_backends import LedBackends
+from kvrelay.kv_transfer.rank_backends import LedBackends, terms_of
 from kvrelay.kv_transfer.ranks import LinkEnd, RankLink
 from kvrelay.kv_transfer.shares import Heads
-from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
 
 KINDS = ("a", "b")
 
 
-class RefusingPlane(SharedPlane):
+class RefusingBackend(SharedBackend):
     """Cannot reach anybody."""
 
     def add_peer(self, source: Source) -> None:
         raise TransferError("another host")
 
 
-class MissingPlane(SharedPlane):
+class MissingBackend(SharedBackend):
     """Cannot be had."""
 
     def open(self) -> bytes:
@@ -49,8 +46,8 @@ def heads_of(size: int) -> list[Heads]:
     return {1: [(0, 2)], 2: [(0, 1), (1, 2)], 4: [(0, 1), (0, 1), (1, 2), (1, 2)]}[size]
 
 
-class Node(Woken):
-    """An engine of `size` ranks, whose planes of both kinds are over pools of their own."""
+class Node(EngineNode):
+    """An engine of `size` ranks, whose backends of both kinds are over pools of their own."""
 
     def __init__(
         self,
@@ -58,28 +55,27 @@ class Node(Woken):
         folder: Path,
         size: int = 1,
         checksums: bool = False,
-        **kinds: type[SharedPlane],
+        **kinds: type[SharedBackend],
     ) -> None:
-        """`kinds`: a plane of another class on the last rank; `checksums`: all of plane a's blocks
+        """`kinds`: a backend of another class on the last rank; `checksums`: all of backend a's blocks
         are checked.
         """
-        super().__init__()
         self.heads = heads_of(size)
-        self.planes: list[dict[str, SharedPlane]] = []
+        self.ranks: list[dict[str, SharedBackend]] = []
         self.lost: list[str] = []
         regions = []
         for rank, (first, end) in enumerate(self.heads):
             block_bytes = BLOCK_BYTES // 2 * (end - first)
             last = rank == size - 1
-            self.planes.append(
+            self.ranks.append(
                 {
-                    kind: (kinds.get(kind, SharedPlane) if last else SharedPlane)(
+                    kind: (kinds.get(kind, SharedBackend) if last else SharedBackend)(
                         folder / f"{name}-{rank}-{kind}-{time.monotonic_ns()}", block_bytes
                     )
                     for kind in KINDS
                 }
             )
-            pool = ctypes.addressof(ctypes.c_char.from_buffer(self.planes[-1]["a"].pool))
+            pool = ctypes.addressof(ctypes.c_char.from_buffer(self.ranks[-1]["a"].pool))
             regions.append(PoolRegion(pool, BLOCKS, block_bytes, "cpu"))
         config = (
             replace(CONFIG, transfer_deadline_s=30.0, kv_checksums=1.0) if checksums else CONFIG
@@ -89,29 +85,27 @@ class Node(Woken):
             RankLink("127.0.0.1", self.heads, name, terms_of(config, heads)) if size > 1 else None
         )
         self.led = [
-            LedBackends(rank, regions[rank], self.planes[rank], self.link.address, self.lost.append)
+            LedBackends(rank, regions[rank], self.ranks[rank], self.link.address, self.lost.append)
             for rank in range(1, size)
             if self.link is not None
         ]
-        self.desk = self.watching = TransferEngine(
-            name, FINGERPRINT, regions[0], config, self.woken.set, self.planes[0], self.link
-        )
+        super().__init__(name, regions[0], self.ranks[0], config, link=self.link)
 
     def fill(self) -> None:
-        """Every block of every plane with its pattern."""
+        """Every block of every backend with its pattern."""
         for kind in KINDS:
-            for planes, (first, end) in zip(self.planes, self.heads, strict=True):
+            for backends, (first, end) in zip(self.ranks, self.heads, strict=True):
                 for block in range(BLOCKS):
-                    planes[kind].write(
+                    backends[kind].write(
                         block, pattern(block)[first * BLOCK_BYTES // 2 : end * BLOCK_BYTES // 2]
                     )
 
     def read(self, kind: str, block: int) -> list[bytes]:
         """A block, of each rank."""
-        return [planes[kind].read(block) for planes in self.planes]
+        return [backends[kind].read(block) for backends in self.ranks]
 
     def close(self) -> None:
-        self.desk.close()
+        super().close()
         for led in self.led:
             led.close()
 
@@ -120,7 +114,7 @@ class Node(Woken):
 def make(tmp_path: Path) -> Iterator[object]:
     nodes: list[Node] = []
 
-    def made(name: str, size: int, checksums: bool = False, **kinds: type[SharedPlane]) -> Node:
+    def made(name: str, size: int, checksums: bool = False, **kinds: type[SharedBackend]) -> Node:
         nodes.append(Node(name, tmp_path, size, checksums, **kinds))
         return nodes[-1]
 
@@ -142,8 +136,7 @@ def halves(node: Node, block: int) -> list[bytes]:
 def test_every_rank_gets_its_part_of_every_block(make, size, source_size):
     source, reader = make("source", source_size), make("reader", size)
     source.fill()
-    reader.desk.watch("r", source.desk.offer("p", [3, 4, 9], 40))
-    reader.desk.fetch("r", [4, 9], [1, 7])
+    reader.fetch("r", source.engine.offer("p", [3, 4, 9], 40), [4, 9], [1, 7])
     (fetched,) = reader.wait(1)
     assert isinstance(fetched, Fetched), fetched
     ranks_bytes = sum(end - first for first, end in reader.heads) * BLOCK_BYTES // 2
@@ -155,7 +148,7 @@ def test_every_rank_gets_its_part_of_every_block(make, size, source_size):
     assert source.wait(1) == [Released("p", expired=False)]
 
 
-class FaultyPlane(SharedPlane):
+class FaultyBackend(SharedBackend):
     """A bit of the first block of each part of a READ arrives wrong."""
 
     def poll(self, handle: object) -> bool:
@@ -173,13 +166,14 @@ class FaultyPlane(SharedPlane):
 def test_every_rank_checks_its_part_against_the_ranks_that_it_reads_from(make, size, source_size):
     source = make("source", source_size, checksums=True)
     source.fill()
-    for checked, kinds in ((2, {}), (1, {"a": FaultyPlane})):
+    for checked, kinds in ((2, {}), (1, {"a": FaultyBackend})):
         reader = make("reader", size, checksums=True, **kinds)
         name = f"{checked}"
-        reader.desk.watch("r", source.desk.offer(name, [3, 4, 9], 40))
-        reader.desk.fetch("r", [4, 9][:checked], [1, 7][:checked])
+        reader.fetch(
+            "r", source.engine.offer(name, [3, 4, 9], 40), [4, 9][:checked], [1, 7][:checked]
+        )
         first, *_ = reader.wait(1 if not kinds else 2, 30.0)
-        stats = reader.desk.stats()
+        stats = reader.engine.stats()
         assert (stats.checked_blocks, stats.wrong_blocks) == (checked, len(kinds))
         assert isinstance(first, FetchFailed if kinds else Fetched), first
         assert not kinds or first.cause == "KvCorrupted"
@@ -188,10 +182,9 @@ def test_every_rank_checks_its_part_against_the_ranks_that_it_reads_from(make, s
 def test_a_read_lasts_until_its_last_part_does(make):
     source, reader = make("source", 1), make("reader", 2)
     source.fill()
-    slow = reader.planes[1]["a"]
+    slow = reader.ranks[1]["a"]
     slow.gate.clear()
-    reader.desk.watch("r", source.desk.offer("p", [3], 16))
-    reader.desk.fetch("r", [3], [1])
+    reader.fetch("r", source.engine.offer("p", [3], 16), [3], [1])
     assert slow.posted.wait(20)
     reader.quiet(0.2)
     slow.gate.set()
@@ -201,95 +194,87 @@ def test_a_read_lasts_until_its_last_part_does(make):
 
 def test_blocks_of_a_read_that_broke_on_one_rank_are_settled_when_no_other_reads(make):
     source, reader = make("source", 2), make("reader", 2)
-    slow, broken = (planes["a"] for planes in reader.planes)
+    slow, broken = (backends["a"] for backends in reader.ranks)
     slow.gate.clear()
     broken.error = PeerLost("gone")
-    reader.desk.watch("r", source.desk.offer("p", [3], 16))
-    reader.desk.fetch("r", [3], [1])
+    reader.fetch("r", source.engine.offer("p", [3], 16), [3], [1])
     (failed,) = reader.wait(1)
     assert isinstance(failed, FetchFailed)
     assert failed.reason == "PeerLost: gone"
     reader.woken.wait(0.2)
-    assert reader.desk.events() == []
+    assert reader.engine.events() == []
     reader.woken.clear()
     slow.gate.set()
     assert reader.wait(1) == [Settled("r")]
 
 
 def test_what_one_rank_cannot_reach_none_reads_through(make):
-    source, reader = make("source", 1), make("reader", 2, a=RefusingPlane)
+    source, reader = make("source", 1), make("reader", 2, a=RefusingBackend)
     source.fill()
-    ticket = source.desk.offer("p", [3], 16)
-    reader.desk.watch("r", ticket)
-    reader.desk.fetch("r", [3], [1])
+    ticket = source.engine.offer("p", [3], 16)
+    reader.fetch("r", ticket, [3], [1])
     (fetched,) = reader.wait(1)
     assert isinstance(fetched, Fetched)
     assert reader.read("b", 1) == halves(reader, 3)
-    way = reader.desk.way(ticket)
+    way = reader.engine.way(ticket)
     assert way is not None
     assert (way.plane, way.missed) == ("b", {"a": "another host"})
 
 
-@pytest.mark.parametrize(("mine", "theirs"), [({"a": MissingPlane}, {}), ({}, {"a": MissingPlane})])
+@pytest.mark.parametrize(
+    ("mine", "theirs"), [({"a": MissingBackend}, {}), ({}, {"a": MissingBackend})]
+)
 def test_what_one_rank_does_not_have_the_engine_does_not_have(make, mine, theirs):
     source, reader = make("source", 2, **theirs), make("reader", 2, **mine)
     source.fill()
-    reader.desk.watch("r", source.desk.offer("p", [3], 16))
-    reader.desk.fetch("r", [3], [1])
+    reader.fetch("r", source.engine.offer("p", [3], 16), [3], [1])
     (fetched,) = reader.wait(1)
     assert isinstance(fetched, Fetched)
     assert reader.read("b", 1) == halves(reader, 3)
 
 
-def test_a_plane_is_opened_on_all_ranks_of_both_ends_when_it_is_needed(make):
-    source, reader = make("source", 2), make("reader", 2, a=RefusingPlane)
+def test_a_backend_is_opened_on_all_ranks_of_both_ends_when_it_is_needed(make):
+    source, reader = make("source", 2), make("reader", 2, a=RefusingBackend)
     source.fill()
-    everywhere = [*source.planes, *reader.planes]
-    assert [planes["b"].opened.is_set() for planes in everywhere] == [False] * 4
-    reader.desk.watch("r", source.desk.offer("p", [3], 16))
-    reader.desk.fetch("r", [3], [1])
+    everywhere = [*source.ranks, *reader.ranks]
+    assert [backends["b"].opened.is_set() for backends in everywhere] == [False] * 4
+    reader.fetch("r", source.engine.offer("p", [3], 16), [3], [1])
     (fetched,) = reader.wait(1)
     assert isinstance(fetched, Fetched)
-    assert [planes["b"].opened.is_set() for planes in everywhere] == [True] * 4
+    assert [backends["b"].opened.is_set() for backends in everywhere] == [True] * 4
 
 
-def test_a_plane_that_one_rank_cannot_open_is_closed_on_the_others(make):
-    source, reader = make("source", 4, b=MissingPlane), make("reader", 2, a=RefusingPlane)
-    assert source.desk.planes == ("a", "b")
-    reader.desk.watch("r", source.desk.offer("p", [3], 16))
-    reader.desk.fetch("r", [3], [1])
+def test_a_backend_that_one_rank_cannot_open_is_closed_on_the_others(make):
+    source, reader = make("source", 4, b=MissingBackend), make("reader", 2, a=RefusingBackend)
+    assert source.engine.planes == ("a", "b")
+    reader.fetch("r", source.engine.offer("p", [3], 16), [3], [1])
     (failed, _) = reader.wait(2)
     assert isinstance(failed, FetchFailed)
     assert "could not open its KV connector b" in failed.reason
-    assert source.desk.planes == ("a",)
-    for planes in source.planes[:-1]:
-        assert planes["b"].has_closed.wait(5)
+    assert source.engine.planes == ("a",)
+    for backends in source.ranks[:-1]:
+        assert backends["b"].has_closed.wait(5)
 
 
-def test_a_plane_that_ends_on_another_rank_ends_the_engine(make, monkeypatch):
+def test_a_backend_that_ends_on_another_rank_ends_the_engine(make, monkeypatch):
     reader = make("reader", 2)
 
     def broken() -> None:
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(reader.planes[1]["a"], "progress", broken)
+    monkeypatch.setattr(reader.ranks[1]["a"], "progress", broken)
     assert reader.woken.wait(5)
     with pytest.raises(RuntimeError, match="rank 1: RuntimeError: a fault of ours"):
-        reader.desk.events()
+        reader.engine.events()
 
 
 def test_ranks_help_readers_as_long_as_there_are_any(make):
     source = make("source", 2)
-    assert source.led[0]._serving is False
-    source.desk.offer("p", [3], 16)
-    until = time.monotonic() + 5
-    while not source.led[0]._serving:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    source.desk.release("p")
-    while source.led[0]._serving:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    assert source.led[0].serving is False
+    source.engine.offer("p", [3], 16)
+    wait_until(lambda: source.led[0].serving)
+    source.engine.release("p")
+    wait_until(lambda: not source.led[0].serving)
 
 
 def test_a_rank_without_the_key_is_not_heard_and_ends():

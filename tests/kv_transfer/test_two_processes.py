@@ -1,21 +1,35 @@
-"""Leases and fences between two processes, one of which is stopped or killed.
+"""Leases, fences and bytes between two processes, one of which is stopped or killed.
 
-Over the test plane and over the direct one, which needs nobody's help to read."""
+Over the test's backend, the direct one, which needs nobody's help to read, and NIXL, which does.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
-from desk_node import Node, node, reason
-from peer_process import AT_ONCE_S, CONFIG, PeerProcess, of_another_host, peer_process
-from real_node import RealNode
-from shared_plane import BLOCK_BYTES, BLOCKS
+import torch
+from engine_node import (
+    AT_ONCE_S,
+    CONFIG,
+    EngineNode,
+    RealNode,
+    SharedNode,
+    node,
+    of_another_host,
+    reason,
+)
+from peer_process import PeerProcess, peer_process
 
-from kvrelay.kv_transfer.connector import Fetched, Released, Settled
+from kvrelay.kv_transfer.connector import Fetched, FetchFailed, Released, Settled
+from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.paged_engine.scheduler import Scheduler
+
+LARGE = (64, 1 << 20)
+EVERYTHING = list(range(LARGE[0]))
 
 
 @pytest.fixture(params=["shared", "direct"])
@@ -24,147 +38,214 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def here(kind: str, tmp_path: Path) -> Iterator[Node | RealNode]:
-    if kind == "shared":
-        with node("here", tmp_path) as it:
-            yield it
-        return
-    real = RealNode("here", kind, BLOCKS, BLOCK_BYTES)
-    yield real
-    real.desk.close()
+def here(kind: str, tmp_path: Path) -> Iterator[EngineNode]:
+    with (
+        node("here", tmp_path)
+        if kind == "shared"
+        else contextlib.closing(RealNode("here", kind)) as it
+    ):
+        yield it
 
 
 @pytest.fixture
 def child(kind: str, tmp_path: Path) -> Iterator[PeerProcess]:
-    arguments = (
-        [str(tmp_path / "child")] if kind == "shared" else [str(BLOCKS), str(BLOCK_BYTES), "cpu"]
-    )
-    with peer_process(kind, *arguments) as it:
+    made = (SharedNode, "child", tmp_path) if kind == "shared" else (RealNode, "child", kind)
+    with peer_process(*made) as it:
         yield it
 
 
-def hand_to(child: PeerProcess, here: Node | RealNode, name: str) -> None:
-    """Offer here, watch there."""
-    child.ask("watch", name, msgspec.to_builtins(here.desk.offer(name, [1, 2], 32)))
+def hand_to(child: PeerProcess, here: EngineNode, *names: str) -> None:
+    """The child watches offers of ours, and reads the last one."""
+    child.ask("backend.gate.clear")
+    for name in names:
+        child.ask("engine.watch", name, here.engine.offer(name, [1, 2], 32))
+    child.ask("engine.fetch", names[-1], [1, 2], [3, 4])
+    assert child.ask("backend.posted.wait", 20.0)
 
 
-def test_leases_of_a_killed_reader_expire(here: Node | RealNode, child: PeerProcess) -> None:
-    child.ask("gate", False)
-    hand_to(child, here, "queued")
-    hand_to(child, here, "fetching")
-    child.ask("fetch", "fetching", [1, 2], [3, 4])
-    assert child.ask("posted")
+def read_from(child: PeerProcess, here: EngineNode) -> None:
+    """We read an offer of the child's; the READ does not end."""
+    here.backend.gate.clear()
+    here.fetch("r", child.offer("r", [1, 2]), [1, 2], [3, 4])
+    assert here.backend.posted.wait(20.0)
+
+
+def test_leases_of_a_killed_reader_expire(here: EngineNode, child: PeerProcess) -> None:
+    hand_to(child, here, "queued", "fetching")
     here.quiet(CONFIG.lease_s * 1.3)  # both are kept alive
     child.kill()
     killed_at = time.monotonic()
-    assert set(here.wait(2)) == {
-        Released("queued", expired=True),
-        Released("fetching", expired=True),
-    }
+    both = {Released(name, expired=True) for name in ("queued", "fetching")}
+    assert set(here.wait(2)) == both
     assert time.monotonic() - killed_at < CONFIG.lease_s + AT_ONCE_S
 
 
 def test_reader_that_slept_past_its_lease_never_admits(
-    here: Node | RealNode, child: PeerProcess
+    here: EngineNode, child: PeerProcess
 ) -> None:
-    child.ask("gate", False)
-    hand_to(child, here, "queued")
-    hand_to(child, here, "fetching")
-    child.ask("fetch", "fetching", [1, 2], [3, 4])
-    assert child.ask("posted")
+    hand_to(child, here, "queued", "fetching")
     child.stop()
     assert {e.request_id for e in here.wait(2)} == {"queued", "fetching"}  # both leases ran out
     child.go_on()
-    child.ask("gate", True)
-    failed, settled = child.events(2, within_s=AT_ONCE_S)
-    assert failed[:2] == ["FetchFailed", "fetching"]
-    assert failed[2].startswith("LeaseLost: ")
-    assert settled == ["Settled", "fetching"]
-    child.ask("fetch", "queued", [1], [3])
-    failed, settled = child.events(2, within_s=AT_ONCE_S)
-    assert failed[:2] == ["FetchFailed", "queued"]
-    assert failed[2].startswith("LeaseLost: ")
+    child.ask("backend.gate.set")
+    for name in ("fetching", "queued"):
+        if name == "queued":
+            child.ask("engine.fetch", name, [1], [3])
+        failed, settled = child.events(2, within_s=AT_ONCE_S)
+        assert reason(failed).startswith("LeaseLost: ")
+        assert settled == Settled(name)
 
 
 def test_reader_that_slept_shorter_than_its_lease_goes_on(
-    here: Node | RealNode, child: PeerProcess
+    here: EngineNode, child: PeerProcess
 ) -> None:
-    child.ask("gate", False)
     hand_to(child, here, "r")
-    child.ask("fetch", "r", [1, 2], [3, 4])
-    assert child.ask("posted")
     child.stop()
     here.quiet(CONFIG.lease_s * 0.2)
     child.go_on()
-    child.ask("gate", True)
-    assert [e[:2] for e in child.events(1, within_s=AT_ONCE_S)] == [["Fetched", "r"]]
+    child.ask("backend.gate.set")
+    assert isinstance(child.events(1, within_s=AT_ONCE_S)[0], Fetched)
     assert here.wait(1) == [Released("r", expired=False)]
 
 
-def test_killed_source_fails_the_fetch_at_once(here: Node | RealNode, child: PeerProcess) -> None:
-    here.plane.gate.clear()
-    here.desk.watch("r", child.offer("r", [1, 2]))
-    here.desk.fetch("r", [1, 2], [3, 4])
-    assert here.plane.posted.wait(20.0)
+def test_killed_source_fails_the_fetch_at_once(here: EngineNode, child: PeerProcess) -> None:
+    read_from(child, here)
     child.kill()
     (failed,) = here.wait(1, within_s=AT_ONCE_S)
     assert reason(failed).startswith("PeerLost: ")
-    here.plane.gate.set()
+    here.backend.gate.set()
     assert here.wait(1) == [Settled("r")]
 
 
 def test_stopped_source_cannot_confirm_and_its_fetch_times_out(
-    here: Node | RealNode, child: PeerProcess, monkeypatch: pytest.MonkeyPatch
+    here: EngineNode, child: PeerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_another_host(monkeypatch)
-    here.plane.gate.clear()
-    here.desk.watch("r", child.offer("r", [1, 2]))
-    here.desk.fetch("r", [1, 2], [3, 4])
-    assert here.plane.posted.wait(20.0)
+    read_from(child, here)
     child.stop()
-    here.plane.gate.set()  # the bytes arrive all the same, as they would by DMA
-    failed, settled = here.wait(2)
-    assert reason(failed).startswith("TransferTimeout: ")
-    assert reason(failed).count("unconfirmed") == 1
-    assert settled == Settled("r")
+    here.backend.gate.set()  # the bytes arrive all the same, as they would by DMA
+    failed = here.fails()
+    assert failed.startswith("TransferTimeout: ")
+    assert "unconfirmed" in failed
 
 
-def test_stopped_source_on_this_host_need_not_confirm(
-    here: Node | RealNode, child: PeerProcess
-) -> None:
-    here.plane.gate.clear()
-    here.desk.watch("r", child.offer("r", [1, 2]))
-    here.desk.fetch("r", [1, 2], [3, 4])
-    assert here.plane.posted.wait(20.0)
+def test_stopped_source_on_this_host_need_not_confirm(here: EngineNode, child: PeerProcess) -> None:
+    read_from(child, here)
     child.stop()
-    here.plane.gate.set()
-    (fetched,) = here.wait(1)
-    assert isinstance(fetched, Fetched), fetched
+    here.backend.gate.set()
+    assert isinstance(here.wait(1)[0], Fetched)
     child.go_on()
-    assert [event[:2] for event in child.events(1, within_s=AT_ONCE_S)] == [["Released", "r"]]
+    assert child.events(1, within_s=AT_ONCE_S) == [Released("r", expired=False)]
 
 
-def test_a_lease_that_ended_is_not_seen_as_held(here: Node | RealNode, child: PeerProcess) -> None:
-    here.plane.gate.clear()
-    here.desk.watch("r", child.offer("r", [1, 2]))
-    here.desk.fetch("r", [1, 2], [3, 4])
-    assert here.plane.posted.wait(20.0)
-    child.ask("release", "r")
-    here.plane.gate.set()
-    failed, settled = here.wait(2)
-    assert reason(failed).startswith("LeaseLost: ")
-    assert settled == Settled("r")
+def test_a_lease_that_ended_is_not_seen_as_held(here: EngineNode, child: PeerProcess) -> None:
+    read_from(child, here)
+    child.ask("engine.release", "r")
+    here.backend.gate.set()
+    assert here.fails().startswith("LeaseLost: ")
 
 
 def test_no_read_starts_towards_a_source_that_went_silent(
-    here: Node | RealNode, child: PeerProcess
+    here: EngineNode, child: PeerProcess
 ) -> None:
-    here.desk.watch("r", child.offer("r", [1, 2]))
+    here.engine.watch("r", child.offer("r", [1, 2]))
     assert child.events(1, within_s=CONFIG.lease_s * 1.3) == []  # watched: renewed
     child.stop()
     here.quiet(CONFIG.lease_s)
-    here.desk.fetch("r", [1, 2], [3, 4])
-    failed, settled = here.wait(2)
-    assert "no renewed lease" in reason(failed)
-    assert settled == Settled("r")
-    assert not here.plane.posted.is_set()
+    here.engine.fetch("r", [1, 2], [3, 4])
+    assert "no renewed lease" in here.fails()
+    assert not here.backend.posted.is_set()
+
+
+# Real bytes. Over TCP a READ of NIXL's needs the source's help: stopping it holds the READ up.
+
+
+@pytest.fixture
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nixl")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    of_another_host(monkeypatch)
+
+
+@contextlib.contextmanager
+def two(kind: str, *sizes: int) -> Iterator[tuple[RealNode, PeerProcess]]:
+    with (
+        contextlib.closing(RealNode("reader", kind, *sizes)) as reader,
+        peer_process(filled, kind, *sizes) as source,
+    ):
+        yield reader, source
+
+
+def filled(kind: str, *sizes: int) -> RealNode:
+    return RealNode("source", kind, *sizes, filled=True)
+
+
+def stop_mid_fetch(reader: RealNode, source: PeerProcess, name: str) -> None:
+    reader.engine.watch(name, source.offer(name, EVERYTHING))
+    reader.renewed(name)
+    source.stop()
+    reader.engine.fetch(name, EVERYTHING, EVERYTHING)
+    reader.quiet()
+
+
+@pytest.mark.usefixtures("over_tcp")
+@pytest.mark.parametrize("kind", ["nixl", "direct"])
+def test_bytes_are_equal_and_settled_means_settled(kind: str) -> None:
+    with two(kind, *LARGE) as (reader, source):
+        reader.fetch("first", source.offer("first", EVERYTHING), EVERYTHING, EVERYTHING[::-1])
+        assert isinstance(reader.wait(1)[0], Fetched)
+        content = torch.arange(LARGE[0], 0, -1, dtype=torch.uint8)
+        assert torch.equal(reader.pool, content[:, None].expand(LARGE))
+        assert source.events(1, within_s=AT_ONCE_S) == [Released("first", expired=False)]
+
+        # Stopped: nothing fails before the deadline, nothing is settled before the bytes are in.
+        reader.pool[:] = 0
+        stop_mid_fetch(reader, source, "second")
+        events = reader.wait(1 if kind == "nixl" else 2)
+        assert reason(events[0]).startswith("TransferTimeout: ")
+        reader.quiet(0.3)
+        source.go_on()
+        events += reader.wait(2 - len(events))
+        assert events[1] == Settled("second")
+        assert source.events(1, within_s=AT_ONCE_S) != []
+        landed = reader.pool.clone()
+        reader.quiet(0.2)
+        assert torch.equal(landed, reader.pool)
+
+        # Killed in the middle: fails at once and is settled.
+        stop_mid_fetch(reader, source, "third")
+        source.kill()
+        assert reader.fails(AT_ONCE_S).startswith("PeerLost: ")
+
+
+@pytest.mark.usefixtures("over_tcp")
+def test_no_block_that_is_used_again_is_touched_by_a_source_that_was_stopped() -> None:
+    """The bytes of an abandoned READ come after all. The block pool has lent their blocks to
+    nobody.
+    """
+    scheduler = Scheduler(
+        BlockPool(LARGE[0]),
+        block_size=16,
+        max_num_batched_tokens=16,
+        max_num_seqs=1,
+        max_model_len=16,
+        eos_token_ids=(),
+    )
+    with two("nixl", *LARGE) as (reader, source):
+        mine = scheduler.lend_blocks("r", scheduler.spare_blocks)
+        assert mine is not None
+        reader.engine.watch("r", source.offer("r", mine))
+        reader.renewed("r")
+        source.stop()
+        reader.engine.fetch("r", mine, mine)
+        assert isinstance(reader.wait(1)[0], FetchFailed)
+        scheduler.kept.quarantine_held("r")
+        others = scheduler.pool.allocate(scheduler.pool.free)
+        assert others is not None
+        reader.pool[others] = 255
+        source.go_on()
+        assert reader.wait(1) == [Settled("r")]
+        assert reader.pool[mine].any()
+        assert bool((reader.pool[others] == 255).all())
+        scheduler.kept.settle("r")
+        assert sorted(scheduler.pool.allocate(scheduler.pool.free) or []) == sorted(mine)

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from benchmarks.local_cluster import free_ports
-from kvrelay.kv_transfer.backends import terms_of
+from kvrelay.kv_transfer.rank_backends import terms_of
 from kvrelay.kv_transfer.ranks import LinkAddress
 from kvrelay.node import ranks as rank_processes
 from kvrelay.node.ranks import Meet

@@ -1,4 +1,4 @@
-"""A data plane for tests: pools are files mapped into memory, a READ is a copy that happens when
+"""A backend for tests: pools are files mapped into memory, a READ is a copy that happens when
 `gate` is open.
 
 Works within one process and between processes, and says how a transfer ends when the test says so.
@@ -19,7 +19,7 @@ BLOCKS, BLOCK_BYTES = 16, 4096
 REGION = PoolRegion(address=0, num_blocks=BLOCKS, block_bytes=BLOCK_BYTES, device="cpu")
 
 
-class SharedPlane:
+class SharedBackend:
     """Set `gate` to let READs finish, `error` to let them fail, from any thread."""
 
     helps_readers = True

@@ -1,49 +1,38 @@
-"""Every data plane reads a share of each block: between pools whose blocks hold different heads."""
+"""Every backend reads a share of each block: between pools whose blocks hold different heads."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch
-from fake_nccl import FakeNccl
+from engine_node import RealNode, real_backend
 
 from kvrelay.kernels.pool_memory import zeros
 from kvrelay.kv_transfer import direct
-from kvrelay.kv_transfer.backend import Source, TransferBackend
+from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.direct import DirectBackend
-from kvrelay.kv_transfer.nccl import NcclBackend
-from kvrelay.kv_transfer.nixl import NixlBackend
 from kvrelay.kv_transfer.shares import Heads, shares
+from kvrelay.wire.errors import ConfigError, TransferError
 
 BLOCKS, HEADS, HEAD_BYTES = 12, 4, 4096
 
 
 class Rank:
-    """A pool of some heads, and a plane over it. `pool` is uint8 [blocks, heads, HEAD_BYTES]."""
+    """A pool of some heads, and a backend over it. `pool` is uint8 [blocks, heads, HEAD_BYTES]."""
 
     def __init__(self, name: str, kind: str, heads: Heads, device: str) -> None:
         self.name, self.heads = name, heads
         size = heads[1] - heads[0]
+        settings = {"slice_bytes": HEAD_BYTES + 1000} if kind == "nccl" else {}
         self.memory = zeros(BLOCKS * size * HEAD_BYTES, torch.device(device))
         self.pool = self.memory.view(BLOCKS, size, HEAD_BYTES)
         self.region = PoolRegion(self.memory.data_ptr(), BLOCKS, size * HEAD_BYTES, device)
-        self.plane: TransferBackend = {
-            "direct": lambda: DirectBackend(self.region),
-            "nixl": lambda: NixlBackend(f"{name}-{time.monotonic_ns()}", self.region, "127.0.0.1"),
-            "nccl": lambda: NcclBackend(
-                self.region,
-                "127.0.0.1",
-                20.0,
-                5.0,
-                slice_bytes=HEAD_BYTES + 1000,
-                nccl=FakeNccl(5.0),
-            ),
-        }[kind]()
-        self.plane.prepare()
-        self.metadata = self.plane.open()
+        self.backend = real_backend(name, kind, self.region, **settings)
+        self.backend.prepare()
+        self.metadata = self.backend.open()
 
 
 def engine(name: str, kind: str, size: int, device: str) -> list[Rank]:
@@ -80,10 +69,10 @@ def engines(
     )
     yield here, there
     for rank in (*here, *there):
-        rank.plane.close()
+        rank.backend.close()
 
 
-@pytest.mark.parametrize("engines", [(1, 2), (2, 1), (4, 2), (1, 4)], indirect=True)
+@pytest.mark.parametrize("engines", [(1, 1), (1, 2), (2, 1), (4, 2), (1, 4)], indirect=True)
 @pytest.mark.parametrize("step_bytes", [direct.STEP_BYTES, 3000])
 def test_every_rank_gets_its_heads_and_nothing_else(engines, step_bytes, monkeypatch):
     monkeypatch.setattr(direct, "STEP_BYTES", step_bytes)
@@ -102,13 +91,44 @@ def test_every_rank_gets_its_heads_and_nothing_else(engines, step_bytes, monkeyp
         for source, share in found:
             peer = there[source]
             generation = f"g/{source}"
-            reader.plane.add_peer(Source(peer.name, generation, peer.region, peer.metadata, share))
-            running.append((reader, reader.plane.post_read(generation, remote, local)))
+            reader.backend.add_peer(
+                Source(peer.name, generation, peer.region, peer.metadata, share)
+            )
+            running.append((reader, reader.backend.post_read(generation, remote, local)))
     deadline = time.monotonic() + 20
     while running:
         assert time.monotonic() < deadline
-        running = [(reader, handle) for reader, handle in running if not reader.plane.poll(handle)]
+        running = [
+            (reader, handle) for reader, handle in running if not reader.backend.poll(handle)
+        ]
         for rank in there:
-            rank.plane.progress()
+            rank.backend.progress()
     for reader in here:
         assert torch.equal(reader.pool.cpu(), expected[:, slice(*reader.heads)])
+
+
+@pytest.mark.parametrize("engines", [(1, 1)], indirect=True)
+@pytest.mark.parametrize("blocks", [([BLOCKS], [0]), ([-1], [0])])
+def test_blocks_outside_either_pool_are_refused(engines, blocks):
+    ((reader,), (source,)) = engines
+    reader.backend.add_peer(Source("source", "g", source.region, source.metadata))
+    with pytest.raises(TransferError, match=f"reach outside a pool of {BLOCKS} blocks"):
+        reader.backend.post_read("g", *blocks)
+
+
+@pytest.mark.parametrize("kind", ["direct", "nixl"])
+def test_an_idle_connector_costs_no_cpu(kind):
+    """A progress thread of its own would take half a second."""
+    if kind == "nixl":
+        pytest.importorskip("nixl")
+    with contextlib.closing(RealNode("idle", kind)) as node:
+        node.engine.offer("r", [1], 16)  # somebody may read
+        before = time.process_time()
+        node.woken.wait(0.5)
+        assert time.process_time() - before < 0.2
+
+
+@pytest.mark.parametrize("kind", ["direct", "nixl"])
+def test_a_device_that_is_neither_cpu_nor_gpu_is_a_config_error(kind):
+    with pytest.raises(ConfigError, match="neither cpu nor cuda:N"):
+        real_backend("x", kind, PoolRegion(0, 1, 1, "tpu"))

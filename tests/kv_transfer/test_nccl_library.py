@@ -124,7 +124,7 @@ def test_ranks_meet_and_connect_before_calls_block(
     met = [("ncclCommInitRankConfig", PARENT), (operation, PARENT), ("ncclCommSplit", PARENT)]
     assert library.calls == met
     stage = torch.zeros(8, dtype=torch.uint8)
-    (communicator.send if rank == 0 else communicator.recv)(stage).wait()
+    (communicator.send if rank == 0 else communicator.recv)(stage)()
     communicator.close()
     assert library.calls == [
         *met,

@@ -6,18 +6,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
+from engine_node import wait_until
 
 from kvrelay.kv_transfer import nccl_pairs
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.nccl_control import Ask, Meet, PairMessage, Part
 from kvrelay.kv_transfer.nccl_pairs import (
     STAGES,
+    Ask,
     Budget,
+    Meet,
     Pair,
+    PairMessage,
+    Part,
     ReaderPair,
     SourcePair,
     Terms,
@@ -36,7 +40,7 @@ class ScriptedWork:
         self.over = threading.Event()
         self.lost = False
 
-    def wait(self) -> None:
+    def __call__(self) -> None:
         assert self.over.wait(10.0)
         if self.lost:
             raise PeerLost("interrupted")
@@ -53,13 +57,10 @@ class Scripted:
         self.may_close = threading.Event()
         self.may_close.set()
 
-    def invite(
-        self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float
-    ) -> Scripted:
-        say(b"")
-        return self
+    def facts(self) -> bytes:
+        return b""
 
-    def join(self, facts: bytes, given_up: Callable[[], bool], deadline: float) -> Scripted:
+    def open(self, rank: int, facts: bytes, given_up: object, deadline: float) -> Scripted:
         return self
 
     def send(self, staging: torch.Tensor) -> ScriptedWork:
@@ -100,7 +101,7 @@ class Side:
         self.ended.set()
 
     def begun(self, count: int) -> None:
-        until(lambda: len(self.backend.begun) >= count)
+        wait_until(lambda: len(self.backend.begun) >= count)
         time.sleep(0.02)  # for one too many
         assert len(self.backend.begun) == count
 
@@ -112,13 +113,6 @@ def side() -> Iterator[Side]:
     assert side.ended.wait(10.0)
     assert side.backend.closed.is_set()
     assert side.budget.used_bytes == 0
-
-
-def until(true: Callable[[], object], within_s: float = 30.0) -> None:
-    end = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end, "not within the deadline"
-        time.sleep(0.002)
 
 
 def transfer(*blocks: int) -> Transfer:
@@ -134,14 +128,14 @@ def test_a_reader_receives_ahead_across_transfers_and_in_order(side: Side) -> No
     long, short = transfer(0, 1, 2, 3), transfer(9)
     assert pair.read(long)
     assert pair.read(short)
-    pair.start()
+    pair.thread.start()
     side.begun(STAGES)
     side.backend.end(1, 2)
     side.backend.end(2, 3)
     time.sleep(0.02)
     assert not side.pool.any()
     side.backend.end(0, 1)
-    until(lambda: long.done and short.done)
+    wait_until(lambda: long.done and short.done)
     assert side.pool[:4, 0].tolist() == [1, 1, 2, 2]
     assert side.pool[9].tolist() == [3] * BLOCK_BYTES
     # A stage is used again only when its bytes are in the pool.
@@ -160,10 +154,10 @@ def test_nothing_lands_after_an_abort(side: Side) -> None:
     one, other = transfer(0, 1, 2, 3), transfer(4)
     pair.read(one)
     pair.read(other)
-    pair.start()
+    pair.thread.start()
     side.begun(STAGES)
     side.backend.end(0, 1)
-    until(lambda: side.pool[:2].all())
+    wait_until(lambda: side.pool[:2].all())
     side.backend.begun[1][0].fill_(7)  # it is being written
     pair.abort(PeerLost("lost"))
     assert isinstance(one.error, PeerLost)
@@ -178,15 +172,15 @@ def test_what_an_idle_source_has_not_heard_of_is_left_for_another_pair(side: Sid
     pair = ReaderPair(b"p", side.terms, side.said.append, side.on_end)
     begun, waiting = transfer(0), transfer(1)
     pair.read(begun)
-    pair.start()
+    pair.thread.start()
     side.begun(1)
     pair.read(waiting)
-    assert pair.unheard(PeerLost("idle")) == [begun, waiting]
+    assert pair.end(PeerLost("idle")) == [begun, waiting]
     assert not pair.read(transfer(2))
     assert side.ended.wait(10.0)
     assert not any(each.done or each.error for each in (begun, waiting))
     assert not side.pool.any()
-    assert pair.unheard(PeerLost("again")) == []
+    assert pair.end(PeerLost("again")) == []
 
 
 def test_who_has_lost_its_source_waits_a_moment_for_the_reason(
@@ -196,12 +190,12 @@ def test_who_has_lost_its_source_waits_a_moment_for_the_reason(
     pair = ReaderPair(b"p", side.terms, side.said.append, side.on_end)
     lost = transfer(0)
     pair.read(lost)
-    pair.start()
+    pair.thread.start()
     side.begun(1)
     side.backend.interrupt()  # the connection has broken
     assert side.backend.closed.wait(10.0)
     assert lost.error is None
-    assert pair.unheard(PeerLost("idle")) == [lost]
+    assert pair.end(PeerLost("idle")) == [lost]
     assert side.ended.wait(10.0)
     assert lost.error is None
 
@@ -213,23 +207,23 @@ def test_a_transfer_whose_copies_are_held_up_is_over_when_its_communicator_is_cl
     pair = ReaderPair(b"p", side.terms, side.said.append, side.on_end)
     held_up = transfer(0)
     pair.read(held_up)
-    pair.start()
+    pair.thread.start()
     side.begun(1)
     side.backend.end(0, 1)
-    until(lambda: side.pool[0].all())
+    wait_until(lambda: side.pool[0].all())
     side.backend.may_close.clear()
     pair.abort(PeerLost("lost"))
     assert held_up.error is None
     assert not held_up.done
     side.backend.may_close.set()
-    until(lambda: held_up.error is not None)
+    wait_until(lambda: held_up.error is not None)
     assert side.backend.closed.is_set()
 
 
 def test_a_source_gathers_into_a_stage_only_when_it_has_been_sent(side: Side) -> None:
     side.pool[:] = torch.arange(BLOCKS, dtype=torch.uint8)[:, None]
     pair = SourcePair(Meet(b"p", SLICE_BYTES, b""), side.terms, side.said.append, side.on_end)
-    pair.start()
+    pair.thread.start()
     for blocks in ([5, 6, 7], [8], [20, 21, 22, 23]):
         pair.serve(ask(*blocks))
     side.begun(STAGES)

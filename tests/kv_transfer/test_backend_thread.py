@@ -1,4 +1,4 @@
-"""The thread of a data plane: when it takes a READ for over. Its turns are taken here, by a clock
+"""The thread of a backend: when it takes a READ for over. Its turns are taken here, by a clock
 of the test's own.
 """
 
@@ -14,6 +14,7 @@ from kvrelay.kv_transfer.backend import (
     BROKEN_S,
     HANGING_S,
     BackendThread,
+    Open,
     PeerGone,
     ReadEnded,
     ReadFailed,
@@ -34,7 +35,7 @@ def failed(error: TransferError, number: int = 1, *, in_flight: bool) -> ReadFai
     return ReadFailed(PEER, number, error, in_flight)
 
 
-class Plane:
+class Backend:
     """Does to each READ what `outcome` says."""
 
     helps_readers = False
@@ -83,11 +84,11 @@ class Scene:
     """A READ that was posted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.plane, self.clock = Plane(), Clock()
+        self.backend, self.clock = Backend(), Clock()
         self.told: list[object] = []
         monkeypatch.setattr(kvrelay.kv_transfer.backend, "time", self.clock)
-        self.thread = BackendThread(self.plane, self.told.append, lambda: True, self.told.append)
-        self.thread.open(lambda _: None)
+        self.thread = BackendThread(self.backend, self.told.append, lambda: True, self.told.append)
+        self.thread.do(Open())
         self.turn()
         self.thread.do(Read(1, PEER, (1, 2), (3, 4)))
         self.turn()
@@ -95,9 +96,9 @@ class Scene:
     def turn(
         self, later_s: float = 0.0, outcome: bool | TransferError | None = None
     ) -> list[object]:
-        """What the desk is told in the next turn, so much later."""
+        """What the engine is told in the next turn, so much later."""
         self.clock.now += later_s
-        self.plane.outcome = self.plane.outcome if outcome is None else outcome
+        self.backend.outcome = self.backend.outcome if outcome is None else outcome
         self.thread._turn()
         told = list(self.told)
         self.told.clear()
@@ -110,13 +111,15 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 
 def polls_no_more(scene: Scene) -> bool:
-    before = scene.plane.polls
+    before = scene.backend.polls
     scene.turn()
-    return scene.plane.polls == before
+    return scene.backend.polls == before
 
 
-def test_it_is_seen_at_work_with_every_turn_and_silent_while_its_plane_hangs(scene: Scene) -> None:
-    scene.clock.now += 30.0  # in one call of its plane
+def test_it_is_seen_at_work_with_every_turn_and_silent_while_its_backend_hangs(
+    scene: Scene,
+) -> None:
+    scene.clock.now += 30.0  # in one call of its backend
     assert scene.thread.silent_s() == 30.0
     scene.turn()
     assert scene.thread.silent_s() == 0.0
@@ -126,7 +129,7 @@ def test_a_read_that_is_done_or_disconnected_is_over(scene: Scene) -> None:
     assert scene.turn() == []
     assert scene.turn(0.1, True) == [ended()]
     assert polls_no_more(scene)
-    scene.plane.outcome = False
+    scene.backend.outcome = False
     scene.thread.do(Read(2, PEER, (1,), (3,)))
     assert scene.turn() == []
     assert scene.turn(0.1, LOST) == [failed(LOST, 2, in_flight=False)]
@@ -150,7 +153,7 @@ def test_a_broken_read_is_told_of_once_and_waited_for_long(
 
 
 @pytest.mark.parametrize(("end", "told"), [(True, ended()), (LOST, failed(LOST, in_flight=False))])
-def test_a_broken_read_is_over_as_soon_as_the_plane_says_so(
+def test_a_broken_read_is_over_as_soon_as_the_backend_says_so(
     scene: Scene, end: bool | TransferError, told: object
 ) -> None:
     scene.turn(0.1, BROKE)
@@ -158,11 +161,11 @@ def test_a_broken_read_is_over_as_soon_as_the_plane_says_so(
     assert polls_no_more(scene)
 
 
-def test_only_the_plane_says_what_the_end_of_a_process_ends(scene: Scene) -> None:
+def test_only_the_backend_says_what_the_end_of_a_process_ends(scene: Scene) -> None:
     scene.turn(0.1, BROKE)
     scene.thread.do(PeerGone(PEER))
     assert scene.turn() == []
-    assert scene.plane.gone == ["g"]
+    assert scene.backend.gone == ["g"]
     assert not polls_no_more(scene)
 
 

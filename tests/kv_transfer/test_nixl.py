@@ -9,12 +9,13 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from peer_process import CONFIG, FINGERPRINT, peer_process
-from real_node import BLOCK_BYTES, BLOCKS, RealNode
+from engine_node import CONFIG, FINGERPRINT, RealNode
+from peer_process import PeerProcess, peer_process
 
 from kvrelay.kernels.pool_memory import zeros
 from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed, PeerKey, PoolRegion, Settled
@@ -25,6 +26,7 @@ from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.transfer import Ticket
 from tests.listening import Port, listening
 
+LARGE = BLOCKS, BLOCK_BYTES = 64, 1 << 20
 PATIENT = TransferConfig(lease_s=3.0, heartbeat_s=0.5, transfer_deadline_s=10.0)
 
 
@@ -41,32 +43,40 @@ def test_missing_nixl_is_a_config_error_naming_the_extra(monkeypatch: pytest.Mon
 EVERYTHING = list(range(BLOCKS))
 
 
+def filled() -> RealNode:
+    return RealNode("source", "nixl", *LARGE, filled=True)
+
+
+@contextlib.contextmanager
+def two() -> Iterator[tuple[RealNode, PeerProcess]]:
+    with (
+        contextlib.closing(RealNode("reader", "nixl", *LARGE, config=PATIENT)) as reader,
+        peer_process(filled) as source,
+    ):
+        yield reader, source
+
+
 def test_a_connection_of_ucx_that_breaks_between_two_living_nodes_is_made_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("nixl")
     monkeypatch.setenv("UCX_TLS", "tcp")
-    reader = RealNode("reader", "nixl", config=PATIENT)
-    try:
-        with peer_process("nixl", str(BLOCKS), str(BLOCK_BYTES), "cpu") as source:
+    with two() as (reader, source):
 
-            def fetch(name: str, events: int) -> list[Event]:
-                reader.desk.watch(name, source.offer(name, EVERYTHING))
-                reader.desk.fetch(name, EVERYTHING, EVERYTHING)
-                return reader.wait(events)
+        def fetch(name: str, events: int) -> list[Event]:
+            reader.fetch(name, source.offer(name, EVERYTHING), EVERYTHING, EVERYTHING)
+            return reader.wait(events)
 
-            before = connections()
-            assert isinstance(fetch("first", 1)[0], Fetched)
-            for number in connections() - before - desk_connections(source.offer("where", [1])):
-                with socket.socket(fileno=os.dup(number)) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
-            failed, settled = fetch("second", 2)
-            assert isinstance(failed, FetchFailed)
-            assert failed.cause == "PeerLost"
-            assert settled == Settled("second")
-            assert isinstance(fetch("third", 1)[0], Fetched)
-    finally:
-        reader.desk.close()
+        before = connections()
+        assert isinstance(fetch("first", 1)[0], Fetched)
+        for number in connections() - before - engine_connections(source.offer("where", [1])):
+            with socket.socket(fileno=os.dup(number)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+        failed, settled = fetch("second", 2)
+        assert isinstance(failed, FetchFailed)
+        assert failed.cause == "PeerLost"
+        assert settled == Settled("second")
+        assert isinstance(fetch("third", 1)[0], Fetched)
 
 
 def test_a_read_that_hangs_is_over_when_its_peer_is_known_to_be_gone(
@@ -74,27 +84,23 @@ def test_a_read_that_hangs_is_over_when_its_peer_is_known_to_be_gone(
 ) -> None:
     pytest.importorskip("nixl")
     monkeypatch.setenv("UCX_TLS", "tcp")
-    reader = RealNode("reader", "nixl", config=PATIENT)
-    try:
-        with peer_process("nixl", str(BLOCKS), str(BLOCK_BYTES), "cpu") as source:
-            ticket = source.offer("r", EVERYTHING)
-            reader.desk.watch("r", ticket)
-            reader.renewed("r")
-            source.stop()
-            reader.desk.fetch("r", EVERYTHING, EVERYTHING)
-            assert reader.plane.posted.wait(20.0)
-            reader.desk.cancel("r")
-            reader.quiet(2 * COPIED_S)
-            assert ticket.remote_host is not None
-            assert ticket.remote_port is not None
-            assert ticket.generation is not None
-            reader.desk.on_process_gone(
-                PeerKey(ticket.remote_host, ticket.remote_port, ticket.generation)
-            )
-            reader.quiet(COPIED_S / 2)
-            assert reader.wait(1) == [Settled("r")]
-    finally:
-        reader.desk.close()
+    with two() as (reader, source):
+        ticket = source.offer("r", EVERYTHING)
+        reader.engine.watch("r", ticket)
+        reader.renewed("r")
+        source.stop()
+        reader.engine.fetch("r", EVERYTHING, EVERYTHING)
+        assert reader.backend.posted.wait(20.0)
+        reader.engine.cancel("r")
+        reader.quiet(2 * COPIED_S)
+        assert ticket.remote_host is not None
+        assert ticket.remote_port is not None
+        assert ticket.generation is not None
+        reader.engine.on_process_gone(
+            PeerKey(ticket.remote_host, ticket.remote_port, ticket.generation)
+        )
+        reader.quiet(COPIED_S / 2)
+        assert reader.wait(1) == [Settled("r")]
 
 
 def connections() -> set[int]:
@@ -108,7 +114,7 @@ def connections() -> set[int]:
     return found
 
 
-def desk_connections(ticket: Ticket) -> set[int]:
+def engine_connections(ticket: Ticket) -> set[int]:
     """Those of them that lead to the control channel of whoever made this ticket."""
     found = set()
     for number in connections():
@@ -132,7 +138,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> PoolRegion:
     memory = zeros(4 * BLOCK_BYTES, torch.device("cpu"))
     monkeypatch.setattr(
         sys.modules[__name__], "_POOL", memory, raising=False
-    )  # must outlive the plane
+    )  # must outlive the backend
     return PoolRegion(memory.data_ptr(), 4, BLOCK_BYTES, "cpu")
 
 
@@ -151,12 +157,12 @@ def test_ucx_listens_on_the_interface_of_kv_host_alone_and_not_before_it_is_open
     pool: PoolRegion, host: str
 ) -> None:
     interfaces = {each: name for name, each in addresses_here()}
-    plane, before = NixlBackend("sockets", pool, host), own_ports()
-    plane.prepare()
+    backend, before = NixlBackend("sockets", pool, host), own_ports()
+    backend.prepare()
     assert own_ports() == before
-    plane.open()
+    backend.open()
     opened = own_ports() - before
-    plane.close()
+    backend.close()
     assert opened
     assert {port.protocol for port in opened} == {"tcp"}
     assert {interfaces[port.address] for port in opened} == {interfaces.get(host, "lo")}
@@ -165,11 +171,11 @@ def test_ucx_listens_on_the_interface_of_kv_host_alone_and_not_before_it_is_open
 
 def test_an_operators_own_devices_win(pool: PoolRegion, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    plane, before = NixlBackend("sockets", pool, "203.0.113.1"), own_ports()
-    plane.prepare()
-    plane.open()
+    backend, before = NixlBackend("sockets", pool, "203.0.113.1"), own_ports()
+    backend.prepare()
+    backend.open()
     opened = own_ports() - before
-    plane.close()
+    backend.close()
     assert {port.address for port in opened} == {"127.0.0.1"}
 
 
@@ -178,11 +184,11 @@ def test_kv_host_of_no_interface_opens_nothing(pool: PoolRegion) -> None:
         NixlBackend("sockets", pool, "203.0.113.1").prepare()
 
 
-def test_a_plane_that_cannot_be_opened_leaves_no_listener(pool: PoolRegion) -> None:
+def test_a_backend_that_cannot_be_opened_leaves_no_listener(pool: PoolRegion) -> None:
     nowhere = replace(pool, address=1 << 40)
-    plane, before = NixlBackend("sockets", nowhere, "127.0.0.1"), own_ports()
-    plane.prepare()
-    plane._ours = lambda *_: (_ for _ in ()).throw(ValueError("no such pool"))  # type: ignore[method-assign,assignment]
+    backend, before = NixlBackend("sockets", nowhere, "127.0.0.1"), own_ports()
+    backend.prepare()
+    backend._ours = lambda *_: (_ for _ in ()).throw(ValueError("no such pool"))  # type: ignore[method-assign,assignment]
     with pytest.raises(ConfigError, match="NIXL cannot take the KV pool"):
-        plane.open()
+        backend.open()
     assert own_ports() == before

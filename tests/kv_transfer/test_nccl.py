@@ -1,85 +1,131 @@
-"""The NCCL plane: over a fake between planes here, and over NCCL where there are two GPUs."""
+"""The NCCL backend: over a fake between backends here, and over NCCL where there are two GPUs."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 import zmq
-from nccl_peer import PATIENCE_S, PeerPlane, PlaneNode, peer_plane
+from engine_node import wait_until
+from fake_nccl import FakeNccl
+from peer_process import peer_process
 
 from kvrelay.kv_transfer import nccl_pairs
+from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.nccl import NcclBackend
-from kvrelay.kv_transfer.nccl_control import Address, Ask, Meet, PairMessage, Part, decode, encode
+from kvrelay.kv_transfer.nccl_pairs import Address, Ask, Meet, PairMessage, Part, decode, encode
 from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
 
+# How long a pair may take to be made, and a slice; the second is what tests of a stopped peer wait
+# for.
+MEET_S, PATIENCE_S = 10.0, 1.5
 # Neither divides the other: slices of two blocks and a bit; and blocks of several slices.
 SMALL, LARGE = (64, 10_001, 30_000), (24, 100_003, 7_000)
 # So many slices that there is a middle to stop in.
 LONG = (64, 64 << 10, 4 << 10)
 
 
-@contextlib.contextmanager
-def plane_node(*sizes: int, device: str = "cpu", **settings: float) -> Iterator[PlaneNode]:
-    node = PlaneNode(*sizes, device, **settings)
-    try:
-        yield node
-    finally:
-        node.plane.close()
+class BackendNode:
+    """A backend and its pool, called from this thread as the backend's thread would."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_bytes: int,
+        slice_bytes: int,
+        device: str = "cpu",
+        **settings: Any,
+    ) -> None:
+        pool = torch.zeros(num_blocks * block_bytes, dtype=torch.uint8, device=device)
+        self.pool = pool.view(num_blocks, block_bytes)
+        self.region = PoolRegion(self.pool.data_ptr(), num_blocks, block_bytes, device)
+        self.nccl: Any = FakeNccl(PATIENCE_S) if device == "cpu" else None
+        settings = {"meet_s": MEET_S, "patience_s": PATIENCE_S, "nccl": self.nccl} | settings
+        self.backend = NcclBackend(self.region, "127.0.0.1", slice_bytes=slice_bytes, **settings)
+        self.generation = uuid.uuid4().hex
+        self.backend.prepare()
+        self.metadata = self.backend.open()
+
+    def fill(self, seed: int) -> None:
+        """Bytes that follow from the seed, unlike in any other block."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = self.pool.shape
+        self.pool.copy_(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator))
+
+    @property
+    def welcome(self) -> Source:
+        return Source("peer", self.generation, self.region, self.metadata)
+
+    def digest(self, blocks: Sequence[int]) -> str:
+        return hashlib.sha256(self.pool[list(blocks)].cpu().numpy().tobytes()).hexdigest()
+
+    def ended(self, handle: object, within_s: float = 10.0) -> bool:
+        """Poll until a read ends: True, or its error is raised. False if it does not end in time."""
+        end = time.monotonic() + within_s
+        while time.monotonic() < end:
+            if self.backend.poll(handle):
+                return True
+            self.backend.progress()
+            time.sleep(0.002)
+        return False
+
+    def close(self) -> None:
+        self.backend.close()
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., PlaneNode]]:
+def start() -> Iterator[Callable[..., BackendNode]]:
     with contextlib.ExitStack() as stack:
-        yield lambda *sizes, **settings: stack.enter_context(plane_node(*sizes, **settings))
-    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")])
-
-
-def until(true: Callable[[], object], within_s: float = 10.0) -> None:
-    end = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end, "not within the deadline"
-        time.sleep(0.005)
+        closing = contextlib.closing
+        yield lambda *sizes, **more: stack.enter_context(closing(BackendNode(*sizes, **more)))
+    wait_until(
+        lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")]
+    )
 
 
 def scattered(count: int, num_blocks: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(num_blocks), count)
 
 
-def meet(reader: PlaneNode, source: PlaneNode) -> str:
+def meet(reader: BackendNode, source: BackendNode) -> str:
     source.fill(7)
-    reader.plane.add_peer(source.welcome)
+    reader.backend.add_peer(source.welcome)
     return source.generation
 
 
-def read(reader: PlaneNode, source: PlaneNode, remote: list[int], local: list[int]) -> None:
+def read(reader: BackendNode, source: BackendNode, remote: list[int], local: list[int]) -> None:
     """The bytes arrive, and are the source's."""
-    assert reader.ended(reader.plane.post_read(source.generation, remote, local))
+    assert reader.ended(reader.backend.post_read(source.generation, remote, local))
     assert reader.digest(local) == source.digest(remote)
 
 
-def long_read(reader: PlaneNode, source: PlaneNode) -> object:
+def long_read(reader: BackendNode, source: BackendNode) -> object:
     """A read whose first slice has arrived, and most of which has not."""
     everything = list(range(LONG[0]))
-    handle = reader.plane.post_read(meet(reader, source), everything, everything)
-    until(lambda: bool(reader.pool[0].any()))
+    handle = reader.backend.post_read(meet(reader, source), everything, everything)
+    wait_until(lambda: bool(reader.pool[0].any()))
     source.nccl.stopped.set()
-    assert not reader.plane.poll(handle)
+    assert not reader.backend.poll(handle)
     return handle
 
 
-def free(*nodes: PlaneNode) -> None:
+def free(*nodes: BackendNode) -> None:
     """All pairs give their memory back."""
-    until(lambda: not any(node.plane.budget.used_bytes for node in nodes), 2 * PATIENCE_S + 10.0)
+    wait_until(
+        lambda: not any(node.backend.budget.used_bytes for node in nodes), 2 * PATIENCE_S + 10.0
+    )
 
 
 # Reading.
@@ -87,18 +133,18 @@ def free(*nodes: PlaneNode) -> None:
 
 @pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small blocks", "large blocks"])
 def test_scattered_blocks_are_equal(
-    start: Callable[..., PlaneNode], sizes: tuple[int, int, int]
+    start: Callable[..., BackendNode], sizes: tuple[int, int, int]
 ) -> None:
     source, reader = start(*sizes), start(*sizes)
     meet(reader, source)
     for seed, count in enumerate((1, 7, 20)):
         remote, local = scattered(count, sizes[0], seed), scattered(count, sizes[0], seed + 100)
         read(reader, source, remote, local)
-    assert reader.plane.budget.used_bytes == nccl_pairs.STAGES * sizes[2]
+    assert reader.backend.budget.used_bytes == nccl_pairs.STAGES * sizes[2]
 
 
 def test_many_transfers_two_readers_and_both_directions_at_once(
-    start: Callable[..., PlaneNode],
+    start: Callable[..., BackendNode],
 ) -> None:
     one, two, here = (start(*SMALL) for _ in range(3))
     for reader, source in ((one, here), (two, here), (here, one)):
@@ -107,10 +153,10 @@ def test_many_transfers_two_readers_and_both_directions_at_once(
     # times.
     mine, theirs = list(range(0, SMALL[0], 2)), list(range(1, SMALL[0], 2))
     handles = [
-        (reader, reader.plane.post_read(here.generation, mine, theirs)) for reader in (one, two)
+        (reader, reader.backend.post_read(here.generation, mine, theirs)) for reader in (one, two)
     ]
     for k in range(0, 32, 4):
-        handle = here.plane.post_read(one.generation, mine[k : k + 4], theirs[k : k + 4])
+        handle = here.backend.post_read(one.generation, mine[k : k + 4], theirs[k : k + 4])
         handles.append((here, handle))
     assert all(reader.ended(handle) for reader, handle in handles)
     assert one.digest(theirs) == two.digest(theirs) == here.digest(mine)
@@ -118,10 +164,10 @@ def test_many_transfers_two_readers_and_both_directions_at_once(
 
 
 def test_blocks_outside_either_pool_are_refused_before_anything_starts(
-    start: Callable[..., PlaneNode],
+    start: Callable[..., BackendNode],
 ) -> None:
     source, reader = start(*SMALL), start(*SMALL)
-    reader.plane.add_peer(source.welcome)
+    reader.backend.add_peer(source.welcome)
     for remote, local, whose in (
         ([64], [0], "remote"),
         ([-1], [0], "remote"),
@@ -130,20 +176,20 @@ def test_blocks_outside_either_pool_are_refused_before_anything_starts(
         with pytest.raises(
             TransferError, match=rf"{whose} blocks .* reach outside a pool of 64 blocks"
         ):
-            reader.plane.post_read(source.generation, remote, local)
+            reader.backend.post_read(source.generation, remote, local)
     with pytest.raises(TransferError, match="too many to ask for at once"):
-        reader.plane.post_read(source.generation, [63] * 2_000_000, [0])
+        reader.backend.post_read(source.generation, [63] * 2_000_000, [0])
     with pytest.raises(TransferError, match="not there any more"):
-        reader.plane.post_read("somebody", [0], [0])
+        reader.backend.post_read("somebody", [0], [0])
     with pytest.raises(TransferError, match="one kv_connector"):
-        reader.plane.add_peer(replace(source.welcome, generation="nixl", metadata=b"NIXL's"))
+        reader.backend.add_peer(replace(source.welcome, generation="nixl", metadata=b"NIXL's"))
 
 
 def test_what_cannot_be_opened_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="needs a GPU, and the KV pool is on cpu; take nixl or"):
         NcclBackend(PoolRegion(0, 1, 1, "cpu"), "127.0.0.1", 1.0, 1.0).prepare()
-    node = PlaneNode(*SMALL)
-    node.plane.close()
+    node = BackendNode(*SMALL)
+    node.backend.close()
     elsewhere = NcclBackend(node.region, "203.0.113.1", 1.0, 1.0, nccl=node.nccl)
     elsewhere.prepare()
     with pytest.raises(ConfigError, match="cannot listen at kv_host"):
@@ -172,7 +218,7 @@ def answer(dealer: zmq.Socket[bytes], within_s: float = 5.0) -> PairMessage | No
     return decode(dealer.recv()) if dealer.poll(int(within_s * 1000)) else None
 
 
-def test_whoever_has_not_been_welcomed_gets_no_answer(start: Callable[..., PlaneNode]) -> None:
+def test_whoever_has_not_been_welcomed_gets_no_answer(start: Callable[..., BackendNode]) -> None:
     address = msgspec.msgpack.decode(start(*SMALL).metadata, type=Address)
     another, _ = zmq.curve_keypair()
     with dialled(address, another) as stranger:
@@ -184,7 +230,7 @@ def test_whoever_has_not_been_welcomed_gets_no_answer(start: Callable[..., Plane
 
 
 def test_a_reader_that_asks_for_blocks_outside_the_pool_loses_its_pair_and_nobody_else_does(
-    start: Callable[..., PlaneNode],
+    start: Callable[..., BackendNode],
 ) -> None:
     source, reader = start(*SMALL), start(*SMALL)
     meet(reader, source)
@@ -213,7 +259,7 @@ def _parted(dealer: zmq.Socket[bytes], name: bytes) -> bool:
 
 
 def test_a_stopped_source_is_given_up_holds_up_nobody_and_changes_nothing_later(
-    start: Callable[..., PlaneNode],
+    start: Callable[..., BackendNode],
 ) -> None:
     stopped, other, reader = (start(*LONG) for _ in range(3))
     handle = long_read(reader, stopped)
@@ -226,14 +272,14 @@ def test_a_stopped_source_is_given_up_holds_up_nobody_and_changes_nothing_later(
         nonlocal slowest
         before = time.monotonic()
         try:
-            return reader.plane.poll(handle)
+            return reader.backend.poll(handle)
         finally:
             slowest = max(slowest, time.monotonic() - before)
 
     with pytest.raises(PeerLost):
-        until(poll, PATIENCE_S + 5.0)
+        wait_until(poll, PATIENCE_S + 5.0)
     assert time.monotonic() - stopped_at < PATIENCE_S + 2.0
-    assert slowest < 0.5  # the plane's thread never waits
+    assert slowest < 0.5  # the backend's thread never waits
     # The blocks are somebody else's now.
     reader.fill(8)
     expected = reader.digest(range(LONG[0]))
@@ -244,12 +290,12 @@ def test_a_stopped_source_is_given_up_holds_up_nobody_and_changes_nothing_later(
 
 
 def test_source_that_is_stopped_before_it_meets_is_given_up(
-    start: Callable[..., PlaneNode],
+    start: Callable[..., BackendNode],
 ) -> None:
     source, reader = start(*SMALL), start(*SMALL, meet_s=0.5)
     generation = meet(reader, source)
     source.nccl.stopped.set()
-    for handle in [reader.plane.post_read(generation, [k], [k]) for k in range(3)]:
+    for handle in [reader.backend.post_read(generation, [k], [k]) for k in range(3)]:
         with pytest.raises(PeerLost):
             reader.ended(handle)
     free(reader)
@@ -261,19 +307,19 @@ def test_source_that_is_stopped_before_it_meets_is_given_up(
 
 @pytest.mark.parametrize("phase", ["never met", "idle pair", "in the middle"])
 def test_lost_source_fails_the_read_at_once_and_its_successor_is_read(
-    start: Callable[..., PlaneNode], phase: str
+    start: Callable[..., BackendNode], phase: str
 ) -> None:
-    reader, source = start(*LONG), PlaneNode(*LONG)
+    reader, source = start(*LONG), BackendNode(*LONG)
     if phase == "in the middle":
         handle = long_read(reader, source)
     else:
         meet(reader, source)
         if phase == "idle pair":
             read(reader, source, [5], [6])
-    source.plane.close()
+    source.backend.close()
     lost_at = time.monotonic()
     if phase != "in the middle":
-        handle = reader.plane.post_read(source.generation, [5], [6])
+        handle = reader.backend.post_read(source.generation, [5], [6])
     with pytest.raises(PeerLost):
         reader.ended(handle)
     assert time.monotonic() - lost_at < PATIENCE_S
@@ -286,19 +332,19 @@ def test_lost_source_fails_the_read_at_once_and_its_successor_is_read(
 @pytest.mark.parametrize("fault", ["close", "stop"])
 @pytest.mark.parametrize("phase", ["idle pair", "in the middle"])
 def test_lost_reader_costs_the_source_neither_memory_nor_its_other_readers(
-    start: Callable[..., PlaneNode], phase: str, fault: str, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., BackendNode], phase: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl_pairs, "IDLE_S", PATIENCE_S / 2)
-    source, other, lost = start(*LONG), start(*LONG), PlaneNode(*LONG)
+    source, other, lost = start(*LONG), start(*LONG), BackendNode(*LONG)
     meet(lost, source)
     meet(other, source)
     if phase == "idle pair":
         read(lost, source, [1], [2])
     else:
         everything = list(range(LONG[0]))
-        handle = lost.plane.post_read(source.generation, everything, everything)
-        until(lambda: bool(lost.pool[0].any()))
-    lost.plane.close() if fault == "close" else lost.nccl.stopped.set()
+        handle = lost.backend.post_read(source.generation, everything, everything)
+        wait_until(lambda: bool(lost.pool[0].any()))
+    lost.close() if fault == "close" else lost.nccl.stopped.set()
     read(other, source, [1], [2])
     free(source)
     if fault == "stop":
@@ -307,34 +353,34 @@ def test_lost_reader_costs_the_source_neither_memory_nor_its_other_readers(
             with pytest.raises(PeerLost):
                 lost.ended(handle)
         read(lost, source, [5], [6])  # the two meet again
-        lost.plane.close()
+        lost.backend.close()
 
 
 def test_close_in_the_middle_returns_soon_and_never_touches_the_pool_again(
-    start: Callable[..., PlaneNode],
+    start: Callable[..., BackendNode],
 ) -> None:
-    source, reader = start(*LONG), PlaneNode(*LONG)
+    source, reader = start(*LONG), BackendNode(*LONG)
     handle = long_read(reader, source)
     before = time.monotonic()
-    reader.plane.close()
+    reader.backend.close()
     assert time.monotonic() - before < PATIENCE_S
     landed = reader.pool.clone()
     with pytest.raises(PeerLost):
-        reader.plane.poll(handle)
+        reader.backend.poll(handle)
     source.nccl.stopped.clear()
     free(source)
     assert torch.equal(landed, reader.pool)
 
 
-def test_dropped_peer_is_forgotten(start: Callable[..., PlaneNode]) -> None:
+def test_dropped_peer_is_forgotten(start: Callable[..., BackendNode]) -> None:
     source, reader = start(*SMALL), start(*SMALL)
     generation = meet(reader, source)
     read(reader, source, [5], [6])
-    reader.plane.drop_peer(generation)
-    reader.plane.drop_peer("unknown")
+    reader.backend.drop_peer(generation)
+    reader.backend.drop_peer("unknown")
     free(reader, source)
     with pytest.raises(TransferError, match="not there any more"):
-        reader.plane.post_read(generation, [5], [6])
+        reader.backend.post_read(generation, [5], [6])
     meet(reader, source)
     read(reader, source, [5], [6])
 
@@ -343,7 +389,7 @@ def test_dropped_peer_is_forgotten(start: Callable[..., PlaneNode]) -> None:
 
 
 def test_idle_pairs_are_closed_and_made_again(
-    start: Callable[..., PlaneNode], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., BackendNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl_pairs, "IDLE_S", 0.1)
     source, reader = start(*SMALL), start(*SMALL)
@@ -354,7 +400,7 @@ def test_idle_pairs_are_closed_and_made_again(
 
 
 def test_memory_cap_holds_over_all_pairs_and_idle_ones_make_room(
-    start: Callable[..., PlaneNode],
+    start: Callable[..., BackendNode],
 ) -> None:
     pair_bytes = nccl_pairs.STAGES * SMALL[2]
     source = start(*SMALL, memory_cap_bytes=2 * pair_bytes)
@@ -362,32 +408,25 @@ def test_memory_cap_holds_over_all_pairs_and_idle_ones_make_room(
     for reader in readers:
         meet(reader, source)
     for turn in range(2):
-        handles = [reader.plane.post_read(source.generation, [turn], [9]) for reader in readers]
+        handles = [reader.backend.post_read(source.generation, [turn], [9]) for reader in readers]
         for reader, handle in zip(readers, handles, strict=True):
             assert reader.ended(handle)
             assert reader.digest([9]) == source.digest([turn])
-    assert source.plane.budget.peak_bytes == 2 * pair_bytes
+    assert source.backend.budget.peak_bytes == 2 * pair_bytes
 
 
-def test_a_pair_that_finds_no_room_says_so(start: Callable[..., PlaneNode]) -> None:
+def test_a_pair_that_finds_no_room_says_so(start: Callable[..., BackendNode]) -> None:
     source, reader = start(*SMALL), start(*SMALL, memory_cap_bytes=1000, meet_s=0.2)
     meet(reader, source)
     with pytest.raises(
         PeerLost, match="no room for another pair of 90000 bytes: pairs in use hold 0 of 1000"
     ):
-        reader.ended(reader.plane.post_read(source.generation, [1], [2]))
+        reader.ended(reader.backend.post_read(source.generation, [1], [2]))
 
 
 # Two GPUs: NCCL wants one for each rank.
 
 BIG = (96, 8 << 20, 32 << 20)
-
-
-def meet_process(reader: PlaneNode, source: PeerPlane) -> str:
-    source.ask("fill", 7)
-    welcome = source.welcome
-    reader.plane.add_peer(welcome)
-    return welcome.generation
 
 
 @pytest.fixture
@@ -403,13 +442,15 @@ def two_gpus() -> None:
 )
 def test_gpu_scattered_blocks_are_equal(sizes: tuple[int, int, int]) -> None:
     with (
-        peer_plane(*sizes, device="cuda:1") as source,
-        plane_node(*sizes, device="cuda:0") as reader,
+        peer_process(BackendNode, *sizes, "cuda:1") as source,
+        contextlib.closing(BackendNode(*sizes, "cuda:0")) as reader,
     ):
-        generation = meet_process(reader, source)
+        source.ask("fill", 7)
+        reader.backend.add_peer(source.ask("welcome"))
+        generation = source.ask("generation")
         for seed, count in enumerate((1, 7, 20)):
             remote, local = scattered(count, sizes[0], seed), scattered(count, sizes[0], seed + 100)
-            assert reader.ended(reader.plane.post_read(generation, remote, local), 60.0)
+            assert reader.ended(reader.backend.post_read(generation, remote, local), 60.0)
             assert reader.digest(local) == source.ask("digest", remote)
 
 
@@ -419,25 +460,27 @@ def test_gpu_scattered_blocks_are_equal(sizes: tuple[int, int, int]) -> None:
 def test_gpu_source_lost_in_the_middle_changes_nothing_and_ends_alone(fault: str) -> None:
     sizes = (96, 8 << 20, 1 << 20)
     with (
-        peer_plane(*sizes, device="cuda:1") as source,
-        plane_node(*sizes, device="cuda:0") as reader,
+        peer_process(BackendNode, *sizes, "cuda:1") as source,
+        contextlib.closing(BackendNode(*sizes, "cuda:0")) as reader,
     ):
-        generation = meet_process(reader, source)
+        source.ask("fill", 7)
+        reader.backend.add_peer(source.ask("welcome"))
+        generation = source.ask("generation")
         everything = list(range(sizes[0]))
-        assert reader.ended(reader.plane.post_read(generation, [0], [0]), 60.0)
+        assert reader.ended(reader.backend.post_read(generation, [0], [0]), 60.0)
         source.stop()  # so that the transfer certainly breaks
-        handle = reader.plane.post_read(generation, everything, everything)
+        handle = reader.backend.post_read(generation, everything, everything)
         if fault == "kill":
             source.kill()
         with pytest.raises(PeerLost):
             reader.ended(handle, PATIENCE_S + 10.0)
         reader.fill(8)
         expected = reader.digest(everything)
-        until(lambda: reader.plane.budget.used_bytes == 0, 20.0)
+        wait_until(lambda: reader.backend.budget.used_bytes == 0, 20.0)
         if fault == "stop":
             source.go_on()
-            until(lambda: source.ask("used") == 0, 20.0)
+            wait_until(lambda: source.ask("backend.budget.used_bytes") == 0, 20.0)
         assert reader.digest(everything) == expected
         if fault == "stop":
-            assert reader.ended(reader.plane.post_read(generation, [5], [6]), 60.0)
+            assert reader.ended(reader.backend.post_read(generation, [5], [6]), 60.0)
             assert reader.digest([6]) == source.ask("digest", [5])

@@ -1,4 +1,4 @@
-"""The data plane of the simulated world: READs whose blocks land one by one, and late, whoever
+"""The backend of the simulated world: READs whose blocks land one by one, and late, whoever
 still wants them.
 
 Over the real `BackendThread`, whose turns are events here.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from simulated_world import CLOCK, QUICK_S, Violation
 
 import kvrelay.kv_transfer.backend
-from kvrelay.kv_transfer.backend import BackendJob, BackendThread, Source
+from kvrelay.kv_transfer.backend import BackendJob, BackendThread, Open, Source
 from kvrelay.kv_transfer.connector import Read
 from kvrelay.wire.errors import PeerLost, TransferError
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from simulated_node import SimulatedNode
 
 
-class SimulatedPlaneThread(BackendThread):
+class SimulatedBackendThread(BackendThread):
     """The real one, whose turns are events."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -32,15 +32,15 @@ class SimulatedPlaneThread(BackendThread):
         node = CLOCK.world.here
         assert node is not None
         self._node, self._turn_at = node, float("inf")
-        node.plane_thread = self
+        node.backend_thread = self
 
     def start(self) -> None:
         pass
 
-    def open(self, done: Callable[[bytes | Exception], None]) -> None:
-        self._open(done)
-
     def do(self, job: BackendJob) -> None:
+        if isinstance(job, Open):
+            self._carry_out(job)
+            return
         if isinstance(job, Read):
             self._node.read_begins(job)
         super().do(job)
@@ -60,7 +60,7 @@ class SimulatedPlaneThread(BackendThread):
         self._turn_at = float("inf")
         with self._node.at_work():
             while self._todo:
-                self._todo.popleft()()
+                self._carry_out(self._todo.popleft())
             self._poll()
 
 
@@ -83,25 +83,20 @@ class SimulatedChecksums:
 
     def _soon(self, what: Callable[[], None]) -> None:
         world = self._node.world
-        world.after(world.rng.random() * QUICK_S, what)
+        world.after(world.rng.random() * QUICK_S, partial(self._when_it_runs, what))
+
+    def _when_it_runs(self, what: Callable[[], None]) -> None:
+        node = self._node
+        if node.running:
+            with node.at_work():
+                what()
+        elif node.alive:
+            node.world.after(node.stopped_until - node.world.now, partial(self._when_it_runs, what))
 
     def _compute(self, blocks: list[int], done: Callable[[list[bytes]], None]) -> None:
-        if self._node.running:
-            memory = self._node.device.memory
-            self._soon(
-                partial(self._tell, [repr(memory[block]).encode() for block in blocks], done)
-            )
-        elif self._node.alive:  # goes on when it does
-            wait_s = self._node.stopped_until - self._node.world.now
-            self._node.world.after(wait_s, partial(self._compute, blocks, done))
-
-    def _tell(self, found: list[bytes], done: Callable[[list[bytes]], None]) -> None:
-        if self._node.running:
-            with self._node.at_work():
-                done([hashlib.blake2b(one, digest_size=8).digest() for one in found])
-        elif self._node.alive:
-            wait_s = self._node.stopped_until - self._node.world.now
-            self._node.world.after(wait_s, partial(self._tell, found, done))
+        found = [repr(self._node.device.memory[block]).encode() for block in blocks]
+        sums = [hashlib.blake2b(one, digest_size=8).digest() for one in found]
+        self._soon(partial(done, sums))
 
 
 @dataclass(eq=False, slots=True)
@@ -115,11 +110,11 @@ class Transfer:
     over: PeerLost | None = None
 
 
-class SimulatedPlane:
+class SimulatedBackend:
     """A `TransferBackend` over the pools of the world.
 
     READs land late, also those that nobody wants any more, and those that broke. Where nodes read
-    blindly (as the direct plane does) none breaks, and no way is lost; else both happen, and the
+    blindly (as the direct backend does) none breaks, and no way is lost; else both happen, and the
     end of a READ that broke is never seen (as NIXL's).
     """
 
@@ -176,7 +171,7 @@ class SimulatedPlane:
         if end is not None:
             if handle.over is None:  # the thread will look again
                 self._world.after(
-                    kvrelay.kv_transfer.backend.BROKEN_S, self._node.plane_thread.wake
+                    kvrelay.kv_transfer.backend.BROKEN_S, self._node.backend_thread.wake
                 )
             raise end
         return True
@@ -220,7 +215,7 @@ class SimulatedPlane:
             node.device.memory[local] = list(source.device.memory[remote])
         if not transfer.missing:
             world.disturbed_until(world.now)
-            node.plane_thread.wake()
+            node.backend_thread.wake()
 
     def _stalled_s(self, source: SimulatedNode) -> float:
         world = self._world
@@ -230,10 +225,10 @@ class SimulatedPlane:
     def _break(self, transfer: Transfer) -> None:
         if transfer.missing:
             transfer.broken = TransferError("the READ broke")
-            self._node.plane_thread.wake()
+            self._node.backend_thread.wake()
 
     def _lose_way(self, generation: str) -> None:
-        """The plane's connection to a peer breaks, which may be there all the same."""
+        """The backend's connection to a peer breaks, which may be there all the same."""
         if generation in self._peers:
             self._broken_ways.add(generation)
         for transfer in self.transfers:
@@ -243,13 +238,13 @@ class SimulatedPlane:
     def _end(self, transfer: Transfer, why: str) -> None:
         transfer.missing.clear()
         transfer.over = PeerLost(why)
-        self._node.plane_thread.wake()
+        self._node.backend_thread.wake()
 
     def delays(self) -> bool:
         """Blocks are not free by no fault of the reader: bytes are on their way, or may be for all
         that it knows.
         """
-        running = [running.handle for running in self._node.plane_thread._running]
+        running = [running.handle for running in self._node.backend_thread._running]
         unseen = [
             t for t in self.transfers if t in running and t.broken is not None and t.over is None
         ]

@@ -1,0 +1,520 @@
+"""A transfer engine over a backend whose transfers end when the test says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from engine_node import (
+    AT_ONCE_S,
+    CONFIG,
+    FINGERPRINT,
+    SLOW,
+    SharedNode,
+    node,
+    reason,
+    wait_until,
+)
+from shared_backend import BLOCKS, REGION, pattern
+
+from kvrelay.kv_transfer.connector import (
+    Completion,
+    Fetched,
+    FetchFailed,
+    PeerKey,
+    Released,
+    Settled,
+)
+from kvrelay.kv_transfer.control import ENDED
+from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
+from kvrelay.wire.transfer import Ticket
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[SharedNode]:
+    with node("source", tmp_path) as it:
+        yield it
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[SharedNode]:
+    with node("reader", tmp_path) as it:
+        yield it
+
+
+def start(source: SharedNode, reader: SharedNode, ticket: Ticket | None = None) -> None:
+    """Get a READ of request r in flight that does not end."""
+    reader.backend.gate.clear()
+    reader.fetch("r", ticket or source.engine.offer("r", [1, 2], 32), [1, 2], [3, 4])
+    assert reader.backend.posted.wait(20.0)
+
+
+def test_scattered_blocks_arrive_and_the_source_is_free_again(
+    source: SharedNode, reader: SharedNode
+) -> None:
+    remote, local = [5, 0, 9, 15, 2], [7, 3, 11, 0, 14]
+    params = source.engine.offer("r", remote, 80)
+    assert (params.remote_engine_id, params.remote_block_ids, params.num_tokens) == (
+        "source",
+        [remote],
+        80,
+    )
+    assert (params.remote_host, params.remote_port) == source.engine.address
+    # As it travels: through JSON and a proxy.
+    params = msgspec.json.decode(msgspec.json.encode(params), type=Ticket)
+    reader.fetch("mine", params, remote, local)
+    (fetched,) = reader.wait(1)
+    assert isinstance(fetched, Fetched)
+    assert (fetched.request_id, fetched.num_bytes) == ("mine", 5 * REGION.block_bytes)
+    assert [reader.backend.read(i) for i in local] == [pattern(i) for i in remote]
+    assert source.wait(1) == [Released("r", expired=False)]
+    mine, theirs = reader.engine.stats(), source.engine.stats()
+    assert (mine.fetches, mine.failures, mine.fetched_bytes) == (1, {}, 5 * REGION.block_bytes)
+    assert (theirs.leases_granted, theirs.leases_released, theirs.leases_held) == (1, 1, 0)
+    assert 0 <= mine.silent_s < 5, "its threads have just been at work"
+
+
+def test_empty_fetch_releases_without_a_read(source: SharedNode, reader: SharedNode) -> None:
+    reader.fetch("r", source.engine.offer("r", [1], 16), [], [])
+    assert reader.wait(1) == [Fetched("r", 0, reader.engine.stats().fetch_s)]
+    assert source.wait(1) == [Released("r", expired=False)]
+    assert not reader.backend.posted.is_set()
+
+
+def test_watched_lease_outlives_its_time_and_a_cancel_ends_it(
+    source: SharedNode, reader: SharedNode
+) -> None:
+    reader.engine.watch("r", source.engine.offer("r", [1], 16))
+    source.quiet(2.5 * CONFIG.lease_s)
+    reader.engine.cancel("r")
+    assert source.wait(1) == [Released("r", expired=False)]
+    reader.quiet()
+
+
+def test_release_at_the_source_fails_the_running_fetch_and_quarantines_its_blocks(
+    source: SharedNode, reader: SharedNode
+) -> None:
+    start(source, reader)
+    source.engine.release("r")
+    assert source.wait(1) == [Released("r", expired=False)]
+    (failed,) = reader.wait(1)  # a heartbeat later
+    assert reason(failed).startswith("LeaseLost: ")
+    reader.quiet()
+    reader.backend.gate.set()
+    assert reader.wait(1) == [Settled("r")]
+    assert reader.engine.stats().failures == {"LeaseLost": 1}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_fetch_is_not_admitted_if_the_lease_ended_before_the_last_byte(
+    tmp_path: Path, again: bool
+) -> None:
+    with node("source", tmp_path, SLOW) as source, node("reader", tmp_path, SLOW) as reader:
+        start(source, reader)
+        source.engine.release("r")
+        if again:  # a second offer confirms no fetch of the first
+            source.engine.offer("r", [5, 6], 32)
+        reader.backend.gate.set()
+        assert reader.fails().startswith("LeaseLost: ")
+        assert source.engine.stats().leases_held == again
+
+
+def test_cancel_in_flight_frees_the_source_at_once_and_settles_once(
+    source: SharedNode, reader: SharedNode
+) -> None:
+    start(source, reader)
+    reader.engine.cancel("r")
+    assert source.wait(1) == [Released("r", expired=False)]
+    reader.quiet()
+    reader.backend.gate.set()
+    assert reader.wait(1) == [Settled("r")]
+    reader.quiet()
+    reader.engine.watch("r", source.engine.offer("r", [1], 16))  # the name is free again
+
+
+def test_fetch_past_its_deadline_fails_and_settles_when_its_bytes_are_in(
+    source: SharedNode, reader: SharedNode
+) -> None:
+    started = time.monotonic()
+    start(source, reader)
+    (failed,) = reader.wait(1)
+    assert reason(failed).startswith("TransferTimeout: fetch of 2 blocks")
+    assert (
+        CONFIG.transfer_deadline_s
+        <= time.monotonic() - started
+        < CONFIG.transfer_deadline_s + AT_ONCE_S
+    )
+    assert source.wait(1) == [Released("r", expired=False)]
+    reader.backend.gate.set()
+    assert reader.wait(1) == [Settled("r")]
+
+
+def cut(source: SharedNode, reader: SharedNode) -> None:
+    """The connection ends; both go on."""
+    reader.engine.on_disconnect(PeerKey(*source.engine.address, source.engine.generation), ENDED)
+
+
+def test_a_peer_is_met_again_while_a_read_of_it_hangs(
+    source: SharedNode, reader: SharedNode
+) -> None:
+    start(source, reader)
+    cut(source, reader)
+    (failed,) = reader.wait(1)
+    assert reason(failed).startswith("PeerLost: the connection to")
+    again = source.engine.offer("again", [5, 6], 32)
+    reader.backend.posted.clear()
+    reader.fetch("again", again, [5, 6], [7, 8])
+    assert reader.backend.posted.wait(20.0)  # welcomed, renewed and reading
+    reader.woken.clear()  # a thread that saw the failure in its turn, too, may have told it again
+    reader.quiet()  # the blocks of the first one are where they were
+    reader.backend.gate.set()
+    settled, fetched = sorted(reader.wait(2), key=lambda event: isinstance(event, Fetched))
+    assert settled == Settled("r")
+    assert isinstance(fetched, Fetched)
+    assert [reader.backend.read(block) for block in (7, 8)] == [pattern(5), pattern(6)]
+
+
+def test_a_broken_read_stays_quarantined_while_its_peer_is_only_out_of_touch(
+    source: SharedNode, reader: SharedNode
+) -> None:
+    start(source, reader)
+    reader.backend.error = TransferError("half of it broke")
+    assert reason(reader.wait(1)[0]).startswith("TransferError")
+    cut(source, reader)
+    reader.quiet(3 * CONFIG.heartbeat_s)  # met again meanwhile, and no wiser
+    source.engine.close()
+    assert reader.wait(1) == [Settled("r")]
+
+
+def test_a_broken_read_settles_when_somebody_else_answers_for_its_peer(
+    tmp_path: Path, reader: SharedNode
+) -> None:
+    with node("source", tmp_path) as source:
+        port = source.engine.address[1]
+        start(source, reader)
+        reader.backend.error = TransferError("half of it broke")
+        reader.wait(1)
+        reader.engine._control.probe = lambda peer: None  # type: ignore[method-assign]
+    reader.quiet()
+    with node("source", tmp_path, dataclasses.replace(CONFIG, kv_port=port)):
+        assert reader.wait(1) == [Settled("r")]
+
+
+def test_a_way_that_the_backend_has_lost_is_looked_for_anew(
+    source: SharedNode, reader: SharedNode
+) -> None:
+    start(source, reader)
+    reader.backend.peers.clear()
+    reader.backend.error = PeerLost("the cable")
+    failed, settled = reader.wait(2)
+    assert (reason(failed), settled) == ("PeerLost: the cable", Settled("r"))
+    reader.backend.error = None
+    reader.backend.gate.set()
+    reader.fetch("again", source.engine.offer("again", [5], 16), [5], [7])
+    assert isinstance(reader.wait(1)[0], Fetched)
+    assert reader.backend.read(7) == pattern(5)
+
+
+def test_source_that_closes_fails_waiting_fetches_and_is_met_anew(
+    tmp_path: Path, reader: SharedNode
+) -> None:
+    with node("source", tmp_path) as source:
+        start(source, reader)
+        second = source.engine.offer("second", [1], 16)
+        reader.engine.watch("second", second)
+        closed_at = time.monotonic()
+    (failed,) = reader.wait(1)
+    assert reason(failed).startswith("PeerLost: the connection to 127.0.0.1:")
+    assert time.monotonic() - closed_at < AT_ONCE_S
+    reader.backend.gate.set()
+    assert reader.wait(1) == [Settled("r")]
+    reader.engine.fetch("second", [1], [1])
+    assert reader.fails().startswith("PeerLost: ")
+    # Somebody else behind the same address: the old generation is refused, the new one is read.
+    again = dataclasses.replace(CONFIG, kv_port=second.remote_port or 0)
+    with node("source", tmp_path, again) as source:
+        reader.fetch("old", second, [1], [1])
+        assert "has restarted: the KV is of" in reason(reader.wait(2)[0])
+        reader.fetch("new", source.engine.offer("new", [1], 16), [1], [1])
+        assert isinstance(reader.wait(1)[0], Fetched)
+
+
+def ticket_to(port: int) -> Ticket:
+    host = "127.0.0.1"
+    return Ticket(remote_host=host, remote_port=port, generation="g", remote_request_id="r")
+
+
+def test_refused_connection_fails_the_fetch_at_once(reader: SharedNode) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    reader.fetch("r", ticket_to(port), [1], [1])
+    started = time.monotonic()
+    why = f"PeerLost: the connection to 127.0.0.1:{port} has ended or was refused"
+    assert reader.fails().startswith(why)
+    assert time.monotonic() - started < AT_ONCE_S
+
+
+def test_peer_that_never_answers_fails_the_fetch_within_a_lease(reader: SharedNode) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
+        port = mute.bind_to_random_port("tcp://127.0.0.1")
+        reader.fetch("r", ticket_to(port), [1], [1])
+        assert reader.fails() == f"PeerLost: no answer from 127.0.0.1:{port} within 1 s"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"remote_host": ""},
+        {"remote_request_id": ""},
+        {"generation": ""},
+        {"remote_host": "bad host;"},
+        {"remote_request_id": "r" * 1000},
+    ],
+)
+def test_params_that_lead_nowhere_fail_the_fetch(
+    reader: SharedNode, fields: dict[str, str]
+) -> None:
+    reader.fetch("r", msgspec.structs.replace(ticket_to(1), **fields), [1], [1])
+    assert reader.fails()
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"kv_dtype": "bfloat16"}, "kv_dtype is 'bfloat16' here and 'float32' there"),
+        ({"protocol": 2, "protocol_newest": 3}, "protocol is 2 to 3 here and 1 there"),
+    ],
+)
+def test_another_fingerprint_is_refused_naming_both_values_before_any_metadata_is_used(
+    tmp_path: Path, source: SharedNode, fields: dict[str, str], why: str
+) -> None:
+    other = msgspec.structs.replace(FINGERPRINT, **fields)
+    with node("reader", tmp_path, fingerprint=other) as reader:
+        reader.fetch("r", source.engine.offer("r", [1], 16), [1], [1])
+        refused = reader.fails()
+        assert refused.startswith("Incompatible: 127.0.0.1:")
+        assert why in refused
+        assert reader.backend.peers == {}
+
+
+@pytest.mark.parametrize(("oldest", "newest"), [(1, 0), (1, 2), (1, 1)])
+def test_nodes_of_two_releases_hand_over_in_both_directions(
+    tmp_path: Path,
+    source: SharedNode,
+    reader: SharedNode,
+    oldest: int,
+    newest: int,
+) -> None:
+    """Version 1 said no newest one; a later release speaks ours, too."""
+    other = msgspec.structs.replace(FINGERPRINT, protocol=oldest, protocol_newest=newest)
+    with node("other", tmp_path, fingerprint=other) as it:
+        for name, (giving, taking) in {"a": (source, it), "b": (it, reader)}.items():
+            taking.fetch(name, giving.engine.offer(name, [1], 16), [1], [1])
+            assert isinstance(taking.wait(1)[0], Fetched)
+
+
+def test_many_requests_of_one_peer_end_once_each(source: SharedNode, reader: SharedNode) -> None:
+    names = [f"r{i}" for i in range(60)]
+    for index, name in enumerate(names):
+        reader.engine.watch(name, source.engine.offer(name, [index % BLOCKS], 16))
+    for index, name in enumerate(names):
+        if index % 3 == 0:
+            reader.engine.cancel(name)
+        else:
+            reader.engine.fetch(name, [index % BLOCKS], [(index + 5) % BLOCKS])
+    assert sorted(e.request_id for e in reader.wait(40)) == sorted(
+        n for i, n in enumerate(names) if i % 3
+    )
+    assert {e.request_id for e in source.wait(60)} == set(names)
+    assert source.engine.stats().leases_held == 0
+
+
+def test_garbage_on_the_control_port_stops_nobody(source: SharedNode, reader: SharedNode) -> None:
+    host, port = source.engine.address
+    with socket.create_connection((host, port), timeout=2.0) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(f"tcp://{host}:{port}")
+        for frames in ([b""], [b"garbage"], [b"a", b"b", b"c"], [b"\x81\xa4type\xa5hello"]):
+            dealer.send_multipart(frames)
+            assert dealer.poll(2000)
+            assert b"not understood" in dealer.recv()
+        dealer.send(b"x" * (2 << 20))  # over the limit: the connection is closed
+        assert dealer.poll(200) == 0
+    reader.fetch("r", source.engine.offer("r", [1], 16), [1], [1])
+    assert isinstance(reader.wait(1)[0], Fetched)
+
+
+def test_misuse_is_refused(source: SharedNode, reader: SharedNode) -> None:
+    params = source.engine.offer("r", [1], 16)
+    with pytest.raises(ValueError, match="'r' already has a lease"):
+        source.engine.offer("r", [1], 16)
+    with pytest.raises(ValueError, match="over the limit of 256"):
+        source.engine.offer("r" * 257, [1], 16)
+    reader.engine.watch("r", params)
+    with pytest.raises(ValueError, match="already watched"):
+        reader.engine.watch("r", params)
+    with pytest.raises(ValueError, match="outside the pool of 16"):
+        reader.engine.fetch("r", [1], [BLOCKS])
+    reader.engine.cancel("unknown")
+    source.engine.release("unknown")
+
+
+def test_address_in_use_is_a_config_error(tmp_path: Path, source: SharedNode) -> None:
+    port = source.engine.address[1]
+    taken = dataclasses.replace(CONFIG, kv_port=port)
+    why = f"cannot listen at kv_host '127.0.0.1', kv_port {port}"
+    with pytest.raises(ConfigError, match=why):
+        SharedNode("other", tmp_path, taken)
+
+
+def test_close_takes_no_time_and_gives_watched_leases_back(
+    tmp_path: Path, source: SharedNode
+) -> None:
+    with node("reader", tmp_path) as reader:
+        start(source, reader)
+        before = time.monotonic()
+    assert time.monotonic() - before < AT_ONCE_S
+    assert reader.backend.has_closed.is_set()
+    assert source.wait(1) == [Released("r", expired=False)]
+
+
+def test_step_loop_hears_of_a_broken_thread(
+    reader: SharedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode() -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(reader.backend, "progress", explode)
+    assert reader.woken.wait(2.0)
+    with pytest.raises(RuntimeError, match="a thread of the KV connector has ended: boom"):
+        reader.engine.events()
+
+
+def test_growing_kv_is_read_as_it_grows(source: SharedNode, reader: SharedNode) -> None:
+    ticket = source.engine.offer("r", [5, 0, 9], 48, ready=1)
+    assert ticket.growing
+    reader.fetch("mine", ticket, [5, 0, 9], [7, 3, 11])
+    wait_until(lambda: reader.backend.read(7) == pattern(5))
+    source.engine.grow("r", 2)
+    wait_until(lambda: reader.backend.read(3) == pattern(0))
+    reader.quiet()
+    final = source.engine.complete("r", Completion([42]))
+    assert final is not None
+    assert not final.growing
+    assert final.remote_block_ids == ticket.remote_block_ids
+    (fetched,) = reader.wait(1)
+    assert isinstance(fetched, Fetched)
+    assert (fetched.num_bytes, fetched.completion) == (3 * REGION.block_bytes, Completion([42]))
+    assert fetched.exposed_s < fetched.seconds
+    assert reader.backend.read(11) == pattern(9)
+    assert source.wait(1) == [Released("r", expired=False)]
+    assert source.engine.complete("r", Completion([42])) is None
+
+
+def test_a_reader_that_comes_late_hears_all_at_once(source: SharedNode, reader: SharedNode) -> None:
+    ticket = source.engine.offer("r", [5, 0], 32, ready=0)
+    source.engine.complete("r", Completion([42]))
+    reader.fetch("mine", ticket, [5, 0], [7, 3])
+    (fetched,) = reader.wait(1)
+    assert isinstance(fetched, Fetched)
+    assert fetched.completion == Completion([42])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_second_reader_takes_over(
+    source: SharedNode, reader: SharedNode, tmp_path: Path, whole: bool
+) -> None:
+    ticket: Ticket | None = source.engine.offer("r", [5, 0], 32, ready=1)
+    assert ticket is not None
+    with node("first", tmp_path) as first:
+        first.fetch("mine", ticket, [5, 0], [1, 2])
+        wait_until(lambda: first.backend.read(1) == pattern(5))
+        first.engine._control.close(1.0)  # without a word, as a killed one
+    if whole:
+        ticket = source.engine.complete("r", Completion([42]))
+        assert ticket is not None
+    reader.fetch("mine", ticket, [5, 0], [7, 3])
+    if not whole:
+        wait_until(lambda: reader.backend.read(7) == pattern(5))
+        source.engine.complete("r", Completion([42]))
+    assert isinstance(reader.wait(1)[0], Fetched)
+    assert source.wait(1) == [Released("r", expired=False)]
+
+
+def test_the_farewell_of_a_reader_that_was_replaced_ends_nothing(
+    source: SharedNode, reader: SharedNode, tmp_path: Path
+) -> None:
+    ticket = source.engine.offer("r", [5, 0], 32)
+    with node("first", tmp_path) as first:
+        first.engine.watch("mine", ticket)
+        wait_until(lambda: first.engine.way(ticket) is not None)
+        growth = source.engine._growths._growths["r"]
+        wait_until(lambda: growth.follower is not None)
+        follower = growth.follower
+        start(source, reader, ticket)
+        wait_until(lambda: growth.follower != follower)  # the source knows that it was replaced
+        first.engine.cancel("mine")
+    source.quiet()
+    reader.backend.gate.set()
+    assert isinstance(reader.wait(1)[0], Fetched)
+    assert source.wait(1) == [Released("r", expired=False)]
+
+
+def test_a_reader_that_was_replaced_may_admit_what_it_has_read_and_leaves_the_lease_alone(
+    source: SharedNode, reader: SharedNode, tmp_path: Path
+) -> None:
+    ticket = source.engine.offer("r", [1, 2], 32)
+    start(source, reader, ticket)
+    with node("second", tmp_path) as second:
+        second.engine.watch("mine", ticket)
+        second.renewed("mine")
+        reader.backend.gate.set()
+        assert isinstance(reader.wait(1)[0], Fetched)
+        source.quiet()
+        second.engine.fetch("mine", [1, 2], [3, 4])
+        assert isinstance(second.wait(1)[0], Fetched)
+    assert source.wait(1) == [Released("r", expired=False)]
+
+
+def test_a_growing_ticket_that_is_released_fails_its_fetch(
+    source: SharedNode, reader: SharedNode
+) -> None:
+    reader.fetch("mine", source.engine.offer("r", [5, 0], 32, ready=1), [5, 0], [7, 3])
+    wait_until(lambda: reader.backend.read(7) == pattern(5))
+    source.engine.release("r")
+    assert reader.fails().startswith("LeaseLost:")
+
+
+def test_a_hung_step_loop_keeps_no_lease_alive(
+    source: SharedNode, reader: SharedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrelay.kv_transfer.transfer_engine.STALL_S", 0.0)
+    reader.fetch("mine", source.engine.offer("r", [5, 0], 32, ready=1), [5, 0], [7, 3])
+    assert reason(reader.wait(2)[0]).startswith("LeaseLost:")
+
+
+def test_what_was_read_is_proven_a_round_trip_later(tmp_path: Path) -> None:
+    """Not with the next heartbeat."""
+    with node("source", tmp_path, SLOW) as source, node("reader", tmp_path, SLOW) as reader:
+        reader.fetch("mine", source.engine.offer("r", [5, 6, 7], 48, ready=0), [5, 6, 7], [1, 2, 3])
+        source.engine.grow("r", 2)
+        fetches = reader.engine._fetches._fetches
+        wait_until(lambda: fetches["mine"].verified == 2)
+        reader.backend.gate.clear()  # the last block is being read, from now on for ever
+        source.engine.grow("r", 3)
+        source.engine.close()
+        (failed,) = reader.wait(1)
+        assert isinstance(failed, FetchFailed)
+        assert (failed.cause, failed.verified) == ("PeerLost", 2)
+        assert [reader.backend.read(i) for i in (1, 2)] == [pattern(i) for i in (5, 6)]
+        reader.backend.gate.set()
+        wait_until(lambda: not fetches)
+        assert reader.engine.events() in ([], [Settled("mine")])
