@@ -75,6 +75,9 @@ WHOLE = msgspec.json.encode(
     }
 )
 
+STREAMED = (event("a") + event("b") + event("c") + event("", "stop") + DONE).decode()
+"""The whole answer of `prefill_ok` and `decode_ok` to a client that streams."""
+
 
 @dataclass
 class Call:
@@ -151,10 +154,27 @@ async def prefill_ok(call: Call) -> None:
 
 
 async def decode_ok(call: Call) -> None:
-    """Tokens 12 and 13, then the end."""
-    await call.tokens(12, "b", 2)
-    await call.tokens(13, "c", 3)
+    """The tokens from 11 to 13 that are not there yet, then the end."""
+    for at in range(len(call.params.get("generated", [])), 3):
+        await call.tokens(11 + at, "abc"[at], at + 1)
     await call.end()
+
+
+async def hold(call: Call) -> None:
+    """Never answer."""
+    await asyncio.sleep(30)
+
+
+def params_of(call: Call) -> KvTransferParams:
+    """What a node was told, but for what it is to announce of the request."""
+    params = msgspec.convert(call.params, KvTransferParams)
+    return msgspec.structs.replace(params, tpot_ms=0.0, expected_output=0, spill=False)
+
+
+def other_kind(**changes: Any) -> KvFacts:
+    """KV that a node with `KV` cannot take."""
+    fingerprint = msgspec.structs.replace(KV.fingerprint, kv_dtype="bfloat16")
+    return msgspec.structs.replace(KV, fingerprint=fingerprint, **changes)
 
 
 def parse_job(body: bytes, path: str, **known: Any) -> Job:

@@ -30,9 +30,7 @@ async def test_headers_are_held_until_the_first_payload() -> None:
     async with cluster(p, decode()) as c:
         request = asyncio.create_task(c.text({"stream": True}))
         headers = asyncio.create_task(c.post({"stream": True}).__aenter__())
-        await until(
-            lambda: len(p.calls) == 2 and all(call.response is not None for call in p.calls)
-        )
+        await until(lambda: len(p.calls) == 2 and all(call.begun for call in p.calls))
         done, _ = await asyncio.wait((headers,), timeout=0.05)
         assert not done
         p.resume.set()

@@ -1,0 +1,568 @@
+"""What follows when a request's node breaks, refuses, dies or falls silent, over fake nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from router_doubles import (
+    DONE,
+    KV,
+    NO_PROMPTS,
+    STREAMED,
+    WHOLE,
+    Call,
+    FakeNode,
+    broken,
+    cluster,
+    decode,
+    decode_ok,
+    event,
+    handover,
+    hold,
+    other_kind,
+    params_of,
+    prefill,
+    prefill_ok,
+    refuse,
+    until,
+)
+
+import kvrelay.router.nodes.health
+import kvrelay.router.request.run
+from kvrelay.router.nodes.breaker import FAILURES_IN_A_ROW, State
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import EngineDead, ErrorBody, KvNotLoaded
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.outputs import Finish, Load, TokenLogprobs
+from kvrelay.wire.transfer import ChoiceSoFar
+
+NOT_LOADED = KvNotLoaded.because("PeerLost")
+BROKE = refuse(500, "this node failed on the request; its log says why", code="request_broke")
+FULL = refuse(429, "full", {"retry-after": "30"})
+LOADED = {"prefill": Load(waiting=9, waiting_tokens=5_000), "decode": Load(running=9)}
+"""So that the other node is asked first."""
+
+
+async def cut(call: Call) -> None:
+    """As a killed process does, before it has answered anything."""
+    call.cut()
+
+
+async def cut_after_token(call: Call) -> None:
+    """The same, after a token of its own."""
+    at = len(call.params.get("generated", []))
+    await call.tokens(11 + at, "abc"[at], at + 1)
+    call.cut()
+
+
+async def not_loaded(call: Call) -> None:
+    why = NOT_LOADED
+    await call.send(
+        Frame(FrameKind.ERROR, status=why.status, error=why.body(), kv_error="PeerLost")
+    )
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node may be silent for 0.2 s."""
+    monkeypatch.setattr(kvrelay.router.nodes.health, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr("kvrelay.router.request.retries._CHECK_SILENCE_S", 0.02)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("role", "script", "says", "calls", "up"),
+    [
+        # (calls of the node that breaks, of the next one, and of the other role)
+        ("prefill", refuse(500), "", (1, 1, 1), True),
+        ("prefill", refuse(503), "", (1, 1, 1), True),
+        ("prefill", broken(502), "", (1, 1, 1), True),
+        ("prefill", BROKE, "", (1, 1, 1), True),
+        ("prefill", FULL, "", (1, 1, 1), True),
+        ("prefill", hold, "", (1, 1, 1), True),
+        ("prefill", cut, "", (1, 1, 1), False),
+        ("prefill", refuse(400, "top_p is wrong"), "top_p is wrong", (1, 0, 0), True),
+        ("prefill", broken(400), "it broke", (1, 0, 0), True),
+        ("prefill", refuse(401), "the router's key", (1, 0, 0), True),
+        ("decode", refuse(500), "", (1, 1, 1), True),
+        ("decode", refuse(503), "", (1, 1, 1), True),
+        ("decode", broken(500), "", (1, 1, 1), True),
+        ("decode", FULL, "", (1, 1, 1), True),
+        ("decode", hold, "", (1, 1, 1), True),
+        ("decode", cut, "", (1, 1, 1), False),
+        ("decode", cut_after_token, "", (1, 1, 1), False),
+        ("decode", refuse(400, "top_p is wrong"), "top_p is wrong", (1, 0, 1), True),
+        ("decode", broken(400), "it broke", (1, 0, 1), True),
+        ("decode", not_loaded, NOT_LOADED.message, (1, 0, 1), True),
+    ],
+)
+async def test_a_request_goes_on_elsewhere_or_ends_with_the_nodes_error(
+    role: str,
+    script: Any,
+    says: str,
+    calls: tuple[int, int, int],
+    up: bool,
+    stream: bool,
+    hasty: None,
+) -> None:
+    bad = FakeNode(role, script)
+    next_one, other = (
+        (prefill(load=LOADED[role]), decode())
+        if role == "prefill"
+        else (decode(load=LOADED[role]), prefill())
+    )
+    async with cluster(bad, next_one, other, health_interval_s=5.0) as c:
+        async with c.post({"stream": stream}) as answer:
+            text = await answer.text()
+        assert (len(bad.calls), len(next_one.calls), len(other.calls)) == calls
+        assert (c.node(bad).up, c.node(next_one).up, c.node(other).up) == (up, True, True)
+        failed_over = c.metric("kvrelay_failovers_total", leg=role)
+        assert failed_over == (not says and script is not FULL)
+        assert c.metric("kvrelay_router_full_nodes_total", leg=role) == (script is FULL)
+        p = other if role == "decode" else next_one
+        if not says:
+            assert text == (STREAMED if stream else WHOLE.decode())
+        elif stream and role == "decode":  # behind the prefill node's first token
+            begin, error, done, _ = text.split("\n\n")
+            assert (begin, done) == (event("a").decode().strip(), "data: [DONE]")
+            assert says in json.loads(error.removeprefix("data: "))["error"]["message"]
+        else:
+            assert says in json.loads(text)["error"]["message"]
+            own = script not in (not_loaded,) and "router's key" not in says
+            assert answer.status == (400 if own else 502)
+        if role == "decode" and not says and script is not cut_after_token:
+            assert next_one.calls[0].params == bad.calls[0].params  # with the same ticket
+        if role == "decode" and says:
+            await until(lambda: p.released == [["held-1"]])
+        else:
+            assert p.released == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_prefill_node_that_dies_behind_its_token_is_replaced_while_nobody_has_seen_it(
+    stream: bool,
+) -> None:
+    p, other, d = prefill(cut_after_token), prefill(load=LOADED["prefill"]), decode()
+    async with cluster(p, other, d) as c:
+        assert await c.text({"stream": stream}) == (STREAMED if stream else WHOLE.decode())
+        params = params_of(d.calls[0])
+        if stream:
+            assert (params.generated, params.sent_text, params.prompt_token_ids) == ([11], 1, None)
+            assert d.calls[0].body["messages"] == [{"role": "user", "content": "hi"}]
+        assert (len(other.calls), params.remote_request_id) == (
+            (0, None) if stream else (1, "held-1")
+        )
+
+
+async def test_three_choices_with_logprobs_go_on_elsewhere_where_the_client_has_them() -> None:
+    def told(choice: int, token: int, sent: int, finish: Finish | None = None) -> Frame:
+        logprobs = [TokenLogprobs(token, -token / 10)]
+        return Frame(
+            FrameKind.TOKENS,
+            event(f"<{token}>"),
+            [token],
+            sent,
+            choice=choice,
+            logprobs=logprobs,
+            finish=finish,
+        )
+
+    async def first(call: Call) -> None:
+        await call.send(told(0, 11, 1))
+        await call.hand_over(generated_logprobs=[TokenLogprobs(11, -1.1)])
+
+    async def dies(call: Call) -> None:
+        await call.send(told(1, 21, 4), told(0, 12, 5), told(2, 31, 4, Finish.STOP))
+        call.cut()
+
+    async def goes_on(call: Call) -> None:
+        last = Frame(FrameKind.END, event("<22>") + DONE, [22], 8, choice=1, finish=Finish.STOP)
+        await call.send(told(0, 13, 9, Finish.LENGTH), last)
+
+    p, good = prefill(first), decode(goes_on, load=LOADED["decode"])
+    async with cluster(p, decode(dies), good) as c:
+        text = await c.text({"stream": True, "logprobs": True, "n": 3})
+    events = [event(f"<{token}>") for token in (11, 21, 12, 31, 13, 22)]
+    assert text == (b"".join(events) + DONE).decode()
+    params = params_of(good.calls[0])
+    assert (params.remote_engine_id, good.calls[0].body["messages"]) == (None, [])
+    assert good.calls[0].body["seed"] == p.calls[0].body["seed"]
+    logprobs = {token: TokenLogprobs(token, -token / 10) for token in (11, 12, 21, 31)}
+    assert params.answer().so_far(3) == [
+        ChoiceSoFar(generated=[11, 12], logprobs=[logprobs[11], logprobs[12]], sent_text=5),
+        ChoiceSoFar(generated=[21], logprobs=[logprobs[21]], sent_text=4),
+        ChoiceSoFar(generated=[31], logprobs=[logprobs[31]], sent_text=4, finish=Finish.STOP),
+    ]
+
+
+async def test_when_every_node_breaks_the_client_is_told() -> None:
+    p, d = prefill(), decode(refuse(500, "out of luck"))
+    async with cluster(p, d) as c:
+        async with c.post() as answer:
+            assert answer.status == 500
+            assert "out of luck" in (await answer.json())["error"]["message"]
+        await until(lambda: p.released == [["held-1"]])
+        async with openai.AsyncOpenAI(base_url=f"{c.url}/v1", api_key="-", max_retries=0) as client:
+            stream = await client.chat.completions.create(model="tiny", messages=[], stream=True)
+            with pytest.raises(openai.APIError, match="out of luck"):
+                async for _ in stream:
+                    pass
+
+
+async def test_a_node_without_a_connection_is_down_and_its_address_is_not_told() -> None:
+    p = prefill()
+    async with cluster(p, decode(kv=NO_PROMPTS), health_interval_s=5) as c:
+        c.router.node_client.forget(c.node(p))
+        async with c.post() as answer:
+            assert answer.status == 502
+            assert "127.0.0.1" not in (await answer.json())["error"]["message"]
+        assert not c.node(p).up
+
+
+# --- an answer that has begun
+
+
+def by_turns(first: Any) -> FakeNode:
+    """A decode node whose first request breaks, and that answers the others."""
+
+    async def script(call: Call) -> Any:
+        return await (first(call, node) if len(node.calls) == 1 else decode_ok(call))
+
+    node = decode(script)
+    return node
+
+
+async def dies(call: Call, node: FakeNode) -> None:
+    node.health_status = 503
+    await cut_after_token(call)
+
+
+async def engine_dies(call: Call, node: FakeNode) -> None:
+    node.health_status = 503
+    await call.tokens(12, "b", 2)
+    why = EngineDead("the engine process ended (killed, probably out of memory)")
+    error = ErrorBody(why.message, why.type, None, why.code)
+    await call.send(Frame(FrameKind.ERROR, status=why.status, error=error))
+
+
+async def engine_hangs(call: Call, node: FakeNode) -> None:
+    await call.tokens(12, "b", 2)
+    node.engine_dead = "the engine process has said nothing for 21 s"
+    await hold(call)
+
+
+async def node_hangs(call: Call, node: FakeNode) -> None:
+    await call.tokens(12, "b", 2)
+    node.health_hangs = True
+    await hold(call)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("how", [dies, engine_dies, engine_hangs, node_hangs])
+async def test_an_answer_that_has_begun_waits_for_a_decode_node_longer_than_for_room(
+    how: Any, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvrelay.router.request.run, "ROOM_DEADLINE_S", 0.05)
+    d = by_turns(how)
+    async with cluster(prefill(), d) as c:
+        asked = asyncio.create_task(c.text({"stream": stream}))
+        await until(lambda: c.metric("kvrelay_router_waiting_for_room") == 1)
+        assert not c.node(d).leases
+        async with c.post() as new:
+            assert new.status == 503  # whoever has nothing yet may go elsewhere
+        _, late = await asyncio.wait((asked,), timeout=0.3)
+        assert late
+        d.health_status, d.health_hangs, d.engine_dead, d.generation = 200, False, "", "g2"
+        assert await asked == (STREAMED if stream else WHOLE.decode())
+        assert c.metric("kvrelay_router_waiting_for_room") == 0
+
+
+async def test_an_answer_waits_for_a_node_until_the_deadline_of_its_request() -> None:
+    d = by_turns(dies)
+    async with cluster(prefill(), d, request_deadline_s=0.5) as c:
+        text = await c.text({"stream": True})
+        assert text.startswith((event("a") + event("b")).decode())
+        assert "the request did not finish within 0.5 s" in text
+        assert len(d.calls) == 1
+
+
+async def test_a_stream_outlives_more_nodes_than_a_request_may_try_as_long_as_it_gets_on() -> None:
+    letters = "abcdefghij"
+
+    async def one_letter(call: Call) -> None:
+        at = len(call.params["generated"])
+        await call.tokens(11 + at, letters[at], 1 + at)
+        await (call.end() if at == len(letters) - 1 else cut(call))
+
+    d = decode(one_letter)
+    async with cluster(prefill(), d, attempts=2, health_interval_s=0.02) as c:
+        wanted = b"".join(map(event, letters)) + event("", "stop") + DONE
+        assert await c.text({"stream": True}) == wanted.decode()
+        assert len(d.calls) == len(letters) - 1
+
+
+@pytest.mark.parametrize("gets_on", [False, True])
+async def test_what_is_tried_in_vain_too_often_ends(gets_on: bool) -> None:
+    """An attempt that told something new before it broke was not in vain."""
+
+    async def breaks(call: Call) -> None:
+        first = gets_on and len(call.params["generated"]) == 1
+        await (cut_after_token if first else cut)(call)
+
+    d = decode(breaks)
+    async with cluster(prefill(), d, attempts=3, health_interval_s=0.02) as c:
+        text = await c.text({"stream": True})
+        assert "no decode node could serve the request (3 tried)" in text
+        assert len(d.calls) == 3 + gets_on
+
+
+# --- room, and KV that does not come
+
+
+@pytest.mark.parametrize("status", [429, 500])
+@pytest.mark.parametrize("mixed", [False, True])
+async def test_what_a_decode_node_does_not_take_goes_to_one_that_can_fetch_it_too(
+    mixed: bool, status: int
+) -> None:
+    """Where decode nodes compute no prompts, and where one of them could not take the KV."""
+    bad = decode(refuse(status), kv=NO_PROMPTS)
+    good = decode(load=LOADED["decode"], kv=NO_PROMPTS)
+    other = [decode(load=Load(running=2), kv=other_kind())] if mixed else []
+    async with cluster(prefill(kv=KV), bad, good, *other) as c:
+        assert await c.text({"stream": True}) == STREAMED
+        assert [len(node.calls) for node in (bad, good, *other)] == [1, 1, 0][: 2 + mixed]
+        assert good.calls[0].params["remote_engine_id"] is not None
+
+
+async def test_full_prefill_nodes_that_are_slow_to_say_so_do_not_hold_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kvrelay.router.request.run, "ROOM_DEADLINE_S", 2.0)
+
+    async def slowly(call: Call) -> Any:
+        await asyncio.sleep(1.1)  # longer than it rests
+        return await refuse(429, "full", {"retry-after": "1"})(call)
+
+    one, other = prefill(slowly), prefill(slowly)
+    async with cluster(one, other, decode()) as c, c.post() as answer:
+        assert (answer.status, answer.headers["retry-after"]) == (429, "1")
+        assert len(one.calls) + len(other.calls) <= 5
+
+
+@pytest.mark.parametrize(
+    ("script", "role"),
+    [
+        (FULL, "prefill"),
+        (FULL, "decode"),
+        (refuse(503, "loading", {"retry-after": "20"}), "prefill"),
+    ],
+)
+async def test_a_node_that_names_a_time_rests_for_as_long(script: Any, role: str) -> None:
+    busy, free = FakeNode(role, script), FakeNode(role, prefill_ok, load=LOADED[role])
+    free.script = prefill_ok if role == "prefill" else decode_ok
+    async with cluster(busy, free, decode() if role == "prefill" else prefill()) as c:
+        for _ in range(3):
+            await c.text()
+        assert (len(busy.calls), len(free.calls)) == (1, 3)
+        free.script = busy.script
+        if script is FULL and role == "prefill":
+            async with c.post() as answer:
+                assert (answer.status, answer.headers["retry-after"]) == (429, "30")
+
+
+async def test_a_request_waits_until_a_node_has_rested_and_its_kv_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kvrelay.router.request.run, "_RENEW_S", 0.05)
+    p, d = prefill(), by_turns(lambda call, _: refuse(429, "full", {"retry-after": "1"})(call))
+    async with cluster(p, d) as c:
+        assert await c.text({"stream": True}) == STREAMED
+        assert len(d.calls) == 2
+        assert p.renewed[:2] == [["held-1"], ["held-1"]]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_pair_between_which_kv_did_not_come_is_avoided_for_a_while(ends: bool) -> None:
+    async def computed_here(call: Call) -> None:
+        payload = event("b") if call.streams else b""
+        await call.send(Frame(FrameKind.TOKENS, payload, [12], 2, kv_error="PeerLost"))
+        await call.tokens(13, "c", 3)
+        await call.end()
+
+    p, bad = prefill(), decode(not_loaded if ends else computed_here, generation="d1")
+    good = decode(generation="d2", load=Load(running=5))
+    async with cluster(p, bad, good) as c:
+        for at in range(3):
+            async with c.post() as answer:
+                assert answer.status == (502 if ends and not at else 200)
+        assert (len(bad.calls), len(good.calls)) == (1, 2)
+        assert c.metric("kvrelay_router_kv_failures_total", cause="PeerLost") == 1
+        assert c.node(bad).up
+        # A prefill node that is started again is another peer.
+        p.generation, bad.script = "g2", decode_ok
+        await until(lambda: c.node(p).generation == "g2")
+        await c.text()
+        assert len(bad.calls) == 2
+
+
+def test_the_error_of_kv_that_was_not_loaded_names_cause_and_remedy_and_no_address() -> None:
+    assert "its prefill node is gone or was restarted (PeerLost)" in NOT_LOADED.message
+    assert "--kv-load-failure-policy recompute" in NOT_LOADED.message
+    assert "the transfer broke (TransferError)" in KvNotLoaded.because("TransferError").message
+
+
+# --- breakers, lost processes, the retry budget, silence
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_node_that_answers_500_stays_up_until_its_breaker_opens(role: str) -> None:
+    bad = FakeNode(role, refuse(500))
+    good = prefill(load=LOADED[role]) if role == "prefill" else decode(load=LOADED[role])
+    good.load = msgspec.structs.replace(good.load, running=20)
+    other = decode() if role == "prefill" else prefill()
+    async with cluster(bad, good, other, health_interval_s=0.02) as c:
+
+        def state(node: FakeNode, leg: str = role) -> float:
+            return c.metric("kvrelay_router_breaker_state", node=node.url, leg=leg)
+
+        for _ in range(8):
+            await c.text()
+        assert (len(bad.calls), len(good.calls)) == (FAILURES_IN_A_ROW, 8)
+        assert c.node(bad).up
+        assert (state(bad), state(good), state(other, str(other.role))) == (2, 0, 0)
+        async with c.http.get(f"{c.url}/health") as answer:
+            nodes = {node["url"]: node["breakers"] for node in (await answer.json())["nodes"]}
+        assert nodes[bad.url][role]["state"] == "open"
+        bad.script = prefill_ok if role == "prefill" else decode_ok
+        await until(lambda: state(bad) == 1)
+        for _ in range(3):
+            await c.text()
+        assert state(bad) == 0
+        assert len(bad.calls) > FAILURES_IN_A_ROW
+
+
+async def test_a_400_never_opens_a_breaker() -> None:
+    p = prefill(refuse(400))
+    async with cluster(p, decode()) as c:
+        for _ in range(2 * FAILURES_IN_A_ROW):
+            async with c.post() as answer:
+                assert answer.status == 400
+        assert c.metric("kvrelay_router_breaker_state", node=p.url, leg="prefill") == 0
+
+
+async def test_a_clusters_last_node_is_tried_one_request_at_a_time_though_its_breaker_is_open() -> (
+    None
+):
+    p = prefill(refuse(500))
+    async with cluster(p, decode(kv=NO_PROMPTS)) as c:
+        for _ in range(8):
+            async with c.post() as answer:
+                assert answer.status == 500
+        assert len(p.calls) == 8
+        p.script = hold
+        slow = asyncio.create_task(c.text())
+        await until(lambda: len(p.calls) == 9)
+        async with c.post() as answer:
+            assert answer.status == 503
+            assert int(answer.headers["retry-after"]) >= 1
+        slow.cancel()
+        await until(lambda: c.metric("kvrelay_router_requests_running") == 0)
+        p.script = prefill_ok
+        await c.text()
+
+
+async def test_a_request_that_no_node_can_read_is_no_fault_of_any() -> None:
+    nodes = [prefill(BROKE), prefill(BROKE), decode(BROKE)]
+    async with cluster(*nodes) as c:
+        for _ in range(2 * FAILURES_IN_A_ROW):
+            async with c.post() as answer:
+                assert answer.status == 500
+        assert all(node.calls for node in nodes)
+        assert c.metric("kvrelay_router_breaker_state") == 0
+
+
+async def test_a_node_that_cannot_read_what_others_can_gets_no_more() -> None:
+    broken, good = prefill(BROKE), prefill()
+    async with cluster(broken, good, decode()) as c:
+
+        def is_open() -> bool:
+            return c.metric("kvrelay_router_breaker_state", node=broken.url) == 2
+
+        for at in range(10 * FAILURES_IN_A_ROW):
+            assert await c.text({"stream": True, "cache_salt": f"{at}"})
+            if is_open():
+                break
+        assert (len(broken.calls), is_open()) == (FAILURES_IN_A_ROW, True)
+
+
+async def test_a_process_that_is_lost_with_many_requests_has_failed_once_and_costs_no_retries() -> (
+    None
+):
+    async def die_together(call: Call) -> None:
+        if len(dying.calls) == 14:
+            all_there.set()
+        await asyncio.wait_for(all_there.wait(), 10)
+        call.cut()
+
+    all_there = asyncio.Event()
+    dying, other = prefill(die_together), prefill(load=Load(waiting=50, waiting_tokens=5_000))
+    async with cluster(dying, other, decode(), health_interval_s=5) as c:
+        await asyncio.gather(*(c.text() for _ in range(14)))
+        assert len(other.calls) == 14
+        assert not c.node(dying).up
+        assert c.node(dying).breakers[Role.PREFILL].state(time.monotonic()) is State.CLOSED
+        assert c.metric("kvrelay_router_retries_refused_total") == 0
+
+
+async def test_retries_do_not_multiply_the_load_of_a_cluster_in_trouble() -> None:
+    nodes = [prefill(refuse(500)) for _ in range(4)]
+    async with cluster(*nodes, decode(kv=NO_PROMPTS), attempts=3) as c:
+        async with c.post() as answer:
+            assert answer.status == 500
+        assert sum(len(node.calls) for node in nodes) == 3
+        for _ in range(39):
+            async with c.post() as answer:
+                assert answer.status in (500, 503)
+        asked = sum(len(node.calls) for node in nodes)
+        assert asked <= 40 + 10 + 0.2 * 40 + 1  # three times as many without a budget
+        assert c.metric("kvrelay_router_retries_refused_total") > 0
+
+
+async def test_a_silent_decode_request_is_waited_for_as_long_as_the_prompt_is_computed(
+    hasty: None,
+) -> None:
+    async def slow_prompt(call: Call) -> None:
+        early = handover(call, generated=[], generated_logprobs=[], sent_text=None, growing=True)
+        for _ in range(8):
+            await call.send(Frame(FrameKind.TICKET, params=early))  # a sign of life
+            await asyncio.sleep(0.05)
+        computed.set()
+        await prefill_ok(call)
+
+    async def wait_for_it(call: Call) -> None:
+        await call.send()
+        await asyncio.wait_for(computed.wait(), 5)
+        await decode_ok(call)
+
+    computed = asyncio.Event()
+    p, d = prefill(slow_prompt), decode(wait_for_it)
+    async with cluster(p, d) as c:
+        assert await c.text({"stream": True}) == STREAMED
+        assert (len(p.calls), len(d.calls)) == (1, 1)
+
+
+async def test_a_node_that_is_down_is_asked_again_while_the_last_question_is_not_answered() -> None:
+    d = decode()
+    async with cluster(prefill(), d, health_deadline_s=60.0, health_interval_s=0.02) as c:
+        d.health_status = 503
+        await until(lambda: not c.router.pool.up(Role.DECODE))
+        d.health_hangs = True
+        await asyncio.sleep(0.1)  # a question is lost now
+        d.health_status, d.health_hangs = 200, False
+        await until(lambda: bool(c.router.pool.up(Role.DECODE)))
