@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,13 +15,11 @@ from starlette.types import Receive, Scope, Send
 from kvrelay.openai_api.dialects.base import AS_IS, Dialect, openai_error
 from kvrelay.openai_api.sse import error_event
 from kvrelay.router.admission.controller import AdmissionSlot
-from kvrelay.router.client_connection import Reply, take_client
-from kvrelay.router.request.job import Job
-from kvrelay.router.request.placer import PlacementLeases, PlacementQuery
-from kvrelay.router.request.timeline import Timeline
+from kvrelay.router.client_connection import take_client
+from kvrelay.router.request.run import Run
 from kvrelay.wire.errors import Draining, ErrorBody, KvrelayError, NodeFailed, without_frames
 
-__all__ = ["CLIENT_GONE", "HOLD_S", "Finished", "Relay", "Run", "error_response", "id_headers"]
+__all__ = ["CLIENT_GONE", "HOLD_S", "Finished", "Relay", "error_response", "id_headers"]
 
 HOLD_S = 10.0
 """Seconds that headers wait for a first payload; afterwards, silence before a keep-alive comment."""
@@ -38,66 +35,6 @@ Finished = Callable[[int, KvrelayError | None], None]
 """Called with the status (that of an in-band error, too) and what went wrong."""
 
 _log = logging.getLogger("kvrelay.router")
-
-
-class Part(Protocol):
-    """A prompt of a request, as far as the console reads it."""
-
-    timeline: Timeline
-
-    @property
-    def cached_tokens(self) -> int: ...
-    @property
-    def nodes(self) -> tuple[str, str]: ...
-
-
-class Run(Protocol):
-    """A request that runs on our nodes or on vLLM's."""
-
-    job: Job
-    reply: Reply
-    placed: PlacementLeases | None
-    """Places from admission; None if the run finds its own."""
-
-    @property
-    def timeline(self) -> Timeline: ...
-    @property
-    def parts(self) -> Sequence[Part]:
-        """Prompts with their transfers; none where nodes tell nothing of these."""
-        ...
-
-    def wanted(self) -> PlacementQuery:
-        """Return what admission places before the run begins."""
-        ...
-
-    @property
-    def prompt_tokens(self) -> int | None:
-        """Tokens of all prompts; None until a node has told."""
-        ...
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens of all choices so far."""
-        ...
-
-    @property
-    def answers(self) -> int:
-        """Number of choices that are generated at the same time."""
-        ...
-
-    @property
-    def placement(self) -> str:
-        """Where the request was placed last, and at what price; `-` if nowhere."""
-        ...
-
-    @property
-    def nodes(self) -> tuple[str, str]:
-        """URLs of the last prefill and decode node; `-` for none."""
-        ...
-
-    async def run(self) -> None:
-        """Answer the request into `reply`, once. Raises KvrelayError."""
-        ...
 
 
 def error_response(

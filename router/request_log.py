@@ -19,8 +19,9 @@ from kvrelay.openai_api.tracing import Attribute, RequestSpan, Tracing, trace_he
 from kvrelay.router.console.snapshot import ConsoleState
 from kvrelay.router.ended_request import EndedRequest
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.relay import CLIENT_GONE, Run
+from kvrelay.router.relay import CLIENT_GONE
 from kvrelay.router.request.job import Job
+from kvrelay.router.request.run import Run
 from kvrelay.router.request.timeline import Timeline
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.log_lines import Fields

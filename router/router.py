@@ -27,8 +27,8 @@ from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.prefix.kv_events import KvEvents
 from kvrelay.router.reload import Reread, changes
+from kvrelay.router.request.attempt import RunContext
 from kvrelay.router.request.placer import Placer
-from kvrelay.router.request.retries import RunContext
 from kvrelay.router.request_log import RequestLog
 from kvrelay.router.roles import RoleChanger
 from kvrelay.router.shared import Shared

@@ -29,7 +29,7 @@ from kvrelay.router.client_connection import Reply, headers_of
 from kvrelay.router.guard import caller_of, read_body
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.node import Node, NodeKind
-from kvrelay.router.relay import CLIENT_GONE, Relay, Run
+from kvrelay.router.relay import CLIENT_GONE, Relay
 from kvrelay.router.request.job import (
     CHAT_PATH,
     COMPLETIONS_PATH,
@@ -42,7 +42,7 @@ from kvrelay.router.request.job import (
 )
 from kvrelay.router.request.multi_prompt import MultiPromptRun
 from kvrelay.router.request.poison import MAX_LOST, CrashRecord, fingerprint_of
-from kvrelay.router.request.run import RequestRun
+from kvrelay.router.request.run import RequestRun, Run
 from kvrelay.router.request.timeline import Timeline
 from kvrelay.router.request.vllm_run import VllmRun
 from kvrelay.router.request_log import RequestTrace
@@ -153,7 +153,7 @@ class Frontend:
         parts = parts_of(job)
         if len(parts) == 1:
             return run_of(job, timeline)
-        return MultiPromptRun(job, parts, timeline.arrived, run_of, crashes.first_token)
+        return MultiPromptRun(job, parts, timeline.arrived, run_of)
 
     def _new_id(self, wanted: str) -> str:
         free = is_valid_id(wanted) and wanted not in self._router.live

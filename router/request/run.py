@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -24,12 +24,11 @@ from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.client_connection import Reply
 from kvrelay.router.nodes.kv_match import kv_mismatch
 from kvrelay.router.nodes.node import Lease, Node
-from kvrelay.router.request.attempt import Attempt
+from kvrelay.router.request.attempt import Attempt, Attempts, RunContext
 from kvrelay.router.request.job import Job, decode_body, prefill_body, prefix_of
 from kvrelay.router.request.placer import ChosenNodes, PlacementLeases, PlacementQuery
 from kvrelay.router.request.poison import CrashRecord
 from kvrelay.router.request.progress import AnswerProgress, Diverged, FramePosition
-from kvrelay.router.request.retries import Attempts, RunContext
 from kvrelay.router.request.timeline import Timeline
 from kvrelay.router.transport.node_errors import AttemptFailed, Refused
 from kvrelay.wire.config import Role
@@ -46,7 +45,7 @@ from kvrelay.wire.errors import (
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.transfer import SPILL_REFUSED, KvTransferParams
 
-__all__ = ["ROOM_DEADLINE_S", "RequestRun", "run_within_deadline"]
+__all__ = ["ROOM_DEADLINE_S", "RequestRun", "Run"]
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -57,25 +56,21 @@ _RENEW_S = 1.0  # where a node does not tell how long its leases are
 _RENEWALS_PER_LEASE = 4.0
 
 
-async def run_within_deadline(
-    context: RunContext, crashes: CrashRecord, arrived: float, answer: Awaitable[None]
-) -> None:
-    """Await an answer until the request's deadline. Raises KvrelayError."""
-    deadline_s = context.config.request_deadline_s
-    try:
-        async with asyncio.timeout(deadline_s - (time.monotonic() - arrived)):
-            crashes.check()
-            context.retries.add_request(time.monotonic())
-            await answer
-    except TimeoutError as why:
-        raise DeadlineExceeded(
-            f"the request did not finish within {deadline_s:g} s; ask for fewer tokens, or raise "
-            f"request_deadline_s"
-        ) from why
+class Run:
+    """A request on its way through nodes: ours, or vLLM's."""
 
-
-class RequestRun:
-    """A prompt on its way through two of our nodes."""
+    parts: Sequence[Run] = ()
+    """Prompts with their transfers; none where nodes tell nothing of these."""
+    prompt_tokens: int | None = None
+    """Tokens of all prompts, once nodes have told."""
+    output_tokens: int = 0
+    """Tokens of all choices so far."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that its node had cached, once it has told."""
+    nodes: tuple[str, str] = ("-", "-")
+    """URLs of the last prefill and decode node."""
+    placement: str = "-"
+    """Where the request was placed last, and at what price."""
 
     def __init__(
         self,
@@ -87,18 +82,57 @@ class RequestRun:
         reply: Reply | None = None,
     ) -> None:
         """`crashes` and `headers` are those of the client's request, which may have more prompts."""
-        self.job = job
+        self.job, self.headers, self.timeline = job, headers, timeline
+        self.context, self.crashes = context, crashes
         self.reply = reply or Reply()
-        self.progress = AnswerProgress(job)
-        self.timeline = timeline
         self.placed: PlacementLeases | None = None
-        """Where the request was placed last; set before `run` by admission."""
+        """Where the request was placed last; admission may set it before `run`."""
+
+    @property
+    def answers(self) -> int:
+        """Number of choices that are generated at the same time."""
+        return self.job.choices
+
+    def wanted(self) -> PlacementQuery:
+        """Return what admission places before the run begins."""
+        raise NotImplementedError
+
+    async def run(self) -> None:
+        """Answer the request into `reply`, once. Raises KvrelayError."""
+        now, deadline_s = time.monotonic(), self.context.config.request_deadline_s
+        try:
+            async with asyncio.timeout(deadline_s - (now - self.timeline.arrived)):
+                self.crashes.check()
+                self.context.retries.add_request(now)
+                await self._answer()
+        except TimeoutError as why:
+            raise DeadlineExceeded(
+                f"the request did not finish within {deadline_s:g} s; ask for fewer tokens, or "
+                f"raise request_deadline_s"
+            ) from why
+
+    async def _answer(self) -> None:
+        raise NotImplementedError
+
+
+class RequestRun(Run):
+    """A prompt on its way through two of our nodes."""
+
+    def __init__(
+        self,
+        job: Job,
+        headers: Mapping[str, str],
+        timeline: Timeline,
+        context: RunContext,
+        crashes: CrashRecord,
+        reply: Reply | None = None,
+    ) -> None:
+        super().__init__(job, headers, timeline, context, crashes, reply)
+        self.progress = AnswerProgress(job)
         self.prefill_node: Node | None = None
         self.decode_node: Node | None = None
-        self.usage: tuple[int, int, int] = (0, 0, 0)
+        self.usage = (0, 0, 0)
         """Tokens at the end: of the prompt, generated ones, cached ones of the prompt."""
-        self.headers = headers
-        self.context, self.crashes = context, crashes
         self.kv_failed = False
         """A decode node could not get the KV."""
         self.unread: list[Lease] = []
@@ -117,41 +151,35 @@ class RequestRun:
         return self.context.placer.wanted(self.job, self.prefix)
 
     @property
-    def prompt_tokens(self) -> int | None:
+    def prompt_tokens(self) -> int | None:  # type: ignore[override]
         """Tokens of the prompt, once a node has told."""
         told = self.progress.told
         return self.usage[0] or (told.answer().prompt_tokens or None if told else None)
 
     @property
-    def output_tokens(self) -> int:
+    def output_tokens(self) -> int:  # type: ignore[override]
         """Tokens of all choices so far."""
         return self.progress.output_tokens
 
     @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompt that its node had cached; 0 while no node has told."""
-        if self.usage[0]:
+    def cached_tokens(self) -> int:  # type: ignore[override]
+        """Tokens of the prompt that its node had cached, once it has told."""
+        if self.usage[0] or self.progress.told is None:
             return self.usage[2]
-        told = self.progress.told
-        return 0 if told is None else told.cached_tokens
+        return self.progress.told.cached_tokens
 
     @property
-    def answers(self) -> int:
-        """Number of choices that are generated at the same time."""
-        return self.job.choices
-
-    @property
-    def placement(self) -> str:
+    def placement(self) -> str:  # type: ignore[override]
         """Where the request was placed last, and at what price."""
         return "-" if self.placed is None else str(self.placed.placement)
 
     @property
-    def parts(self) -> list[RequestRun]:
-        """Return the prompts of the request: this one."""
-        return [self]
+    def parts(self) -> Sequence[Run]:  # type: ignore[override]
+        """The prompts of the request: this one."""
+        return (self,)
 
     @property
-    def nodes(self) -> tuple[str, str]:
+    def nodes(self) -> tuple[str, str]:  # type: ignore[override]
         """URLs of the last prefill and decode node."""
         prefill, decode = self.prefill_node, self.decode_node
         return prefill.url if prefill else "-", decode.url if decode else "-"
@@ -164,8 +192,7 @@ class RequestRun:
     async def run(self) -> None:
         """Answer the request into `reply`, once. Raises KvrelayError."""
         try:
-            answer = self._answer()
-            await run_within_deadline(self.context, self.crashes, self.timeline.arrived, answer)
+            await super().run()
         finally:
             # All are done; a failed one would keep this run until the collector comes.
             await cancel_and_wait([each for each in (self._prefilling, self._early_decode) if each])

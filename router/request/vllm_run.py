@@ -19,13 +19,12 @@ from contextlib import contextmanager
 
 import msgspec
 
-from kvrelay.router.client_connection import Reply
 from kvrelay.router.nodes.node import Lease, Node, NodeKind
+from kvrelay.router.request.attempt import Attempts, RunContext
 from kvrelay.router.request.job import CHAT_PATH, Job, prefix_of
-from kvrelay.router.request.placer import PlacementLeases, PlacementQuery
+from kvrelay.router.request.placer import PlacementQuery
 from kvrelay.router.request.poison import CrashRecord
-from kvrelay.router.request.retries import Attempts, RunContext
-from kvrelay.router.request.run import run_within_deadline
+from kvrelay.router.request.run import Run
 from kvrelay.router.request.timeline import AttemptTimes, Timeline
 from kvrelay.router.request.vllm_bodies import (
     Handover,
@@ -52,8 +51,11 @@ __all__ = ["VllmRun"]
 _log = logging.getLogger("kvrelay.router")
 
 
-class VllmRun:
-    """A request on its way through two vLLM nodes."""
+class VllmRun(Run):
+    """A request on its way through two vLLM nodes; each of the two is placed when it begins.
+
+    `output_tokens` are as the node counts them; in a stream its events, about one for each token.
+    """
 
     def __init__(
         self,
@@ -66,45 +68,18 @@ class VllmRun:
     ) -> None:
         """`kind` is that of all nodes that the request may go to. Raises RequestError."""
         check_fields(job)
-        self.job = job
-        self.reply = Reply()
-        self.timeline = timeline
-        self.placed: PlacementLeases | None = None
-        """None: each of the two requests is placed when it begins."""
-        self.placement = "-"
-        self.parts = ()
-        self.prompt_tokens: int | None = None
-        self.output_tokens = 0
-        """As the node counts them; in a stream its events, about one for each token."""
+        super().__init__(job, headers, timeline, context, crashes)
         self._kind = kind
         self._prefix = prefix_of(job)
-        self._headers = headers
-        self._context, self._crashes = context, crashes
         self._pool = context.pool
         self._attempts = {role: Attempts(context, role) for role in (Role.PREFILL, Role.DECODE)}
-        self._last = dict.fromkeys(self._attempts, "-")
         self._source: Node | None = None  # whose KV the decode request fetches
         self._round = 0
         self._handover_counted = False
 
     def wanted(self) -> PlacementQuery:
         """Return what is known of the request for placement."""
-        return self._context.placer.wanted(self.job, self._prefix, self.prompt_tokens or 0)
-
-    @property
-    def answers(self) -> int:
-        """Number of choices that are generated at the same time."""
-        return self.job.choices
-
-    @property
-    def nodes(self) -> tuple[str, str]:
-        """URLs of the last prefill and decode node."""
-        return self._last[Role.PREFILL], self._last[Role.DECODE]
-
-    async def run(self) -> None:
-        """Answer the request into `reply`, once. Raises KvrelayError."""
-        answer = self._answer()
-        await run_within_deadline(self._context, self._crashes, self.timeline.arrived, answer)
+        return self.context.placer.wanted(self.job, self._prefix, self.prompt_tokens or 0)
 
     async def _answer(self) -> None:
         while not await self._prefill_and_decode():
@@ -119,7 +94,7 @@ class VllmRun:
         if alone is None:
             params, alone = await self._prefill(headers)
         if alone is not None:
-            self._context.metrics.undivided.labels(alone).inc()
+            self.context.metrics.undivided.labels(alone).inc()
         while True:
             with self._lease(Role.DECODE, self.job.prompt_tokens if alone else 0) as lease:
                 try:
@@ -137,7 +112,7 @@ class VllmRun:
             with self._lease(Role.PREFILL, self.job.prompt_tokens) as lease:
                 node, process = lease.node, (lease.node.url, lease.generation)
                 forced = forces_tools(self.job)
-                if forced and process in self._context.fails_on_forced_tools:
+                if forced and process in self.context.fails_on_forced_tools:
                     return None, "forced_tools"
                 try:
                     handover = await self._attempt_prefill(lease, headers)
@@ -156,7 +131,7 @@ class VllmRun:
                     "prefill node %s fails on forced tool calls, so decode nodes do those alone",
                     node.url,
                 )
-                self._context.fails_on_forced_tools.add(process)
+                self.context.fails_on_forced_tools.add(process)
                 return None, "forced_tools"
             await self._note_failure(lease, Role.PREFILL, failure)
 
@@ -165,7 +140,7 @@ class VllmRun:
         body = prefill_body(self.job)
         self.timeline.prefilled = None
         times = self.timeline.begin_attempt(time.monotonic(), decoding=False)
-        client, path = self._context.node_client, self.job.path
+        client, path = self.context.node_client, self.job.path
         try:
             handover = handover_of(await whole_answer(client, lease, path, body, headers))
             self.timeline.note_first_token(times, 1, time.monotonic())
@@ -173,7 +148,7 @@ class VllmRun:
             self.timeline.end_attempt(times, time.monotonic(), more=True)
         self.prompt_tokens = handover.prompt_tokens or None
         if handover.cached_tokens is not None:
-            self._context.metrics.prefix.cached(lease.cached_tokens, handover.cached_tokens)
+            self.context.metrics.prefix.cached(lease.cached_tokens, handover.cached_tokens)
         learn_prefill_cost(node, expected_ms, time.monotonic() - times.began)
         return handover
 
@@ -182,7 +157,7 @@ class VllmRun:
         job = self.job
         if self._source is not None and not self._handover_counted:
             self._handover_counted = True
-            self._context.metrics.handed_over(job.model)
+            self.context.metrics.handed_over(job.model)
         fetches = self._source is not None
         times = self.timeline.begin_attempt(time.monotonic(), decoding=True, fetches=fetches)
         complete = False
@@ -194,7 +169,7 @@ class VllmRun:
         finally:
             self.timeline.end_attempt(times, time.monotonic(), more=not complete)
         if max(job.choices, job.best_of) == 1:
-            self._context.placer.answered(
+            self.context.placer.answered(
                 job.model, self.output_tokens, self._prefix, self.prompt_tokens or 0
             )
 
@@ -202,7 +177,7 @@ class VllmRun:
         self, lease: Lease, times: AttemptTimes, body: bytes, headers: Mapping[str, str]
     ) -> None:
         times.tokens = times.began  # the first token is not seen; most of an answer are its steps
-        client, path = self._context.node_client, self.job.path
+        client, path = self.context.node_client, self.job.path
         answer = plain_answer(await whole_answer(client, lease, path, body, headers))
         if self.timeline.prefilled is not None:  # when the first token was computed
             self.timeline.note_tokens(self.timeline.prefilled)
@@ -214,7 +189,7 @@ class VllmRun:
         self, lease: Lease, times: AttemptTimes, body: bytes, headers: Mapping[str, str]
     ) -> None:
         sink = _EventSink(self, lease, times)
-        client, path = self._context.node_client, self.job.path
+        client, path = self.context.node_client, self.job.path
         try:
             await stream_events(client, lease, path, body, headers, sink.on_events)
         except AttemptFailed as why:
@@ -239,8 +214,9 @@ class VllmRun:
     @contextmanager
     def _lease(self, role: Role, tokens: int = 0) -> Iterator[Lease]:
         tried = self._attempts[role].nodes()
-        lease = self._context.placer.hold_alone(role, self.wanted(), tried, self._kind, tokens)
-        self._last[role] = lease.node.url
+        lease = self.context.placer.hold_alone(role, self.wanted(), tried, self._kind, tokens)
+        url, (prefill, decode) = lease.node.url, self.nodes
+        self.nodes = (url, decode) if role is Role.PREFILL else (prefill, url)
         try:
             yield lease
         finally:
@@ -249,7 +225,7 @@ class VllmRun:
     def _request_headers(self) -> dict[str, str]:
         # An id is used for one hand-over, so that nothing left by another is found.
         unique = self.job.node_id if not self._round else f"{self.job.node_id}-{self._round}"
-        return {**self._headers, "x-request-id": unique}
+        return {**self.headers, "x-request-id": unique}
 
     async def _note_failure(self, lease: Lease, role: Role, why: AttemptFailed) -> None:
         # Raises what the client is told when there is nowhere to go.
@@ -259,8 +235,8 @@ class VllmRun:
         )
         self._pool.blame(node, f"a request failed on it: {why.detail}", now)
         if why.lost and why.reached:
-            self._crashes.lost(lease, now)
-            await self._crashes.may_go_on()
+            self.crashes.lost(lease, now)
+            await self.crashes.may_go_on()
         attempts.failed(node, why)
         if not self._pool.up(role, attempts.nodes(), self.job.model, self._kind):
             raise attempts.failure(why) from why
