@@ -35,9 +35,7 @@ class Flow(Protocol):
 
     write_paused: bool
 
-    def drain(self) -> Awaitable[None]:
-        """Wait until the client has read enough, or is gone."""
-        ...
+    def drain(self) -> Awaitable[None]: ...
 
 
 class Reply:
@@ -63,12 +61,10 @@ class Reply:
         self.put, self.put_last, self.flow = put, put_last or put, flow
 
     def detach(self) -> None:
-        """Keep what still comes: the client has all that it gets."""
         self.put = self.put_last = self._kept.append
         self.flow = None
 
     def kept(self) -> bytes:
-        """Return all that was put and not passed on."""
         return b"".join(self._kept)
 
     @property
@@ -112,7 +108,6 @@ class ClientConnection(HttpConnection):
     """A connection that puts a `Client` into the scope of each request."""
 
     on_gone: Callable[[], None] | None = None
-    """Called when the client of the current request goes away."""
     streaming = False
     """A stream may wait for its client for as long as its request may take."""
 
@@ -128,13 +123,11 @@ class ClientConnection(HttpConnection):
             self.flush_in_time()
 
     def resume_writing(self) -> None:
-        """Lift the deadline, as the client reads."""
         super().resume_writing()
         if not self.transport.is_closing():
             self.flush_at_leisure()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the request that its client is gone."""
         super().connection_lost(exc)
         if self.on_gone is not None:
             self.on_gone()
@@ -153,13 +146,11 @@ class Client:
         self.ending = False
         """`end` follows at once, and sends what is unsent."""
         self.headers: Iterable[tuple[bytes, bytes]] = ()
-        """Headers of every answer to this client."""
         self.pieces = 0
         """Number of pieces of the body that were written."""
 
     @property
     def gone(self) -> bool:
-        """Return whether the client went away before the end."""
         return self.cycle.disconnected
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
@@ -170,7 +161,6 @@ class Client:
             self.cycle.flow.resume_reading()
 
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Write status and headers of a chunked answer."""
         cycle = self.cycle
         if cycle.disconnected:
             return
@@ -200,11 +190,9 @@ class Client:
 
     @property
     def flow(self) -> Flow:
-        """Flow control of the connection."""
         return self.cycle.flow
 
     def end(self) -> None:
-        """End the body."""
         cycle = self.cycle
         if cycle.disconnected:
             return
@@ -220,7 +208,6 @@ class Client:
         cycle.on_response()
 
     def flush(self) -> None:
-        """Send what was written."""
         if self._unsent and not self.cycle.disconnected:
             self.cycle.transport.write(b"".join(self._unsent))
         self._unsent.clear()

@@ -100,13 +100,11 @@ def check_operator(key: str, given: str) -> None:
 
 
 def caller_of(request: Request) -> Caller:
-    """Return the owner of a request's key, which `check_key` has accepted."""
     caller: Caller = request.scope[_CALLER]
     return caller
 
 
 def peer_of(request: Request) -> str:
-    """Return the address that a request came from."""
     # Only on a Unix socket nobody is known who asks: then a worker of this router does, and says
     # for whom.
     return (
@@ -145,13 +143,11 @@ async def read_body(request: Request, limit_bytes: int, deadline_s: float) -> by
 
 
 def add_error_answers(app: FastAPI) -> None:
-    """Answer whatever a route raises in the shape of its API."""
     for kind in (KvrelayError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
 
 
 async def answer_error(request: Request, why: Exception) -> Response:
-    """Return the answer to an exception."""
     path = request.url.path
     headers = id_headers(request.state.job_id) if hasattr(request.state, "job_id") else {}
     if isinstance(why, KvrelayError):

@@ -45,7 +45,6 @@ class Share:
     """A request's share of a node."""
 
     prompt_ms: float = 0.0
-    """Prompts to compute."""
     kv_tokens: float = 0.0
     context: float = 0.0
     """Tokens that each of its steps reads, if it decodes there."""
@@ -67,7 +66,6 @@ class NodeLoad:
         self.announced(Load())
 
     def set_costs(self, costs: StepCosts, gap_ms: float) -> None:
-        """Take over the node's step costs."""
         self.costs, self.gap_ms = costs, gap_ms
         self._settle()
 
@@ -109,7 +107,6 @@ class NodeLoad:
         self._settle()
 
     def add(self, share: Share) -> None:
-        """Count a request from now on."""
         share.held = True
         self.own += 1
         self._pending[share] = None
@@ -168,7 +165,6 @@ class NodeLoad:
 
     @property
     def step_ms(self) -> float:
-        """Return the time of an empty step."""
         return (self._load.pace or 1.0) * self.costs.step
 
     @property
@@ -190,11 +186,9 @@ class NodeLoad:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing is there or on its way there."""
         return not (self.rows or self.own or self.backlog_ms)
 
     def prompt_ms(self, tokens: float, cached: float) -> float:
-        """Return what a prompt takes here, less what is cached."""
         left = tokens - min(cached, tokens - 1)
         return left * (self.linear_ms + self.square_ms * (2 * tokens - left))
 

@@ -68,7 +68,6 @@ class PlacementRequest:
     cached: Mapping[str, int] = field(default_factory=dict)
     """Tokens of the prompt that nodes have, by their addresses."""
     session: str = ""
-    """A name that requests of one conversation or user share; empty if none is known."""
     ignores_room: bool = False
 
     @property
@@ -77,7 +76,6 @@ class PlacementRequest:
         return self.tokens + min(self.output, self.most_output)
 
     def prompt_ms(self, node: NodeLoad) -> float:
-        """Return what the prompt takes on a node, less what is cached there."""
         return node.prompt_ms(self.tokens, self.cached.get(node.name, 0))
 
 
@@ -89,7 +87,6 @@ class Placement:
     decode: str
     price: float
     other: tuple[str, str] | None
-    """The nodes of the best other way, if there is one."""
     other_price: float
     spills: bool
     """The prompt is computed on a decode node though a prefill node could."""
@@ -219,7 +216,6 @@ def place_decode(
 
 
 def place_prefill(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> NodeLoad:
-    """Choose the prefill node alone, whatever room there is."""
     return _cheapest(_sources(request, nodes), request.tie)[1]
 
 

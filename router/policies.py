@@ -26,7 +26,6 @@ _SLACK = 2.0  # requests: with short queues chance alone makes larger difference
 _ALL_BITS = (1 << 64) - 1
 
 Policy = Callable[[PlacementRequest, Sequence[Node], random.Random], Node]
-"""Choose one of the nodes, of which there is at least one."""
 
 
 def least_queue(request: PlacementRequest, nodes: Sequence[Node], rng: random.Random) -> Node:
@@ -69,7 +68,6 @@ POLICIES: Mapping[str, Policy] = {
     "round_robin": round_robin,
     "session": session,
 }
-"""The policies by the names that an operator gives them."""
 
 
 def most_depth(nodes: Iterable[Node]) -> float:

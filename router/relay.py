@@ -24,7 +24,6 @@ __all__ = ["CLIENT_GONE", "HOLD_S", "Finished", "Relay", "error_response", "id_h
 HOLD_S = 10.0
 """Seconds that headers wait for a first payload; afterwards, silence before a keep-alive comment."""
 CLIENT_GONE = 499
-"""Status of a request whose client left."""
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -42,7 +41,6 @@ def error_response(
     headers: Mapping[str, str] | None = None,
     shape: Callable[[int, ErrorBody], bytes] = openai_error,
 ) -> Response:
-    """Return the answer to an error, its body made by `shape`."""
     every = {**(headers or {}), **why.headers}
     if why.retry_after_s is not None:
         every["retry-after"] = str(why.retry_after_s)
@@ -50,7 +48,6 @@ def error_response(
 
 
 def id_headers(job_id: str) -> dict[str, str]:
-    """Return the headers that name a request: OpenAI's and Anthropic's."""
     return {"x-request-id": job_id, "request-id": job_id}
 
 
@@ -73,7 +70,6 @@ class Relay(Response):
         self._broken: NodeFailed | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the request in the task that its connection has for it."""
         task = asyncio.current_task()
         assert task is not None
         self._task, self._client = task, take_client(scope)

@@ -47,7 +47,6 @@ class RequestTrace:
     ) -> None:
         """`arrived` is in monotonic seconds."""
         self.headers = trace_headers(header)
-        """Headers for the nodes."""
         self.span: RequestSpan | None = None
         if tracing is not None:
             self.span = tracing.begin(f"POST {path}", self.headers, arrived)
@@ -98,7 +97,6 @@ class TokenCounter:
         self._metrics.admission.tokens.labels(known.key, "output").inc(more)
 
     async def run(self) -> None:
-        """Count every COUNT_S until cancelled."""
         while True:
             await asyncio.sleep(COUNT_S)
             self.count()
@@ -138,7 +136,6 @@ class RequestLog:
         why: KvrelayError | None,
         trace: RequestTrace,
     ) -> None:
-        """Record a request that ran."""
         timeline, now = run.timeline, time.monotonic()
         stages_s = timeline.stages_s(now)
         error = "" if why is None else shown_error(why)

@@ -177,20 +177,16 @@ class Frontend:
         """Do nothing: keys are checked before routes are chosen (router/guard.py)."""
 
     def owner(self, request: Request) -> str:
-        """Return the hash of the caller's key."""
         return caller_of(request).sha256
 
     def served(self) -> list[str]:
-        """Return the names that requests may ask for."""
         return self._router.models.names()
 
     def healthy(self) -> bool:
-        """Return whether any model can be served now."""
         models = self._router.models
         return any(models.ready().values()) or models.alone()
 
     def alive(self) -> bool:
-        """Return True: without nodes a new process could do no more."""
         return True
 
 

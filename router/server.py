@@ -119,7 +119,6 @@ async def serve(
 
 
 def run(config: RouterConfig, reread: Reread | None = None) -> int:
-    """Serve on an event loop of its own until SIGINT or SIGTERM; return the exit code."""
     settle()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config, reread=reread))

@@ -21,8 +21,6 @@ __all__ = ["Shared"]
 
 
 class Shared:
-    """A router process that is alone."""
-
     leads = True
     """This process looks after nodes: it warms up pairs, and changes roles."""
     serves = True
@@ -30,14 +28,12 @@ class Shared:
     warm_pairs: WarmPairs = NO_PAIRS
     """The pairs of nodes that are warm, if another process warms them up."""
     index = 0
-    """The number of this process among those that serve."""
     forward: Callable[[Request, bytes, float], Awaitable[Response]] | None = None
     """Asks the leading process what operators and scrapers want to know or to change."""
     responses: ResponseStore
     """Set in processes that serve."""
 
     def __init__(self, responses: str = IN_MEMORY) -> None:
-        """`responses`: the path of the file of stored responses."""
         self.poison = Poison()
         if self.serves:
             self.responses = ResponseStore(responses)

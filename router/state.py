@@ -53,7 +53,6 @@ class NodeStatus(msgspec.Struct, frozen=True):
     up: bool
     draining: bool
     reason: str
-    """Why the node is not up."""
     for_s: float | None
     sources: Sequence[str]
     legs: int
@@ -69,7 +68,6 @@ class NodeStatus(msgspec.Struct, frozen=True):
     up_in: int = 1
     """How many workers see the node up."""
     flips_to: str | None = None
-    """The role that the node is changing to."""
     prompt_share: float = 0.0
     """The share of the node's time that arriving prompts take."""
     limit_left: float = 0.0
@@ -92,8 +90,6 @@ class FailedPair(msgspec.Struct, frozen=True):
 
 
 class RoleStatus(msgspec.Struct, frozen=True):
-    """A model's nodes by role."""
-
     model: str
     why: str
     """Why nothing changes now, or what does."""

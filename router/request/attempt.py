@@ -76,13 +76,11 @@ class SilenceWatch:
         self._scheduled = False
 
     def add(self, attempt: Attempt) -> None:
-        """Watch an attempt until `discard`."""
         self._attempts.add(attempt)
         if not self._scheduled:
             self._schedule()
 
     def discard(self, attempt: Attempt) -> None:
-        """Stop watching an attempt."""
         self._attempts.discard(attempt)
 
     def _schedule(self) -> None:

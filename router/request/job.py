@@ -111,17 +111,14 @@ class ParsedBody(msgspec.Struct, frozen=True):
 
     @property
     def model(self) -> str:
-        """Model that the client names."""
         return self.known.model or ""
 
     @property
     def priority(self) -> int | None:
-        """Priority that the client gives."""
         return self.known.priority
 
     @property
     def request_id(self) -> str:
-        """Return the request's id that the body gives; empty if none."""
         return self.known.request_id or ""
 
 
@@ -153,7 +150,6 @@ class Job(msgspec.Struct, frozen=True):
     """The answer depends on the prompt's own words, not on its tokens alone."""
     fields: dict[str, msgspec.Raw]
     part: bool = False
-    """One prompt of several (router/request/multi_prompt.py)."""
     first_index: int = 0
     priority: int = 0
     cache_salt: str = ""
@@ -166,17 +162,14 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def node_id(self) -> str:
-        """Return the request's id on the nodes."""
         return f"{self.id}.{self.mark}" if self.mark else self.id
 
     @property
     def prompt_field(self) -> str:
-        """Name of the field that holds the prompt."""
         return _prompt_field(self.path)
 
     @property
     def response_id(self) -> str:
-        """Return the `id` of the answer, as the nodes form it."""
         return f"{'chatcmpl' if self.path == CHAT_PATH else 'cmpl'}-{self.node_id}"
 
 
@@ -328,7 +321,6 @@ def prefix_of(job: Job) -> Prefix:
 
 
 def prefill_body(job: Job) -> bytes:
-    """Return the body of the prefill request, for one token."""
     fields: dict[str, Any] = dict(job.fields)
     fields["max_tokens"] = 0 if job.prompt_only else 1
     if "max_completion_tokens" in fields:

@@ -34,43 +34,35 @@ class MultiPromptRun(Run):
 
     @property
     def parts(self) -> Sequence[Run]:  # type: ignore[override]
-        """Return the runs of the prompts."""
         return self._runs
 
     def wanted(self) -> PlacementQuery:
-        """Return what the first part wants; the others are placed when they begin."""
         return self._runs[0].wanted()
 
     @property
     def timeline(self) -> Timeline:  # type: ignore[override]
-        """Return the timeline of the run that ended last, or still runs."""
         times = (run.timeline for run in self._runs)
         return max(times, key=lambda each: each.last_token or each.arrived)
 
     @property
     def prompt_tokens(self) -> int | None:  # type: ignore[override]
-        """Tokens of all prompts; None until all are known."""
         counts = [run.prompt_tokens for run in self._runs]
         return None if None in counts else sum(count or 0 for count in counts)
 
     @property
     def output_tokens(self) -> int:  # type: ignore[override]
-        """Tokens of all choices so far."""
         return sum(run.output_tokens for run in self._runs)
 
     @property
     def answers(self) -> int:
-        """Number of choices that are generated at the same time."""
         return self.job.choices * len(self._runs)
 
     @property
     def placement(self) -> str:  # type: ignore[override]
-        """Placements of all prompts."""
         return "; ".join(run.placement for run in self._runs)
 
     @property
     def nodes(self) -> tuple[str, str]:  # type: ignore[override]
-        """URLs of all prefill nodes, and of all decode nodes."""
         prefill, decode = ({run.nodes[leg] for run in self._runs} for leg in (0, 1))
         return ",".join(sorted(prefill)), ",".join(sorted(decode))
 

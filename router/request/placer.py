@@ -94,7 +94,6 @@ class Placer:
         self.take_over(config)
 
     def take_over(self, config: RouterConfig) -> None:
-        """Use a configuration for new placements."""
         self._policies = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
         self._spills = not config.strict_roles and set(self._policies.values()) == {PRICE}
 
@@ -134,7 +133,6 @@ class Placer:
         )
 
     def expected_output(self, model: str) -> float:
-        """Return the mean number of tokens of this model's recent answers."""
         mean = self._outputs.get(self._pool.base_of(model))
         return FIRST_OUTPUT if mean is None else mean.value
 
@@ -248,7 +246,6 @@ class Placer:
         return self._pool.hold(node, share, tokens, wanted.prefix, request.cached)
 
     def give_back(self, placed: PlacementLeases) -> None:
-        """Give back all leases; twice is as once."""
         for lease in (placed.prefill, placed.decode):
             if lease is not None:
                 self._pool.give_back(lease)

@@ -57,7 +57,6 @@ class Poison:
         return bool(self._suspects)
 
     def died(self, fingerprint: bytes, process: str, now: float) -> None:
-        """Note that a process died while the request was unanswered there."""
         known = self._suspects.pop(fingerprint, _NOBODY)
         self._suspects[fingerprint] = Suspect(known.processes | {process}, now + REFUSED_S)
         if len(self._suspects) > _MAX_SUSPECTS:
@@ -82,7 +81,6 @@ class Poison:
         self._suspects = dict(suspects)
 
     def processes(self, fingerprint: bytes, now: float) -> Set[str]:
-        """Return the processes that died while the request was unanswered there."""
         return self.suspects(now).get(fingerprint, _NOBODY).processes
 
     def refused_s(self, fingerprint: bytes, now: float) -> float:
@@ -154,7 +152,6 @@ class CrashRecord:
             raise _poison_request(f"{lost}, so it is tried on no other", REFUSED_S)
 
     def answered(self) -> None:
-        """Note that the request was answered to its end."""
         if self._poison and self._poison.processes(self._fingerprint, time.monotonic()):
             self._poison.spared(self._fingerprint)
 

@@ -30,7 +30,6 @@ class FramePosition:
 
     @classmethod
     def behind(cls, params: KvTransferParams) -> FramePosition:
-        """Return the position of a decode request with these parameters."""
         known = params.answer().choices
         return cls(
             {choice: len(each.generated) for choice, each in enumerate(known)}, decoding=True
@@ -45,12 +44,10 @@ class AnswerProgress:
         self.ticket: KvTransferParams | None = None
         self.handover: KvTransferParams | None = None
         self.forwarded = False
-        """The client was given bytes."""
         self.settled = False
         """A decode leg has shown that it needs the prefill node's KV no more."""
         self.ended = False
         self.output_tokens = 0
-        """Of all choices."""
         self._choices: dict[int, ChoiceSoFar] = {0: ChoiceSoFar()}
         self._diverged = False
 

@@ -90,11 +90,9 @@ class Run:
 
     @property
     def answers(self) -> int:
-        """Number of choices that are generated at the same time."""
         return self.job.choices
 
     def wanted(self) -> PlacementQuery:
-        """Return what admission places before the run begins."""
         raise NotImplementedError
 
     async def run(self) -> None:
@@ -147,40 +145,33 @@ class RequestRun(Run):
         self._early_decode: asyncio.Task[bool] | None = None
 
     def wanted(self) -> PlacementQuery:
-        """Return what is placed before the run begins."""
         return self.context.placer.wanted(self.job, self.prefix)
 
     @property
     def prompt_tokens(self) -> int | None:  # type: ignore[override]
-        """Tokens of the prompt, once a node has told."""
         told = self.progress.told
         return self.usage[0] or (told.answer().prompt_tokens or None if told else None)
 
     @property
     def output_tokens(self) -> int:  # type: ignore[override]
-        """Tokens of all choices so far."""
         return self.progress.output_tokens
 
     @property
     def cached_tokens(self) -> int:  # type: ignore[override]
-        """Tokens of the prompt that its node had cached, once it has told."""
         if self.usage[0] or self.progress.told is None:
             return self.usage[2]
         return self.progress.told.cached_tokens
 
     @property
     def placement(self) -> str:  # type: ignore[override]
-        """Where the request was placed last, and at what price."""
         return "-" if self.placed is None else str(self.placed.placement)
 
     @property
     def parts(self) -> Sequence[Run]:  # type: ignore[override]
-        """The prompts of the request: this one."""
         return (self,)
 
     @property
     def nodes(self) -> tuple[str, str]:  # type: ignore[override]
-        """URLs of the last prefill and decode node."""
         prefill, decode = self.prefill_node, self.decode_node
         return prefill.url if prefill else "-", decode.url if decode else "-"
 
@@ -190,7 +181,6 @@ class RequestRun(Run):
         return self._prefilling is not None and not self._prefilling.done()
 
     async def run(self) -> None:
-        """Answer the request into `reply`, once. Raises KvrelayError."""
         try:
             await super().run()
         finally:

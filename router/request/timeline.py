@@ -55,7 +55,6 @@ class Timeline:
     _computed: float | None = None  # when a prefill request without a report had computed
 
     def note_tokens(self, now: float) -> None:
-        """Note that tokens came."""
         if self.first_token is None:
             self.first_token = now
         self.last_token = now

@@ -76,8 +76,6 @@ class Handover(msgspec.Struct, frozen=True):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """A whole answer for the client, and the tokens that it tells."""
-
     body: bytes
     prompt_tokens: int
     output_tokens: int
@@ -143,7 +141,6 @@ def prefill_body(job: Job) -> bytes:
 
 
 def decode_body(job: Job, params: msgspec.Raw | None) -> bytes:
-    """Return the body of the decode request: the client's own, and the hand-over."""
     fields: dict[str, Any] = dict(job.fields)
     fields.pop("kv_transfer_params", None)
     if params is not None:

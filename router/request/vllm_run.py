@@ -78,7 +78,6 @@ class VllmRun(Run):
         self._handover_counted = False
 
     def wanted(self) -> PlacementQuery:
-        """Return what is known of the request for placement."""
         return self.context.placer.wanted(self.job, self._prefix, self.prompt_tokens or 0)
 
     async def _answer(self) -> None:

@@ -84,7 +84,6 @@ class NodeClient:
         )
 
     async def close(self) -> None:
-        """Close all connections."""
         self._streams.close()
         await self._session.close()
 

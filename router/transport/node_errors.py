@@ -58,7 +58,6 @@ class Refused(KvrelayError):
         self._error = error
 
     def body(self) -> ErrorBody:
-        """Return the node's own error object."""
         return self._error
 
 

@@ -182,12 +182,10 @@ class NodeStream(asyncio.Protocol):
             request.fail(AttemptFailed(why, detail=detail, lost=True))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the request for a stream; asyncio calls this."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
         self._transport.write(self._head)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give the stream up; asyncio calls this."""
         cut = f"the request stream was cut, {self._reader.pending} bytes into a message"
         self.give_up("the connection failed", cut)
 
@@ -219,17 +217,14 @@ class NodeStream(asyncio.Protocol):
             self._transport.resume_reading()
 
     def on_headers_complete(self) -> None:
-        """Check the status; the HTTP parser calls this."""
         status = self._parser.get_status_code()
         if status != 200:
             self.give_up("the connection failed", f"the node answers {status} to {LEGS_PATH}")
 
     def on_body(self, part: bytes) -> None:
-        """Keep a piece of the body; the HTTP parser calls this."""
         self._parts.append(part)
 
     def on_message_complete(self) -> None:
-        """Give the stream up, as the node ended it; the HTTP parser calls this."""
         self.give_up("the connection failed", "the node ended the request stream")
 
     def _receive_other(self, number: int, kind: int, body: memoryview) -> None:
@@ -288,7 +283,6 @@ class NodeStreams:
         self._links: dict[Node, _Link] = {}
 
     def ready(self, node: Node) -> NodeStream | None:
-        """Return the node's stream, if it stands."""
         link = self._links.get(node)
         return None if link is None or link.stream is None or link.stream.broken else link.stream
 
@@ -317,13 +311,11 @@ class NodeStreams:
         return None if self.ready(node) else link.why
 
     def forget(self, node: Node) -> None:
-        """Close the node's stream."""
         link = self._links.pop(node, None)
         if link is not None and link.stream is not None:
             link.stream.give_up("the connection failed", "the node is gone")
 
     def close(self) -> None:
-        """Close all streams."""
         for node in list(self._links):
             self.forget(node)
 

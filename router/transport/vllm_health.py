@@ -19,7 +19,6 @@ from kvrelay.wire.outputs import Load
 __all__ = ["Fetch", "report_of", "vllm_report"]
 
 Fetch = Callable[[str], Awaitable[tuple[int, bytes]]]
-"""Returns status and body of a GET of this path on the node."""
 
 # The lines of interest among thousands.
 _READ = (
