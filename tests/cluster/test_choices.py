@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import Cluster, complete, counted, running, ticket_of, tiny_body, tiny_model
+from real_cluster import Cluster, complete, counted, running, tiny_body, tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_lost")]
 
@@ -51,18 +51,12 @@ def texts_of(answer: dict) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
 
-def chat(url: str, **fields) -> httpx2.Response:
-    body = {"model": "tiny", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    body["messages"] = [{"role": "user", "content": "x"}]
-    return httpx2.post(f"{url}/v1/chat/completions", json=body | fields, timeout=60)
-
-
 def forked_blocks(cluster: Cluster) -> float:
     return sum(node.metric("kvrelay_forked_blocks_total") for node in cluster.of("decode"))
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"logprobs": 2}, {"ignore_eos": False, "stop": ["a", "e"]}, {"max_tokens": 1}]
+    "fields", [{"logprobs": 2}, {"ignore_eos": False, "stop": ["a", "e"]}, {"max_tokens": 1}]
 )
 def test_four_choices_are_those_of_one_node_and_differ_and_come_again(cluster, fields):
     decode = cluster.of("decode")[0]
@@ -99,46 +93,10 @@ def test_a_choice_that_its_first_token_ends_leaves_the_others_alone(cluster):
     assert texts == texts_of(handed_over)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_proxy_that_knows_no_frames_gets_all_choices_of_the_decode_node(cluster, stream):
-    prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
-    alone = asked(decode.url, n=3)
-    ticket = ticket_of(prefill, PROMPT, n=3, temperature=1, seed=5)
-    if stream:
-        assert streamed(decode.url, n=3, kv_transfer_params=ticket)[1] == texts_of(alone)
-    else:
-        assert choices(asked(decode.url, n=3, kv_transfer_params=ticket)) == choices(alone)
-
-
-def test_a_stream_tells_each_choice_once_and_usage_at_the_end(cluster):
-    chunks, _ = streamed(
-        cluster.url,
-        n=3,
-        stream_options={"include_usage": True, "continuous_usage_stats": True},
-        logprobs=1,
-    )
-    ends = [c["choices"][0] for c in chunks if c["choices"] and c["choices"][0]["finish_reason"]]
-    assert sorted(end["index"] for end in ends) == [0, 1, 2]
-    assert {end["finish_reason"] for end in ends} == {"length"}
-    assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"]["completion_tokens"] == 36
-    so_far = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert so_far == sorted(so_far)
-    order = [c["choices"][0]["index"] for c in chunks if c["choices"]]
-    assert order != sorted(order), "the choices do not come interleaved"
-    tokens = [
-        t
-        for c in chunks
-        if c["choices"] and c["choices"][0]["logprobs"]
-        for t in c["choices"][0]["logprobs"]["tokens"]
-    ]
-    assert len(tokens) == 36
-
-
 PROMPTS = [PROMPT, PROMPT[:40], [7, 8, 9]]
 
 
-@pytest.mark.parametrize("fields", [{}, {"n": 2, "logprobs": 1}])
+@pytest.mark.parametrize("fields", [{"n": 2, "logprobs": 1}])
 def test_several_prompts_are_answered_as_each_alone(cluster, fields):
     decode = cluster.of("decode")[0]
     n = fields.get("n", 1)
@@ -165,35 +123,8 @@ def test_several_prompts_are_answered_as_each_alone(cluster, fields):
         )
 
 
-def test_prompts_as_texts_and_without_a_seed_differ(cluster):
-    answer = asked(cluster.url, prompt=["Hello", "Hello"], seed=None)
-    assert len({choice["text"] for choice in answer["choices"]}) == 2
-
-
-def test_one_bad_prompt_ends_the_request(cluster):
-    for url in (cluster.url, cluster.of("decode")[0].url):
-        body = {"model": "tiny", "prompt": [[5], [99999]], "max_tokens": 400}
-        answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=60)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt"), answer.text
-
-
-def test_the_best_of_several_are_the_likeliest(cluster):
-    decode = cluster.of("decode")[0]
-    every = asked(cluster.url, n=5, logprobs=0)
-
-    def likelihood(choice: dict) -> float:
-        return sum(choice["logprobs"]["token_logprobs"])
-
-    likeliest = sorted(every["choices"], key=likelihood, reverse=True)[:2]
-    for url in (cluster.url, decode.url):
-        best = asked(url, n=2, best_of=5)
-        assert texts_of(best) == [choice["text"] for choice in likeliest]
-        assert [choice["logprobs"] for choice in best["choices"]] == [None, None]
-        assert best["usage"]["completion_tokens"] == 60
-
-
 @pytest.mark.parametrize(
-    "fields", [{}, {"n": 2, "logprobs": 0}, {"max_tokens": 1}, {"prompt": [9]}, {"prompt": PROMPTS}]
+    "fields", [{"n": 2, "logprobs": 0}, {"max_tokens": 1}, {"prompt": PROMPTS}]
 )
 def test_the_prompts_log_probabilities_are_those_of_one_node(cluster, fields):
     """Through a hand-over, whose ticket goes out behind the prompt; its blocks are handed over all
@@ -227,62 +158,7 @@ def test_the_prompts_log_probabilities_are_those_of_one_node(cluster, fields):
             assert sorted(each["rank"] for each in entry.values())[:3] == [1, 2, 3]
 
 
-def test_an_echo_lists_the_prompts_tokens_streamed_or_not(cluster):
-    decode = cluster.of("decode")[0]
-    fields = {"prompt": "Hé, you", "echo": True, "logprobs": 2, "n": 2, "max_tokens": 5}
-    answer = asked(cluster.url, **fields)
-    assert choices(answer) == choices(asked(decode.url, **fields))
-    for url in (cluster.url, decode.url):
-        chunks, _ = streamed(url, **fields)
-        for choice in answer["choices"]:
-            lists = [
-                c["logprobs"]
-                for chunk in chunks
-                for c in chunk["choices"]
-                if c["index"] == choice["index"] and c["logprobs"]
-            ]
-            for name, whole in choice["logprobs"].items():
-                assert [each for part in lists for each in part[name]] == whole
-    logprobs = answer["choices"][1]["logprobs"]
-    assert logprobs["text_offset"][:8] == [0, 1, 1, 2, 3, 4, 5, 6]
-    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
-    assert len(logprobs["tokens"]) == 8 + 5
-    only = asked(cluster.url, **{**fields, "max_tokens": 0, "n": 1})["choices"][0]["logprobs"]
-    assert only == {name: values[:8] for name, values in logprobs.items()}
-
-
-def test_a_chat_tells_of_its_prompt_at_the_top(cluster):
-    ours, alone = (
-        chat(url, prompt_logprobs=1).json() for url in (cluster.url, cluster.of("decode")[0].url)
-    )
-    assert ours["prompt_logprobs"] == alone["prompt_logprobs"]
-    assert len(ours["prompt_logprobs"]) == ours["usage"]["prompt_tokens"]
-    refused = chat(cluster.url, prompt_logprobs=1, stream=True)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
-
-
-def test_a_chat_goes_on_with_its_last_message(cluster):
-    fields = {"echo": True, "n": 2, "continue_final_message": True, "return_token_ids": True}
-    fields["messages"] = [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": "Once upon"},
-    ]
-    ours, alone = (chat(url, **fields).json() for url in (cluster.url, cluster.of("decode")[0].url))
-    assert ours["choices"] == alone["choices"]
-    assert ours["prompt_token_ids"] == alone["prompt_token_ids"]
-    assert bytes(ours["prompt_token_ids"]).decode().endswith("assistant: Once upon")
-    for choice in ours["choices"]:
-        assert choice["message"]["content"].startswith("Once upon")
-        assert len(choice["token_ids"]) == 4
-
-
-def test_a_prompt_is_cut_before_the_first_leg(cluster):
-    answer = asked(cluster.url, truncate_prompt_tokens=20)
-    assert answer["usage"]["prompt_tokens"] == 20
-    assert choices(answer) == choices(asked(cluster.of("decode")[0].url, prompt=PROMPT[-20:]))
-
-
-@pytest.mark.parametrize("fields", [{"n": 8}, {"prompt": PROMPTS, "n": 3}])
+@pytest.mark.parametrize("fields", [{"prompt": PROMPTS, "n": 3}])
 def test_a_client_that_leaves_ends_every_choice(cluster, fields):
     body = tiny_body(**{"prompt": PROMPT, "max_tokens": 900, "stream": True} | fields)
     for url in (cluster.url, cluster.of("decode")[0].url):

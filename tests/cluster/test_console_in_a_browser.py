@@ -208,21 +208,6 @@ def test_it_fits_a_phone_and_nothing_moves_when_news_come(browser: Any, cluster:
         assert page.locator("#nodes").bounding_box() == before
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_follows_the_colours_of_the_system_until_it_is_told_otherwise(
-    scheme: Any, browser: Any, cluster: Cluster
-) -> None:
-    ground = "getComputedStyle(document.body).backgroundColor"
-    with page_of(browser, cluster, color_scheme=scheme) as page:
-        by_system = page.evaluate(ground)
-        page.get_by_role("button", name="Light" if scheme == "dark" else "Dark").click()
-        assert page.evaluate(ground) != by_system
-        page.reload()
-        assert page.evaluate(ground) != by_system
-        page.get_by_role("button", name="Auto").click()
-        assert page.evaluate(ground) == by_system
-
-
 @pytest.mark.skipif(not SCREENSHOTS, reason="pictures are made with KVRELAY_SCREENSHOTS=FOLDER")
 def test_pictures(browser: Any, cluster: Cluster) -> None:
     folder = Path(SCREENSHOTS)

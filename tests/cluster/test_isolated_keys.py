@@ -19,7 +19,6 @@ pytestmark = pytest.mark.cluster
 KEYS = ["--api-key", "ann", "--keys", json.dumps({"name": "bob", "sha256": hash_of("bob")})]
 ROUTES: list[tuple[str, Any]] = [
     ("/v1/completions", {"max_tokens": 3}),
-    ("/v1/responses", {"max_output_tokens": 3}),
     ("/v1/messages", {"max_tokens": 3}),
 ]
 

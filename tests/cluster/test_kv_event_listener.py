@@ -49,14 +49,9 @@ class Batch(msgspec.Struct, array_like=True, omit_defaults=True):
 read = msgspec.msgpack.Decoder(Batch).decode
 
 
-Node = tuple[str, str, str, bool]
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["hashes alone", "token ids"])
-def node(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Node]:
-    """Its URL, where it tells events and tells them again, and whether tokens, too."""
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, str]]:
+    """Its URL, and where it publishes and replays events."""
     folder = tmp_path_factory.mktemp("told")
     endpoint, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     told = {
@@ -65,13 +60,13 @@ def node(
         "endpoint": endpoint,
         "replay_endpoint": replay,
     }
-    told |= {"topic": "kv-events", "token_ids": request.param}
+    told |= {"topic": "kv-events", "token_ids": True}
     cluster = Cluster(folder, [])
     try:
         flags = [*tiny_model(folder), f"--kv-events-config={json.dumps(told)}"]
         cluster.nodes = [cluster.start("serve", flags)]
         cluster.wait_ready(*cluster.nodes)
-        yield cluster.nodes[0].url, endpoint, replay, request.param
+        yield cluster.nodes[0].url, endpoint, replay
     finally:
         cluster.stop()
 
@@ -99,8 +94,10 @@ def told_again(
             found[int.from_bytes(number, "big")] = payload
 
 
-def test_a_listener_reads_what_is_cached_and_again_what_it_missed(node: Node) -> None:
-    url, endpoint, replay, with_tokens = node
+def test_a_listener_reads_what_is_cached_and_again_what_it_missed(
+    node: tuple[str, str, str],
+) -> None:
+    url, endpoint, replay = node
     with (
         zmq.Context() as context,
         context.socket(zmq.SUB) as sub,
@@ -132,10 +129,7 @@ def test_a_listener_reads_what_is_cached_and_again_what_it_missed(node: Node) ->
         assert newest > number
         (event,) = read(last).events
         assert isinstance(event, BlockStored)
-        if with_tokens:
-            assert (event.token_ids, event.extra_keys) == (salted[:32], [("mine",), None])
-        else:
-            assert (event.token_ids, event.extra_keys) == ([], None)
+        assert (event.token_ids, event.extra_keys) == (salted[:32], [("mine",), None])
 
         # REQ takes the first answer alone; what follows it is for sockets that take several.
         asking.send(newest)
@@ -145,5 +139,5 @@ def test_a_listener_reads_what_is_cached_and_again_what_it_missed(node: Node) ->
         assert missed[max(missed)] == last
         (first,) = read(missed[0]).events
         assert isinstance(first, BlockStored)
-        assert first.token_ids == ([100, *range(31)] if with_tokens else [])
+        assert first.token_ids == [100, *range(31)]
         assert told_again(context, replay, len(missed)) == {}

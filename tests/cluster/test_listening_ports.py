@@ -5,6 +5,7 @@ kernel has it.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ import httpx2
 import pytest
 
 from benchmarks.local_cluster import family, free_ports
-from tests.cluster.real_cluster import START_DEADLINE_S, complete, tiny_model, wait_until
+from tests.cluster.real_cluster import START_DEADLINE_S, Cluster, complete, tiny_model, wait_until
 from tests.listening import Port, listening
 
 pytestmark = pytest.mark.cluster
@@ -82,12 +83,14 @@ def speaks_zmq(port: Port) -> bool:
             return False
 
 
-@pytest.mark.parametrize("connector", ["auto", "nixl"])
-def test_nothing_listens_but_what_must_and_all_of_it_on_the_loopback(
-    tmp_path: Path, connector: str
-) -> None:
-    if connector == "nixl":
-        pytest.importorskip("nixl")
+def test_without_nixl_an_engine_listens_for_control_messages_alone(small: Cluster) -> None:
+    for node in small.nodes:
+        (ports,) = ports_of(commands_of(node.popen.pid))["engine_process"]
+        assert [(port.protocol, speaks_zmq(port)) for port in ports] == [("tcp", True)]
+
+
+def test_nothing_listens_but_what_must_and_all_of_it_on_the_loopback(tmp_path: Path) -> None:
+    connector = "nixl" if importlib.util.find_spec("nixl") else "auto"
     with up(tmp_path, "--kv-connector", connector) as (pid, url):
         complete(url, "the tide comes in twice a day, and " * 8)
         commands = commands_of(pid)

@@ -34,10 +34,8 @@ from real_cluster import (
     wait_until,
 )
 
-from benchmarks.local_cluster import family
 from kvrelay import cli
 from kvrelay.wire.versions import LEGS, RELEASE
-from tests.listening import listening
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_lost")]
 
@@ -243,22 +241,6 @@ def _restart(
     for router in (cluster.url, *(other.url for other in cluster.others)):
         wait_until(
             lambda url=router: back(url), START_DEADLINE_S, f"{router} uses the restarted nodes"
-        )
-
-
-def udp_ports(process: Process) -> list[int]:
-    return [port.number for port in listening(family(process.popen.pid)) if port.protocol == "udp"]
-
-
-def test_heartbeats_open_one_udp_port_at_the_router_and_none_at_nodes(cluster: Cluster) -> None:
-    assert cluster.router is not None
-    argv = cluster.router.argv
-    assert udp_ports(cluster.router) == [int(argv[argv.index("--heartbeat-port") + 1])]
-    for node in cluster.nodes:
-        wait_until(
-            lambda node=node: not udp_ports(node),
-            5,
-            f"{node.url} has no UDP port between two beats",
         )
 
 

@@ -150,27 +150,6 @@ def test_one_trace_has_all_stages_of_a_request(
     }
 
 
-def test_a_request_without_a_trace_begins_one(cluster: Cluster, collector: Collector) -> None:
-    body = tiny_body([6] * 50, max_tokens=2)
-    answer = httpx2.post(
-        f"{cluster.url}/v1/completions", json=body, headers={"x-request-id": "mine-1"}, timeout=60
-    )
-    assert answer.status_code == 200
-
-    def mine() -> list[Any]:
-        return [
-            span
-            for _, span in collector.spans
-            if attributes(span).get("kvrelay.request_id") == "mine-1"
-        ]
-
-    (span,) = wait_until(mine, 30, "the router's span")
-    assert not span.parent_span_id
-    wait_until(
-        lambda: len({s for s, _ in collector.of(span.trace_id.hex())}) == 3, 30, "the nodes' spans"
-    )
-
-
 def test_a_trace_that_its_client_does_not_keep_is_not_sent(
     cluster: Cluster, collector: Collector
 ) -> None:

@@ -73,19 +73,6 @@ def test_streamed_and_whole_answers_are_equal_and_were_handed_over(cluster):
     counted(cluster.of("decode"), "kvrelay_fetches_failed_total", 0)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_third_party_proxy_can_drive_the_nodes(cluster, stream):
-    """Prefill with max_tokens 1, then decode with the hand-over of the first answer."""
-    prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
-    ticket = ticket_of(prefill, "b" * 50)
-    assert ticket["do_remote_prefill"] is True
-    assert len(ticket["remote_block_ids"]) == 1
-    before = decode.metric("kvrelay_fetches_total")
-    answer = complete(decode.url, "b" * 50, kv_transfer_params=ticket, stream=stream)
-    assert text_of(answer) == text_of(complete(decode.url, "b" * 50))
-    counted([decode], "kvrelay_fetches_total", before + 1)
-
-
 def test_a_node_announces_what_it_costs_and_counts_its_legs(cluster):
     decode = cluster.of("decode")[0]
 
@@ -105,76 +92,10 @@ def test_a_node_announces_what_it_costs_and_counts_its_legs(cluster):
     assert report().load.token_rate > 0
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_node_tells_the_stages_that_it_has_to_who_asks_it_itself(cluster, stream):
-    """Also if a stop string ends the request, of which the engine does not hear in time."""
-    decode = cluster.of("decode")[0]
-
-    def stages(**fields) -> set[str]:
-        answer = complete(decode.url, "stages", include_metrics=True, stream=stream, **fields)
-        return set((answer[-1] if stream else answer)["kvrelay"])
-
-    assert stages() == {"queue_ms", "prefill_ms", "first_step_ms", "decode_ms", "total_ms"}
-    assert stages(max_tokens=1) == {"queue_ms", "prefill_ms", "total_ms"}
-    text = text_of(complete(decode.url, "stages"))
-    assert {"queue_ms", "prefill_ms", "total_ms"} <= stages(stop=text[len(text) // 2 :])
-
-
 def test_one_token_never_reaches_a_decode_node(cluster):
     before = fetches(cluster)
     assert complete(cluster.url, max_tokens=1)["usage"]["completion_tokens"] == 1
     counted(cluster.of("decode"), "kvrelay_fetches_total", before)
-
-
-def test_chat_streams_through_the_official_client(cluster):
-    chunks = list(
-        client(cluster).chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": "hi"}],
-            max_tokens=8,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True},
-        )
-    )
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[-1].usage.completion_tokens == 8
-    ends = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
-    assert [end for end in ends if end] == ["length"]
-
-
-@pytest.mark.parametrize(
-    ("content", "status", "word"),
-    [
-        (b'{"model": "tiny", ', 400, "JSON"),
-        (b"[1]", 400, ""),
-        ({"model": "other"}, 404, "other"),
-        ({"prompt": "x" * 3000}, 400, "1024"),
-        ({"max_tokens": 5000}, 400, "1024"),
-        ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"top_p": 0}, 400, "top_p"),
-        ({"n": 0}, 400, "n"),
-        ({"temperature": -1}, 400, "temperature"),
-        ({"logprobs": 21}, 400, "logprobs"),
-        ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
-        (
-            {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1"}},
-            400,
-            "kv_transfer_params",
-        ),
-        ({"suffix": "x"}, 400, "suffix"),
-        ({"repetition_penalty": 1e-300}, 400, "repetition_penalty"),
-        ({"stop_token_ids": list(range(320)) * 4, "min_tokens": 2}, 400, "stop_token_ids"),
-        ({"logit_bias": {"9" * 400: 1}}, 400, "logit_bias"),
-        ({"min_tokens": 20, "max_tokens": None}, 400, "min_tokens"),
-    ],
-)
-def test_bad_input_is_a_clear_4xx(cluster, content, status, word):
-    answer = post(cluster.url, content if isinstance(content, bytes) else tiny_body(**content))
-    assert answer.status_code == status, answer.text
-    error = answer.json()["error"]
-    assert word in error["message"]
-    assert error["type"] in ("invalid_request_error", "not_found_error")
 
 
 def _ticket(**changes) -> dict:
@@ -188,13 +109,10 @@ def _ticket(**changes) -> dict:
     "changes",
     [
         {"remote_block_ids": [[1]]},
-        {"remote_block_ids": [[1, 2], [3, 4]]},
         {"remote_block_ids": [[1, 2**70]]},
         {"remote_port": 2**40},
         {"generated": [1_000_000]},
-        {"generated": [-1]},
         {"prompt_token_ids": [5] * 19},
-        {"do_remote_decode": True},
     ],
 )
 def test_a_forged_ticket_is_a_400_and_hurts_nobody(cluster, changes):
@@ -266,12 +184,6 @@ def test_a_ticket_that_is_not_needed_is_given_back_at_once(cluster):
     assert text_of(answer) == text_of(complete(prefill.url, "c" * 50, max_tokens=1))
     cluster.all_blocks_free()
     counted([prefill], "kvrelay_leases_expired_total", expired)
-
-
-def test_an_unknown_route_is_404(cluster):
-    answer = post(cluster.url, tiny_body(), path="/v1/embeddings")
-    assert answer.status_code == 404
-    assert answer.json()["error"]["message"]
 
 
 def test_a_body_of_100_mb_is_413_and_is_not_read_whole(cluster):
@@ -359,15 +271,3 @@ def test_a_killed_node_costs_nothing_but_what_it_had(cluster, role):
         assert after == ["complete"] * 6
     finally:
         cluster.restored(victim)
-
-
-def test_metrics_name_what_dashboards_scrape(cluster):
-    node = cluster.of("decode")[0]
-    for name in (
-        "vllm:num_requests_running",
-        "vllm:num_requests_waiting",
-        "vllm:kv_cache_usage_perc",
-        "vllm:generation_tokens_total",
-    ):
-        node.metric(name)
-    assert "kvrelay_" in httpx2.get(f"{cluster.url}/metrics", timeout=5).text

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import OpenAI
 from real_cluster import Cluster, Process, running, tiny_model
 
 pytestmark = pytest.mark.cluster
@@ -48,7 +48,6 @@ LETTER = {
 WRITTEN_LETTER = '<tool_call>\n{"name": "letter", "arguments": {"text": "%s"}}\n</tool_call>' % (
     "so much " * 60
 )
-NAMED = {"type": "function", "function": {"name": "weather"}}
 WRITTEN = (
     'Hm.\n<tool_call>\n{"name": "weather", "arguments": {"city": "é\\n", "x": '
     "[{}]}}\n</tool_call>\n"
@@ -119,69 +118,6 @@ def test_calls_that_the_model_writes(cluster):
     for url in (cluster.url, *(node.url for node in cluster.nodes)):
         assert whole(url, **fields) == wanted
         assert streamed(url, **fields) == wanted
-
-
-def test_a_named_call_has_arguments_of_its_schema(cluster):
-    told = whole(cluster.url, tool_choice=NAMED)
-    content, ((name, arguments),), finish = told
-    assert (content, name, finish) == (None, "weather", "stop")
-    assert json.loads(arguments)["city"] in ("Paris", "Orléans")
-    for url in (cluster.url, *(node.url for node in cluster.nodes)):
-        assert streamed(url, tool_choice=NAMED) == told
-
-
-def test_a_required_call_is_one_of_the_tools(cluster):
-    # No comma, which would begin a second call.
-    fields = {"tool_choice": "required", "parallel_tool_calls": False}
-    told = whole(cluster.url, **fields)
-    content, ((name, arguments),), finish = told
-    assert (content, finish) == (None, "tool_calls")
-    assert name in ("weather", "now")
-    assert set(json.loads(arguments)) == ({"city", "days"} if name == "weather" else set())
-    for url in (cluster.url, *(node.url for node in cluster.nodes)):
-        assert streamed(url, **fields) == told
-
-
-def test_results_of_tools_are_taken_and_none_calls_none(cluster):
-    call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-    messages = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "a", "name": "now", "content": "noon"},
-    ]
-    fields = {
-        "messages": messages,
-        "tool_choice": "none",
-        "extra_body": {"guided_choice": [WRITTEN]},
-    }
-    assert whole(cluster.url, **fields) == (WRITTEN, [], "stop")
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [WEATHER, WEATHER]}, "tools"),
-        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
-        ({"tools": [], "tool_choice": NAMED}, "tool_choice"),
-        ({"tool_choice": "required", "extra_body": {"guided_regex": "a"}}, "guided_regex"),
-        (
-            {
-                "tools": [
-                    {
-                        "type": "function",
-                        "function": {"name": "f", "parameters": {"type": "objekt"}},
-                    }
-                ],
-                "tool_choice": "required",
-            },
-            "tool_choice",
-        ),
-    ],
-)
-def test_what_cannot_be_is_a_400(fields, param, cluster):
-    with pytest.raises(BadRequestError) as refused:
-        whole(cluster.url, **fields)
-    assert refused.value.param == param
 
 
 @pytest.mark.parametrize(
