@@ -22,7 +22,6 @@ _MAX_INT = 2**63
 
 
 def check_ticket(ticket: Ticket, block_size: int) -> None:
-    """Raise RequestError for a claim on KV elsewhere that lacks a part."""
     wanted = (
         "remote_engine_id",
         "remote_request_id",
@@ -55,10 +54,9 @@ def check_ticket(ticket: Ticket, block_size: int) -> None:
 
 
 class DecodeRequest(NodeRequest):
-    """A decode request. `writer` has replayed each choice so far; the engine goes on from there.
+    """A decode request: goes on from the choices that `writer` has replayed.
 
-    The first choice that is not over fetches the prompt's KV, or computes it without a ticket; the
-    others fork from it.
+    The first choice that is not over fetches the KV or computes it; the others fork from it.
     """
 
     def __init__(
@@ -106,10 +104,7 @@ class DecodeRequest(NodeRequest):
             self.unneeded = first
 
     def opening_frames(self, load: Load) -> Iterator[Frame]:
-        """Yield ends that the client does not know (after a fail-over), and text that it lacks.
-
-        Text is lacking behind a proxy that delivers no first token itself.
-        """
+        """Yield ends that the client does not know (after a fail-over), and text that it lacks."""
         nothing = RequestUpdate("", [])
         for at, choice in enumerate(self.writer.choices):
             if choice.ended:

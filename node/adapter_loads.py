@@ -22,7 +22,7 @@ __all__ = ["AdapterLoads", "adapter_of"]
 
 
 class AdapterLoads:
-    """A loader of adapters. Files are read on threads; `poll` does the rest between two steps."""
+    """A loader of adapters: threads read files, and `poll` does the rest between two steps."""
 
     def __init__(
         self, engine: Engine, send: Callable[[FromEngine], None], wakeup: Callable[[], None]
@@ -31,7 +31,6 @@ class AdapterLoads:
         self._pending: dict[str, tuple[LoadAdapter, Reading]] = {}
         self._read: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.mismatched_kv = 0
-        """KV not fetched because the other node has another adapter of that name."""
 
     def load(self, load: LoadAdapter) -> None:
         if self._engine.adapters is None:
@@ -56,10 +55,7 @@ class AdapterLoads:
             self._engine.adapters.slots.retire(name)
 
     def poll(self, waiting: Collection[Request] = ()) -> None:
-        """Put adapters that were read into slots, and free the slots of unloaded ones.
-
-        `waiting` are live requests that the scheduler does not have yet.
-        """
+        """Put read adapters into slots, and free those of unloaded ones that no request uses."""
         adapters = self._engine.adapters
         if adapters is None:
             return
@@ -77,7 +73,6 @@ class AdapterLoads:
         return [] if self._engine.adapters is None else self._engine.adapters.slots.loaded
 
     def in_use(self) -> tuple[list[str], list[str]]:
-        """Return the names of adapters with running requests, and of those with waiting ones."""
         if self._engine.adapters is None:
             return [], []
         found = [self._engine.adapters.slots.named(facts.name) for facts in self.loaded]
@@ -88,7 +83,6 @@ class AdapterLoads:
         return running, waiting
 
     def mismatch(self, request: Request) -> str | None:
-        """Return why a request's remote KV is not what this node would compute, or None."""
         fetch, (name, digest) = request.fetch, adapter_of(request)
         if fetch is None or (fetch.adapter, fetch.adapter_digest) == (name, digest):
             return None
@@ -105,7 +99,6 @@ class AdapterLoads:
 
 
 def adapter_of(request: Request) -> tuple[str, str]:
-    """Return name and digest of a request's adapter, empty without one."""
     if request.adapter is None:
         return "", ""
     return request.adapter.facts.name, request.adapter.facts.digest

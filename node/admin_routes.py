@@ -74,7 +74,6 @@ class FetchProbeRequest(msgspec.Struct):
 
 
 async def read_admin_body(node: Node, request: Request) -> bytes:
-    """Return the body of a caller that has the nodes' key. Raises Unauthorized, BodyTooLarge."""
     authorize(node.config.api_key, request)
     return await read_body(request, node.config.max_body_bytes)
 
@@ -167,10 +166,7 @@ def _add_kv_routes(app: FastAPI, node: Node) -> None:
 
 
 async def load_adapter(node: Node, body: bytes) -> AdapterAnswer:
-    """Load an adapter under a name that clients may use.
-
-    Raises RequestError, NotFound if it has no files, EngineDead, DeadlineExceeded.
-    """
+    """Load an adapter. Raises RequestError, NotFound, EngineDead, DeadlineExceeded."""
     serving = node.ready()
     _check_adapters_allowed(node, "/v1/load_lora_adapter")
     asked = decode_body(body, LoadAdapterRequest)
@@ -202,10 +198,7 @@ async def load_adapter(node: Node, body: bytes) -> AdapterAnswer:
 
 
 def unload_adapter(node: Node, body: bytes) -> AdapterAnswer:
-    """Make an adapter unknown at once; its slot is freed after its last request.
-
-    Raises RequestError, NotFound if it is not loaded, EngineDead.
-    """
+    """Make an adapter unknown at once; its slot is freed after its last request."""
     serving = node.ready()
     _check_adapters_allowed(node, "/v1/unload_lora_adapter")
     name = decode_body(body, UnloadAdapterRequest).lora_name
@@ -228,7 +221,6 @@ def _check_adapters_allowed(node: Node, path: str) -> None:
 
 
 async def offer_probe(node: Node, body: bytes) -> ProbeOffered | ProbeRefused:
-    """Offer blocks for a probe. Raises RequestError, EngineDead, DeadlineExceeded."""
     node.ready()
     _check_probe_role(node, Role.DECODE, "source")
     blocks = decode_body(body, OfferProbeRequest).blocks
@@ -237,7 +229,6 @@ async def offer_probe(node: Node, body: bytes) -> ProbeOffered | ProbeRefused:
 
 
 async def fetch_probe(node: Node, body: bytes) -> ProbeFetched | ProbeRefused:
-    """Fetch another node's probe. Raises RequestError, EngineDead, DeadlineExceeded."""
     node.ready()
     _check_probe_role(node, Role.PREFILL, "reader")
     asked = decode_body(body, FetchProbeRequest)

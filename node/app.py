@@ -157,8 +157,6 @@ class _ErrorAnswer(msgspec.Struct):
 
 
 class DialectServer:
-    """A node as a Server of openai_api/routes.py."""
-
     def __init__(self, node: Node) -> None:
         self._node = node
 

@@ -29,21 +29,14 @@ _STACK_BYTES = 16 << 20
 
 
 def grammars_for(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> Grammars:
-    """Return grammars over a model's ids, of which its tokenizer may know fewer or more.
-
-    Takes about 4 us per token.
-    """
+    """Return grammars over a model's ids; takes about 4 us per token."""
     known = min(tokenizer.vocab_size, vocab_size)
     tokens = [tokenizer.token_bytes(token) for token in range(known)] + [b""] * (vocab_size - known)
     return Grammars(tokens, special_ids=tokenizer.special_ids, eos_token_ids=eos_token_ids)
 
 
 class GrammarCompiler:
-    """A pool of threads in which requests with constraints wait for their guides.
-
-    Reads the tokenizer at `model` at once, on a thread. `wakeup` is called from threads; the
-    methods are for one thread.
-    """
+    """A pool of threads that compiles constraints of requests. Methods are for one thread."""
 
     def __init__(self, model: str, engine: Engine, wakeup: Callable[[], None]) -> None:
         self._model, self._engine, self._wakeup = model, engine, wakeup
@@ -62,7 +55,6 @@ class GrammarCompiler:
         threading.stack_size(before)
 
     def begin(self, request: Request) -> None:
-        """Compile a request's constraint; nobody else may touch the request until it is ready."""
         self._waiting[request.request_id] = request
         self._queue.put(request)
 
@@ -71,15 +63,11 @@ class GrammarCompiler:
         return self._waiting.values()
 
     def drop(self, request_id: str) -> Request | None:
-        """Forget a request; return it if it was waiting."""
         self._outcomes.pop(request_id, None)
         return self._waiting.pop(request_id, None)
 
     def ready(self, now: float) -> list[tuple[Request, str | None]]:
-        """Return requests that have a guide which followed their tokens, or an error.
-
-        A fork never comes before its parent. `now` is on the clock of `arrival_s`.
-        """
+        """Return requests that have their guide, or an error; a fork never before its parent."""
         while not self._done.empty():
             request, error = self._done.get()
             if self._waiting.get(request.request_id) is request:

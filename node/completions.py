@@ -1,8 +1,4 @@
-"""Completions on a node: from a call to its frames, and frames as plain OpenAI answers.
-
-Every answer is made of frames (wire/frames.py). Callers that ask for frames get them; others get
-their payloads. To those a hand-over looks like an answer of one token.
-"""
+"""Completions on a node: from a call to its frames, and frames as plain OpenAI answers."""
 
 from __future__ import annotations
 
@@ -62,9 +58,9 @@ Frames = AsyncGenerator[Frame, None]
 async def complete(
     node: Node, request: Request, *, chat: bool, body: bytes | None = None
 ) -> Response:
-    """Return the answer to one request; errors before the first token are plain HTTP errors.
+    """Return the answer; errors before the first token are plain HTTP errors.
 
-    `body` is a completion translated from another dialect; then the answer is never in frames.
+    `body` is a completion translated from another dialect.
     """
     began = time.monotonic()
     authorize(node.config.api_key, request)
@@ -123,10 +119,7 @@ async def _read(node: Node, request: Request, wants_frames: bool) -> bytes:
 async def start_streamed(
     node: Node, path: str, headers: Mapping[str, str], body: bytes
 ) -> tuple[Load, Frames]:
-    """Start a request of a request stream; return the node's load and its frames.
-
-    Raises KvrelayError.
-    """
+    """Start a request of a stream; return the node's load and its frames. Raises KvrelayError."""
     if path not in (CHAT_PATH, COMPLETIONS_PATH):
         raise NotFound(f"there is no completion route {path} here")
     await off_loop(len(body), check_node_body, body, node.config.max_body_bytes)
@@ -152,7 +145,7 @@ async def _start(
 
 
 async def run_requests(node: Node, requests: Sequence[NodeRequest], call: Call) -> Frames:
-    """Submit the requests of a call at once, and return the frames of its one answer.
+    """Submit the requests of a call; return the frames of its one answer.
 
     Raises EngineDead, Overloaded.
     """
@@ -173,10 +166,10 @@ async def run_requests(node: Node, requests: Sequence[NodeRequest], call: Call) 
 
 
 async def _run(node: Node, request: NodeRequest, call: Call) -> Frames:
-    """Yield the frames of a request, errors as an ERROR frame; closing it aborts the request.
+    """Yield frames, errors as an ERROR frame; closing it aborts the request.
 
-    The first frame, which is none of the answer, says that the engine has the request: only a
-    generator that has begun is closed when it is forgotten. Raises EngineDead, Overloaded before.
+    The first frame says that the engine has the request: only a generator that has begun is closed
+    when it is forgotten.
     """
     limit_s = node.config.request_deadline_s
     deadline = asyncio.get_running_loop().time() + limit_s
@@ -227,10 +220,7 @@ _Queue = asyncio.Queue[tuple[int, Frame | None]]
 async def join_frames(
     parts: Sequence[Frames], *, streams: bool, end: Callable[[Sequence[_Usage]], bytes]
 ) -> Frames:
-    """Yield the frames of all parts as they come, until the last END or the first ERROR.
-
-    `end` returns the end of a stream from the parts' token counts. Closing ends every part.
-    """
+    """Yield the frames of all parts as they come, until the last END or the first ERROR."""
     queue: _Queue = asyncio.Queue()
     tasks = [asyncio.create_task(_pump(at, part, queue)) for at, part in enumerate(parts)]
     ends: dict[int, Frame] = {}

@@ -1,7 +1,4 @@
-"""Client of the engine process: starts it, sends requests, and queues their updates.
-
-When the engine process ends or reports a crash, every waiting request gets EngineDead, once.
-"""
+"""Client of the engine process: starts it, sends requests, and queues their updates."""
 
 from __future__ import annotations
 
@@ -57,8 +54,6 @@ _REPORT_S = 0.05
 
 
 class Updates:
-    """An iterator of some requests' updates. `close` aborts those that have not ended."""
-
     def __init__(
         self,
         engine: EngineClient,
@@ -70,7 +65,7 @@ class Updates:
         self._live = request_ids
 
     async def next(self) -> tuple[RequestUpdate, Load]:
-        """Return the next update of any request. Raises EngineDead if the engine process ends."""
+        """Return the next update of any request. Raises EngineDead."""
         while True:
             update = await self._queue.get()
             if update is None:
@@ -93,13 +88,13 @@ class Updates:
 
 
 class EngineClient:
-    """A client of one engine process: `start`, `ready`, any number of `start_requests`, `stop`."""
+    """A client of one engine process. If that ends, each waiting request gets EngineDead once."""
 
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
         self._queues: dict[str, asyncio.Queue[RequestUpdate | None]] = {}
         self._answers: dict[str | int, asyncio.Future[Any]] = {}
-        """By the id of a question: of a probe, an adapter load, a profile or statistics."""
+        """By the id of a probe, an adapter load, a profile or a question for statistics."""
         self._asked = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -110,16 +105,15 @@ class EngineClient:
         self.stats = EngineStats(Load())
         self.load = Load()
         self.submitted = 1
-        """One more than the requests submitted; after a submit, the number of that request."""
+        """The number of the last request submitted, the first of which is 2."""
         self._spilled: deque[tuple[int, float]] = deque()
-        """By number, requests whose prompts a prefill node could compute, and milliseconds."""
+        """Prompts that a prefill node could compute: number of the request, milliseconds."""
         self._heard_at = time.monotonic()
         self.on_cache_changes: Callable[[CacheChanges], None] | None = None
         self.ended = asyncio.Event()
         self._ready_or_ended = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the engine process; return before it is ready."""
         self._folder = tempfile.mkdtemp(prefix="kvrelay-")  # nobody else may enter it
         endpoint = f"ipc://{self._folder}/engine"
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
@@ -149,7 +143,7 @@ class EngineClient:
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
     async def ready(self, deadline_s: float) -> EngineReady:
-        """Return the engine's facts. Raises EngineDead if it has ended or is late."""
+        """Return the engine's facts. Raises EngineDead."""
         try:
             async with asyncio.timeout(deadline_s):
                 await self._ready_or_ended.wait()
@@ -160,7 +154,7 @@ class EngineClient:
         return self.info
 
     def start_requests(self, submits: Sequence[Submit]) -> Updates:
-        """Run requests of one prompt, each to its end. Raises EngineDead, Overloaded."""
+        """Run requests of one prompt. Raises EngineDead, Overloaded."""
         if self.ended.is_set():
             raise self.dead()
         spilled_ms = self._spilled_ms(submits[0]) if submits else 0.0
@@ -173,7 +167,6 @@ class EngineClient:
         return Updates(self, queue, {submit.request_id for submit in submits})
 
     def abort(self, request_id: str) -> None:
-        """Stop a request; it gets no more updates."""
         self.forget(request_id)
         self.send(Abort(request_id))
 
@@ -191,10 +184,7 @@ class EngineClient:
     async def ask(
         self, key: str | int, message: ToEngine, deadline_s: float, *, failed: str
     ) -> Any:
-        """Return the engine's answer to a message of this id.
-
-        Raises EngineDead, and DeadlineExceeded with what has `failed`.
-        """
+        """Return the answer. Raises EngineDead, and DeadlineExceeded with what has `failed`."""
         if self.ended.is_set():
             raise self.dead()
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
@@ -208,7 +198,7 @@ class EngineClient:
             del self._answers[key]
 
     async def fresh_stats(self, deadline_s: float) -> EngineStats:
-        """Return statistics after all that was sent by now. Raises EngineDead, DeadlineExceeded."""
+        """Return statistics after all that was sent. Raises EngineDead, DeadlineExceeded."""
         self._asked += 1
         failed = "the engine process did not tell its numbers"
         stats: EngineStats = await self.ask(
@@ -217,7 +207,7 @@ class EngineClient:
         return stats
 
     async def profile(self, *, begin: bool, deadline_s: float) -> None:
-        """Begin or end a profile of the steps. Raises EngineDead, DeadlineExceeded, NodeFailed."""
+        """Begin or end a profile. Raises EngineDead, DeadlineExceeded, NodeFailed."""
         self._asked += 1
         failed = f"the engine process did not {'begin' if begin else 'write'} a profile"
         done = await self.ask(self._asked, Profile(self._asked, begin), deadline_s, failed=failed)
@@ -225,18 +215,15 @@ class EngineClient:
             raise NodeFailed(done.refused)
 
     def pid(self) -> int:
-        """Return the engine process's id, -1 before it was started."""
         return -1 if self._process is None else self._process.pid
 
     def silent_s(self) -> float:
         return time.monotonic() - self._heard_at
 
     def queue_depth(self) -> int:
-        """Return the number of requests that have not ended."""
         return len(self._queues)
 
     async def stop(self) -> None:
-        """End the engine process: ask, wait, kill."""
         if self._process is None:
             return
         if self._process.returncode is None:
@@ -276,7 +263,7 @@ class EngineClient:
     def _spilled_ms(self, submit: Submit) -> float:
         """Return the milliseconds of a prompt that a prefill node could compute, else 0.
 
-        Raises Overloaded if the engine has less time for such prompts, less those sent meanwhile.
+        Raises Overloaded if the engine has less time for such prompts.
         """
         costs = None if self.info is None else self.info.costs
         if not submit.spill_tokens or costs is None:
@@ -296,7 +283,7 @@ class EngineClient:
         return ms
 
     def send(self, message: ToEngine) -> None:
-        """Send a message that has no answer; nothing is sent to an engine that has ended."""
+        """Send a message, unless the engine has ended."""
         if self.ended.is_set():
             return
         # Never waits, as there is no high-water mark, and fails only if the engine process is gone,

@@ -1,7 +1,6 @@
 """Engine process of a node: one loop over the engine, the connector and the HTTP process.
 
-Started by engine_client.py with its zmq endpoint as argument and the NodeConfig as JSON on stdin.
-Ends on Shutdown, with its parent, or on an error that it reports first.
+Takes its zmq endpoint as argument and the NodeConfig as JSON on stdin.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ _STEP_POLL_S = 5e-5
 
 
 class EngineProcess:
-    """A loop behind `socket`, this process's end of the zmq pair. Call `serve` once."""
+    """A loop behind `socket`, this process's end of the zmq pair."""
 
     def __init__(self, config: NodeConfig, socket: zmq.Socket[bytes]) -> None:
         began = time.monotonic()
@@ -180,7 +179,6 @@ class EngineProcess:
     # --- the loop
 
     def serve(self) -> None:
-        """Run until Shutdown: take commands and events, step, report."""
         progressed = False
         while not self._stopping:
             self._wait(progressed)
@@ -195,7 +193,7 @@ class EngineProcess:
         self.engine.close()
 
     def wakeup(self) -> None:
-        """End the loop's wait; may be called from any thread."""
+        """End the loop's wait, from any thread."""
         with contextlib.suppress(BlockingIOError):  # a full pipe wakes just as well
             os.write(self._wake_write, b"!")
 
@@ -386,7 +384,6 @@ class EngineProcess:
         self.connector.grow(request.request_id, tokens // self.engine.pool.block_size)
 
     def _step(self) -> bool:
-        """Run one engine step if there is work; return whether anything was computed."""
         if not self.engine.has_work:
             return False
         before = self.engine.counters.steps
@@ -400,7 +397,6 @@ class EngineProcess:
         self._updates.append(request_update(request, ticket, error, time.monotonic()))
 
     def _complete_offer(self, request: Request) -> Ticket | None:
-        """Return the ticket of an offered request that has ended, if its KV is held."""
         request_id, scheduler = request.request_id, self.engine.scheduler
         if scheduler.kept.held(request_id) is None:
             self.connector.release(request_id)
@@ -431,7 +427,6 @@ class EngineProcess:
 
 
 def main() -> NoReturn:
-    """Run the process; its exit code is 0 after an orderly end."""
     die_with_parent()
     # Ctrl-C reaches the whole group, but the parent says when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -454,7 +449,6 @@ def main() -> NoReturn:
 
 
 def connect(endpoint: str) -> zmq.Socket[bytes]:
-    """Return this process's end of the pair; it outlives an EngineProcess to report its crash."""
     socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.PAIR)
     socket.setsockopt(zmq.LINGER, 1000)
     socket.set_hwm(0)

@@ -1,4 +1,4 @@
-"""Profiles of the engine's steps while it serves: begun and ended by an operator, on each rank."""
+"""Profiles of the engine's steps on each rank, begun and ended by an operator."""
 
 from __future__ import annotations
 
@@ -26,22 +26,17 @@ log = logging.getLogger("kvrelay.engine")
 
 
 class ProfileSteps(msgspec.Struct, tag="profile", frozen=True):
-    """A message to all ranks: begin to profile steps, or end that and write the trace."""
-
     config: ProfilerConfig
     begin: bool
 
 
 class RankProfiler:
-    """A profiler in one rank's process, for the thread that computes."""
-
     def __init__(self, config: ProfilerConfig, rank: int) -> None:
         self._config, self._rank = config, rank
         self._profile: profile | None = None
         self.running = False
 
     def start(self) -> None:
-        """Record from now on. Raises OSError if the folder cannot be made."""
         config = self._config
         if config.profiler == "cuda":
             torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
@@ -59,7 +54,7 @@ class RankProfiler:
         self.running = True
 
     def stop(self, done: Callable[[str], None]) -> None:
-        """Stop recording. `done` gets why no trace was written, or "", perhaps on a thread.
+        """Stop recording; `done` gets why no trace was written, or "", perhaps on a thread.
 
         Writing may take half a minute, and a node whose engine is silent so long counts as dead.
         """
@@ -90,8 +85,6 @@ class RankProfiler:
 
 
 class EngineProfile:
-    """A profile of an engine on all of its ranks, for the loop's thread."""
-
     def __init__(
         self,
         config: ProfilerConfig | None,
@@ -105,7 +98,6 @@ class EngineProfile:
         self._profiler = RankProfiler(config or ProfilerConfig("cuda"), 0)
         self._last_step = 0
         self._stop_ids: list[int] = []
-        """Of Profile messages that are answered once the trace is written."""
         self._writing = 0
         self._written: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -121,7 +113,6 @@ class EngineProfile:
         self._answer("")
 
     def poll(self) -> None:
-        """End a profile of enough steps, and answer once a trace is written; between two steps."""
         if self._last_step and self._engine.counters.steps >= self._last_step:
             self._end()
         while not self._written.empty():

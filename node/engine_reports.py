@@ -1,4 +1,4 @@
-"""Reports of the engine process: statistics, request updates, and changes of its prefix cache."""
+"""Reports of the engine process: statistics, updates of requests, changes of its prefix cache."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ _CACHE_INTERVAL_S = 0.05
 
 
 class CacheReporter:
-    """A reporter of prefix cache changes, a few times a second; silent unless `enabled`.
-
-    With `texts` a report also says which tokens are in the blocks.
-    """
+    """A reporter of prefix cache changes, silent unless `enabled`; with `texts` also of tokens."""
 
     def __init__(
         self,
@@ -41,7 +38,6 @@ class CacheReporter:
             pool.note_changes(texts=texts)
 
     def poll(self, now: float, *, idle: bool) -> None:
-        """Report what has changed if a report is due; always when the loop is about to sleep."""
         if self._pool.changed and (idle or now >= self._due):
             self._due = now + _CACHE_INTERVAL_S
             changes = self._pool.changes()
@@ -87,7 +83,6 @@ def request_update(
 def engine_stats(
     engine: Engine, connector: TransferEngine, adapters: AdapterLoads, now: float, asked: int = 0
 ) -> EngineStats:
-    """Return counters since the start and gauges now. `asked` is the last AskStats's number."""
     scheduler, counters, transfers = engine.scheduler, engine.counters, connector.stats()
     running_adapters, waiting_adapters = adapters.in_use()
     return EngineStats(

@@ -37,7 +37,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def authorize(key: str, request: Request) -> None:
-    """Raise Unauthorized unless the request carries the key, or none is wanted."""
     if key and not hmac.compare_digest(key_of_headers(request.headers.get).encode(), key.encode()):
         raise Unauthorized(
             "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
@@ -45,7 +44,7 @@ def authorize(key: str, request: Request) -> None:
 
 
 def safe_id(given: str | None) -> str:
-    """Return the caller's own request id if it is printable and short, else a new one."""
+    """Return the caller's own id if it is printable and short, else a new one."""
     if (
         given
         and len(given) <= _MAX_ID_CHARS

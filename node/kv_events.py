@@ -1,9 +1,7 @@
 """KV events of a node (wire/kv_events.py): a numbered log, and the sockets that publish it.
 
-The sockets have no access control, as a router has no secret: whoever reaches them can see whether
-KV of a known text is here, and texts only if token_ids are published. Replays take a tenth of the
-event loop's time at most, and a listener that does not read its answers is cut off. A message whose
-frames never end is not: libzmq collects them before we see any, until memory runs out.
+Whoever reaches the sockets can see if KV of a known text is here, as routers have no secret.
+Replays take a tenth of the event loop's time at most.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ log = logging.getLogger("kvrelay.node")
 # 200,000 blocks without their tokens.
 BUFFER_BYTES = 4 << 20
 _MEDIUM = "GPU"
-"""vLLM's word for the memory that the engine computes in, whatever the device."""
 # Whole replays that wait for one listener. What does not fit is dropped, and asked for again.
 _QUEUED_REPLAYS = 2
 # Replays that one listener may have asked for; it waits with further ones.
@@ -56,10 +53,7 @@ _REST_TIMES = 9.0
 
 
 class EventLog:
-    """A log of numbered batches of KV events, from 0 on, the newest of which are kept. Pure.
-
-    `buffer_steps` batches are kept, in BUFFER_BYTES at most; `maps` selects the form of events.
-    """
+    """A log of numbered batches of KV events, of which the newest `buffer_steps` are kept. Pure."""
 
     def __init__(self, block_size: int, buffer_steps: int, *, maps: bool = False) -> None:
         self.next_number = 0
@@ -70,14 +64,13 @@ class EventLog:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._snapshot: tuple[int, bytes] | None = None
-        """All that was held after this number."""
 
     @property
     def held(self) -> int:
         return len(self._held)
 
     def append(self, changes: CacheChanges, now: float) -> tuple[int, bytes]:
-        """Return the next batch and its number. `now` is in Unix seconds."""
+        """Return the next number and batch. `now` is in Unix seconds."""
         if changes.cleared:
             self._held.clear()
             self._texts.clear()
@@ -103,8 +96,7 @@ class EventLog:
     def since(self, number: int, now: float) -> list[tuple[int, bytes]]:
         """Return the batches from `number` on, or a snapshot and what follows it.
 
-        A snapshot is made anew only when its successor is not kept any more, so that nobody makes
-        one often by asking often.
+        A snapshot is made anew only when its successor is not kept any more.
         """
         if number >= self.next_number:
             return []
@@ -148,17 +140,13 @@ class EventLog:
 
 
 class KvEvents:
-    """A publisher of KV events, with replays. Raises ConfigError if a socket cannot be opened.
-
-    `on_replay` is called with "ok" or "malformed" for each replay that is asked for.
-    """
+    """A publisher of KV events, with replays. Raises ConfigError if a socket cannot be opened."""
 
     def __init__(self, config: KvEventsConfig, block_size: int) -> None:
         self.on_replay: Callable[[str], None] = lambda outcome: None
         self._log = EventLog(block_size, config.buffer_steps, maps=config.event_format == "map")
         self._malformed = Seldom()
         self._turn_s = 0.0
-        """Time of the event loop that replays have taken since its last rest."""
         self._topic = config.topic.encode()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._pub = context.socket(zmq.PUB)
@@ -185,12 +173,11 @@ class KvEvents:
         self._replaying = asyncio.create_task(self._replay())
 
     def publish(self, changes: CacheChanges) -> None:
-        """Publish changes to all who listen now, waiting for none of them."""
         number, payload = self._log.append(changes, time.time())
         self._pub.send_multipart((self._topic, packed_number(number), payload), zmq.NOBLOCK)
 
     def report(self) -> KvEventsReport | None:
-        """Return where routers can listen; None without replays, as they need all that is held."""
+        """Return where routers can listen; None without replays."""
         if not self._replay_port:
             return None
         return KvEventsReport(self._port, self._replay_port, self._log.next_number)
@@ -234,7 +221,6 @@ class KvEvents:
             )
 
     async def _rest(self, began: float) -> float:
-        """Count the time since `began`, rest if it is enough, and return the time."""
         now = time.monotonic()
         self._turn_s += now - began
         if self._turn_s < _TURN_S:

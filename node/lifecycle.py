@@ -1,8 +1,7 @@
 """Life of a node: its parts, draining, changes of its role, and heartbeats to routers.
 
-The engine process knows no roles: weights, KV pool, prefix cache, CUDA graphs and connector serve
-both. A role change refuses new requests, waits until those that run have ended and held KV is
-fetched, and then serves the other role. What is left by the deadline runs on beside it.
+The engine process knows no roles. A change refuses new requests, waits until those that run have
+ended and held KV is fetched, and then serves the other role. The rest runs on beside it.
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ __all__ = ["DRAIN_DEADLINE_S", "FLIPPING", "Drain", "Heartbeats", "Node", "NodeR
 # Requests left by then are cut and go on elsewhere; decode nodes compute KV that is dropped.
 DRAIN_DEADLINE_S = 30.0
 FLIPPING = "flipping"
-"""Status of a node while its role changes."""
 LOOK_UP_S = 1.0
-"""A beat waits so long for a name server, and then goes to the last known addresses."""
 # The engine process reports every half second; a step of the largest chunk takes a few seconds on a
 # slow machine.
 SILENCE_LIMIT_S = 20.0
@@ -48,7 +45,7 @@ log = logging.getLogger("kvrelay.node")
 
 
 class Drain:
-    """A switch that refuses new requests. `on_change` is called at each change of `draining`."""
+    """A switch that refuses new requests."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
@@ -63,7 +60,6 @@ class Drain:
             self.on_change()
 
     def check(self) -> None:
-        """Raise Draining if new requests are refused."""
         if self.draining:
             raise Draining(
                 "this node is draining: it ends what it has and takes no new requests; ask "
@@ -89,10 +85,7 @@ class Drain:
 
 
 class NodeRole:
-    """A node's role, and its change from prefill to decode or back.
-
-    `on_change` is called when a change begins and ends, `on_flip_end` with "done" or "cancelled".
-    """
+    """A node's role, and its change. `on_flip_end` is called with "done" or "cancelled"."""
 
     def __init__(
         self, role: Role, engine: EngineClient, drain: Drain, deadline_s: float = DRAIN_DEADLINE_S
@@ -195,7 +188,7 @@ class Node:
         self.role = NodeRole(self.config.role, self.engine, self.drain)
 
     def ready(self) -> Serving:
-        """Return the serving half. Raises EngineDead while the engine loads and once it ended."""
+        """Return the Serving. Raises EngineDead while the engine loads and once it has ended."""
         if self.engine.ended.is_set() or self.failure is not None:
             raise EngineDead(self.failure or "the engine process of this node has ended")
         if self.serving is not None and (silent_s := self.engine.silent_s()) > SILENCE_LIMIT_S:
@@ -214,7 +207,7 @@ class Node:
         self.role.check()
 
     def alive(self) -> bool:
-        """Return false if only a new process can help; loading and draining are no reason."""
+        """Return False if only a new process can help."""
         try:
             self.ready()
         except EngineDead:
@@ -223,10 +216,9 @@ class Node:
 
 
 class Heartbeats:
-    """A sender of heartbeats to routers (udp://host:port), one datagram to each address.
+    """A sender of heartbeats to routers (udp://host:port), which never answer.
 
-    Nothing waits for a router, and none answers. `read` returns what to send, or None while the
-    node is not ready; `sent_at` is filled in here.
+    `read` returns what to send, or None while the node is not ready.
     """
 
     def __init__(
@@ -240,7 +232,6 @@ class Heartbeats:
         self._wakeup = asyncio.Event()
         self._last: Heartbeat | None = None
         self._addresses: dict[str, list[tuple[int, Any]]] = {}
-        """By router: the families and addresses that its name last had."""
         self._lookups: dict[str, asyncio.Task[None]] = {}
 
     def send_now(self) -> None:

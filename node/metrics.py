@@ -1,8 +1,7 @@
 """Prometheus metrics of a node: its requests, its processes, and what its engine reports.
 
-Names that begin with `vllm:` mean what vLLM means by them, so that dashboards, autoscalers and
-gateways made for vLLM read our nodes. A request that is handed over runs on two nodes, and each
-counts its own part: sums over the nodes of one role are sums over requests.
+Names that begin with `vllm:` mean what vLLM means by them. A request that is handed over runs on
+two nodes, and each counts its own part.
 """
 
 from __future__ import annotations
@@ -260,7 +259,6 @@ class NodeMetrics:
         self._counters[_FLIPS].labels(outcome).inc()
 
     def set_role(self, role: Role) -> None:
-        """Attribute what is counted from now on to this role."""
         self._by_role.set_role(role)
 
     def observe_first_token(self, seconds: float) -> None:
@@ -272,7 +270,6 @@ class NodeMetrics:
     def count_submit(
         self, prompt_tokens: int, max_tokens: int, choices: int, *, fetches: bool
     ) -> None:
-        """Count a submitted request; one that `fetches` gets its prompt's KV from another node."""
         self._histograms[_PROMPT_TOKENS].observe(prompt_tokens)
         self._histograms[_MAX_TOKENS].observe(max_tokens)
         self._histograms[_N].observe(choices)
@@ -288,7 +285,6 @@ class NodeMetrics:
         *,
         not_fetched: bool,
     ) -> None:
-        """Count a request that ended here with `tokens` generated here."""
         self._counters[_SUCCESS].labels(finish.value).inc()
         self._histograms[_E2E].observe(total_s)
         self._histograms[_OUTPUT_TOKENS].observe(tokens)
@@ -339,7 +335,6 @@ class _ByRole(Collector):
         self._before: Mapping[_Key, float] = {}
         """All counts when the present role began."""
         self._past: dict[Role, dict[_Key, float]] = {}
-        """The counts of each role, until its last end."""
 
     def set_role(self, role: Role) -> None:
         counts = {
@@ -384,8 +379,6 @@ def _key(sample: Sample) -> _Key:
 
 
 class _EngineMetrics(Collector):
-    """A collector of the engine's last report."""
-
     def __init__(
         self, stats: Callable[[], EngineStats], config: NodeConfig, info: EngineReady
     ) -> None:

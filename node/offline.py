@@ -24,8 +24,6 @@ __all__ = ["AnswerBroke", "Offline", "offline"]
 
 
 class AnswerBroke(KvrelayError):
-    """An answer that ended with an error, under the status that a client would have got."""
-
     def __init__(self, status: int, error: ErrorBody) -> None:
         super().__init__(error.message, param=error.param)
         self.status, self.type = status, error.type
@@ -39,7 +37,7 @@ class Offline:
         self.serving = serving
 
     async def run(self, chat: bool, body: bytes) -> tuple[list[NodeRequest], list[Frame]]:
-        """Run a completion to its end; return a request for each prompt, and all frames.
+        """Run a completion; return a request for each prompt, and all frames.
 
         Raises KvrelayError, AnswerBroke.
         """
@@ -56,7 +54,7 @@ class Offline:
 
 @asynccontextmanager
 async def offline(config: NodeConfig) -> AsyncIterator[Offline]:
-    """Start an engine for the length of the block. Raises ConfigError, EngineDead."""
+    """Start an engine. Raises ConfigError, EngineDead."""
     config = replace(config, kv_events_config=None)
     # Nobody is there to try again later: all that is asked at once is done in turn.
     sandbox = Sandbox(start_deadline_s=None)

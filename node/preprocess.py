@@ -1,7 +1,4 @@
-"""Preparation of requests: short ones on the event loop, long ones on a thread or in the sandbox.
-
-Cancelling a function here, because its client has left, ends the child that works for it.
-"""
+"""Preparation of requests: on the event loop, long ones on a thread or in the sandbox."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ _INDENT = 4
 async def prepare(
     serving: Serving, sandbox: Sandbox, call: Call
 ) -> tuple[list[NodeRequest], ChatRequest | CompletionRequest]:
-    """Return a checked NodeRequest for each prompt of a call, and the call's request.
+    """Return a NodeRequest for each prompt of a call, and the call's request.
 
     Raises RequestError, Draining, Unavailable.
     """
@@ -54,7 +51,6 @@ async def prepare(
 
 
 async def tokenize(serving: Serving, sandbox: Sandbox, body: bytes) -> bytes:
-    """Return the answer to POST /tokenize. Raises RequestError, Unavailable."""
     size = len(body)
     async with sandbox.body_slot(size):
         asked, request = await off_loop(size, serving.parse_tokenize, body)
@@ -65,7 +61,6 @@ async def tokenize(serving: Serving, sandbox: Sandbox, body: bytes) -> bytes:
 
 
 async def detokenize(serving: Serving, body: bytes) -> bytes:
-    """Return the answer to POST /detokenize. Raises RequestError."""
     return await off_loop(len(body), lambda: msgspec.json.encode(serving.detokenize(body)))
 
 
@@ -90,8 +85,7 @@ async def _token_ids(
 def _rendered_bytes(request: ChatRequest | CompletionRequest, size: int) -> int:
     """Estimate the bytes of the prompt that a body of `size` bytes asks for.
 
-    Lists of 16 KiB, 118 levels deep in a tool, are 4 MB of white space then, which take 2 s to
-    tokenize.
+    Lists of 16 KiB, 118 levels deep in a tool, are 4 MB of white space then.
     """
     if not isinstance(request, ChatRequest) or size > _THREAD_BYTES:
         return size

@@ -1,8 +1,7 @@
-"""Probes of the hand-over in the engine process: free blocks with a known pattern go to a node.
+"""Probes of the hand-over: free blocks with a known pattern go to a node.
 
-A probe uses the path of any KV: a signed ticket, a lease, a fetch with its deadline, a quarantine
-if that fails. So nothing stays taken, whoever dies between. There is one probe at a time in each
-direction, and requests are delayed only while blocks are filled and compared.
+A probe uses the path of any KV (ticket, lease, fetch, quarantine), so nothing stays taken. There
+is one at a time in each direction.
 """
 
 from __future__ import annotations
@@ -40,34 +39,27 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_id() -> str:
-    """Return a name of this running host, equal in all of its processes; empty if unknown."""
     with contextlib.suppress(OSError):
         return _BOOT_ID.read_text(encoding="ascii").strip()
     return ""
 
 
 class FillBlocks(msgspec.Struct, tag="fill", frozen=True):
-    """A message to all ranks: write your share of a probe's pattern into these blocks."""
-
     seed: int
     blocks: list[int]
     num_kv_heads: int
 
 
 class VerifyBlocks(msgspec.Struct, tag="verify", frozen=True):
-    """A question to all ranks: do these blocks hold their shares of the pattern?"""
-
     seed: int
     blocks: list[int]
     num_kv_heads: int
 
 
 class ProbePattern:
-    """A pattern of seed, block and position in one rank's pool, of `num_kv_heads` on all ranks.
+    """A pattern of seed, block and position in one rank's pool, the same for any sharding of heads.
 
-    It is the same however the heads are sharded: a rank writes and compares its own heads' part.
-    Missing, old or misplaced pieces do not compare equal. Bytes are 0 to 63, finite in every dtype
-    of KV, because masked attention multiplies what is in free blocks by zero.
+    Bytes are 0 to 63, finite in every dtype of KV: masked attention multiplies free blocks by zero.
     """
 
     def __init__(self, pool: KVPool, num_kv_heads: int, rank: int = 0, size: int = 1) -> None:
@@ -78,14 +70,12 @@ class ProbePattern:
         self._words = pool.bytes.view(pool.num_blocks, -1).view(torch.int32)
 
     def fill(self, seed: int, blocks: Sequence[int]) -> None:
-        """Write the pattern into blocks; return when it is there."""
         for index, block in enumerate(blocks):
             self._words[block] = self._expected(seed, index)
         if self._words.is_cuda:
             torch.cuda.synchronize(self._words.device)
 
     def matches(self, seed: int, blocks: Sequence[int]) -> bool:
-        """Return whether these blocks hold the pattern."""
         return all(
             torch.equal(self._words[block], self._expected(seed, index))
             for index, block in enumerate(blocks)
@@ -97,7 +87,7 @@ class ProbePattern:
 
 
 def pattern(seed: int, first_word: int, words: int, device: torch.device) -> torch.Tensor:
-    """Return the pattern from `first_word` on, int32 [words]; each byte is 0 to 63."""
+    """Return the pattern from `first_word` on, int32 [words]."""
     first = (seed + first_word) % (1 << 31)
     # A multiplication that wraps, by 2**32 over the golden ratio as int32; its high bits are mixed.
     mixed = torch.arange(words, dtype=torch.int32, device=device).add_(first).mul_(-1640531535)
@@ -112,8 +102,6 @@ class _Running:
 
 
 class Probes:
-    """A step loop's probes. Methods return at once; `send` takes the answers."""
-
     def __init__(
         self,
         engine: Engine,
@@ -129,7 +117,6 @@ class Probes:
         self._host = host_id()
 
     def offer(self, probe: OfferProbe) -> None:
-        """Fill and offer blocks, which are free again at the connector's Released event."""
         if self._offered is not None:
             self._refuse(probe.probe_id, "another probe of this node has not been fetched yet")
             return
@@ -149,7 +136,6 @@ class Probes:
         self._send(ProbeOffered(probe.probe_id, params, seed, spare, self._host))
 
     def fetch(self, probe: FetchProbe) -> None:
-        """Fetch a probe into free blocks; the answer follows the connector's event."""
         remote = probe.ticket.remote_block_ids
         if not _is_probe(probe.ticket) or len(remote) != 1 or not remote[0]:
             reason = "the ticket is not one that a node has offered as a probe"
@@ -168,7 +154,7 @@ class Probes:
         self._connector.fetch(probe.probe_id, remote[0], blocks)
 
     def handle(self, event: Event) -> bool:
-        """Handle a connector's event if it is a probe's; return whether it was."""
+        """Return whether an event was a probe's."""
         kept, running = self._engine.scheduler.kept, self._running
         if event.request_id == self._offered:
             assert isinstance(event, Released)

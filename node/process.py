@@ -41,9 +41,7 @@ __all__ = [
 ]
 
 PARENT_PID = "KVRELAY_PARENT_PID"
-"""Environment variable by which a parent asks a child to die with it."""
 LOG_FORMAT = "KVRELAY_LOG_FORMAT"
-"""Environment variable that hands the log format on to children."""
 MAX_QUEUED_LINES = 10_000
 # The kernel's default for the hard limit. Some systems allow 2**30, and libraries loop over all.
 _MAX_OPEN_FILES = 1 << 20
@@ -62,8 +60,7 @@ _GPU_FAILURE = re.compile(
 def python_command(module: str, *flags: str) -> list[str]:
     """Return the command that runs `main` of a module, which must call `freeze_imports`.
 
-    `flags` are the interpreter's. Importing torch makes half a million objects that stay; searching
-    them for garbage took 0.3 s of the start.
+    Searching the half million objects of torch for garbage took 0.3 s of the start.
     """
     code = f"import gc; gc.disable(); from {module} import main; main()"
     # With -P nothing is imported from the working directory.
@@ -71,13 +68,12 @@ def python_command(module: str, *flags: str) -> list[str]:
 
 
 def freeze_imports() -> None:
-    """Exclude everything imported so far from garbage collection, and switch the collector on."""
     gc.freeze()
     gc.enable()
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files, often 1,024, to the hard one: a connection is a file."""
+    """Raise the soft limit of open files, often 1,024, to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -85,10 +81,7 @@ def raise_file_limit() -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, if PARENT_PID is set.
-
-    Call it first of all. SIGKILL, because nobody would be left to end a child that ignores SIGTERM.
-    """
+    """Have the kernel kill this process when its parent ends, if PARENT_PID is set."""
     parent = os.environ.pop(PARENT_PID, None)  # or our own children would compare it, too
     if parent is None:
         return
@@ -99,10 +92,7 @@ def die_with_parent() -> None:
 
 
 def crash_report(why: BaseException) -> str:
-    """Return one sentence on why this process ends.
-
-    A CUDA error anywhere in the chain of causes comes first: every later call on that GPU fails.
-    """
+    """Return one sentence on why this process ends; a CUDA error among the causes comes first."""
     if isinstance(why, KvrelayError):
         return why.message
     cause: BaseException | None = why
@@ -124,7 +114,6 @@ def _first_line(why: BaseException) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """Describe how another process ended, by its exit code or negative signal number."""
     if code == -signal.SIGKILL:  # only the kernel kills a process that we have not given up
         return "killed, probably out of memory"
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
@@ -140,10 +129,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 def log_to_stderr(process: str, log_format: str = "", worker: int | None = None) -> None:
-    """Log from INFO on, as text or JSON, on a thread of its own. Raises ConfigError.
-
-    An empty `log_format` means the parent's. `worker` numbers processes that do the same work.
-    """
+    """Log from INFO on, on a thread. Raises ConfigError. An empty format is the parent's."""
     log_format = log_format or os.environ.get(LOG_FORMAT) or "text"
     known = get_args(LogFormat)
     require(log_format in known, f"log_format {log_format!r} is not one of {', '.join(known)}")
@@ -154,14 +140,12 @@ def log_to_stderr(process: str, log_format: str = "", worker: int | None = None)
 
 
 def set_log_process(process: str) -> None:
-    """Change the process name that JSON log lines carry."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, JsonLines):
             handler.setFormatter(formatter("json", process))
 
 
 def flush_log() -> None:
-    """Wait until the log is written, a second at most."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 
@@ -169,8 +153,7 @@ def flush_log() -> None:
 class LogThread(logging.Handler):
     """A log handler whose callers never wait: a thread writes to a file descriptor.
 
-    Lines that find MAX_QUEUED_LINES before them are dropped and counted. Bypasses sys.stderr: a
-    write that hangs while holding its lock would hold up the end of the process.
+    Lines that find MAX_QUEUED_LINES before them are dropped and counted.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -224,7 +207,7 @@ class LogThread(logging.Handler):
 def private_folder(folder: Path) -> None:
     """Make a folder for logs that no other user may enter, or close one that has only logs.
 
-    Raises ConfigError for any other folder: closing it may break what is in it.
+    Raises ConfigError for any other folder.
     """
     try:
         for each in reversed((folder, *folder.parents)):
@@ -243,7 +226,6 @@ def private_folder(folder: Path) -> None:
 
 
 def open_log(path: Path) -> int:
-    """Return a descriptor that appends to a log, which no other user may read from now on."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):  # not of /dev/null, which is everybody's
         os.fchmod(descriptor, 0o600)

@@ -1,8 +1,4 @@
-"""Ranks of a tensor-parallel engine as processes: starts them, and ends with any that is lost.
-
-Rank 0 is the engine process; every other rank is a process with its place as JSON on stdin. Beside
-the steps a rank opens its transfer backends (led by rank 0) and does its share of probes.
-"""
+"""Ranks of a tensor-parallel engine as processes: starts them, and ends with any that is lost."""
 
 from __future__ import annotations
 
@@ -48,8 +44,6 @@ log = logging.getLogger("kvrelay.ranks")
 
 
 class Meet(msgspec.Struct, tag="meet", frozen=True):
-    """A message to all ranks: open your backends and connect them to rank 0."""
-
     meeting: LinkAddress
 
 
@@ -63,10 +57,7 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 def join_as_rank_0(config: EngineConfig) -> Ranks:
-    """Start this host's other ranks and meet all of them. Raises ConfigError if they do not come.
-
-    What they could not serve is refused before they are started: waiting for them takes minutes.
-    """
+    """Start this host's other ranks and meet all of them. Raises ConfigError."""
     size = config.tensor_parallel_size
     if size == 1:
         return Alone()
@@ -83,10 +74,7 @@ def join_as_rank_0(config: EngineConfig) -> Ranks:
 def meet_ranks(
     ranks: Ranks, config: NodeConfig, num_kv_heads: int, engine_id: str
 ) -> RankLink | None:
-    """Have the other ranks open their transfer backends; return the link to them.
-
-    Raises ConfigError.
-    """
+    """Have the other ranks open their transfer backends. Raises ConfigError."""
     if ranks.size == 1:
         return None
     heads = [kv_head_range(num_kv_heads, rank, ranks.size) for rank in range(ranks.size)]
@@ -98,14 +86,13 @@ def meet_ranks(
 
 
 def pool_region(pool: KVPool) -> PoolRegion:
-    """Return a rank's pool as transfer backends know it."""
     return PoolRegion(pool.address, pool.num_blocks, pool.block_bytes, str(pool.bytes.device))
 
 
 def run_ranks(config: RanksConfig) -> int:
-    """Run this host's ranks (`kvrelay rank`) until they end, or one fails; return the exit code.
+    """Run this host's ranks until they end or one fails; return the exit code.
 
-    Raises ConfigError if they cannot work as configured.
+    Raises ConfigError.
     """
     check_engine(config.engine)
     places = [

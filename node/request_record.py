@@ -25,10 +25,7 @@ _SPANS = {Role.PREFILL: "prefill leg", Role.DECODE: "decode leg", Role.AGGREGATE
 
 
 class RequestRecord:
-    """A record of one request: call `submit` once, `update` for each update, `close` once.
-
-    Costs a token well under a microsecond.
-    """
+    """A record of one request: call `submit` once, `update` for each update, `close` once."""
 
     def __init__(
         self,
@@ -43,7 +40,6 @@ class RequestRecord:
         self._ttft_s: float | None = None
         self._tokens = 0
         self.last: RequestUpdate | None = None
-        """The newest update."""
         self._span: RequestSpan | None = None
         if tracing is not None:
             self._span = tracing.begin(_SPANS[role], call.trace, self._began)
@@ -71,7 +67,6 @@ class RequestRecord:
         self._last_token_at = now
 
     def close(self, error: str | None) -> None:
-        """Record the end of the request, which broke if there is an `error`."""
         ended = time.monotonic()
         total_s, finish = ended - self._began, self._request.finish or Finish.ABORT
         timing = self._timing(total_s)

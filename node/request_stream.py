@@ -1,7 +1,4 @@
-"""Request streams (wire/frames.py) on a node: many requests over one connection.
-
-Each request is a task of its own with its own credit; a stream that ends cancels all of them.
-"""
+"""Request streams (wire/frames.py) on a node: many requests over one connection."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ __all__ = ["RequestStream", "RequestStreams", "Start", "check_version"]
 Start = Callable[
     [str, Mapping[str, str], bytes], Awaitable[tuple[Load, AsyncGenerator[Frame, None]]]
 ]
-"""From a request's path, headers and body to the node's load and its frames."""
 
 _NOT_LAST = (FrameKind.TOKENS, FrameKind.TICKET)
 _HEADER_BYTES = 1 << 16  # path and headers of a request, beside its body
@@ -47,7 +43,6 @@ log = logging.getLogger("kvrelay.node")
 
 
 def check_version(headers: Mapping[str, str]) -> None:
-    """Raise RequestError for a request stream of a version that is not spoken here."""
     asked = headers.get(LEGS_VERSION_HEADER, "1")
     if not (asked.isascii() and asked.isdigit() and int(asked) in LEGS):
         raise RequestError(
@@ -87,7 +82,7 @@ class _Credit:
 
 
 class RequestStream(Response):
-    """A connection, as the answer to the request that has opened it."""
+    """A connection, as the answer to the request that opened it; its end cancels all of its own."""
 
     def __init__(self, start: Start, max_body_bytes: int, streams: set[RequestStream]) -> None:
         super().__init__()

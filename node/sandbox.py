@@ -1,8 +1,7 @@
 """A sandbox for work that a request could make endless: child processes with limits.
 
-Long prompts, prompts with a template of their own, and grammars that were not seen before go to
-children (sandbox_process.py). One that reaches a limit means that its request asks for too much,
-a 400; one for which nobody waits any more is ended. Messages are msgpack after LENGTH_BYTES.
+Long prompts, templates of requests and new grammars go to children (sandbox_process.py). One that
+reaches a limit is a 400; one for which nobody waits any more is ended. Messages are msgpack.
 """
 
 from __future__ import annotations
@@ -73,31 +72,25 @@ PROMPT = Limits(cpu_s=10, memory_bytes=1 << 30, stack_bytes=8 << 20)
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """A first message to the sandbox process: what prompts and grammars need."""
+    """A first message to the sandbox process."""
 
     model: str
     chat_template: str | None
-    """The operator's; None uses the model's."""
     trusts_request_templates: bool
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
     tool_call_parser: str = "hermes"
-    """A name in TOOL_FORMATS, or "none"."""
     tool_parser_plugin: str = ""
 
 
 class Tokenize(msgspec.Struct, frozen=True, tag=True):
-    """A chat's or completion's body, whose prompts are wanted; with `fits` within the context."""
-
     chat: bool
     body: bytes
     fits: bool = True
 
 
 class Compile(msgspec.Struct, frozen=True, tag=True):
-    """A constraint, wanted as one Lark grammar that compiles."""
-
     constraint: Constraint
 
 
@@ -141,10 +134,7 @@ class _Killed(Exception):
 
 
 class Sandbox:
-    """A node's sandbox. Call `open` first and `close` last.
-
-    `start_deadline_s` is how long work may wait for a child to begin; None means forever.
-    """
+    """A sandbox. Work waits `start_deadline_s` for a child to begin, or forever."""
 
     def __init__(self, start_deadline_s: float | None = _START_DEADLINE_S) -> None:
         self._start_deadline_s = start_deadline_s
@@ -160,7 +150,6 @@ class Sandbox:
         self._outcomes: dict[Constraint, _Outcome] = {}
 
     def open(self, setup: Setup) -> None:
-        """Set what the sandbox process starts with; the first work starts it."""
         self._setup = framed(msgspec.msgpack.encode(setup))
 
     async def close(self) -> None:
@@ -173,15 +162,12 @@ class Sandbox:
 
     @contextlib.asynccontextmanager
     async def body_slot(self, size: int) -> AsyncIterator[None]:
-        """Let one body of more than LONG_BYTES be read at a time. Raises Overloaded."""
+        """Let one long body be read at a time. Raises Overloaded."""
         async with self._turn(self._long_body) if size > LONG_BYTES else contextlib.nullcontext():
             yield
 
     async def token_ids(self, chat: bool, body: bytes, *, fits: bool = True) -> list[list[int]]:
-        """Return the prompts of a body. Raises RequestError, Unavailable.
-
-        With `fits` each must fit the model's context.
-        """
+        """Return the prompts of a body. Raises RequestError, Unavailable."""
         field = "messages" if chat else "prompt"
         try:
             async with self._turn(self._slots[Tokenize]):

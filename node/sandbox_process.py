@@ -1,7 +1,6 @@
-"""Sandbox process: forks a child for each piece of work, and the child with its limits.
+"""Sandbox process: forks a child for each piece of work, and gives it limits.
 
-A child renders and tokenizes one request's prompts, or compiles one grammar and tries it out, over
-one end of a socket pair that the caller passes. The kernel ends it when its caller hangs up.
+The kernel ends a child when its caller hangs up.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ _work_decoder: msgspec.msgpack.Decoder[Work] = msgspec.msgpack.Decoder(Work)
 
 
 def main() -> None:
-    """Fork a child for each socket that comes, until the caller hangs up."""
     # They reach the whole group or service, and a draining node needs this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -43,7 +43,7 @@ _SIGNAL_POLL_S = 0.02
 def run(config: NodeConfig) -> int:
     """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once. Raises ConfigError.
 
-    The exit code is 0 after an orderly end, 1 when the engine failed.
+    The exit code is 1 when the engine failed.
     """
     return_large_blocks()
     context = server_context(config)

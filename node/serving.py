@@ -1,7 +1,4 @@
-"""From a request body to a NodeRequest: decode, tokenize once, check, choose what the role does.
-
-Pure, apart from drawing a seed for a request that has none.
-"""
+"""From a request body to a NodeRequest: decode, tokenize once, check, choose what the role does."""
 
 from __future__ import annotations
 
@@ -70,8 +67,6 @@ _TPOT_RANGE_MS = (0.1, 1e9)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An HTTP call for a completion. `trace` are its W3C trace headers."""
-
     chat: bool
     body: bytes
     id: str
@@ -83,11 +78,7 @@ class Call:
 
 
 class Serving:
-    """A request builder of a ready node. Call `parse`, `token_ids` and `requests` in this order.
-
-    `tool_format` and `reasoning` say how the model writes tool calls and thoughts; None looks for
-    none. `defaults` are for requests that no other node has begun.
-    """
+    """A request builder of a ready node. Call `parse`, `token_ids` and `requests` in this order."""
 
     def __init__(
         self,
@@ -106,7 +97,7 @@ class Serving:
         self.role, self.model_name, self.info = role, model_name, info
         self._role_changed = False
         self.adapters = {adapter.name: adapter for adapter in info.adapters}
-        """What clients may name beside the model; changed as adapters are loaded and unloaded."""
+        """What clients may name beside the model."""
         self._tokenizer = tokenizer
         self._prompts = Prompts(
             tokenizer,
@@ -121,10 +112,7 @@ class Serving:
         self.role, self._role_changed = role, True
 
     def parse(self, call: Call) -> ChatRequest | CompletionRequest:
-        """Return the request of a call, checked but for its prompts.
-
-        Raises RequestError, and Draining for a request of the role that the node had before.
-        """
+        """Return the request of a call, its prompts unchecked. Raises RequestError, Draining."""
         request = decode_chat(call.body) if call.chat else decode_completion(call.body)
         self._check_model(request.model)
         params = request.kv_transfer_params or KvTransferParams()
@@ -138,15 +126,11 @@ class Serving:
     def token_ids(
         self, request: ChatRequest | CompletionRequest, *, fits: bool = True
     ) -> list[list[int]]:
-        """Return each prompt as token ids; with `fits` each must fit the context.
-
-        Raises RequestError.
-        """
+        """Return each prompt's token ids; with `fits` each must fit. Raises RequestError."""
         prompt = self.handed_over_prompt(request)
         return [prompt] if prompt is not None else self._prompts.all_token_ids(request, fits=fits)
 
     def handed_over_prompt(self, request: ChatRequest | CompletionRequest) -> list[int] | None:
-        """Return the prompt's token ids, if another node has tokenized it."""
         if request.kv_transfer_params is None or _has_several_prompts(request):
             return None
         return request.kv_transfer_params.answer().prompt()
@@ -154,7 +138,6 @@ class Serving:
     def requests(
         self, call: Call, request: ChatRequest | CompletionRequest, prompts: list[list[int]]
     ) -> list[NodeRequest]:
-        """Return what to submit and how to answer, for each prompt. Raises RequestError."""
         params = request.kv_transfer_params or KvTransferParams()
         if not isinstance(request, CompletionRequest):
             return [self._request(call, request, params, prompts[0])]
@@ -267,10 +250,7 @@ class Serving:
     def parse_tokenize(
         self, body: bytes
     ) -> tuple[TokenizeRequest, ChatRequest | CompletionRequest]:
-        """Return the body of POST /tokenize, also as the request that it means.
-
-        Raises RequestError.
-        """
+        """Return the body of POST /tokenize, and the request that it means. Raises RequestError."""
         asked = read_json(body, _tokenize)
         self._check_model(asked.model, needed=False)
         request = decode_chat(body) if asked.is_chat else decode_completion(body)
@@ -303,12 +283,10 @@ class Serving:
         return self._tokenizer.token_text(token_id)
 
     def cards(self, created: int) -> list[ModelCard]:
-        """Return a card of the model, then one of each adapter."""
         base = ModelCard.create(self.model_name, created, self.info.max_model_len)
         return [base, *(base.named(name, parent=base.id) for name in self.adapters)]
 
     def check_served(self, name: str) -> None:
-        """Raise NotFound, naming what is served, unless `name` is the model's or an adapter's."""
         if name not in (self.model_name, *self.adapters):
             served = ", ".join(map(repr, (self.model_name, *self.adapters)))
             raise NotFound(
@@ -354,10 +332,7 @@ def _has_several_prompts(request: ChatRequest | CompletionRequest) -> bool:
 
 
 async def load_serving(config: NodeConfig, engine: EngineClient, sandbox: Sandbox) -> Serving:
-    """Load the tokenizer while the engine loads the model, open the sandbox, return the Serving.
-
-    Raises ConfigError, EngineDead.
-    """
+    """Load all that a node needs beside its engine. Raises ConfigError, EngineDead."""
     if config.tool_parser_plugin:
         await asyncio.to_thread(load_plugin, config.tool_parser_plugin)
     tokenizer = await asyncio.to_thread(load_tokenizer, config.engine.model)
@@ -399,7 +374,6 @@ async def load_serving(config: NodeConfig, engine: EngineClient, sandbox: Sandbo
 
 
 def check_model_name(name: str, engine: EngineConfig) -> None:
-    """Raise ConfigError if one of the engine's adapters has the model's name."""
     if name in [adapter for adapter, _ in engine.adapters]:
         raise ConfigError(
             f"an adapter is named {name!r}, as the model itself is; give it another name in "
@@ -408,7 +382,6 @@ def check_model_name(name: str, engine: EngineConfig) -> None:
 
 
 def read_template(path: str) -> str | None:
-    """Return a chat template, or None for no path. Raises ConfigError."""
     if not path:
         return None
     try:

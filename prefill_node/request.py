@@ -1,9 +1,4 @@
-"""A prefill node's part of a request: one token, then a hand-over unless that token ends it.
-
-A router that asks for it gets the ticket before the prompt is computed, so that a decode node makes
-room and reads what is there meanwhile. Log-probabilities of the prompt are handed over with the
-first token, and no ticket goes before them.
-"""
+"""A prefill node's part of a request: one token, then a hand-over unless that token ends it."""
 
 from __future__ import annotations
 
@@ -28,10 +23,7 @@ __all__ = ["PrefillRequest"]
 
 
 class PrefillRequest(NodeRequest):
-    """A prefill request: the first choice alone, since the others start where they go on.
-
-    `writer` was made for the client's whole request, and `answer` is what its router said of it.
-    """
+    """A prefill request: the first choice alone, since the others start where they go on."""
 
     def __init__(
         self,

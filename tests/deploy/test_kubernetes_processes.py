@@ -30,15 +30,12 @@ from kubernetes_manifests import (
     objects,
     pods,
 )
-from starlette.routing import Route
 
 import kvrelay.cli
 import kvrelay.config_commands
-from kvrelay.node.app import create_app as node_app
-from kvrelay.node.lifecycle import DRAIN_DEADLINE_S, Node
+from kvrelay.node.lifecycle import DRAIN_DEADLINE_S
 from kvrelay.node.process import LOG_FORMAT
-from kvrelay.router.app import create_app as router_app
-from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig
+from kvrelay.wire.config import NodeConfig, RanksConfig
 from kvrelay.wire.kv_events import address_of
 from kvrelay.wire.router_config import RouterConfig
 from scripts.reference.metric_families import metrics_reference
@@ -205,44 +202,23 @@ def test_the_ranks_of_a_group_are_all_ranks_once(configs: Configs) -> None:
         assert f'os.environ["LWS_LEADER_ADDRESS"], {port})' in wait["command"][-1]
 
 
-def routes(app: Any) -> set[str]:
-    return {
-        route.path
-        for route in app.routes
-        if isinstance(route, Route) and "GET" in (route.methods or ())
-    }
-
-
-@pytest.fixture(scope="module")
-def served() -> dict[str, set[str]]:
-    """The GET routes of each kind of process."""
-    node = Node(NodeConfig(EngineConfig("m")), SimpleNamespace(), 0)  # type: ignore[arg-type]
-    router = routes(router_app(RouterConfig(prefill=("http://p:1",), decode=("http://d:1",))))
-    return {"node": routes(node_app(node, lambda app: None)), "router": router}  # type: ignore[arg-type,return-value]
-
-
 @every_overlay
-def test_probes_and_scrapes_ask_routes_that_there_are(
-    overlay: str, served: dict[str, set[str]]
-) -> None:
+def test_probes_ask_whether_a_process_lives_and_whether_it_serves(overlay: str) -> None:
+    """test_kubernetes_run.py asks these routes."""
     for pod in pods(overlay):
         probes = {
-            name: pod.main.get(f"{name}Probe") for name in ("startup", "readiness", "liveness")
+            name: pod.main[f"{name}Probe"]["httpGet"]
+            for name in ("startup", "readiness", "liveness")
+            if f"{name}Probe" in pod.main
         }
         if pod.component == "rank":
-            assert not any(probes.values())
+            assert not probes
             continue
-        for name, probe in probes.items():
-            assert probe is not None
-            assert probe["httpGet"]["port"] == "http"
-            assert probe["httpGet"]["path"] in served[pod.component]
-            assert probe["httpGet"]["path"] == {"readiness": "/health", "liveness": "/live"}.get(
-                name, probe["httpGet"]["path"]
-            )
+        assert {probe["port"] for probe in probes.values()} == {"http"}
+        assert (probes["readiness"]["path"], probes["liveness"]["path"]) == ("/health", "/live")
+        assert probes["startup"]["path"] in ("/health", "/live")
         for monitor in objects(overlay, "PodMonitor"):
-            assert {each["path"] for each in monitor["spec"]["podMetricsEndpoints"]} <= served[
-                pod.component
-            ]
+            assert [each["path"] for each in monitor["spec"]["podMetricsEndpoints"]] == ["/metrics"]
 
 
 @every_overlay
@@ -355,24 +331,9 @@ def test_each_port_that_a_process_listens_on_is_declared_and_open_to_whom_it_is_
                 assert reach == each.audience, f"{pod}: {each.name}, port {port}"
             for who, labels in EVERYBODY.items():
                 assert not network.lets(labels, pod.labels, each.first, "UDP"), f"{pod}: {who}"
-
-
-@every_overlay
-def test_a_port_that_no_process_listens_on_is_closed_to_all_but_nodes_of_the_cluster(
-    overlay: str, configs: Configs
-) -> None:
-    network = Network(overlay)
-    for started in configs(overlay):
-        ranges = listening(started, overlay)
-        edges = {edge for each in ranges for edge in (each.first - 1, each.last + 1)}
-        for port in {1, 22, 443, 9090, 65535, *edges}:
-            if any(each.first <= port <= each.last for each in ranges):
-                continue
-            for who, labels in EVERYBODY.items():
-                if who not in ("node", "rank"):
-                    assert not network.lets(labels, started.pod.labels, port), (
-                        f"{started.pod}: {port}, {who}"
-                    )
+        for who in EVERYBODY.keys() - {"node", "rank"}:
+            opened = [port for port in (22, 9090) if network.lets(EVERYBODY[who], pod.labels, port)]
+            assert not opened, f"{pod}: {who}, where nobody listens"
 
 
 def test_what_has_rdma_keeps_the_devices_of_the_pod_and_what_has_none_those_of_its_address() -> (

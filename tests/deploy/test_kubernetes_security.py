@@ -4,8 +4,6 @@ on every overlay.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from kubernetes_manifests import (
     NAME,
@@ -17,12 +15,10 @@ from kubernetes_manifests import (
     STRANGER,
     Network,
     named,
-    objects,
     pods,
 )
 
 every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
-clusters = pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "one-node-gpu"])
 
 # The fields that Kubernetes' level "restricted" looks at, and the values that it takes.
 VOLUMES = {
@@ -80,74 +76,24 @@ def test_what_is_written_has_a_volume(overlay: str) -> None:
             assert {"/var/cache/kvrelay", "/dev/shm"} <= places
 
 
-HTTP, EVENTS, REPLAY, KV, MEET, PLANE = 8000, 5557, 5558, 7000, 29500, 40000
-
-
-@clusters
-def test_each_talks_to_whom_it_must_and_to_nobody_else(overlay: str) -> None:
-    network = Network(overlay)
-    ports = (22, 443, HTTP, EVENTS, REPLAY, KV, MEET, PLANE)
-
-    def opened(source: Any, target: Any) -> set[int]:
-        return {port for port in ports if network.lets(source, target, port)}
-
-    hub = {443} if overlay in ("autoscaling", "multi-node") else set()
-    assert opened(ROUTER, NODE) == {HTTP, EVENTS, REPLAY}
-    for source in (NODE, RANK):
-        for target in (NODE, RANK):
-            assert opened(source, target) == {KV, MEET, PLANE}
-        assert opened(source, ROUTER) == set()
-        assert opened(source, STRANGER) == opened(source, OUTSIDE) == hub
-        assert opened(STRANGER, source) == opened(OUTSIDE, source) == set()
-        assert opened(("other", STRANGER), source) == set()
-    assert opened(ROUTER, RANK) == set()
-    for anyone in (STRANGER, OUTSIDE, ("gateway", STRANGER)):
-        assert opened(anyone, ROUTER) == {HTTP}
-    assert opened(ROUTER, OUTSIDE) == {443}, "the API server"
+@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "one-node-gpu"])
+def test_who_leaves_the_namespace_and_where_to(overlay: str) -> None:
+    """Whom each process lets in is in test_kubernetes_processes.py."""
+    network, collector = Network(overlay), {NAME: "collector"}
+    downloads = overlay in ("autoscaling", "multi-node")
     for ours in (ROUTER, NODE, RANK):
+        found = {port for port in (22, 443, 8000) if network.lets(ours, OUTSIDE, port)}
+        assert found == ({443} if ours is ROUTER or downloads else set())
         assert network.lets(ours, OUTSIDE, 53, "UDP")
         assert not network.lets(ours, OUTSIDE, 123, "UDP")
-
-
-@pytest.mark.parametrize("overlay", ["cpu-demo", "monitoring", "autoscaling"])
-def test_metrics_and_traces_are_for_the_namespace_of_monitoring(overlay: str) -> None:
-    network, prometheus = Network(overlay), ("monitoring", {NAME: "prometheus"})
-    assert network.lets(prometheus, NODE, HTTP) is (overlay != "cpu-demo")
-    assert network.lets(prometheus, ROUTER, HTTP)
-    for ours in (ROUTER, NODE):
-        assert network.lets(ours, ("monitoring", {NAME: "collector"}), 4318) is (
-            overlay != "cpu-demo"
-        )
-        assert not network.lets(ours, ("other", {NAME: "collector"}), 4318)
-    assert not network.lets(prometheus, NODE, EVENTS)
-    assert not network.lets(("other", {NAME: "prometheus"}), NODE, HTTP)
+    traced = overlay in ("autoscaling", "monitoring")
+    assert network.lets(NODE, ("monitoring", collector), 4318) is traced
+    assert not network.lets(NODE, ("other", collector), 4318)
 
 
 def test_one_machine_alone_shows_its_router() -> None:
     network = Network("one-node-gpu")
-    assert network.lets(OUTSIDE, ROUTER, HTTP)
-    assert not network.lets(STRANGER, ROUTER, PLANE)
+    assert network.lets(OUTSIDE, ROUTER, 8000)
+    assert not network.lets(STRANGER, ROUTER, 40000)
     assert network.lets(ROUTER, OUTSIDE, 443)
-    assert not network.lets(ROUTER, OUTSIDE, HTTP)
-
-
-@clusters
-def test_policies_open_the_ports_that_pods_have(overlay: str) -> None:
-    for pod in pods(overlay, "node"):
-        assert (pod.ports["http"], pod.ports["kv-events"], pod.ports["kv-replay"]) == (
-            HTTP,
-            EVENTS,
-            REPLAY,
-        )
-        assert pod.ports["kv"] == KV
-        assert pod.ports.get("ranks", MEET) == MEET
-    (kv,) = [
-        each
-        for each in objects(overlay, "NetworkPolicy")
-        if each["metadata"]["name"] == "kvrelay-kv"
-    ]
-    (span,) = [each for each in kv["spec"]["ingress"][0]["ports"] if "endPort" in each]
-    for pod in pods(overlay, "node", "rank"):
-        assert pod.spec["securityContext"]["sysctls"] == [
-            {"name": "net.ipv4.ip_local_port_range", "value": f"{span['port']} {span['endPort']}"}
-        ]
+    assert not network.lets(ROUTER, OUTSIDE, 8000)
