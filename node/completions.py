@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
 import msgspec
 from fastapi import Request, Response
@@ -31,6 +30,7 @@ from kvrelay.openai_api.sse import joined_body, joined_end
 from kvrelay.openai_api.stages import with_stages
 from kvrelay.openai_api.tracing import trace_headers
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
+from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.engine_messages import Release
 from kvrelay.wire.errors import DeadlineExceeded, KvrelayError, NotFound, Overloaded
 from kvrelay.wire.frames import (
@@ -152,17 +152,7 @@ async def run_requests(node: Node, requests: Sequence[NodeRequest], call: Call) 
     parts = [_run(node, request, call) for request in requests]
     for part in parts:
         await anext(part)
-    if len(parts) == 1:
-        return parts[0]
-    writer = requests[0].writer
-    end = partial(
-        joined_end,
-        include_usage=writer.include_usage,
-        response_id=writer.response_id,
-        created=writer.created,
-        model=writer.model,
-    )
-    return join_frames(parts, streams=writer.streams, end=end)
+    return parts[0] if len(parts) == 1 else _join_frames(parts, requests[0].writer)
 
 
 async def _run(node: Node, request: NodeRequest, call: Call) -> Frames:
@@ -213,13 +203,10 @@ async def _run(node: Node, request: NodeRequest, call: Call) -> Frames:
         record.close(error)
 
 
-_Usage = tuple[int, int, int]
 _Queue = asyncio.Queue[tuple[int, Frame | None]]
 
 
-async def join_frames(
-    parts: Sequence[Frames], *, streams: bool, end: Callable[[Sequence[_Usage]], bytes]
-) -> Frames:
+async def _join_frames(parts: Sequence[Frames], writer: AnswerWriter) -> Frames:
     """Yield the frames of all parts as they come, until the last END or the first ERROR."""
     queue: _Queue = asyncio.Queue()
     tasks = [asyncio.create_task(_pump(at, part, queue)) for at, part in enumerate(parts)]
@@ -233,11 +220,10 @@ async def join_frames(
             if frame.kind is FrameKind.END:
                 ends[at] = frame
                 if len(ends) == len(parts):
-                    yield _joined_end(
-                        frame, [ends[each] for each in range(len(parts))], streams, end
-                    )
+                    payload = _joined_end(frame, [ends[each] for each in sorted(ends)], writer)
+                    yield msgspec.structs.replace(frame, payload=payload)
                     return
-                payload = frame.payload if streams else b""
+                payload = frame.payload if writer.streams else b""
                 frame = msgspec.structs.replace(frame, kind=FrameKind.TOKENS, payload=payload)
             yield frame
             if frame.kind is FrameKind.ERROR:
@@ -248,14 +234,16 @@ async def join_frames(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _joined_end(
-    frame: Frame, ends: Sequence[Frame], streams: bool, end: Callable[[Sequence[_Usage]], bytes]
-) -> Frame:
-    if streams:
-        payload = frame.payload + end([each.usage or (0, 0, 0) for each in ends])
-    else:
-        payload = joined_body([each.payload for each in ends])
-    return msgspec.structs.replace(frame, payload=payload)
+def _joined_end(last: Frame, ends: Sequence[Frame], writer: AnswerWriter) -> bytes:
+    if not writer.streams:
+        return joined_body([each.payload for each in ends])
+    return last.payload + joined_end(
+        [each.usage or (0, 0, 0) for each in ends],
+        include_usage=writer.include_usage,
+        response_id=writer.response_id,
+        created=writer.created,
+        model=writer.model,
+    )
 
 
 async def _pump(at: int, part: Frames, queue: _Queue) -> None:
@@ -277,15 +265,12 @@ async def _packed(frames: Frames) -> AsyncIterator[bytes]:
 async def _plain_events(
     first: Frame, frames: Frames, request: NodeRequest, since: float | None
 ) -> AsyncIterator[bytes]:
+    frame: Frame | None = first
     async with contextlib.aclosing(frames):
-        yield _plain_event(first, request, since)
-        async for frame in frames:
-            yield _plain_event(frame, request, since)
-
-
-def _plain_event(frame: Frame, request: NodeRequest, since: float | None) -> bytes:
-    cut = request.writer.cut() if frame.kind is FrameKind.HANDOVER else b""
-    return _with_stages(frame.payload + cut, frame, since)
+        while frame is not None:
+            cut = request.writer.cut() if frame.kind is FrameKind.HANDOVER else b""
+            yield _with_stages(frame.payload + cut, frame, since)
+            frame = await anext(frames, None)
 
 
 async def _plain_body(

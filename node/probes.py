@@ -31,7 +31,7 @@ from kvrelay.wire.engine_messages import (
 )
 from kvrelay.wire.transfer import AnswerState, HandoverRequest, KvTransferParams, Ticket
 
-__all__ = ["FillBlocks", "ProbePattern", "Probes", "VerifyBlocks", "host_id", "pattern"]
+__all__ = ["PatternBlocks", "ProbePattern", "Probes", "host_id", "pattern"]
 
 # The step loop fills and compares them: a CPU does 1 to 2 GB/s.
 MAX_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
@@ -44,16 +44,13 @@ def host_id() -> str:
     return ""
 
 
-class FillBlocks(msgspec.Struct, tag="fill", frozen=True):
+class PatternBlocks(msgspec.Struct, tag="pattern", frozen=True):
+    """A message to all ranks: write their shares of a pattern into blocks, or compare them."""
+
     seed: int
     blocks: list[int]
     num_kv_heads: int
-
-
-class VerifyBlocks(msgspec.Struct, tag="verify", frozen=True):
-    seed: int
-    blocks: list[int]
-    num_kv_heads: int
+    compare: bool = False
 
 
 class ProbePattern:
@@ -126,7 +123,7 @@ class Probes:
             return
         seed = random.getrandbits(31)
         self._wait_for_device()
-        self._tell_ranks(FillBlocks(seed, blocks, self._num_kv_heads))
+        self._tell_ranks(PatternBlocks(seed, blocks, self._num_kv_heads))
         self._pattern.fill(seed, blocks)
         self._ranks.minimum(1)
         self._offered = probe.probe_id
@@ -178,7 +175,7 @@ class Probes:
 
     def _compare(self, running: _Running, fetched: Fetched) -> ProbeFetched:
         seed, blocks = running.probe.seed, running.blocks
-        self._tell_ranks(VerifyBlocks(seed, blocks, self._num_kv_heads))
+        self._tell_ranks(PatternBlocks(seed, blocks, self._num_kv_heads, compare=True))
         verified = self._ranks.minimum(int(self._pattern.matches(seed, blocks))) == 1
         way = self._connector.way(running.probe.ticket)
         return ProbeFetched(
@@ -208,7 +205,7 @@ class Probes:
         limit = MAX_BYTES[self._engine.device.type] // self._engine.pool.block_bytes
         return min(self._engine.scheduler.spare_blocks, max(1, limit))
 
-    def _tell_ranks(self, message: FillBlocks | VerifyBlocks) -> None:
+    def _tell_ranks(self, message: PatternBlocks) -> None:
         if self._ranks.size > 1:
             broadcast_aside(self._ranks, msgspec.msgpack.encode(message))
 

@@ -18,7 +18,7 @@ from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.rank_backends import LedBackends, join_connector, terms_of
 from kvrelay.kv_transfer.ranks import LinkAddress, RankLink
 from kvrelay.node.engine_profile import ProfileSteps, RankProfiler
-from kvrelay.node.probes import FillBlocks, ProbePattern, VerifyBlocks
+from kvrelay.node.probes import PatternBlocks, ProbePattern
 from kvrelay.node.process import (
     PARENT_PID,
     describe_exit,
@@ -47,7 +47,7 @@ class Meet(msgspec.Struct, tag="meet", frozen=True):
     meeting: LinkAddress
 
 
-_message_decoder = msgspec.msgpack.Decoder(Meet | FillBlocks | VerifyBlocks | ProfileSteps)
+_message_decoder = msgspec.msgpack.Decoder(Meet | PatternBlocks | ProfileSteps)
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -161,12 +161,11 @@ class _RankTasks:
         match _message_decoder.decode(message):
             case Meet(meeting):
                 self._meet(pool, meeting)
-            case FillBlocks(seed, blocks, num_kv_heads):
-                ProbePattern(pool, num_kv_heads, rank, size).fill(seed, blocks)
-                self._ranks.minimum(1)
-            case VerifyBlocks(seed, blocks, num_kv_heads):
+            case PatternBlocks(seed, blocks, num_kv_heads, compare):
                 pattern = ProbePattern(pool, num_kv_heads, rank, size)
-                self._ranks.minimum(int(pattern.matches(seed, blocks)))
+                if not compare:
+                    pattern.fill(seed, blocks)
+                self._ranks.minimum(int(not compare or pattern.matches(seed, blocks)))
             case ProfileSteps(config, begin):
                 self._profile(config, begin=begin)
 

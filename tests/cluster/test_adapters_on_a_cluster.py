@@ -16,7 +16,6 @@ from real_cluster import (
     complete,
     counted,
     running,
-    tiny_body,
     tiny_model,
     wait_until,
 )
@@ -158,26 +157,6 @@ def test_what_cannot_be_loaded_says_why(cluster, tmp_path):
     empty = load(cluster.url, "three", tmp_path)
     assert empty.status_code == 400
     assert "adapter_config.json" in empty.json()["error"]["message"]
-
-
-def test_a_request_that_runs_when_its_adapter_goes_ends_first(cluster, adapters):
-    node = of(cluster, "serve")
-    assert load(node.url, "three", adapters["three"]).status_code == 200
-    wanted = said(answer(node.url, "three", max_tokens=300))
-    body = tiny_body(PROMPT, model="three", max_tokens=300, stream=True)
-    with httpx2.stream("POST", f"{node.url}/v1/completions", json=body, timeout=120) as stream:
-        lines = stream.iter_lines()
-        assert next(lines).startswith("data: ")
-        assert unload(node.url, "three").status_code == 200
-        late = post(node.url, "/v1/completions", model="three", prompt="x", max_tokens=1)
-        assert late.status_code == 404
-        # The slots: two are in use for good, one is ending; the spare one takes its successor.
-        assert load(node.url, "three", adapters["four"]).status_code == 200
-        rest = list(lines)
-    assert rest[-2:] == ["data: [DONE]", ""] or "[DONE]" in "".join(rest[-2:])
-    assert len(wanted[1]) == 300
-    assert said(answer(node.url, "three", max_tokens=300)) != wanted
-    assert unload(node.url, "three").status_code == 200
 
 
 def test_kv_of_another_content_is_not_taken(cluster, adapters):

@@ -76,23 +76,6 @@ def test_four_choices_are_those_of_one_node_and_differ_and_come_again(cluster, f
     assert texts == texts_of(handed_over)
 
 
-def test_a_choice_that_its_first_token_ends_leaves_the_others_alone(cluster):
-    """The prefill node draws that token: it holds the KV for the others all the same."""
-    decode = cluster.of("decode")[0]
-    first = asked(cluster.url, max_tokens=1, return_token_ids=True)["choices"][0]["token_ids"]
-    fetches = sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode"))
-    handed_over = asked(cluster.url, n=3, stop_token_ids=first, return_token_ids=True)
-    assert handed_over["choices"][0]["token_ids"] == first
-    assert handed_over["choices"][0]["stop_reason"] == first[0]
-    assert max(len(choice["token_ids"]) for choice in handed_over["choices"]) > 1
-    counted(cluster.of("decode"), "kvrelay_fetches_total", fetches + 1)
-    assert choices(handed_over) == choices(
-        asked(decode.url, n=3, stop_token_ids=first, return_token_ids=True)
-    )
-    _, texts = streamed(cluster.url, n=3, stop_token_ids=first)
-    assert texts == texts_of(handed_over)
-
-
 PROMPTS = [PROMPT, PROMPT[:40], [7, 8, 9]]
 
 

@@ -150,27 +150,6 @@ def test_one_trace_has_all_stages_of_a_request(
     }
 
 
-def test_a_trace_that_its_client_does_not_keep_is_not_sent(
-    cluster: Cluster, collector: Collector
-) -> None:
-    unkept = TRACE.replace("4", "5")
-    body = tiny_body([7] * 50, max_tokens=2)
-    for trace, flags in ((unkept, "00"), (TRACE.replace("4", "6"), "01")):
-        headers = {"traceparent": f"00-{trace}-{PARENT}-{flags}"}
-        assert (
-            httpx2.post(
-                f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60
-            ).status_code
-            == 200
-        )
-    wait_until(
-        lambda: len({s for s, _ in collector.of(TRACE.replace("4", "6"))}) == 3,
-        30,
-        "the later request's spans",
-    )
-    assert not collector.of(unkept)
-
-
 def test_log_lines_are_json_with_the_ids_of_request_and_trace(
     cluster: Cluster, request_id: str
 ) -> None:

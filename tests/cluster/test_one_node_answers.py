@@ -160,17 +160,3 @@ def test_kv_that_is_renewed_by_a_router_is_held_as_long_as_it_is_and_no_longer(
     free, total = prefill.free_blocks()
     assert free < total
     cluster.all_blocks_free(within_s=SMALL_LEASE_S + 1)
-
-
-def test_nodes_tell_what_their_kv_is_like(cluster: Cluster) -> None:
-    facts = [(node.health() or {})["kv"] for node in cluster.nodes]
-    for kv in facts:
-        assert kv["fingerprint"]["kv_dtype"] == "float32"
-        assert kv["fingerprint"]["block_tokens"] == 16
-        assert "nixl" in kv["planes"]
-        assert (kv["lease_s"], kv["computes_prompts"], kv["address"]) == (
-            SMALL_LEASE_S,
-            True,
-            "127.0.0.1",
-        )
-    assert facts[0] == facts[1]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +20,6 @@ from real_cluster import (
     SHORT_LEASE,
     Cluster,
     Process,
-    chunks_of,
     complete,
     free_port,
     stream_until,
@@ -213,36 +211,3 @@ def test_a_role_that_it_cannot_have_and_the_last_of_a_role_are_refused(
     answer = httpx2.post(f"{p.url}/v1/completions", json=prefill_leg, timeout=5)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
     flip(p, "prefill", "--router", cluster.url)
-
-
-async def test_a_node_that_is_killed_while_it_flips_comes_back_in_the_role_of_its_start(
-    cluster: Cluster,
-) -> None:
-    """By a stream that keeps the flip from ending; which goes on at another node."""
-    wanted, node = text_of(complete(cluster.url, **body(0) | {"max_tokens": 600})), cluster.nodes[1]
-    await asyncio.to_thread(flip, node, "decode", "--router", cluster.url)
-    wait_until(lambda: ratio(cluster.url) == (1, 2), 30, "1P2D")
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-
-        async def one() -> str:
-            asked = body(0) | {"max_tokens": 600, "stream": True}
-            async with session.post(f"{cluster.url}/v1/completions", json=asked) as answer:
-                return text_of(chunks_of(await answer.text()))
-
-        streams = [asyncio.create_task(one()) for _ in range(4)]
-
-        def begun() -> bool:
-            return bool(health(node.url)["requests"])
-
-        await asyncio.to_thread(wait_until, begun, 30, "a stream on the node")
-        asked = {"url": node.url, "role": "prefill"}
-        async with session.post(
-            f"{cluster.url}/admin/nodes/role", json=asked, headers=cluster.operator
-        ) as answer:
-            assert (answer.status, (await answer.json())["node"]["flips_to"]) == (200, "prefill")
-        node.kill(signal.SIGKILL)
-        assert await asyncio.gather(*streams) == [wanted] * 4
-    assert ratio(cluster.url) == (1, 1)
-    cluster.wait_ready(cluster.restart(node))
-    for url in urls(cluster):
-        wait_until(lambda url=url: ratio(url) == (2, 1), 60, f"{url} has it back as it was started")

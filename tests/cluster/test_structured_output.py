@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import Cluster, counted
+from real_cluster import Cluster
 
 pytestmark = pytest.mark.cluster
 
@@ -111,25 +111,6 @@ def test_a_decode_node_that_takes_over_knows_the_tokens_alone(cluster):
     wrong = post(decode.url, **fields, kv_transfer_params=taken_over | {"generated": [*b"no"]})
     assert wrong.status_code == 400
     assert "does not match its grammar" in wrong.json()["error"]["message"]
-
-
-def test_choices_go_their_own_ways_and_share_their_prompt(cluster):
-    """Each with a guide of its own; they begin in order, so that all share the prompt's blocks."""
-    fields = {
-        "guided_regex": "[a-z]{20}!",
-        "n": 4,
-        "temperature": 1.5,
-        "prompt": "A prompt of some blocks. " * 4,
-    }
-    (decode,) = cluster.of("decode")
-    before = decode.metric("kvrelay_forked_blocks_total")
-    replies = [post(url, **fields).json() for url in (cluster.url, decode.url)]
-    texts = [[choice["text"] for choice in reply["choices"]] for reply in replies]
-    assert texts[0] == texts[1]
-    assert len(set(texts[0])) == 4
-    assert all(re.fullmatch("[a-z]{20}!", text) for text in texts[0])
-    assert {choice["finish_reason"] for choice in replies[0]["choices"]} == {"stop"}
-    counted([decode], "kvrelay_forked_blocks_total", before + 2 * 3 * (100 // 16))
 
 
 def test_a_choice_that_is_over_with_its_first_token_keeps_the_others_going(cluster):

@@ -132,59 +132,42 @@ def run(name: str, clients: Path, folder: Path, url: str, *flags: str) -> str:
     return done.stdout
 
 
-def test_chat(clients: Path, tmp_path: Path, router: str) -> None:
-    said = run("openai_chat_completion_client.py", clients, tmp_path, router)
-    assert re.search(r"ChatCompletion\(.*finish_reason='(stop|length)'", said)
-
-
-def test_streamed_chat(clients: Path, tmp_path: Path, router: str) -> None:
-    said = run("openai_chat_completion_client.py", clients, tmp_path, router, "--stream")
-    assert said.count("ChatCompletionChunk(") > 3
-    assert len(re.findall("finish_reason='(stop|length)'", said)) == 1
-
-
-@pytest.mark.parametrize("flags", [(), ("--stream",)])
-def test_completion(flags: tuple[str, ...], clients: Path, tmp_path: Path, router: str) -> None:
-    said = run("openai_completion_client.py", clients, tmp_path, router, *flags)
-    assert "top_logprobs=[{" in said
-    assert "index=0" in said
-    assert "index=1" in said
-
-
-def test_responses(clients: Path, tmp_path: Path, router: str) -> None:
-    assert run("openai_responses_client.py", clients, tmp_path, router).strip()
-
-
-def test_responses_with_tools(clients: Path, tmp_path: Path, router: str) -> None:
-    said = run("openai_responses_client_with_tools.py", clients, tmp_path, router)
-    assert said.startswith("Function call: get_weather {")
-    assert len(said.splitlines()) > 1
-
-
-def test_required_tools(clients: Path, tmp_path: Path, router: str) -> None:
-    said = run("openai_chat_completion_client_with_tools_required.py", clients, tmp_path, router)
-    assert said.count("ChoiceDeltaToolCall(") > 1
-    assert re.search(r"ToolCall\(.*name='get_(current_weather|forecast)'", said.splitlines()[-1])
-
-
-def test_generated_tokens(clients: Path, tmp_path: Path, router: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "flags", "patterns"),
+    [
+        ("openai_chat_completion_client", "", [r"ChatCompletion\(.*finish_reason='(stop|length)'"]),
+        ("openai_chat_completion_client", "--stream", ["(?s)(ChatCompletionChunk.*){4}"]),
+        ("openai_completion_client", "", [r"top_logprobs=\[\{", "index=0", "index=1"]),
+        ("openai_completion_client", "--stream", [r"top_logprobs=\[\{", "index=0", "index=1"]),
+        ("openai_responses_client", "", [r"\S"]),
+        ("openai_responses_client_with_tools", "", [r"^Function call: get_weather \{.*\n"]),
+        (
+            "openai_chat_completion_client_with_tools_required",
+            "",
+            [
+                "(?s)(ChoiceDeltaToolCall.*){2}",
+                "ToolCall\\(.*name='get_(current_weather|forecast)'",
+            ],
+        ),
+        ("token_generation_client", "", [r"'token_ids': \[", r"generation results:\s+[^\s-]"]),
+        (
+            "openai_chat_completion_with_reasoning",
+            "",
+            ["reasoning for Round 1: [^.\n]+\n", "content for Round 2: "],
+        ),
+        (
+            "openai_chat_completion_with_reasoning_streaming",
+            "",
+            [r"\nreasoning:[^.]+\ncontent:."],
+        ),
+    ],
+)
+def test_an_example_prints_what_it_shows(
+    name: str, flags: str, patterns: list[str], clients: Path, tmp_path: Path, router: str
+) -> None:
     (tmp_path / "transformers.py").write_text(TOKENIZER)
-    said = run("token_generation_client.py", clients, tmp_path, router)
-    assert "'token_ids': [" in said
-    assert said.split("Token generation results:\n")[1].strip(" -\n")
-
-
-def test_reasoning(clients: Path, tmp_path: Path, router: str) -> None:
-    said = run("openai_chat_completion_with_reasoning.py", clients, tmp_path, router)
-    for number in (1, 2):
-        assert re.search(rf"^reasoning for Round {number}: (?!None$)[^.\n]+$", said, re.MULTILINE)
-        assert f"\ncontent for Round {number}: " in said
-    assert "content for Round 1: None" not in said
-
-
-def test_streamed_reasoning(clients: Path, tmp_path: Path, router: str) -> None:
-    said = run("openai_chat_completion_with_reasoning_streaming.py", clients, tmp_path, router)
-    assert re.search(r"\nreasoning:[^.]+\ncontent:.", said)
+    said = run(f"{name}.py", clients, tmp_path, router, *flags.split())
+    assert all(re.search(pattern, said) for pattern in patterns), said[-3000:]
 
 
 def test_chosen_tools(clients: Path, tmp_path: Path, calling: str) -> None:

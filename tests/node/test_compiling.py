@@ -79,14 +79,6 @@ def test_what_cannot_be_followed_is_told_with_its_reason(model):
     assert "does not match" in error
 
 
-def test_a_request_that_was_dropped_is_not_told_of(model):
-    compiler = Compiler(model)
-    gone = compiler.begin("gone", "ab")
-    assert compiler.inner.drop("gone") is gone
-    assert compiler.inner.drop("gone") is None
-    assert compiler.ready() == []
-
-
 def test_a_compilation_that_takes_too_long_ends_its_request_alone(model, monkeypatch):
     release, entered = threading.Event(), threading.Event()
 
@@ -114,13 +106,6 @@ def test_a_compilation_that_takes_too_long_ends_its_request_alone(model, monkeyp
     assert second == (fork, None)
     release.set()
     assert compiler.ready() == []
-
-
-def test_a_tokenizer_that_cannot_be_read_is_said_to_those_who_need_it(tmp_path):
-    compiler = Compiler(str(tmp_path / "nothing"))
-    compiler.begin("r", "ab")
-    ((_, error),) = compiler.ready()
-    assert "no grammar can be followed on this node" in error
 
 
 def test_a_vocabulary_may_be_larger_or_smaller_than_the_tokenizers(model):

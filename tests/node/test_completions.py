@@ -144,13 +144,6 @@ async def test_a_spill_beyond_the_limit_is_refused_before_the_engine_gets_it(
         await start(node, prompt, spill=True)
 
 
-async def test_forks_of_a_spilled_prompt_take_no_time_of_their_own(
-    node: Node, engine: Engine
-) -> None:
-    await start(node, "x" * 80, n=8, spill=True)
-    assert len(engine.submits) == 8
-
-
 @pytest.mark.parametrize(
     ("params", "within"),
     [

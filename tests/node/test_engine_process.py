@@ -105,13 +105,6 @@ def test_a_request_has_waited_since_its_node_sent_it(
     assert request.arrival_s == pytest.approx(now - (ago_s or 0.0) * waited, abs=0.5)
 
 
-def test_requests_are_counted_as_they_come_refused_ones_too(process: Process) -> None:
-    for request_id in ("one", "twice", "twice"):
-        process.submit(request_id, fetch=None)
-    load = process.engine.scheduler.load(0.0)
-    assert (load.legs, load.waiting) == (4, 2)
-
-
 def test_a_request_that_cannot_be_queued_leaves_no_watched_lease(process: Process) -> None:
     assert process.submit("twice", fetch=None) == []
     (update,) = process.submit("twice")

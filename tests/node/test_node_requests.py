@@ -90,17 +90,6 @@ def texts(frame: Frame) -> list[tuple[str, str | None]]:
     return [(choice["text"], choice["finish_reason"]) for choice in choices]
 
 
-def test_forks_share_a_prompt_and_nothing_else(tokenizer: Tokenizer) -> None:
-    submit, _ = parts(tokenizer)
-    ticket = KvTransferParams(**TICKET).ticket()
-    forks = fork_submits(msgspec.structs.replace(submit, fetch=ticket), {0: [5], 2: [], 3: [6]})
-    assert [(s.request_id, s.fetch, s.fork_of, s.params.choice, s.generated) for s in forks] == [
-        ("call-1", ticket, None, 0, [5]),
-        ("call-1.2", None, "call-1", 2, []),
-        ("call-1.3", None, "call-1", 3, [6]),
-    ]
-
-
 def test_a_stop_string_ends_one_choice_and_the_request_with_the_last(tokenizer: Tokenizer) -> None:
     submit, writer = parts(tokenizer, n=2, stop="B")
     request = NodeRequest(fork_submits(submit, {0: [], 1: []}), writer)
@@ -172,15 +161,6 @@ def test_an_answer_that_is_over_needs_no_engine_and_gives_its_claim_up(
     (frame,) = request.opening_frames(LOAD)
     assert (frame.kind, frame.choice, frame.usage) == (FrameKind.END, 1, (20, 3, 0))
     assert frame.payload.endswith(b"data: [DONE]\n\n")
-
-
-def test_an_answer_whose_end_alone_is_missing_gets_it(tokenizer: Tokenizer) -> None:
-    params = KvTransferParams(do_remote_prefill=True, prompt_token_ids=PROMPT, **OVER)
-    request = decode(tokenizer, params)
-    (frame,) = request.opening_frames(LOAD)
-    assert (frame.kind, frame.usage) == (FrameKind.END, (20, 1, 0))
-    assert frame.payload == b"data: [DONE]\n\n"
-    assert request.done
 
 
 def test_log_probabilities_of_the_prompt_are_handed_over_and_no_ticket_goes_before_them(

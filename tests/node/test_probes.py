@@ -177,16 +177,6 @@ def test_a_probe_that_fails_keeps_its_blocks_in_quarantine_and_the_node_busy_unt
     assert reader.said == []
 
 
-def test_one_offer_at_a_time_and_its_end_makes_room() -> None:
-    source = Node()
-    offered(source)
-    source.probes.offer(OfferProbe("probe-9", 1))
-    assert source.said.pop().busy is True
-    source.probes.handle(Released("probe-1", expired=True))
-    assert source.taken == 0
-    offered(source)
-
-
 def test_a_probe_has_a_size_that_the_step_loop_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MAX_BYTES, "cpu", 5 * WORDS * 4)
     source = Node()

@@ -121,16 +121,6 @@ async def test_a_request_is_answered_with_the_load_and_its_frames() -> None:
         assert (await router.hear())[1] == Kind.PONG
 
 
-async def test_frames_of_many_requests_leave_together() -> None:
-    async with served(Requests()) as (router, _, _):
-        before = router.writes
-        for number in range(1, 51):
-            router.open(number)
-        for _ in range(150):
-            await router.hear()
-        assert router.writes - before < 10
-
-
 @pytest.mark.parametrize(("path", "status"), [("full", Overloaded.status), ("bug", 500)])
 async def test_what_does_not_begin_is_answered_with_its_error(path: str, status: int) -> None:
     async with served(Requests()) as (router, _, _):

@@ -114,16 +114,6 @@ def test_ranks_share_adapters(with_adapters, alone, repository):
     assert equal(shared, given)
 
 
-def test_ranks_load_an_adapter_at_run_time(tiny, repository, tmp_path):
-    path = make_adapter(tmp_path / "a", tiny, seed=3)
-    own = {"model": str(tiny), "enable_lora": True}
-    given = own | {"lora_modules": [f"x={path}", f"y={path}"]}
-    late = own | {"allow_runtime_lora": True, "tensor_parallel_size": 2}
-    alone = start(ENGINE, given, repository)
-    shared = start([*ENGINE, "--load", str(path)], late, repository)
-    assert equal(result(shared), result(alone))
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
