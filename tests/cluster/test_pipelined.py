@@ -58,7 +58,7 @@ def attentive_model(folder: Path) -> list[str]:
 
     from kvrelay.openai_api.tokenizer_files import byte_tokenizer
     from kvrelay.paged_engine.before_loading import checked_model
-    from kvrelay.paged_engine.dummy_weights import dummy_tensors
+    from kvrelay.paged_engine.model_files import dummy_tensors
 
     model = folder / "tiny"
     model.mkdir()
