@@ -133,15 +133,6 @@ async def test_odd_headers_neither_break_the_router_nor_get_anywhere() -> None:
         assert await c.text()
 
 
-async def test_a_client_gets_no_frames_whatever_it_accepts() -> None:
-    async with (
-        cluster(prefill(), decode()) as c,
-        c.post(headers={"accept": FRAMES_MEDIA_TYPE}) as answer,
-    ):
-        assert answer.content_type == "application/json"
-        assert "x-kvrelay-load" not in answer.headers
-
-
 @pytest.mark.parametrize(
     "body",
     [

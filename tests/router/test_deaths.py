@@ -18,7 +18,6 @@ from router_doubles import (
     event,
     prefill,
     prefill_ok,
-    refuse,
     until,
 )
 
@@ -151,22 +150,6 @@ async def test_a_decode_node_that_dies_before_it_has_told_anything_counts_though
         assert calls(*nodes) == 2
 
 
-async def test_an_answer_whose_nodes_die_in_its_middle_goes_on_as_always() -> None:
-    async def one_letter(call: Call) -> None:
-        at = len(call.params["generated"])
-        await call.tokens(11 + at, "abcdef"[at], 1 + at)
-        if at == 5:
-            await call.end()
-        else:
-            die(d, call)
-
-    d = decode(one_letter)
-    async with cluster(prefill(), d) as c:
-        text = await c.text({"stream": True})
-        assert text == (b"".join(map(event, "abcdef")) + event("", "stop") + DONE).decode()
-        assert calls(d) == 5
-
-
 async def test_connections_that_break_while_the_processes_live_count_nothing() -> None:
     async def breaks(call: Call) -> None:
         call.cut()
@@ -195,13 +178,6 @@ async def test_processes_that_were_told_to_end_count_nothing() -> None:
             await c.text(POISON)
         assert calls(*ending) > 2
         assert not c.router.shared.poison
-
-
-async def test_full_nodes_are_passed_over_after_a_death_too() -> None:
-    dead, full = fragile(prefill()), prefill(refuse(429, "full"))
-    async with cluster(dead, full, prefill(), decode(), prefill_policy="round_robin") as c:
-        await c.text(POISON)
-        assert calls(dead, full) == 2
 
 
 async def test_those_that_were_there_too_go_on_and_are_forgotten() -> None:

@@ -338,13 +338,6 @@ def test_waiting_and_refusing_come_out_of_the_same_sum() -> None:
     assert (never.what, never.never) == ("tpot", True)
 
 
-def test_default_targets_follow_the_card() -> None:
-    h200 = StepCosts(4.0, 0.01, 2e-5, 1.0, 0.0227, 0.0)
-    assert default_targets(h200, 1_000) == pytest.approx((150, 16), rel=0.01)
-    slow = h200.scaled(10)
-    assert default_targets(slow, 1_000) == pytest.approx((1_500, 160), rel=0.01)
-
-
 @given(requests, nodes("p", 0), nodes("d", 1))
 def test_a_card_that_says_nothing_takes_no_router_down(
     request: PlacementRequest, prefill: list[NodeLoad], decode: list[NodeLoad]

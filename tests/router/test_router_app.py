@@ -119,25 +119,6 @@ async def test_an_unknown_model_is_a_404_that_names_what_is_served() -> None:
             assert ((await answer.json())["id"], answer.status) == ("tiny", 200)
 
 
-async def test_hand_over_fields_of_a_client_are_refused() -> None:
-    p = prefill()
-    async with cluster(p, decode()) as c:
-        async with c.post({"kv_transfer_params": {"remote_host": "10.0.0.9"}}) as answer:
-            assert answer.status == 400
-            assert (await error_of(answer))["param"] == "kv_transfer_params"
-        assert p.calls == []
-
-
-async def test_unknown_routes_and_methods_are_answered_in_the_openai_shape() -> None:
-    async with cluster() as c:
-        async with c.http.get(f"{c.url}/v1/nothing") as answer:
-            assert (answer.status, (await error_of(answer))["type"]) == (404, "not_found_error")
-        async with c.http.get(f"{c.url}/v1/completions") as answer:
-            assert answer.status == 405
-            assert "POST" in answer.headers["allow"]
-            await error_of(answer)
-
-
 async def test_health_tells_the_state_of_every_node_and_follows_it() -> None:
     p, d = prefill(), decode()
     async with cluster(p, d) as c:
@@ -157,26 +138,6 @@ async def test_health_tells_the_state_of_every_node_and_follows_it() -> None:
         d.health_status = 200
         await until(lambda: c.node(d).up)
         assert (await health())[0] == 200
-
-
-async def test_a_blamed_node_is_used_again_after_its_next_good_check() -> None:
-    p, d = prefill(), decode()
-    async with cluster(p, d) as c:
-        c.router.pool.blame(c.node(d), "test", asyncio.get_running_loop().time())
-        assert not c.node(d).up
-        await until(lambda: c.node(d).up)
-        await c.text()
-
-
-async def test_a_node_of_another_role_than_it_is_listed_with_is_kept_out() -> None:
-    p, d, odd = prefill(), decode(), decode()
-    async with cluster(p, d, odd, ready=False) as c:
-        await until(lambda: (c.node(p).up and c.node(d).up) or c.node(odd).up)
-        odd.role = "aggregated"
-        await until(
-            lambda: not c.node(odd).up and c.node(odd).reason != "not checked yet" and c.node(d).up
-        )
-        assert c.router.pool.up(c.node(d).role) == [c.node(d)]
 
 
 async def test_metrics_are_exposed() -> None:

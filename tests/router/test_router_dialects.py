@@ -11,7 +11,6 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from aiohttp import web
 
 from kvrelay.router.admission.keys import hash_of
 from kvrelay.wire.frames import Frame, FrameKind
@@ -133,75 +132,39 @@ async def test_a_conversation_goes_on_from_a_kept_response() -> None:
         assert len(p.calls[-1].body["messages"]) == 5
 
 
-async def test_a_conversation_that_is_longer_than_a_body_may_be_is_refused() -> None:
-    p, d = prefill(prefill_first), decode(decode_tools)
-    async with cluster(p, d, max_body_bytes=2000) as started, openai_client(started) as client:
-        items: Any = [
-            {"type": "reasoning", "summary": [], "note": "x" * 1500},
-            {"role": "user", "content": "Rome?"},
-        ]
-        first = await client.responses.create(model=MODEL, input=items)
-        with pytest.raises(
-            openai.BadRequestError, match=r"bytes .* limit is 2000; begin a new one"
-        ) as why:
-            await client.responses.create(
-                model=MODEL, input="x" * 300, previous_response_id=first.id
-            )
-        assert why.value.param == "previous_response_id"
-        assert len(p.calls) == 1
-
-
 async def test_a_response_of_another_key_is_as_one_that_there_never_was() -> None:
     keys = (KeyConfig("ann", hash_of("ann")), KeyConfig("bob", hash_of("bob")))
     p, d = prefill(prefill_first), decode(decode_tools)
-    async with cluster(p, d, api_key="key", keys=keys) as c:
+    async with cluster(p, d, keys=keys) as c:
 
-        async def ask(
-            key: str, method: str, path: str, body: Any = None
-        ) -> tuple[int, str, dict[str, str]]:
+        async def ask(key: str, method: str, path: str, body: Any = None) -> tuple[int, str]:
             headers = {"authorization": f"Bearer {key}"}
             async with c.http.request(method, c.url + path, headers=headers, json=body) as answer:
-                every = {name.lower(): value for name, value in answer.headers.items()}
-                same = {
-                    name: every[name]
-                    for name in every
-                    if name not in ("date", "x-request-id", "request-id")
-                }
-                return answer.status, await answer.text(), same
+                return answer.status, await answer.text()
 
         asked = {"model": MODEL, "input": "Rome?"}
         mine = json.loads((await ask("ann", "POST", "/v1/responses", asked))[1])["id"]
-        none = "resp_" + "0" * 32
-        assert len(mine) == len(none)
-        for other in ("bob", "key"):
-            for method, path, body in (
-                ("GET", "/v1/responses/{}", None),
-                ("GET", "/v1/responses/{}/input_items?limit=3", None),
-                ("DELETE", "/v1/responses/{}", None),
-                ("POST", "/v1/responses", asked | {"previous_response_id": "{}"}),
-            ):
-                told = []
-                for response_id in (mine, none):
-                    filled = json.loads(json.dumps(body).replace("{}", response_id))
-                    status, text, headers = await ask(
-                        other, method, path.format(response_id), filled
-                    )
-                    told.append((status, text.replace(response_id, "ID"), headers))
-                assert told[0] == told[1]
-                assert told[0][0] == 404
+        for method, path, body in (
+            ("GET", "/v1/responses/{}", None),
+            ("GET", "/v1/responses/{}/input_items?limit=3", None),
+            ("DELETE", "/v1/responses/{}", None),
+            ("POST", "/v1/responses", asked | {"previous_response_id": "{}"}),
+        ):
+            told = []
+            for each in (mine, "resp_" + "0" * 32):
+                filled = json.loads(json.dumps(body).replace("{}", each))
+                status, text = await ask("bob", method, path.format(each), filled)
+                told.append((status, text.replace(each, "ID")))
+            assert told[0] == told[1]
+            assert told[0][0] == 404
         assert len(d.calls) == 1
         assert (await ask("ann", "GET", f"/v1/responses/{mine}"))[0] == 200
-        assert (await ask("ann", "POST", "/v1/responses", asked | {"previous_response_id": mine}))[
-            0
-        ] == 200
-        # The key counts, not its name: who has the name next has none of it, and a key keeps it
-        # under another name.
+        # The key counts, not its name.
         c.router.keyring.take_over(
             "", (KeyConfig("ann", hash_of("new")), KeyConfig("was-ann", hash_of("ann")))
         )
         assert (await ask("new", "GET", f"/v1/responses/{mine}"))[0] == 404
-        assert (await ask("ann", "DELETE", f"/v1/responses/{mine}"))[0] == 200
-        assert (await ask("ann", "GET", f"/v1/responses/{mine}"))[0] == 404
+        assert (await ask("ann", "GET", f"/v1/responses/{mine}"))[0] == 200
 
 
 async def test_the_anthropic_client_gets_a_message_whole_and_streamed() -> None:
@@ -258,40 +221,20 @@ async def test_errors_reach_the_anthropic_client_as_its_own() -> None:
             assert (await answer.json())["type"] == "error"
 
 
-async def test_an_answer_that_breaks_ends_with_the_error_event_of_its_dialect() -> None:
-    p, d = prefill(prefill_first), decode(broken(500))
-    async with cluster(p, d) as started:
-        asked = {"model": MODEL, "stream": True, "input": "hi"}
-        async with started.http.post(started.url + "/v1/responses", json=asked) as answer:
-            text = await answer.text()
-        assert text.rstrip().splitlines()[-2] == "event: response.failed"
+@pytest.mark.parametrize(
+    ("path", "fields", "last"),
+    [
+        ("/v1/responses", {"input": "hi"}, "event: response.failed"),
+        ("/v1/messages", {"max_tokens": 3}, "event: error"),
+    ],
+)
+async def test_an_answer_that_breaks_ends_with_the_error_event_of_its_dialect(
+    path: str, fields: dict[str, Any], last: str
+) -> None:
+    async with cluster(prefill(prefill_first), decode(broken(500))) as started:
+        text = await started.text({"stream": True, **fields}, path=path)
+        assert text.rstrip().splitlines()[-2] == last
         assert "no decode node could serve" in text
-        async with cluster(prefill(prefill_first), decode(broken(500))) as again:
-            asked = {
-                "model": MODEL,
-                "stream": True,
-                "max_tokens": 3,
-                "messages": [{"role": "user", "content": "hi"}],
-            }
-            async with again.http.post(again.url + "/v1/messages", json=asked) as answer:
-                text = await answer.text()
-        assert text.rstrip().splitlines()[-2] == "event: error"
-
-
-async def test_a_decode_node_that_dies_is_replaced_under_a_response_as_under_a_chat() -> None:
-    async def dies(asked: Call) -> None:
-        await asked.send(Frame(FrameKind.TOKENS, chunk({"content": "!"}), [12], 2))
-        asked.cut()
-
-    first, second = decode(dies), decode(decode_tools, generation="g2")
-    async with cluster(
-        prefill(prefill_first), first, second, decode_policy="round_robin"
-    ) as started:
-        asked = {"model": MODEL, "stream": True, "input": "hi", "seed": 1}
-        async with started.http.post(started.url + "/v1/responses", json=asked) as answer:
-            text = await answer.text()
-        assert "event: response.completed" in text
-        assert len(first.calls) == len(second.calls) == 1
 
 
 async def test_requests_are_counted_under_the_clients_own_path() -> None:
@@ -309,21 +252,6 @@ async def test_requests_are_counted_under_the_clients_own_path() -> None:
             while started.metric("kvrelay_router_requests_total", **names, status="200") < 1:
                 await asyncio.sleep(0.005)
         assert started.metric("kvrelay_router_requests_total", **names, status="400") == 1
-
-
-async def test_a_client_that_leaves_a_response_stops_its_nodes() -> None:
-    async def waits(asked: Call) -> web.StreamResponse | None:
-        await asked.send(Frame(FrameKind.TOKENS, chunk({"content": "!"}), [12], 2))
-        await asyncio.sleep(30)
-        return None
-
-    d = decode(waits)
-    async with cluster(prefill(prefill_first), d) as started:
-        asked = {"model": MODEL, "stream": True, "input": "hi"}
-        async with started.http.post(started.url + "/v1/responses", json=asked) as answer:
-            await answer.content.readany()
-            await asyncio.wait_for(d.called.wait(), 5)
-        await asyncio.wait_for(d.aborted.wait(), 5)
 
 
 async def test_tokenization_is_any_nodes_work() -> None:

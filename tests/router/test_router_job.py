@@ -76,11 +76,6 @@ def test_max_completion_tokens_of_a_chat_wins_and_is_replaced_too() -> None:
     assert body["kv_transfer_params"]["client_max_tokens"] == 9
 
 
-def test_a_client_that_says_no_limit_is_told_as_zero() -> None:
-    params = prefill(parse(max_tokens=None))["kv_transfer_params"]
-    assert msgspec.convert(params, KvTransferParams).client_max_tokens == 0
-
-
 def test_both_legs_have_the_same_seed_drawn_or_given() -> None:
     for job, seed in ((parse(), 1234), (parse(seed=-5), -5)):
         assert prefill(job)["seed"] == prefill(job)["kv_transfer_params"]["seed"] == seed

@@ -91,46 +91,6 @@ def test_after_tokens_a_decode_leg_resumes_without_remote_ids() -> None:
     assert state.settled
 
 
-@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), max_size=6))
-def test_resumes_after_resumes_lose_and_double_no_token(legs: list[list[int]]) -> None:
-    state, expected = handed_over(), [11]
-    for ids in legs:
-        take(state, tokens(*ids, sent=len(expected)))
-        expected += ids
-        assert state.decode_params().generated == expected
-
-
-def test_log_probabilities_go_along_when_an_answer_is_resumed() -> None:
-    state = handed_over(logprobs=True)
-    assert state.decode_params() is HANDOVER
-    second = TokenLogprobs(12, -0.25, (12,), (-0.25,))
-    take(state, tokens(12, sent=2, logprobs=[second]))
-    assert state.decode_params().generated_logprobs == [TokenLogprobs(11, -0.5), second]
-
-
-def test_a_broken_prefill_leg_that_nobody_saw_is_forgotten() -> None:
-    state = progress()
-    take(state, tokens(11, sent=0, payload=b""))
-    assert state.start_over()
-    assert state.output_tokens == 0
-    assert state.decode_params().sent_text is None
-
-
-def test_after_a_seen_first_token_without_hand_over_a_decode_leg_goes_on_from_it() -> None:
-    state = progress()
-    take(state, tokens(11, sent=3))
-    assert not state.start_over()
-    assert state.decode_params() == KvTransferParams(
-        do_remote_prefill=True,
-        client_max_tokens=8,
-        created=99,
-        seed=1234,
-        generated=[11],
-        sent_text=3,
-    )
-    assert not state.settled
-
-
 TICKET = msgspec.structs.replace(
     HANDOVER, generated=[], generated_logprobs=[], sent_text=None, growing=True
 )
@@ -155,14 +115,6 @@ def test_of_two_legs_that_tell_of_the_first_token_one_is_heard(prefill_first: bo
     assert state.take(Frame(FrameKind.END, b"x", [13], 3), decode)
     assert known(state) == [11, 12, 13]
     assert not state.take(tokens(11, sent=1), prefill)
-
-
-def test_a_hand_over_that_comes_after_later_tokens_takes_none_back() -> None:
-    state, prefill, decode = begun()
-    state.take(tokens(11, sent=1), decode)
-    state.take(tokens(12, sent=2), decode)
-    state.take(Frame(FrameKind.HANDOVER, params=HANDOVER), prefill)
-    assert state.decode_params().generated == [11, 12]
 
 
 @pytest.mark.parametrize("seen", [True, False])
@@ -198,34 +150,6 @@ def test_a_first_token_that_a_decode_leg_has_told_counts_although_the_hand_over_
     state.take(Frame(FrameKind.HANDOVER, params=HANDOVER), prefill)
     assert state.take(tokens(12, sent=2), decode)
     assert state.decode_params().generated == [99, 12]
-
-
-def test_every_choice_goes_on_where_the_client_has_it() -> None:
-    state, prefill, decode = begun(n=3)
-    state.take(tokens(11, sent=1), prefill)
-    assert not state.take(tokens(11, sent=1), decode)
-    assert state.take(tokens(21, sent=2, choice=1), decode)
-    assert state.take(tokens(12, sent=2), decode)
-    assert state.take(tokens(22, sent=4, choice=1, finish=Finish.STOP), decode)
-    state.take(Frame(FrameKind.HANDOVER, params=HANDOVER), prefill)
-    params = state.decode_params()
-    assert (params.generated, params.sent_text, params.finish, params.remote_engine_id) == (
-        [11, 12],
-        2,
-        None,
-        None,
-    )
-    ended = ChoiceSoFar(generated=[21, 22], sent_text=4, finish=Finish.STOP)
-    assert params.answer().so_far(3) == [
-        ChoiceSoFar(generated=[11, 12], sent_text=2),
-        ended,
-        ChoiceSoFar(),
-    ]
-    again = FramePosition.behind(params)
-    assert state.take(tokens(31, sent=1, choice=2), again)
-    assert state.take(tokens(13, sent=3, finish=Finish.LENGTH), again)
-    assert state.take(Frame(FrameKind.END, b"x", [32], 2, choice=2, finish=Finish.LENGTH), again)
-    assert (state.output_tokens, state.ended) == (7, True)
 
 
 def test_a_first_choice_that_its_first_token_has_ended_ends_once() -> None:

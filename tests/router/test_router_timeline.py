@@ -73,12 +73,6 @@ def test_a_request_that_was_never_sent_has_waited() -> None:
     assert Timeline(10.0).stages_s(10.5) == {"queue": 0.5, "total": 0.5}
 
 
-def test_a_prefill_leg_that_was_cut_is_prefill() -> None:
-    timeline = Timeline(10.0)
-    timeline.end_attempt(timeline.begin_attempt(10.1, decoding=False), 10.5, more=True)
-    assert rounded(timeline.stages_s(10.5)) == {"queue": 100.0, "prefill": 400.0, "total": 500.0}
-
-
 def test_a_decode_leg_that_was_cut_is_decode_from_its_first_token_on() -> None:
     timeline = Timeline(10.0, local=True)
     leg = timeline.begin_attempt(10.0, decoding=True)
@@ -134,19 +128,6 @@ def test_what_a_broken_decode_leg_took_and_the_wait_behind_it_are_not_lost() -> 
         "first_step": 4.0,
         "decode": 1600.0,
         "total": 4230.0,
-    }
-
-
-def test_who_waits_for_a_decode_node_until_the_end_has_waited() -> None:
-    timeline = Timeline(10.0)
-    first = timeline.begin_attempt(10.0, decoding=False)
-    timeline.note_first_token(first, 1, 10.03)
-    timeline.note_report({"prefill": 30.0}, first)
-    timeline.end_attempt(first, 10.03, more=True)
-    assert rounded(timeline.stages_s(40.03)) == {
-        "queue": 30_000.0,
-        "prefill": 30.0,
-        "total": 30_030.0,
     }
 
 

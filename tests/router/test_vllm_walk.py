@@ -116,6 +116,7 @@ async def test_a_request_walks_through_both_legs_of_every_version(
             200,
         )
         await until(lambda: c.metric("kvrelay_router_time_to_first_token_seconds_count") == 1)
+        assert c.metric("kvrelay_router_disaggregated_total", model_name=MODEL) == 1
 
 
 async def test_the_first_token_of_a_whole_answer_is_that_of_the_prefill_leg() -> None:
@@ -131,15 +132,6 @@ async def test_the_first_token_of_a_whole_answer_is_that_of_the_prefill_leg() ->
         ttft_s = c.metric("kvrelay_router_time_to_first_token_seconds_sum")
         assert ttft_s < c.metric("kvrelay_router_e2e_request_latency_seconds_sum") - 0.2
         assert c.metric("kvrelay_router_inter_token_latency_seconds_sum") > 0.02
-
-
-async def test_a_hand_over_is_counted_and_shown_as_one() -> None:
-    p, d = pair()
-    async with cluster(p, d) as c:
-        await c.text({"max_tokens": 9})
-        await until(lambda: c.metric("kvrelay_router_disaggregated_total", model_name=MODEL) == 1)
-        (edge,) = c.router.console.snapshot(0.0).edges
-        assert (edge.prefill, edge.decode, edge.handovers) == (p.url, d.url, 1)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -159,33 +151,17 @@ async def test_an_answer_that_one_node_gives_alone_is_no_wait(stream: bool) -> N
         assert ended.stages_s.get("prefill", 0.0) + ended.stages_s.get("decode", 0.0) > 0.25
 
 
-async def test_official_clients_of_three_apis_are_served() -> None:
+async def test_other_apis_are_served_too() -> None:
     p, d = pair()
-    async with cluster(p, d, api_key="key") as c:
-        asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
-        async with openai.AsyncOpenAI(
-            base_url=f"{c.url}/v1", api_key="key", max_retries=0
-        ) as client:
-            whole = await client.chat.completions.create(**asked)
-            assert whole.choices[0].message.content == "abc"
-            stream = await client.chat.completions.create(**asked, stream=True)
-            assert (
-                "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "abc"
-            )
-            assert [model.id async for model in client.models.list()] == [MODEL]
+    async with cluster(p, d) as c:
+        async with openai.AsyncOpenAI(base_url=f"{c.url}/v1", api_key="-", max_retries=0) as client:
             assert (await client.responses.create(model=MODEL, input="hi")).output_text == "abc"
-            async with client.responses.stream(model=MODEL, input="hi") as events:
-                kinds = [event.type async for event in events]
-            assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
-        async with anthropic.AsyncAnthropic(base_url=c.url, api_key="key", max_retries=0) as other:
-            asked["max_tokens"] = 9
-            async with other.messages.stream(**asked) as told:
-                assert await told.get_final_text() == "abc"
-            message = await other.messages.create(**asked)
-            assert message.content[0].text == "abc"  # type: ignore[union-attr]
-            assert (
-                await other.messages.count_tokens(model=MODEL, messages=asked["messages"])
-            ).input_tokens == 3
+        asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+        async with (
+            anthropic.AsyncAnthropic(base_url=c.url, api_key="-", max_retries=0) as other,
+            other.messages.stream(**asked, max_tokens=9) as told,
+        ):
+            assert await told.get_final_text() == "abc"
 
 
 async def test_text_completions_and_tokens_of_a_text_come_through() -> None:
@@ -368,14 +344,10 @@ async def test_a_refusal_is_passed_on_and_blames_nobody(wrapped: bool) -> None:
             assert answer.status == 422
         assert c.node(p).up
         assert c.node(d).up
-
-
-async def test_a_refused_key_is_the_operators_mistake() -> None:
-    p, d = pair()
-    p.script = refuse(401, "Unauthorized")
-    async with cluster(p, d) as c, c.post() as answer:
-        assert answer.status == 502
-        assert "router's key" in (await answer.json())["error"]["message"]
+        p.script = refuse(401, "Unauthorized")
+        async with c.post() as answer:
+            assert answer.status == 502
+            assert "router's key" in (await answer.json())["error"]["message"]
 
 
 async def test_after_the_first_byte_an_answer_ends_with_an_error_that_says_why() -> None:
@@ -430,13 +402,6 @@ async def test_a_node_that_stops_is_left_for_another(role: str) -> None:
         await asyncio.wait_for(stopped.called.wait(), 5)
         stopped.health_hangs = True
         assert await asyncio.wait_for(asking, 8) == "abc"
-
-
-async def test_a_request_ends_at_its_deadline() -> None:
-    p, d = pair()
-    d.script = hang
-    async with cluster(p, d, request_deadline_s=0.5) as c, c.post() as answer:
-        assert answer.status == 504
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -508,23 +473,3 @@ async def test_a_draining_node_and_one_that_is_no_vllm_node_are_kept_out() -> No
         stranger.say_version = not_there  # type: ignore[method-assign]
     async with cluster(p, stranger, ready=False) as c:
         await until(lambda: "neither" in c.node(stranger).reason)
-
-
-async def test_retries_are_counted_against_all_requests() -> None:
-    """Ten within ten seconds are free; beyond, a fifth of the requests."""
-    store = Store()
-    bad, good, d = (
-        VllmNode("prefill", ok, store),
-        VllmNode("prefill", ok, store),
-        VllmNode("decode", ok, store),
-    )
-    async with cluster(bad, good, d) as c:
-        for _ in range(40):
-            assert await said(c, {"stream": True})
-        bad.script = refuse(500)
-        for _ in range(15):
-            await until(lambda: c.node(bad).up)
-            c.node(good).state.backlog_ms = 1e6  # so that the other one is asked first
-            c.node(good).state._settle()
-            assert await said(c, {"stream": True}) == "abc"
-        assert len(bad.calls) >= 12
