@@ -22,7 +22,7 @@ import uvloop
 
 from kvrelay.node.process import PARENT_PID, describe_exit, die_with_parent, log_to_stderr
 from kvrelay.openai_api.tls import server_context
-from kvrelay.router.reload import Reread, reload_on_hangup
+from kvrelay.router.router import Reread, reload_on_hangup
 from kvrelay.router.server import settle
 from kvrelay.router.transport.node_client import node_tls
 from kvrelay.router.workers.parent import Parent

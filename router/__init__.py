@@ -1,6 +1,4 @@
-"""The OpenAI endpoint users see: choice of nodes, the two legs of a request, fail-over, health,
-metrics.
+"""The OpenAI endpoint that users see: placement, requests to nodes, fail-over, health, metrics.
 
-Moves bytes and decides; computes no token. Never imports torch, numpy or a tokenizer: it starts in
-under a second.
+Never imports torch, numpy or a tokenizer: it starts in under a second.
 """

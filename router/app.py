@@ -29,9 +29,8 @@ from kvrelay.router.guard import (
     read_body,
 )
 from kvrelay.router.relay import CLIENT_GONE
-from kvrelay.router.reload import Reread
 from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH
-from kvrelay.router.router import Router
+from kvrelay.router.router import Reread, Router
 from kvrelay.router.serve import Frontend
 from kvrelay.router.shared import Shared
 from kvrelay.wire.router_config import RouterConfig

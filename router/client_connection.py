@@ -1,7 +1,6 @@
 """A client's connection while its request is answered, beside ASGI.
 
-ASGI's `send` is a coroutine, so the pieces of an answer would need a task, about 5 us for each. A
-`Client` writes straight to the connection, and `Flow` tells who has to wait for the client.
+ASGI's `send` is a coroutine: the pieces of an answer would need a task, about 5 us for each.
 """
 
 from __future__ import annotations

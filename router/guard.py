@@ -1,9 +1,8 @@
 """Checks before the routes: keys, size of bodies, answers to errors.
 
-The operators' paths want the admin key from everybody: a proxy on this machine sends strangers'
-requests from loopback, and Host and Origin are what the sender writes. The key is a header that no
-browser adds by itself, and a page of another origin may not send it without CORS, which only
---allowed-origins get. With DNS rebinding a page has its own origin, without the console's key.
+Operators' paths want the admin key from everybody: a proxy on this machine sends strangers'
+requests from loopback, and Host and Origin are what the sender writes. No browser adds the key by
+itself, and CORS keeps other origins' pages from sending it.
 """
 
 from __future__ import annotations

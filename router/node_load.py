@@ -1,8 +1,7 @@
 """A node's load as placement sees it: what it has announced, and what was placed on it since. Pure.
 
-All routers and workers see the same of a node: it numbers the requests that it takes, and says up
-to which number an announcement has them. A router adds what it has placed since, and nothing else.
-All times are milliseconds.
+A node numbers the requests that it takes, and says up to which number an announcement has them. A
+router adds what it has placed since, and nothing else. All times are milliseconds.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 """Chooses where a prompt is computed and where its answer is generated, by one price. Pure.
 
-Decodes stay together on decode nodes, because a step has a fixed cost whatever its rows. A prompt
-goes to a prefill node, or to a decode node where that is cheaper for all: for the request, which
-waits, and for those whose tokens are delayed. A millisecond of waiting and one of decoding are made
-comparable by the targets of those who lose it.
+A prompt goes to a prefill node, or to a decode node where that is cheaper for all: for the request,
+which waits, and for those whose tokens it delays. The targets of those who lose them make
+milliseconds of waiting and of decoding comparable.
 
-A decode node with `r` tokens per millisecond, of which each costs `b` of its steps, and with a
-share `u` of its time given to prompts settles at a time per token of `step / (1 - u - r * b)`. So
-what it can give to prompts has a limit that is known in advance (the node keeps it: Load.spill_ms),
-and near that limit each millisecond counts many times.
-
-`place` changes nothing. `NodeLoad.add`, `first_token` and `remove` do (router/node_load.py). All
-times are milliseconds.
+A decode node with `r` tokens per ms, of which each costs `b` of its steps, and a share `u` of its
+time for prompts settles at a time per token of `step / (1 - u - r * b)`: near that limit (the node
+keeps it: Load.spill_ms) each millisecond counts many times. All times are milliseconds.
 """
 
 from __future__ import annotations
@@ -19,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Literal
 from zlib import crc32
 
@@ -43,8 +37,8 @@ LINK_MS = 2.0
 """The time of a hand-over between two nodes of which nothing else is known."""
 DEEP_MS = 1_000.0
 """The backlog from which on a node needs no more: further requests wait in the router, in order."""
-_LOOKED_AT = 4
-"""Where links differ, pairs are made of this many of the cheapest nodes of each role."""
+_AVOIDED_MS = 10_000.0
+"""The time of a hand-over between two nodes of which the last one failed, if no others are left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +120,8 @@ class Cluster:
 
     prefill: Sequence[NodeLoad]
     decode: Sequence[NodeLoad]
-    link_ms: Callable[[str, str], float] | None = None
-    """The time of a hand-over between two addresses; None: LINK_MS between any two."""
+    avoids: Callable[[str, str], bool] | None = None
+    """Whether the last hand-over between two addresses failed; None: between no two."""
     spills: bool = True
     """Decode nodes may compute prompts though a prefill node could."""
     computes: Callable[[str], bool] | None = None
@@ -145,7 +139,6 @@ def fitting(
 
 
 _NO_ROOM = Wait("no decode node has room for its KV")
-_first_three = itemgetter(0, 1, 2)
 _Way = tuple[float, float, NodeLoad, NodeLoad]
 """A way's price, milliseconds to the first token, and its nodes."""
 
@@ -194,23 +187,22 @@ def place(request: PlacementRequest, cluster: Cluster) -> Placement | Wait | Ref
 
 def _is_free(remote: _Way, cluster: Cluster) -> bool:
     _, _, source, target = remote
-    return not source.backlog_ms and (
-        cluster.link_ms is None or cluster.link_ms(source.name, target.name) < DEEP_MS
-    )
+    avoids = cluster.avoids is not None and cluster.avoids(source.name, target.name)
+    return not (source.backlog_ms or avoids)
 
 
 def place_decode(
     request: PlacementRequest,
     nodes: Sequence[NodeLoad],
     peer: str,
-    link_ms: Callable[[str, str], float] | None = None,
+    avoids: Callable[[str, str], bool] | None = None,
 ) -> Placement | Wait:
     """Choose the decode node for a prompt whose KV the prefill node `peer` has or will have."""
     targets = _targets(request, nodes)
     if not targets:
         return _NO_ROOM
-    if link_ms is not None:
-        targets = [(price + link_ms(peer, d.name) / request.ttft_ms, d) for price, d in targets]
+    if avoids is not None:
+        targets = [each for each in targets if not avoids(peer, each[1].name)] or targets
     price, target = _cheapest(targets, request.tie)
     return Placement(peer, target.name, price, None, math.inf, spills=False)
 
@@ -255,20 +247,23 @@ def _remote(
 ) -> _Way:
     """Return the cheapest pair, by its wait, what it adds to the wait of others, and decoding."""
     per_ttft, priced = 1 / request.ttft_ms, _sources(request, sources)
-    if cluster.link_ms is None:
-        price, source = _cheapest(priced, request.tie)
-        decoding, target = _cheapest(targets, request.tie)
-        link = LINK_MS
-    else:
-        link_ms, few = cluster.link_ms, _few(targets, request.tie)
-        ways = [
-            (price + decoding + link_ms(p.name, d.name) * per_ttft, at, to, p, d)
-            for at, (price, p) in enumerate(_few(priced, request.tie))
-            for to, (decoding, d) in enumerate(few)
+    (price, source), (decoding, target) = (
+        _cheapest(each, request.tie) for each in (priced, targets)
+    )
+    link, avoids = LINK_MS, cluster.avoids
+    if avoids is not None and avoids(source.name, target.name):
+        pairs = [
+            (p_price, d_price, p, d)
+            for p_price, p in priced
+            for d_price, d in targets
+            if not avoids(p.name, d.name)
         ]
-        total, _, _, source, target = min(ways, key=_first_three)
-        link = link_ms(source.name, target.name)
-        price, decoding = total - link * per_ttft, 0.0
+        if pairs:
+            price, decoding, source, target = min(
+                pairs, key=lambda each: (each[0] + each[1], each[2].name, each[3].name)
+            )
+        else:
+            link = _AVOIDED_MS
     first = source.wait_ms + request.prompt_ms(source) + link
     return price + decoding + link * per_ttft, first, source, target
 
@@ -294,15 +289,6 @@ def _local(
         return None
     price, node = _cheapest(priced, request.tie)
     return price, (node.wait_ms + request.prompt_ms(node)) * node.stretch, node, node
-
-
-def _few(priced: list[tuple[float, NodeLoad]], tie: int) -> list[tuple[float, NodeLoad]]:
-    if len(priced) > _LOOKED_AT:
-        most = sorted([price for price, _ in priced])[_LOOKED_AT - 1]
-        priced = [each for each in priced if each[0] <= most]
-    return sorted(priced, key=lambda each: (each[0], crc32(each[1].name.encode(), tie)))[
-        :_LOOKED_AT
-    ]
 
 
 def _cheapest(priced: list[tuple[float, NodeLoad]], tie: int) -> tuple[float, NodeLoad]:

@@ -1,11 +1,7 @@
-"""Simple rules by which an operator may have the nodes of a role chosen. Pure.
+"""Simple rules by which an operator may have the nodes of one role chosen. Pure.
 
-The price (router/placement.py) is no policy: it chooses both nodes of a request at once. A policy
-chooses the node of one role, for those who want to predict by hand.
-
-Affinity ends at a bound, which is each node's own: a node that is overloaded sends its requests
-elsewhere, and all others keep theirs. (Peers compare the deepest and the shallowest queue and turn
-affinity off for the whole fleet.)
+Affinity ends at a bound that is each node's own: an overloaded node sends its requests elsewhere,
+and all others keep theirs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The answer that a client sees: headers as late as is honest, then bytes, never a silent end.
-
-Runs the request, and ends it if the client goes away. Knows nothing of nodes.
-"""
+"""The answer that a client sees: headers as late as is honest, then bytes, never a silent end."""
 
 from __future__ import annotations
 

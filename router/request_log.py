@@ -1,7 +1,6 @@
 """The log of requests that end: metrics, console, log line, span of the trace.
 
-Output tokens are counted once a second, by what each answer has more than before. Counting each
-token would cost as much as all else that the router does for one.
+Output tokens are counted once a second: to count each would cost as much as all else per token.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 import random
+import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 
 import msgspec
 
@@ -26,7 +28,6 @@ from kvrelay.router.nodes.members import Source, static_nodes
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.prefix.kv_events import KvEvents
-from kvrelay.router.reload import Reread, changes
 from kvrelay.router.request.attempt import RunContext
 from kvrelay.router.request.placer import Placer
 from kvrelay.router.request_log import RequestLog
@@ -34,12 +35,17 @@ from kvrelay.router.roles import RoleChanger
 from kvrelay.router.shared import Shared
 from kvrelay.router.state import health_of
 from kvrelay.router.transport.node_client import NodeClient
-from kvrelay.wire.errors import RequestError
-from kvrelay.wire.router_config import RouterConfig
+from kvrelay.wire.errors import ConfigError, KvrelayError, RequestError
+from kvrelay.wire.router_config import LIVE, RouterConfig
 
-__all__ = ["Router"]
+__all__ = ["Reread", "Router", "changes", "reload_on_hangup"]
+
+Reread = Callable[[], RouterConfig]
+"""Reads the configuration as at the start: flags over file over defaults. Raises ConfigError."""
 
 _SHUTDOWN_DEADLINE_S = 5.0
+
+_log = logging.getLogger("kvrelay.router")
 
 
 class Router:
@@ -132,7 +138,7 @@ class Router:
         self.admission.take_over(config)
         self.placer.take_over(config)
         if hasattr(self, "run_context"):
-            self.run_context = replace(self.run_context, config=config)
+            self.run_context = dataclasses.replace(self.run_context, config=config)
 
     def reload(self) -> list[str]:
         """Read the configuration again, and return the names of settings that changed.
@@ -166,3 +172,46 @@ class Router:
         if workers is not None:
             body["workers"] = workers
         return (200 if ready else 503), msgspec.json.encode(body)
+
+
+def changes(old: RouterConfig, new: RouterConfig) -> list[str]:
+    """Return the names of settings that differ. Raises ConfigError if some are fixed.
+
+    Also if no API key were left: half a file must not open the router to everybody.
+    """
+    differ = [
+        field.name
+        for field in dataclasses.fields(old)
+        if getattr(old, field.name) != getattr(new, field.name)
+    ]
+    fixed = [name for name in differ if name not in LIVE]
+    if fixed:
+        raise ConfigError(
+            f"{', '.join(fixed)} cannot change while the router runs, so nothing was changed; "
+            f"restart it for that, or "
+            f"set {'them' if len(fixed) > 1 else 'it'} back"
+        )
+    if (old.api_key or old.keys) and not (new.api_key or new.keys):
+        raise ConfigError(
+            "the new configuration has no API keys, and without any the router would answer "
+            "everybody, so nothing was "
+            "changed and the old keys stay; restart it to serve without keys"
+        )
+    return differ
+
+
+def reload_on_hangup(reload: Callable[[], list[str]]) -> None:
+    """Reload on SIGHUP, and log the result. Call it on the event loop."""
+
+    def hung_up() -> None:
+        try:
+            changed = reload()
+        except KvrelayError as why:
+            _log.error("the configuration is not reloaded: %s", why.message)
+        else:
+            _log.info(
+                "the configuration is reloaded: %s",
+                f"new {', '.join(changed)}" if changed else "nothing is new",
+            )
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up)

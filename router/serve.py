@@ -1,7 +1,4 @@
-"""How a request begins: its body is checked, placed in the queue, and run by the answer (Relay).
-
-Also short questions that any node of a model answers, such as which tokens a text has.
-"""
+"""How a request begins: its body is checked, admitted, and run by the answer (Relay)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The part of a router process that it shares with others on the same port.
+"""A router process's part in a group on one port; this is the case of one alone.
 
-This is the case of a router alone. With several processes router/workers/worker.py overrides it in
-those that answer requests, and router/workers/parent.py in the one that looks after them.
+router/workers/worker.py overrides it in those that answer requests, router/workers/parent.py in
+their parent.
 """
 
 from __future__ import annotations

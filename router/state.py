@@ -1,8 +1,4 @@
-"""The router's view of its nodes, models and processes, as plain values.
-
-These are bodies or parts of GET /health, GET /admin/nodes and GET /console/state, and what workers
-report to their parent.
-"""
+"""The router's view of its nodes, models and processes, as values: for operators and other workers."""
 
 from __future__ import annotations
 

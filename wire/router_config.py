@@ -113,7 +113,7 @@ LIVE = frozenset(
         *("prefill_policy", "decode_policy", "strict_roles", "log_bodies"),
     }
 )
-"""Settings that a running router takes over when its file is read again (router/reload.py). All
+"""Settings that a running router takes over when its file is read again (router/router.py). All
 others are fixed at its start.
 """
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection
 from kvrelay.router.nodes.breaker import Breaker, BreakerCall, State, Verdict
 from kvrelay.router.nodes.node import Node, NodeKind
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.placement import LINK_MS
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NoNode, Overloaded
 
@@ -29,8 +28,6 @@ _PATIENCE_S = 60.0
 _PATIENCE_S_PER_TOKEN = 0.01
 _PATIENCE_TIMES = 8.0
 _FADING = 0.999
-# A pair that failed lately is worth a detour of so long.
-_AVOIDED_MS = 10_000.0
 _MOST_FAILED_PAIRS = 10_000
 AVOID_S, AVOID_CAP_S = 5.0, 120.0
 # Until two nodes are warmed up again whose probe has failed (router/membership/warm_up.py).
@@ -113,19 +110,18 @@ class NodeHealth:
         none.retry_after_s = after_s
         return none
 
-    def link_ms(self, now: float) -> Callable[[str, str], float] | None:
-        """Return what a hand-over takes by the addresses of its nodes; None if all are alike."""
+    def avoids(self, now: float) -> Callable[[str, str], bool] | None:
+        """Return whether KV failed lately between two addresses; None: between no two."""
         if not self._failed_pairs:
             return None
 
-        def link_ms(prefill: str, decode: str) -> float:
+        def avoids(prefill: str, decode: str) -> bool:
             p, d = self._pool.find(prefill), self._pool.find(decode)
             if p is None or d is None:
-                return LINK_MS
-            _, until = self._failed_pairs.get(_pair(p, d), (0, now))
-            return _AVOIDED_MS if now < until else LINK_MS
+                return False
+            return now < self._failed_pairs.get(_pair(p, d), (0, now))[1]
 
-        return link_ms
+        return avoids
 
     def begin(self, node: Node, role: Role, now: float, *, computes: bool) -> BreakerCall:
         """Begin a request on a node."""

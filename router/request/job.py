@@ -1,7 +1,6 @@
 """A client's request as the router needs it, and the bodies of its two requests to nodes. Pure.
 
-Reads the few fields that decide placement and retries, and keeps all others as the client's bytes;
-the nodes check everything.
+The fields that decide nothing here stay the client's bytes; the nodes check everything.
 """
 
 from __future__ import annotations

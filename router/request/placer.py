@@ -1,8 +1,4 @@
-"""The placement of requests: what is known of one, which nodes may take it, and its leases.
-
-router/placement.py chooses. If an operator names a policy for a role, that policy chooses the
-role's node, and decode nodes compute no prompts to spare prefill nodes.
-"""
+"""The placement of requests: what is known of one, which nodes may take it, and its leases."""
 
 from __future__ import annotations
 
@@ -177,10 +173,10 @@ class Placer:
             if not able:
                 return self._nowhere(wanted, tried_prefill, now)
             groups = [([], able)]
-        link_ms = self._node_health.link_ms(now)
+        avoids = self._node_health.avoids(now)
         if wanted.peer is not None:
             states = [node.state for node in self._by_policy(Role.DECODE, wanted, groups[0][1])]
-            placed = place_decode(request, states, wanted.peer.url, link_ms)
+            placed = place_decode(request, states, wanted.peer.url, avoids)
             return placed if isinstance(placed, Wait) else self._found(wanted, placed)
         computes = None if len(able) == len(decode) else {node.url for node in able}.__contains__
         ways, others = list[Placement](), list[Wait | Refuse]()
@@ -188,7 +184,7 @@ class Placer:
             cluster = Cluster(
                 [node.state for node in self._by_policy(Role.PREFILL, wanted, sources)],
                 [node.state for node in self._by_policy(Role.DECODE, wanted, targets)],
-                link_ms,
+                avoids,
                 self._spills and spills,
                 computes,
             )

@@ -1,8 +1,8 @@
 """Requests on which nodes die: how they are known, and where they are stopped.
 
-A request is known by its fingerprint, a hash of its API key and whole body, so that sending it
-again gives it no fresh nodes. A process counts once, however many requests of a fingerprint it had.
-A request that is answered to its end is forgotten: most requests on a node that dies are innocent.
+A request's fingerprint is a hash of its API key and whole body, so that sending it again gives it
+no fresh nodes. A process counts once. A request that is answered to its end is forgotten: most
+requests on a node that dies are innocent.
 
 After the first loss a request goes on at once. Before a third node it waits until health checks
 show which processes have died.

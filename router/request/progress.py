@@ -1,7 +1,7 @@
 """The progress of one answer, and what the next request to a node must be told. Pure.
 
-For each choice, no token is lost or doubled: what the client has seen is never computed again
-with another result. Prefill and decode request may send the same token; the first one counts.
+What the client has seen is never computed again with another result. Prefill and decode request may
+send the same token; the first one counts.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """One request on our nodes: prefill request, hand-over, decode request, and what follows a failure.
 
 The decode request begins with the prefill request's ticket, before the prompt is computed: its node
-makes room, and reads the KV while the rest is computed. The first token comes through whichever has
-it first. A prompt that is cheaper to compute where its answer is has a decode request alone.
+makes room and reads the KV meanwhile. The first token comes through whichever has it first.
 
 A 4xx goes to the client and blames nobody. After a 429 the node rests, and another one gets the
-request with the same ticket. A lost process is down until it answers a health check, and what it
-did always moves. Any other failure counts for the node's breaker, and is tried elsewhere while the
-retry budget lasts, or if the client has a part of the answer.
+request with the same ticket. A lost process is down until it answers a health check, and its
+requests always move. Any other failure counts for the node's breaker, and is tried elsewhere while
+the retry budget lasts, or if the client has a part of the answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""When each stage of a request happened, for its log line, metrics and answer. Monotonic seconds.
+"""When each stage of a request (openai_api/stages.py) happened. Monotonic seconds.
 
-Stages are named in openai_api/stages.py. Nodes report those inside them, each by its own clock; the
-router sees what lies between, by one clock.
+Nodes report the stages inside them, each by its own clock; the router sees what lies between.
 """
 
 from __future__ import annotations

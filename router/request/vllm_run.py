@@ -1,24 +1,23 @@
 """One request on two vLLM nodes: prefill request, hand-over, decode request, and failures.
 
-Only the hand-over of the prefill node's answer is used: the decode node sends every token. A failed
-request is tried on other nodes until the client has bytes; then it ends with an error, because a
-vLLM node does not tell the state that another node would have to go on from.
+A failed request is tried on other nodes until the client has bytes; then it ends with an error,
+because a vLLM node does not tell the state that another one would go on from.
 
 KV that a decode node may have read is offered to no other: vLLM frees a prompt's blocks after the
-first read without a fence, so a second reader could get another request's KV. The prompt is
-prefilled again, mostly out of the prefix cache. KV that nobody fetches stays until the prefill node
-lets go of it (after 30 s, in older versions 480): there is no call to release it.
+first read without a fence, so a second reader could get another request's KV. KV that nobody
+fetches stays until its node lets go of it (after 30 s, in older versions 480).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
 
+from kvrelay.openai_api.sse import DONE
 from kvrelay.router.nodes.node import Lease, Node, NodeKind
 from kvrelay.router.request.attempt import Attempts, RunContext
 from kvrelay.router.request.job import CHAT_PATH, Job, prefix_of
@@ -30,25 +29,29 @@ from kvrelay.router.request.vllm_bodies import (
     Handover,
     check_fields,
     decode_body,
+    error_in,
     forces_tools,
     handover_of,
     plain_answer,
     prefill_body,
     undivided_because,
 )
-from kvrelay.router.request.vllm_requests import (
-    learn_prefill_cost,
-    learn_step_cost,
-    stream_events,
-    whole_answer,
-)
-from kvrelay.router.transport.node_errors import AttemptFailed
+from kvrelay.router.transport.node_client import NodeClient
+from kvrelay.router.transport.node_errors import AttemptFailed, error_of_status
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NodeFailed
+from kvrelay.wire.step_costs import StepCosts
 
-__all__ = ["VllmRun"]
+__all__ = ["VllmRun", "learn_prefill_cost", "learn_step_cost", "whole_answer"]
 
 _log = logging.getLogger("kvrelay.router")
+
+_MAX_ANSWER_BYTES = 64 << 20
+_WEIGHT = 1 / 16
+_MAX_FACTOR = 4.0
+_MIN_STEP_MS, _MIN_TOKEN_MS = 0.1, 0.001
+_REQUEST_SHARE = 0.01  # of a step, for each request: so that requests spread
+_MIN_STEPS = 4  # in a shorter answer, what was not a step weighs too much
 
 
 class VllmRun(Run):
@@ -182,15 +185,29 @@ class VllmRun(Run):
             self.timeline.note_tokens(self.timeline.prefilled)
             self.timeline.note_tokens(time.monotonic())
         self.prompt_tokens, self.output_tokens = answer.prompt_tokens, answer.output_tokens
-        self.reply.put(self.with_stages(answer.body, times))
+        self.reply.put(self._with_stages(answer.body, times))
 
     async def _decode_stream(
         self, lease: Lease, times: AttemptTimes, body: bytes, headers: Mapping[str, str]
     ) -> None:
-        sink = _EventSink(self, lease, times)
-        client, path = self.context.node_client, self.job.path
+        job, newest, held_up = self.job, 0.0, False
+
+        async def on_events(events: bytes) -> None:
+            nonlocal newest, held_up
+            if not self.output_tokens:
+                lease.answered()
+            self.timeline.note_tokens(now := time.monotonic())
+            times.tokens = times.tokens or now
+            if count := events.count(b"data: {"):
+                self.output_tokens, newest = self.output_tokens + count, now
+            self.reply.put(self._with_stages(events, times))
+            if (room := self.reply.room()) is not None:
+                held_up = True  # the client decides when events come
+                await room
+
+        client = self.context.node_client
         try:
-            await stream_events(client, lease, path, body, headers, sink.on_events)
+            await stream_events(client, lease, job.path, body, headers, on_events)
         except AttemptFailed as why:
             if not self.output_tokens:
                 raise
@@ -199,12 +216,12 @@ class VllmRun(Run):
                 "the decode node broke in the middle of the answer, which a vLLM node's answer "
                 f"cannot be continued after; send the request again ({why.message})"
             ) from why
-        if max(self.job.choices, self.job.best_of) == 1:
-            sink.learn_step_cost()
+        if max(job.choices, job.best_of) == 1 and times.tokens is not None and not held_up:
+            steps = self.output_tokens - (job.path == CHAT_PATH) - job.include_usage - 1
+            learn_step_cost(lease.node, steps, newest - times.tokens)
 
-    def with_stages(self, end: bytes, times: AttemptTimes) -> bytes:
-        """Return the bytes, with the stages if they end an answer whose client asked for them."""
-        if not self.job.wants_stages or (self.job.stream and not end.endswith(b"data: [DONE]\n\n")):
+    def _with_stages(self, end: bytes, times: AttemptTimes) -> bytes:
+        if not self.job.wants_stages or (self.job.stream and not end.endswith(DONE)):
             return end
         now = time.monotonic()
         self.timeline.count_unreported(times, now)
@@ -242,28 +259,79 @@ class VllmRun(Run):
         attempts.require_another(why)
 
 
-class _EventSink:
-    def __init__(self, run: VllmRun, lease: Lease, times: AttemptTimes) -> None:
-        self._run, self._lease, self._times = run, lease, times
-        self._newest = 0.0  # when the last token came
-        self._held_up = False  # the client decides when events come
+async def whole_answer(
+    client: NodeClient, lease: Lease, path: str, body: bytes, headers: Mapping[str, str]
+) -> bytes:
+    """Return the body of a 200 answer. Raises AttemptFailed, Refused.
 
-    async def on_events(self, events: bytes) -> None:
-        run = self._run
-        if not run.output_tokens:
-            self._lease.answered()
-        run.timeline.note_tokens(now := time.monotonic())
-        self._times.tokens = self._times.tokens or now
-        if count := events.count(b"data: {"):
-            run.output_tokens, self._newest = run.output_tokens + count, now
-        run.reply.put(run.with_stages(events, self._times))
-        if (room := run.reply.room()) is not None:
-            self._held_up = True
-            await room
+    Cancelling closes the connection, which aborts the request on the node.
+    """
+    async with client.posted(lease, path, body, headers) as answer:
+        held = bytearray()
+        while chunk := await answer.content.readany():
+            held += chunk
+            if len(held) > _MAX_ANSWER_BYTES:
+                raise AttemptFailed(f"the node's answer is longer than {_MAX_ANSWER_BYTES} bytes")
+        return bytes(held)
 
-    def learn_step_cost(self) -> None:
-        job, first = self._run.job, self._times.tokens
-        if not self._held_up and first is not None:
-            no_tokens = (job.path == CHAT_PATH) + job.include_usage
-            steps = self._run.output_tokens - no_tokens - 1
-            learn_step_cost(self._lease.node, steps, self._newest - first)
+
+async def stream_events(
+    client: NodeClient,
+    lease: Lease,
+    path: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    on_events: Callable[[bytes], Awaitable[None]],
+) -> None:
+    """Pass on a stream's events to its [DONE]. Raises AttemptFailed, Refused; so does an error
+    event.
+
+    Cancelling closes the connection, which aborts the request on the node.
+    """
+    async with client.posted(lease, path, body, headers) as answer:
+        if answer.content_type != "text/event-stream":
+            raise AttemptFailed(f"the node answered a stream with {answer.content_type}")
+        held = b""
+        while chunk := await answer.content.readany():
+            last, end, held = (held + chunk).rpartition(b"\n\n")
+            if len(held) > _MAX_ANSWER_BYTES:
+                raise AttemptFailed(
+                    f"the node sent an event of more than {_MAX_ANSWER_BYTES} bytes"
+                )
+            if not end:
+                continue
+            events = last + end
+            if (found := error_in(events)) is not None:
+                at, error, status = found
+                if at:
+                    await on_events(events[:at])
+                raise error_of_status(status, error, None)
+            await on_events(events)
+            if events.endswith(DONE):
+                return
+        raise AttemptFailed(f"the stream was cut before its end, {len(held)} bytes into an event")
+
+
+def learn_prefill_cost(node: Node, expected_ms: float, took_s: float) -> None:
+    """Learn from a prompt's time, and the time that it and those before it were expected to take."""
+    costs = node.state.costs
+    factor = _moved(1.0, took_s * 1e3 / max(1e-3, expected_ms))
+    _set_costs(node, costs.step, costs.prompt_token * factor)
+
+
+def learn_step_cost(node: Node, steps: int, took_s: float) -> None:
+    """Learn from the steps behind a stream's first token."""
+    costs = node.state.costs
+    if steps >= _MIN_STEPS:
+        _set_costs(node, _moved(costs.step, took_s / steps * 1e3), costs.prompt_token)
+
+
+def _moved(known: float, seen: float) -> float:
+    # A running mean that one outlier moves little.
+    return known + _WEIGHT * (min(max(seen, known / _MAX_FACTOR), known * _MAX_FACTOR) - known)
+
+
+def _set_costs(node: Node, step_ms: float, prompt_token_ms: float) -> None:
+    step_ms, prompt_token_ms = max(_MIN_STEP_MS, step_ms), max(_MIN_TOKEN_MS, prompt_token_ms)
+    costs = StepCosts(step_ms, step_ms * _REQUEST_SHARE, 0.0, 0.0, prompt_token_ms, 0.0)
+    node.state.set_costs(costs, node.state.gap_ms)

@@ -1,7 +1,6 @@
-"""The router's client of its nodes: prefill and decode requests, health checks, small calls.
+"""The router's client of its nodes: requests, health checks, small calls. Nothing is retried here.
 
-Requests to our nodes go over the node's stream (router/transport/node_stream.py), those to vLLM
-nodes over HTTP. Nothing is retried here.
+Requests to our nodes go over the node's stream (node_stream.py), those to vLLM nodes over HTTP.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client import Counter as CounterMetric
 
-from kvrelay.router.reload import Reread
-from kvrelay.router.router import Router
+from kvrelay.router.router import Reread, Router
 from kvrelay.router.server import make_server
 from kvrelay.router.shared import Shared
 from kvrelay.router.state import WorkerStatus

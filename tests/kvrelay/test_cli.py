@@ -17,7 +17,7 @@ from kvrelay import cli, config_commands, preflight
 from kvrelay.drawn_keys import stored_key
 from kvrelay.paged_engine import hub
 from kvrelay.router.admission.keys import hash_of
-from kvrelay.router.reload import changes
+from kvrelay.router.router import changes
 from kvrelay.wire.config import NodeConfig, Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.router_config import KeyConfig, RouterConfig

@@ -17,9 +17,8 @@ from aiohttp import web
 from kvrelay.router.node_load import Share
 from kvrelay.router.nodes.node import Lease, Node
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.reload import Reread
 from kvrelay.router.request.job import Job, job_of, parse_body
-from kvrelay.router.router import Router
+from kvrelay.router.router import Reread, Router
 from kvrelay.router.server import make_server
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import EngineDead, ErrorBody

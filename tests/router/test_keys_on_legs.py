@@ -10,7 +10,7 @@ from aiohttp import web
 
 from kvrelay.router.background import BackgroundTasks
 from kvrelay.router.nodes.node import Lease, Node
-from kvrelay.router.request.vllm_requests import whole_answer
+from kvrelay.router.request.vllm_run import whole_answer
 from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError

@@ -69,19 +69,19 @@ requests = st.builds(
 )
 
 
-def links(prefill: str, decode: str) -> float:
-    return 1.0 + 40 * (prefill[-1] != decode[-1])
+def avoids(prefill: str, decode: str) -> bool:
+    return prefill[-1] != decode[-1]
 
 
-@given(requests, nodes("p", 0), nodes("d", 1), st.booleans(), st.sampled_from([None, links]))
+@given(requests, nodes("p", 0), nodes("d", 1), st.booleans(), st.sampled_from([None, avoids]))
 def test_nothing_is_placed_where_its_kv_cannot_fit(
     request: PlacementRequest,
     prefill: list[NodeLoad],
     decode: list[NodeLoad],
     spills: bool,
-    link: Any,
+    apart: Any,
 ) -> None:
-    placed = place(request, Cluster(prefill, decode, link, spills))
+    placed = place(request, Cluster(prefill, decode, apart, spills))
     by_name = {each.name: each for each in (*prefill, *decode)}
     if not isinstance(placed, Placement):
         assert isinstance(placed, Wait)
@@ -103,15 +103,15 @@ def test_nothing_is_placed_where_its_kv_cannot_fit(
     requests,
     nodes("p", 0),
     nodes("d", 1),
-    st.sampled_from([None, links]),
+    st.sampled_from([None, avoids]),
     st.randoms(use_true_random=False),
 )
 def test_the_order_of_nodes_changes_nothing(
-    request: PlacementRequest, prefill: list[NodeLoad], decode: list[NodeLoad], link: Any, rng: Any
+    request: PlacementRequest, prefill: list[NodeLoad], decode: list[NodeLoad], apart: Any, rng: Any
 ) -> None:
     shuffled = [sorted(each, key=lambda _: rng.random()) for each in (prefill, decode)]
-    assert place(request, Cluster(prefill, decode, link)) == place(
-        request, Cluster(*shuffled, link)
+    assert place(request, Cluster(prefill, decode, apart)) == place(
+        request, Cluster(*shuffled, apart)
     )
 
 
@@ -294,16 +294,16 @@ def test_a_short_prompt_is_computed_before_a_long_one_where_legs_are_numbered() 
     assert place(short, Cluster([plain, many], [node("d")], spills=False)).prefill == "p1"
 
 
-def test_a_slow_link_is_part_of_the_price() -> None:
+def test_a_pair_that_failed_is_avoided() -> None:
     request = PlacementRequest(4_000, 64, 300, 20)
     both = (
         [node("p0"), node("p1")],
         [node("d0", running=3, context_tokens=900), node("d1", running=2)],
     )
-    placed = place(request, Cluster(*both, links))
+    placed = place(request, Cluster(*both, avoids))
     assert isinstance(placed, Placement)
     assert (placed.prefill, placed.decode) == ("p1", "d1")
-    placed = place(replace(request, cached={"p0": 3_900}), Cluster(*both, links))
+    placed = place(replace(request, cached={"p0": 3_900}), Cluster(*both, avoids))
     assert isinstance(placed, Placement)
     assert (placed.prefill, placed.decode) == ("p0", "d0")
 

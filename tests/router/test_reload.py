@@ -31,7 +31,7 @@ from router_doubles import (
 )
 
 from kvrelay.router.admission.keys import hash_of
-from kvrelay.router.reload import changes
+from kvrelay.router.router import changes
 from kvrelay.router.server import serve
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError

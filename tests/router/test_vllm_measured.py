@@ -9,7 +9,7 @@ from aiohttp import web
 
 from kvrelay.router.client_connection import Reply
 from kvrelay.router.nodes.node import Node
-from kvrelay.router.request.vllm_requests import learn_prefill_cost, learn_step_cost
+from kvrelay.router.request.vllm_run import learn_prefill_cost, learn_step_cost
 from kvrelay.wire.config import Role
 from tests.router.router_doubles import cluster
 from tests.router.vllm_doubles import DONE, Call, Store, VllmNode, ok, pair

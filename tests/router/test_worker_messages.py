@@ -250,12 +250,12 @@ async def test_pairs_that_failed_to_meet_are_avoided_by_all_for_a_while(tmp_path
         )
         for _ in range(3):  # once, however often it is told
             worker.apply(failed)
-        link_ms = node_health.link_ms(now + 74)
-        assert link_ms is not None
-        assert link_ms(*PAIR) > 1_000
-        link_ms = node_health.link_ms(now + 76)
-        assert link_ms is not None
-        assert link_ms(*PAIR) < 1_000
+        avoids = node_health.avoids(now + 74)
+        assert avoids is not None
+        assert avoids(*PAIR) is True
+        avoids = node_health.avoids(now + 76)
+        assert avoids is not None
+        assert avoids(*PAIR) is False
         pairs = msgspec.json.decode(worker.router.health()[1])["pairs"]
         assert (pairs["met"], [pair["prefill"] for pair in pairs["failed"]]) == (
             2,
@@ -265,9 +265,9 @@ async def test_pairs_that_failed_to_meet_are_avoided_by_all_for_a_while(tmp_path
         # news.
         worker.apply(told)
         worker.apply(msgspec.structs.replace(told, warm_pairs=(1, [(*PAIR, "cut", 120.0)])))
-        link_ms = node_health.link_ms(now + 76)
-        assert link_ms is not None
-        assert link_ms(*PAIR) > 1_000
+        avoids = node_health.avoids(now + 76)
+        assert avoids is not None
+        assert avoids(*PAIR) is True
 
 
 async def test_a_parent_that_was_stopped_blames_no_worker(
