@@ -30,7 +30,6 @@ from kvrelay.wire.frames import (
     Kind,
     MessageReader,
     message,
-    pack,
 )
 from kvrelay.wire.outputs import Finish, Load
 from kvrelay.wire.transfer import KvTransferParams, packed
@@ -62,8 +61,11 @@ def _event(text: str, finish: str | None = None) -> bytes:
 
 
 _EVENT, _LAST = _event(" word"), _event("", "length") + b"data: [DONE]\n\n"
-_TOKENS = [pack(Frame(FrameKind.TOKENS, _EVENT, [1000 + at], 5 * at)) for at in range(MOST_TOKENS)]
-_END = pack(
+_TOKENS = [
+    msgspec.msgpack.encode(Frame(FrameKind.TOKENS, _EVENT, [1000 + at], 5 * at))
+    for at in range(MOST_TOKENS)
+]
+_END = msgspec.msgpack.encode(
     Frame(
         FrameKind.END,
         _LAST,
@@ -87,11 +89,11 @@ _PARAMS = KvTransferParams(
     seed=1,
     created=1,
 )
-_TICKET = pack(Frame(FrameKind.TICKET, params=_PARAMS, load=_LOAD))
+_TICKET = msgspec.msgpack.encode(Frame(FrameKind.TICKET, params=_PARAMS, load=_LOAD))
 _HANDED = msgspec.structs.replace(
     _PARAMS, growing=False, packed_prompt=None, generated=[1000], sent_text=5
 )
-_HANDOVER = pack(
+_HANDOVER = msgspec.msgpack.encode(
     Frame(FrameKind.HANDOVER, params=_HANDED, load=_LOAD, timing={"queue": 1.0, "prefill": 1.0})
 )
 
@@ -162,13 +164,13 @@ class _Stream:
 
     def _leg(self, leg: int, body: bytes) -> None:
         def step(payload: bytes, last: bytes) -> bool:
-            self._say(message(Kind.FRAME, leg, payload[4:]))
+            self._say(message(Kind.FRAME, leg, payload))
             if last:
-                self._say(message(Kind.FRAME, leg, last[4:]))
+                self._say(message(Kind.FRAME, leg, last))
             return not self._transport.is_closing()
 
         if self._role == "prefill":
-            self._say(message(Kind.FRAME, leg, _TICKET[4:]))
+            self._say(message(Kind.FRAME, leg, _TICKET))
             asyncio.get_running_loop().call_soon(step, _TOKENS[0], _HANDOVER)
         else:
             self._steps.tell([*_TOKENS[: _max_tokens(body)], _END], body, step)

@@ -34,12 +34,9 @@ from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.engine_messages import Release
 from kvrelay.wire.errors import DeadlineExceeded, KvrelayError, NotFound, Overloaded
 from kvrelay.wire.frames import (
-    FRAMES_MEDIA_TYPE,
     LOAD_HEADER,
-    MAX_HANDOVER_BYTES,
     Frame,
     FrameKind,
-    pack,
 )
 from kvrelay.wire.outputs import Finish, Load
 
@@ -66,9 +63,9 @@ async def complete(
     authorize(node.config.api_key, request)
     node.ready()
     node.check_open()
-    wants_frames = body is None and FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
     if body is None:
-        body = await _read(node, request, wants_frames)
+        body = await read_body(request, node.config.max_body_bytes)
+        await off_loop(len(body), check_shape, body)
     given_id = request.headers.get("x-request-id") or await off_loop(
         len(body), body_request_id, body
     )
@@ -78,8 +75,6 @@ async def complete(
         return client_left()
     requests, parsed, load, frames = started
     headers = {LOAD_HEADER: load.header(), "x-request-id": call.id}
-    if wants_frames:
-        return StreamingResponse(_packed(frames), media_type=FRAMES_MEDIA_TYPE, headers=headers)
     # A caller that knows frames puts the stages of all its requests into the answer itself.
     since = began if parsed.include_metrics else None
     first = await unless_disconnected(request, anext(frames))
@@ -103,17 +98,6 @@ async def complete(
         return client_left()
     status, content = answer
     return Response(content, status, headers, "application/json")
-
-
-async def _read(node: Node, request: Request, wants_frames: bool) -> bytes:
-    limit = node.config.max_body_bytes
-    if wants_frames:
-        body = await read_body(request, limit + MAX_HANDOVER_BYTES)
-        await off_loop(len(body), check_node_body, body, limit)
-    else:
-        body = await read_body(request, limit)
-        await off_loop(len(body), check_shape, body)
-    return body
 
 
 async def start_streamed(
@@ -254,12 +238,6 @@ async def _pump(at: int, part: Frames, queue: _Queue) -> None:
                 queue.put_nowait((at, frame))
     finally:
         queue.put_nowait((at, None))
-
-
-async def _packed(frames: Frames) -> AsyncIterator[bytes]:
-    async with contextlib.aclosing(frames):
-        async for frame in frames:
-            yield pack(frame)
 
 
 async def _plain_events(

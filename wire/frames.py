@@ -1,9 +1,7 @@
 """Frames, by which a node answers a router, and the stream that carries them.
 
-A node that is asked with `accept: application/vnd.kvrelay.frames` answers with frames instead of
-plain OpenAI bytes: ready bytes for the client (`payload`) and beside them what the router must know
-to hand the request over or to continue it elsewhere, so that a router parses no JSON per token. On
-the wire: 4 bytes little-endian length, then one msgpack array.
+A frame has ready bytes for the client (`payload`) and beside them what the router must know to hand
+the request over or to continue it elsewhere, so that a router parses no JSON per token.
 
 The leg stream is one connection between a router and a node for all of their requests ("legs"): a
 POST to LEGS_PATH whose request and response bodies last as long as the connection does. Both are
@@ -25,7 +23,6 @@ from kvrelay.wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
 from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = [
-    "FRAMES_MEDIA_TYPE",
     "HEAD_BYTES",
     "LEGS_MEDIA_TYPE",
     "LEGS_PATH",
@@ -38,7 +35,6 @@ __all__ = [
     "Answer",
     "Frame",
     "FrameKind",
-    "FrameReader",
     "Kind",
     "MessageReader",
     "Open",
@@ -47,10 +43,8 @@ __all__ = [
     "frame_message",
     "frame_of",
     "message",
-    "pack",
 ]
 
-FRAMES_MEDIA_TYPE = "application/vnd.kvrelay.frames"
 LOAD_HEADER = "x-kvrelay-load"
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises on bytes that are no message; the last one if they are nested too deeply."""
@@ -109,52 +103,6 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     """
     kv_error: str = ""
     """Of a decode leg whose KV did not come, once: the name of the cause in wire/errors.py."""
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Frame)
-
-
-def pack(frame: Frame) -> bytes:
-    """Return one frame as bytes."""
-    body = _encoder.encode(frame)
-    return len(body).to_bytes(4, "little") + body
-
-
-class FrameReader:
-    """A reader that cuts a byte stream into frames, wherever the network cut it."""
-
-    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._buffer = bytearray()
-        self._max_frame_bytes = max_frame_bytes
-
-    def feed(self, chunk: bytes) -> list[Frame]:
-        """Return the frames completed by `chunk`. Raises NodeFailed on a malformed one."""
-        self._buffer += chunk
-        frames: list[Frame] = []
-        start, end = 0, len(self._buffer)
-        while end - start >= 4:
-            size = int.from_bytes(self._buffer[start : start + 4], "little")
-            if size > self._max_frame_bytes:
-                raise NodeFailed(
-                    f"a node sent a frame of {size} bytes; the limit is {self._max_frame_bytes}"
-                )
-            if end - start - 4 < size:
-                break
-            try:
-                frames.append(
-                    _decoder.decode(memoryview(self._buffer)[start + 4 : start + 4 + size])
-                )
-            except MALFORMED as why:
-                raise NodeFailed(f"a node sent a malformed frame: {why}") from why
-            start += 4 + size
-        del self._buffer[:start]
-        return frames
-
-    @property
-    def pending(self) -> int:
-        """Bytes of an unfinished frame; at the end of a stream they mean that it was cut."""
-        return len(self._buffer)
 
 
 LEGS_PATH = "/kv/legs"

@@ -18,7 +18,6 @@ from kvrelay.openai_api.dialects.base import KEEP_ALIVE
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.errors import NodeFailed
-from kvrelay.wire.frames import Frame, FrameKind, FrameReader, pack
 from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.transfer import ChoiceSoFar
 
@@ -106,18 +105,3 @@ def test_the_official_client_sees_an_error_wherever_it_is_cut(bytewise: Tokenize
     for at in range(len(body) - 200, len(body)):
         with pytest.raises(APIError, match="it broke"):
             read(body, at)
-
-
-def test_the_router_reads_the_same_frames_wherever_they_are_cut(bytewise: Tokenizer) -> None:
-    frames = [
-        Frame(FrameKind.TOKENS, payload, [i], i) for i, payload in enumerate(stream(bytewise)[:20])
-    ]
-    body = b"".join(pack(frame) for frame in frames)
-    for at in range(len(body)):
-        reader = FrameReader()
-        assert [*reader.feed(body[:at]), *reader.feed(body[at:])] == frames
-        assert reader.pending == 0
-    bytewise_reader = FrameReader()
-    assert [
-        frame for i in range(len(body)) for frame in bytewise_reader.feed(body[i : i + 1])
-    ] == frames

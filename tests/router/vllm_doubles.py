@@ -258,7 +258,6 @@ class VllmNode:
             *(body.get("kv_transfer_params") or ()),
         }
         assert not stray, f"{stray} are no business of a vLLM node"
-        assert "application/vnd.kvrelay.frames" not in call.headers.get("accept", "")
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
         if body.get("stream_options") and not body.get("stream"):
             return "Stream options can only be defined when `stream=True`."

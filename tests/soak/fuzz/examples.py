@@ -228,7 +228,6 @@ ROUTER: list[Example] = [
 def of_node(held: str) -> list[Example]:
     """Every route of a node. `held` is the id of a request whose KV it holds."""
     leg = {
-        "headers": (("accept", "application/vnd.kvrelay.frames"),),
         "key": "node",
         "method": "POST",
     }
