@@ -10,7 +10,6 @@ import torch
 from engines import GPU_SIZES, ON_GPU, SAMPLED, drain, make, output, prompt, submit
 from tiny_models import DIFFERENCES, make_tiny
 
-from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.outputs import Finish
 
 
@@ -203,8 +202,3 @@ def test_a_batch_invariant_gpu_keeps_its_tokens_in_any_batch(tmp_path):
         assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in reference]
         for (_, given), (_, expected) in zip(ours, reference, strict=True):
             assert given == pytest.approx(expected, abs=1e-5)
-
-
-def test_an_engine_that_cannot_work_is_refused(tiny):
-    with pytest.raises(ConfigError, match="above the model's own limit of 512"):
-        make(tiny["LlamaForCausalLM"][0], max_model_len=1000)

@@ -223,18 +223,6 @@ def test_a_plan_says_what_its_rows_need(device):
     assert ours.prepare([0, 4], [requests[0], requests[4]]).logprobs == {1: 2}
 
 
-def test_padding_rows_and_rows_beyond_the_plan_are_left_out(device):
-    ours = make_sampler(3, 1100, device)
-    request = pair(2, [1], temperature=1.0).behind
-    ours.admit(2, request)
-    plan = ours.prepare([2], [request])
-    logits = torch.randn(4, 1100, generator=torch.Generator().manual_seed(1)).to(device)
-    tokens, logprobs = ours.launch(logits, on(device, [2, -1, -1]), plan).wait()
-    assert tokens == [int(ours.sampled[2])]
-    assert logprobs == [None]
-    assert ours.sampled[:2].tolist() == [0, 0]
-
-
 def test_every_variant_is_compiled_and_padding_leaves_the_slots_alone(device):
     ours = make_sampler(2, 1100, device)
     ours.warm_up(torch.bfloat16)

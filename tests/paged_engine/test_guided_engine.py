@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from engines import GPU_SIZES, ON_GPU, drain, make, output, prompt
-from grammar_doubles import EOS, JSON, SCHEMA, TOKENS, VOCAB, Slow, regex
+from grammar_doubles import EOS, JSON, SCHEMA, TOKENS, VOCAB, regex
 from tiny_models import make_tiny
 
 from kvrelay.paged_engine.engine import Engine
-from kvrelay.paged_engine.grammar import Grammars, TimedMatcher
+from kvrelay.paged_engine.grammar import Grammars
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.config import SpeculativeConfig
 from kvrelay.wire.engine_messages import Submit
@@ -266,26 +266,6 @@ def test_on_a_gpu_answers_match_and_other_rows_are_what_they_are_alone(
         assert [output(request) for request in crowd[:2]] == [output(request) for request in alone]
 
 
-def test_a_preempted_answer_is_the_same(folder, grammars):
-    def answers(**options) -> list[list[int]]:
-        engine = make(folder, **options)
-        requests = [
-            guided(
-                engine,
-                grammars,
-                f"{'r' * (i + 1)}",
-                constraint=regex("([a-z]{7} ){9}!"),
-                seed=i,
-            )
-            for i in range(4)
-        ]
-        drain(engine)
-        assert bool(engine.scheduler.preemptions) == bool(options)
-        return [output(request) for request in requests]
-
-    assert answers() == answers(max_model_len=128, kv_cache_memory_bytes=1 << 17)
-
-
 def test_a_forked_guide_goes_its_own_way(engine, grammars):
     params = SamplingParams(9, seed=0, constraint=regex("ab|ac"))
     guide = engine.guide(params, grammars.matcher(params.constraint))
@@ -385,20 +365,6 @@ def test_a_grammar_that_becomes_too_much_for_its_library_ends_its_answer(engine,
     assert re.fullmatch("[a-z]{2}", text(request)), "no token that was drawn without a mask"
     assert len(request.new_logprobs) == 2
     assert request.guide.error.endswith("cannot be followed any further: too many items")
-
-
-def test_an_answer_ends_at_the_third_token_that_holds_up_the_step(engine, ask):
-    letters = regex("[a-z]{30}")
-    slow, quick = (ask(name, constraint=letters) for name in ("slow", "quick"))
-    slow.guide.matcher = TimedMatcher(Slow(slow.guide.matcher, 0.12))
-    quick.guide.matcher = TimedMatcher(quick.guide.matcher)
-    slow.guide.matcher.watched = quick.guide.matcher.watched = 99
-    drain(engine)
-    assert slow.finish is Finish.ERROR
-    assert re.fullmatch("[a-z]{2}", text(slow))
-    assert "3 of its tokens took more than 100 ms of CPU time" in slow.guide.error
-    assert "the limit is 2 of an answer: make the grammar simpler" in slow.guide.error
-    assert re.fullmatch("[a-z]{30}", text(quick)), "whoever is computed beside it goes on"
 
 
 def test_only_allowed_tokens_come(engine, ask):

@@ -241,16 +241,6 @@ def test_what_is_cached_is_not_downloaded_again_and_works_without_network(
     assert "org/tiny is not, or not wholly, in the cache" in refused("org/tiny")
 
 
-def test_a_branch_that_has_moved_is_downloaded_anew(hub: FakeHub, tiny: dict[str, bytes]) -> None:
-    hub.repositories["org/tiny"] = Repository(tiny)
-    before = resolve("org/tiny")
-    hub.repositories["org/tiny"] = Repository(tiny | {"new": b""})
-    hub.asked.clear()
-    after = resolve("org/tiny")
-    assert before != after
-    assert hub.downloaded() == [], "files that are equal are shared between revisions"
-
-
 # --- what breaks
 
 
@@ -266,14 +256,6 @@ def test_errors_of_the_hub_are_told_in_one_sentence(hub: FakeHub, tiny: dict[str
     assert "neither a path that exists nor a Hub id" in refused("org/a--b")
     hub.broken = 500
     assert "the Hub cannot be reached" in refused("org/tiny")
-
-
-def test_without_network_and_cache_it_says_so(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "org/tiny is not, or not wholly, in the cache" in refused("org/tiny")
-    assert "and the Hub cannot be reached" in refused("org/tiny")
 
 
 def test_what_cannot_be_served_is_refused_before_its_weights_are_downloaded(
@@ -372,20 +354,3 @@ def test_a_disk_that_is_too_small_is_told_before_and_while_it_fills(
 
 
 # --- what is seen meanwhile
-
-
-def test_a_terminal_shows_a_progress_bar_and_a_log_a_line(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    hub.repositories["org/gguf"] = Repository({"a.gguf": bytes(3 << 20), "b.gguf": b"GGUF"})
-    disabled = huggingface_hub.utils.are_progress_bars_disabled
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    resolve("org/gguf/b.gguf")
-    assert not disabled()
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
-    with caplog.at_level("INFO"):
-        resolve("org/gguf/a.gguf")
-    assert disabled()
-    assert [record.getMessage() for record in caplog.records] == [
-        f"org/gguf: downloading 3.1 MB to {huggingface_hub.constants.HF_HUB_CACHE}"
-    ]

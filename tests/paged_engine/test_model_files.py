@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
-import re
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvrelay.paged_engine.model_config import RopeScaling
 from kvrelay.paged_engine.model_files import read_model_config, read_tensors
-from kvrelay.paged_engine.model_tensors import tensor_shapes
 from kvrelay.wire.errors import ConfigError
 
 
@@ -372,35 +368,6 @@ def test_smollm2_weights_equal_those_that_transformers_reads() -> None:
     )
 
 
-# --- progress
-
-
-def test_loading_says_every_few_seconds_how_far_it_is(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, llama: Path
-) -> None:
-    now = [0.0]
-
-    def reading(total_s: float) -> list[str]:
-        """The lines while a model is read whose tensors take equally long."""
-        caplog.clear()
-        config = read_model_config(str(llama))
-        for _ in (tensors := read_tensors(str(llama), config)):
-            now[0] += total_s / len(tensor_shapes(config))
-        assert next(tensors, None) is None
-        return [record.getMessage() for record in caplog.records]
-
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with caplog.at_level("INFO", logger="kvrelay.engine"):
-        assert reading(4) == []
-        lines = reading(21)
-    assert len(lines) in (3, 4)
-    shares = [
-        int(re.fullmatch(r"llama: loading weights, (\d+) % after \d+ s", line)[1]) for line in lines
-    ]  # type: ignore[index]
-    assert shares == sorted(shares)
-    assert 0 < shares[0] < shares[-1] <= 100
-
-
 # --- dummy
 
 
@@ -439,18 +406,3 @@ def test_dummy_values_are_these_on_every_machine(tmp_path: Path) -> None:
     norm = read_all(tmp_path, "dummy")["model.norm.weight"]
     # Pinned to the bit: the nodes of one cluster may have different CPUs.
     assert norm[:3].tolist() == [1.0210174322128296, 1.044281244277954, 1.0108036994934082]
-
-
-def test_an_8b_config_asks_for_as_many_weights_as_llama_3_1_has(tmp_path: Path) -> None:
-    sizes = {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "vocab_size": 128256,
-    }
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-    (tmp_path / "config.json").write_text(
-        json.dumps({"architectures": ["LlamaForCausalLM"], **sizes, **heads})
-    )
-    shapes = tensor_shapes(read_model_config(str(tmp_path), "dummy"))
-    assert sum(math.prod(shape) for shape in shapes.values()) == 8_030_261_248

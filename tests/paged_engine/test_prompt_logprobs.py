@@ -102,17 +102,6 @@ def test_do_not_depend_on_batch_cache_or_preemption(tiny):
     )
 
 
-def test_others_find_the_blocks_of_a_prompt_that_was_scored(tiny):
-    folder, _ = tiny
-    engine = make(folder)
-    tokens = prompt(70)
-    submit(engine, "scored", tokens, prompt_logprobs=0)
-    drain(engine)
-    after = submit(engine, "after", tokens)
-    drain(engine)
-    assert after.cached_tokens == 64
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_gpu_in_bfloat16_is_close(architecture, tmp_path):

@@ -81,11 +81,6 @@ def test_after_misses_it_waits_twice_as_long_each_time_and_not_for_ever() -> Non
     assert waits == [0, 0, 2, 4, 8, 16, 32, 64, 64, 64, 64]
 
 
-def test_one_that_comes_true_ends_the_waiting() -> None:
-    made = drafts(DraftPace(4), [0, 0, 0, 0, 1, 1, 1], 4)
-    assert [later - sooner for sooner, later in itertools.pairwise(made)] == [1, 1, 3, 5, 2, 2]
-
-
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=60), st.integers(1, 8))
 def test_the_length_is_within_its_limits(agrees: list[int], longest: int) -> None:
     pace = DraftPace(longest)

@@ -194,6 +194,16 @@ LAYOUTS = {
     "with a KV cache": Layout(
         compressed("tensor", STATIC, kv_cache_scheme=STATIC), by_tensor, STATIC_TENSOR, kv_scales
     ),
+    "two groups of one kind": Layout(
+        compressed(
+            config_groups={
+                name: compressed()["config_groups"]["group_0"] | {"targets": [f"re:.*{name}.*"]}
+                for name in ("self_attn", "mlp")
+            }
+        ),
+        by_channel,
+        ("channel", "dynamic", (0, 0)),
+    ),
     "AutoFP8": Layout(
         fp8(kv_cache_scheme="static"),
         by_tensor,
@@ -295,7 +305,8 @@ def test_a_device_without_fp8_gets_the_same_model_without_it(
     tmp_path: Path, layout: str, dtype: torch.dtype
 ) -> None:
     said, store, _, more = LAYOUTS[layout]
-    meant = make_fp8(tmp_path, said, store, more=more)
+    key = "compression_config" if layout == "channel, dynamic" else "quantization_config"
+    meant = make_fp8(tmp_path, said, store, more=more, key=key)
     config = read_model_config(str(tmp_path))
     stored = shuffled(read_tensors(str(tmp_path), config))
     tensors, plain = dequantized(stored, config, dtype)
@@ -327,64 +338,6 @@ def test_an_fp8_checkpoint_answers_as_its_plain_weights_do(tmp_path: Path, layou
         return output(request)
 
     assert answer(tmp_path / "fp8") == answer(tmp_path / "plain")
-
-
-def test_a_model_without_fp8_is_left_as_it_is(tmp_path: Path) -> None:
-    make_tiny("Qwen3ForCausalLM", tmp_path)
-    config = read_model_config(str(tmp_path))
-    assert config.quantization is None
-    tensors, same = dequantized(read_tensors(str(tmp_path), config), config, torch.bfloat16)
-    assert same is config
-    assert {tensor.dtype for _, tensor in tensors} == {torch.float32}
-
-
-def test_scales_of_fused_projections_can_be_joined(tmp_path: Path) -> None:
-    """q, k and v have a scale each; joined rows with joined scales are the joined weights."""
-    meant = make_fp8(
-        tmp_path, compressed("tensor", STATIC), by_tensor, more=input_scales("input_scale")
-    )
-    _, tensors = read(tmp_path)
-    names = [f"model.layers.1.self_attn.{letter}_proj.weight" for letter in "qkv"]
-    weight = torch.cat([tensors[name] for name in names])
-    scale = torch.cat([tensors[f"{name}_scale"] for name in names])
-    assert (weight.dtype, weight.shape, scale.shape) == (FP8, (128, 64), (128,))
-    assert len(scale.unique()) == 3
-    assert torch.equal(
-        dequantize(weight, scale, torch.float32), torch.cat([meant[name].float() for name in names])
-    )
-
-
-def test_scales_in_another_file_than_their_weight_are_found(tmp_path: Path) -> None:
-    said, store, _, _ = DEQUANTIZED_LAYOUTS["blocks of Qwen"]
-    meant = make_fp8(tmp_path, said, store)
-    stored = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    places = {name: "a.safetensors" if "scale" in name else "b.safetensors" for name in stored}
-    for file in ("a.safetensors", "b.safetensors"):
-        save_file({name: stored[name] for name in stored if places[name] == file}, tmp_path / file)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    _, tensors = read(tmp_path)
-    assert all(torch.equal(tensors[name], meant[name].float().bfloat16()) for name in meant)
-
-
-@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-@pytest.mark.parametrize(
-    "ignored",
-    [
-        ["lm_head", "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.o_proj"],
-        ["re:.*lm_head", r"re:model\.layers\.1\.mlp\.down_.*", "model.layers.0.self_attn.o_proj"],
-    ],
-)
-def test_modules_may_be_ignored_by_name_or_by_pattern(
-    tmp_path: Path, ignored: list[str], key: str
-) -> None:
-    plain = ("lm_head", "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.o_proj")
-    meant = make_fp8(tmp_path, compressed(ignore=ignored), by_channel, plain=plain, key=key)
-    config, tensors = read(tmp_path)
-    assert all(tensors[f"{name}.weight"].dtype == torch.bfloat16 for name in plain)
-    assert len(quantized_weights(config)) == 3 * 7 - 2
-    tensors, _ = dequantized(read_tensors(str(tmp_path), config), config, torch.float32)
-    assert all(torch.equal(tensor.float(), meant[name].float()) for name, tensor in tensors)
 
 
 def test_scales_of_a_tensor_that_holds_several_projections_are_cut_as_its_rows_are(
@@ -445,16 +398,6 @@ def test_names_are_matched_as_a_whole_at_dots() -> None:
     assert [quantization.covers(name) for name in covered + ignored] == [True] * 3 + [False] * 3
     named = replace(quantization, targets=(r"re:.*up_proj",), ignored=())
     assert [named.covers(name) for name in covered] == [True, False, False]
-
-
-def test_several_groups_of_one_kind_are_one(tmp_path: Path) -> None:
-    said = compressed()
-    group = said["config_groups"]["group_0"]
-    attention, mlp = group | {"targets": ["re:.*self_attn.*"]}, group | {"targets": ["re:.*mlp.*"]}
-    make_fp8(tmp_path, said | {"config_groups": {"a": attention, "b": mlp}}, by_channel)
-    config, tensors = read(tmp_path)
-    assert len(quantized_weights(config)) == 3 * 7
-    assert tensors["lm_head.weight"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -545,15 +488,6 @@ def test_a_checkpoint_that_is_not_what_its_config_says_is_refused(tmp_path: Path
         stored | {name: stored[name][:5].contiguous()},
         rf"{name} is \(5, 64\), the config says \(96, 64\)",
     )
-
-
-def test_scales_of_an_unquantized_model_are_still_unknown(tmp_path: Path) -> None:
-    make_tiny("LlamaForCausalLM", tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
-    for name in ("model.layers.0.self_attn.k_scale", "model.layers.0.mlp.up_proj.input_scale"):
-        save_file(stored | {name: torch.ones(1)}, tmp_path / "model.safetensors")
-        with pytest.raises(ConfigError, match=f"holds unknown tensor {name}"):
-            read(tmp_path)
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *DEQUANTIZED_LAYOUTS])

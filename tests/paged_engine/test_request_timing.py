@@ -46,17 +46,6 @@ def test_a_request_that_is_served_whole() -> None:
     assert close(req.timing(10.8), queue_s=0.1, prefill_s=0.4, decode_s=0.3, first_step_s=0.08)
 
 
-def test_a_first_step_that_is_launched_before_token_1_is_known_ends_with_token_2() -> None:
-    req = request()
-    req.first_scheduled_s = 10.0
-    req.mark_launched(0, 10.0)
-    req.mark_launched(20, 10.4)
-    for at in (10.5, 10.6):
-        req.token_ids.append(7)
-        req.mark_token(at)
-    assert close(req.timing(10.6), prefill_s=0.5, decode_s=0.1, first_step_s=0.2)
-
-
 def test_a_step_that_was_launched_behind_another_begins_when_that_ends() -> None:
     req = request()
     req.first_scheduled_s = 10.0

@@ -108,20 +108,6 @@ def test_frequencies_are_those_of_transformers_at_the_nodes_limit(
     assert attention_factor == pytest.approx(expected_factor, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.split()[0] in ("linear", "dynamic", "llama3", "yarn")]
-)
-def test_part_of_a_head_is_rotated_as_a_smaller_head(tmp_path: Path, case: str) -> None:
-    theirs = config_of(case)
-    theirs.save_pretrained(tmp_path)
-    config = read_model_config(str(tmp_path), "dummy")
-    frequencies, _ = rope_frequencies(
-        config.rope_scaling, config.rope_theta, config.head_dim // 2, 50_000
-    )
-    theirs.rope_parameters["partial_rotary_factor"] = 0.5
-    torch.testing.assert_close(frequencies, theirs_for(theirs, 50_000)[0], rtol=1e-6, atol=0)
-
-
 def test_only_two_kinds_depend_on_the_nodes_limit_and_say_so(tmp_path: Path) -> None:
     for case in CASES:
         config_of(case).save_pretrained(tmp_path)

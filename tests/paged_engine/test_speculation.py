@@ -16,7 +16,7 @@ from scheduling import BLOCK, EOS, next_token, request
 from scheduling import make as make_scheduler
 from tiny_models import make_tiny
 
-from kvrelay.paged_engine.request import Chunk, Request, State
+from kvrelay.paged_engine.request import Chunk, Request
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.paged_engine.speculation import ROWS, Speculation
 from kvrelay.wire.config import SpeculativeConfig
@@ -311,17 +311,6 @@ def test_the_rows_behind_a_wrong_proposal_are_thrown_away():
     assert scheduler.speculation.accepted_tokens == 2
 
 
-def test_a_stop_token_in_the_middle_ends_the_request_there():
-    scheduler, req = alone([5, EOS, 7, 5, EOS], 50)
-    scheduler.append_sampled(req, [7], 0.0)
-    chunk = next_chunk(scheduler)
-    assert chunk.proposals == (5, EOS, 7, 5)
-    assert scheduler.append_sampled(req, [5, EOS, 7, 5, 9], 0.0) == 2
-    assert req.finish is Finish.STOP
-    assert req.token_ids[-2:] == [5, EOS]
-    assert scheduler.pool.free == scheduler.pool.total
-
-
 @pytest.mark.parametrize(
     ("options", "max_tokens", "count"),
     [
@@ -349,17 +338,6 @@ def test_proposals_fit_the_budget_the_rows_the_context_and_what_was_asked_for(
     assert len(next_chunk(scheduler).proposals) == count
 
 
-def test_without_a_free_block_proposals_fill_the_last_one():
-    scheduler, req = alone([*range(20, 32), 5, 6, 5], 50, blocks=2)
-    scheduler.append_sampled(req, [6], 0.0)
-    assert scheduler.pool.free == 0
-    assert next_chunk(scheduler).proposals == ()
-    scheduler, req = alone([*range(20, 30), 5, 6, 5], 50, blocks=2)
-    scheduler.append_sampled(req, [6], 0.0)
-    assert next_chunk(scheduler).proposals == (5, 6)
-    assert scheduler.preemptions == 0
-
-
 def test_a_request_whose_proposals_are_under_way_waits_for_them():
     scheduler, req = alone(LOOP, 50)
     assert scheduler.needs_tokens, "the next proposals depend on the token under way"
@@ -372,18 +350,6 @@ def test_a_request_whose_proposals_are_under_way_waits_for_them():
     scheduler.append_sampled(req, [9, 5, 6, 7, 5], 0.0)
     assert not scheduler.needs_tokens
     assert next_chunk(scheduler).token_ids == [9]
-
-
-def test_a_request_that_is_preempted_with_proposals_under_way_keeps_only_tokens():
-    scheduler, req = alone(LOOP, 50)
-    scheduler.append_sampled(req, [7], 0.0)
-    next_chunk(scheduler)
-    scheduler._preempt(req)
-    scheduler.append_sampled(req, [5, 6, 7, 5, 6], 0.0)
-    assert (req.state, req.num_computed, req.num_published, req.blocks) == (State.WAITING, 0, 0, [])
-    assert req.token_ids == [*LOOP, 7, 5, 6, 7, 5, 6]
-    chunk = next_chunk(scheduler)
-    assert (chunk.start, chunk.count) == (0, 11)
 
 
 def test_only_requests_that_the_sampler_can_draw_ahead_get_proposals():

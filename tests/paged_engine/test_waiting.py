@@ -43,14 +43,6 @@ def test_a_short_prompt_overtakes_long_ones_also_one_that_has_begun():
     assert ends(scheduler) == ["long", "longer"]
 
 
-def test_a_step_that_has_enough_to_compute_takes_up_no_further_prompt():
-    scheduler = make(4096, max_num_seqs=64)
-    for name, tokens in (("a", BUDGET // 2 - 1), ("b", BUDGET // 2), ("c", BUDGET // 2 + 1)):
-        scheduler.add(request(name, tokens))
-    assert step(scheduler) == [("a", 0, BUDGET // 2 - 1), ("b", 0, BUDGET // 2)]
-    assert step(scheduler) == [("c", 0, BUDGET // 2 + 1)]
-
-
 def test_a_cached_prompt_counts_by_what_is_left_to_compute():
     scheduler = make(4096, max_num_seqs=64)
     known = request("known", 400)
@@ -60,13 +52,6 @@ def test_a_cached_prompt_counts_by_what_is_left_to_compute():
     scheduler.add(Request.from_submit(Submit("again", known.token_ids[:400], known.params), 0.0))
     assert scheduler.load(0.0).waiting_tokens == 300 + 16
     assert step(scheduler)[0] == ("again", 384, 16)
-
-
-def test_priority_goes_before_length():
-    scheduler = make(4096, max_num_seqs=64)
-    for name, tokens, priority in (("short", 40, 1), ("long", 200, 0), ("short too", 40, 0)):
-        scheduler.add(request(name, tokens, priority))
-    assert ends(scheduler) == ["short too", "long", "short"]
 
 
 def test_what_is_fetched_keeps_the_order_of_arrival():
