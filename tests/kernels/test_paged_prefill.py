@@ -8,14 +8,14 @@ On the CPU the portable kernel runs in Triton's interpreter (which has no bf16 p
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
 from tests.kernels.compiling import run_compiler
-from tests.kernels.rounding import assert_attention
+from tests.kernels.paged_case import Case, make_case, starts
+from tests.kernels.rounding import assert_attention, captured
 
 pytest.importorskip("triton")
 from kvrelay.kernels import paged_prefill as prefill_module
@@ -40,176 +40,40 @@ LONG_MIXES = {
     "many": [(1 + 37 * i % 200, 61 * i % 700) for i in range(60)],
 }
 HEADS = [(4, 2), (9, 3), (8, 1), (5, 5)]
-PADDING = 3
 
 
-@dataclass
-class Case:
-    """One layer's inputs of a step, and what is needed to check them."""
-
-    query: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    key_scales: torch.Tensor | None
-    value_scales: torch.Tensor | None
-    block_tables: torch.Tensor
-    query_lens: list[int]
-    context_lens: list[int]
-
-    @property
-    def group(self) -> int:
-        return self.query.shape[1] // self.key_cache.shape[1]
-
-    def run(
-        self, *, window: int = 0, softcap: float = 0.0, scale: float | None = None
-    ) -> torch.Tensor:
-        """The kernel's output, poisoned before."""
-        device, dim = self.query.device, self.query.shape[2]
-        tiles = prefill_tiles(self.query_lens, self.context_lens, group=self.group, window=window)
-        out = torch.full_like(self.query, torch.nan, memory_format=torch.contiguous_format)
-        returned = paged_prefill(
-            self.query,
-            self.key_cache,
-            self.value_cache,
-            self.block_tables,
-            torch.tensor(starts(self.query_lens), dtype=torch.int32, device=device),
-            torch.tensor(self.context_lens, dtype=torch.int32, device=device),
-            torch.from_numpy(tiles).to(device),
-            out=out,
-            scale=scale or dim**-0.5,
-            window=window,
-            softcap=softcap,
-            key_scales=self.key_scales,
-            value_scales=self.value_scales,
-        )
-        assert returned is out
-        return out
-
-    def sequence_kv(self, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a sequence, dequantized: [context, Hkv, D] fp64."""
-        length, block_size = self.context_lens[sequence], self.key_cache.shape[2]
-        ids = self.block_tables[sequence, : -(-length // block_size)].long()
-        kv = []
-        for cache, scales in (
-            (self.key_cache, self.key_scales),
-            (self.value_cache, self.value_scales),
-        ):
-            real = cache[ids].double()
-            if scales is not None:
-                real = real * scales[ids].double()[..., None]
-            kv.append(real.transpose(1, 2).flatten(0, 1)[:length])
-        return kv[0], kv[1]
-
-    def check(self, *, window: int = 0, softcap: float = 0.0, scale: float | None = None) -> None:
-        """Against plain attention in fp64; and padding is as it was."""
-        out = self.run(window=window, softcap=softcap, scale=scale)
-        first = starts(self.query_lens)
-        for sequence, (count, length) in enumerate(
-            zip(self.query_lens, self.context_lens, strict=True)
-        ):
-            if count == 0:
-                continue
-            key, value = (
-                part.repeat_interleave(self.group, 1) for part in self.sequence_kv(sequence)
-            )
-            query = self.query[first[sequence] : first[sequence] + count].double()
-            scores = torch.einsum("qhd,khd->hqk", query, key) * (scale or query.shape[2] ** -0.5)
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
-            position = torch.arange(length - count, length, device=query.device)[:, None]
-            other = torch.arange(length, device=query.device)[None]
-            hidden = other > position
-            if window:
-                hidden |= other <= position - window
-            weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
-            expected = torch.einsum("hqk,khd->qhd", weights, value)
-            assert_attention(
-                out[first[sequence] : first[sequence] + count], expected, (sequence, count, length)
-            )
-        assert out[sum(self.query_lens) :].isnan().all()
-
-
-def starts(query_lens: list[int]) -> list[int]:
-    return [0, *itertools.accumulate(query_lens)]
-
-
-def make_case(
-    mix: list[tuple[int, int]],
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    seed: int = 0,
-    fp8: bool = False,
-    layers: int = 2,
-    spare_blocks: int = 5,
-) -> Case:
-    """Random inputs over shuffled blocks; whatever no token has written is NaN. The query is a view
-    of a fused qkv.
-    """
-    generator = torch.Generator(device).manual_seed(seed)
-    query_lens = [count for count, _ in mix]
-    context_lens = [count + before for count, before in mix]
-    needed = [-(-length // block_size) for length in context_lens]
-    num_blocks = sum(needed) + 1 + spare_blocks
-    # An odd number of columns, because every kind of stride is a compilation.
-    tables = torch.zeros(len(mix), max(needed) + 2 | 1, dtype=torch.int32)
-    # Highest ids first, so that a big pool is used at its far end.
-    ids = [
-        int(i) + 1 + spare_blocks
-        for i in torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed))
-    ]
-    for row, need in zip(tables, needed, strict=True):
-        row[:need] = torch.tensor([ids.pop() for _ in range(need)], dtype=torch.int32)
-
-    kv_dtype = torch.float8_e4m3fn if fp8 else dtype
-    plane = (
-        block_size * dim * kv_dtype.itemsize
-    )  # bytes of one layer's keys in one block of one head
-    pool = torch.empty(
-        num_blocks,
-        kv_heads,
-        layers * 2 * (plane + 4 * block_size * fp8),
-        dtype=torch.uint8,
-        device=device,
+def run(
+    case: Case, *, window: int = 0, softcap: float = 0.0, scale: float | None = None
+) -> torch.Tensor:
+    """The kernel's output, poisoned before."""
+    device, dim = case.query.device, case.query.shape[2]
+    tiles = prefill_tiles(case.query_lens, case.context_lens, group=case.group, window=window)
+    out = torch.full_like(case.query, torch.nan, memory_format=torch.contiguous_format)
+    returned = paged_prefill(
+        case.query,
+        case.key_cache,
+        case.value_cache,
+        case.block_tables,
+        torch.tensor(starts(case.query_lens), dtype=torch.int32, device=device),
+        torch.tensor(case.context_lens, dtype=torch.int32, device=device),
+        torch.from_numpy(tiles).to(device),
+        out=out,
+        scale=scale or dim**-0.5,
+        window=window,
+        softcap=softcap,
+        key_scales=case.key_scales,
+        value_scales=case.value_scales,
     )
-    first = (layers - 1) * 2  # the last layer's keys; its values lie behind them
-    caches = [
-        pool.view(kv_dtype)[..., (first + i) * block_size * dim :][
-            ..., : block_size * dim
-        ].unflatten(-1, (-1, dim))
-        for i in (0, 1)
-    ]
-    scales: list[torch.Tensor | None] = [None, None]
-    if fp8:
-        floats = pool.view(torch.float32)[..., layers * 2 * plane // 4 :]
-        scales = [floats[..., (first + i) * block_size :][..., :block_size] for i in (0, 1)]
-    pool[0] = 0xFF  # NaN in every format
-    for row, need, length in zip(tables, needed, context_lens, strict=True):
-        used = row[:need].long().to(device)
-        for cache, scale in zip(caches, scales, strict=True):
-            vectors = torch.randn(
-                need, kv_heads, block_size, dim, generator=generator, device=device
-            )
-            if scale is not None:
-                amax = vectors.abs().amax(-1)
-                scale[used] = amax / 448
-                vectors = vectors / (amax / 448)[..., None]
-            cache[used] = vectors.to(kv_dtype)
-            if length % block_size:
-                last = int(row[need - 1])
-                cache[last, :, length % block_size :] = torch.full(
-                    (1,), torch.nan, device=device
-                ).to(kv_dtype)
-                if scale is not None:
-                    scale[last, :, length % block_size :] = torch.nan
-    rows = sum(query_lens) + PADDING
-    qkv = torch.randn(rows, heads + 2 * kv_heads, dim, generator=generator, device=device)
-    query = (1.5 * qkv).to(dtype)[:, :heads]
-    return Case(query, *caches, *scales, tables.to(device), query_lens, context_lens)
+    assert returned is out
+    return out
+
+
+def check(case: Case, *, window: int = 0, softcap: float = 0.0, scale: float | None = None) -> None:
+    """Compare with plain attention; padding stays as it was."""
+    out = run(case, window=window, softcap=softcap, scale=scale)
+    for rows, expected in case.expected(window, softcap, scale):
+        assert_attention(out[rows], expected, (rows, window))
+    assert out[sum(case.query_lens) :].isnan().all()
 
 
 def test_tiles_cover_every_token_once_and_long_ones_come_first() -> None:
@@ -270,7 +134,7 @@ SMALL_CASES = [
 def test_equals_plain_attention(sizes: tuple, options: dict, device: torch.device) -> None:
     fp8 = options.get("fp8", False)
     case = make_case(*sizes, device, seed=len(sizes[0]), fp8=fp8)
-    case.check(window=options.get("window", 0), softcap=options.get("softcap", 0.0))
+    check(case, window=options.get("window", 0), softcap=options.get("softcap", 0.0))
 
 
 def check_bits(
@@ -285,7 +149,7 @@ def check_bits(
             part = Case(
                 rows, *_pool(case), case.block_tables.flip(0), [other, end - first], [other, end]
             )
-        assert torch.equal(part.run(window=window)[-(end - first) :], whole[first:end]), (
+        assert torch.equal(run(part, window=window)[-(end - first) :], whole[first:end]), (
             first,
             end,
             company,
@@ -302,7 +166,7 @@ def _pool(
 @pytest.mark.parametrize("window", [0, 50])
 def test_bits_depend_on_neither_batch_nor_chunks(window: int, device: torch.device) -> None:
     case = make_case([(150, 0), (60, 0)], 4, 1, 64, 16, torch.float16, device, seed=14)
-    whole = case.run(window=window)[:150]
+    whole = run(case, window=window)[:150]
     check_bits(case, [0, 1, 2, 17, 100, 131, 149, 150], window=window, company=False, whole=whole)
     check_bits(case, [0, 64, 65, 150], window=window, company=True, whole=whole)
 
@@ -312,13 +176,13 @@ def test_wrong_shapes_are_refused(device: torch.device) -> None:
     values = case.value_cache
     case.value_cache = values.contiguous()
     with pytest.raises(ValueError, match="strides of key_cache"):
-        case.run()
+        run(case)
     case.value_cache, case.key_scales = values, torch.ones(values.shape[:3], device=device)
     with pytest.raises(ValueError, match="fp8 needs both scales"):
-        case.run()
+        run(case)
     case.query = case.query[:, :3]
     with pytest.raises(ValueError, match="do not fit"):
-        case.run()
+        run(case)
 
 
 COMPILE = """
@@ -410,14 +274,14 @@ def test_on_gpu(
 ) -> None:
     for seed, mix in enumerate([*MIXES.values(), *LONG_MIXES.values()]):
         case = make_case(mix, 8, 2, dim, block_size, dtype, device, seed=seed)
-        case.check(window=window, softcap=softcap)
+        check(case, window=window, softcap=softcap)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "kv_heads"), [*HEADS, (32, 8), (28, 4), (64, 1)])
 def test_groups_on_gpu(heads: int, kv_heads: int, path: str, device: torch.device) -> None:
     for seed, mix in enumerate([*MIXES.values(), *LONG_MIXES.values()]):
-        make_case(mix, heads, kv_heads, 128, 64, torch.bfloat16, device, seed=seed).check()
+        check(make_case(mix, heads, kv_heads, 128, 64, torch.bfloat16, device, seed=seed))
 
 
 @pytest.mark.gpu
@@ -429,16 +293,15 @@ def test_fp8_on_gpu(
 ) -> None:
     for seed, mix in enumerate([*MIXES.values(), *LONG_MIXES.values()]):
         case = make_case(mix, 8, 2, dim, 64, dtype, device, seed=seed, fp8=True)
-        case.check(window=window, softcap=softcap)
+        check(case, window=window, softcap=softcap)
 
 
 @pytest.mark.gpu
 def test_a_pool_of_more_than_2_to_the_31_elements(path: str, device: torch.device) -> None:
     """Blocks of 8 MiB as of Llama-3.1-8B, the used ones beyond 4.7 GiB."""
     mix = [(1, 200), (300, 500), (64, 0)]
-    make_case(
-        mix, 32, 8, 128, 64, torch.bfloat16, device, seed=1, layers=32, spare_blocks=600
-    ).check()
+    sizes = mix, 32, 8, 128, 64, torch.bfloat16, device
+    check(make_case(*sizes, seed=1, layers=32, spare_blocks=600))
 
 
 @pytest.mark.gpu
@@ -447,8 +310,8 @@ def test_a_pool_of_more_than_2_to_the_31_elements(path: str, device: torch.devic
 def test_bits_on_gpu(window: int, dim: int, path: str, device: torch.device) -> None:
     length = 1100
     case = make_case([(length, 0), (700, 0)], 32, 8, dim, 64, torch.bfloat16, device, seed=2)
-    whole = case.run(window=window)[:length]
-    assert torch.equal(case.run(window=window)[:length], whole)
+    whole = run(case, window=window)[:length]
+    assert torch.equal(run(case, window=window)[:length], whole)
     check_bits(
         case, [0, 1, 2, 17, 100, 131, 1000, length], window=window, company=False, whole=whole
     )
@@ -459,26 +322,15 @@ def test_bits_on_gpu(window: int, dim: int, path: str, device: torch.device) -> 
 @pytest.mark.gpu
 def test_runs_in_a_cuda_graph(path: str, device: torch.device) -> None:
     case = make_case(LONG_MIXES["long"], 32, 8, 128, 64, torch.bfloat16, device, seed=3)
-    expected = case.run()
+    expected = run(case)
     rows = sum(case.query_lens)
     first = torch.tensor(starts(case.query_lens), dtype=torch.int32, device=device)
     contexts = torch.tensor(case.context_lens, dtype=torch.int32, device=device)
     tiles = prefill_tiles(case.query_lens, case.context_lens, group=4)
     tiles = torch.from_numpy(tiles).to(device)
     out = torch.full_like(expected, torch.nan)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        paged_prefill(
-            case.query,
-            case.key_cache,
-            case.value_cache,
-            case.block_tables,
-            first,
-            contexts,
-            tiles,
-            out=out,
-            scale=128**-0.5,
-        )
+    given = case.query, case.key_cache, case.value_cache, case.block_tables, first, contexts, tiles
+    graph, _ = captured(lambda: paged_prefill(*given, out=out, scale=128**-0.5))
     for _ in range(3):
         out.fill_(torch.nan)
         graph.replay()
