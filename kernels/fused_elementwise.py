@@ -1,8 +1,8 @@
 """Norms, activations and embedding in Triton; torch twins in `kernels/elementwise.py`.
 
-Grids: norms one program per row (H <= 16384), which stays in registers between its one load and its
-one store; activations and embedding one per row and tile of columns; relu one per tile. Arithmetic
-is fp32. The warps of a norm follow from H alone, so a row is summed in one order in every batch.
+Grids: norms one program per row (H <= 16384); activations and embedding one per row and tile of
+columns; relu one per tile. Arithmetic is fp32. A norm's warps follow from H alone, so a row is
+summed in one order in every batch.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def rms_norm(
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, [T, H].
 
     x [T, H] (rows may be strided), weight [H] or None for ones. residual [T, H]: `residual += x`
-    first, in place, and the norm is the sum's. plus_one: Gemma's x * rstd * (1 + weight), rounded
-    once; else Llama's, rounded before and after the weight. scales_out [T, 1] fp32: the result is
-    float8_e4m3fn, divided by its row's largest magnitude / 448, which is written here.
+    first, in place. plus_one: Gemma's x * rstd * (1 + weight), rounded once; else Llama's, rounded
+    before and after the weight. scales_out [T, 1] fp32: the result is float8_e4m3fn, with its row's
+    largest magnitude / 448 written here.
     """
     return _norm(x, weight, None, eps, residual, scales_out, pdl, plus_one=plus_one)
 
@@ -112,8 +112,7 @@ def act_and_mul(
 ) -> torch.Tensor:
     """Return act(gate) * up of a fused projection gate_up [T, 2 * I], gate first, as [T, I].
 
-    act: "silu", or "gelu_tanh" (Gemma's tanh approximation). Rows of gate_up and out may be
-    strided.
+    act: "silu" or "gelu_tanh". Rows may be strided.
     """
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
     if out is None:
@@ -125,7 +124,7 @@ def act_and_mul(
     if gate_up.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError("the elements of a row must be contiguous")
     if tokens:
-        # Few tokens are spread over all SMs; many are served with fewer, longer programs.
+        # Few tokens are spread over all SMs.
         block, warps = (512, 2) if tokens * inner <= 1 << 20 else (2048, 4)
         pdl = pdl and pdl_works(gate_up.device)
         _act_and_mul[(tokens * cdiv(inner, block),)](
@@ -144,7 +143,7 @@ def act_and_mul(
 
 
 def relu(x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
-    """Replace x, contiguous and of any shape, by max(x, 0) in place; NaN stays NaN."""
+    """Replace x, contiguous, by max(x, 0) in place; NaN stays NaN."""
     if not x.is_contiguous():
         raise ValueError("relu works in place on contiguous tensors")
     if x.numel():
@@ -166,9 +165,8 @@ def embed(
 ) -> torch.Tensor:
     """Return embedding rows of sampled[source] where source >= 0, else of token_ids, [T, H].
 
-    token_ids and source int32 | int64 [T], sampled int64 [max_slots]. table [V, H], rows may be
-    strided; ids are not checked against V. scale: Gemma's, rounded to the table's dtype before the
-    product, which is rounded again.
+    token_ids and source int32 | int64 [T], sampled int64 [max_slots], table [V, H], rows may be
+    strided. scale: Gemma's, rounded to the table's dtype first.
     """
     tokens, hidden = token_ids.shape[0], table.shape[1]
     if source.shape != (tokens,):
@@ -205,10 +203,7 @@ def activate(gate, ACT: tl.constexpr):
 
 @triton.jit
 def e4m3_scale(amax):
-    """Return fp8 scale and inverse for largest magnitudes `amax`, (1, 1) for zeros.
-
-    Below 1e-30 counts as zero: the scale would leave the range of fp32's full precision.
-    """
+    """Return fp8 scale and inverse for largest magnitudes `amax`, (1, 1) below 1e-30."""
     zero = amax < 1e-30
     amax = tl.where(zero, 448.0, amax)
     return tl.div_rn(amax, 448.0), tl.div_rn(448.0, amax)

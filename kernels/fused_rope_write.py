@@ -2,9 +2,8 @@
 
 Grid: one program per TOKENS tokens and HEADS heads, which are all of Q, all of K or all of V. A
 head is held as D / 2 pairs: the first R / 2 are the rotary ones, elements i and i + R / 2, the
-others halves of the rest; so each head is two loads and two stores of 16 bytes a thread, whatever R
-is. A thread holds 8 elements of `first` for any number of tokens, so norms add in one order.
-Source: Su et al., "RoFormer", 2021, half-split. Twin: `kernels/elementwise.py`.
+others halves of the rest. A thread holds 8 elements of `first` for any number of tokens, so norms
+add in one order. Source: Su et al., "RoFormer", 2021, half-split. Twin: `kernels/elementwise.py`.
 """
 
 from __future__ import annotations
@@ -48,14 +47,12 @@ def rope_and_write(
     """Rotate Q in place, write rotated K and V, return Q as a view [T, num_heads, head_dim].
 
     qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: rows may be strided; its K and V stay.
-    positions int32 | int64 [T]. cos_sin fp32 [max_positions, R], cosines first, rotates the first R
-    elements of a head; None: no rotation. It is fp32, rounded once, where transformers and our CPU
-    path round cosines and products too: up to two units in the last place away in bf16. q_norm,
-    k_norm [head_dim]: RMS norm before it, as `rms_norm` rounds. Token t goes to offsets[t] of
-    blocks[t] (int32 | int64 [T]; padding: block 0). Caches [num_blocks, num_kv_heads, block_size,
-    head_dim], the last two dimensions contiguous; with scales fp32 [num_blocks, num_kv_heads,
-    block_size] they are float8_e4m3fn. pdl: the preceding kernel must not write positions, blocks
-    or offsets.
+    positions int32 | int64 [T]. cos_sin fp32 [max_positions, R], cosines first, or None for no
+    rotation; rounded once, where our CPU path rounds cosines and products too. q_norm, k_norm
+    [head_dim]: RMS norm before it. Token t goes to offsets[t] of blocks[t] (int32 | int64 [T];
+    padding: block 0). Caches [num_blocks, num_kv_heads, block_size, head_dim], the last two
+    dimensions contiguous; with scales fp32 [num_blocks, num_kv_heads, block_size] they are
+    float8_e4m3fn. pdl: the preceding kernel must not write positions, blocks or offsets.
     """
     tokens, q_heads, kv_heads = qkv.shape[0], num_heads, num_kv_heads
     rotary_dims = head_dim if cos_sin is None else cos_sin.shape[1]
@@ -86,7 +83,6 @@ def rope_and_write(
     query = qkv[:, : q_heads * head_dim].view(tokens, q_heads, head_dim)
     if not tokens:
         return query
-    # Nothing happens to Q without norm and rotary embedding.
     first_head = q_heads if cos_sin is None and q_norm is None else 0
     pairs = power_of_2(head_dim // 2)
     token_multiple, heads, warps = tile or _tile(tokens, math.gcd(q_heads, kv_heads))
@@ -130,7 +126,7 @@ def rope_and_write(
 
 
 def _tile(tokens: int, common_heads: int) -> Tile:
-    # Few tokens: one head per warp. Many: heads in turn, which share cosines and sines.
+    # Few tokens: one head per warp. Many: heads in turn share cosines and sines.
     if tokens <= 512:
         return 1, 1, 1
     return 1, max(n for n in range(1, 5) if common_heads % n == 0), 4
@@ -156,8 +152,7 @@ def _normed(
     return first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
 
 
-# Views of a step's packed index arrays begin anywhere; a variant of the kernel for each case would
-# gain nothing.
+# Views of packed index arrays begin anywhere; variants would gain nothing.
 @triton.jit(
     do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions", "blocks", "offsets"]
 )
@@ -214,7 +209,7 @@ def _rope_and_write(
         gain = k_norm
         if is_query:
             gain = q_norm
-        # As a rectangle, which the L1 cache serves, to have it in the layout of the heads.
+        # As a rectangle, which L1 serves, in the layout of the heads.
         first_gain = tl.load(gain + first + 0 * token[:, None], mask=inside, other=0.0).to(
             tl.float32
         )
@@ -228,7 +223,6 @@ def _rope_and_write(
         cos = tl.load(angle, mask=turning, other=1.0)
         sin = tl.load(angle + R // 2, mask=turning, other=0.0)
 
-    # Where K and V of each token go; not used for Q.
     block = tl.load(blocks + token, mask=live, other=0).to(tl.int64)
     offset = tl.load(offsets + token, mask=live, other=0).to(tl.int64)
     cache = key_cache

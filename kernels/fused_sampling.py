@@ -2,10 +2,10 @@
 
 A token depends on its own row only, bit for bit. Launches, over tiles of 1024 tokens:
   _summarize   (tiles / each, rows)  each tile's largest logit and sum of exp
-  find_floors  `kernels/sampling_floors.py`: the lowest logit that stays } only where rows are cut
-  _weigh_kept  (tiles / each, rows)  the sums without what is below      }
+  find_floors  the lowest logit that stays, only where rows are cut
+  _weigh_kept  (tiles / each, rows)  the sums without what is below
   _choose      (rows)                the tile, then the token, where the running sum passes the draw
-Rows and slots: `kernels/sampling_slots.py`. Twins and formulas: `kernels/sampling.py`.
+Twins and formulas: `kernels/sampling.py`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def sample(
     )
     floors = scratch(count) if cut else None
     pdl = pdl and pdl_works(logits.device)
-    # Products and sums of the adjustments are rounded one by one, as torch rounds them.
+    # Rounded one by one, as torch does.
     options: dict[str, Any] = {
         "TILE": TILE,
         "PDL": pdl,
@@ -126,7 +126,7 @@ def sample(
 
 @triton.jit
 def _sum(x):
-    # Adds x [1024] in pairs whose order is given here: first the 8 of a thread, then its others.
+    # Adds x [1024] in pairs, first the 8 of a thread, then its others.
     tl.static_assert(x.shape[0] == 1024)
     for _ in tl.static_range(3):
         x = tl.sum(tl.reshape(x, [x.shape[0] // 2, 2]), axis=1)
@@ -191,7 +191,7 @@ def _weigh_kept(rows, tiles, floors, each, TILE: tl.constexpr, PDL: tl.constexpr
 
 @triton.jit
 def _draw(rows, slot, total):
-    # uniform() of the slot's seed, choice and token index, times `total`, in integers.
+    # uniform() times `total`, in integers
     seed_low = word_of(rows, slot, SEED).to(tl.uint32, bitcast=True).to(tl.uint64)
     seed_high = word_of(rows, slot, SEED + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     index, choice = word_of(rows, slot, TOKEN_INDEX), word_of(rows, slot, CHOICE)
@@ -202,8 +202,8 @@ def _draw(rows, slot, total):
 
 @triton.jit
 def _first_past(point, masses, places, last):
-    # The first place up to `last` at which the running sum exceeds `point`, and the sum before. If
-    # none does, since masses of tiles and tokens are rounded apart: the last that has mass.
+    # The first place up to `last` at which the running sum exceeds `point`, and the sum before;
+    # else the last that has mass.
     running = tl.cumsum(masses, axis=0)
     found = tl.min(tl.where(running > point, places, last + 1), axis=0)
     if found > last:
@@ -247,9 +247,7 @@ def _choose(
         peaks = tl.load(tiles.peaks + row * rows.tiles + index, mask=inside, other=-float("inf"))
         bests = tl.load(tiles.bests + row * rows.tiles + index, mask=inside, other=0)
         token = tl.min(tl.where(peaks == tl.max(peaks, axis=0), bests, rows.vocab), axis=0)
-    token = tl.minimum(
-        token, rows.vocab - 1
-    )  # logits that are not finite must still give a token of the vocabulary
+    token = tl.minimum(token, rows.vocab - 1)
     tl.store(chosen + row, token.to(tl.int64))
     tl.store(sampled + slot, token.to(tl.int64))
     tl.store(rows.parameters + slot * 16 + TOKEN_INDEX, word_of(rows, slot, TOKEN_INDEX) + 1)

@@ -1,12 +1,12 @@
 """Mixture of experts in Triton: routing, two grouped products, the sum over a token's experts.
 
 T tokens of H features, E experts of I. A place is (token, choice), token * top_k + choice. Places
-are sorted by expert, each expert's cut into tiles of `rows`. Only the device knows how many tiles
-there are: grids are for the worst case, and programs without a tile end at once.
+are sorted by expert, each expert's cut into tiles of `rows`. Grids are for the worst case, and
+programs without a tile end at once.
 
 Grids: route (chunks of tokens); arrange (chunks; with one chunk route does it); gate-up with
 activation and down (tiles x column blocks); sum (tokens x column blocks). No atomics, sums in one
-order; tile shapes follow from T. Twin: `kernels/moe.py`. Source: Gale et al., "MegaBlocks", 2022.
+order. Twin: `kernels/moe.py`. Source: Gale et al., "MegaBlocks", 2022.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from kvrelay.kernels.launch import cdiv, pdl_works, power_of_2, wait_for_previou
 
 __all__ = ["Tiling", "moe"]
 
-# of the table [tokens, experts], held by one program of `route`
 ROUTE_ELEMENTS = 8192
 MAX_CHUNK = 128
-# Tiles described at a time.
 TILE_BLOCK = tl.constexpr(32)
-# Tiles whose programs run side by side, so that they share an expert's weights in the L2 cache.
+# Tiles side by side, so that they share an expert's weights in L2.
 TILE_GROUP = 8
 SUM_COLUMNS = 1024
 DTYPES = (torch.float16, torch.bfloat16)
@@ -42,7 +40,7 @@ class Tiling:
     depth: int
     warps: int
     stages: int
-    # weights by TMA: compute capability 9.0 on, rows of whole 16 bytes
+    # by TMA: compute capability 9.0 on, rows of whole 16 bytes
     tma: bool = False
 
 
@@ -64,10 +62,9 @@ def moe(
     """Return the sum over experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)), [T, H].
 
     x [T, H] bf16 | fp16 (rows may be strided), router_logits [T, E], gate_up [E, 2 * I, H] (gate's
-    rows first), down [E, H, I]. Experts are the top_k logits (the lower of equals), weighted by
-    softmax over all, which `renormalize` divides by the chosen ones' sum. act: "silu" or
-    "gelu_tanh". residual [T, H] is added; `out` may be the residual. batch_invariant: one tile
-    shape for all T. tilings (rows, gate-up's, down's): None takes the tuned ones.
+    rows first), down [E, H, I]. Experts are the top_k logits, weighted by softmax over all, which
+    `renormalize` divides by the chosen ones' sum. act: "silu" or "gelu_tanh". residual [T, H] is
+    added; `out` may be the residual. batch_invariant: one tile shape for all T.
     """
     tokens, hidden = x.shape
     experts, _, inner = down.shape
@@ -126,7 +123,7 @@ def moe(
 
 INVARIANT = 64, Tiling(64, 64, 4, 4), Tiling(128, 64, 4, 4)
 
-# places [tiles * rows], by tile; expert and number of places of each tile [tiles]; all int32
+# places [tiles * rows]; expert and number of places of each tile [tiles]; int32
 SortedPlaces = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -140,10 +137,10 @@ def _sort_by_expert(
 ) -> tuple[torch.Tensor, SortedPlaces]:
     tokens, experts = router_logits.shape
     places = tokens * top_k
-    # Each expert that has places at all has one tile that may not be full.
+    # Each expert with places has one tile that may not be full.
     tiles = (places + min(experts, places) * (rows - 1)) // rows
     experts_pad, choices_pad = power_of_2(experts), power_of_2(top_k)
-    # The chunk decides in which order a row's sums over the experts are added.
+    # The chunk decides in which order a row's sums are added.
     chunk = max(1, min(ROUTE_ELEMENTS // experts_pad, MAX_CHUNK))
     if not batch_invariant:
         chunk = min(power_of_2(tokens), chunk)
@@ -210,7 +207,7 @@ def _product(
     act: str | None,
     pdl: bool,
 ) -> None:
-    # Row p of out = row p // places_per_row of x through the weights of p's expert.
+    # Row p of out = row p // places_per_row of x through p's expert.
     depth, columns, tiles = x.shape[1], out.shape[1], sorted_places[1].shape[0]
     block_k = min(tiling.depth, power_of_2(depth))
     source: torch.Tensor | TensorDescriptor = weight
@@ -241,7 +238,6 @@ def _product(
 
 
 def _tilings(places: int, experts: int, device: torch.device) -> tuple[int, Tiling, Tiling]:
-    # Small tiles stream weights, large ones compute.
     hopper, per_expert = pdl_works(device), places / experts
     if per_expert <= 8:
         return 16, Tiling(32, 128, 4, 4), Tiling(64, 128, 4, 4)
@@ -294,11 +290,10 @@ def _route(
     rank_of = tl.zeros((CHUNK, K_PAD), tl.int32)
     share_of = tl.zeros((CHUNK, K_PAD), tl.float32)
     for j in range(TOP_K):
-        best = tl.minimum(tl.argmax(score, axis=1), E - 1)  # within bounds even for NaN
+        best = tl.minimum(tl.argmax(score, axis=1), E - 1)  # within bounds for NaN
         share = tl.exp(tl.max(score, axis=1) - top)
         is_best = expert[None, :] == best[:, None]
         score = tl.where(is_best, float("-inf"), score)
-        # after places of earlier choices and of earlier tokens
         earlier = (best[None, :] == best[:, None]) & (line[None, :] < line[:, None])
         rank = tl.gather(count, best, 0) + tl.sum(earlier.to(tl.int32), axis=1)
         count += tl.sum((is_best & live[:, None]).to(tl.int32), axis=0)
@@ -370,7 +365,7 @@ def _arrange(
 
 @triton.jit
 def _starts(count, ROWS: tl.constexpr):
-    # First of each expert's places; each begins with a tile of its own.
+    # First of each expert's places.
     padded = tl.cdiv(count, ROWS) * ROWS
     return tl.cumsum(padded, axis=0) - padded
 
@@ -386,13 +381,10 @@ def _describe_tiles(
     E_PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    # Expert and places of the tiles [first, last); zero places where there is none.
     expert = tl.arange(0, E_PAD)
     for block in range(first, last, TILE_BLOCK):
         tile = block + tl.arange(0, TILE_BLOCK)
-        left = count[None, :] - (
-            tile[:, None] * ROWS - start[None, :]
-        )  # places of the expert from this tile on
+        left = count[None, :] - (tile[:, None] * ROWS - start[None, :])
         is_its = (tile[:, None] * ROWS >= start[None, :]) & (left > 0)
         tl.store(
             tile_experts + tile,
@@ -437,12 +429,12 @@ def _grouped_product(
     sections: tl.constexpr = 2 if ACT is not None else 1
     first_row = tl.load(tile_experts + tile) * (sections * N) + column
     line = tl.arange(0, ROWS)
-    # Lines without a place compute what the first one does, and are not stored.
+    # Lines without a place compute what the first does, and are not stored.
     place = tl.load(tile_places + tile * ROWS + tl.where(line < count, line, 0)).to(tl.int64)
     k = tl.arange(0, DEPTH)
     x_at = x + (place // PLACES_PER_ROW)[:, None] * x_stride + k[None, :]
     n = tl.arange(0, COLUMNS)
-    # Columns beyond the last are computed from the last one's weights, and are not stored.
+    # Columns beyond the last are not stored.
     weight_row = (first_row + tl.minimum(n, N - 1 - column)).to(tl.int64)
 
     gate = tl.zeros((ROWS, COLUMNS), tl.float32)

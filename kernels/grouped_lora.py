@@ -4,10 +4,9 @@
 - `expand` adds up the parts in order and adds B (A x) to y. Grid: tiles of rows x tiles of columns.
 
 A row's adapter is read from device memory, so both fit a CUDA graph. A program loops over the
-adapters between the lowest and the highest of its rows; rows of others are zeros. A step's rows
-come sorted by adapter, which keeps the loops short. Rows without one are not written. A row's bits
-depend on the tiles alone. Every program waits (`gdc_wait`) before it ends, also an idle one: else
-its successor would run into what is computed before. Twin: `kernels/lora.py`.
+adapters between the lowest and the highest of its rows, which come sorted. A row's bits depend on
+the tiles alone. Every program waits (`gdc_wait`) before it ends, also an idle one: else its
+successor would run into what is computed before. Twin: `kernels/lora.py`.
 """
 
 from __future__ import annotations
@@ -23,13 +22,11 @@ from kvrelay.kernels.launch import cdiv, pdl_works, power_of_2, wait_for_previou
 
 __all__ = ["INVARIANT_ROWS", "LoraTiles", "default_tiles", "expand", "shrink"]
 
-# `default_tiles` of so many rows serve all numbers of rows in batch-invariant engines.
+# Serves all numbers of rows in batch-invariant engines.
 INVARIANT_ROWS = 16
-_FEW_ROWS = (
-    256  # up to here a step is mostly decodes: small tiles, and K is shared by many programs
-)
-_MANY_ROWS = 2048  # from here on tiles of rows alone fill a GPU
-_PART_COLUMNS = 256  # of K, the fewest for one program
+_FEW_ROWS = 256
+_MANY_ROWS = 2048
+_PART_COLUMNS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +57,8 @@ def shrink(
 ) -> torch.Tensor:
     """Return down[a] x of rows with adapter a, fp32 [parts, T, C], to be added up by `expand`.
 
-    x [T, K] (rows may be strided), down [adapters, C, K], adapters int32 [T], -1 for none. C, all
-    ranks, is a multiple of 16. Tiles without an adapter are not written.
+    x [T, K] (rows may be strided), down [adapters, C, K], adapters int32 [T], -1 for none. C is a
+    multiple of 16. Tiles without an adapter are not written.
     """
     count, k = x.shape
     stacked = down.shape[1]
@@ -113,8 +110,8 @@ def expand(
 ) -> torch.Tensor:
     """Add up[a] low to rows of y [T, N] with adapter a, in place; fp32 sums rounded once.
 
-    low: what `shrink` gave, of which projection i takes its i-th `rank` columns. up [adapters, N,
-    rank]; `widths`: y's columns of each of at most three projections. y's rows may be strided.
+    Projection i takes the i-th `rank` columns of low. up [adapters, N, rank]; `widths`: y's columns
+    of at most three projections. y's rows may be strided.
     """
     split, count, stacked = low.shape
     _, n, rank = up.shape
@@ -132,7 +129,7 @@ def expand(
         raise ValueError(
             f"{stacked} sums a row are not those of {len(widths)} projections of rank {rank}"
         )
-    tiles = tiles or default_tiles(count, split)  # of which `split` is not used here
+    tiles = tiles or default_tiles(count, split)
     first, second, third = (*widths, 0, 0)[:3]
     programs = sum(cdiv(width, tiles.columns) for width in widths)
     pdl = pdl and pdl_works(y.device)
@@ -165,7 +162,6 @@ def _divisor(size: int) -> int:
     return max(width for width in (16, 32, 64) if size % width == 0)
 
 
-# Counts of rows are not specialized: one binary for all.
 @triton.jit(do_not_specialize=["count"])
 def _shrink(
     x,
@@ -208,7 +204,7 @@ def _shrink(
                     )
                     weights = tl.load(matrix + k[:, None], mask=(k < K)[:, None], other=0.0)
                     sums = tl.dot(values, weights, sums, input_precision="ieee")
-                # Not added: a matrix that holds a NaN is nobody's business but its own rows'.
+                # A NaN in a matrix is its own rows' alone.
                 total = tl.where(mine[:, None], sums, total)
         place = (part.to(tl.int64) * count + row)[:, None] * C + column[None, :]
         tl.store(low + place, total, mask=inside[:, None])

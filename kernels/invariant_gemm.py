@@ -1,12 +1,11 @@
 """y = x W^T with bits that do not depend on how many rows x has, nor on which (Triton).
 
 Every element is one chain of tensor-core products over K, 16 columns at a time, into one fp32
-accumulator: K is never split, tiles differ in rows and outputs only. Rounded once, after bias and
-residual.
+accumulator: K is never split. Rounded once, after bias and residual.
 
-Grid: one program per tile, at most as many as the GPU holds; each takes further tiles (persistent).
-Tiles go down `_GROUP` row tiles before the next outputs, so that programs share weights in L2.
-Source of both: Triton's tutorial 09.
+Grid: one program per tile, at most as many as the GPU holds; each takes further tiles (persistent),
+down `_GROUP` row tiles before the next outputs, so that programs share weights in L2. Source:
+Triton's tutorial 09.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from kvrelay.kernels.launch import cdiv, pdl_works, processors, wait_for_previou
 
 __all__ = ["FEW_OUTPUTS", "FEW_ROWS", "MANY_ROWS", "MIDDLE", "InvariantTile", "invariant_linear"]
 
-# Columns of a stage of loads; the order of additions does not depend on it.
 _BK = 64
 _GROUP = 8
 
@@ -60,8 +58,7 @@ def invariant_linear(
 ) -> torch.Tensor:
     """Return x [M, K] W^T + bias + residual [M, N]; weight [N, K]; `out` may be the residual.
 
-    bf16 or fp16, all of one type, columns contiguous; K is a multiple of 8. `tile`: None takes the
-    one for M rows.
+    bf16 or fp16, all of one type, columns contiguous; K is a multiple of 8.
     """
     (m, k), n = x.shape, weight.shape[0]
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:

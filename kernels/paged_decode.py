@@ -2,12 +2,11 @@
 
 A program walks its share of the plan (`kernels/decode_plan.py`) as *pieces*: keys of one sequence
 and KV head, for all query heads of the group (rows of `tl.dot`, padded to 16). A piece cut over
-programs leaves a *part* of each in the workspace; the last to arrive at the piece's counter joins
-them in ascending order and resets the counter. Bits depend on the batch, whose lengths decide the
-cuts: batch-invariant mode takes `kernels/paged_prefill.py`.
+programs leaves *parts* in the workspace; the last to arrive joins them in ascending order and
+resets the counter. Bits depend on the batch, whose lengths decide the cuts.
 
-fp8 is read as pairs, because tensor cores and `ldmatrix` want 16-bit elements: a pair becomes two
-fp16 numbers, exactly, and each product two, over the even and the odd dimensions.
+fp8 is read as pairs, because `ldmatrix` wants 16-bit elements: each becomes two fp16 numbers,
+exactly, and each product two, over the even and the odd dimensions.
 
 Grid: (programs), a multiple of the SMs. Twin: `kernels/paged_attention.py`. Sources: Dao et al.,
 "Flash-Decoding", 2023; Milakov and Gimelshein 2018.
@@ -24,16 +23,13 @@ from kvrelay.kernels.launch import capability
 
 __all__ = ["paged_decode"]
 
-# Finite: a tile without a visible key gets a finite softmax, which the next multiplies by zero.
+# Finite: a tile without a visible key gets a finite softmax, later multiplied by zero.
 MASKED = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
-# A scale times it is its vector's largest element, well inside the range of fp16.
 FP8_MAX = tl.constexpr(448.0)
-# Elements of parts that a join reads at a time: 32 registers per thread.
 JOIN_ELEMENTS = tl.constexpr(4096)
-# In batches up to this one a program lets the next kernel start only when its own keys are read:
-# the next one's first weights would come before them. (Llama-3.1-8B step, batch 1: 4.2 ms with an
-# early start, 4.0 without any.)
+# In batches up to this one the next kernel may start only when this one's keys are read.
+# (Llama-3.1-8B step, batch 1: 4.2 ms with an early start, 4.0 without any.)
 LATE_START_BATCH = 8
 
 
@@ -60,7 +56,7 @@ def paged_decode(
     kv_heads, block_size]. block_tables [B, max_blocks], context_lens [B] int32 as given to
     `plan_decode` for this step and window; rows of length 0 get zeros. `window`: the last keys
     only, 0 all. `softcap` c: c tanh(scores / c), 0 none. pdl: the preceding kernel must not write
-    plan, lengths or tables, which are read before the wait, as the first keys are fetched into L2.
+    plan, lengths or tables.
     """
     batch, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
@@ -140,7 +136,7 @@ def _decode_kernel(
     out,  # [batch, heads, head_dim]
     line,
     starts,
-    arrivals,  # [programs]; zeros between two launches
+    arrivals,  # [programs]; zeros between launches
     part_mixed,  # [2 * programs, GROUP, HEAD_DIM] fp32
     part_weight,  # [2 * programs, GROUP] fp32
     batch,
@@ -166,7 +162,7 @@ def _decode_kernel(
     PDL: tl.constexpr,
     LATE_START: tl.constexpr,
 ):
-    # Program p walks the units [p * share, (p + 1) * share) of the line, piece by piece.
+    # Program p walks units [p * share, (p + 1) * share) of the line.
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     share = tl.load(line)
@@ -177,7 +173,7 @@ def _decode_kernel(
     head = tl.load(starts + program * 4 + 2)
     unit = tl.load(starts + program * 4 + 3)
     if PDL:
-        if position < end:  # all keys but the newest tokens' are there already
+        if position < end:
             first = (first_key(length, window) // UNIT + unit) * UNIT
             _prefetch(
                 key_cache + head * head_stride,
@@ -195,11 +191,11 @@ def _decode_kernel(
     while position < end:
         oldest = first_key(length, window)
         first_unit = oldest // UNIT
-        units = tl.cdiv(length, UNIT) - first_unit  # of this piece; 0 in a padding row
+        units = tl.cdiv(length, UNIT) - first_unit
         taken = tl.minimum(units - unit, end - position)
         begin_key = (first_unit + unit) * UNIT
         end_key = tl.minimum(begin_key + taken * UNIT, length)
-        piece = position - unit  # where the piece begins on the line
+        piece = position - unit
         first_program = piece // share
         parts = (piece + units - 1) // share - first_program + 1
         arrival = arrivals + first_program
@@ -255,8 +251,7 @@ def _decode_kernel(
             length = tl.load(context_lens + sequence, mask=position < end, other=0)
     if PDL and LATE_START:
         tl.extra.cuda.gdc_launch_dependents()
-    # Programs without a share are the last ones: they have the time to write the zeros of padding
-    # rows.
+    # Programs without a share write the zeros of padding rows.
     for row in range(programs - 1 - program, batch, programs):
         if tl.load(context_lens + row) == 0:
             _store_zeros(out + row * out_row_stride, out_head_stride, KV_HEADS * GROUP, HEAD_DIM)
@@ -273,7 +268,7 @@ def _prefetch(
     BLOCK_TOKENS: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    # A unit's keys and values, from key `first` on, into L2; BYTES of a block and head.
+    # A unit's keys and values, from key `first` on, into L2.
     for i in tl.static_range(UNIT // BLOCK_TOKENS):
         key = first + i * BLOCK_TOKENS
         block = tl.load(table + key // BLOCK_TOKENS, mask=key < length, other=0).to(tl.int64)
@@ -297,9 +292,9 @@ def _prefetch_block(begin, BYTES: tl.constexpr):
 
 @triton.jit
 def _attend(
-    query,  # [GROUP, HEAD_DIM] of one sequence and KV head
+    query,
     query_head_stride,
-    # [num_blocks, BLOCK_TOKENS, words] of one KV head; a word is one element or a pair of fp8
+    # [num_blocks, BLOCK_TOKENS, words] of one KV head
     key_head,
     value_head,
     block_stride,
@@ -307,7 +302,7 @@ def _attend(
     value_scales,
     scale_offset,
     scale_block_stride,
-    table,  # [max_blocks]
+    table,
     oldest,
     begin_key,
     end_key,
@@ -320,7 +315,7 @@ def _attend(
     SOFTCAP: tl.constexpr,
     FP8_INSTRUCTION: tl.constexpr,
 ):
-    # The mean of the values of keys [begin_key, end_key) by softmax weight, and log2 of its sum.
+    # The mean of values of keys [begin_key, end_key) by softmax weight, and log2 of its sum.
     ROWS: tl.constexpr = (
         triton.next_power_of_2(GROUP) if GROUP > 16 else 16
     )  # the least that `tl.dot` takes
@@ -337,19 +332,16 @@ def _attend(
         even_queries, odd_queries = tl.split(tl.reshape(queries.to(tl.float16), [ROWS, WORDS, 2]))
     word = tl.arange(0, WORDS)[None, :]
     top = tl.full([ROWS], MASKED, tl.float32)
-    total = tl.zeros(
-        [ROWS, TILE], tl.float32
-    )  # summed over the tile only at the end: two barriers less per tile
+    total = tl.zeros([ROWS, TILE], tl.float32)
     mixed = tl.zeros([ROWS, WORDS], tl.float32)
     odd_mixed = tl.zeros([ROWS, WORDS], tl.float32)
     next_blocks = _blocks_of_tile(table, begin_key, end_key, BLOCK_TOKENS, TILE)
     for tile in tl.range(begin_key, end_key, TILE, num_stages=STAGES):
         key_index = tile + tl.arange(0, TILE)
-        # Memory beyond the end may hold NaN, so it is not read.
         visible = (key_index >= oldest) & (key_index < end_key)
         token = key_index % BLOCK_TOKENS
         block = next_blocks.to(tl.int64)
-        # One tile ahead, so that the copies of a tile do not wait for its block ids.
+        # One tile ahead, so that copies do not wait for block ids.
         next_blocks = _blocks_of_tile(table, tile + TILE, end_key, BLOCK_TOKENS, TILE)
         offsets = (block * block_stride + token * KEY_WORDS)[:, None] + word
         loaded = visible[:, None] & (word < KEY_WORDS)
@@ -394,7 +386,6 @@ def _attend(
 
 @triton.jit
 def _blocks_of_tile(table, tile, end_key, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr):
-    # the block of each key [TILE], or the one block that holds them all
     if TILE <= BLOCK_TOKENS:
         blocks = tl.load(table + tile // BLOCK_TOKENS, mask=tile < end_key, other=0)
     else:
@@ -406,7 +397,7 @@ def _blocks_of_tile(table, tile, end_key, BLOCK_TOKENS: tl.constexpr, TILE: tl.c
 @triton.jit
 def _halves(pairs, FP8_INSTRUCTION: tl.constexpr):
     # int16 pairs of fp8 (e4m3) -> the low and the high bytes as fp16, exactly
-    if FP8_INSTRUCTION:  # two pairs at a time: pick their low (high) bytes, convert both
+    if FP8_INSTRUCTION:
         low = tl.inline_asm_elementwise(
             "{ .reg .b32 t; .reg .b16 s; prmt.b32 t, $1, 0, 0x4420; mov.b32 {s, _}, t; "
             "cvt.rn.f16x2.e4m3x2 $0, s; }",
@@ -425,7 +416,7 @@ def _halves(pairs, FP8_INSTRUCTION: tl.constexpr):
             is_pure=True,
             pack=2,
         )
-    else:  # the bits in their places of fp16, whose exponent's bias is greater by 8
+    else:  # fp16's exponent has a bias greater by 8
         low = (((pairs << 8) & -0x8000) | ((pairs << 7) & 0x3F80)).to(
             tl.float16, bitcast=True
         ) * 256
@@ -437,19 +428,19 @@ def _halves(pairs, FP8_INSTRUCTION: tl.constexpr):
 def _finish(
     mixed,
     weight,
-    out,  # [GROUP, HEAD_DIM]
+    out,
     out_head_stride,
-    arrival,  # counts the parts of this piece that are done
+    arrival,
     part_mixed,
     part_weight,
-    slot,  # of this part
-    first_slot,  # of part 0
+    slot,
+    first_slot,
     next_slot,  # part i > 0 has slot next_slot + i
     parts,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    # Writes a whole piece; or leaves a part, and joins all if it is the last to arrive.
+    # Writes a whole piece; or leaves a part, and joins all if it is the last.
     row = tl.arange(0, mixed.shape[0])
     dim = tl.arange(0, mixed.shape[1])[None, :]
     real = (row < GROUP)[:, None] & (dim < HEAD_DIM)
@@ -462,7 +453,7 @@ def _finish(
             part_mixed + slot * (GROUP * HEAD_DIM) + row[:, None] * HEAD_DIM + dim, mixed, mask=real
         )
         tl.store(part_weight + slot * GROUP + row, weight, mask=row < GROUP)
-        # All threads have stored before one of them releases; it acquires before any of them loads.
+        # All threads have stored before one releases; it acquires before any loads.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
         if arrived == parts - 1:
@@ -505,7 +496,7 @@ def _join(
         part = first + tl.arange(0, JOIN_PARTS)
         slot = tl.where(part == 0, first_slot, next_slot + part)
         there = (part < parts)[:, None]
-        # .cg: from the L2 cache, where the other programs' stores are.
+        # .cg: from L2, where the other programs' stores are
         weight_at = part_weight + slot[:, None] * GROUP + row[None, :]
         weight = tl.load(
             weight_at, mask=there & (row < GROUP)[None, :], other=MASKED, cache_modifier=".cg"

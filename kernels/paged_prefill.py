@@ -1,13 +1,13 @@
 """Attention of prefill chunks over paged KV: variable length, prefixes, windows, grouped heads.
 
-Chooses the kernel, and has the one for every device; Hopper's for 16-bit KV is
-`kernels/paged_prefill_hopper.py`. Both compute a tile of queries at a time and walk its keys in
-*strips*. T rows of queries, Hq query heads, Hkv KV heads, D head dim, S sequences. Grid: (tiles *
-Hq / heads of a tile), tiles with many keys first.
+Has the kernel for every device; Hopper's for 16-bit KV is `kernels/paged_prefill_hopper.py`. Both
+compute a tile of queries at a time and walk its keys in *strips*. T rows of queries, Hq query
+heads, Hkv KV heads, D head dim, S sequences. Grid: (tiles * Hq / heads of a tile), tiles with many
+keys first.
 
-Always batch-invariant: strips lie on a fixed grid from position 0, every product has one shape, and
-a strip of which a row sees no key multiplies it by one and adds zero. So a decode row, too, has the
-bits that it would have had within a prefill.
+Batch-invariant: strips lie on a fixed grid from position 0, every product has one shape, and a
+strip of which a row sees no key adds zero. So a decode row, too, has the bits that it would have
+within a prefill.
 
 fp8 (e4m3) is widened by bit operations: in the places of fp16 the bits are the number / 256,
 exactly. Algorithm: Dao, "FlashAttention-2", 2023. Twin: `kernels/paged_attention.py`.
@@ -36,12 +36,12 @@ __all__ = [
     "tile_tokens",
 ]
 
-# auto: the Hopper kernel where it serves the call; portable: never; hopper: that or an error
+# auto: the Hopper kernel where it serves; portable: never; hopper: that or an error
 PREFILL_PATH = "auto"
 
 TILE_ROWS = 128
 LOG2_E = 1 / math.log(2)
-# The running maximum starts finite: a row that has seen no key gets no NaN from -inf minus it.
+# Finite: a row that has seen no key gets no NaN.
 LOWEST = tl.constexpr(-1e30)
 
 
@@ -51,7 +51,6 @@ def tile_heads(group: int) -> int:
 
 
 def tile_tokens(group: int) -> int:
-    """Return the query tokens in one tile."""
     return TILE_ROWS // tile_heads(group)
 
 
@@ -65,9 +64,8 @@ def prefill_tiles(
     """Cut each sequence's query tokens into tiles, int32 [tiles, 2]: (sequence, first token).
 
     A tile has TILE_ROWS rows, token-major: heads that share a KV head, times consecutive tokens.
-    Heads are packed so that short chunks fill it better and K and V are read once. query_lens: this
-    step's tokens; context_lens: all tokens; `window` 0 is full. Tiles with many keys come first, so
-    that small ones fill the last round.
+    query_lens: this step's tokens; context_lens: all tokens; `window` 0 is full. Tiles with many
+    keys come first, so that small ones fill the last round.
     """
     tokens = tile_tokens(group)
     queries, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
@@ -104,15 +102,13 @@ def paged_prefill(
     query, out [T, Hq, D], last dim contiguous. Caches [num_blocks, Hkv, block_size, D]: one layer's
     views of the pool, with this step's keys; fp8 ones with scales [num_blocks, Hkv, block_size]
     fp32. All int32: block_tables [S, max_blocks], query_starts [S + 1] (rows of `query`),
-    context_lens [S], tiles of `prefill_tiles`. Rows from query_starts[S] on are padding: their
-    `out` stays. `window` keys are seen (0: all); `softcap` c makes a score c * tanh(score / c) (0:
-    none).
+    context_lens [S], tiles of `prefill_tiles`. Rows from query_starts[S] on are padding: `out`
+    stays. `window` keys are seen (0: all); `softcap` c makes a score c * tanh(score / c) (0: none).
     """
     _check(query, key_cache, value_cache, out, key_scales, value_scales)
     if len(tiles) == 0:
         return out
     if _takes_hopper_path(query, key_cache, out):
-        # Here, because not every build of Triton has Gluon.
         from kvrelay.kernels.paged_prefill_hopper import hopper_prefill
 
         return hopper_prefill(
@@ -182,13 +178,9 @@ class LaunchShape:
 
 
 def launch_shape(query: torch.Tensor, key_cache: torch.Tensor) -> LaunchShape:
-    """Return the portable kernel's shape, from device, head dim and KV format alone.
-
-    A row's bits depend on the strip.
-    """
+    """Return the portable kernel's shape; a row's bits depend on its strip."""
     hopper = capability(query.device) >= (9, 0)
-    # Else registers spill: wide accumulators, or widened fp8 in registers where products take
-    # operands from them.
+    # Else registers spill.
     if query.shape[2] > 128 or (not hopper and key_cache.dtype != query.dtype):
         return LaunchShape(strip=32, warps=8, stages=2)
     return LaunchShape(strip=64, warps=8, stages=3 if hopper else 2)
@@ -201,7 +193,7 @@ def _takes_hopper_path(query: torch.Tensor, key_cache: torch.Tensor, out: torch.
     serves = (
         capability(query.device) == (9, 0)
         and key_cache.dtype == query.dtype
-        # TMA sees the pool as rows of one size, and all its strides are multiples of 16 bytes.
+        # TMA sees the pool as rows of one size, with strides of whole 16 bytes.
         and all(stride % head_dim == 0 for stride in key_cache.stride()[:2])
         and all(stride % 8 == 0 for stride in (head_dim, *query.stride()[:2], *out.stride()[:2]))
         and all(tensor.data_ptr() % 16 == 0 for tensor in (query, key_cache, out))
@@ -267,7 +259,7 @@ def _prefill_kernel(
     table_stride,
     out_token_stride,
     out_head_stride,
-    to_exponent,  # makes a product an exponent of two, or the argument of the tanh of a soft cap
+    to_exponent,  # of two, or of the soft cap's tanh
     cap,  # the soft cap as an exponent of two
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -290,7 +282,7 @@ def _prefill_kernel(
     start = tl.load(query_starts + sequence)
     tokens = tl.load(query_starts + sequence + 1) - start
     context = tl.load(context_lens + sequence)
-    oldest = context - tokens + first  # position of the tile's first token
+    oldest = context - tokens + first  # of the tile's first token
 
     rows = tl.arange(0, TOKENS * HEADS)
     dims = tl.arange(0, DIM)
@@ -304,8 +296,7 @@ def _prefill_kernel(
     )
     q = tl.load(at_query, mask=valid, other=0.0)
 
-    # The rows see keys in the strips [begin, end); every row sees all keys of the strips [whole,
-    # ragged).
+    # Rows see keys in strips [begin, end); every row sees all of [whole, ragged).
     end = tl.cdiv(tl.minimum(oldest + TOKENS, context), STRIP)
     begin, whole = 0, 0
     if WINDOW > 0:
@@ -323,8 +314,6 @@ def _prefill_kernel(
     top = tl.full([TOKENS * HEADS], LOWEST, tl.float32)
     total = tl.zeros([TOKENS * HEADS], tl.float32)
     for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
-        # Strips cut by the edge of the window, whole strips, strips cut by the diagonal or by the
-        # end of the sequence.
         low, high = (
             (begin, whole) if part == 0 else ((whole, ragged) if part == 1 else (ragged, end))
         )
@@ -334,7 +323,7 @@ def _prefill_kernel(
             block = tl.load(table + key_position // BLOCK_TOKENS, mask=exists, other=0).to(tl.int64)
             slot = key_position % BLOCK_TOKENS
             at = (block * block_stride + slot * HEAD_DIM)[:, None] + dims[None, :]
-            # Values that do not exist must be zeros: a weight of zero times a NaN is a NaN.
+            # Zeros: a weight of zero times a NaN is a NaN.
             here = exists[:, None] & (dims < HEAD_DIM)[None, :]
             k = tl.load(keys + at, mask=here, other=0)
             v = tl.load(values + at, mask=here, other=0)
@@ -354,7 +343,7 @@ def _prefill_kernel(
                     seen &= key_position[None, :] > position[:, None] - WINDOW
                 scores = tl.where(seen, scores, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1) * factor)
-            # Spelled out as multiply-adds, because masked and whole strips must round alike.
+            # Multiply-adds: masked and whole strips must round alike.
             weights = tl.exp2(tl.fma(scores, factor, -higher[:, None]))
             shrink = tl.exp2(top - higher)
             total = tl.fma(total, shrink, tl.sum(weights, 1))
@@ -369,6 +358,6 @@ def _prefill_kernel(
 
 @triton.jit
 def _widen(fp8):
-    # the bits of e4m3 numbers as fp16 numbers, divided by 256
+    # e4m3 bits as fp16 numbers, divided by 256
     bits = fp8.to(tl.uint16)
     return ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)

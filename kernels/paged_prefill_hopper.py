@@ -1,13 +1,12 @@
 """Attention of prefill chunks over paged 16-bit KV on Hopper, in Gluon; see paged_prefill.py.
 
-A program computes one tile of queries after the other. Its *loader* copies queries, and keys and
-values a strip at a time into a ring of slots, by TMA, and runs ahead. Its two *halves* are
-warpgroups with 64 of a tile's 128 rows. A half starts the product of the next keys before it waits
-for that of the last values, so that its softmax runs beside the tensor cores; the halves take turns
-in starting products, so that one computes exponentials while the other multiplies.
+A program's *loader* copies queries, and keys and values a strip at a time into a ring of slots, by
+TMA, and runs ahead. Its two *halves* are warpgroups with 64 of a tile's 128 rows. A half starts the
+product of the next keys before it waits for that of the last values, so that its softmax runs
+beside the tensor cores; the halves take turns in starting products.
 
-TMA sees the pool as rows of head_dim elements, of which block and head strides are multiples. A box
-is one block of one head; beyond head_dim (80, 96) TMA fills in zeros.
+TMA sees the pool as rows of head_dim elements; a box is one block of one head, with zeros beyond
+head_dim (80, 96).
 
 A tile is TOKENS x HEADS = 128 rows, DIM is head_dim rounded up to a power of two, an *item* is one
 tile for HEADS heads. Grid: (SMs), or (items) if fewer. Algorithm: Shah et al., "FlashAttention-3",
@@ -35,11 +34,10 @@ from kvrelay.kernels.paged_prefill import tile_heads, tile_tokens
 __all__ = ["hopper_prefill"]
 
 LOG2_E = 1 / math.log(2)
-# The running maximum starts finite: a row that has seen no key gets no NaN from -inf minus it.
+# Finite: a row that has seen no key gets no NaN.
 LOWEST = gl.constexpr(-1e30)
-# Rows of a half: a warpgroup's.
 ROWS = gl.constexpr(64)
-# Registers per thread. The two halves and the loader share 504.
+# Registers per thread; the halves and the loader share 504.
 HALF_REGISTERS = gl.constexpr(232)
 LOADER_REGISTERS = gl.constexpr(40)
 
@@ -106,7 +104,7 @@ def _descriptor(
     )
 
 
-# Not specialized: one binary for all numbers of tiles.
+# Not specialized: one binary.
 @gluon.jit(do_not_specialize=["items"])
 def _prefill_kernel(
     queries,  # TMA descriptor of [T, Hq, D], boxes [TOKENS, HEADS, DIM]
@@ -123,8 +121,8 @@ def _prefill_kernel(
     table_stride,
     out_token_stride,
     out_head_stride,
-    to_exponent,  # makes a product an exponent of two, or the argument of the tanh of a soft cap
-    cap,  # the soft cap as an exponent of two
+    to_exponent,
+    cap,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -132,7 +130,7 @@ def _prefill_kernel(
     SLOTS: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
-    TAKE_TURNS: gl.constexpr,  # True: the halves take turns in starting products
+    TAKE_TURNS: gl.constexpr,
     HOLD_WAIT: gl.constexpr,
 ):
     TOKENS: gl.constexpr = queries.block_type.shape[0]
@@ -188,7 +186,7 @@ def _prefill_kernel(
 
 @gluon.jit
 def _place(turn):
-    # Every second round is dealt in reverse: all programs get a like sum of work.
+    # Every second round in reverse: all programs get a like sum of work.
     place = gl.program_id(0)
     return gl.where(turn % 2 == 0, place, gl.num_programs(0) - 1 - place)
 
@@ -202,8 +200,8 @@ def _count_turns(items):
 
 @gluon.jit
 def _item(turn, work, head_tiles):
-    # sequence, which of `head_tiles` sets of heads, row of the first token, row where the
-    # sequence's tokens stop, position of the first token, tokens of the sequence in all
+    # sequence, set of heads, row of the first token, row where the tokens stop, position of the
+    # first token, tokens in all
     tiles, query_starts, context_lens, items = work
     item = turn * gl.num_programs(0) + _place(turn)
     tile = tiles + item // head_tiles * 2
@@ -217,7 +215,7 @@ def _item(turn, work, head_tiles):
 
 @gluon.jit
 def _strips(oldest, context, TOKENS: gl.constexpr, STRIP: gl.constexpr, WINDOW: gl.constexpr):
-    # Rows see keys in [begin, end), at least one strip; all see all keys of [whole, ragged).
+    # Rows see keys in [begin, end); all see all of [whole, ragged).
     begin = 0
     if WINDOW > 0:
         begin = gl.maximum(oldest - WINDOW + 1, 0) // STRIP
@@ -231,7 +229,6 @@ def _strips(oldest, context, TOKENS: gl.constexpr, STRIP: gl.constexpr, WINDOW: 
 
 @gluon.jit
 def _loader(queries, pool, buffers, full, free, landed, work, how):
-    # Keys are a strip ahead of values, as they are used.
     KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP, TAKE_TURNS, HOLD_WAIT = how
     keys, values, block_tables, table_stride, block_rows, head_rows = pool
     query_tile, key_ring, value_ring = buffers
@@ -277,8 +274,7 @@ def _loader(queries, pool, buffers, full, free, landed, work, how):
                         values, source, strip - 1, value_full.index(slot), value_ring.index(slot)
                     )
                 else:
-                    # The end of a sequence: a weight of zero times a value that nobody wrote might
-                    # be a NaN.
+                    # A weight of zero times a value that nobody wrote might be a NaN.
                     mbarrier.expect(landed.index(0), STRIP_BYTES)
                     _copy_strip(values, source, strip - 1, landed.index(0), value_ring.index(slot))
                     mbarrier.wait(landed.index(0), cleaned & 1)
@@ -291,7 +287,7 @@ def _loader(queries, pool, buffers, full, free, landed, work, how):
 
 @gluon.jit
 def _copy_strip(cache, source, strip, landed, slot):
-    # A box for each block. Beyond the last block that one is read again, and masked later.
+    # A box for each block; beyond the last that one again, masked later.
     table, last_block, block_rows, head_row = source
     BLOCK_TOKENS: gl.constexpr = cache.block_type.shape[0]
     BLOCKS: gl.constexpr = slot.shape[0] // BLOCK_TOKENS
@@ -303,7 +299,7 @@ def _copy_strip(cache, source, strip, landed, slot):
 
 @gluon.jit
 def _clear_rows(slot, first):
-    # Zeros rows from `first` on; eight at a time, as the loader is one warp with few registers.
+    # Zeros rows from `first` on; eight at a time, as the loader has few registers.
     STRIP: gl.constexpr = slot.shape[0]
     DIM: gl.constexpr = slot.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [1, 1], [1, 0])
@@ -343,16 +339,13 @@ def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_expon
     item = _item(0, work, KV_HEADS * GROUP // HEADS)
     for turn in range(turn_count):
         sequence, head_tile, row, stop, oldest, context = item
-        item = _item(
-            gl.minimum(turn + 1, turn_count - 1), work, KV_HEADS * GROUP // HEADS
-        )  # long before its use
+        item = _item(gl.minimum(turn + 1, turn_count - 1), work, KV_HEADS * GROUP // HEADS)
         begin, whole, ragged, end = _strips(oldest, context, TOKENS, STRIP, WINDOW)
         rule = (oldest + token, to_exponent, cap)
         mixed = gl.zeros([ROWS, DIM], gl.float32, mixed_layout)
         top = gl.full([ROWS], LOWEST, gl.float32, row_layout)
         total = gl.zeros([ROWS], gl.float32, row_layout)
 
-        # No values are there to multiply beside the first softmax.
         mbarrier.wait(query_full.index(0), turn & 1)
         scores = _start_scores(HALF, q, key_ring, key_full, turns, done, TAKE_TURNS)
         _pass_turn(HALF, turns, TAKE_TURNS)
@@ -396,11 +389,11 @@ def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_expon
 def _start_scores(
     HALF: gl.constexpr, q, key_ring, key_full, turns, number, TAKE_TURNS: gl.constexpr
 ):
-    # Starts q k^T of strip `number` of all, when its keys are there and it is this half's turn.
+    # Starts q k^T of a strip when its keys are there and it is this half's turn.
     SLOTS: gl.constexpr = key_ring.shape[0]
     STRIP: gl.constexpr = key_ring.shape[1]
     if TAKE_TURNS:
-        # Half 0 begins: its first wait is for the phase before the first, which counts as over.
+        # Half 0 begins: the phase before the first counts as over.
         mbarrier.wait(turns.index(HALF), (number & 1) ^ (1 - HALF))
     slot = number % SLOTS
     mbarrier.wait(key_full.index(slot), number // SLOTS & 1)
@@ -420,7 +413,7 @@ def _pass_turn(HALF: gl.constexpr, turns, TAKE_TURNS: gl.constexpr):
 
 @gluon.jit
 def _step(HALF: gl.constexpr, rings, state, rule, strip, MASKED: gl.constexpr, how):
-    # Scores and softmax of one strip, beside the weighted sum of the strip before.
+    # Scores and softmax of a strip, beside the weighted sum of the strip before.
     KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP, TAKE_TURNS, HOLD_WAIT = how
     q, key_ring, value_ring, full, free, turns, first_number = rings
     mixed, weights, top, total = state
@@ -458,7 +451,7 @@ def _softmax(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
-    # A strip's weights relative to the new maximum; that and the sum; the factor for all before.
+    # A strip's weights relative to the new maximum; both sums; the factor for all before.
     position, to_exponent, cap = rule
     if SOFTCAP:
         scores = cap - 2 * cap / (gl.exp2(scores * to_exponent) + 1)  # cap * tanh
@@ -473,7 +466,7 @@ def _softmax(
             seen = seen & (key > newest - WINDOW)
         scores = gl.where(seen, scores, float("-inf"))
     higher = gl.maximum(top, gl.max(scores, 1) * to_exponent)
-    # Spelled out as multiply-adds, because masked and whole strips must round alike.
+    # Multiply-adds: masked and whole strips must round alike.
     weights = gl.exp2(gl.fma(scores, to_exponent, gl.expand_dims(-higher, 1)))
     shrink = gl.exp2(top - higher)
     return weights, higher, gl.fma(total, shrink, gl.sum(weights, 1)), shrink
@@ -481,9 +474,8 @@ def _softmax(
 
 @gluon.jit
 def _hold(total):
-    # ptxas would wait for the value product before the softmax, with nothing to do beside it. A
-    # store that depends on `total` and never happens (sums of exponentials are not negative) keeps
-    # it.
+    # ptxas would wait for the value product before the softmax. A store that depends on `total` and
+    # never happens keeps it.
     return gl.inline_asm_elementwise(
         "{ .reg .pred never; .reg .b32 nowhere; setp.lt.f32 never, $1, 0f00000000; mov.b32 "
         "nowhere, 0;"

@@ -5,8 +5,8 @@ Launches, over tiles of 1024 tokens; rows that are not cut exit at once:
   _narrow * 3  (tiles / 4, rows)  count or weigh what is above 8 pivots between them
   _gather      (tiles / 4, rows)  list the few hundred logits that are left
   _cut         (rows)             bisect these on the bits of their values
-Top-k needs no pivots: k logits or more are as large as the k-th largest of the maxima of 128 tokens
-each. A floor has the same bits in every batch. Twin: `kernels/sampling.py`.
+For top-k, k logits or more are as large as the k-th largest of the maxima of 128 tokens each. A
+floor has the same bits in every batch. Twin: `kernels/sampling.py`.
 """
 
 from __future__ import annotations
@@ -45,17 +45,16 @@ __all__ = ["find_floors"]
 _TILES_PER_SPLIT = 4
 _PIVOTS = 8
 _PASSES = 3
-# Logits that `_cut` can bisect in registers. With more it reads the row once per bit, slow but
-# rare: top-p of a top-k of thousands, or thousands of logits within 1/500 of the first bracket.
+# Logits that `_cut` can bisect in registers. With more it reads the row once per bit: rare.
 _ROOM = 4096
 
 # The int64 words of a row's bracket: the lowest logit that stays is in (low, high]. What is above a
-# logit is counted for top-k and weighed for top-p; the logit stays if that is less than the limit.
+# logit is counted for top-k and weighed for top-p.
 _LOW = tl.constexpr(0)
 _HIGH = tl.constexpr(1)
 _PEAK = tl.constexpr(2)
 _LIMIT = tl.constexpr(3)
-_ABOVE_LOW = tl.constexpr(4)  # 0 before anybody has counted, if there are sure to be few
+_ABOVE_LOW = tl.constexpr(4)  # 0: there are sure to be few
 _ABOVE_HIGH = tl.constexpr(5)
 
 _NO_LIMIT = tl.constexpr(1 << 62)
@@ -110,7 +109,7 @@ def find_floors(rows: Rows, tiles: Tiles, floors: torch.Tensor, options: dict[st
 
 @triton.jit
 def _bits_of(x):
-    # an int64 for each fp32, in the order of the fp32
+    # in the order of the fp32
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
@@ -123,7 +122,7 @@ def _of_bits(ordered):
 
 @triton.jit
 def _grain(rows, slot):
-    # What bits of different logits differ by at least: an fp32 of 16 bits ends in zeros, or ones.
+    # What bits of different logits differ by at least; an fp32 of 16 bits ends in zeros, or ones.
     grain = tl.full([], 2, tl.int64)
     if rows.logits.dtype.element_ty == tl.bfloat16:
         grain = tl.full([], 1 << 16, tl.int64)
@@ -137,13 +136,12 @@ def _grain(rows, slot):
 
 @triton.jit
 def _just_below(x):
-    # also where denormals count as 0
     return x - (tl.abs(x) * 1e-6 + 1e-30)
 
 
 @triton.jit
 def _cuts_twice(rows, slot):
-    # With top-p after top-k all that top-k leaves is needed, not only what is at its edge.
+    # With top-p after top-k all that top-k leaves is needed.
     return (word_of(rows, slot, TOP_K) > 0) & (real_of(rows, slot, TOP_P) < 1)
 
 
@@ -187,8 +185,7 @@ def _bracket(
         )
         low = _just_below(_kth_largest(maxima, top_k, _grain(rows, slot)))
     else:
-        # All logits below this together have less mass than the nucleus leaves out; 1 % is for
-        # rounding.
+        # All logits below have less mass than the nucleus leaves out; 1 % is for rounding.
         low = peak + tl.log2((1.0 - top_p) * 0.99 * (whole / UNIT) / rows.vocab) / scale
     limit = tl.where(top_k > 0, top_k, (top_p * whole).to(tl.int64))
     above_low = tl.where(top_k > SUBTILES, rows.vocab, 0)
@@ -234,7 +231,7 @@ def _read(bracket, row):
 
 @triton.jit
 def _kth_largest(values, k, grain):
-    # A value that at least k reach, and that differs from the k-th by rounding only.
+    # A value that at least k reach, up to rounding.
     low, high = _bits_of(tl.min(values, axis=0)) - 1, _bits_of(tl.max(values, axis=0))
     while high - low >= grain:
         middle = (low + high) >> 1
@@ -252,7 +249,7 @@ def _pivots(low, high, PIVOTS: tl.constexpr):
 
 @triton.jit
 def _is_crowded(rows, slot, low, peak, above_low, above_high, ROOM: tl.constexpr):
-    # More logits in the bracket (above low, where the nucleus follows) than there is room for.
+    # More logits in the bracket than there is room for.
     count = (above_low - tl.where(_cuts_twice(rows, slot), 0, above_high)).to(tl.float32)
     if word_of(rows, slot, TOP_K) == 0:
         count /= (
@@ -282,8 +279,7 @@ def _narrowed(
         above = tl.sum(tl.load(amounts + places, mask=splits < SPLITS, other=0), axis=0)
         pivots = _pivots(low, high, PIVOTS)
         stays = above < limit
-        # Amounts fall from pivot to pivot, so each of these four is that of the pivot next to the
-        # edge.
+        # Amounts fall: each of these four is that of the pivot next to the edge.
         low = tl.maximum(low, tl.max(tl.where(stays, -float("inf"), pivots), axis=0))
         above_low = tl.minimum(above_low, tl.min(tl.where(stays, _NO_LIMIT, above), axis=0))
         high = tl.minimum(high, tl.min(tl.where(stays, pivots, float("inf")), axis=0))
@@ -310,7 +306,7 @@ def _narrow(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Narrows the bracket by the pass before; then counts or weighs above its new pivots.
+    # Narrows the bracket by the pass before; counts or weighs above new pivots.
     wait_for_previous(PDL)
     row, split = tl.program_id(1), tl.program_id(0)
     slot = tl.load(rows.slots + row)
@@ -337,7 +333,7 @@ def _narrow(
                 tl.float32
             )  # two instructions for each pivot and logit
             above = tl.fma(larger, amount[None, :], above)
-    # Eight places are added as fp32, in an order given here; the rest as integers, in any order.
+    # Eight places are added in an order given here; the rest as integers, in any order.
     for _ in tl.static_range(3):
         above = tl.sum(tl.reshape(above, [PIVOTS, 2, above.shape[1] // 2]), axis=1)
     places = (row * SPLITS + split) * PIVOTS + tl.arange(0, PIVOTS)
@@ -363,7 +359,7 @@ def _gather(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # The logits in the bracket to `candidates` [rows, ROOM] in any order; `held` counts them.
+    # The logits in the bracket to `candidates` [rows, ROOM]; `held` counts them.
     wait_for_previous(PDL)
     row, split = tl.program_id(1), tl.program_id(0)
     slot = tl.load(rows.slots + row)
@@ -398,8 +394,8 @@ def _cut(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # The lowest logit that stays, or min-p's floor if higher. Bisected on the bits of fp32, as
-    # int64: above `low` there is too much for `low` to stay, above `high` there is not.
+    # The lowest logit that stays, or min-p's floor if higher. Above `low` there is too much for
+    # `low` to stay, above `high` there is not.
     wait_for_previous(PDL)
     row = tl.program_id(0)
     slot = tl.load(rows.slots + row)
@@ -413,7 +409,7 @@ def _cut(
         _cuts_twice(rows, slot),
         word_of(rows, slot, TOP_K) > 0,
     )
-    over = tl.where(twice, 0, above_high)  # the amount above all candidates
+    over = tl.where(twice, 0, above_high)  # above all candidates
     high = tl.where(twice, peak, high)
     listed = tl.load(held + row)
     index = tl.arange(0, ROOM)
@@ -424,7 +420,7 @@ def _cut(
         low = _just_below(tl.min(tl.where(is_listed, values, float("inf")), axis=0))
         high = tl.max(values, axis=0)
     low, high = _bits_of(low), _bits_of(high)
-    if listed == 0:  # by rounding, the edge lies between two logits
+    if listed == 0:  # by rounding
         low = high - 1
     top, grain = high, _grain(rows, slot)
     for stage in range(2):
@@ -448,8 +444,7 @@ def _cut(
                 else:
                     low, count_low, mass_low = middle, count, mass
             if (stage == 0) & twice:
-                # All from low to high are equal. Of equals at its edge top-k weighs only as many as
-                # make up k.
+                # Of equals at its edge top-k weighs only as many as make up k.
                 each = (mass_low - mass_high) // tl.maximum(count_low - count_high, 1)
                 of_k = mass_high + each * (tl.minimum(limit, count_low.to(tl.int64)) - count_high)
                 limit = (of_k.to(tl.float32) * real_of(rows, slot, TOP_P)).to(tl.int64)
@@ -459,7 +454,7 @@ def _cut(
 
 @triton.jit
 def _above(edge, rows, slot, row, values, masses, listed, peak, scale, TILE: tl.constexpr):
-    # Number and mass of the candidates above `edge`; of the whole row if they are too many.
+    # Number and mass of the candidates above `edge`, or of the whole row.
     if listed <= values.shape[0]:
         count = tl.sum((values > edge).to(tl.int32), axis=0)
         mass = tl.sum(tl.where(values > edge, masses, 0), axis=0)

@@ -1,23 +1,20 @@
 """y = x W^T for few rows of x, as fast as weights can be read (Triton).
 
-A decode step reads every weight once: 436 MB a layer of the 8B shape. Three kernels, which add in
-fp32 and round once (`kernels/skinny_kernels.py`, `kernels/skinny_hopper.py`):
+Three kernels, which add in fp32 and round once (`kernels/skinny_kernels.py`,
+`kernels/skinny_hopper.py`):
 
-- `vector_kernel`, one row. Grid: one program per `block_n` weight rows; multiply-adds in registers,
-  where fp8 weights are widened.
+- `vector_kernel`, one row. Grid: one program per `block_n` weight rows.
 - `ring_kernel`, up to 64 rows of 16 bits on Hopper: one warp loads, four multiply.
 - `tile_kernel`, any rows. Grid: weight tiles x split. acc[block_n, BM] = W[block_n, block_k]
-  x^T[block_k, BM], so that 64 weight rows fill a wgmma whatever BM is (16 to 128). Where tiles are
-  few, programs share the K of one: the last to arrive adds all sums in the order of K and resets
-  the counter. fp8 weights meet fp8 rows.
+  x^T[block_k, BM], so that 64 weight rows fill a wgmma whatever BM is. Programs that share the K of
+  a tile: the last to arrive adds all sums in the order of K and resets the counter.
 
 In the same launch: scales, bias, gated activation or residual. Not RMSNorm: each program would norm
-all of x. With `pdl=True` (Hopper on) a kernel of 8 to 55 us saves 2 to 4 us: the next kernel's
-programs start as this one's end, and before they wait for it fetch their first weights into
-registers, shared memory or L2 (`prefetch`), so that memory stays busy.
+all of x. With `pdl=True` (Hopper on) a kernel of 8 to 55 us saves 2 to 4 us: its programs fetch
+their first weights before they wait for the kernel before.
 
-A row's bits do not depend on other rows; only on their number where it chooses kernel, `block_k` or
-`split`. There is one workspace per GPU: calls must be on one stream, the first not under capture.
+A row's bits do not depend on other rows, but on their number where it chooses kernel, `block_k` or
+`split`. One workspace per GPU: calls must be on one stream, the first not under capture.
 """
 
 from __future__ import annotations
@@ -47,17 +44,16 @@ __all__ = [
 
 Activation = Literal["silu", "gelu_tanh"]
 
-# Where cuBLAS is faster, `kernels/gpu_linear.py` takes that.
 MAX_ROWS = 128
 
-# At 128, x would be as many bytes as the weight on their way to the SMs.
+# At 128, x would be as many bytes as the weight.
 RING_ROWS = 64
 
-# fp32 numbers in the workspace (32 MiB): split x N x BM
+# fp32 numbers (32 MiB): split x N x BM
 _PARTIAL_SUMS = 8 << 20
 _MOST_TILES = 4096
-_RING_BYTES = 224 << 10  # of the 227 KB that programs share on an SM
-_RING_REGISTERS = 128  # per thread: two programs of 256 threads share an SM
+_RING_BYTES = 224 << 10  # of an SM's 227 KB
+_RING_REGISTERS = 128  # two programs of 256 threads share an SM
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +67,14 @@ class VectorTile:
 
 @dataclass(frozen=True, slots=True)
 class TensorTile:
-    """A tile of the tile kernel; with a gate, block_n gate rows and as many up rows."""
-
     block_n: int
     block_k: int
     warps: int = 4
-    # in shared memory, each a weight tile and an x tile
     stages: int = 5
-    # programs that share the K of one tile; 1 with a gate
+    # programs that share K; 1 with a gate
     split: int = 1
-    # loads by the tensor memory accelerator (Hopper and later)
     tma: bool = False
-    # bytes of each weight row into L2 before `gdc_wait`; 0 or a power of two from 512 on
+    # bytes of a weight row into L2 before `gdc_wait`: 0, or a power of two from 512 on
     prefetch: int = 1024
 
 
@@ -90,11 +82,9 @@ class TensorTile:
 class RingTile:
     """A tile of the ring kernel (Hopper, 16 bits, up to 64 rows)."""
 
-    # of the weight, a multiple of 16 up to 256; with a gate half of them are the gate's
+    # weight rows, a multiple of 16 up to 256; with a gate half are its own
     rows: int
-    # programs that share the K of one tile
     split: int
-    # of the ring
     slots: int
 
 
@@ -104,8 +94,7 @@ Tile = VectorTile | TensorTile | RingTile
 def default_tile(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> Tile:
     """Return the tile for x [rows, K], best in a sweep on an H200 over Llama-3.1-8B's weights.
 
-    The tile kernel's pipelines have about 100 KB, so that two programs share an SM, and splits give
-    each SM two or three. With more rows, fewer columns at a time, as x has its part in a stage.
+    Pipelines of the tile kernel have about 100 KB, so that two programs share an SM.
     """
     (rows, k), device, fp8 = x.shape, x.device, weight.dtype == torch.float8_e4m3fn
     n = len(weight) // 2 if gated else len(weight)
@@ -135,8 +124,8 @@ def default_tile(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> Tile:
 
 @functools.cache
 def _ring_tile(block_m: int, n: int, k: int, gated: bool, device: torch.device) -> RingTile:
-    # The fewest bytes, to load and to leave, for the busiest SM. To add four parts takes longer
-    # than it saves from 32 rows on. Cached, because a step without a graph asks for each product.
+    # The fewest bytes for the busiest SM. Adding four parts takes longer than it saves from 32 rows
+    # on. Cached for steps without a graph.
     steps, sms = cdiv(k, 64), processors(device, 132)
     splits = (1,) if gated else (1, 2, 4) if block_m == 16 else (1, 2)
 
@@ -154,7 +143,7 @@ def _ring_tile(block_m: int, n: int, k: int, gated: bool, device: torch.device) 
 
 
 def _space(rows: int) -> int:
-    # Weight rows that a slot has room for: whole products of the tensor core, a power of two.
+    # whole products of the tensor core, a power of two
     return max(64, int(power_of_2(rows)))
 
 
@@ -163,7 +152,7 @@ def _slots(rows: int, block_m: int, per_sm: int) -> int:
 
 
 def _fp8_tile(rows: int, n: int, k: int, gated: bool, device: torch.device) -> Tile:
-    # As many bytes under way, hence twice the columns. To be measured.
+    # As many bytes under way, hence twice the columns.
     tma = pdl_works(device)
     if gated:
         if rows <= 16:
@@ -177,7 +166,7 @@ def _fp8_tile(rows: int, n: int, k: int, gated: bool, device: torch.device) -> T
 
 
 def _split(n: int, k: int, block_n: int, block_k: int, most: int, device: torch.device) -> int:
-    # As many as give each SM two or three programs, if each has a pipeline to fill.
+    # Two or three programs on each SM, if each has a pipeline to fill.
     return int(
         max(1, min(3 * processors(device, 132) // cdiv(n, block_n), k // (4 * block_k), most))
     )
@@ -198,12 +187,11 @@ def skinny_linear(
 ) -> torch.Tensor:
     """Return x [M, K] W^T and what goes with it, [M, N], for 1 to MAX_ROWS rows.
 
-    In this order: the product; times x_scale [M, 1] and weight_scale [N], fp32, of fp8; plus bias
-    [N]; plus residual [M, N] (`out` may be that). With a `gate`, weight [2 N, K], scales and bias
-    have the gate's rows first, and the result is act(gate) * up. Rounded once. x, residual, out:
-    bf16 or fp16, columns contiguous. weight [N, K]: of x's type, contiguous, K a multiple of 8.
-    float8_e4m3fn weights: one row of x may be as above; more must be float8_e4m3fn too, with
-    x_scale and `out`; K a multiple of 16. `tile`: None takes `default_tile`.
+    In this order: times x_scale [M, 1] and weight_scale [N], fp32, of fp8; plus bias [N]; plus
+    residual [M, N] (`out` may be that). With a `gate`, weight [2 N, K], scales and bias have the
+    gate's rows first, and the result is act(gate) * up. x, residual, out: bf16 or fp16, columns
+    contiguous. weight [N, K]: of x's type, contiguous, K a multiple of 8; or float8_e4m3fn, K a
+    multiple of 16, and then x of more than one row too, with x_scale and `out`.
     """
     rows, k = x.shape
     n = weight.shape[0] // (1 if gate is None else 2)
@@ -268,7 +256,6 @@ def _through_ring(
     pdl: bool,
     tile: RingTile,
 ) -> torch.Tensor:
-    # Here, because the language of that file is an experimental part of Triton.
     from kvrelay.kernels.skinny_hopper import COLUMNS, ring_descriptors, ring_kernel
 
     rows, k = x.shape
@@ -353,7 +340,6 @@ def _check(
 def _descriptors(
     x: torch.Tensor, weight: torch.Tensor, block_m: int, tile: TensorTile
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    # None where the tile or the tensors' alignment asks for plain loads
     aligned = all(
         t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in (x, weight)
     )
@@ -366,7 +352,7 @@ def _descriptors(
 
 
 def _prefetch_bytes(tile: TensorTile, weight: torch.Tensor) -> int:
-    # `tile.prefetch`, or what the last of the programs that share K has of a row
+    # `tile.prefetch`, or what the last program that shares K has of a row
     k = weight.shape[1]
     chunk = cdiv(cdiv(k, tile.block_k), tile.split) * tile.block_k
     last = (k - chunk * (tile.split - 1)) * weight.element_size()
@@ -376,13 +362,13 @@ def _prefetch_bytes(tile: TensorTile, weight: torch.Tensor) -> int:
 
 @functools.cache
 def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    # Sums of programs that share K; each tile's programs that have arrived, 0 between launches.
+    # Sums, and each tile's arrivals, 0 between launches.
     sums = torch.empty(_PARTIAL_SUMS, dtype=torch.float32, device=device)
     return sums, torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
 def fits_ring(weight: torch.Tensor) -> bool:
-    """Return whether the ring kernel serves this weight: 16 bits, on Hopper, in whole groups."""
+    """Return whether the ring kernel serves this weight: 16 bits, Hopper, whole groups."""
     whole = len(weight) % 16 == 0 and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
     on_hopper = pdl_works(weight.device) and capability(weight.device) == (9, 0)
     return whole and weight.dtype in (torch.bfloat16, torch.float16) and on_hopper

@@ -3,16 +3,15 @@
 A program multiplies ROWS weight rows by x, over all columns or, where a weight is small, a part.
 Its *loader* copies weights and x to shared memory by TMA, 64 columns at a time, into a ring of
 slots, which it fills with weights before it waits for the kernel that writes x. Four warps multiply
-(wgmma, the weight on the left). Much must be under way: a step of 32 requests took 5.31 ms with
-rings of 200 KB per SM, 5.88 with half (H200, 8B shape).
+(wgmma, the weight on the left). A step of 32 requests took 5.31 ms with rings of 200 KB per SM,
+5.88 with half (H200, 8B shape).
 
-Weight rows come in groups of 16, two halves of 8. For a gate the halves are gate's and up's rows,
-so that the thread that has one has the other.
+Weight rows come in groups of 16, two halves of 8; for a gate these are gate's and up's rows, so
+that one thread has both.
 
 x [M, K], weight [N, K] or gated [2 N, K]; BM is M rounded up to 16, 32 or 64, SPACE is ROWS rounded
-up to a power of two (rows between are dropped). Grid: (cdiv(rows of the weight, ROWS) * SPLIT,).
-Programs that share a tile leave sums as `tile_kernel` does. x is not sent to several SMs at once
-(Triton 3.6 has no multicast).
+up to a power of two. Grid: (cdiv(rows of the weight, ROWS) * SPLIT,). Programs that share a tile
+leave sums as `tile_kernel` does.
 """
 
 from __future__ import annotations
@@ -34,14 +33,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["COLUMNS", "GROUP", "ring_descriptors", "ring_kernel"]
 
-# of a slot: in 16 bits the 128 bytes that TMA and wgmma swizzle
+# of a slot: the 128 bytes that TMA and wgmma swizzle
 COLUMNS = gl.constexpr(64)
-# weight rows
 GROUP = gl.constexpr(16)
 LOADER_REGISTERS = gl.constexpr(40)
-_barrier = (
-    gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-)  # by its name of Triton 3.7, and of 3.6
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 def ring_descriptors(
@@ -51,9 +47,7 @@ def ring_descriptors(
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
     groups = rows // GROUP.value
     of_rows, columns = weight.shape
-    half = (
-        of_rows // 2 * columns if gated else 8 * columns
-    )  # from a group's first half to its second
+    half = of_rows // 2 * columns if gated else 8 * columns
     group = (8 if gated else 16) * columns
     box = [groups & -groups, 2, 8, COLUMNS.value]
     x_box = [block_m, COLUMNS.value]
@@ -95,7 +89,7 @@ def ring_kernel(
     GATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Compute y = x W^T; set up shared memory and send the warps to their jobs."""
+    """Compute y = x W^T."""
     if PDL:
         gdc_launch_dependents()
     BM: gl.constexpr = x.block_type.shape[0]
@@ -103,7 +97,6 @@ def ring_kernel(
     weight_ring = gl.allocate_shared_memory(
         weight.dtype, [SLOTS, SPACE // GROUP, 2, 8, COLUMNS], weight.layout
     )
-    # `full`: TMA has written a slot. `free`: it has been multiplied.
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -124,7 +117,6 @@ def ring_kernel(
 
 @gluon.jit
 def _share(STEPS: gl.constexpr, SPLIT: gl.constexpr):
-    # the program's tile of the weight, its first step and its number of steps
     EACH: gl.constexpr = (STEPS + SPLIT - 1) // SPLIT
     tile = gl.program_id(0) // SPLIT
     first = gl.program_id(0) % SPLIT * EACH
@@ -161,7 +153,6 @@ def _loader(
 
 @gluon.jit
 def _copy_weights(x, weight, tile, step, full, slot, ROWS: gl.constexpr):
-    # A slot is full when its columns of x have come too.
     GROUPS: gl.constexpr = ROWS // GROUP
     BOX: gl.constexpr = weight.block_type.shape[0]
     mbarrier.expect(full, GROUPS // BOX * weight.block_type.nbytes + x.block_type.nbytes)
@@ -208,7 +199,7 @@ def _multiply(
     else:
         place = _place(row, m)
         gl.store(partials + gl.program_id(0) * SPACE * BM + place, acc)
-        _barrier()  # all threads have stored before one of them says so
+        _barrier()  # all have stored
         arrived = gl.atomic_add(arrivals + tile, 1, sem="acq_rel")
         if arrived == SPLIT - 1:
             total = gl.zeros([SPACE, BM], gl.float32, layout)
@@ -221,8 +212,8 @@ def _multiply(
 
 @gluon.jit
 def _place(row, m):
-    # Pair after pair of each thread's registers, so that those of a warp lie together. A thread has
-    # rows r and r + 8 of each 64, and of each 8 rows of x two neighbours.
+    # Pairs of each thread's registers, so that those of a warp lie together. A thread has rows r
+    # and r + 8 of each 64, and of each 8 rows of x two neighbours.
     BM: gl.constexpr = m.shape[1]
     thread = row // 16 % 4 * 32 + row % 8 * 4 + m // 2 % 4
     pair = (row // 64 * 2 + row // 8 % 2) * (BM // 8) + m // 8
@@ -253,7 +244,7 @@ def _finish(acc, row, m, tile, after, ROWS: gl.constexpr, GATE: gl.constexpr):
 
 @gluon.jit
 def _halves(t):
-    # [SPACE, BM] -> the first and the second 8 of each 16 rows, [SPACE / 16, 8, BM]
+    # [SPACE, BM] -> first and second 8 of each 16 rows, [SPACE / 16, 8, BM]
     return gl.split(gl.permute(gl.reshape(t, [t.shape[0] // 16, 2, 8, t.shape[1]]), (0, 2, 3, 1)))
 
 

@@ -1,7 +1,7 @@
 """The two Triton kernels of `kernels/skinny_gemm.py`, which explains them and launches them.
 
 M rows of x, N outputs, K columns; a program has BN weight rows, BM rows of x, BK columns at a time.
-A gated weight is [2 N, K]: N gate rows, then N up rows, and a program has BN of each.
+A gated weight is [2 N, K]: N gate rows, then N up rows; a program has BN of each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from kvrelay.kernels.fused_elementwise import activate
 
 __all__ = ["PREFETCH_PIECE", "tile_kernel", "vector_kernel"]
 
-# Bytes of one prefetch instruction; a warp issues those of its threads one by one.
 PREFETCH_PIECE = tl.constexpr(512)
 
 
@@ -35,9 +34,8 @@ def vector_kernel(
 ):
     """Compute x [1, K] -> out [1, N]. Grid (cdiv(N, BN),).
 
-    x and weight come as words of four columns: int64, or int32 for fp8. A word has one accumulator
-    and stays packed up to its use, which leaves registers for enough loads under way. A thread has
-    two words of x and of each weight row, so that no layout is converted.
+    x and weight come as words of four columns: int64, or int32 for fp8, packed up to their use,
+    which leaves registers for loads under way.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     WORDS: tl.constexpr = K // 4
@@ -49,8 +47,7 @@ def vector_kernel(
     columns = tl.max_contiguous(tl.arange(0, BW), 2)[None, :]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    # A chunk of weights is asked for before the one ahead of it is used; the first, before the
-    # wait.
+    # A chunk is asked for before the one ahead of it is used; the first, before the wait.
     ahead = _words_once(rows, columns, WORDS)
     up_ahead = _words_once(up_rows, columns, WORDS) if GATE is not None else ahead
     if PDL:
@@ -107,8 +104,7 @@ def tile_kernel(
     With x_tiles [BM, BK] and weight_tiles [BN, BK], descriptors, loads go through the TMA.
     """
     CHUNK: tl.constexpr = tl.cdiv(tl.cdiv(K, BK), SPLIT) * BK
-    # Hopper's tensor core adds fp8 products with 14 bits; after so many columns they are added to
-    # fp32 in registers.
+    # Hopper adds fp8 products with 14 bits; after so many columns they go to fp32.
     FEW_BITS: tl.constexpr = BK if x_scale is not None else None
     tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
     begin = part * CHUNK
@@ -184,16 +180,16 @@ def tile_kernel(
 def _leave_sums(
     acc, tile, part, partials, arrivals, BN: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr
 ):
-    # Stores a part's BN x BM sums; returns how many parts of this tile were there before.
+    # Stores a part's BN x BM sums; returns how many parts were there before.
     place = partials + (tile * SPLIT + part) * BN * BM
     tl.store(place + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :], acc)
-    tl.debug_barrier()  # all threads have stored before one of them says so
+    tl.debug_barrier()  # all have stored
     return tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
 
 
 @triton.jit
 def _all_sums(tile, partials, arrivals, BN: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr):
-    # all parts of a tile, added in the order of K; the counter is 0 again
+    # all parts of a tile, added in the order of K
     acc = tl.zeros((BN, BM), tl.float32)
     for part in tl.static_range(SPLIT):
         place = partials + (tile * SPLIT + part) * BN * BM
@@ -271,7 +267,6 @@ def _prefetch(rows, BYTES: tl.constexpr):
 
 @triton.jit
 def _words_once(rows, k, WORDS: tl.constexpr):
-    # They leave the caches first, so that x stays.
     return tl.load(rows + k, mask=k < WORDS, other=0, eviction_policy="evict_first")
 
 
@@ -289,7 +284,6 @@ def _add_products(acc, words, four, DTYPE: tl.constexpr, FP8_INSTRUCTION: tl.con
 
 @triton.jit
 def _four_of_16_bits(words, DTYPE: tl.constexpr):
-    # from the lowest bits on
     return (
         _low(words, DTYPE),
         _low(words >> 16, DTYPE),
@@ -305,9 +299,7 @@ def _low(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def _four_of_8_bits(words, FP8_INSTRUCTION: tl.constexpr):
-    if (
-        FP8_INSTRUCTION
-    ):  # two at a time to fp16, and from there without unpacking (LLVM would do that)
+    if FP8_INSTRUCTION:
         return tl.inline_asm_elementwise(
             "{ .reg .b16 a, b, c, d; .reg .b32 ab, cd; mov.b32 {a, b}, $4; "
             "cvt.rn.f16x2.e4m3x2 ab, a; cvt.rn.f16x2.e4m3x2 cd, b; mov.b32 {a, b}, ab; mov.b32 "
@@ -329,5 +321,5 @@ def _four_of_8_bits(words, FP8_INSTRUCTION: tl.constexpr):
 
 @triton.jit
 def _wide_e4m3(words):
-    # The lowest byte, in the places of fp16, whose exponent's bias is greater by 8.
+    # The lowest byte; fp16's exponent has a bias greater by 8.
     return _low(((words & 0x80) << 8) | ((words & 0x7F) << 7), tl.float16) * 256.0
