@@ -1,8 +1,8 @@
 """LoRA adapters of an engine: read at start or beside the steps, put into slots, taken out.
 
-A retired adapter keeps its slot until its last request is done, so where adapters are loaded at run
-time there is one slot to spare. A thread of each rank reads files; rank 0 leads, and an adapter is
-in a slot on every rank or on none.
+A retired adapter keeps its slot until its last request is done, so one slot is spare where adapters
+load at run time. A thread of each rank reads files; an adapter is in a slot on every rank or on
+none.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An adapter in its slot."""
-
     slot: int
     facts: AdapterFacts
 
@@ -61,7 +59,7 @@ class Loaded:
 
 
 class AdapterSlots:
-    """A table of which adapter is in which slot; at most `limit` are loaded. Pure."""
+    """A table of which adapter is in which slot; at most `limit` are loaded."""
 
     def __init__(self, limit: int, slots: int) -> None:
         self.limit = limit
@@ -78,9 +76,7 @@ class AdapterSlots:
         return self._named.get(name)
 
     def reserve(self, name: str, *, in_place: bool) -> int:
-        """Return a slot for an adapter that is about to be read. Raises ValueError if there is
-        none.
-        """
+        """Return a slot for an adapter to be read. Raises ValueError if there is none."""
         if name in self._loading.values():
             raise ValueError(f"adapter {name!r} is being loaded already; wait for that")
         if name in self._named and not in_place:
@@ -110,7 +106,7 @@ class AdapterSlots:
         self._free.append(slot)
 
     def retire(self, name: str) -> None:
-        """Let no request begin with this adapter any more. Unknown names are ignored."""
+        """Let no request begin with this adapter any more."""
         loaded = self._named.pop(name, None)
         if loaded is not None:
             self._ending.add(loaded.slot)
@@ -132,15 +128,15 @@ _SITES = {
     "up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-# Projections whose inputs are cut among ranks, and so A; of all others B is.
+# Projections whose inputs are cut among ranks, and so A; else B.
 _CUT_INPUTS = (".o_proj", ".down_proj")
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A linear layer of the decoder; `rows` are the outputs of each of its projections.
+    """A linear layer of the decoder, with the outputs of each of its projections in `rows`.
 
-    Projections of a site share their input, so their A's are stacked, and their B's too.
+    Projections share their input, so their A's are stacked, and their B's too.
     """
 
     modules: tuple[str, ...]
@@ -149,7 +145,7 @@ class Site:
 
 
 def adapter_sites(model: ModelConfig) -> list[dict[str, Site]]:
-    """Return each layer's sites by the names of `Decoder.sites`. A mixture's experts have none."""
+    """Return each layer's sites by the names of `Decoder.sites`; experts have none."""
     shapes = weight_shapes(replace(model, quantization=None))
     layers = []
     for index in range(model.num_layers):
@@ -221,17 +217,17 @@ ABOUT_ADAPTERS = b"\xc1\xc1"
 class _Message(msgspec.Struct, frozen=True, array_like=True):
     verb: Literal["read", "install", "remove"]
     slot: int
-    detail: str = ""  # read: the path; install: the digest, empty if rank 0 failed to read
+    detail: str = ""  # read: the path; install: the digest, empty if rank 0 failed
 
 
 def num_slots(config: EngineConfig) -> int:
-    """Return the number of slots on the device; one to spare if adapters load at run time."""
+    """Return the slots on the device, one to spare for loading."""
     return config.adapter_slots + config.allow_runtime_lora
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterReader:
-    """A reader of adapters for one rank; `model` is the whole model."""
+    """A reader for one rank; `model` is the whole model."""
 
     model: ModelConfig
     dtype: torch.dtype
@@ -243,7 +239,7 @@ class AdapterReader:
         return shard_adapter(whole, self.model, self.ranks.rank, self.ranks.size)
 
     def given(self, config: EngineConfig) -> list[Adapter]:
-        """Read the adapters named at start. Raises ConfigError, also if ranks' files differ."""
+        """Read the adapters named at start. Raises ConfigError, also if ranks differ."""
         adapters = [self.read(path) for _, path in config.adapters]
         if adapters:
             self.ranks.require_equal(
@@ -290,7 +286,7 @@ class Reading:
 
 
 class Adapters:
-    """A holder of rank 0's adapters. Only the thread that steps may call its methods."""
+    """A holder of rank 0's adapters, for the thread that steps."""
 
     def __init__(
         self,
@@ -307,7 +303,7 @@ class Adapters:
         _install_given(store, given)
 
     def begin(self, name: str, path: str, *, in_place: bool, done: Callable[[], None]) -> Reading:
-        """Begin to read an adapter; `done` is called from a thread, and then `finish` is due.
+        """Begin to read an adapter; `done` is called from a thread when `finish` is due.
 
         Raises ValueError if there is no slot for it.
         """
@@ -317,7 +313,7 @@ class Adapters:
         return reading
 
     def finish(self, reading: Reading) -> AdapterFacts:
-        """Install what was read. Raises ConfigError if a rank could not read it or read another."""
+        """Install what was read. Raises ConfigError if a rank has not read the same."""
         digest = reading.digest
         self._broadcast(_Message("install", reading.slot, digest))
         if not self._ranks.minimum(int(bool(digest))):
@@ -345,8 +341,6 @@ class Adapters:
 
 
 class FollowerAdapters:
-    """A mirror of `Adapters` on another rank."""
-
     def __init__(
         self, reader: AdapterReader, store: AdapterStore, given: Sequence[Adapter]
     ) -> None:
@@ -370,7 +364,7 @@ class FollowerAdapters:
 
 
 def slots_in_use(requests: Iterable[Request]) -> tuple[set[int], set[int]]:
-    """Return the adapter slots of running or fetching requests, and those of waiting ones."""
+    """Return the slots of running or fetching requests, and those of waiting ones."""
     running: set[int] = set()
     waiting: set[int] = set()
     for request in requests:

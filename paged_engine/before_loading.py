@@ -1,7 +1,6 @@
-"""Check before a weight is read or downloaded: can a device serve a model, and in how much memory?
+"""Check before weights are read or downloaded: can a device serve a model, in how much memory?
 
-Needs the settings and config.json alone (or a GGUF header). Imports torch only to look for a
-device.
+Needs the settings and config.json (or a GGUF header). Imports torch only to look for a device.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ __all__ = [
 ]
 
 FP8 = "float8_e4m3fn"
-CPU_POOL_BYTES = 1 << 30  # unless another size is asked for
-# On a GPU: CUDA graphs, their memory pool, allocator rounding and what libraries allocate late.
+CPU_POOL_BYTES = 1 << 30
+# CUDA graphs, their memory pool, allocator rounding, and what libraries allocate late.
 RESERVE_BYTES = 1 << 30
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 _SCALE_BYTES = 4
@@ -75,9 +74,9 @@ def blocks_in(config: ModelConfig, *, pool_bytes: int, block_size: int, dtype: s
 def longest_context(
     wanted: int, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: str
 ) -> int:
-    """Return the longest prompt plus answer that model and pool allow; check `wanted` (0: none).
+    """Return the longest prompt plus answer that model and pool allow; `wanted` is 0 for any.
 
-    Raises ConfigError naming the largest context that would fit if `wanted` does not.
+    Raises ConfigError naming the largest context if `wanted` does not fit.
     """
     room = (num_blocks - 1) * block_size
     if wanted > room:
@@ -93,10 +92,9 @@ def longest_context(
 
 
 def least_weight_bytes(config: ModelConfig, ranks: int, *, dtype: str, quantize: bool) -> int:
-    """Return the fewest bytes that one rank's weights take; `config` has that rank's sizes.
+    """Return the fewest bytes of one rank's weights; `config` has that rank's sizes.
 
-    `quantize`: linear layers become fp8 while loading. Small ones and experts do not, but are
-    counted so.
+    With `quantize` all linear layers count as fp8, also small ones and experts.
     """
     total, shapes = 0, weight_shapes(config)
     for name, shape in shapes.items():
@@ -109,7 +107,7 @@ def least_weight_bytes(config: ModelConfig, ranks: int, *, dtype: str, quantize:
 
 
 def checked_model(config: EngineConfig, device: str) -> ModelConfig:
-    """Read the model's config. Raises ConfigError if the device cannot serve it so."""
+    """Read the model's config. Raises ConfigError if the device cannot serve it."""
     model = read_model_config(config.model, config.load_format)
     if config.max_model_len > model.max_position:
         raise ConfigError(
@@ -134,7 +132,7 @@ def checked_model(config: EngineConfig, device: str) -> ModelConfig:
 
 
 def compute_dtype(config: EngineConfig, model: ModelConfig, device: str) -> str:
-    """Return the computation's dtype. Raises ConfigError if the device has none such."""
+    """Return the computation's dtype. Raises ConfigError if the device has none."""
     wanted = config.dtype
     if device == "cpu":
         # bf16 products are ten times slower on CPUs without bf16 units.
@@ -155,11 +153,10 @@ def kv_dtype_name(config: EngineConfig, model: ModelConfig, device: str) -> str:
 def least_memory(config: EngineConfig, model: ModelConfig, device: str) -> tuple[int, int]:
     """Return the fewest bytes of weights and of KV pool that each rank takes.
 
-    On a GPU the pool is what was asked for, or one context of `max_model_len` (two blocks if none
-    was named).
+    On a GPU: the pool that was asked for, or one context of `max_model_len`.
     """
     shard = shard_config(model, config.tensor_parallel_size)
-    if device == "cpu":  # computes in no fp8
+    if device == "cpu":
         shard = replace(shard, quantization=None)
     dtype, quantize = compute_dtype(config, model, device), config.quantization == "fp8"
     weights = least_weight_bytes(shard, config.tensor_parallel_size, dtype=dtype, quantize=quantize)
@@ -179,7 +176,7 @@ def choose_device(wanted: str, index: int | None = None) -> torch.device:
     """Return the device; `index` is a GPU's. Raises ConfigError."""
     import torch
 
-    # By default streams share 8 work queues, and one that waits for a peer holds up the steps.
+    # With 8 shared work queues a stream that waits for a peer holds up the steps.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError(

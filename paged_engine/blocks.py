@@ -1,8 +1,8 @@
-"""Block accounting: ids, reference counts, prefix hashes. Pure Python; touches no tensor.
+"""Block accounting: ids, reference counts, prefix hashes. Pure Python.
 
-A block is free (in LRU order; its hash may still be known), used by requests, held (kept for a
-reader elsewhere) or quarantined (a transfer may still write to it). Block 0, the null block, is
-never given out.
+A block is free (in LRU order; its hash may still be known), used, held (kept for a reader
+elsewhere) or quarantined (a transfer may still write to it). Block 0, the null block, is never
+given out.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ NULL_BLOCK = 0
 
 @dataclass(slots=True)
 class Changes:
-    """A record of hashes that became findable (each with its parent) or no longer are."""
+    """A record of hashes that became findable (with parents) or no longer are."""
 
     stored: dict[BlockHash, BlockHash | None] = field(default_factory=dict)
     removed: set[BlockHash] = field(default_factory=set)
     texts: dict[BlockHash, BlockText] = field(default_factory=dict)
-    """Contents of stored blocks, where texts are noted."""
     cleared: bool = False
 
     def __bool__(self) -> bool:
@@ -41,8 +40,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
-        # Least recently used first. A freed request appends its last blocks first: tails are
-        # evicted before heads.
+        # Least recently used first; tails are evicted before heads.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._quarantined: set[int] = set()
         self._changes: Changes | None = None
@@ -75,7 +73,7 @@ class BlockPool:
         return found
 
     def free_after(self, shared: Iterable[int]) -> int:
-        """Return how many blocks would be free once `shared` (from lookup) were taken."""
+        """Return how many blocks would be free once `shared` were taken."""
         return len(self._free) - sum(1 for block in shared if not self._references[block])
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -85,7 +83,7 @@ class BlockPool:
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take fresh blocks; None if there are fewer. Their old contents are forgotten."""
+        """Take fresh blocks; None if there are fewer."""
         if count > len(self._free):
             return None
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -132,17 +130,16 @@ class BlockPool:
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block of a request, given in the order of its tokens."""
+        """Drop one reference to each block of a request, in the order of its tokens."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if not self._references[block]:
                 self._free[block] = None
                 if self._hash_of[block] is None:
-                    # Nothing to find here: reuse it before anything that is cached.
+                    # Nothing to find here: reuse it before anything cached.
                     self._free.move_to_end(block, last=False)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Mark used blocks as untouchable; they stay used until released."""
         self._quarantined.update(blocks)
 
     def leave_quarantine(self, blocks: Iterable[int]) -> None:
@@ -173,10 +170,9 @@ class BlockPool:
 
 
 class KeptBlocks:
-    """A table of blocks of ended requests and probes that are not free yet. Pure.
+    """A table of blocks of ended requests and probes that are not free yet.
 
-    *Held* blocks are kept under a lease, for a reader. *Unsettled* ones are in quarantine: a
-    transfer that nobody waits for may still write to them.
+    *Held* blocks are kept for a reader. To *unsettled* ones a transfer may still write.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -191,7 +187,7 @@ class KeptBlocks:
         return self._held.get(request_id)
 
     def held_for(self, call_id: str) -> list[str]:
-        """Return ids of held requests that are `call_id` or `<call id>-<suffix>`."""
+        """Return ids of held requests that are `call_id` or `call_id` and a suffix."""
         return [name for name in self._held if call_id in (name, name.rpartition("-")[0])]
 
     def release(self, request_id: str) -> None:
@@ -203,7 +199,6 @@ class KeptBlocks:
         self._pool.quarantine(blocks[shared:])
 
     def quarantine_held(self, probe_id: str) -> None:
-        """Quarantine the blocks held for a probe, to which a transfer may still write."""
         self.quarantine(probe_id, self._held.pop(probe_id))
 
     def settle(self, request_id: str) -> None:

@@ -25,27 +25,25 @@ from kvrelay.wire.errors import ConfigError
 __all__ = ["CpuAdapterOperations", "CpuAdapters", "CpuOperations", "CpuStep", "fewest_rows"]
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines of the step's tokens, [T, 1, rotary_dim / 2], in the compute dtype."""
+"""Cosines and sines of the step's tokens, [T, 1, rotary_dim / 2]."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuStep:
-    """A step's T tokens as tensors, request by request."""
-
     token_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64, position in its own sequence
-    blocks: torch.Tensor  # [T] int64, block that takes the token's KV
-    offsets: torch.Tensor  # [T] int64, place in that block
+    positions: torch.Tensor  # [T] int64, in its own sequence
+    blocks: torch.Tensor  # [T] int64, takes the token's KV
+    offsets: torch.Tensor  # [T] int64, in that block
     sampled_rows: torch.Tensor  # [S] int64, rows whose logits are wanted
     attention: Mapping[int, AttentionPlan]  # by window
     adapted: Sequence[tuple[int, torch.Tensor]] = ()  # adapter slots and their rows of the T
-    adapted_samples: Sequence[tuple[int, torch.Tensor]] = ()  # the same among the S
+    adapted_samples: Sequence[tuple[int, torch.Tensor]] = ()  # among the S
 
 
 def fewest_rows(linears: Iterable[Linear], dtype: torch.dtype) -> int:
     """Return the fewest rows from which a row's bits do not depend on the others.
 
-    Raises ConfigError where they always do, because the CPU path promises to be batch-invariant.
+    Raises ConfigError where they always do.
     """
     try:
         return max(fewest_invariant_rows(linear, dtype) for linear in linears)
@@ -95,7 +93,7 @@ class CpuOperations:
 
     def folds_norms(self, dtype: torch.dtype) -> bool:
         """Return whether norm weights go into the next product: W (g * x) = (W * g) x."""
-        # One operation less a step. Not in 16 bits, where the rounding of W * g would show.
+        # Not in 16 bits, where the rounding of W * g would show.
         return dtype == torch.float32
 
     def embed(self, step: CpuStep, table: torch.Tensor) -> torch.Tensor:
@@ -222,7 +220,6 @@ class CpuAdapterOperations(CpuOperations):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> None:
         super().__init__(config, dtype, ranks)
         self.adapted_rows: Sequence[tuple[int, torch.Tensor]] = ()
-        """Adapter slots and their rows, in the layer that is being computed."""
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
@@ -242,7 +239,7 @@ class CpuAdapterOperations(CpuOperations):
 
 
 class CpuAdapters:
-    """A CPU's adapters in their slots; `linears` are `Decoder.sites`."""
+    """A CPU's adapters; `linears` are `Decoder.sites`."""
 
     def __init__(
         self,
@@ -251,7 +248,7 @@ class CpuAdapters:
         max_rank: int,
         dtype: torch.dtype,
     ) -> None:
-        """Raise ConfigError where products of these shapes are not batch-invariant."""
+        """Raise ConfigError where products are not batch-invariant."""
         self._sites, self._linears, self._rank, self._dtype = (
             adapter_sites(model),
             linears,

@@ -30,18 +30,14 @@ __all__ = ["Decoder", "LayerCache", "Norm", "QkNorm", "split_fused"]
 
 Operations: TypeAlias = "CpuOperations | GpuOperations"
 LayerCache = tuple[torch.Tensor, ...]
-"""One layer's keys and values, each [num_blocks, kv_heads, block_size, head_dim].
-
-In fp8 also their scales, each [num_blocks, kv_heads, block_size].
-"""
+"""One layer's keys and values, [num_blocks, kv_heads, block_size, head_dim], and in fp8 scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
     """An RMS norm over the features, or with `bias` a layer norm.
 
-    `weight` [features] is None where it is folded into the next product; with `plus_one` the factor
-    is 1 + weight, in fp32.
+    `weight` is None where it is folded into the next product; `plus_one`: the factor is 1 + weight.
     """
 
     weight: torch.Tensor | None
@@ -52,7 +48,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:
-    """A pair of RMS norms of query and key heads; `query` and `key` are [head_dim]."""
+    """A pair of RMS norms of query and key heads, [head_dim] each."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -61,8 +57,7 @@ class QkNorm:
 
 
 _LAYERS = "model.layers."
-# Which of a layer's norms are of attention's input, of its output, of the MLP's input, of its
-# output: by norm_places.
+# By norm_places: the norms of attention's input and output, of the MLP's input and output.
 _NORMS = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "around": (
@@ -77,7 +72,7 @@ _NORMS = {
 
 @dataclass(frozen=True, slots=True)
 class _Mlp:
-    up: Any  # a Linear of the device: the gate's rows, if there is a gate, then those of up
+    up: Any  # the gate's rows, if any, then those of up
     down: Any
 
 
@@ -114,7 +109,7 @@ def split_fused(
 class Decoder:
     """A decoder with its weights, ready for the forward pass.
 
-    `weights` yields what `split_fused` does, in any order; each is dropped once it is packed.
+    Takes what `split_fused` yields, in any order; each weight is dropped once it is packed.
     """
 
     def __init__(
@@ -253,7 +248,7 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden(self, step: Any, pool: KVPool) -> torch.Tensor:
-        """Write the step's KV into `pool`; return hidden states [S, hidden] of the sampled rows."""
+        """Write the step's KV; return hidden states [S, hidden] of the sampled rows."""
         ops = self._operations
         rotaries: list[Any] = [
             None if table is None else ops.rotary(step, table) for table in self._cos_sin
@@ -266,10 +261,10 @@ class Decoder:
             query = ops.rotate_and_write(step, qkv, rotaries[layer.rope], layer.qk_norm, cache)
             mixed = ops.attend(step, query, cache, layer.window)
             if layer is self._layers[-1]:
-                # Nobody reads the other rows any more: of a prompt, only the last token goes on.
+                # Of a prompt, only the last token goes on.
                 hidden, mixed = ops.sampled(step, hidden), ops.sampled(step, mixed)
                 if not len(hidden):
-                    ops.barrier(qkv)  # paged_engine/ranks.py says why
+                    ops.barrier(qkv)  # see ranks.py
                     return hidden
             hidden = self._add(hidden, mixed, layer.o, layer.o_norm)
             hidden = self._add_mlp(hidden, layer)
@@ -308,7 +303,6 @@ class Decoder:
         ]
 
     def linears(self) -> list[Any]:
-        """Return a linear layer of each shape."""
         linears = [linear for sites in self.sites() for linear in sites.values()]
         linears += [layer.mlp.router for layer in self._layers if isinstance(layer.mlp, _Experts)]
         linears.append(self._lm_head)

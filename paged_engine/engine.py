@@ -1,7 +1,6 @@
 """The engine of one node: model, KV pool, scheduler and sampler joined into one step.
 
-KV may come from other nodes (`fetch`) or be kept for them (`hold`). The process around the engine
-(node/engine_process.py) moves the bytes as its `Handover`.
+KV may come from other nodes (`fetch`) or be kept for them (`hold`); a `Handover` moves the bytes.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ if TYPE_CHECKING:
 __all__ = ["AdapterNotLoaded", "Counters", "Engine", "Handover", "broadcast_aside", "run_follower"]
 
 Runner: TypeAlias = "CpuRunner | GpuRunner"
-# A longer wait for a step's tokens shows when it ended; taking those that are there is quicker.
+# A longer wait for tokens shows when their step ended.
 _WAITED_S = 2e-4
-_PACE_EVERY = 4  # steps: to sum up a step of 256 requests takes 60 us
-# A step that takes longer is waited for in one piece, which has a deadline.
+_PACE_EVERY = 4  # steps: summing up a step of 256 requests takes 60 us
+# A longer step is waited for in one piece, which has a deadline.
 _PATIENCE_S = 0.5
-# Begins a message that is not about a step; no msgpack, which steps are sent in, begins so.
+# Begins a message that is not about a step; no msgpack begins so.
 _ASIDE = b"\xc1"
 assert ABOUT_ADAPTERS.startswith(_ASIDE)
 
@@ -93,18 +92,16 @@ class AdapterNotLoaded(LookupError):
 
 
 class Handover(Protocol):
-    """A mover of KV between nodes. Each method returns at once."""
+    """A mover of KV between nodes; each method returns at once."""
 
     def fetch(self, fetch: Fetch) -> None:
-        """Read remote blocks into local ones, to which nobody else writes any more."""
+        """Read remote blocks into local ones, to which nobody else writes."""
 
     def offer(self, request: Request) -> None:
-        """Announce a request that holds its KV for a reader; none of its blocks can be read yet."""
+        """Announce a request that holds its KV for a reader; no block can be read yet."""
 
     def grow(self, request: Request, tokens: int) -> None:
-        """Announce that the device has written KV of the first `tokens` tokens of an offered
-        request.
-        """
+        """Announce that KV of an offered request's first `tokens` tokens is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +120,7 @@ class Engine:
         ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Load the model; as rank 0 of `ranks`, whose others call `run_follower`. Raises
-        ConfigError.
-        """
+        """Load the model, as rank 0 of `ranks`. Raises ConfigError."""
         self._clock = clock
         self.device = choose_device(config.device)
         self.model: ModelConfig = checked_model(config, self.device.type)
@@ -142,12 +137,11 @@ class Engine:
         self.runs_ahead = self._runner.runs_ahead
         self._config = config
         self.costs: StepCosts | None = None
-        """Costs of steps, once measure_steps has measured them."""
         self._pace = Pace()
         self.reset()
         self._in_flight: _InFlight | None = None
         self.idles = False
-        """Whether a step runs on the device and step() had nothing to launch behind it."""
+        """A step runs, and step() had nothing to launch behind it."""
         self._idle_since = 0.0
         self._tokens_at = 0.0  # when the host had the newest step's tokens
 
@@ -187,7 +181,7 @@ class Engine:
         return self._in_flight is not None
 
     def check(self, submit: Submit) -> None:
-        """Raise ValueError for a request that would break the engine, and with it all others."""
+        """Raise ValueError for a request that would break the engine."""
         tokens = [*submit.prompt_token_ids, *submit.generated]
         vocab_size, fetch = self.model.vocab_size, submit.fetch
         if (
@@ -234,10 +228,9 @@ class Engine:
     def step(self, handover: Handover | None = None, *, wait: bool = True) -> list[Request]:
         """Schedule and launch a step, then take the previous one's tokens; return updated requests.
 
-        On a GPU the host stays one step ahead, except where the next step's proposals depend on
-        this one's tokens. On a CPU a launch computes at once. Without `wait` it returns early, with
-        `idles` set, where there is nothing to launch and tokens are still to come: whoever arrives
-        meanwhile is launched behind.
+        On a GPU the host stays one step ahead, except where proposals depend on this step's tokens.
+        Without `wait` it returns early, with `idles` set, where there is nothing to launch and
+        tokens are still to come: whoever arrives meanwhile is launched behind.
         """
         began = self._clock()
         since = self._idle_since if self.idles else began
@@ -259,15 +252,14 @@ class Engine:
         if previous is not None:
             launched = self._clock()
             updated = self._postprocess(previous, handover)
-            # Had the previous step ended before this one's launch, nobody would know when.
+            # Else nobody knows when the previous step ended.
             if self._tokens_at - launched > _WAITED_S:
                 for chunk in plan.chunks:
                     chunk.request.mark_started(began, self._tokens_at)
         if self._in_flight is not None:
             self._in_flight.launched.sample()
         if previous is not None:
-            # Only now may transfers write to blocks that have just become free: the previous step
-            # was the last one that could touch them.
+            # Only now may transfers write to blocks that the previous step could touch.
             self._fetch(plan, handover)
         if self._in_flight is not None and not self._runner.runs_ahead:
             done, self._in_flight = self._in_flight, None
@@ -336,7 +328,7 @@ class Engine:
 
 
 def broadcast_aside(ranks: Ranks, message: bytes) -> None:
-    """Send the other ranks a message that is not about a step, in the order of the steps."""
+    """Send the other ranks a message that is not about a step."""
     ranks.broadcast(_ASIDE + message)
 
 
@@ -346,7 +338,7 @@ def run_follower(
     device: torch.device,
     on_aside: Callable[[KVPool, bytes], None],
 ) -> None:
-    """Compute what rank 0 computes until it ends; `on_aside` is called for each aside.
+    """Compute what rank 0 computes until it ends; `on_aside` takes each aside.
 
     Raises PeerLost if it is lost.
     """
@@ -379,7 +371,7 @@ def _open_runner(
 def _loaded_runner(
     config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks
 ) -> Runner:
-    # On the host first if ranks share tensors: a view of a share would keep a whole tensor.
+    # On the host if ranks share tensors: a view of a share would keep a whole tensor.
     plain = ranks.size == 1 and model.quantization is None
     tensors = read_tensors(
         config.model, model, config.load_format, device if plain else torch.device("cpu")
@@ -387,14 +379,13 @@ def _loaded_runner(
     if device.type == "cuda" and (
         config.batch_invariant or torch.cuda.get_device_capability(device) < (8, 9)
     ):
-        # fp8 products depend on the batch's size, and older GPUs have none.
+        # fp8 products depend on the batch's size; older GPUs have none.
         tensors, model = dequantized(tensors, model, getattr(torch, model.dtype))
     stored = split_fused(model, tensors)
     weights = shard_weights(stored, model, ranks.rank, ranks.size)
     model = shard_config(model, ranks.size)
     if device.type == "cpu":
         return CpuRunner.open(config, model, weights, ranks)
-    # Imports triton.
     from kvrelay.paged_engine.gpu_runner import GpuRunner
 
     return GpuRunner.open(config, model, weights, device, ranks)

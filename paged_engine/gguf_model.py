@@ -1,7 +1,6 @@
 """GGUF files: metadata to ModelConfig, tensors de-quantized under Hugging Face names.
 
-The header is read by wire/gguf_header.py: gguf.GGUFReader takes 2 s of CPU time for SmolLM2's, ours
-0.01 s. The gguf package de-quantizes.
+gguf.GGUFReader takes 2 s of CPU time for SmolLM2's header, wire/gguf_header.py 0.01 s.
 """
 
 from __future__ import annotations
@@ -28,15 +27,14 @@ if TYPE_CHECKING:
 
 __all__ = ["GgufFile", "gguf_model_config", "gguf_tensors"]
 
-# The gguf package takes 16 rows at a time. Blocks are independent, so longer rows are as good:
-# a third of the time for SmolLM2.
+# The gguf package takes 16 rows at a time; longer rows take a third of the time.
 _ROW_BLOCKS = 128
 
 _DENSE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class GgufFile:
-    """An open, memory-mapped GGUF file (version 2 or 3, little-endian).
+    """A memory-mapped GGUF file (version 2 or 3, little-endian).
 
     Raises ConfigError if it is not one, is cut short, or is one part of a split model.
     """
@@ -58,13 +56,13 @@ class GgufFile:
             raise ConfigError(f"{path} is not a readable GGUF file: {why}") from why
 
     def load(self, name: str) -> torch.Tensor:
-        """Return a tensor: F32, F16 and BF16 as stored, every quantization as float32."""
+        """Return a tensor: F32, F16 and BF16 as stored, others as float32."""
         import torch  # the header needs none
 
         place = self.tensors[name]
         if dtype := _DENSE.get(_kind(place)):
             with warnings.catch_warnings():
-                # torch warns that the mapped file is read-only; clone() makes a writable tensor.
+                # torch warns that the mapped file is read-only; clone() is not.
                 warnings.filterwarnings("ignore", message="The given buffer is not writable")
                 dense = torch.frombuffer(
                     self._bytes,
@@ -121,10 +119,7 @@ _NAMES = {
 
 
 def gguf_model_config(file: GgufFile) -> ModelConfig:
-    """Return the ModelConfig of a GGUF file.
-
-    Raises ConfigError for an architecture or a rope scaling that the engine does not have.
-    """
+    """Return the ModelConfig of a GGUF file. Raises ConfigError for what is not served."""
     fields = Fields(file.metadata, str(file.path))
     arch = _arch(fields)
     if fields.integer(f"{arch}.expert_count", 0):
@@ -154,7 +149,7 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=fields.integer(f"{arch}.attention.head_count_kv", heads),
         head_dim=head_dim,
-        # Stored as float32: 9.999999747378752e-06 is the 1e-05 that the model was trained with.
+        # Stored as float32: 9.999999747378752e-06 is 1e-05.
         rms_norm_eps=float(f"{fields.number(f'{arch}.attention.layer_norm_rms_epsilon'):.6g}"),
         rope_theta=theta,
         rope_scaling=_rope_scaling(file, fields, arch, head_dim, theta, max_position),
@@ -203,7 +198,7 @@ def _gguf_name(name: str) -> str:
 
 
 def _half_split(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    # From llama.cpp's rotary order (0, h, 1, h+1, ...) to (0, 1, ..., h, ...); [heads, half, 2, in]
+    # From llama.cpp's rotary order (0, h, 1, h+1, ...) to (0, 1, ..., h, ...).
     pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)
 

@@ -26,7 +26,7 @@ from kvrelay.paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, Step
 
 __all__ = ["GpuGraphs", "StepUploads"]
 
-_UPLOADS = 2  # the running step's and its successor's
+_UPLOADS = 2
 _ROW_FIELDS, _SEQUENCE_FIELDS = len(PADDING_ROW), len(PADDING_SEQUENCE)
 # A decode's row, sequence and sampling slot.
 _PADDING = np.array([*PADDING_ROW, *PADDING_SEQUENCE, -1], np.int32)
@@ -49,7 +49,7 @@ class StepUploads:
         shapes: Sequence[StepShape],
         device: torch.device,
     ) -> None:
-        """Allocate buffers. `chunks_only`: decodes are computed as chunks of one token."""
+        """Allocate buffers. `chunks_only`: decodes are chunks of one token."""
         self._group = model.num_heads // model.num_kv_heads
         self._block_size, self._chunks_only, self._device = block_size, chunks_only, device
         self.max_blocks = _to_16_bytes(-(-max_model_len // block_size))
@@ -60,9 +60,8 @@ class StepUploads:
 
         self._null_slot = rows  # behind all others: its blocks stay null
         self._slot_tables = zeros(rows + 1, self.max_blocks)
-        # One per sequence: chunks and proposals together are `max_num_seqs` at most.
+        # Chunks and proposals together are `max_num_seqs` at most.
         self._tables = zeros(rows + MOST_PROMPTS, self.max_blocks)
-        # Decode graphs read fixed addresses, filled by one upload.
         self._decodes = decodes = zeros(_ROW_FIELDS + _SEQUENCE_FIELDS + 1, rows)
         self._rows, self._sequences = decodes[:_ROW_FIELDS], decodes[_ROW_FIELDS:-1]
         self._pinned_decodes = [
@@ -74,12 +73,10 @@ class StepUploads:
         )
         self._turn = 0
         self.shapes = shapes
-        # Graphs of shapes all read from the beginning of this.
         self._shaped = zeros(max((self._numbers_of(shape) for shape in shapes), default=0))
 
     @property
     def decode_slots(self) -> torch.Tensor:
-        """Return int32 slots of the newest decode step's rows."""
         return self._decodes[-1]
 
     def decode_step(self, rows: int, *, adapted: bool = False) -> GpuStep:
@@ -112,7 +109,7 @@ class StepUploads:
         )
 
     def decodes(self, values: StepValues) -> None:
-        """Upload a decode step into the graphs' buffers; rows beyond it are padding."""
+        """Upload a decode step into the graphs' buffers, padded."""
         count = values.rows.shape[1]
         self._turn = (self._turn + 1) % _UPLOADS
         pinned = self._pinned_decodes[self._turn]
@@ -128,7 +125,7 @@ class StepUploads:
     def chunks(self, values: StepValues) -> tuple[GpuStep, torch.Tensor]:
         """Upload a step without a graph; return its tensors and the slots of its sampled rows.
 
-        Rows whose logits are wanted are the sampled ones, then the scored ones.
+        Logits are wanted of the sampled rows, then of the scored ones.
         """
         decodes = 0 if self._chunks_only else values.decodes
         wanted = np.concatenate((values.sampled_rows, values.scored_rows))
@@ -137,10 +134,7 @@ class StepUploads:
         )
 
     def shaped(self, values: StepValues, shape: StepShape) -> GpuStep:
-        """Pad a step to a shape and upload it to that shape's fixed addresses.
-
-        Slots that sample go to `decode_slots`, too.
-        """
+        """Pad a step and upload it to its shape's fixed addresses and `decode_slots`."""
         padding = shape.samples - len(values.sampled_slots)
         step = padded(values, shape, null_slot=self._null_slot, block_size=self._block_size)
         tiles = np.zeros((self._most_tiles(shape), 2), np.int32)
@@ -158,7 +152,7 @@ class StepUploads:
     def _numbers_of(self, shape: StepShape) -> int:
         rows, sequences = shape.decodes + shape.prompt_rows, shape.decodes + shape.prompts
         of_chunks = 2 * (shape.prompts + self._most_tiles(shape) + shape.samples)
-        to_16_bytes = 64  # for all rows of the arrays
+        to_16_bytes = 64
         return _ROW_FIELDS * rows + _SEQUENCE_FIELDS * sequences + of_chunks + to_16_bytes
 
     def _most_tiles(self, shape: StepShape) -> int:
@@ -248,14 +242,14 @@ _CAPTURE = "thread_local"
 @dataclass(frozen=True, slots=True)
 class _OfBatch:
     decodes: torch.cuda.CUDAGraph
-    adapted: torch.cuda.CUDAGraph | None  # the same with adapters, into the same logits
+    adapted: torch.cuda.CUDAGraph | None  # into the same logits
     logits: torch.Tensor  # [rows, vocab]
     # By whether rows are cut; tokens int64 [rows].
     samplers: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor]]
 
 
 class GpuGraphs:
-    """A set of all CUDA graphs. `forward` writes the logits of row i into row i of one memory."""
+    """A set of all CUDA graphs; `forward` writes all logits into one memory."""
 
     @torch.inference_mode()
     def __init__(
@@ -269,7 +263,6 @@ class GpuGraphs:
     ) -> None:
         self._forward, self._uploads, self._sampler = forward, uploads, sampler
         self._memory: Any = torch.cuda.graph_pool_handle()
-        # All batches up to 8, then steps of 8.
         small, steps = (n for n in range(1, 8) if n < max_num_seqs), range(8, max_num_seqs, 8)
         self._sizes: list[int] = [*small, *steps, max_num_seqs]
         with _nothing_collected():
@@ -284,10 +277,9 @@ class GpuGraphs:
             }
 
     def logits(self, values: StepValues) -> torch.Tensor | None:
-        """Upload and compute a step; return logits [sampled rows, vocab].
+        """Upload and compute a step; return logits [sampled rows, vocab], of `decode_slots`.
 
-        Their slots are `decode_slots` of the uploads. None, and nothing done, if there is no graph
-        for such a step.
+        Returns None, with nothing done, if there is no graph for such a step.
         """
         rows = len(values.sampled_rows)
         if values.is_decode:

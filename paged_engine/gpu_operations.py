@@ -1,6 +1,6 @@
 """The decoder's operations on an NVIDIA GPU: Triton kernels and cuBLAS, fit for CUDA graphs.
 
-A step in which no row has an adapter runs the kernels of an engine without adapters.
+Without an adapter in any row, a step runs the kernels of an engine without adapters.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _LEAST_QUANTIZED = 256
 class GpuStep:
     """A step's T tokens and S sequences, of which the first D have one token; int32."""
 
-    decodes: int  # D
+    decodes: int
     token_ids: torch.Tensor  # [T]
-    source: torch.Tensor  # [T] slot whose newest sampled token is the row's token, or -1
+    source: torch.Tensor  # [T] slot whose newest sampled token it is, or -1
     positions: torch.Tensor  # [T]
-    blocks: torch.Tensor  # [T] block that takes the token's KV; padding rows name the null block
-    offsets: torch.Tensor  # [T] place in that block
-    context_lens: torch.Tensor  # [S] tokens of the sequence, this step's included; 0 for padding
+    blocks: torch.Tensor  # [T] takes the token's KV; padding: the null block
+    offsets: torch.Tensor  # [T] in that block
+    context_lens: torch.Tensor  # [S] this step's included; 0: padding
     tables: torch.Tensor  # [S, max_blocks]
-    chunk_context_lens: torch.Tensor  # [S - D] context_lens of the prefill chunks
+    chunk_context_lens: torch.Tensor  # [S - D] of the prefill chunks
     query_starts: torch.Tensor | None  # [S - D + 1] first row of each chunk, from row D on
-    tiles: torch.Tensor | None  # [tiles, 2] of the prefill chunks; None if there is none
-    sampled_rows: torch.Tensor | None  # [R] rows whose logits are wanted; None for all
-    adapters: torch.Tensor | None = None  # [T] adapter slots or -1; None where no row has one
+    tiles: torch.Tensor | None  # [tiles, 2] of the prefill chunks, if any
+    sampled_rows: torch.Tensor | None  # [R]; None for all
+    adapters: torch.Tensor | None = None  # [T] slots or -1; None where no row has one
 
 
 class GpuOperations:
@@ -72,8 +72,7 @@ class GpuOperations:
         self._config, self._ranks = config, ranks
         self._sampled = sampled
         self.batch_invariant, self._quantize = batch_invariant, quantize
-        # Programmatic dependent launch: a kernel's start overlaps the end of the one before
-        # (kernels/skinny_gemm.py).
+        # Programmatic dependent launch: see kernels/skinny_gemm.py.
         self._pdl = pdl_works(sampled.device)
         self._max_sampled = max_rows
         self._workspaces = {
@@ -100,14 +99,12 @@ class GpuOperations:
                     window=window,
                 )
 
-    # --- weights
-
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
     ) -> Linear:
         if scale is not None:
             return Fp8Linear(weight, scale, bias)
-        # Not a mixture's router and other small ones: they decide more than they cost.
+        # Not small ones, such as a router: they decide more than they cost.
         fits = min(weight.shape) >= _LEAST_QUANTIZED and not any(size % 16 for size in weight.shape)
         if self._quantize and fits:
             return Fp8Linear.quantized(weight, bias)
@@ -125,8 +122,6 @@ class GpuOperations:
 
     def folds_norms(self, dtype: torch.dtype) -> bool:
         return False  # in 16 bits the rounding of W * g would show
-
-    # --- a step
 
     def embed(self, step: GpuStep, table: torch.Tensor) -> torch.Tensor:
         scale = self._config.embedding_scale
@@ -232,7 +227,7 @@ class GpuOperations:
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         if self._ranks.size == 1:
             return linear(x, residual=hidden, out=hidden, pdl=self._pdl)
-        # Only rank 0 adds the hidden state to the sum over the ranks.
+        # Only rank 0 adds the hidden state.
         added = hidden if self._ranks.rank == 0 else None
         return self._ranks.all_reduce(linear(x, residual=added, out=hidden, pdl=self._pdl))
 
@@ -307,7 +302,7 @@ Prepared = list[dict[str, Matrices]]
 
 
 class AdaptedLinear:
-    """A linear layer and what the adapters of its rows add to it, with GpuLinear's methods."""
+    """A linear layer with its rows' adapters, and GpuLinear's methods."""
 
     def __init__(self, base: Linear, operations: GpuAdapterOperations) -> None:
         self.out_features, self.in_features = base.out_features, base.in_features
@@ -316,7 +311,7 @@ class AdaptedLinear:
         self._down = self._up = torch.empty(0)
 
     def make_room(self, site: Site, slots: int, rank: int, dtype: torch.dtype) -> None:
-        """Allocate the matrices of all slots; layers without take no adapter."""
+        """Allocate the matrices of all slots."""
         assert (sum(site.rows), site.in_features) == (self.out_features, self.in_features)
         self._widths, device = site.rows, self._base.device
         self._down = torch.zeros(
@@ -381,7 +376,7 @@ class AdaptedLinear:
             )
         if norm_weight is not None:
             x = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
-        # Adapters add before the activation, which needs a launch of its own here.
+        # Adapters add before the activation.
         return act_and_mul(self(x, pdl=pdl), act, out=out, pdl=pdl)
 
 
@@ -389,7 +384,7 @@ class GpuAdapterOperations(GpuOperations):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.row_adapters: torch.Tensor | None = None
-        """[rows] adapter slots in the layer that is being computed; None where no row has one."""
+        """[rows] adapter slots in the layer being computed, if any."""
         self._sample_adapters: torch.Tensor | None = None
 
     def plan(self, step: GpuStep, block_size: int) -> None:
@@ -410,7 +405,7 @@ class GpuAdapterOperations(GpuOperations):
 
 
 class GpuAdapters:
-    """A GPU's adapters in their slots; `linears` are `Decoder.sites`."""
+    """A GPU's adapters; `linears` are `Decoder.sites`."""
 
     def __init__(
         self,
@@ -447,4 +442,4 @@ class GpuAdapters:
                 linears[name].put(slot, given.get(name))
 
     def remove(self, slot: int) -> None:
-        """Do nothing: the next adapter overwrites all of the slot."""
+        """Do nothing: the next adapter overwrites the slot."""

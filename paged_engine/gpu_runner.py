@@ -1,7 +1,7 @@
 """The GPU's runner: steps are launched ahead of the host, all but long prompts as CUDA graphs.
 
-A step is one upload of a few integers per row, the forward pass and the sampler, all in one stream.
-The host synchronizes once a step, when it takes the previous step's tokens.
+A step is one upload, the forward pass and the sampler, in one stream. The host synchronizes once a
+step, when it takes the previous step's tokens.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ __all__ = ["GpuBudget", "GpuRunner", "GpuStepInFlight"]
 
 log = logging.getLogger("kvrelay.engine")
 
-# Where nobody decodes. Beside decodes max_gap_ms allows less: 2,000 tokens of an 8B model, H200.
+# Beside decodes max_gap_ms allows less: 2,000 tokens of an 8B model, H200.
 _STEP_TOKENS = 8192
 _MAX_NUM_SEQS = 256
-# A step of several ranks that takes longer has lost one; NCCL itself would wait forever.
+# A longer step of several ranks has lost one; NCCL would wait forever.
 _RANKS_DEADLINE_S = 60.0
 
 
@@ -72,7 +72,7 @@ class GpuBudget:
 
     device: torch.device
     total_bytes: int
-    free_bytes: int  # when the process began
+    free_bytes: int
     allowed_bytes: int
 
     @classmethod
@@ -89,7 +89,7 @@ class GpuBudget:
         return cls(device, total, free, allowed)
 
     def check_weights(self, least_bytes: int) -> None:
-        """Raise ConfigError if weights of that size leave nothing, before they are loaded."""
+        """Raise ConfigError if weights of that size leave nothing."""
         if least_bytes >= self.allowed_bytes:
             raise ConfigError(
                 f"the weights need at least {gib(least_bytes)} on each GPU, and "
@@ -118,7 +118,7 @@ class GpuBudget:
         return left
 
     def check(self, pool_bytes: int) -> None:
-        """Raise ConfigError if a KV pool of a size that the operator named does not fit."""
+        """Raise ConfigError if a KV pool that the operator named does not fit."""
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
         spare = (
@@ -149,7 +149,7 @@ class _Forward:
     slots: torch.Tensor
     plan: SamplePlan
     by_graph: bool
-    scored_hidden: torch.Tensor | None = None  # hidden state of the scored rows
+    scored_hidden: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -177,8 +177,6 @@ class GpuStepInFlight:
 
 
 class GpuRunner:
-    """A rank on one GPU."""
-
     runs_ahead = True
 
     @classmethod
@@ -192,7 +190,7 @@ class GpuRunner:
     ) -> GpuRunner:
         """Load weights, measure a step, give the rest to the KV pool and capture graphs.
 
-        Raises ConfigError when the configuration cannot work on this GPU.
+        Raises ConfigError.
         """
         torch.cuda.set_device(device)
         # Above the streams that move KV beside the steps.
@@ -254,8 +252,8 @@ class GpuRunner:
                 dtype=dtype,
                 device=device,
             )
-        self._chunks_only = config.batch_invariant  # decodes are computed as chunks of one token
-        # A step is measured over a pool of two blocks; then the pool takes what is left.
+        self._chunks_only = config.batch_invariant
+        # A step is measured over a pool of two blocks.
         self.pool = KVPool(
             model, num_blocks=2, block_size=self._block_size, dtype=kv_dtype, device=device
         )
@@ -295,7 +293,7 @@ class GpuRunner:
         log.info("%s", budget.report(num_blocks * self._block_size))
 
     def _open_uploads(self, max_model_len: int) -> StepUploads:
-        # A shape has room for few chunks; where decodes are chunks, there are many.
+        # A shape has room for few chunks.
         longest = 0 if self._chunks_only else min(self.max_num_batched_tokens, max_model_len)
         return StepUploads(
             self._decoder.config,
@@ -307,10 +305,8 @@ class GpuRunner:
             device=self._device,
         )
 
-    # --- a step
-
     def can_speculate(self, request: Request) -> bool:
-        """Return False where logits are changed: how does not depend on the row alone."""
+        """Return False where logits are changed in a way that depends on other tokens."""
         return request.guide is None and self._sampler.is_unadjusted(
             request.params, request.output_tokens
         )
@@ -425,8 +421,6 @@ class GpuRunner:
     def _forward(self, step: GpuStep) -> torch.Tensor:
         self._operations.plan(step, self._block_size)
         return self._decoder.forward(step, self.pool)
-
-    # --- before the first request
 
     @torch.inference_mode()
     def _run_largest_step(self, longest: int) -> None:

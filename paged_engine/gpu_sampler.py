@@ -1,8 +1,8 @@
 """Choose the next tokens on the GPU; a launch reads nothing of the host.
 
 What a request asks for lies in its *slot*. Token indices, output counts and min_tokens move on
-where they lie, so the next step can be launched before anybody has seen this one's tokens. Several
-rows of one request are sampled in several slots. Twin on the CPU: paged_engine/sampler.py.
+there, so the next step can be launched before anybody has seen this one's tokens. Twin on the CPU:
+paged_engine/sampler.py.
 """
 
 from __future__ import annotations
@@ -27,33 +27,30 @@ __all__ = ["GpuSampler", "SamplePlan", "Sampled", "TokenMask", "to_host"]
 
 _Ints = npt.NDArray[np.int32]
 
-# Features of a slot's request.
 _CUT, _ADJUSTED, _MINIMUM, _LOGPROBS = 1, 2, 4, 8
 _LOGPROB_ROWS = 16  # twice 16 rows of 128,256 in fp32: 16 MB beside the step's memory
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """A launch's needs. Equal `cut` and `adjusted` run the same kernels."""
+    """A launch's needs; equal `cut` and `adjusted` run the same kernels."""
 
     rows: int
     cut: bool = False  # top-k, top-p or min-p
     adjusted: bool = False  # bias, min_tokens or penalties
-    logprobs: dict[int, int] = field(default_factory=dict)  # row -> how many of the likeliest
-    logprob_rows: torch.Tensor | None = None  # int64 [len(logprobs)], on the device
+    logprobs: dict[int, int] = field(default_factory=dict)  # row -> likeliest
+    logprob_rows: torch.Tensor | None = None  # int64, on the device
 
 
 @dataclass(frozen=True, slots=True)
 class _Admission:
     record: bytes
     newest: int
-    notes: _Ints | None  # [2, tokens]: token ids, notes; None: the slot's notes are not read
+    notes: _Ints | None  # [2, tokens]: token ids, notes
     biases: _Ints  # [2, tokens]: ascending token ids, fp32 bits
 
 
 class GpuSampler:
-    """A sampler on the GPU with the tables of its slots."""
-
     def __init__(
         self,
         *,
@@ -63,12 +60,12 @@ class GpuSampler:
         device: torch.device,
         spare_slots: int = 0,
     ) -> None:
-        """Allocate the tables; `spare_slots` come behind the others, for set() alone."""
+        """Allocate the tables; `spare_slots` come behind the others."""
         self._eos = tuple(token for token in eos_token_ids if token < vocab_size)
         self._vocab, self._device = vocab_size, device
         self._tables = SlotTables.empty(max_slots, vocab_size, device, spare_slots)
         self._features = [0] * (max_slots + spare_slots)
-        # Launches in which the slot's request may not end yet.
+        # Launches in which a slot's request may not end yet.
         self._forbidden = [0] * (max_slots + spare_slots)
         self._staged: dict[int, _Admission] = {}
 
@@ -78,7 +75,7 @@ class GpuSampler:
         return self._tables.sampled
 
     def admit(self, slot: int, request: Request) -> None:
-        """Give a slot to a request whose tokens are all known; prepare() uploads that."""
+        """Give a slot to a request whose tokens are all known."""
         assert not request.num_pending, (
             f"request {request.request_id} has tokens that the host has not seen"
         )
@@ -102,7 +99,7 @@ class GpuSampler:
         )
 
     def set(self, slot: int, params: SamplingParams, token_index: int, newest: int) -> None:
-        """Set what a slot samples next: an unadjusted request at this token index."""
+        """Set what a slot samples next: an unadjusted request."""
         self._features[slot] = _features(params, token_index)
         nothing = _pairs(np.zeros(0, np.int32), np.zeros(0, np.float32))
         self._staged[slot] = _Admission(self._record(params, token_index), newest, None, nothing)
@@ -113,14 +110,14 @@ class GpuSampler:
         return not _features(params, outputs) & (_ADJUSTED | _MINIMUM)
 
     def prepare(self, slots: Sequence[int], requests: Sequence[Request]) -> SamplePlan:
-        """Upload what admit() staged and return what the rows need; row i is slots[i]."""
+        """Upload what is staged; return what the rows need, row i being slots[i]."""
         self._upload()
         needs = 0
         logprobs: dict[int, int] = {}
         for row, slot in enumerate(slots):
             features = self._features[slot]
             if features & _MINIMUM:
-                # Counted in launches: the request itself may not know its newest tokens yet.
+                # In launches: the request may not know its newest tokens yet.
                 if self._forbidden[slot]:
                     self._forbidden[slot] -= 1
                 else:
@@ -146,10 +143,7 @@ class GpuSampler:
         plan: SamplePlan,
         mask: TokenMask | None = None,
     ) -> Sampled:
-        """Queue the choice of a token per row; logits [rows or more, vocab], slots int32 [rows].
-
-        A slot of -1 is padding.
-        """
+        """Queue a token per row; logits [rows or more, vocab], slots int32 [rows], -1: padding."""
         return self.read(logits, self.draw(logits, slots, plan, mask), plan)
 
     @torch.inference_mode()
@@ -160,12 +154,12 @@ class GpuSampler:
         plan: SamplePlan,
         mask: TokenMask | None = None,
     ) -> torch.Tensor:
-        """Return int64 tokens [rows] on the device. Can be captured in a CUDA graph."""
+        """Return int64 tokens [rows] on the device; can be captured."""
         return sample(logits, slots, self._tables, cut=plan.cut, adjusted=plan.adjusted, mask=mask)
 
     @torch.inference_mode()
     def read(self, logits: torch.Tensor, tokens: torch.Tensor, plan: SamplePlan) -> Sampled:
-        """Return what the host is to be told of drawn tokens. Not for CUDA graphs."""
+        """Return what the host is to be told of drawn tokens."""
         if plan.logprob_rows is None:
             return Sampled(tokens, plan, None)
         most = max(plan.logprobs.values())
@@ -184,8 +178,6 @@ class GpuSampler:
         for mask in (None, TokenMask(words, padding)):
             for cut, adjusted in itertools.product((False, True), repeat=2):
                 self.launch(logits, padding, SamplePlan(1, cut, adjusted, {0: 1}, row), mask)
-
-    # --- from the host to the device
 
     def _record(self, params: SamplingParams, token_index: int) -> bytes:
         return record_of(
@@ -268,7 +260,7 @@ class Sampled:
     ) -> None:
         self.tokens = tokens
         self.logprobs = logprobs
-        """Rows that want any: chosen tokens' [n], likeliest ids and values [n, most]."""
+        """Chosen tokens' [n], likeliest ids and values [n, most]."""
         self._plan = plan
         self._on_host: list[torch.Tensor] | None = None
         self._copied: torch.cuda.Event | None = None
@@ -288,7 +280,7 @@ class Sampled:
     def wait(self, deadline_s: float | None = None) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Return tokens and log-probabilities once they are on the host.
 
-        Raises TimeoutError after `deadline_s`: a step may wait for another rank forever.
+        Raises TimeoutError after `deadline_s`.
         """
         if self._on_host is None:
             self.start_copy()

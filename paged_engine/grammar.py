@@ -1,8 +1,8 @@
 """Constraints on an answer's text as token masks, by llguidance.
 
-A matcher forces no tokens: it allows every token that can go on, so masks need no tokenizer. The
-step loop waits for masks, so the time of a token is limited: by the library, which counts; by
-`try_out`, before a grammar is used; and by TimedMatcher, in the loop.
+A matcher forces no tokens, so masks need no tokenizer. The step loop waits for masks, so a token's
+time is limited: by the library, which counts; by `try_out`, before a grammar is used; and by
+TimedMatcher, in the loop.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ _OPEN = (
 def closed(schema: Any) -> Any:
     """Return a schema in which objects that list properties have no others.
 
-    By the standard they may have any, and a small model that begins to invent them goes on until
-    its limit; other engines close objects, too. Schemas that say what else may be there, and parts
-    of an `allOf`, stay open.
+    A small model that begins to invent properties goes on until its limit. Schemas that say what
+    else may be there, and parts of an `allOf`, stay open.
     """
     if not isinstance(schema, dict):
         return schema
@@ -75,28 +74,27 @@ def closed(schema: Any) -> Any:
     return found
 
 
-# Compiled grammars: most are some 10 KB, and none is above 32 MiB (node/sandbox_process.py).
+# Most are some 10 KB, none is above 32 MiB (node/sandbox_process.py).
 _KEPT = 32
 TOKEN_LIMIT_S = 0.03
 """CPU time for a token's mask and step; common grammars take 3 ms."""
 _TRIED_PATHS, _TRIED_TOKENS = 3, 16
-# In the step loop an answer ends at its third stall.
 _STALL_S = 0.1
 _STALLS = 3
 _WATCHED_STEPS = 64
-# An automaton grows with the answers that it has seen, by 1 to 2 KB a state. 1,000 optional
-# properties are 4,110 items in a row and more than 50,000 in a step, which take 16 ms.
+# An automaton grows by 1 to 2 KB a state. 1,000 optional properties are 4,110 items in a row and
+# more than 50,000 in a step, which take 16 ms.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=5000, step_max_items=100_000)
-# Rules that begin with each other have each item of a row look at all others: 1,561 take 40 ms. A
-# grammar with 300 keywords has 304 in a row, one of C's expressions 4,100 in a step.
+# Of rules that begin with each other 1,561 items in a row take 40 ms; 300 keywords have 304 in a
+# row, C's expressions 4,100 in a step.
 _CLIENTS_LIMITS = LLParserLimits(
     max_lexer_states=50_000, max_items_in_row=500, step_max_items=10_000
 )
 _CLIENTS = "\n// rules of a client\n"
-# Between JSON's tokens: a model that may write white space forever does.
+# A model that may write white space forever does.
 _WHITESPACE = "[ ]?"
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# Texts come from clients: no pattern here may backtrack.
+# No pattern here may backtrack: texts come from clients.
 _OPTION_LINE = re.compile(r"^[^\S\n]*+%llguidance.*+$", re.MULTILINE)
 _EXCERPT = re.compile(r"\n *+\d++ \| .*+", re.DOTALL)
 _LIMITS_HINT = re.compile(
@@ -106,7 +104,7 @@ _PLACE = re.compile(r"^(at )?\d++\(\d++\): ")
 
 
 class Grammars:
-    """A cache of compiled grammars of one vocabulary, for any number of threads."""
+    """A cache of compiled grammars of one vocabulary, for any thread."""
 
     def __init__(
         self,
@@ -121,7 +119,7 @@ class Grammars:
             tokens[token].decode(errors="replace") for token in special_ids if token < len(tokens)
         )
         self._ends = eos
-        # A grammar needs an end token: without one it gets an unused id, or else the last.
+        # Without an end token a grammar gets an unused id, or else the last.
         empty = next(
             (token for token in reversed(range(len(tokens))) if not tokens[token]), len(tokens) - 1
         )
@@ -133,8 +131,7 @@ class Grammars:
     def matcher(self, constraint: Constraint) -> LLMatcher:
         """Return a new matcher for one answer. Raises RequestError with the library's reason.
 
-        Compiling takes some milliseconds, for a schema at the limit of its size a quarter of a
-        second.
+        Compiling takes some milliseconds, at the limit of a schema's size a quarter of a second.
         """
         with self._lock:
             found = self._compiled.get(constraint)
@@ -151,7 +148,7 @@ class Grammars:
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
         if constraint.behind:
-            # First alone, so that errors name the client's lines.
+            # So that errors name the client's lines.
             self._compile(msgspec.structs.replace(constraint, behind="", opener=""))
         try:
             lark = self._lark(constraint)
@@ -164,17 +161,14 @@ class Grammars:
         return matcher
 
     def try_out(self, constraint: Constraint) -> None:
-        """Follow a few answers; raise RequestError if a token takes more than TOKEN_LIMIT_S.
-
-        A grammar can be quick there and slow elsewhere: then TimedMatcher ends the answer.
-        """
-        if constraint.behind:  # few answers would come to it
+        """Follow a few answers; raise RequestError if a token takes too long."""
+        if constraint.behind:
             self.try_out(msgspec.structs.replace(constraint, behind="", opener=""))
         for path in range(_TRIED_PATHS):
             pick, matcher, tokens = random.Random(path), self.matcher(constraint), list[int]()
             while len(tokens) < _TRIED_TOKENS and not matcher.is_stopped():
                 took, mask = _timed_step(matcher, tokens[-1:])
-                # The first time part of the automaton is built, and the machine may be busy.
+                # The first time the automaton is built, and the machine may be busy.
                 if took > TOKEN_LIMIT_S:
                     again = self.matcher(constraint)
                     again.consume_tokens(tokens[:-1])
@@ -276,13 +270,13 @@ class Grammars:
 class TimedMatcher:
     """A `Matcher` that fails once it has held up the step loop too often.
 
-    A step computes masks together, so after a slow one they are computed row by row for a while.
+    After a slow step masks are computed row by row for a while.
     """
 
     def __init__(self, inner: LLMatcher, stalls: int = 0) -> None:
         self.inner = inner
         self.watched = 0
-        """How many of the next masks are computed alone."""
+        """Next masks to compute alone."""
         self._stalls = stalls
         self._error = ""
 
@@ -323,7 +317,7 @@ class TimedMatcher:
 def row_masks(requests: Sequence[Request], vocab_size: int) -> RowMasks | None:
     """Return the masks of a step's rows; row i is requests[i]. None if no row needs one.
 
-    All tokens must be known. A row that no token can follow has no mask: its request ends.
+    A row that no token can follow has no mask: its request ends.
     """
     guided = [
         (row, request, request.guide)
@@ -409,7 +403,7 @@ def _json_rule(schema: Any, whitespace: str | None) -> str:
 
 
 def _regex_rule(regex: str) -> str:
-    if "\n" in regex or "\r" in regex:  # would end the rule; what they stand for is the same
+    if "\n" in regex or "\r" in regex:
         regex = regex.replace("\r", "\\r").replace("\n", "\\n")
     return f"/{regex_to_lark(regex, use_ascii='dws')}/" if regex else '""'
 
@@ -426,12 +420,12 @@ def _user_grammar(text: str) -> str:
             text = _OPTION_LINE.sub("", gbnf_to_lark(text))
         except Exception as why:
             raise ValueError(f"read as GBNF (its rules are written with ::=): {why}") from why
-    return f"{text}\n{_OPTIONS}{_CLIENTS}"  # behind it, so that errors name the client's lines
+    return f"{text}\n{_OPTIONS}{_CLIENTS}"
 
 
 def _refused(constraint: Constraint, why: str) -> RequestError:
     reason = _LIMITS_HINT.sub("; make it simpler", _EXCERPT.sub("", why.strip()))
-    if constraint.kind != "grammar":  # whose lines are the client's own
+    if constraint.kind != "grammar":
         reason = _PLACE.sub("", reason)
     reason = " ".join(line.strip() for line in reason.splitlines() if line.strip(" ^"))
     name = {

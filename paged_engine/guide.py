@@ -1,7 +1,7 @@
 """Which tokens may come next in one request: a grammar, allowed tokens, bad words. Pure numpy.
 
-A guide is a function of parameters and output tokens, so a hand-over or a preemption carries
-nothing of it. Masks are words of 32 tokens: bit i of word w is token 32 * w + i.
+A guide is a function of parameters and output tokens, so a hand-over carries nothing of it. Bit i
+of a mask's word w is token 32 * w + i.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Words = npt.NDArray[np.uint32]
 
 
 class Matcher(Protocol):
-    """A grammar's state, as llguidance has it. An error is a state, never raised, and stays."""
+    """A grammar's state; an error stays and is never raised."""
 
     def consume_tokens(self, sampled_tokens: list[int]) -> bool: ...
 
@@ -36,7 +36,7 @@ class Matcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """A set of masks: ascending row numbers, and words [rows, words_for(vocab)]."""
+    """A set of masks: ascending rows, and words [rows, words_for(vocab)]."""
 
     rows: list[int]
     words: Words
@@ -58,7 +58,7 @@ class Guide:
         eos_token_ids: Collection[int],
         matcher: Matcher | None,
     ) -> Guide | None:
-        """Return None if nothing is ruled out. `matcher` is that of `params.constraint`, unused."""
+        """Return None if nothing is ruled out; `matcher` is the constraint's, unused."""
         assert (matcher is None) == (params.constraint is None), "a constraint needs its matcher"
         if matcher is None and params.allowed_token_ids is None and not params.bad_words:
             return None
@@ -79,10 +79,10 @@ class Guide:
         self.matcher = matcher
         self.over = False
         self.exhausted = False
-        """No token may come next, although the grammar has not ended."""
+        """No token may come next, but the grammar has not ended."""
         self.error: str | None = None
         self._params, self._vocab, self._eos = params, vocab_size, eos_token_ids
-        self._seen = 0  # output tokens that the matcher has consumed
+        self._seen = 0
         single = [word[0] for word in params.bad_words if len(word) == 1]
         # By the last but one token: the tokens up to it, and the last one.
         self._bad: dict[int, list[tuple[list[int], int]]] = {}
@@ -97,7 +97,7 @@ class Guide:
 
     @property
     def spent(self) -> bool:
-        """Return whether no token can be chosen: the answer ends without one more."""
+        """Return whether the answer ends without one more token."""
         return self.exhausted or self.error is not None
 
     def fork(self) -> Guide:
@@ -107,7 +107,6 @@ class Guide:
         return other
 
     def follow(self, token_ids: Sequence[int], prompt_tokens: int) -> None:
-        """Advance to the end of `token_ids`, prompt and output."""
         if self.matcher is None or self.over or self.error is not None:
             return
         fresh = list(token_ids[prompt_tokens + self._seen :])
@@ -117,7 +116,7 @@ class Guide:
         self.check()
 
     def check(self) -> None:
-        """Note whether the matcher has stopped or failed, also while a mask is computed."""
+        """Note whether the matcher has stopped or failed."""
         if self.matcher is None or self.error is not None:
             return
         if self.matcher.is_error():
@@ -127,14 +126,14 @@ class Guide:
             self.over = self.matcher.is_stopped()
 
     def narrow(self, words: Words, token_ids: Sequence[int], prompt_tokens: int) -> None:
-        """Clear what else is ruled out in `words`, the matcher's mask; set `exhausted`."""
+        """Clear what else is ruled out in the matcher's `words`; set `exhausted`."""
         words &= self._base
         outputs = len(token_ids) - prompt_tokens
         for before, last in self._bad.get(token_ids[-1], ()):
             if len(before) <= outputs and list(token_ids[len(token_ids) - len(before) :]) == before:
                 words[last >> 5] &= ~np.uint32(1 << (last & 31))
         if self.matcher is not None and self._params.ignore_eos:
-            words &= ~self._eos_bits  # it would end the answer
+            words &= ~self._eos_bits
         left = words & ~self._ends if outputs < self._params.min_tokens else words
         self.exhausted = not left.any()
 

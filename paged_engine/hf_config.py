@@ -1,8 +1,7 @@
 """Turn Hugging Face's config.json into a ModelConfig. Opens no file.
 
-Defaults are those of transformers' configuration classes, because save_pretrained may leave them
-out. AutoConfig itself would add 1.3 s of CPU time to a node's start, and kvrelay up and prefetch
-read configs where no torch is.
+Defaults are those of transformers, because save_pretrained may leave them out. AutoConfig would add
+1.3 s of CPU time to a node's start, and `kvrelay up` reads configs where no torch is.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _GEMMA_DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-# Defaults that differ from Llama's, for missing fields only: null has its own meaning.
+# For missing fields only: null has its own meaning.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "qwen2": {"sliding_window": 4096},
@@ -93,10 +92,9 @@ _ACTIVATION_OF = {"gemma2": "gelu_pytorch_tanh", "gemma3_text": "gelu_pytorch_ta
 def parse_model_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any], name: str, where: str
 ) -> ModelConfig:
-    """Return the model of a config.json (`raw`) and a generation_config.json ({} if none).
+    """Return the model of a config.json and a generation_config.json ({} if none).
 
-    `where` names the file in errors. Raises ConfigError naming an architecture or a feature that is
-    not supported.
+    `where` names the file in errors. Raises ConfigError naming what is not supported.
     """
     architecture = _architecture(Fields(raw, where))
     family, fields = _llama_spelling(raw, _FAMILY_OF[architecture], where)
@@ -290,7 +288,7 @@ def _rope_scaling(rope: Fields, max_position: int, original: int) -> RopeScaling
     llama3, longrope = kind == "llama3", kind == "longrope"
     original = original or rope.integer("original_max_position_embeddings", max_position)
     if kind == "dynamic":
-        original = max_position  # transformers reads nothing else
+        original = max_position  # as transformers
     return RopeScaling(
         kind=kind,
         factor=rope.number(
@@ -355,10 +353,7 @@ _FORMATS = ("float-quantized", "naive-quantized")
 
 
 def parse_quantization(fields: Fields) -> Quantization | None:
-    """Return what a config.json says of fp8 weights; None if nothing.
-
-    Raises ConfigError for every quantization that is not fp8 in one of the two layouts.
-    """
+    """Return what a config.json says of fp8 weights, if anything. Raises ConfigError."""
     key = "compression_config" if fields.has("compression_config") else "quantization_config"
     section = fields.section(key)
     if not section.values:
@@ -390,7 +385,7 @@ def _fp8(section: Fields) -> Quantization:
         scales="block" if blocks else "tensor",
         activations=activations,
         targets=("Linear",),
-        # The output layer is never quantized in this layout, whether or not it is named.
+        # Never quantized in this layout.
         ignored=(
             *section.texts("ignored_layers"),
             *section.texts("modules_to_not_convert"),

@@ -1,8 +1,7 @@
 """Find the model behind --model: a path, or a Hugging Face Hub id that is downloaded first.
 
-huggingface_hub downloads and caches. Only configs, tokenizers, safetensors and GGUF files are
-asked for, because pickles (.bin) are programs. Runs without torch, in an init container for
-example.
+Only configs, tokenizers, safetensors and GGUF files are asked for: pickles (.bin) are programs.
+Runs without torch.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class DownloadFailed(ConfigError):
 @dataclass(frozen=True, slots=True)
 class _Source:
     repo: str
-    revision: str  # a branch, a tag or a commit
+    revision: str
     token: str | None
 
     def __str__(self) -> str:
@@ -63,11 +62,9 @@ class _Source:
 def resolve_model(config: EngineConfig, check: Callable[[EngineConfig], None]) -> Path:
     """Return the folder or file of the engine's model, downloaded if it is a Hub id.
 
-    A Hub id is org/name or org/name/file.gguf, with @revision behind it if wanted (or in
-    `revision`). An empty `hf_token` leaves it to HF_TOKEN and stored logins. With load_format
-    dummy only config and tokenizer are downloaded. `check` is called with the folder of the small
-    files before any weights are downloaded, and raises ConfigError for a model that cannot be
-    served as configured. Raises ConfigError, and DownloadFailed if another try may help.
+    A Hub id is org/name or org/name/file.gguf, with @revision behind it if wanted. `check` takes
+    the folder of small files before weights are downloaded, and raises ConfigError for a model that
+    cannot be served. Raises ConfigError, and DownloadFailed if another try may help.
     """
     model, revision = config.model, config.revision
     found = _ID.fullmatch(model)
@@ -134,9 +131,9 @@ def _folder(source: _Source, config: EngineConfig, check: Callable[[EngineConfig
             )
         )
 
-    # Small files come first: they tell whether the large ones are of use.
+    # Small files tell whether the large ones are of use.
     folder = download(source.revision, _SMALL_FILES)
-    commit = folder.name  # and not the branch, which may move meanwhile
+    commit = folder.name  # the branch may move meanwhile
     if not (folder / "config.json").exists():
         raise _lacks(source, "config.json", commit)
     if config.load_format == "dummy":
@@ -228,8 +225,7 @@ def _lacks(source: _Source, name: str, revision: str) -> ConfigError:
 def _readable_errors(source: _Source) -> Iterator[None]:
     from huggingface_hub import errors
 
-    # The bases are the root of what the Hub's HTTP library raises, whichever of several that is.
-    # RuntimeError is Xet's.
+    # The bases are the root of what any HTTP library raises; RuntimeError is Xet's.
     failures = cast(
         tuple[type[Exception], ...], (*errors.HfHubHTTPError.__bases__, OSError, RuntimeError)
     )
@@ -289,8 +285,7 @@ class PrefetchFailed(KvrelayError):
 def prefetch(config: EngineConfig) -> dict[str, Any]:
     """Download a model and return its `path`, its size in `bytes` and its `files`.
 
-    Raises ConfigError for a model that no node would serve, DownloadFailed and PrefetchFailed if
-    another try may help.
+    Raises ConfigError for a model that no node would serve, else DownloadFailed or PrefetchFailed.
     """
     path = resolve_model(config, _check_config)
     files = model_files(path, config)

@@ -1,10 +1,8 @@
-"""The KV pool of one rank: bytes in blocks, with a typed view for the kernels and an address for
-the connectors.
+"""The KV pool of one rank: a typed view for kernels and an address for connectors.
 
-Layout (design §2): [num_blocks, kv_heads, layers, 2, block_size, head_dim]. All that a block of
-tokens holds, for all layers, is one contiguous piece, and so is any slice of its heads. Block 0 is
-the null block: padding is written there and nobody reads it. In fp8 each head's slice ends with its
-scales, fp32 [layers, 2, block_size]: the values of a token and head are fp8 times its scale.
+Layout: [num_blocks, kv_heads, layers, 2, block_size, head_dim]. A block is one contiguous piece for
+all layers, and so is any slice of its heads. Block 0 is the null block: padding is written there
+and nobody reads it. In fp8 each head's slice ends with its scales, fp32 [layers, 2, block_size].
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ class KVPool:
         heads, layers, dim = config.num_kv_heads, config.num_layers, config.head_dim
         self.bytes_per_head = bytes_per_head(config, block_size, str(dtype).removeprefix("torch."))
         self.block_bytes = heads * self.bytes_per_head
-        # Zeros, not empty: masked positions are multiplied by an exact zero, and zero times a stray
-        # NaN is NaN. And memory that peers on this host can map.
+        # Zeros: masked positions are multiplied by zero, and zero times NaN is NaN.
         self.bytes = zeros(num_blocks * self.block_bytes, device).view(
             num_blocks, heads, self.bytes_per_head
         )
@@ -45,8 +42,7 @@ class KVPool:
         shape = (num_blocks, heads, layers, 2, block_size, dim)
         self.view = self.bytes[:, :, :vectors].view(dtype).view(shape)
 
-        # Each layer's keys and values, [num_blocks, kv_heads, block_size, head_dim], and in fp8
-        # their scales, [num_blocks, kv_heads, block_size].
+        # [num_blocks, kv_heads, block_size, head_dim], and in fp8 their scales.
         self.layers: list[tuple[torch.Tensor, ...]] = [
             (self.view[:, :, layer, 0], self.view[:, :, layer, 1]) for layer in range(layers)
         ]

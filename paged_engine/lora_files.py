@@ -1,8 +1,8 @@
 """LoRA adapters on disk, in PEFT's layout: matrices and a digest.
 
 A and B of attention's and the MLP's projections are served, with alpha, rank-stabilized scaling and
-ranks by pattern. What would change answers if it were left out is refused by name. Never unpickles.
-Source: Hu et al., "LoRA: Low-rank adaptation of large language models", 2021.
+ranks by pattern. What else would change answers is refused by name. Never unpickles. Source: Hu et
+al., "LoRA: Low-rank adaptation of large language models", 2021.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _BEFORE_LAYERS = ("", "model.", "model.decoder.", "language_model.model.", "model.language_model.")
-# Fields that are refused unless empty, and what they mean.
+# Fields that are refused unless empty.
 _NOT_SERVED = {
     "use_dora": "DoRA",
     "lora_bias": "biases",
@@ -54,7 +54,7 @@ Matrices: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 class Adapter:
     """An adapter's matrices by projection, such as model.layers.0.self_attn.q_proj.
 
-    `rank` is the highest of them; `digest` covers all that decides what it computes.
+    `rank` is the highest of them; `digest` covers what it computes.
     """
 
     digest: str
@@ -63,7 +63,7 @@ class Adapter:
 
 
 def check_adapter(path: str, max_rank: int) -> None:
-    """Raise ConfigError if a folder's config says that it is no adapter that is served."""
+    """Raise ConfigError if a folder's config is not one that is served."""
     rank = _read_config(Path(path))["r"]
     if rank > max_rank:
         raise _rank_above(path, rank, max_rank)
@@ -72,7 +72,7 @@ def check_adapter(path: str, max_rank: int) -> None:
 def read_adapter(path: str, model: ModelConfig, max_rank: int, dtype: torch.dtype) -> Adapter:
     """Return the adapter in a folder, checked against the whole model, in `dtype`.
 
-    Raises ConfigError if a file is missing or broken, or if it needs what is not served.
+    Raises ConfigError.
     """
     folder = Path(path)
     config = _read_config(folder)

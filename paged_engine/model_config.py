@@ -74,28 +74,26 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """A description of which linear weights are stored as float8_e4m3fn * scale."""
+    """A description of which linear weights are stored as fp8 * scale."""
 
     scales: str
     """What has one scale: tensor, channel (an output row) or block."""
     activations: str
-    """How activations were meant: dynamic (scale per token), static (one) or none (16 bit)."""
+    """dynamic (scale per token), static (one) or none (16 bit)."""
     targets: tuple[str, ...]
     ignored: tuple[str, ...]
-    """Modules stored as usual: names, parts of names at dots, or re:REGEX."""
+    """Names, parts of names at dots, or re:REGEX."""
     block: tuple[int, int] = (0, 0)
 
     def keeps(self, weight: str) -> bool:
         """Return whether an fp8 weight stays fp8 in memory, with a scale per row.
 
-        Others become plain ones while they are read: experts', the output layer's, blocks, and
-        those whose activations are 16 bit.
+        Experts, the output layer, blocks and weights for 16-bit activations become plain.
         """
         per_row = self.scales != "block" and self.activations != "none"
         return per_row and "lm_head" not in weight and ".experts." not in weight
 
     def covers(self, module: str) -> bool:
-        """Return whether the linear module of this name is stored as fp8."""
         targeted = "Linear" in self.targets or _is_named(module, self.targets)
         return targeted and not _is_named(module, self.ignored)
 
@@ -118,7 +116,7 @@ class MixtureOfExperts:
     intermediate_size: int
     renormalize: bool
     dense_layers: tuple[int, ...]
-    """Layers with one MLP of the model's intermediate_size instead."""
+    """Layers with one dense MLP instead."""
 
     def __post_init__(self) -> None:
         if not 0 < self.per_token <= self.experts or self.intermediate_size <= 0:
@@ -148,10 +146,7 @@ _POSITIVE = (
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only model's sizes. Raises ConfigError where they do not fit together.
-
-    Fields with a default are what sets the newer architectures apart from Llama.
-    """
+    """A decoder-only model's sizes. Raises ConfigError where they do not fit together."""
 
     architecture: str
     name: str
@@ -172,23 +167,21 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     window: int
-    """Tokens that a token sees, itself included; 0 for all (see full_attention_layers)."""
+    """Tokens that a token sees; 0 for all (see full_attention_layers)."""
     dtype: str
     eos_token_ids: tuple[int, ...]
     full_attention_layers: tuple[int, ...] = ()
     local_rope_theta: float | None = None
-    """Rotary base of layers with a window, without rope scaling; None: as all others."""
+    """Rotary base of layers with a window; None: as all others."""
     partial_rotary_factor: float = 1.0
     learned_positions: bool = False
     embedding_scale: float = 1.0
     norm: str = "rms"
     """rms; rms_plus_one: the weight is stored less one; layer: less the mean, with bias."""
     norm_places: str = "before"
-    """before: attention's and the MLP's input; around: input, and output before the residual is
-    added; after: the sum with the residual, and none at the model's end.
-    """
+    """before: inputs; around: inputs and outputs; after: the sum with the residual."""
     activation: str = "silu"
-    """silu or gelu_tanh of the gate, times the other half; relu: there is no gate."""
+    """silu or gelu_tanh of the gate, times the other half; relu has no gate."""
     query_pre_attn_scalar: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -251,16 +244,12 @@ class ModelConfig:
         return 0 if layer in self.full_attention_layers else self.window
 
     def layer_experts(self, layer: int) -> MixtureOfExperts | None:
-        """Return a layer's experts; None if its MLP is dense."""
         return None if self.moe is None or layer in self.moe.dense_layers else self.moe
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A reader of loosely typed values; its ConfigErrors name file, field and value.
-
-    A default is taken when the field is missing or null.
-    """
+    """A reader of loosely typed values; its ConfigErrors name file, field and value."""
 
     values: Mapping[str, Any]
     where: str

@@ -36,11 +36,10 @@ PROGRESS_INTERVAL_S = 5.0
 def read_model_config(model: str, load_format: str = "auto") -> ModelConfig:
     """Return the config of a folder, a .gguf file, or (load_format dummy) a config.json.
 
-    Raises ConfigError if there is no such model, or if it needs what the engine does not have.
+    Raises ConfigError.
     """
     path = _model_path(model, load_format)
     if path.suffix == ".gguf":
-        # Only GGUF models need the gguf package.
         from kvrelay.paged_engine.gguf_model import GgufFile, gguf_model_config
 
         return gguf_model_config(GgufFile(path))
@@ -65,9 +64,7 @@ def read_tensors(
     """Yield (name, tensor) for all names of tensor_shapes(config), in their stored dtype.
 
     load_format dummy puts them on `device`, others in host memory. Quantized GGUF tensors come as
-    float32, fp8 weights as quantization.unpacked gives them. Logs progress. Raises ConfigError,
-    while iterating, if a file or tensor is missing, unknown or of another shape than the config
-    says.
+    float32. Raises ConfigError for a file or tensor that is missing, unknown or misshaped.
     """
     shapes = tensor_shapes(config)
     stored = _stored(_model_path(model, load_format), config, load_format, device)
@@ -206,11 +203,10 @@ def safetensors_tensors(
     canonical: Callable[[str], str] = str,
     passed_over: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for all wanted names, file by file, each read when asked for.
+    """Yield (name, tensor) for all wanted names, file by file.
 
     `canonical` makes a stored name one of the wanted; names that are `passed_over` may be there.
-    With `tied` embeddings a stored lm_head is skipped. Raises ConfigError naming the file or tensor
-    that is missing, broken or unknown.
+    With `tied` embeddings a stored lm_head is skipped. Raises ConfigError.
     """
     with contextlib.ExitStack() as stack:
         found: dict[str, tuple[Any, str]] = {}
@@ -232,7 +228,7 @@ def safetensors_tensors(
 
 
 def _is_redundant(name: str, tied: bool) -> bool:
-    # Checkpoints of 2023 still carry the rotary frequencies, which follow from the config.
+    # Checkpoints of 2023 carry the rotary frequencies.
     return name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
@@ -245,7 +241,7 @@ def dummy_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) in the config's dtype: std 0.02, norms around 1.
 
-    A function of names and shapes alone. Values are cut from one random pool: seconds, not minutes.
+    A function of names and shapes alone, cut from one random pool: seconds, not minutes.
     """
     import torch
 

@@ -1,7 +1,6 @@
 """Names and shapes of a model's tensors, ours and those of checkpoints. Never imports torch.
 
-A *weight* has our name and shape: Llama's names, one per projection. A *tensor* is what a
-checkpoint in Hugging Face's layout holds: one weight, or several stacked.
+A *weight* has Llama's name, one per projection; a *tensor* of a checkpoint is one or several.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = [
     "weight_shapes",
 ]
 
-# Llama's spelling -> a checkpoint's, in order of replacement. Names that become one are stacked.
+# Llama's spelling -> a checkpoint's. Names that become one are stacked.
 _SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
     "MixtralForCausalLM": (
         (".mlp.router.", ".block_sparse_moe.gate."),
@@ -49,17 +48,16 @@ _SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
         (".mlp.down_proj.", ".fc2."),
     ),
 }
-# What a checkpoint may hold beside the text model that we serve.
+# Beside the text model that we serve.
 _OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")
-# OPT's first two rows of learned positions stand for padding.
+# OPT's first two rows stand for padding.
 POSITION_OFFSET = 2
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return our name and shape of every weight, in the order of the forward pass.
 
-    Linear weights are [out, in]; one that stays fp8 in memory is followed by its weight_scale
-    [out].
+    Linear weights are [out, in]; one that stays fp8 is followed by its weight_scale [out].
     """
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
@@ -148,7 +146,7 @@ def _norm_shapes(config: ModelConfig, name: str, size: int) -> dict[str, tuple[i
 
 
 def stored_weights(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Return the checkpoint's tensor names and our names of the weights stacked in each."""
+    """Return the checkpoint's tensor names and our weights in each."""
     stored: dict[str, tuple[str, ...]] = {}
     for ours in weight_shapes(config):
         theirs = _stored_name(config, ours)
@@ -163,7 +161,7 @@ def _stored_name(config: ModelConfig, ours: str) -> str:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor of a checkpoint, in the forward pass's order."""
+    """Return name and shape of every tensor of a checkpoint."""
     shapes = weight_shapes(config)
     return {
         theirs: (sum(shapes[name][0] for name in ours), *shapes[ours[0]][1:])
@@ -174,7 +172,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def check_names(found: Iterable[str], wanted: Iterable[str], where: str) -> None:
     """Raise ConfigError unless a checkpoint holds exactly the wanted tensors.
 
-    An unknown bias or scale that is left out would give wrong answers, not an error.
+    An unknown bias or scale that is left out would give wrong answers.
     """
     have, want = set(found), set(wanted)
     if any(name.startswith("language_model.") for name in want):

@@ -46,9 +46,8 @@ def unpacked(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a checkpoint's tensors as tensor_shapes(config) has them.
 
-    Where weights are kept in fp8, weight_scale becomes fp32 [out]; a single number is repeated, so
-    that scales of fused projections can be joined. Other fp8 weights get the config's dtype. Raises
-    ConfigError if a weight is not fp8 or its scale has a wrong shape.
+    A kept weight_scale becomes fp32 [out]; a single number is repeated. Other fp8 weights get the
+    config's dtype. Raises ConfigError if a weight is not fp8 or its scale has a wrong shape.
     """
     quantization = config.quantization
     assert quantization is not None
@@ -96,7 +95,7 @@ def _scale(
 def dequantized(
     tensors: Iterable[tuple[str, torch.Tensor]], config: ModelConfig, dtype: torch.dtype
 ) -> tuple[Iterator[tuple[str, torch.Tensor]], ModelConfig]:
-    """Return tensors and config of the same model without fp8, one weight in memory at a time."""
+    """Return the same model without fp8, one weight in memory at a time."""
     if config.quantization is None:
         return iter(tensors), config
     kept = {name for name in quantized_weights(config) if config.quantization.keeps(name)}
@@ -109,7 +108,7 @@ def _joined(
     dtype: torch.dtype,
     block: tuple[int, int],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    waiting: dict[str, torch.Tensor] = {}  # by the weight's name: it, or its scale
+    waiting: dict[str, torch.Tensor] = {}  # by the weight's name
     for name, tensor in tensors:
         weight = name.removesuffix("_scale")
         if weight not in fp8:
@@ -138,7 +137,7 @@ def _plain(
 def quantized(
     tensors: Iterable[tuple[str, torch.Tensor]], config: ModelConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield plain tensors as tensor_shapes(config) has them, in fp8 where the config keeps that."""
+    """Yield plain tensors, in fp8 where the config keeps that."""
     fp8, quantization = quantized_weights(config), config.quantization
     for name, tensor in tensors:
         if name in fp8 and quantization is not None and quantization.keeps(name):

@@ -42,7 +42,6 @@ def check_rank_0(address: str) -> None:
 
 
 def listen_for_ranks(address: str) -> socket.socket:
-    """Return rank 0's listening socket, at this address alone. Raises OSError."""
     host, _, port = address.rpartition(":")
     listener = _bound(host, int(port))
     listener.listen()
@@ -89,7 +88,7 @@ def address_towards(address: str, family: int = socket.AF_UNSPEC) -> str:
 def interface_towards(address: str) -> str:
     """Return the network interface from which `host:port` is reached. Raises ConfigError.
 
-    gloo and NCCL by themselves take the interface of the host's name, which others may not reach.
+    gloo and NCCL take that of the host's name, which others may not reach.
     """
     mine = address_towards(address, socket.AF_INET)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -97,7 +96,7 @@ def interface_towards(address: str) -> str:
             try:
                 reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:
-                continue  # an interface without an address
+                continue
             if socket.inet_ntoa(reply[20:24]) == mine:
                 return name
     raise ConfigError(

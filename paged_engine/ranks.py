@@ -1,13 +1,11 @@
 """The ranks of a tensor-parallel group and what they say to each other.
 
-One process per rank. Rank 0 runs the engine and broadcasts each step; all compute it, and sum up
-what their parts add to the hidden state. Collectives are torch.distributed's: gloo between CPUs,
-NCCL between GPUs.
+Rank 0 runs the engine and broadcasts each step; all compute it, and sum up their parts of the
+hidden state. Collectives are torch.distributed's: gloo between CPUs, NCCL between GPUs.
 
-When rank 0 has seen a step end, all ranks are through with its KV: each writes and reads KV before
-the step's last collective (the gathering of logits, or `barrier` where no row is
-sampled), which needs all ranks' parts. So rank 0 alone says when other nodes can read blocks or
-write to them.
+When rank 0 has seen a step end, all ranks are through with its KV: each is before the step's last
+collective (the gathering of logits, or `barrier`), which needs all ranks. So rank 0 alone says when
+other nodes can read or write blocks.
 """
 
 from __future__ import annotations
@@ -27,9 +25,8 @@ from kvrelay.wire.errors import ConfigError, PeerLost
 
 __all__ = ["Alone", "Ranks", "TorchRanks"]
 
-# For a step on a rank, and for all ranks to find each other.
 _DEADLINE = timedelta(seconds=300)
-# Most messages fit into the first frame, so that a step costs one broadcast.
+# So that a step costs one broadcast.
 _FRAME_BYTES = 16 << 10
 _LENGTH_BYTES = 8
 
@@ -74,7 +71,7 @@ class TorchRanks:
                 timeout=_DEADLINE,
                 device_id=device if on_gpu else None,
             )
-            # Idle engines send nothing for long; a rank that dies closes its connections.
+            # Idle engines send nothing for long.
             self._messages = torch.distributed.new_group(
                 backend="gloo", timeout=timedelta(days=365)
             )

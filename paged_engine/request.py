@@ -32,7 +32,7 @@ class State(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request: prompt and output in `token_ids`, KV of the first `num_computed` in `blocks`."""
+    """A request: its tokens, and KV of the first `num_computed` in `blocks`."""
 
     request_id: str
     token_ids: list[int]
@@ -49,49 +49,45 @@ class Request:
     tpot_ms: float = 0.0  # wanted time per token; 0 if it decodes elsewhere
     expected_output: int = 0
     spill: bool = False  # a prefill node could compute its prompt
-    guide: Guide | None = None  # which tokens may come next, if not all
+    guide: Guide | None = None
     fetch: Ticket | None = None
     fetch_error: str | None = None
     state: State = State.WAITING
     finish: Finish | None = None
     # Set by the waiting queue.
-    order: int = 0  # of arrival, from 1
+    order: int = 0  # from 1
     rank: int = 0  # among requests of equal priority
-    work: int = 0  # tokens to compute that were neither cached nor shared
-    shared: int = 0  # first tokens that were
-    wanted: int = 0  # tokens of KV that it was expected to take
-    # Its KV.
+    work: int = 0  # tokens neither cached nor shared
+    shared: int = 0
+    wanted: int = 0  # of KV that it was expected to take
     blocks: list[int] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)
-    offered: bool = False  # others know its blocks: they stay its own until it ends
+    offered: bool = False  # others know its blocks
     num_computed: int = 0
     num_published: int = 0
     unfindable: bool = False  # the prefix cache was reset after it came
-    cached_tokens: int | None = None  # prefix hit when first scheduled
-    num_counted: int = 0  # prompt tokens that are in the engine's counters
-    # Steps in flight.
-    num_pending: int = 0  # tokens that a launched step samples, unknown to the host
-    proposals: tuple[int, ...] = ()  # tokens that it takes for the next ones; not pending
+    cached_tokens: int | None = None
+    num_counted: int = 0
+    num_pending: int = 0  # tokens of launched steps, unknown to the host
+    proposals: tuple[int, ...] = ()  # taken for the next tokens; not pending
     lookup: NgramIndex | None = None
     draft_pace: DraftPace | None = None
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    # Not reported yet.
     new_tokens: list[int] = field(default_factory=list)
     new_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    num_scored: int = 0  # prompt positions whose logits are computed or pending, if asked for
-    # Times.
+    num_scored: int = 0  # prompt positions whose logits are computed or pending
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     fetch_started_s: float | None = None
     fetched_s: float | None = None
     fetched_bytes: int = 0
     exposed_s: float = 0.0
-    told_at_s: float | None = None  # when its KV was known to be complete elsewhere
+    told_at_s: float | None = None  # its KV was complete elsewhere
     first_step: int | None = None  # position that its first decode step computes
-    first_step_s: float | None = None  # when that was launched
-    stepped_s: float | None = None  # when its token was there
+    first_step_s: float | None = None
+    stepped_s: float | None = None  # its token was there
     timings_told: int = 0
 
     @classmethod
@@ -130,18 +126,17 @@ class Request:
 
     @property
     def uncomputed(self) -> int:
-        """Return how many tokens' KV is still to be computed; 1 while decoding."""
         return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
     def expected_tokens(self) -> int:
-        """Return the tokens of KV expected in the end; never fewer than are known."""
+        """Return the tokens of KV expected in the end; at least those known."""
         return max(
             self.prompt_tokens + self.expected_output, len(self.token_ids) + self.num_pending
         )
 
     def with_tokens(self, proposals: Iterable[int]) -> Request:
-        """Return a read-only copy with more tokens, for a sampler."""
+        """Return a copy with more tokens, for a sampler."""
         return replace(self, token_ids=[*self.token_ids, *proposals])
 
     def to_score(self, start: int, end: int) -> range:
@@ -165,7 +160,7 @@ class Request:
             self.first_step, self.first_step_s = start, now
 
     def mark_started(self, launched: float, now: float) -> None:
-        """Note that a step launched behind another begins now: the wait was a queue."""
+        """Note that a step launched behind another begins now."""
         if self.first_scheduled_s == launched:
             self.first_scheduled_s = now
         if self.first_step_s == launched:
@@ -225,7 +220,7 @@ class StopConditions:
     max_model_len: int
 
     def before_token(self, request: Request) -> Finish | None:
-        """Return why a request ends without the token just drawn: no token may follow."""
+        """Return why a request ends without the token just drawn, if so."""
         if request.guide is None or not request.guide.spent:
             return None
         return Finish.STOP if request.guide.error is None else Finish.ERROR
@@ -249,10 +244,7 @@ class StopConditions:
         return None
 
     def needs_tokens(self, request: Request) -> bool:
-        """Return whether nothing can be computed before the pending tokens are known.
-
-        One of them is the last one, whatever it is; or some are only proposed.
-        """
+        """Return whether nothing can be computed before pending tokens are known."""
         outputs, total = request.output_tokens, len(request.token_ids)
         pending = request.num_pending
         return bool(request.proposals) or (
@@ -284,12 +276,11 @@ class Chunk:
 
     @property
     def token_ids(self) -> list[int]:
-        """Return the tokens to compute; pending ones are missing at the end."""
+        """Return the tokens to compute, without pending ones."""
         return self.request.token_ids[self.start : self.start + self.count] + list(self.proposals)
 
     @classmethod
     def next_for(cls, request: Request, budget: int) -> Chunk:
-        """Return a chunk of the tokens not computed yet, at most `budget`."""
         count = min(request.uncomputed, budget)
         start = request.num_computed
         scored = request.to_score(start, start + count)
@@ -303,7 +294,6 @@ class ScoredRows:
     targets: list[int]
     parts: list[tuple[Request, int]]
     most: int
-    """The most likeliest tokens that one of them asks for."""
 
     @classmethod
     def from_chunks(cls, chunks: Sequence[Chunk]) -> ScoredRows | None:
@@ -331,4 +321,4 @@ class StepPlan:
     chunks: list[Chunk]
     fetches: list[Fetch]
     offers: list[Request]
-    """Requests that hold KV for a reader and have just begun, with all blocks known."""
+    """Requests that hold KV for a reader and have just begun."""

@@ -1,7 +1,7 @@
 """Frequencies of the rotary embedding, under every context extension that checkpoints name.
 
-All are computed once, for the node's own limit. transformers changes two of them (dynamic,
-longrope) while a context grows, which would mix frequencies in one KV cache. vLLM does as we do.
+Computed once, for the node's own limit. transformers changes dynamic and longrope while a context
+grows, which would mix frequencies in one KV cache; vLLM does as we do.
 """
 
 from __future__ import annotations

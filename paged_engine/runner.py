@@ -40,15 +40,13 @@ from kvrelay.wire.outputs import TokenLogprobs
 __all__ = ["CpuRunner", "CpuStepDone"]
 
 
-# As few as two cores compute at full speed, so that prompts hold each other up less: 1P1D under 8
-# clients has a TTFT p50 of 420 ms with 128 tokens and 585 ms with 512, at equal throughput.
+# Enough for two cores at full speed: 1P1D under 8 clients has a TTFT p50 of 420 ms with 128 tokens
+# and 585 ms with 512, at equal throughput.
 _STEP_TOKENS = 128
-_SCORED_ROWS = 64  # rows of logits at a time where a prompt's log-probabilities are asked for
+_SCORED_ROWS = 64
 
 
 class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk without its request, as every rank is told."""
-
     token_ids: list[int]
     start: int
     sampled_rows: int
@@ -78,7 +76,7 @@ class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
 class CpuStepDone:
     """A step that has been launched; a GPU's has the same methods."""
 
-    requests: Sequence[Request]  # of each sampled row; a request's rows are adjacent
+    requests: Sequence[Request]  # of each sampled row
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     prompt_scores: PromptScores | None
@@ -101,7 +99,7 @@ class CpuRunner:
 
     runs_ahead = False
     shapes: tuple[int, ...] = ()
-    """Prompt tokens to which a step is padded, in order; none where it is not."""
+    """Prompt tokens to which a step is padded; none where it is not."""
 
     @classmethod
     def open(
@@ -111,9 +109,7 @@ class CpuRunner:
         weights: Iterable[tuple[str, torch.Tensor]],
         ranks: Ranks,
     ) -> CpuRunner:
-        """Load weights and allocate the pool. Raises ConfigError for a configuration that cannot
-        work.
-        """
+        """Load weights and allocate the pool. Raises ConfigError."""
         torch.set_num_threads(config.threads_on(os.cpu_count() or 1))
         device = torch.device("cpu")
         name = compute_dtype(config, model, device.type)
@@ -155,8 +151,7 @@ class CpuRunner:
         self.adapters: AdapterStore | None = None
         self.max_num_batched_tokens = config.max_num_batched_tokens or _STEP_TOKENS
         self.max_num_seqs = config.max_num_seqs or 64
-        # The first exp() of two OpenMP threads at once may be inaccurate on the second (MKL 2024.2:
-        # errors of 7e-4, in the first call only): let one thread enter it first.
+        # The first exp() of two OpenMP threads at once may be off by 7e-4 (MKL 2024.2).
         torch.exp(torch.zeros(16))
         self._min_rows = fewest_rows(decoder.linears(), decoder.dtype)
 
@@ -218,8 +213,7 @@ class CpuRunner:
             self.pool.block_size,
         )
         total = sum(chunk.count for chunk in chunks)
-        rows = computed_rows(max(total, self._min_rows))  # here once, not in each product
-        # Rows that nobody owns are written to the null block.
+        rows = computed_rows(max(total, self._min_rows))
         token_ids, positions, offsets = (np.zeros(rows, np.int64) for _ in range(3))
         blocks, adapters = np.full(rows, NULL_BLOCK, np.int64), np.full(rows, -1)
         spans, row = [], 0

@@ -1,7 +1,4 @@
-"""Choose the next tokens on the CPU, and score a prompt's own tokens on any device.
-
-Features are paid for only by the rows that use them.
-"""
+"""Choose the next tokens on the CPU, and score a prompt's own tokens on any device."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ __all__ = ["PromptScores", "Sampler"]
 
 
 class Sampler:
-    """A sampler without state: tokens follow from logits, parameters and tokens so far."""
+    """A sampler without state."""
 
     def __init__(self, eos_token_ids: Collection[int]) -> None:
         self._eos = tuple(eos_token_ids)
@@ -120,7 +117,7 @@ Columns = tuple[torch.Tensor, ...]
 class PromptScores:
     """A step's log-probabilities of prompt tokens, on their way to the host.
 
-    Logits are computed a slice of rows at a time: those of a whole prompt would be gigabytes.
+    Logits of a whole prompt would be gigabytes, so they are computed by slices.
     """
 
     def __init__(
@@ -143,7 +140,6 @@ class PromptScores:
         self.columns: Columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     def by_request(self) -> Iterator[tuple[Request, list[TokenLogprobs]]]:
-        """Yield what each request asked for, once the columns are on the host."""
         values = zip(self._rows.targets, *(column.tolist() for column in self.columns), strict=True)
         for request, count in self._rows.parts:
             k = request.params.prompt_logprobs or 0

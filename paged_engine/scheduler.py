@@ -1,10 +1,9 @@
 """Continuous batching: which requests run next, how many of their tokens, in which blocks.
 
-Pure Python: no torch, no sockets; `now` is an argument. Decodes come first; wire/step_costs.py says
-how much of prompts fits beside them. A step may be scheduled while the previous one's tokens are
-*pending*. A request without a block for its next token preempts the last in order. A fork shares
-full blocks of its parent's prompt and computes the rest in its own, so no block has two writers. No
-block that a transfer may touch is given to anybody else.
+Pure Python; `now` is an argument. Decodes come first; wire/step_costs.py says how much of prompts
+fits beside them. A step may be scheduled while the previous one's tokens are *pending*. A request
+without a block for its next token preempts the last in order. A fork shares full blocks of its
+parent's prompt, so no block has two writers, and none that a transfer may touch is given away.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """An owner of all requests and the block pool."""
-
     def __init__(
         self,
         pool: BlockPool,
@@ -41,7 +38,7 @@ class Scheduler:
         self.pool = pool
         self._block_size = block_size
         self.budget = StepBudget(max_num_batched_tokens, block_size)
-        """What a step computes of prompts at most; measure_steps replaces it."""
+        """Replaced by measure_steps."""
         self._max_num_seqs = max_num_seqs
         self._stop_conditions = StopConditions(frozenset(eos_token_ids), max_model_len)
         self._prefix_cache = prefix_cache
@@ -59,12 +56,10 @@ class Scheduler:
         self.forked_blocks = 0
 
     def reset_prefix_cache(self) -> None:
-        """Let no later request find a block whose KV is there now or derives from it."""
+        """Let no later request find a block whose KV derives from what is there now."""
         self.pool.reset()
         for request in self._requests.values():
             request.unfindable = True
-
-    # --- what comes in
 
     def add(self, request: Request) -> None:
         if request.request_id in self._requests or self.kept.held(request.request_id) is not None:
@@ -84,20 +79,20 @@ class Scheduler:
         return self._requests.get(request_id)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a live request now. Blocks of a running fetch stay untouchable until settled."""
+        """End a live request; blocks of a running fetch stay untouchable until settled."""
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request, Finish.ABORT)
         return request
 
     def finish_fetch(self, request_id: str, generated: Sequence[int] = ()) -> None:
-        """Run a request whose KV has arrived; `generated`: tokens from where it was computed."""
+        """Run a request whose KV has arrived, with tokens from where it was computed."""
         request = self._fetching.pop(request_id)
         assert request.fetch is not None
         if not request.output_tokens:
             request.token_ids += generated
             request.new_tokens += generated
-        # Without a first token (third parties) the last prompt token is computed again.
+        # Without a first token the last prompt token is computed again.
         request.num_computed = min(request.fetch.num_tokens, len(request.token_ids) - 1)
         request.fetch = None
         request.state = State.RUNNING
@@ -109,7 +104,7 @@ class Scheduler:
     def fail_fetch(self, request_id: str, reason: str, verified: int = 0) -> None:
         """Compute a request here whose KV will not come, in other blocks.
 
-        The first `verified` of the fetched blocks are right and no longer written to.
+        The first `verified` of the fetched blocks are right.
         """
         request = self._requests[request_id]
         fetch, request.fetch, request.fetch_error = request.fetch, None, reason
@@ -149,8 +144,6 @@ class Scheduler:
         )
         self._waiting.add(request, len(cached) * self._block_size)
 
-    # --- probes: blocks of no request
-
     @property
     def spare_blocks(self) -> int:
         """Return how many blocks a probe may take: half of what nobody waits for."""
@@ -165,12 +158,9 @@ class Scheduler:
         self.kept.hold(probe_id, blocks)
         return blocks
 
-    # --- one step
-
     def schedule(self, now: float) -> StepPlan:
         plan = StepPlan([], [], [])
         preemptions = self.preemptions
-        # Decodes first: a long prompt must not delay tokens that somebody is waiting for.
         decodes = [request for request in self._running if request.uncomputed <= 1]
         prompts = sorted(
             (each for each in self._running if each.uncomputed > 1), key=lambda each: each.turn
@@ -179,7 +169,7 @@ class Scheduler:
             self._schedule_running(request, plan.chunks, None)
         room = self.budget.room(len(plan.chunks), sum(chunk.start for chunk in plan.chunks))
         for request in prompts:
-            # A long prompt that has begun must not delay one whose turn comes before.
+            # One whose turn comes before goes first.
             if self.preemptions == preemptions:
                 self._admit(plan, room, now, before=request)
             if room.is_open:
@@ -206,7 +196,7 @@ class Scheduler:
             return
         chunk = Chunk.next_for(request, tokens)
         while not self._grow(request, chunk.start + chunk.count):
-            # Not one whose last token is pending: its blocks are free or held soon.
+            # Blocks of a request whose last token is pending are free or held soon.
             going_on = [
                 r for r in self._running if not (r.offered or self._stop_conditions.needs_tokens(r))
             ]
@@ -286,7 +276,7 @@ class Scheduler:
         assert params is not None
         shared = self._cached_prefix(request, params.num_tokens)
         needed = self._blocks_for(params.num_tokens) - len(shared)
-        # With room for the next token: else it might be preempted as soon as it arrives.
+        # With room for the next token: else it is preempted as soon as it arrives.
         room = min(self._blocks_for(params.num_tokens + 1), self.pool.total) - len(shared)
         if room > self.pool.free_after(shared):
             return None
@@ -323,8 +313,6 @@ class Scheduler:
         self._wait(request)
         self.preemptions += 1
 
-    # --- after the step
-
     def mark_launched(self, chunk: Chunk) -> None:
         """Note that a chunk's KV is written, or will be before a later step reads it."""
         request = chunk.request
@@ -341,7 +329,7 @@ class Scheduler:
         for count, token_id in enumerate(self.speculation.accept(request, drawn)):
             if count:
                 request.num_pending += 1
-                # Not preempted: the KV of the proposal that came true is there.
+                # The KV of the proposal that came true is there.
                 if request.state is State.RUNNING:
                     request.num_computed += 1
                     self._publish(request)
@@ -352,7 +340,7 @@ class Scheduler:
     def append(self, request: Request, token_id: int, now: float) -> Finish | None:
         """Add a pending token; if it ends the request, free or hold its blocks.
 
-        A request that has ended meanwhile takes no token: the device had begun one more step.
+        One that has ended meanwhile takes no token.
         """
         request.num_pending -= 1
         if request.finish is not None:
@@ -416,8 +404,6 @@ class Scheduler:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
 
-    # --- what it looks like
-
     @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
@@ -431,7 +417,7 @@ class Scheduler:
             0,
         )
         tokens_now, pairs_now = 0, 0.0
-        # Inlined: a call per request would double the time of a load, taken after each step.
+        # Inlined: a call per request would double the time.
         for request in self._running:
             start = request.num_computed
             context += start

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["kv_head_range", "shard_config", "shard_weights", "vocab_shard"]
 
-# Layers whose outputs are cut, and those whose inputs are; rank 0 adds the latter's biases.
+# Layers whose outputs or inputs are cut; rank 0 adds the latter's biases.
 _KEY_ROWS = (".k_proj", ".v_proj")
 _OTHER_ROWS = (".q_proj", ".gate_proj", ".up_proj")
 _COLUMNS = (".o_proj", ".down_proj")
@@ -26,7 +26,7 @@ _COLUMNS = (".o_proj", ".down_proj")
 def shard_config(config: ModelConfig, size: int) -> ModelConfig:
     """Return the sizes of one of `size` ranks. Raises ConfigError if heads do not divide evenly.
 
-    Fewer KV heads than ranks are held by several ranks each.
+    Several ranks hold the same KV head if there are fewer.
     """
     if size == 1:
         return config
@@ -62,13 +62,12 @@ def shard_weights(
 
 
 def kv_head_range(num_kv_heads: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the first KV head of a rank, and the one behind its last."""
     first = rank * num_kv_heads // size
     return first, first + max(1, num_kv_heads // size)
 
 
 def vocab_shard(vocab_size: int, rank: int, size: int) -> slice:
-    """Return the rows of the output layer that a rank computes; the last rank may have fewer."""
+    """Return the rows of the output layer that a rank computes."""
     rows = -(-vocab_size // size)
     return slice(rank * rows, min((rank + 1) * rows, vocab_size))
 

@@ -1,8 +1,8 @@
 """Speculative decoding by prompt lookup: propose tokens, and accept those that were drawn. Pure.
 
-A decode chunk with k proposals samples 1 + k rows, each as if the proposals before it were known. A
-draw depends on seed, choice and token index, so tokens are those of an engine that proposes
-nothing. Source: Apoorv Saxena, "Prompt Lookup Decoding", 2023.
+A decode chunk with k proposals samples 1 + k rows. A draw depends on seed, choice and token index,
+so tokens are those of an engine that proposes nothing. Source: Apoorv Saxena, "Prompt Lookup
+Decoding", 2023.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from kvrelay.paged_engine.request import Chunk, Request
 
 __all__ = ["DraftPace", "NgramIndex", "ROWS", "Speculation"]
 
-# Indexing a long prompt at once would hold a step up for more than a millisecond.
+# Indexing a long prompt at once would take more than a millisecond.
 _INDEXED_PER_CALL = 2048
 
 
 class NgramIndex:
-    """An index from n-grams of a growing text to what followed them last, for O(1) lookups."""
+    """An index from n-grams of a growing text to what followed them last."""
 
     def __init__(self, longest: int, shortest: int) -> None:
         self._longest, self._shortest = longest, shortest
-        # n-gram -> place of the token behind its newest occurrence
+        # n-gram -> place behind its newest occurrence
         self._follower: dict[tuple[int, ...], int] = {}
-        self._indexed = 0  # so many first tokens are known as followers
+        self._indexed = 0
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """Return up to `count` tokens that followed the longest matching n-gram.
@@ -36,7 +36,7 @@ class NgramIndex:
         for n in range(min(self._longest, len(tokens)), self._shortest - 1, -1):
             place = self._follower.get(tuple(tokens[-n:]))
             if place is not None:
-                # Proposed tokens are copied from as well: short loops go on.
+                # Short loops go on.
                 period = len(tokens) - place
                 return [tokens[place + i % period] for i in range(count)]
         return []
@@ -58,8 +58,7 @@ _MISSES = 3
 class DraftPace:
     """A limit on a request's proposals that follows what became of them.
 
-    A failed proposal costs a row and, on a GPU, a step that could not be planned ahead. After three
-    failures in a row a request waits, twice as long each time.
+    After three failures in a row a request waits, twice as long each time.
     """
 
     reach: int
@@ -67,7 +66,6 @@ class DraftPace:
     _again_at: int = 0
 
     def allowed(self, output_tokens: int) -> int:
-        """Return how many tokens may be proposed behind `output_tokens`."""
         return self.reach if output_tokens >= self._again_at else 0
 
     def note(self, proposed: int, agreed: int, output_tokens: int, longest: int) -> None:
@@ -133,8 +131,8 @@ class Speculation:
     ) -> list[Chunk]:
         """Return chunks with up to `rows` proposals behind decodes, in equal shares.
 
-        `room_for(request, tokens)` makes room for KV of the first `tokens` tokens and says how many
-        fit. The last token of a context is never computed.
+        `room_for(request, tokens)` makes room for KV and says how many tokens fit. The last token
+        of a context is never computed.
         """
         extended = []
         rows = min(rows, ROWS - len(chunks))
@@ -157,7 +155,7 @@ class Speculation:
         )
 
     def accept(self, request: Request, drawn: Sequence[int]) -> Sequence[int]:
-        """Return which tokens drawn at a chunk's rows are the request's; end its proposals."""
+        """Return which tokens drawn at a chunk's rows are the request's."""
         proposals, request.proposals = request.proposals, ()
         agreed = 0
         while agreed < len(proposals) and drawn[agreed] == proposals[agreed]:

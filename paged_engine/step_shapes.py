@@ -1,6 +1,6 @@
 """The few shapes of steps with prompts that have CUDA graphs, and padding to them. Pure numpy.
 
-Padding is what kernels compute anyway: decodes without a context, and a prompt in the null block.
+Padding is decodes without a context, and a prompt in the null block.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class StepShape:
 
 
 def step_shapes(*, max_num_seqs: int, max_prompt_rows: int) -> list[StepShape]:
-    """Return all shapes of an engine, the largest last."""
     if max_prompt_rows < 2:
         return []
     decodes = [*(n for n in _DECODES if n < max_num_seqs), max_num_seqs]
@@ -58,7 +57,7 @@ def step_shapes(*, max_num_seqs: int, max_prompt_rows: int) -> list[StepShape]:
 
 
 def smallest_shape(values: StepValues, shapes: Sequence[StepShape]) -> StepShape | None:
-    """Return the smallest of the sorted `shapes` that fits; None if none, or if rows are scored."""
+    """Return the smallest of the sorted `shapes` that fits; None if rows are scored."""
     if len(values.scored_rows):
         return None
     decodes, rows = values.decodes, values.rows.shape[1]
@@ -79,7 +78,7 @@ def smallest_shape(values: StepValues, shapes: Sequence[StepShape]) -> StepShape
 
 
 def padded(values: StepValues, shape: StepShape, *, null_slot: int, block_size: int) -> StepValues:
-    """Return the step in this shape; sampled rows stay as many. `null_slot` has null blocks."""
+    """Return the step in this shape; `null_slot` has null blocks."""
     decodes, prompts = values.decodes, len(values.counts) - values.decodes
     spare = shape.prompt_rows - (values.rows.shape[1] - decodes)
     rows = np.repeat(PADDING_ROW[:, None], shape.decodes + shape.prompt_rows, axis=1)

@@ -1,8 +1,8 @@
 """A scheduled step as plain arrays: what a GPU and every rank of its group are told. Pure numpy.
 
-A *slot* is a running request's row in tables that stay on the device: its block table and its
-sampling state. So a step carries only what is new: one token, one position and one block per
-decode. A chunk with proposals is sampled in *spare* slots, one per row, behind the requests' own.
+A *slot* is a running request's row in tables that stay on the device, so a step carries only what
+is new: one token, one position and one block per decode. A chunk with proposals is sampled in
+*spare* slots, one per row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
     "null_step",
 ]
 
-# What fills up a step of fixed size: it touches nothing but the null block.
+# Touches nothing but the null block.
 PADDING_ROW = np.array([0, -1, 0, NULL_BLOCK, 0, -1], np.int32)
 PADDING_SEQUENCE = np.array([-1, 0, NULL_BLOCK], np.int32)
 
@@ -40,21 +40,21 @@ PADDING_SEQUENCE = np.array([-1, 0, NULL_BLOCK], np.int32)
 class StepValues:
     """A step as int32 arrays: T rows (tokens) of S sequences, one-token sequences first.
 
-    A request's newest token and its proposals are several one-token sequences with the same slot.
+    A newest token and its proposals are one-token sequences with the same slot.
     """
 
     rows: np.ndarray
     """[6, T]: token id, source slot, position, block, offset, adapter slot or -1.
 
-    A source slot >= 0 says that the row's token is the newest one sampled for that slot.
+    A source slot >= 0: the token is the newest one sampled for that slot.
     """
     sequences: np.ndarray
     """[3, S]: slot, context length, block of the newest token."""
     counts: np.ndarray  # [S] rows of each sequence
-    new_blocks: np.ndarray  # [2, N] index into the flattened block tables of the slots, block id
+    new_blocks: np.ndarray  # [2, N] place in the flattened block tables of the slots, block id
     sampled_rows: np.ndarray  # [R]
     sampled_slots: np.ndarray  # [R]
-    scored_rows: np.ndarray  # [Q] whose logits are wanted too, see paged_engine/sampler.py
+    scored_rows: np.ndarray  # [Q] whose logits are wanted too
 
     @property
     def decodes(self) -> int:
@@ -66,13 +66,13 @@ class StepValues:
 
     @property
     def is_decode(self) -> bool:
-        """Return whether every sequence has one row, and samples: such steps have graphs."""
+        """Return whether every sequence has one row, and samples."""
         one_row_each = len(self.sampled_rows) == self.rows.shape[1] == self.sequences.shape[1]
         return bool(one_row_each and not len(self.scored_rows))
 
 
 class SlotState(NamedTuple):
-    """A slot's next sampling state: that of slot `seat` at token `token_index`."""
+    """A slot's next sampling state: that of `seat` at `token_index`."""
 
     slot: int
     seat: int
@@ -85,7 +85,7 @@ class PlannedStep:
     values: StepValues
     admitted: list[tuple[int, Request]]
     states: list[SlotState]
-    """What slots must be told before they sample, beside `admitted`."""
+    """What slots must be told, beside `admitted`."""
     sampling: list[Request]
     scored: ScoredRows | None
 
@@ -93,16 +93,15 @@ class PlannedStep:
 @dataclass(slots=True)
 class _Seat:
     slot: int
-    blocks: list[int]  # the request's own list: a preempted request comes back with another one
-    known: int = 0  # how many of them the device's table holds
-    behind: bool = False  # its request's last tokens were sampled in spare slots
+    blocks: list[int]  # a preempted request comes back with another list
+    known: int = 0  # to the device's table
+    behind: bool = False  # sampled in spare slots
 
 
 class Slots:
     """A table of running requests' slots, and of what the device knows of them.
 
-    A slot may go to another request while a step that used it still runs: whatever overwrites its
-    tables is queued behind that step.
+    Whatever overwrites a slot's tables is queued behind the step that used it.
     """
 
     def __init__(self, count: int, *, max_blocks: int, block_size: int) -> None:
@@ -112,8 +111,7 @@ class Slots:
         self._seats: dict[Request, _Seat] = {}
 
     def step(self, chunks: Sequence[Chunk]) -> PlannedStep:
-        """Seat the requests of a step and return its arrays."""
-        # Those of an adapter side by side: kernels/grouped_lora.py.
+        # Rows of an adapter side by side.
         chunks = sorted(
             chunks, key=lambda chunk: (_by_rows(chunk) < chunk.count, chunk.request.adapter_slot)
         )
@@ -225,7 +223,7 @@ def _by_rows(chunk: Chunk) -> int:
 
 
 def null_step(counts: Sequence[int], block_size: int, adapter: int) -> StepValues:
-    """Return a step of sequences of these lengths that touches the null block alone."""
+    """Return a step of sequences of these lengths in the null block."""
     counts = sorted(counts, key=lambda count: count > 1)
     rows = np.zeros((len(PADDING_ROW), sum(counts)), np.int32)
     rows[1] = -1
@@ -251,9 +249,7 @@ def _int32(values: Sequence[object] | np.ndarray, columns: int = 0) -> np.ndarra
 
 
 class RankStep(msgspec.Struct, frozen=True, array_like=True):
-    """A step as rank 0 tells the others."""
-
-    arrays: list[tuple[tuple[int, ...], bytes]]  # the fields of StepValues: shape and int32 values
+    arrays: list[tuple[tuple[int, ...], bytes]]  # of StepValues: shape and int32 values
     admitted: list[tuple[int, Submit]]
     states: list[SlotState]
     guided: bool  # the tokens are chosen when a RankMasks has come
@@ -271,8 +267,6 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankMasks(msgspec.Struct, frozen=True, array_like=True):
-    """A step's masks as rank 0 tells the others, after its RankStep."""
-
     rows: list[int]
     words: bytes
 
@@ -291,7 +285,6 @@ def _submit(request: Request) -> Submit:
         request.token_ids[: request.prompt_tokens],
         request.token_ids[request.prompt_tokens :],
     )
-    # Only rank 0 has guides; the others are told masks.
     params = msgspec.structs.replace(
         request.params, constraint=None, allowed_token_ids=None, bad_words=()
     )

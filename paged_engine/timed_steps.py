@@ -1,7 +1,7 @@
 """Time an engine's single steps, and fit the costs of steps (wire/step_costs.py) to them.
 
-Contexts are dummy content, as if another node had sent it, so 128 contexts of 16k tokens are there
-in a second. A time is that between the tokens of two steps, in ms.
+Contexts are dummy content, so 128 of 16k tokens are there in a second. A time is that between the
+tokens of two steps, in ms.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["PREFILLS_AT_ONCE", "STEPS", "TimedSteps", "measure_steps"]
 
 PREFILLS_AT_ONCE = 3
 STEPS = 24
-"""Most steps of a decode point, warm-up included; contexts grow by as many tokens."""
+"""Most steps of a decode point, warm-up included."""
 _WARM_UPS = 3
 _FEWEST = 3
-# Times the seconds of a point, after which even fewer runs are enough.
+# Times the seconds of a point; then fewer runs are enough.
 _ENOUGH = 4.0
-_PIECE_BLOCKS = 16  # 128 MiB of an 8B model: a GPU has little to spare now
+_PIECE_BLOCKS = 16  # 128 MiB of an 8B model
 
 
 class _Arrivals:
@@ -72,10 +72,10 @@ class TimedSteps:
             _fill(engine, seed)
 
     def request(self, prompt_tokens: int, max_tokens: int, filled: int = 0) -> Request:
-        """Return a greedy request of random tokens; KV of the first `filled` counts as computed."""
+        """Return a greedy request of random tokens, the first `filled` computed."""
         self._made += 1
         at = self._rng.randrange(len(self._words) - prompt_tokens + 1)
-        # Its own first token, so that no two have a prefix in common.
+        # No two have a prefix in common.
         tokens = [
             self._made % self.engine.model.vocab_size,
             *self._words[at + 1 : at + prompt_tokens],
@@ -128,10 +128,7 @@ class TimedSteps:
 
     @contextlib.contextmanager
     def decoding(self, requests: int, context: int, steps: int) -> Iterator[None]:
-        """Let requests decode in each step of the block, at most `steps`, warm-up included.
-
-        Raises ValueError if the pool has no room.
-        """
+        """Let requests decode in the block, at most `steps`. Raises ValueError without room."""
         first = max(1, context - steps // 2)
         blocks = -(-(first + steps + 1) // self.engine.pool.block_size) * requests
         if blocks > self.engine.scheduler.pool.free or first + steps >= self.engine.max_model_len:
@@ -142,7 +139,7 @@ class TimedSteps:
         for _ in range(requests):
             self.submit(first + 1, steps + 2, filled=first)
         try:
-            for _ in range(_WARM_UPS):  # a fetch, and a step whose tokens a GPU has not told yet
+            for _ in range(_WARM_UPS):
                 self.step()
             yield
         finally:
@@ -176,8 +173,7 @@ class TimedSteps:
     ) -> list[float]:
         """Return the times of steps that compute `tokens` of one prompt behind `context` others.
 
-        At most `most`, and none after `seconds` unless there are fewer than 3. Raises ValueError if
-        a step or the pool has no room.
+        At most `most`, and none after `seconds` unless there are fewer than 3. Raises ValueError.
         """
         self._check_step(tokens)
         blocks = -(-(context + tokens + 1) // self.engine.pool.block_size) * PREFILLS_AT_ONCE
@@ -189,7 +185,7 @@ class TimedSteps:
                 f"{PREFILLS_AT_ONCE} prompts of {context + tokens} tokens do not fit into "
                 f"{self._room()}"
             )
-        # All made before: a prompt of 100k tokens takes longer to make than a short step.
+        # A prompt of 100k tokens takes longer to make than a short step.
         prompts = [
             self.request(context + tokens, 1, filled=context) for _ in range(most + _WARM_UPS)
         ]
@@ -250,7 +246,6 @@ log = logging.getLogger("kvrelay.engine")
 _LIMIT_S = {"cuda": 3.0, "cpu": 5.0}
 _GAP_MS = {"cuda": 50.0, "cpu": 200.0}
 _DECODES = ((1, 256), (32, 1024), (8, 256), (128, 1024), (32, 4096))
-"""Requests, and the context of each."""
 _BESIDE = (32, 1024)
 _PROMPT_PARTS = (4, 1, 8, 2)
 _RUNS = 3
@@ -258,7 +253,7 @@ _SHORTEST_S = 0.02
 
 
 def measure_steps(engine: Engine, config: EngineConfig) -> StepCosts:
-    """Measure an idle engine's steps, and have it keep them to max_gap_ms from then on."""
+    """Measure an idle engine's steps, and have it keep them to max_gap_ms."""
     kind = engine.device.type
     points = _points(engine, _LIMIT_S[kind])
     log.info(

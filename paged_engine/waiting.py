@@ -1,9 +1,8 @@
 """Requests that wait for a seat, blocks or another request, in order. Pure.
 
-Among requests of equal priority the shortest prompt goes first, with ageing, counted in tokens of
-work that has arrived since: later requests that overtake one have together less than OVERTAKEN
-times its own tokens. Fetches keep the order of arrival. A *fork* waits until its parent's prompt is
-computed or fetched; if the parent is gone it starts by itself.
+Among equal priorities the shortest prompt goes first, with ageing: later requests that overtake one
+have together less than OVERTAKEN times its own tokens. Fetches keep the order of arrival. A *fork*
+waits until its parent's prompt is computed or fetched, or its parent is gone.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from kvrelay.paged_engine.request import Request, State
 
 __all__ = ["OVERTAKEN", "WaitingQueue"]
 
-# A request waits for thrice its own tokens at most beyond those that were there before it.
+# A request waits for thrice its own tokens at most.
 OVERTAKEN = 2
 
 
@@ -29,9 +28,9 @@ class WaitingQueue:
         self._arrivals = 0
         self._arrived_tokens = 0
         self.tokens = 0
-        """Tokens to compute before all of them decode, as known when each began to wait."""
+        """To compute before all of them decode."""
         self.pairs = 0.0
-        """Each of these tokens times those before it in its request, summed up."""
+        """Each token times those before it in its request."""
         self.wanted = 0
 
     def __len__(self) -> int:
@@ -56,14 +55,14 @@ class WaitingQueue:
         self._count(request, -1)
 
     def candidates(self, before: Request | None = None) -> list[Request]:
-        """Return those that may begin now, in order, and before another's turn."""
+        """Return those that may begin now, in order, before another's turn."""
         end = len(self._line)
         if before is not None:
             end = bisect.bisect_left(self._line, before.turn, key=lambda each: each.turn)
         return [request for request in self._line[:end] if not self._held_back(request)]
 
     def parent_blocks(self, request: Request) -> list[int]:
-        """Return the blocks that a fork shares with its parent; none if that is gone."""
+        """Return the blocks that a fork shares with its parent."""
         parent = self._parent(request)
         return [] if parent is None else parent.blocks[: self._forked(request)]
 
