@@ -31,6 +31,7 @@ __all__ = [
     "checked_model",
     "choose_device",
     "default_block_tokens",
+    "fit_pool",
     "compute_dtype",
     "kv_dtype_name",
     "least_memory",
@@ -122,13 +123,20 @@ def checked_model(config: EngineConfig, device: str) -> ModelConfig:
         )
     pool_bytes = config.kv_cache_memory_bytes or (CPU_POOL_BYTES if device == "cpu" else 0)
     if pool_bytes:  # on a GPU the rest is measured
-        block_size = config.block_size or default_block_tokens(device)
-        dtype = kv_dtype_name(config, model, device)
-        num_blocks = blocks_in(shard, pool_bytes=pool_bytes, block_size=block_size, dtype=dtype)
-        longest_context(
-            config.max_model_len, shard, num_blocks=num_blocks, block_size=block_size, dtype=dtype
-        )
+        fit_pool(config, shard, device, pool_bytes)
     return model
+
+
+def fit_pool(
+    config: EngineConfig, shard: ModelConfig, device: str, pool_bytes: int
+) -> tuple[int, int]:
+    """Return how many blocks fit, and the longest context. Raises ConfigError."""
+    block_size = config.block_size or default_block_tokens(device)
+    dtype = kv_dtype_name(config, shard, device)
+    num_blocks = blocks_in(shard, pool_bytes=pool_bytes, block_size=block_size, dtype=dtype)
+    return num_blocks, longest_context(
+        config.max_model_len, shard, num_blocks=num_blocks, block_size=block_size, dtype=dtype
+    )
 
 
 def compute_dtype(config: EngineConfig, model: ModelConfig, device: str) -> str:

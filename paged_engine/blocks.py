@@ -145,19 +145,6 @@ class BlockPool:
     def leave_quarantine(self, blocks: Iterable[int]) -> None:
         self._quarantined.difference_update(blocks)
 
-    def check(self) -> None:
-        used = [block for block in range(1, self.num_blocks) if self._references[block]]
-        assert len(used) + len(self._free) == self.total, (len(used), len(self._free), self.total)
-        assert not any(self._references[block] for block in self._free)
-        assert min(self._references) >= 0
-        assert all(
-            self._hash_of[block] == block_hash for block_hash, block in self._block_of.items()
-        )
-        assert sum(h is not None for h in self._hash_of) == len(self._block_of)
-        assert all(self._references[block] for block in self._quarantined)
-        assert self._hash_of[NULL_BLOCK] is None
-        assert NULL_BLOCK not in self._free
-
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:
@@ -209,12 +196,3 @@ class KeptBlocks:
     @property
     def num_held(self) -> int:
         return sum(len(blocks) for blocks in self._held.values())
-
-    @property
-    def blocks(self) -> list[int]:
-        return [
-            block
-            for kept in (self._held, self._unsettled)
-            for blocks in kept.values()
-            for block in blocks
-        ]

@@ -118,7 +118,10 @@ def _folder(source: _Source, config: EngineConfig, check: Callable[[EngineConfig
     from huggingface_hub import snapshot_download
 
     if config.load_format == "gguf":
-        raise _not_one_file(source)
+        raise ConfigError(
+            f"load_format gguf reads one file, and {source} is a repository; name a file of it "
+            "(org/name/file.gguf), or leave load_format out"
+        )
 
     def download(revision: str, names: Sequence[str]) -> Path:
         return Path(
@@ -187,32 +190,13 @@ def _check_disk(source: _Source, size: int) -> None:
     log.info("%s: downloading %s to %s", source, _gb(size), cache)
 
 
-def _list_files(source: _Source, revision: str) -> tuple[list[str], str]:
+def _lacks(source: _Source, name: str, revision: str) -> ConfigError:
     from huggingface_hub import HfApi
 
     files = HfApi(token=source.token).list_repo_files(source.repo, revision=revision)
-    gguf = next((file for file in files if file.endswith(".gguf")), None)
-    return files, f"--model {source.repo}/{gguf}" if gguf else ""
-
-
-def _not_one_file(source: _Source) -> ConfigError:
-    _, example = _list_files(source, source.revision)
-    if not example:
-        return ConfigError(
-            f"load_format gguf does not fit {source}, which holds no GGUF file; leave load_format "
-            f"out"
-        )
-    return ConfigError(
-        f"load_format gguf reads one file, and {source} is a repository; name a file of it, for "
-        f"example {example}"
-    )
-
-
-def _lacks(source: _Source, name: str, revision: str) -> ConfigError:
-    files, example = _list_files(source, revision)
     hint = ""
-    if example:
-        hint = f"; it holds GGUF files, for example {example}"
+    if gguf := next((file for file in files if file.endswith(".gguf")), None):
+        hint = f"; it holds GGUF files, for example --model {source.repo}/{gguf}"
     elif any(file.endswith((".bin", ".pt", ".pth")) for file in files):
         hint = (
             "; it holds pickled weights, which are programs and never loaded: convert them to "

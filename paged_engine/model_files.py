@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -101,12 +101,7 @@ def _with_progress(
 def _stored(
     path: Path, config: ModelConfig, load_format: str, device: torch.device | str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    from kvrelay.paged_engine.quantization import (
-        canonical_name,
-        is_passed_over,
-        quantized,
-        unpacked,
-    )
+    from kvrelay.paged_engine.quantization import quantized, unpacked
 
     if load_format == "dummy":
         return quantized(dummy_tensors(replace(config, quantization=None), device), config)
@@ -114,17 +109,8 @@ def _stored(
         from kvrelay.paged_engine.gguf_model import GgufFile, gguf_tensors
 
         return gguf_tensors(GgufFile(path), config)
-    if config.quantization is None:
-        return safetensors_tensors(path, tensor_shapes(config), tied=config.tie_embeddings)
-    wanted = {*tensor_shapes(config), *(f"{name}_scale" for name in quantized_weights(config))}
-    stored = safetensors_tensors(
-        path,
-        wanted,
-        tied=config.tie_embeddings,
-        canonical=canonical_name,
-        passed_over=is_passed_over,
-    )
-    return unpacked(stored, config)
+    stored = _safetensors(path, config)
+    return stored if config.quantization is None else unpacked(stored, config)
 
 
 def _model_path(model: str, load_format: str) -> Path:
@@ -195,19 +181,11 @@ def weight_files(folder: Path) -> list[str]:
     return names
 
 
-def safetensors_tensors(
-    folder: Path,
-    wanted: Collection[str],
-    *,
-    tied: bool,
-    canonical: Callable[[str], str] = str,
-    passed_over: Callable[[str], bool] = lambda name: False,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for all wanted names, file by file.
+def _safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    from kvrelay.paged_engine.quantization import canonical_name, is_passed_over
 
-    `canonical` makes a stored name one of the wanted; names that are `passed_over` may be there.
-    With `tied` embeddings a stored lm_head is skipped. Raises ConfigError.
-    """
+    in_fp8 = config.quantization is not None
+    wanted = {*tensor_shapes(config), *(f"{name}_scale" for name in quantized_weights(config))}
     with contextlib.ExitStack() as stack:
         found: dict[str, tuple[Any, str]] = {}
         for path in [folder / name for name in weight_files(folder)]:
@@ -219,8 +197,10 @@ def safetensors_tensors(
                 ) from why
             except (SafetensorError, OSError) as why:
                 raise ConfigError(f"{path} cannot be read: {why}") from why
-            names = [name for name in list(file.keys()) if not passed_over(name)]
-            found |= {canonical(name): (file, name) for name in names}
+            for name in list(file.keys()):
+                if not (in_fp8 and is_passed_over(name)):
+                    found[canonical_name(name) if in_fp8 else name] = file, name
+        tied = config.tie_embeddings
         check_names([name for name in found if not _is_redundant(name, tied)], wanted, str(folder))
         for name, (file, stored) in found.items():
             if name in wanted:

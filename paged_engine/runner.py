@@ -15,10 +15,9 @@ from kvrelay.kernels.paged_attention import SequenceSpan, plan_attention
 from kvrelay.paged_engine.adapters import AdapterStore
 from kvrelay.paged_engine.before_loading import (
     CPU_POOL_BYTES,
-    blocks_in,
     compute_dtype,
     default_block_tokens,
-    longest_context,
+    fit_pool,
 )
 from kvrelay.paged_engine.blocks import NULL_BLOCK
 from kvrelay.paged_engine.cpu_operations import (
@@ -112,13 +111,10 @@ class CpuRunner:
         """Load weights and allocate the pool. Raises ConfigError."""
         torch.set_num_threads(config.threads_on(os.cpu_count() or 1))
         device = torch.device("cpu")
-        name = compute_dtype(config, model, device.type)
-        dtype: torch.dtype = getattr(torch, name)
+        dtype: torch.dtype = getattr(torch, compute_dtype(config, model, device.type))
         block_size = config.block_size or default_block_tokens(device.type)
-        pool_bytes = config.kv_cache_memory_bytes or CPU_POOL_BYTES
-        num_blocks = blocks_in(model, pool_bytes=pool_bytes, block_size=block_size, dtype=name)
-        max_model_len = longest_context(
-            config.max_model_len, model, num_blocks=num_blocks, block_size=block_size, dtype=name
+        num_blocks, max_model_len = fit_pool(
+            config, model, device.type, config.kv_cache_memory_bytes or CPU_POOL_BYTES
         )
         adapted = config.adapter_slots > 0
         operations = (CpuAdapterOperations if adapted else CpuOperations)(model, dtype, ranks)

@@ -465,27 +465,3 @@ class Scheduler:
     @property
     def live(self) -> Collection[Request]:
         return self._requests.values()
-
-    def check(self) -> None:
-        self.pool.check()
-        owned = self.kept.blocks + [b for r in self._requests.values() for b in r.blocks]
-        assert len(set(owned)) == self.pool.total - self.pool.free, (
-            len(set(owned)),
-            self.pool.total,
-            self.pool.free,
-        )
-        self._waiting.check()
-        self._announced.check(
-            [(each.tpot_ms, each.expected_output) for each in self.live if each.tpot_ms]
-        )
-        assert all(self._requests[r.request_id].state is State.RUNNING for r in self._running)
-        assert len(self._requests) == len(self._waiting) + len(self._running) + len(self._fetching)
-        writers: dict[int, str] = {}
-        for request in [*self._running, *self._fetching.values()]:
-            assert len(request.blocks) >= self._blocks_for(request.num_computed)
-            for block in request.blocks[
-                max(request.num_computed // self._block_size, request.num_published) :
-            ]:
-                assert writers.setdefault(block, request.request_id) == request.request_id, (
-                    f"block {block}"
-                )

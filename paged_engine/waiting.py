@@ -66,13 +66,6 @@ class WaitingQueue:
         parent = self._parent(request)
         return [] if parent is None else parent.blocks[: self._forked(request)]
 
-    def check(self) -> None:
-        assert all(each.state is State.WAITING and not each.blocks for each in self._line)
-        assert self._line == sorted(self._line, key=lambda each: each.turn)
-        assert self.tokens == sum(each.work for each in self._line)
-        assert self.pairs == sum(each.work * (each.shared + each.work / 2) for each in self._line)
-        assert self.wanted == sum(each.wanted for each in self._line)
-
     def _count(self, request: Request, by: int) -> None:
         self.tokens += by * request.work
         self.pairs += by * request.work * (request.shared + request.work / 2)

@@ -39,6 +39,7 @@ from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.wire.config import EngineConfig, NodeConfig, TransferConfig
 from kvrelay.wire.engine_messages import EngineStats, FromEngine, StepOutputs, ToEngine
 from kvrelay.wire.transfer import Fingerprint, Ticket
+from tests.paged_engine.invariants import check_scheduler
 
 TRANSFER = TransferConfig(lease_s=1.5, heartbeat_s=0.4, transfer_deadline_s=3.5)
 FINGERPRINT = Fingerprint(1, "simulated", "float32", BLOCK_TOKENS, 1, 1, 1, 0, 1)
@@ -383,7 +384,7 @@ class SimulatedNode(EngineProcess):
 
     def check_all(self) -> None:
         try:
-            self.engine.scheduler.check()
+            check_scheduler(self.engine.scheduler)
             self.connector._leases.check()
             self.connector._fetches.check()
         except AssertionError as why:

@@ -17,6 +17,7 @@ from kvrelay.wire.engine_messages import RequestUpdate, Submit
 from kvrelay.wire.outputs import Finish
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.transfer import Ticket
+from tests.paged_engine.invariants import check_scheduler
 
 TICKET = Ticket(remote_block_ids=[[1, 2]], num_tokens=20, remote_request_id="p")
 
@@ -87,7 +88,7 @@ def test_a_request_that_the_connector_does_not_watch_ends_alone(process: Process
     assert process.submit("good") == []
     assert process.engine.scheduler.get("good") is not None
     assert process.fake.watched == ["good"]
-    process.engine.scheduler.check()
+    check_scheduler(process.engine.scheduler)
 
 
 @pytest.mark.parametrize(("ago_s", "waited"), [(2.0, True), (-5.0, False), (None, False)])

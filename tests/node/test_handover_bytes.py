@@ -26,6 +26,7 @@ from kvrelay.wire.outputs import Finish
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.transfer import Fingerprint, Ticket
 from kvrelay.wire.versions import HANDOVER
+from tests.paged_engine.invariants import check_scheduler
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -145,7 +146,7 @@ def decode(side: Side, name: str, prompt: list[int], first: list[int], params: T
 
 def check_all_free(sides) -> None:
     for side in sides:
-        side.engine.scheduler.check()
+        check_scheduler(side.engine.scheduler)
         assert side.engine.scheduler.pool.free == side.engine.scheduler.pool.total
 
 

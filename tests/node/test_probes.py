@@ -23,6 +23,7 @@ from kvrelay.wire.engine_messages import (
     ProbeRefused,
 )
 from kvrelay.wire.transfer import Ticket
+from tests.paged_engine.invariants import check_scheduler
 
 BLOCKS, WORDS = 33, 256
 CPU = torch.device("cpu")
@@ -76,7 +77,7 @@ class Node:
 
     @property
     def taken(self) -> int:
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         return self.scheduler.pool.total - self.scheduler.pool.free
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from invariants import check_scheduler
+
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.config import EngineConfig
@@ -57,7 +59,7 @@ def drain(engine: Engine) -> None:
         if not engine.has_work:
             break
         engine.step()
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
     assert engine.scheduler.pool.free == engine.scheduler.pool.total
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from invariants import check_scheduler
+
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.request import Fetch, Request, StepPlan
 from kvrelay.paged_engine.scheduler import Scheduler
@@ -57,14 +59,14 @@ def fetching(name: str, prompt: list[int], max_tokens: int = 5, early: bool = Fa
 
 def start_fetch(scheduler: Scheduler) -> Fetch:
     (fetch,) = scheduler.schedule(0.0).fetches
-    scheduler.check()
+    check_scheduler(scheduler)
     return fetch
 
 
 def launch(scheduler: Scheduler) -> StepPlan:
     """Schedule a step that is in flight from then on."""
     plan = scheduler.schedule(0.0)
-    scheduler.check()
+    check_scheduler(scheduler)
     for chunk in plan.chunks:
         assert len(chunk.request.blocks) * BLOCK >= chunk.start + chunk.count
         scheduler.mark_launched(chunk)
@@ -77,7 +79,7 @@ def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
     for chunk in plan.chunks:
         if chunk.samples:
             scheduler.append(chunk.request, next_token(chunk.request.token_ids), 0.0)
-    scheduler.check()
+    check_scheduler(scheduler)
     return [(c.request.request_id, c.start, c.count) for c in plan.chunks]
 
 

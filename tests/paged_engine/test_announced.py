@@ -8,6 +8,7 @@ import pytest
 import scheduling
 from hypothesis import example, given
 from hypothesis import strategies as st
+from invariants import check_scheduler
 from scheduling import BLOCK, EOS, drain, launch, ticket
 
 from kvrelay.paged_engine.request import Request, State
@@ -73,7 +74,7 @@ class Run:
                 self.scheduler.append(chunk.request, 3, 0.0)
 
     def compare(self) -> None:
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         live = list(self.scheduler.live)
         load = self.scheduler.load(0.0)
         decode = [each for each in live if not each.hold]

@@ -6,6 +6,7 @@ Random failures are in test_scheduler.py.
 from __future__ import annotations
 
 import pytest
+from invariants import check_scheduler
 from scheduling import BLOCK, EOS, drain, expected, fetching, make, start_fetch, step
 
 from kvrelay.paged_engine.request import State
@@ -25,7 +26,7 @@ def test_what_is_verified_is_kept_and_the_rest_is_computed(
     scheduler.add(req)
     fetch = start_fetch(scheduler)
     scheduler.fail_fetch("r", "PeerLost: gone", verified)
-    scheduler.check()
+    check_scheduler(scheduler)
     assert req.blocks == fetch.local_blocks[:kept]
     assert scheduler.pool.quarantined == 3 - kept
     assert scheduler.kept_blocks == kept
@@ -83,7 +84,7 @@ def test_a_request_that_is_given_up_ends_with_an_error_and_its_blocks_stay_until
     scheduler.add(req)
     start_fetch(scheduler)
     scheduler.end_failed_fetch("r", "PeerLost: gone")
-    scheduler.check()
+    check_scheduler(scheduler)
     assert (req.finish, req.fetch_error) == (Finish.ERROR, "PeerLost: gone")
     assert scheduler.pool.quarantined == 3
     assert not scheduler.has_work

@@ -290,48 +290,19 @@ def test_what_cannot_be_served_is_refused_before_its_weights_are_downloaded(
     assert not any(name.endswith((".safetensors", ".bin", ".gguf")) for name in hub.downloaded())
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"max_model_len": 1000},
-            "max_model_len 1000 is above the model's own limit of 512; lower it",
-        ),
-        (
-            {"load_format": "gguf"},
-            "load_format gguf does not fit org/tiny, which holds no GGUF file; leave",
-        ),
-    ],
-)
-def test_settings_that_do_not_fit_the_model_are_refused_before_its_weights_are_downloaded(
-    hub: FakeHub,
-    tiny: dict[str, bytes],
-    settings: dict[str, Any],
-    message: str,
+def test_settings_that_do_not_fit_are_refused_before_the_download(
+    hub: FakeHub, tiny: dict[str, bytes]
 ) -> None:
     hub.repositories["org/tiny"] = Repository(tiny)
-    assert message in refused("org/tiny", **settings)
-    assert not any(name.endswith(".safetensors") for name in hub.downloaded())
-
-
-def test_a_load_format_that_does_not_fit_the_name_is_refused_before_the_download(
-    hub: FakeHub,
-) -> None:
-    hub.repositories["org/gguf"] = Repository(
-        {"a.Q4.gguf": b"GGUF", "b.Q8.gguf": b"GGUF", "config.json": b"{}"}
-    )
-    assert refused("org/gguf/a.Q4.gguf", load_format="safetensors") == (
-        "load_format safetensors does not read the GGUF file 'org/gguf/a.Q4.gguf'; gguf and auto do"
-    )
-    assert refused("org/gguf", load_format="gguf") == (
-        "load_format gguf reads one file, and org/gguf is a repository; name a file of it, for "
-        "example --model org/gguf/a.Q4.gguf"
-    )
-    assert (
-        "holds no model.safetensors; it holds GGUF files, for example --model org/gguf/a.Q4.gguf"
-        in refused("org/gguf", load_format="safetensors")
-    )
-    assert not any(name.endswith(".gguf") for name in hub.downloaded())
+    hub.repositories["org/gguf"] = Repository({"a.Q4.gguf": b"GGUF", "config.json": b"{}"})
+    for model, settings, message in (
+        ("org/tiny", {"max_model_len": 1000}, "1000 is above the model's own limit of 512; lower"),
+        ("org/tiny", {"load_format": "gguf"}, "reads one file, and org/tiny is a repository; name"),
+        ("org/gguf/a.Q4.gguf", {"load_format": "safetensors"}, "does not read the GGUF file 'org/"),
+        ("org/gguf", {"load_format": "safetensors"}, "for example --model org/gguf/a.Q4.gguf"),
+    ):
+        assert message in refused(model, **settings)
+    assert not any(name.endswith((".gguf", ".safetensors")) for name in hub.downloaded())
 
 
 @pytest.mark.filterwarnings("ignore:Not enough free disk space")

@@ -5,6 +5,7 @@ and random use.
 import random
 
 import pytest
+from invariants import check_scheduler
 from scheduling import (
     BLOCK,
     EOS,
@@ -69,7 +70,7 @@ def test_after_a_reset_nothing_from_before_is_found():
     fork = request("fork", prompt, choice=1, fork_of="before")
     scheduler.add(fork)
     scheduler.reset_prefix_cache()
-    scheduler.check()
+    check_scheduler(scheduler)
     assert scheduler.kept.held("ended") == held
     drain(scheduler)
     assert before.token_ids == expected(prompt, 40)
@@ -222,7 +223,7 @@ def test_a_probe_takes_half_of_the_free_blocks_at_most_and_none_while_somebody_w
     assert len(blocks) == 4
     assert scheduler.kept.num_held == 4
     assert scheduler.spare_blocks == 2
-    scheduler.check()
+    check_scheduler(scheduler)
     scheduler.add(request("waits", [5] * 100))
     step(scheduler)
     assert scheduler.spare_blocks == 0
@@ -248,7 +249,7 @@ def test_forks_wait_for_the_prompt_and_share_its_blocks():
     assert len({each.blocks[2] for each in (parent, *forks)}) == 3
     assert (scheduler.pool.total - scheduler.pool.free) == 2 + 3 + 2
     scheduler.abort("r")
-    scheduler.check()
+    check_scheduler(scheduler)
     drain(scheduler)
     for each in forks:
         assert each.token_ids == expected(prompt, 5)
@@ -381,7 +382,7 @@ class Course:
         for chunk in sampled:
             self.scheduler.append(chunk.request, next_token(chunk.request.token_ids), 0.0)
         self.held |= {name for name in self.asked if self.scheduler.kept.held(name) is not None}
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
 
     def end_fetch(self, name: str, how: str) -> None:
         fetch, (req, prompt, _) = self.reading.pop(name), self.asked[name]

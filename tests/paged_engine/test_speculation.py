@@ -12,6 +12,7 @@ import pytest
 from engines import GPU_SIZES, ON_GPU, SAMPLED, drain, make, output, prompt, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from invariants import check_scheduler
 from scheduling import BLOCK, EOS, next_token, request
 from scheduling import make as make_scheduler
 from tiny_models import make_tiny
@@ -184,7 +185,7 @@ class Simulated:
             self.in_flight = []
         preemptions = scheduler.preemptions
         plan = scheduler.schedule(0.0)
-        scheduler.check()
+        check_scheduler(scheduler)
         assert (
             sum(chunk.count for chunk in plan.chunks if chunk.count > 1)
             <= self.options["max_num_batched_tokens"]
@@ -216,7 +217,7 @@ class Simulated:
     def take(self, launched: list[tuple[Chunk, list[int]]]) -> None:
         for chunk, drawn in launched:
             self.scheduler.append_sampled(chunk.request, drawn, 0.0)
-            self.scheduler.check()
+            check_scheduler(self.scheduler)
 
     def told(self, tokens: list[int], count: int) -> list[int]:
         tokens = list(tokens)
@@ -286,7 +287,7 @@ def alone(tokens: list[int], max_tokens: int, **options) -> tuple[Scheduler, Req
 def next_chunk(scheduler: Scheduler) -> Chunk:
     (chunk,) = scheduler.schedule(0.0).chunks
     scheduler.mark_launched(chunk)
-    scheduler.check()
+    check_scheduler(scheduler)
     return chunk
 
 

@@ -9,6 +9,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from invariants import check_scheduler
 
 from kvrelay.paged_engine.adapters import Loaded
 from kvrelay.paged_engine.blocks import NULL_BLOCK, BlockPool
@@ -142,7 +143,7 @@ def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed, shaped, pr
                 scheduler.mark_launched(chunk)
         take(before)
         before = now
-        scheduler.check()
+        check_scheduler(scheduler)
     for request, prompt in requests:
         expected = list(prompt)
         while len(expected) < len(request.token_ids):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import GPU_SIZES, ON_GPU, make
+from invariants import check_scheduler
 from tiny_models import make_tiny
 
 from kvrelay.paged_engine.timed_steps import STEPS, TimedSteps
@@ -37,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def nothing_left(timed: TimedSteps) -> bool:
     engine = timed.engine
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     return not engine.has_work and engine.scheduler.pool.free == engine.scheduler.pool.total
 
 

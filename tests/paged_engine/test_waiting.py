@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from invariants import check_waiting
 from scheduling import BLOCK, make, step, ticket
 
 from kvrelay.paged_engine.request import Request
@@ -84,7 +85,7 @@ def test_later_arrivals_overtake_nobody_by_more_than_his_own_length(
     waiting = [request(str(at), tokens, priority) for at, (tokens, priority) in enumerate(arrivals)]
     for each in waiting:
         line.add(each)
-    line.check()
+    check_waiting(line)
     for at, each in enumerate(waiting):
         overtaking = [
             later

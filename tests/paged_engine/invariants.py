@@ -1,0 +1,50 @@
+"""What holds of a scheduler, its queue and its blocks at any time."""
+
+from __future__ import annotations
+
+from kvrelay.paged_engine.blocks import NULL_BLOCK, BlockPool
+from kvrelay.paged_engine.request import State
+from kvrelay.paged_engine.scheduler import Scheduler
+from kvrelay.paged_engine.waiting import WaitingQueue
+
+
+def check_pool(pool: BlockPool) -> None:
+    references, hashes = pool._references, pool._hash_of
+    used = [block for block in range(1, pool.num_blocks) if references[block]]
+    assert len(used) + pool.free == pool.total
+    assert not any(references[block] for block in pool._free)
+    assert min(references) >= 0
+    assert {h: block for block, h in enumerate(hashes) if h is not None} == pool._block_of
+    assert all(references[block] for block in pool._quarantined)
+    assert hashes[NULL_BLOCK] is None
+    assert NULL_BLOCK not in pool._free
+
+
+def check_waiting(queue: WaitingQueue) -> None:
+    line = queue._line
+    assert all(each.state is State.WAITING and not each.blocks for each in line)
+    assert line == sorted(line, key=lambda each: each.turn)
+    assert queue.tokens == sum(each.work for each in line)
+    assert queue.pairs == sum(each.work * (each.shared + each.work / 2) for each in line)
+    assert queue.wanted == sum(each.wanted for each in line)
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    pool, kept, live = scheduler.pool, scheduler.kept, scheduler._requests
+    running, fetching = scheduler._running, scheduler._fetching
+    check_pool(pool)
+    owned = [block for request in live.values() for block in request.blocks]
+    owned += [
+        b for some in (kept._held, kept._unsettled) for blocks in some.values() for b in blocks
+    ]
+    assert len(set(owned)) == pool.total - pool.free
+    check_waiting(scheduler._waiting)
+    scheduler._announced.check([(r.tpot_ms, r.expected_output) for r in live.values() if r.tpot_ms])
+    assert all(live[request.request_id].state is State.RUNNING for request in running)
+    assert len(live) == len(scheduler._waiting) + len(running) + len(fetching)
+    writers: dict[int, str] = {}
+    for request in [*running, *fetching.values()]:
+        assert len(request.blocks) >= scheduler._blocks_for(request.num_computed)
+        written = max(request.num_computed // scheduler._block_size, request.num_published)
+        for block in request.blocks[written:]:
+            assert writers.setdefault(block, request.request_id) == request.request_id
