@@ -25,8 +25,7 @@ from pathlib import Path
 
 from kvrelay.load.measures import percentile
 from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, read_trace
-from kvrelay.planner.estimate import NETWORK_MS
-from kvrelay.planner.setting import Result, Setting, Stream, at_load, streams_of
+from kvrelay.planner.setting import NETWORK_MS, Result, Setting, Stream, at_load, streams_of
 from kvrelay.planner.speeds import Speeds
 from kvrelay.planner.workloads import SCALE, WORKLOADS
 from kvrelay.planner.world import simulate

@@ -192,11 +192,11 @@ def _plan(
 
     The exit code is 0 if nine of ten requests keep both targets with the best split, else 1.
     """
-    from kvrelay.planner.estimate import Goal
+    from kvrelay.planner.setting import Targets
     from kvrelay.sizing import Wanted, read_cards, workload_of
     from kvrelay.sizing import run as run_plan
 
-    wanted = Wanted(gpus, read_cards(card), workload_of(workload), Goal(ttft_ms, tpot_ms), rate)
+    wanted = Wanted(gpus, read_cards(card), workload_of(workload), Targets(ttft_ms, tpot_ms), rate)
     return run_plan(wanted, Console(highlight=False, soft_wrap=True), as_json=as_json)
 
 

@@ -11,10 +11,9 @@ from rich.table import Table
 
 from kvrelay.load.measures import percentile
 from kvrelay.load.workloads import TRACE_BLOCK_TOKENS
-from kvrelay.planner.estimate import NETWORK_MS
 from kvrelay.planner.incident import Incident, events_of, read_incident, streams_of_incident
 from kvrelay.planner.rate_card import RateCard
-from kvrelay.planner.setting import Setting
+from kvrelay.planner.setting import NETWORK_MS, Setting
 from kvrelay.planner.speeds import Speeds
 from kvrelay.planner.world import simulate
 from kvrelay.wire.config import Role

@@ -1,6 +1,6 @@
 """`kvrelay plan`: how many nodes of which role, for a workload and targets, from rate cards.
 
-Splits are estimated first; those worth a try are simulated.
+A split is simulated unless its nodes have no time for the rate of another one.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, Asked, read_trace
-from kvrelay.planner.estimate import Demand, Estimate, Goal, Split, demand_of, plans
 from kvrelay.planner.goodput import Served, at_rate, highest_rate, requests_needed
 from kvrelay.planner.rate_card import RateCard, read_card
 from kvrelay.planner.setting import Setting, Targets
 from kvrelay.planner.speeds import Speeds
+from kvrelay.planner.splits import Bound, Split, bound_of, splits
 from kvrelay.planner.workloads import WORKLOADS
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["Asking", "Sized", "Wanted", "read_cards", "run", "setting_of", "sized", "workload_of"]
+__all__ = ["Asking", "Sized", "Wanted", "read_cards", "run", "sized", "workload_of"]
 
 _SAMPLE = 4_000
 _LENGTHS = re.compile(r"(\d{1,7}):(\d{1,7})")
@@ -35,8 +35,10 @@ _CAPTION = (
     "requests/s in time for each GPU and asked in all; p90 of TTFT, TPOT and the longest "
     "gap of an answer, in ms"
 )
-_BEHIND = 0.6
-"""Splits with an estimate below this share of the best simulated one are not simulated."""
+ATTAINMENT = 0.9
+"""Share of requests that should keep both targets."""
+_FIRST = 0.8
+"""Share of a split's bound at which its highest rate is looked for first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,121 +93,108 @@ class Wanted:
     gpus: int
     cards: Sequence[RateCard]
     asking: Asking
-    goal: Goal
+    targets: Targets
     rate: float
     """Requests a second; 0: as many as can be."""
+
+    def requests(self, rate: float) -> Sequence[Asked]:
+        """Return as many requests as a run at this rate needs, or as there are."""
+        return self.asking.make(requests_needed(self.asking.make(_SAMPLE), self.targets, rate))
 
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """A split, its estimate, and the simulation of it, if it was worth one."""
+    """A split with its bound, and the simulation of it, if it was worth one."""
 
-    guess: Estimate
+    bound: Bound
     served: Served | None
+
+    @property
+    def split(self) -> Split:
+        return self.bound.split
 
     @property
     def goodput(self) -> float:
         """Requests a second that keep both targets."""
-        if self.served is None:
-            return self.guess.rate * self.guess.attained
-        return self.served.rate * self.served.attained
+        return 0.0 if self.served is None else self.served.rate * self.served.attained
 
-
-def setting_of(split: Split, block_size: int, *, prefixes: bool) -> Setting:
-    """Return the simulation of a split, with a router's default settings."""
-    return Setting(
-        prefill=split.prefill,
-        decode=split.decode,
-        block_size=block_size,
-        prefixes=prefixes,
-        speeds=Speeds(split.prefill_card),
-        decode_speeds=Speeds(split.decode_card),
-    )
+    @property
+    def keeps(self) -> bool:
+        return (
+            self.served is not None and self.served.rate > 0 and self.served.attained >= ATTAINMENT
+        )
 
 
 def sized(wanted: Wanted, tried: Callable[[str], None] = lambda _: None) -> list[Sized]:
     """Return all splits, the best first; `tried` is told of each simulation. Raises ConfigError."""
-    goal, sample = wanted.goal, wanted.asking.make(_SAMPLE)
-    demand: Demand = demand_of(sample, wanted.asking.block_size)
-    guesses = plans(wanted.gpus, wanted.cards, demand, goal)
-    targets = Targets(goal.ttft_ms, goal.tpot_ms)
+    targets, sample = wanted.targets, wanted.asking.make(_SAMPLE)
+    block_size = wanted.asking.block_size
+    bounds = [
+        bound_of(split, sample[:_SAMPLE], block_size, targets.tpot_ms)
+        for split in splits(wanted.gpus, wanted.cards)
+    ]
+    bounds.sort(key=lambda each: -each.rate)
     # The same requests for all splits.
-    asks = wanted.asking.make(requests_needed(sample, targets, wanted.rate or guesses[0].rate))
+    asks = wanted.requests(wanted.rate or bounds[0].rate)
     prefixes = any(each.blocks for each in asks)
-    apart = next((guess for guess in guesses if guess.split.prefill), None)
+    apart = next((each for each in bounds if each.split.prefill), None)
     found, best = [], 0.0
-    for guess in guesses:
-        setting = setting_of(guess.split, wanted.asking.block_size, prefixes=prefixes)
+    for bound in bounds:
+        split, served = bound.split, None
+        setting = Setting(
+            prefill=split.prefill,
+            decode=split.decode,
+            block_size=block_size,
+            prefixes=prefixes,
+            speeds=Speeds(split.prefill_card),
+            decode_speeds=Speeds(split.decode_card),
+        )
         if wanted.rate:
-            tried(guess.split.name)
-            found.append(Sized(guess, at_rate(asks, setting, targets, wanted.rate)))
-        elif not guess.rate or (guess.rate < _BEHIND * best and guess is not apart):
-            found.append(Sized(guess, None))
-        else:
-            tried(guess.split.name)
-            found.append(
-                Sized(guess, highest_rate(asks, setting, targets, goal.attainment, guess.rate))
-            )
-            best = max(best, found[-1].goodput)
-    # A guess is not to be compared with what was seen.
-    return sorted(found, key=lambda each: (each.served is None, -each.goodput))
-
-
-def _keeps(each: Sized, goal: Goal) -> bool:
-    return (
-        each.served is not None and each.served.rate > 0 and each.served.attained >= goal.attainment
-    )
+            tried(split.name)
+            served = at_rate(asks, setting, targets, wanted.rate)
+        elif bound.rate > best or bound is apart:
+            tried(split.name)
+            served = highest_rate(asks, setting, targets, ATTAINMENT, _FIRST * bound.rate)
+        found.append(Sized(bound, served))
+        best = max(best, found[-1].goodput)
+    return sorted(found, key=lambda each: (each.served is None, -each.goodput, -each.bound.rate))
 
 
 def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
     """Print all splits and return 0 if one keeps the targets, else 1."""
     with console.status("planning") as status:
         found = sized(wanted, lambda name: status.update(f"simulating {name}"))
-    goal = wanted.goal
-    best = next((each for each in found if _keeps(each, goal)), None)
+    best = next((each for each in found if each.keeps), None)
     if as_json:
-        console.print_json(
-            json.dumps(
-                {"keeps_targets": best is not None, "splits": [_row(each) for each in found]}
-            )
-        )
-        return 0 if best is not None else 1
+        rows = [_row(each) for each in found]
+        console.print_json(json.dumps({"keeps_targets": best is not None, "splits": rows}))
+        return int(best is None)
     console.print(_table(found, wanted))
-    if few := _too_few(wanted, found):
-        console.print(few)
-    if best is None:
+    rate = wanted.rate or max(each.bound.rate for each in found)
+    there, needed = (
+        len(wanted.requests(rate)),
+        requests_needed(wanted.asking.make(_SAMPLE), wanted.targets, rate),
+    )
+    if there < needed:
         console.print(
-            f"No split keeps the targets for {goal.attainment:.0%} of the requests: "
-            f"{_why(found[0], wanted)}"
+            f"The trace has {there} requests, and at {rate:.1f} requests/s a run needs {needed} to "
+            f"tell what lasts."
         )
+    if best is None:
+        console.print(f"No split keeps the targets for {ATTAINMENT:.0%} of the requests.")
         return 1
-    console.print(f"Best: {best.guess.split.name}, {_why(best, wanted)}")
-    apart = next((each for each in found if each.guess.split.prefill and _keeps(each, goal)), None)
+    console.print(f"Best: {_why(best)}")
+    apart = next((each for each in found if each.split.prefill and each.keeps), None)
     if apart is not None:
         if apart is not best:
-            console.print(
-                f"Best with prefill nodes: {apart.guess.split.name}, {_why(apart, wanted)}"
-            )
-        for line in _to_start(apart.guess.split, goal):
+            console.print(f"Best with prefill nodes: {_why(apart)}")
+        for line in _to_start(apart.split, wanted.targets):
             console.print(line)
     return 0
 
 
-def _too_few(wanted: Wanted, found: Sequence[Sized]) -> str:
-    targets = Targets(wanted.goal.ttft_ms, wanted.goal.tpot_ms)
-    rate = wanted.rate or max(each.guess.rate for each in found)
-    needed = requests_needed(wanted.asking.make(_SAMPLE), targets, rate)
-    there = len(wanted.asking.make(needed))
-    if there == needed:
-        return ""
-    return (
-        f"The trace has {there} requests, and at {rate:.1f} requests/s a run needs {needed} to "
-        f"tell what lasts."
-    )
-
-
 def _row(each: Sized) -> dict[str, object]:
-    split = each.guess.split
+    split = each.split
     return {
         "split": split.name,
         "prefill": split.prefill,
@@ -213,65 +202,54 @@ def _row(each: Sized) -> dict[str, object]:
         "gpus": split.gpus,
         "goodput": round(each.goodput, 3),
         "goodput_per_gpu": round(each.goodput / split.gpus, 3),
-        "guessed_rate": round(each.guess.rate, 3),
-        "short": each.guess.short,
-        "prefill_use": round(each.guess.prefill_use, 3),
-        "running": round(each.guess.running, 1),
+        "bound": round(each.bound.rate, 3),
+        "short": each.bound.short,
         "simulated": None if each.served is None else dataclasses.asdict(each.served),
     }
 
 
 def _table(found: Sequence[Sized], wanted: Wanted) -> Table:
-    goal = wanted.goal
-    asked = f"{wanted.rate:g} requests/s" if wanted.rate else f"the most at {goal.attainment:.0%}"
-    title = f"{asked}: TTFT within {goal.ttft_ms:g} ms, TPOT within {goal.tpot_ms:g} ms"
+    targets = wanted.targets
+    asked = f"{wanted.rate:g} requests/s" if wanted.rate else f"the most at {ATTAINMENT:.0%}"
+    title = f"{asked}: TTFT within {targets.ttft_ms:g} ms, TPOT within {targets.tpot_ms:g} ms"
     table = Table(title=title, title_justify="left", caption=_CAPTION, caption_justify="left")
     for name in ("split", "per GPU", "asked", "in time", "TTFT", "TPOT", "gap", "short of"):
         table.add_column(
             name, justify="left" if name in ("split", "short of") else "right", no_wrap=True
         )
     for each in found:
-        guess, served = each.guess, each.served
-        per_gpu = f"{each.goodput / guess.split.gpus:.2f}"
+        split, served = each.split, each.served
         if served is None:
-            table.add_row(
-                guess.split.name, f"~{per_gpu}", f"~{guess.rate:.1f}", "", "", "", "", guess.short
-            )
-            continue
-        table.add_row(
-            guess.split.name,
-            per_gpu,
-            f"{served.rate:.1f}",
-            f"{served.attained:.0%}",
-            f"{served.ttft_p90:,.0f}",
-            f"{served.tpot_p90:.1f}",
-            f"{served.longest_p90:,.0f}",
-            guess.short,
-        )
+            most = each.bound.rate
+            cells = [f"< {most / split.gpus:.2f}", f"< {most:.1f}", *[""] * 4]
+        else:
+            cells = [
+                f"{each.goodput / split.gpus:.2f}",
+                f"{served.rate:.1f}",
+                f"{served.attained:.0%}",
+                f"{served.ttft_p90:,.0f}",
+                f"{served.tpot_p90:.1f}",
+                f"{served.longest_p90:,.0f}",
+            ]
+        table.add_row(split.name, *cells, each.bound.short)
     return table
 
 
-def _why(best: Sized, wanted: Wanted) -> str:
-    guess, served = best.guess, best.served
-    split = guess.split
-    computing = "each server" if not split.prefill else "each prefill node"
-    running = "each server" if not split.prefill else "each decode node"
-    told = f"{best.goodput:.1f} requests/s in time, {best.goodput / split.gpus:.2f} for each GPU"
-    if wanted.rate:
-        told += f", where {guess.rate:.1f} requests/s are about the most that it keeps"
-    told += (
-        f". At its most {computing} computes prompts for {min(1.0, guess.prefill_use):.0%} of its "
-        f"time and {running} "
-        f"generates {guess.running:.0f} answers at once; {guess.short} is what it is short of first"
+def _why(best: Sized) -> str:
+    split = best.split
+    told = (
+        f"{split.name}, {best.goodput:.1f} requests/s in time, {best.goodput / split.gpus:.2f} "
+        f"for each GPU; it is short of {best.bound.short} first"
     )
-    if served is not None and not split.prefill:
+    if best.served is not None and not split.prefill:
         told += (
-            f". Answers wait for prompts beside them, {served.longest_p90:,.0f} ms at a time at p90"
+            f". Answers wait for prompts beside them, {best.served.longest_p90:,.0f} ms at a time "
+            "at p90"
         )
-    return told + "."
+    return f"{told}."
 
 
-def _to_start(split: Split, goal: Goal) -> list[str]:
+def _to_start(split: Split, targets: Targets) -> list[str]:
     tp = ""
     if split.prefill_card.gpus > 1 or split.decode_card.gpus > 1:
         sizes = ("prefill", split.prefill_card.gpus), ("decode", split.decode_card.gpus)
@@ -279,7 +257,8 @@ def _to_start(split: Split, goal: Goal) -> list[str]:
     ids, model = ",".join(map(str, range(split.gpus))), shlex.quote(split.decode_card.model)
     return [
         f"kvrelay compose --model {model} --prefill {split.prefill} --decode {split.decode} "
-        f"--gpus {ids}{tp} --ttft-target-ms {goal.ttft_ms:g} --tpot-target-ms {goal.tpot_ms:g}",
+        f"--gpus {ids}{tp} --ttft-target-ms {targets.ttft_ms:g} --tpot-target-ms "
+        f"{targets.tpot_ms:g}",
         f"kubectl -n kvrelay scale deployment/kvrelay-prefill --replicas={split.prefill}",
         f"kubectl -n kvrelay scale deployment/kvrelay-decode --replicas={split.decode}",
         "The simulated router knows the targets; on Kubernetes write both into its router.yaml.",

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from kvrelay.load.measures import percentile
 from kvrelay.load.workloads import Asked
-from kvrelay.planner.estimate import NETWORK_MS
-from kvrelay.planner.setting import Result, Setting, Stream, Targets, streams_at
+from kvrelay.planner.setting import NETWORK_MS, Result, Setting, Stream, Targets, streams_at
 from kvrelay.planner.world import simulate
 
 __all__ = ["Served", "at_rate", "attained", "requests_needed", "is_good", "highest_rate", "served"]
