@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -19,32 +18,20 @@ from pathlib import Path
 import pytest
 
 from tests.soak.chaos.__main__ import _recorded
-from tests.soak.chaos.asks import KINDS, asks
 from tests.soak.chaos.crowd import Seen
 from tests.soak.chaos.faults import (
     CLIENTS,
-    LONGEST_S,
     ROUTER,
-    SHORTEST_S,
     Schedule,
-    drawn,
     once,
 )
 from tests.soak.chaos.faults import KINDS as FAULTS
-from tests.soak.chaos.lookout import Size, grown
 from tests.soak.chaos.proxies import Bad, Proxies
-from tests.soak.chaos.rude import Rudeness
 from tests.soak.chaos.shim import Shim
-from tests.soak.chaos.soak import WINDOWS, not_flat, windows
 from tests.soak.chaos.streams import Heard, difference
 from tests.soak.chaos.verdict import (
-    MARGIN_S,
     Outage,
-    Span,
-    broken_legs,
     judged,
-    logged_ends,
-    none_up,
 )
 
 
@@ -66,42 +53,6 @@ def heard(*lines: bytes) -> Heard:
     for line in lines:
         found.line(line)
     return found
-
-
-def test_a_seed_draws_the_same_faults_again_and_all_of_their_kinds_in_time() -> None:
-    faults = drawn(3, 300, 3, range(5))
-    assert faults == drawn(3, 300, 3, range(5)) != drawn(4, 300, 3, range(5))
-    assert {fault.kind for fault in faults} == {
-        "kill",
-        "stop",
-        "restart",
-        "kill engine",
-        "stop engine",
-    }
-    assert {len(fault.nodes) for fault in faults} == {1, 2}
-    assert {node for fault in faults for node in fault.nodes} == set(range(5))
-    for fault in faults:
-        assert 0 < fault.at < 300
-        assert fault.for_s == 0 or SHORTEST_S <= fault.for_s <= LONGEST_S
-        assert fault.at + fault.for_s <= 300 + SHORTEST_S
-
-
-def test_asks_are_of_all_kinds_and_stand_behind_what_they_build_on() -> None:
-    made = asks(1, 2, 1000)
-    assert made == asks(1, 2, 1000) or [ask.fields for ask in made] == [
-        ask.fields for ask in asks(1, 2, 1000)
-    ]
-    assert {ask.kind for ask in made} == set(KINDS)
-    assert [ask.number for ask in made] == list(range(len(made)))
-    for ask in made:
-        assert (ask.after is None) == (ask.then is None)
-        assert ask.after is None or ask.after == ask.number - 1
-    turn = next(ask for ask in made if ask.kind == "conversation" and ask.then is not None)
-    assert turn.then is not None
-    assert turn.after is not None
-    said = turn.then(made[turn.after].fields, "Yes.")["messages"]
-    assert [message["role"] for message in said] == ["user", "assistant", "user"]
-    assert said[1]["content"] == "Yes."
 
 
 def test_answers_are_equal_however_they_were_cut() -> None:
@@ -179,17 +130,6 @@ def test_what_has_come_of_an_answer_is_how_its_twin_begins(
     assert differs in told
 
 
-def test_no_node_is_up_where_all_are_down_at_once() -> None:
-    down = {
-        "prefill": [[(0.0, 10.0)], []],
-        "decode": [[(1.0, 5.0), (20.0, 30.0)], [(4.0, 9.0), (25.0, 26.0)]],
-    }
-    assert none_up(down) == {
-        "prefill": [],
-        "decode": [(4.0, 5.0 + MARGIN_S), (25.0, 26.0 + MARGIN_S)],
-    }
-
-
 def seen(end: str, began: float, ended: float, **fields: object) -> Seen:
     return Seen(1, "greedy", began, id="r1", end=end, ended=ended, **fields)  # type: ignore[arg-type]
 
@@ -238,67 +178,6 @@ def test_what_breaks_a_promise(one: Seen, broken: str) -> None:
     verdict = judged([one], {}, [(5.0, 35.0)], 30.0, routers)
     assert bool(verdict.broken) == bool(broken)
     assert broken in "".join(verdict.broken)
-
-
-def test_the_gap_at_a_fail_over_is_that_of_streams_of_which_a_decode_leg_broke() -> None:
-    says = "2.500 2031-05-06 07:08:09,500 WARNING router id="
-    log = [
-        f"{says}r1: the decode request failed on http://n: cut",
-        f"{says}r2: the prefill request failed on http://n: cut",
-        "y",
-    ]
-    legs = broken_legs(log)
-    assert legs == {"r1": [(2.5, "decode", "http://n")], "r2": [(2.5, "prefill", "http://n")]}
-    streams = [seen("done", 0, 9, times=[1.0, 4.0, 8.0])]
-    verdict = judged(streams, legs, [], 30.0)
-    assert (verdict.gap_ms.max, verdict.failed_over) == (3000.0, 1)
-    verdict = judged(streams, legs, [], 30.0, stalls=[(1.0, 2.0)])  # when it broke was read late
-    assert verdict.failed_over == 1
-    assert math.isnan(verdict.gap_ms.max)
-
-
-def test_a_request_has_ended_as_often_as_the_router_says() -> None:
-    log = [
-        "1.0 x INFO id=a path=/v1/x status=200 key=-",
-        "2.0 x INFO id=a path=/v1/x status=499",
-        "3.0 id=b: broke",
-    ]
-    assert logged_ends(log) == {"a": 2}
-
-
-def test_what_has_grown_is_named_and_memory_only_of_the_same_process() -> None:
-    before = {"router": Size(1, 100, 10, 5, 3), "decode0": Size(2, 100, 10, 5, 3)}
-    after = {
-        "router": Size(1, 300, 10, 9, 3),
-        "decode0": Size(7, 900, 10, 5, 3),
-        "new": Size(8, 900, 99, 9, 9),
-    }
-    told = grown(before, after, Size(0, 150, 3, 3, 3))
-    assert [line.partition(";")[0] for line in told] == [
-        "router has grown from 100 to 300 memory",
-        "router has grown from 5 to 9 sockets",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("more", "slower", "told"), [(0, 0.0, ""), (8 << 20, 0.0, "memory"), (0, 0.02, "gap p50")]
-)
-def test_a_soak_is_flat_or_says_what_is_not(more: int, slower: float, told: str) -> None:
-    asked = [
-        Seen(
-            1, "greedy", at, end="done", ended=at + 1, times=[at + 0.1, at + 0.2 + slower * at / 10]
-        )
-        for at in range(120)
-    ]
-    sizes = [
-        (float(at), {"router": Size(1, (100 << 20) + more * at // 10, 9, 9, 9)})
-        for at in range(120)
-    ]
-    of = windows(asked, sizes, 0.0, 121.0)
-    assert len(of) == WINDOWS
-    assert all(window.answers for window in of)
-    assert bool(not_flat(of)) == bool(told)
-    assert told in "".join(not_flat(of))
 
 
 def test_the_wall_clock_of_a_process_jumps_and_no_other_clock(tmp_path: Path) -> None:
@@ -397,21 +276,3 @@ def test_a_run_that_is_played_again_leaves_its_schedule_as_it_is(tmp_path: Path)
     again = argparse.Namespace(seed=3, streams=9, record=None, schedule=first.record, json=None)
     assert _recorded(again, faults[:1]) == first.record
     assert Schedule.read(first.record).faults == faults
-
-
-@pytest.mark.parametrize(
-    ("status", "no_router", "no_node", "excused"),
-    [
-        (500, [], [(90.0, 110.0)], False),
-        (503, [], [(90.0, 110.0)], True),
-        (503, [], [(122.0, 130.0)], False),
-        (503, [], [(50.0, 97.0)], False),
-        (500, [(110.0, 111.0)], [], True),
-        (0, [(110.0, 111.0)], [], True),
-        (503, [], [], False),
-    ],
-)
-def test_nonsense_may_be_answered_wrongly_without_a_router_and_by_503_without_a_node(
-    status: int, no_router: list[Span], no_node: list[Span], *, excused: bool
-) -> None:
-    assert Rudeness(100.0, "an answer", status).excused(no_router, no_node) is excused

@@ -16,7 +16,6 @@ from benchmarks import local_cluster
 from tests.soak.chaos import processes
 from tests.soak.chaos.logs import Logs
 from tests.soak.chaos.processes import Cluster, Node
-from tests.soak.fuzz.stand import Stand
 
 
 def test_a_log_that_is_stalled_twice_comes_after_both(tmp_path: Path) -> None:
@@ -68,26 +67,6 @@ async def test_a_node_that_does_not_come_back_ends_the_wait(
         await cluster.stop()
 
 
-async def test_a_supervisor_that_failed_ends_the_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def fails(_: Node) -> None:
-        raise OSError("no more processes")
-
-    cluster = cluster_of(tmp_path, "router")
-    monkeypatch.setattr(cluster, "_keep", fails)
-    try:
-        cluster.supervise()
-        await asyncio.sleep(0)
-        async with asyncio.timeout(20):
-            with pytest.raises(
-                RuntimeError, match=r"the supervisor of router has failed: .*no more processes"
-            ):
-                await cluster.whole()
-    finally:
-        await cluster.stop()
-
-
 class Started(Exception):
     """Instead of a process."""
 
@@ -104,8 +83,6 @@ def test_no_benchmark_leaves_its_processes_behind(
     monkeypatch.setattr(subprocess, "Popen", started)
     with pytest.raises(Started):
         Cluster(tmp_path, [], [])._launched("router", "router", (1,), [])
-    with pytest.raises(Started):
-        Stand(tmp_path)._launch("router", [])
     with pytest.raises(Started), local_cluster.running("up"):
         pass
-    assert tied == [str(os.getpid())] * 3
+    assert tied == [str(os.getpid())] * 2

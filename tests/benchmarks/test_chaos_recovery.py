@@ -5,23 +5,16 @@ is excused.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import random
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
-from tests.soak.chaos import lookout
-from tests.soak.chaos.crowd import Seen
 from tests.soak.chaos.faults import Fault
-from tests.soak.chaos.lookout import LATEST_S, Look, Size, recoveries
+from tests.soak.chaos.lookout import LATEST_S, Look, recoveries
 from tests.soak.chaos.processes import Cluster, Node
-from tests.soak.chaos.rude import Rude
 from tests.soak.chaos.run import _strike_all
-from tests.soak.chaos.strikes import Strikes
 
 
 @pytest.fixture
@@ -65,12 +58,6 @@ def test_a_node_that_was_stopped_is_waited_for_though_it_rises_later(cluster: Cl
     )
 
 
-def test_what_else_is_wrong_with_a_node_is_no_recovery(cluster: Cluster) -> None:
-    struck(cluster, "cut", 10.0, 20.0)
-    cluster.nodes[1].down.append((15.0, 30.0))
-    assert recoveries(cluster, looks({31.0: True}), 60.0) == []
-
-
 @pytest.mark.parametrize(
     ("ups", "until", "up_s", "late"),
     [
@@ -101,37 +88,6 @@ def test_a_node_is_up_again_when_it_stays_up(
     assert (found.up_s, found.late) == (up_s, late)
 
 
-def test_a_fault_of_what_is_down_does_not_count(cluster: Cluster) -> None:
-    cluster.nodes[1].falls(5.0)
-    cluster.note(Fault(6.0, "cut", (0, 1)), cluster.nodes)
-    cluster.note(Fault(6.0, "peers cut", (0,)), cluster.nodes, missed=True)
-    assert [each.missed for each in cluster.struck] == [False, True, True, True]
-
-
-def test_who_asked_a_node_is_excused_only_while_it_was_down(cluster: Cluster) -> None:
-    node = cluster.nodes[1]
-    node.falls(10.0)
-    assert node.was_down(8.0, 11.0)
-    assert not node.was_down(8.0, 9.0)
-    node.rises(20.0)
-    assert node.was_down(19.0, 22.0)
-    assert not node.was_down(21.0, 22.0)
-
-
-@pytest.mark.parametrize(("down", "end"), [(True, "left"), (False, "error")])
-async def test_a_node_that_was_up_may_not_fail_those_who_ask_it_alone(
-    cluster: Cluster, down: bool, end: str
-) -> None:
-    class Asked:
-        async def ask_one(self, *_: object, **__: object) -> Seen:
-            return Seen(1, "long answer", 11.0, end="error", ended=12.0, past_router=True)
-
-    if down:
-        cluster.nodes[1].falls(11.5)
-    seen = await Rude(cluster, Asked(), 1000)._ask_node(cluster.nodes[1], random.Random(1))  # type: ignore[arg-type]
-    assert seen.end == end
-
-
 class Failing:
     """The first one fails, the second one finds nobody to strike."""
 
@@ -154,46 +110,9 @@ async def test_a_strike_that_fails_and_a_kind_that_never_happens_are_told(
 
     monkeypatch.setattr(cluster, "whole", whole)
     faults, made = [Fault(0.0, kind, (0,)) for kind in ("cut", "kill", "stop")], list[Fault]()
-    options = argparse.Namespace(each_once=True, faults=0, every_s=0.0, soak=0.0, seconds=0.0)
+    options = argparse.Namespace(each_once=True, faults=0, every_s=0.0, seconds=0.0)
     await _strike_all(options, cluster, Failing(cluster), iter(faults), 0.0, made)  # type: ignore[arg-type]
     assert made == faults
     first, *others = cluster.surprises
     assert first == "cut at 0.0 s failed: OSError('no such rule')"
     assert others == ["cut has not happened", "kill has not happened"]
-
-
-async def test_clocks_that_jump_while_they_are_off_go_back_in_the_end(cluster: Cluster) -> None:
-    class Clocks:
-        told: ClassVar[list[float]] = []
-
-        def shift(self, _: str, seconds: float) -> None:
-            self.told.append(seconds)
-
-    cluster.shim = Clocks()  # type: ignore[assignment]
-    strikes = Strikes(cluster, None, None)  # type: ignore[arg-type]
-    jumps = [
-        Fault(0.0, "clock jump", (1,), for_s, amount=amount)
-        for for_s, amount in ((0.05, 90.0), (0.5, -5.0))
-    ]
-    await asyncio.gather(*map(strikes.strike, jumps))
-    assert Clocks.told == [90.0, 85.0, -5.0, 0.0]
-
-
-async def test_the_prefix_index_of_the_router_is_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fills up to its own limit."""
-
-    class Seen:
-        router = object()
-
-        async def metrics(self, of: object) -> dict[str, float]:
-            assert of is self.router
-            return {
-                "kvrelay_router_prefix_text_bytes": 1_000_000.0,
-                "kvrelay_router_prefix_blocks": 1_000.0,
-            }
-
-    of = {"router": Size(1, 100_000_000, 1, 2, 3), "decode0": Size(2, 90_000_000, 4, 5, 6)}
-    monkeypatch.setattr(lookout, "sizes", lambda cluster: dict(of))
-    apart, index = await lookout.sizes_apart(Seen())  # type: ignore[arg-type]
-    assert index == 1_120_000
-    assert apart == {"router": Size(1, 98_880_000, 1, 2, 3), "decode0": of["decode0"]}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.soak.chaos.processes import Node
 from tests.soak.fuzz import watch
-from tests.soak.fuzz.stand import Process
-from tests.soak.fuzz.watch import FLOOR_BYTES, Live, Memory, Seen, still_busy
+from tests.soak.fuzz.watch import Live, Seen, still_busy
 
 DEADLINE_S = 60.0
 
@@ -22,35 +22,6 @@ def test_what_the_machine_has_taken_is_no_stall() -> None:
     (wrong,) = Seen({"router": Live(3.0, 0.2, 0.1)}).wrong()
     assert wrong == "router /live took 3.00 s, of which the machine took 0.20 s"
     assert Seen({"router": Live(status=503)}).wrong() == ["router /live answered 503"]
-
-
-def test_a_wait_for_a_core_that_goes_on_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    thread = watch._Thread(tmp_path)
-    waited = []
-    for now, state, ran, told in (
-        (1.0, "S", 5, 2_000_000_000),
-        (3.0, "R", 6, 2_000_000_000),  # it runs
-        (4.5, "R", 6, 2_000_000_000),  # no more: somebody else does
-        (5.0, "R", 7, 4_000_000_000),
-        (6.0, "S", 7, 4_000_000_000),
-        (9.0, "S", 7, 4_000_000_000),
-    ):
-        (tmp_path / "stat").write_text(f"1 (py thon) {state} 1 1")
-        (tmp_path / "schedstat").write_text(f"{ran} {told} 1")
-        monkeypatch.setattr(watch.time, "monotonic", lambda now=now: now)
-        waited.append(thread.waited_s())
-    assert waited == [2.0, 2.0, 3.5, 4.0, 4.0, 4.0]
-
-
-def test_memory_beyond_twice_what_was_there_is_wrong_also_of_a_new_process() -> None:
-    assert (
-        Seen(memory={"a 1": Memory(2 * FLOOR_BYTES, 0), "b 2": Memory(1 << 30, 1 << 29)}).wrong()
-        == []
-    )
-    for had in (Memory(2 * FLOOR_BYTES + 1, 0), Memory((1 << 30) + 1, 1 << 29)):
-        assert len(Seen(memory={"a 1": had}).wrong()) == 1
 
 
 def test_a_stand_beyond_its_limit_is_ended() -> None:
@@ -99,7 +70,7 @@ async def test_who_computes_for_nobody_is_named(
         for code in ("input()", "while True: pass")
     )
     try:
-        began = Process("node", 0, busy, tmp_path)
+        began = Node("node", "node", (), [], tmp_path, busy)
         async with asyncio.timeout(DEADLINE_S):
             while (
                 sum(watch._cpu_s([began]).values()) < 0.1
@@ -107,7 +78,7 @@ async def test_who_computes_for_nobody_is_named(
                 await asyncio.sleep(0.01)
         (said,) = await still_busy([began])
         assert said.startswith(f"node {busy.pid} computes for nobody")
-        assert await still_busy([Process("node", 0, idle, tmp_path)]) == []
+        assert await still_busy([Node("node", "node", (), [], tmp_path, idle)]) == []
     finally:
         for child in (idle, busy):
             child.kill()

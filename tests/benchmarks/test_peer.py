@@ -4,37 +4,26 @@ resuming, tables.
 
 from __future__ import annotations
 
-import itertools
 import json
 import shlex
 import stat
 import sys
 from pathlib import Path
-from statistics import fmean, pstdev
 from typing import Any
 
-import msgspec
 import pytest
-from tokenizers import Tokenizer
 
 from benchmarks.peer.__main__ import _arguments, main
 from benchmarks.peer.arms import ARMS, Kind, Setting, router_command, server_command
 from benchmarks.peer.cells import (
     Cell,
     Row,
-    batches,
-    close_rows,
-    needed_s,
     read_cells,
-    stage_of,
     write_cell,
 )
-from benchmarks.peer.client import Figures, client_command, dealt, figures_of, seen_by
-from benchmarks.peer.model import write_model
-from benchmarks.peer.servers import Stage
+from benchmarks.peer.client import Figures, figures_of, seen_by
 from benchmarks.peer.table import lines_of, tables
-from benchmarks.peer.works import WORKS, Load, Request, Targets, closed, work_named
-from kvrelay.router.serve import slo_of_headers
+from benchmarks.peer.works import WORKS, Load, Request, Targets, work_named
 from kvrelay.wire.errors import ConfigError
 from scripts.reference.command_line import commands, general_flags
 
@@ -70,21 +59,6 @@ def test_a_seed_draws_the_same_requests_at_the_asked_rate() -> None:
     assert len(WORKS["summarise"].load(0.5, 1, 40.0, None, LONGEST).requests) == 150
 
 
-def test_mixtures_have_their_shares_and_bursts_come_in_bursts() -> None:
-    for name, variation in (("mix-20-1-0", 1.0), ("burst-20-1-0", 1.75)):
-        load = work_named(name).load(1.0, 1, 40.0, None, LONGEST)
-        assert len(load.requests) == pytest.approx(40 * 42, rel=0.15)
-        assert all(each.prompt + each.output <= LONGEST for each in load.requests)
-        assert fmean(each.prompt for each in load.requests) == pytest.approx(
-            (20 * 512 + 8192) / 21, rel=0.15
-        )
-        gaps = [after.at_s - before.at_s for before, after in itertools.pairwise(load.requests)]
-        assert min(gaps) >= 0
-        assert pstdev(gaps) / fmean(gaps) == pytest.approx(variation, rel=0.15)
-        assert load.targets is not None
-        assert load.targets.headers == []
-
-
 def test_a_trace_keeps_its_prefixes_and_is_pressed_to_the_rate(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     lines = [
@@ -106,37 +80,6 @@ def test_a_trace_keeps_its_prefixes_and_is_pressed_to_the_rate(tmp_path: Path) -
         WORKS["trace"].load(1.0, 1, 40.0, None, LONGEST, path)
     with pytest.raises(ConfigError, match="needs --trace"):
         WORKS["trace"].load(1.0, 1, 40.0, None, LONGEST)
-
-
-def test_wrong_names_are_refused() -> None:
-    for name in ("chats", "mix-0-0-0", "mix-1-2", "burst"):
-        with pytest.raises(ConfigError):
-            work_named(name)
-    for row in ("1024:128", "1024:128:0", "a:1:1"):
-        with pytest.raises(ConfigError):
-            closed(row)
-
-
-def test_requests_are_dealt_in_turn_and_clients_with_them() -> None:
-    load = Load(tuple(Request(float(at), 8, 2) for at in range(5)))
-    assert [([each.at_s for each in share], clients) for share, clients in dealt(load, 2)] == [
-        ([0.0, 2.0, 4.0], 0),
-        ([1.0, 3.0], 0),
-    ]
-    assert [clients for _, clients in dealt(closed("8:2:33"), 2)] == [17, 16]
-    assert [len(share) for share, _ in dealt(closed("8:2:1"), 4)] == [12]
-
-
-def test_a_token_is_a_word_and_the_last_ones_are_special(tmp_path: Path) -> None:
-    shape = tmp_path / "shape.json"
-    shape.write_text(json.dumps({"vocab_size": 500}))
-    write_model(shape, tmp_path / "model")
-    tokenizer = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
-    ids = [0, 496, 17, 16, 255, 256, 0]
-    assert tokenizer.encode(tokenizer.decode(ids)).ids == ids
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert tokenizer.id_to_token(config["eos_token_id"]) == "</s>"
-    assert tokenizer.get_vocab_size() == 500
 
 
 # --- command lines
@@ -166,30 +109,6 @@ def test_routers_are_started_with_flags_that_they_have(name: str) -> None:
         "--decode=http://b:2",
     ]
     assert not unknown(argv)
-
-
-def test_vllm_is_served_and_asked_by_the_command_of_its_environment() -> None:
-    setting = Setting(Path("/m"), "/v/bin/vllm", vllm_flags=("--x",))
-    argv = server_command(Kind.VLLM_KV, 5, setting, caching=False)
-    assert argv[:3] == ["/v/bin/vllm", "serve", "/m"]
-    assert {"--x", "--port=5", "--no-enable-prefix-caching"} < set(argv)
-    assert any("NixlConnector" in word for word in argv)
-    opened = client_command(
-        setting, "http://a:1", Path("/t/a.jsonl"), 7, Path("/t/a.json"), 0, ["x-slo-ttft-ms=200"]
-    )
-    assert opened[:3] == ["/v/bin/vllm", "bench", "serve"]
-    assert {"--self-timed", "--num-prompts=7", "--save-detailed", "--base-url=http://a:1"} < set(
-        opened
-    )
-    assert opened[-2:] == ["--header", "x-slo-ttft-ms=200"]
-    assert "--max-concurrency=3" in client_command(
-        setting, "http://a:1", Path("/a"), 7, Path("/b"), 3, []
-    )
-
-
-def test_targets_are_told_as_our_router_reads_them() -> None:
-    told = dict(word.split("=") for word in Targets(200.0, 15.0).headers)
-    assert slo_of_headers(told.get) == (0.2, 0.015)
 
 
 # --- what the client saw
@@ -229,13 +148,6 @@ def test_in_time_are_those_that_meet_both_targets_of_all() -> None:
     assert more.in_time == 0.5
 
 
-def test_an_answer_that_breaks_off_has_failed() -> None:
-    found = figures_of(
-        seen_by(result(output_lens=[2, 3, 3, 0]), ASKED), Load(ASKED, Targets(200.0, 15.0))
-    )
-    assert (found.failed, found.in_time) == (2, 0.0)
-
-
 def test_without_answers_and_without_further_tokens_there_is_no_time() -> None:
     none = figures_of(
         seen_by(result(output_lens=[0] * 4), ASKED), Load(ASKED, Targets(200.0, 15.0))
@@ -255,44 +167,6 @@ def test_without_answers_and_without_further_tokens_there_is_no_time() -> None:
 
 # --- order and resuming
 # ----------------------------------------------------------------------------------------------
-
-
-def test_arms_whose_servers_are_up_come_first() -> None:
-    row = Row("chat", 1.0)
-    arms = [ARMS[name] for name in ("colocated", "strict", "cluster", "told")]
-    first = batches(row, arms, None, at_once=False)
-    assert [batch.arms[0].name for batch in first] == ["colocated", "strict", "cluster", "told"]
-    then = batches(row, arms, first[-1].stage, at_once=False)
-    assert [batch.arms[0].name for batch in then] == ["strict", "cluster", "told", "colocated"]
-    assert needed_s(first, None, 40.0) - needed_s(then, first[-1].stage, 40.0) == pytest.approx(
-        50.0
-    )
-    mixed = batches(row, [arms[1], arms[0], arms[2]], None, at_once=False)
-    assert [batch.arms[0].name for batch in mixed] == ["strict", "cluster", "colocated"]
-
-
-def test_side_by_side_all_servers_are_one_stage() -> None:
-    (batch,) = batches(Row("8:2:1"), [ARMS["vllm"], ARMS["node"]], None, at_once=True)
-    assert batch.stage == Stage((Kind.VLLM, Kind.SERVE), False)
-    assert batches(Row("8:2:1"), [], None, at_once=True) == []
-    assert stage_of(Row("trace", 1.0), [ARMS["node"]]).caching
-
-
-def test_rows_that_are_close_are_measured_with_further_seeds() -> None:
-    rows = [Row("chat", factor) for factor in (0.5, 1.0, 1.2)]
-    cells = [
-        *(
-            cell(arm, share, 0.5)
-            for arm, share in (("colocated", 1.0), ("strict", 0.9), ("told", 0.97))
-        ),
-        *(
-            cell(arm, share, 1.0)
-            for arm, share in (("colocated", 0.6), ("strict", 0.9), ("told", 0.99))
-        ),
-        *(cell(arm, share, 1.2) for arm, share in (("colocated", 0.5), ("told", 0.5))),
-    ]
-    done = {(each.row, each.arm): each for each in cells}
-    assert close_rows(rows, done, 4.0) == [Row("chat", 0.5, 2), Row("chat", 0.5, 3)]
 
 
 def test_cells_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -349,24 +223,6 @@ def test_tables_have_means_over_seeds_and_what_is_best() -> None:
         "told against the better of colocated and strict: -5.0 points on average over 2 cells, "
         "-10.0 at worst" in said
     )
-
-
-def test_tables_of_speeds_and_of_clients_that_were_late() -> None:
-    cells = [
-        Cell(Row("8:2:4"), "vllm", "a", figures(None, 2345.6)),
-        Cell(
-            Row("8:2:4"),
-            "node",
-            "a",
-            msgspec.structs.replace(figures(None, 9.87), failed=3, tpot_p50_ms=None),
-        ),
-        Cell(Row("chat", 1.0), "told", "a", figures(0.5, late_ms=77.0)),
-    ]
-    said = tables(lines_of(cells))
-    assert "| 8:2:4 | 2,346; 20.0, 200; 5.0; 30.0 | 9.87; 20.0, 200; -; 30.0; 3 failed |" in said
-    assert "The client sent late: chat_x1_s1 by told, 77 ms." in said
-    assert "against" not in said
-    assert "several runs" not in said
 
 
 # --- the whole of it
@@ -453,21 +309,6 @@ def test_what_is_there_is_not_measured_again(
     assert len(list(tmp_path.glob("server-*"))) == 3
 
 
-def test_a_work_before_is_asked_but_not_kept(tmp_path: Path, words: list[str]) -> None:
-    words = [
-        "goodput",
-        *words,
-        "--work=chat",
-        "--limit=chat=4",
-        "--limit=code=2",
-        "--seconds=1",
-        "--requests=3",
-    ]
-    assert main([*words, "--arms=vllm", "--factors=1", "--after=code", "--processes=1"]) == 0
-    assert [many for _, many, _ in calls(tmp_path)] == [24, 4]
-    assert [row.after for row, _ in read_cells([tmp_path / "out"])] == ["code"]
-
-
 def test_servers_side_by_side_are_asked_at_once(tmp_path: Path, words: list[str]) -> None:
     assert (
         main(["side", *words, "--row=16:4:2", "--arms=vllm,vllm-colocated", "--processes=2"]) == 0
@@ -487,16 +328,6 @@ def test_a_client_that_fails_is_told_with_what_it_said(
     monkeypatch.setenv("broken", "1")
     assert main(["closed", *words, "--row=16:4:2", "--arms=vllm"]) == 1
     assert "no such client" in capsys.readouterr().err
-
-
-def test_a_server_that_ends_is_told_with_its_log(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        main(["closed", *words, "--row=16:4:2", "--arms=node", "--kvrelay-flag=--no-such-flag"])
-        == 1
-    )
-    assert "unknown flag --no-such-flag" in capsys.readouterr().err
 
 
 def test_the_commands_of_the_readme_are_understood(repository: Path) -> None:

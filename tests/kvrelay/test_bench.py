@@ -112,34 +112,6 @@ def test_each_command_has_prompts_of_its_own_unless_told(server: Double, tmp_pat
     assert len({tuple(told.body["prompt"]) for told in server.told}) == 6
 
 
-@pytest.mark.parametrize(
-    ("how", "clients"), [((), 1), (("--concurrency", "2"), 2), (("--rate", "20"), 0)]
-)
-def test_three_requests_are_measured_when_three_are_asked_for(
-    how: tuple[str, ...], clients: int, server: Double, tmp_path: Path
-) -> None:
-    path = tmp_path / "three.json"
-    assert (
-        run(
-            [
-                "bench",
-                "--url",
-                server.url,
-                "--lengths=16:4",
-                *how,
-                "--requests",
-                "3",
-                "--output",
-                str(path),
-            ]
-        )
-        == 0
-    )
-    (only,) = read_result(path).runs
-    assert only.measures.requests == len(server.told) == 3
-    assert only.concurrency == clients
-
-
 def test_a_closed_loop_by_requests(server: Double, tmp_path: Path) -> None:
     path = tmp_path / "closed.json"
     flags = (
@@ -234,15 +206,6 @@ def test_targets_are_those_of_the_lengths_unless_given() -> None:
     assert BenchConfig(rate="1", lengths="summarise", tpot_ms=20.0).slo.tpot_ms == 20.0
     assert BenchConfig(rate="1", lengths="10:20").slo.ttft_ms == 1_000.0
     assert BenchConfig(rate="1", trace="t").slo.tpot_ms == 50.0
-
-
-def test_several_addresses_and_targets_that_are_told() -> None:
-    config = BenchConfig(
-        url="http://a:1/v1, http://b:2/", rate="1", lengths="code", tell_targets=True
-    )
-    assert list(config.base_urls) == ["http://a:1", "http://b:2"]
-    assert config.headers == {"x-slo-ttft-ms": "125", "x-slo-tpot-ms": "20"}
-    assert BenchConfig(rate="1").headers == {}
 
 
 def test_a_command_is_told_without_its_key(monkeypatch: pytest.MonkeyPatch) -> None:

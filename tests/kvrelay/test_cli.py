@@ -74,14 +74,6 @@ def test_a_node_command_sets_the_role(command: str, role: Role, served: list[Any
     ) == ("cpu", 9, False)
 
 
-def test_the_router_takes_several_nodes(served: list[Any]) -> None:
-    nodes = ["--prefill", "http://a", "--prefill", "http://b", "--decode", "http://c"]
-    assert cli.run(["router", *nodes, "--admin-key", "k"]) == 0
-    assert served == [
-        RouterConfig(prefill=("http://a", "http://b"), decode=("http://c",), admin_key="k")
-    ]
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_router_without_an_admin_key_draws_one_that_a_reload_does_not_change(
     workers: int, served: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -138,12 +138,6 @@ def test_no_orphan_is_left_when_it_is_killed_by_force(running: Up) -> None:
     assert gone(children)
 
 
-def test_a_killed_child_is_started_again(running: Up) -> None:
-    os.kill(running.children()[0], signal.SIGKILL)
-    assert "ended (killed, probably out of memory) after" in running.until("ready again")
-    assert len(running.children()) == 3
-
-
 def test_it_draws_keys_for_its_own_user_and_shows_one_to_a_terminal_alone(
     running: Up, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,25 +167,6 @@ def test_it_draws_keys_for_its_own_user_and_shows_one_to_a_terminal_alone(
     running.process.terminate()
     assert running.process.wait(20) == 0
     assert stored_key("admin", url) == stored_key("nodes", url) == ""
-
-
-def test_it_keeps_the_keys_that_were_given(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ADMIN", "given")
-    monkeypatch.setenv("NODES", "given, too")
-    up = Up(repository, tmp_path / "logs", "whole")
-    try:
-        (url,) = re.findall(
-            r"watch it, chat with it: (\S+)/console\n", up.until("Ctrl-C stops everything")
-        )
-        assert stored_key("admin", url) == stored_key("nodes", url) == ""
-        assert {b"KVRELAY_ADMIN_KEY=given", b"KVRELAY_NODE_API_KEY=given, too"} <= set(
-            environment(up.children()[2])
-        )
-    finally:
-        up.process.terminate()
-        up.process.communicate(timeout=20)
 
 
 def environment(pid: int) -> list[bytes]:

@@ -91,25 +91,6 @@ def test_settings_go_to_those_who_have_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"prefill": 0}, "prefill must be at least 1, got 0; for one node alone use `kvrelay"),
-        ({"tool_call_parser": "qwen"}, r"'qwen' is not one of auto, none, openai, .*, json; "),
-        ({"reasoning_parser": "x"}, "reasoning_parser 'x' is not one of auto, none, openai_gpt"),
-        ({"decode_tensor_parallel_size": -1}, "must not be negative, got -1; 0 takes the default"),
-        ({"attempts": 0}, "attempts must be positive, got 0"),
-        (
-            {"ssl_certfile": "c", "ssl_ca_certs": "a", "ssl_cert_reqs": 2},
-            "ssl_cert_reqs 2 would keep out `kvrelay up` itself",
-        ),
-    ],
-)
-def test_what_a_process_would_refuse_is_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        cluster(**settings)
-
-
-@pytest.mark.parametrize(
     ("cores", "given", "threads"), [(8, 0, 4), (2, 0, 1), (1, 0, 1), (8, 3, 3)]
 )
 def test_cores_are_shared_out_among_the_engines(cores: int, given: int, threads: int) -> None:
@@ -132,20 +113,6 @@ def test_tensor_parallel_nodes_get_as_many_gpus_as_they_have_ranks() -> None:
     assert gpus_of_nodes([5], gpus) == [NodeGpus("0,2,5,6,7", 1)]
     with pytest.raises(ConfigError, match="4 needs 4 GPUs for each node, and this machine shows 2"):
         gpus_of_nodes([1, 4], ("0", "1"))
-
-
-def test_roles_may_have_different_numbers_of_ranks() -> None:
-    gpus = ("0", "1", "2")
-    mixed = {"tensor_parallel_size": 2, "decode": 2, "decode_tensor_parallel_size": 1}
-    specs = planned(gpus=gpus, **mixed)[:-1]
-    assert ["--tensor-parallel-size=2" in spec.command for spec in specs] == [True, False, False]
-    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["0,1", "2", "0"]
-    assert shares(gpus, **mixed) == ["0.45", None, "0.45"]
-    on = [[node.name for node in wave] for wave in waves(specs, Machine(8, gpus, (), {}))]
-    assert on == [["prefill-0", "decode-0"], ["decode-1"]]
-    cpu = planned(prefill_tensor_parallel_size=2)
-    assert "--threads=2" in cpu[0].command
-    assert "--threads=4" in cpu[1].command
 
 
 def test_nodes_on_one_gpu_share_its_memory_unless_a_share_was_typed() -> None:

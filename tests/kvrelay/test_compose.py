@@ -92,37 +92,12 @@ def test_a_gpu_of_its_own_for_each_node_while_there_are_enough(
         )
 
 
-def test_nodes_that_share_a_gpu_start_one_after_the_other_with_half_of_its_memory() -> None:
-    made = services(gpus="0", prefill=1, decode=1)
-    assert "--gpu-memory-utilization=0.45" in made["prefill-0"]["command"]
-    assert made["decode-0"]["depends_on"]["prefill-0"] == {"condition": "service_healthy"}
-    assert list(made["prefill-0"]["depends_on"]) == ["namespaces"]
-
-
-def test_ranks_take_as_many_gpus_as_they_are() -> None:
-    made = services(gpus="GPU-a,GPU-b,GPU-c", prefill=1, decode=1, decode_tensor_parallel_size=2)
-    assert made["prefill-0"]["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-a"
-    assert made["decode-0"]["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-c"
-    with pytest.raises(
-        ConfigError,
-        match="tensor_parallel_size 4 needs 4 GPUs for each node, and this machine shows 1",
-    ):
-        services(gpus="0", tensor_parallel_size=4)
-
-
 def test_only_the_direct_connector_has_containers_share_namespaces() -> None:
     made = services(kv_connector="nixl")
     assert "namespaces" not in made
     assert not {"pid", "ipc"} & set(made["decode-0"])
     assert made["decode-0"]["shm_size"] == "8gb"
     assert services(kv_connector="direct")["decode-0"]["pid"] == "container:kvrelay-namespaces"
-
-
-def test_cores_are_shared_out_on_cpus() -> None:
-    made = services(cores=8, prefill=2, decode=2)
-    assert "--threads=2" in made["prefill-1"]["command"]
-    assert "--threads=2" in made["decode-1"]["command"]
-    assert not any("--threads" in word for word in services(prefill=2)["prefill-0"]["command"])
 
 
 def test_no_secret_is_in_the_file_and_dollars_are_kept() -> None:

@@ -120,24 +120,6 @@ def test_every_command_downloads_and_goes_on_with_a_path(
         assert not [word for word in rest if "hf-token" in word or "revision" in word]
 
 
-def test_the_token_may_be_in_the_environment_and_the_revision_in_the_id(
-    hub: FakeHub, tmp_path: Path, repository: Path
-) -> None:
-    older = {**FILES, "model.safetensors": weights("older")}
-    hub.repositories["org/Tiny-1B"] = Repository(FILES, revisions={"v1": older}, token="a-secret")
-    done = kvrelay(
-        hub,
-        tmp_path,
-        repository,
-        "serve",
-        "--model=org/Tiny-1B@v1",
-        "--port=0",
-        HF_TOKEN="a-secret",
-    )
-    assert done.returncode == 0, done.stderr
-    assert Path(json.loads(done.stdout)[0], "model.safetensors").read_bytes() == weights("older")
-
-
 def test_random_weights_are_not_downloaded(hub: FakeHub, tmp_path: Path, repository: Path) -> None:
     done = kvrelay(
         hub, tmp_path, repository, "serve", "--model=org/Tiny-1B", "--load-format=dummy", "--port=0"
@@ -166,15 +148,6 @@ def test_what_is_refused_is_refused_before_the_download(
     assert done.returncode == 2
     assert said in done.stderr
     assert hub.asked == []
-
-
-def test_a_model_that_is_not_there_is_one_sentence(
-    hub: FakeHub, tmp_path: Path, repository: Path
-) -> None:
-    done = kvrelay(hub, tmp_path, repository, "serve", "--model=org/nope", "--port=0")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "there is no folder 'org/nope' here and no such model on the Hub" in line
 
 
 def test_a_local_model_needs_neither_the_hub_nor_torch(

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from kvrelay import cli
+from kvrelay.drawn_keys import drawn_key
 
 
 @asynccontextmanager
@@ -112,12 +113,6 @@ async def test_undo_has_it_take_requests_again_by_either_way(
     assert capsys.readouterr().out.replace("\n", " ").count("takes requests again") == 2
 
 
-def test_what_is_no_address_and_who_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["drain", "localhost"]) == 2
-    assert cli.run(["drain", "http://127.0.0.1:9"]) == 1
-    assert "cannot be reached" in capsys.readouterr().err
-
-
 def health(role: str, to: str | None = None) -> tuple[int, dict[str, Any]]:
     return 200, {"status": "flipping" if to else "ok", "role": role, "flips_to": to}
 
@@ -179,3 +174,13 @@ async def test_a_node_that_keeps_its_role_ends_it_with_1(
     assert "send force: true" in capsys.readouterr().err.replace("\n", " ")
     assert cli.run(["role", "somewhere", "decode"]) == 2
     assert cli.run(["role", "http://127.0.0.1:9", "aggregated"]) == 2
+
+
+async def test_the_key_that_a_router_of_this_machine_has_drawn_is_found() -> None:
+    async with served({"/admin/undrain": [(200, {})]}) as (url, keys):
+        typed = url.removeprefix("http://") + "/v1"
+        words = ["drain", "127.0.0.1:1", "--router", typed, "--undo"]
+        with drawn_key("admin", int(url.rpartition(":")[2])) as key:
+            assert await asyncio.to_thread(cli.run, words) == 0
+        assert await asyncio.to_thread(cli.run, words) == 0  # the file is gone
+    assert keys["/admin/undrain"] == [f"Bearer {key}", ""]

@@ -157,20 +157,3 @@ def test_a_hub_that_is_down_is_1_and_what_is_downloaded_needs_no_hub(
     assert Path(path, "model.safetensors").read_bytes() == WEIGHTS
     offline = kvrelay(hub, tmp_path, repository, "prefetch", "org/Tiny-1B", HF_HUB_OFFLINE="1")
     assert (offline.returncode, offline.stdout.splitlines()[0]) == (0, path)
-
-
-def test_a_hub_id_where_the_library_is_missing_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", None)
-    assert cli.run(["prefetch", "org/name"]) == 2
-    assert "pip install huggingface_hub" in capsys.readouterr().err
-
-
-def test_offline_and_not_there_is_1_and_a_name_that_nobody_has_is_2(
-    hub: FakeHub, tmp_path: Path, repository: Path
-) -> None:
-    offline = kvrelay(hub, tmp_path, repository, "prefetch", "org/Tiny-1B", HF_HUB_OFFLINE="1")
-    assert (offline.returncode, "HF_HUB_OFFLINE forbids" in offline.stderr) == (1, True)
-    nobody = kvrelay(hub, tmp_path, repository, "prefetch", "org/nope")
-    assert (nobody.returncode, "no such model on the Hub" in nobody.stderr) == (2, True)

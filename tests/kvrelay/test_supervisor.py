@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from process_state import alive
 
-from kvrelay.supervisor import Backoff, Child, ChildFailed, ChildSpec, LogTail, Supervisor
+from kvrelay.supervisor import Backoff, Child, ChildFailed, ChildSpec, Supervisor
 
 _SLEEP = "import time; time.sleep(60)"
 _STUBBORN = (
@@ -61,27 +60,6 @@ def test_backoff_doubles_to_its_limit_and_starts_anew_after_a_long_life() -> Non
     assert [backoff.delay_s(1) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
     assert backoff.delay_s(61) == 0.5
     assert backoff.delay_s(1) == 1
-
-
-def test_a_log_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("one\ntw")
-    tail = LogTail(log)
-    assert tail.new_lines() == ["one"]
-    with log.open("a") as file:
-        file.write("o\nthree\n")
-    assert tail.new_lines() == ["two", "three"]
-    assert tail.last_lines(2) == ["two", "three"]
-
-
-def test_what_an_earlier_run_has_left_in_a_log_is_no_news(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    assert LogTail.of_what_comes(log) == LogTail(log)
-    log.write_text("ERROR of yesterday\n")
-    tail = LogTail.of_what_comes(log)
-    with log.open("a") as file:
-        file.write("today\n")
-    assert tail.new_lines() == ["today"]
 
 
 async def test_a_dead_child_is_started_again_and_that_is_told(tmp_path: Path) -> None:
@@ -226,14 +204,3 @@ async def test_no_child_outlives_a_parent_killed_by_force(tmp_path: Path, reposi
     parent.wait(10)
     parent.stdout.close()
     await until(lambda: not any(map(alive, children)))
-
-
-def test_a_child_whose_parent_is_already_gone_ends_at_once(repository: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(repository), "KVRELAY_PARENT_PID": "1"}
-    code = "from kvrelay.node.process import die_with_parent; die_with_parent(); print('went on')"
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=30
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert time.monotonic() - began < 30

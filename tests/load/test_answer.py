@@ -64,11 +64,6 @@ def test_a_chat_begins_with_its_first_token_and_not_with_its_role() -> None:
     assert (record.first_s, record.last_s) == (3.0, 4.0)
 
 
-def test_tokens_without_text_are_tokens() -> None:
-    record, _ = read(text(""), text("é"), text("", "length"), usage(2), DONE)
-    assert (record.first_s, record.gaps_s) == (1.0, [1.0])
-
-
 def test_chunks_of_several_tokens_are_counted_by_their_usage() -> None:
     def so_far(count: int) -> dict[str, int]:
         return {"prompt_tokens": 9, "completion_tokens": count}
@@ -82,16 +77,6 @@ def test_chunks_of_several_tokens_are_counted_by_their_usage() -> None:
     record, _ = read(*parts, asked=5)
     assert (record.failure, record.output_tokens) == ("", 5)
     assert (record.counts, record.gaps_s) == ([3, 2], [2.0])
-
-
-def test_counts_that_do_not_add_up_are_not_told() -> None:
-    record, _ = read(text("ab"), text("c", "length"), usage(3), DONE)
-    assert (record.counts, record.chunks, record.output_tokens, record.usage) == ([], 2, 3, True)
-
-
-def test_without_usage_chunks_are_counted() -> None:
-    record, _ = read(text("a"), text("b", "stop"), DONE)
-    assert (record.failure, record.output_tokens, record.usage) == ("", 2, False)
 
 
 @pytest.mark.parametrize(

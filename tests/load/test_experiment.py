@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from simulated_server import records_of
@@ -12,7 +11,6 @@ from simulated_server import records_of
 from kvrelay.load import experiment
 from kvrelay.load.config import BenchConfig
 from kvrelay.load.experiment import Experiment, RunProgress, Server
-from kvrelay.load.measures import Record
 from kvrelay.load.sender import Endpoint, Load, Outcome, Progress
 from kvrelay.load.workloads import Spelling
 from kvrelay.wire.errors import KvrelayError
@@ -86,24 +84,6 @@ async def test_a_warm_up_that_takes_all_is_told(loads: list[Load]) -> None:
     assert loads[0].warm_up_s == 100
 
 
-async def test_a_client_that_is_too_slow_ends_the_search(
-    loads: list[Load], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def slow(endpoint: Endpoint, load: Load, *more: object) -> Outcome:
-        late = [
-            Record(0, 0, each.due_s, each.due_s + 1, failure="deadline")
-            for each in records_of(load.arrival.rate, 9, 70.0, "s")
-        ]
-        return Outcome(late, 0.99, [0.0])
-
-    monkeypatch.setattr(experiment, "send_load", slow)
-    bench = Experiment(BenchConfig(find_rate=True))
-    await bench.run()
-    assert bench.found is not None
-    assert len(bench.runs) == 1
-    assert "the client was too slow" in bench.found.why
-
-
 @pytest.mark.parametrize(
     ("asked", "warm_up_s", "after_s"),
     [
@@ -128,22 +108,6 @@ async def test_the_load_is_all_there_before_it_counts_and_as_long_as_it_counts(
         assert warm_up_s > 20  # beyond what this server has
     assert loads[0].judged_s == pytest.approx(warm_up_s + 60)
     assert loads[0].sending_s == pytest.approx(warm_up_s + 60 + after_s)
-
-
-async def test_a_trace_that_ends_early_ends_the_window(loads: list[Load], repository: Path) -> None:
-    path = repository / "benchmarks" / "traces" / "mooncake_conversation_sample.jsonl"
-    config = BenchConfig(trace=str(path), rate="20,200", warm_up_s=5)
-    bench = Experiment(config)
-    with pytest.raises(
-        KvrelayError, match=r"the 200 requests of the trace take .* 0 come after the warm-up of 5 s"
-    ):
-        await bench.run()
-    (run,) = bench.runs
-    assert 4 < run.window_s < 7
-    assert run.after_s == 0
-    assert run.offered == 20
-    assert run.measures.offered_per_s == pytest.approx(20, rel=0.3)
-    assert loads[0].judged_s == pytest.approx(5 + run.window_s)
 
 
 async def test_a_search_ends_with_the_probe_that_cannot_be_and_keeps_the_others(
@@ -193,14 +157,3 @@ async def test_a_handful_of_requests_does_not_say_what_holds(loads: list[Load]) 
     assert "at 0.25 requests/s 15 requests come in 60 s, too few" in bench.found.why
     with pytest.raises(KvrelayError, match=r"at 0\.1 requests/s 6 requests come"):
         await Experiment(BenchConfig(find_rate=True, rate="0.1")).run()
-
-
-async def test_a_rate_that_sessions_did_not_reach_does_not_hold(loads: list[Load]) -> None:
-    """The server's records end after 20 s of the 65."""
-    asked = {"turns": 3, "endpoint": "chat", "lengths": "512:64", "ttft_ms": 200.0, "tpot_ms": 15.0}
-    bench = Experiment(BenchConfig(find_rate=True, rate="8", **asked))  # type: ignore[arg-type]
-    await bench.run()
-    assert bench.found is not None
-    assert bench.found.holds == 0
-    assert "at 8 requests/s only" in bench.found.why
-    assert bench.runs[0].offered == bench.runs[0].measures.offered_per_s < 4

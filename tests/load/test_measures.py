@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import pytest
 
@@ -15,7 +13,6 @@ from kvrelay.load.measures import (
     client_health,
     measures_of,
     meets_slo,
-    percentile,
     tpot_ms,
 )
 
@@ -113,15 +110,3 @@ def test_a_client_that_was_too_slow_says_so() -> None:
     assert client_health(late, 0.1, [0.0], open_loop=False).bottleneck == ""
     assert "read up to 30 ms late" in client_health([], 0.1, [0.03], open_loop=False).bottleneck
     assert "97% of a core" in client_health([], 0.97, [0.0], open_loop=False).bottleneck
-
-
-def test_requests_that_a_client_could_not_send_are_its_own() -> None:
-    own = request(0, failure=Failure.CLIENT, why="Too many open files")
-    said = client_health([own, request(0)], 0.1, [0.0], open_loop=False).bottleneck
-    assert said.startswith("1 of its requests could not be sent (Too many open files)")
-
-
-def test_percentiles() -> None:
-    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
-    assert percentile([3.0, 1.0, 2.0], 0.99) == 3.0
-    assert math.isnan(percentile([], 0.5))

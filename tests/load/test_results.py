@@ -8,16 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from simulated_server import PREFILL_S, STEP_S, WORK, result_of, run_of
+from simulated_server import result_of, run_of
 
 from kvrelay.load.measures import Slo
 from kvrelay.load.results import (
-    COLUMNS,
     VERSION,
     Result,
     differences,
     read_result,
-    table_row,
     warnings_of,
     write_result,
 )
@@ -31,18 +29,6 @@ replace = msgspec.structs.replace
 @pytest.fixture(scope="module")
 def ours() -> Result:
     return result_of("1P1D", places=24, gpus=2, seconds=40.0)
-
-
-def test_the_search_finds_what_the_server_can(ours: Result) -> None:
-    """24 places are free again after 0.66 s: 36 requests/s, most of them in time."""
-    most = 24 / (PREFILL_S + STEP_S * (WORK.output - 1))
-    assert ours.found is not None
-    assert ours.found.breaks is not None
-    assert 0.8 * most < ours.found.holds < most
-    assert ours.found.breaks / ours.found.holds <= 1.05
-    # In runs that are long enough to say how it is.
-    assert run_of(ours.found.holds * 0.95, 24, seconds=600.0).measures.attainment > 0.9
-    assert run_of(ours.found.breaks * 1.1, 24, seconds=600.0).measures.attainment < 0.9
 
 
 def test_a_result_is_read_as_it_was_written(ours: Result, tmp_path: Path) -> None:
@@ -67,17 +53,6 @@ def test_what_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"result\.json"):
         read_result(path)
-
-
-def test_a_run_is_a_row_of_the_table(ours: Result) -> None:
-    run = ours.runs[0]
-    row = dict(zip(COLUMNS, table_row(ours, run), strict=True))
-    assert (row["rate"], row["per GPU"], row["met"], row["failed"]) == ("4", "2", "100.0%", "0")
-    assert row["TTFT p50 p99"] == "30.0 30.0"
-    measures = replace(run.measures, attainment=math.nan, failures={"early end": 1_200})
-    row = dict(zip(COLUMNS, table_row(ours, replace(run, measures=measures)), strict=True))
-    assert (row["met"], row["failed"]) == ("-", "1,200")
-    assert table_row(ours, replace(run, concurrency=1))[0] == "1 client"
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Callable
 
 from hypothesis import given
@@ -40,20 +38,6 @@ def test_it_comes_near_a_known_capacity(capacity: float, start: float, steep: fl
     assert len(probes) == len(set(probes))
 
 
-@given(seed=st.integers(0, 1_000))
-def test_noise_moves_it_by_little(seed: int) -> None:
-    """500 requests a probe, of a server that is at 90 % at 20 a second."""
-    rng = random.Random(seed)
-
-    def serves(rate: float) -> float:
-        share = 1 / (1 + (rate / 20) ** 20 / 9)
-        return sum(rng.random() < share for _ in range(500)) / 500
-
-    found, probes = searched(serves, 4.0)
-    assert 16 < found.holds < 24
-    assert len(probes) <= 14
-
-
 def test_a_rate_that_broke_by_chance_is_probed_again() -> None:
     answers = iter([0.95, 0.95, 0.5])
 
@@ -72,17 +56,6 @@ def test_a_rate_that_broke_by_chance_is_probed_again() -> None:
     assert found.holds >= 3.8
 
 
-def test_contradictions_are_told_and_the_lower_rate_is_believed() -> None:
-    search = RateSearch(2.0)
-    for rate, share in ((2.0, 0.5), (1.0, 1.0), (math.sqrt(2), 0.2)):
-        assert search.rate == rate
-        search.record(share)
-    while (rate := search.rate) is not None:
-        search.record(1.0)
-    found = search.result()
-    assert found.holds < math.sqrt(2) == found.breaks
-
-
 def test_a_server_that_never_holds() -> None:
     found, probes = searched(lambda rate: 0.0, 4.0)
     assert (found.holds, probes[-1]) == (0.0, 4.0 / 256)
@@ -93,17 +66,3 @@ def test_a_server_that_never_breaks_ends_the_search() -> None:
     found, probes = searched(lambda rate: 1.0)
     assert (len(probes), found.breaks) == (14, None)
     assert "too many probes" in found.why
-
-
-def test_nothing_measured_is_nothing_met() -> None:
-    search = RateSearch(1.0)
-    search.record(math.nan)
-    assert search.rate == 0.5
-
-
-def test_a_client_that_is_too_slow_ends_the_search() -> None:
-    search = RateSearch(1.0)
-    search.record(1.0)
-    search.stop("the client was too slow")
-    assert search.rate is None
-    assert search.result() == SearchResult(1.0, None, 0.9, "the client was too slow")

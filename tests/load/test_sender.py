@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import itertools
-import json
 import os
-import resource
 import statistics
-import time
-from pathlib import Path
 
 import pytest
 from openai_double import Double, Say, Told, begin, end, event, over, paced, serving, token, whole
 
 from kvrelay.load.experiment import ServerUnusable, inspect_server
 from kvrelay.load.measures import Failure, tpot_ms, ttft_ms
-from kvrelay.load.sender import Endpoint, Load, Outcome, Sender, send_load
+from kvrelay.load.sender import Endpoint, Load, Outcome, send_load
 from kvrelay.load.workloads import Arrival, Spelling, Work
 
 DEADLINE_S = 120.0
@@ -188,18 +183,6 @@ async def test_a_request_that_may_have_reached_the_server_is_not_sent_again() ->
     assert (len(double.told), double.connections) == (2, 1)
 
 
-async def test_there_is_a_file_for_each_request() -> None:
-    """The usual limit is a soft one."""
-    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
-    async with serving(paced(1.0, 0)) as double:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (128, usual[1]))
-        try:
-            outcome = await sent(endpoint(double), closed(160, clients=160, output=1))
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
-    assert failures(outcome) == [""] * 160
-
-
 @pytest.mark.parametrize(
     ("number", "failure"),
     [
@@ -217,21 +200,6 @@ async def test_too_few_files_or_ports_are_the_clients_fault(
     async with serving(paced(0, 0)) as double:
         monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", refuse)
         assert failures(await sent(endpoint(double), closed(1))) == [failure]
-
-
-async def test_a_pause_of_the_client_is_as_long_as_it_was() -> None:
-    """The loop stands still for 0.6 s of 1.5: two fifths of the ticks are late."""
-
-    async def pause(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
-        if len(double.told) == 2:
-            time.sleep(0.6)
-        await paced(0, 0)(double, told, writer)
-
-    async with serving(pause) as double:
-        outcome = await sent(endpoint(double), constant(10.0, sending_s=1.5, judged_s=1.5))
-    assert max(outcome.lags_s) > 0.5
-    assert sum(lag > 0.1 for lag in outcome.lags_s) > 20
-    assert outcome.cpu_share > 0
 
 
 async def test_turns_hold_what_was_really_answered() -> None:
@@ -279,18 +247,6 @@ async def test_a_request_is_cut_unless_it_may_still_meet_its_targets() -> None:
         assert failures(await sent(endpoint(double), load)) == [""] * 5
 
 
-async def test_a_closed_loop_does_not_go_by_the_times_of_a_trace(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    rows = [
-        {"timestamp": at * 60_000, "input_length": 16, "output_length": 2, "hash_ids": [at]}
-        for at in range(6)
-    ]
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    load = Load(Work(trace=str(path)), Arrival(), "s", clients=2, sending_s=30.0)
-    async with serving(paced(0, 0)) as double:
-        assert failures(await sent(endpoint(double), load)) == [""] * 6
-
-
 async def test_requests_after_the_counted_time_are_not_waited_for() -> None:
     """Their answers take a minute, and the run does not."""
     async with serving(after(5, silent)) as double:
@@ -329,35 +285,3 @@ async def test_several_servers_are_asked_in_turn_and_told_the_targets() -> None:
     headers = [each.headers for each in (*one.told, *two.told)]
     assert {each.get("x-slo-ttft-ms") for each in headers} == {"200"}
     assert {each.get("authorization") for each in headers} == {"Bearer key"}
-
-
-async def test_an_error_of_the_client_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(*_: object, **__: object) -> None:
-        raise UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "half a character")
-
-    monkeypatch.setattr(Sender, "_send", broken)
-    to = Endpoint(["http://127.0.0.1:9"], "", "double", False, Spelling())
-    for load in (constant(50.0, sending_s=0.1, judged_s=0.1), closed(2)):
-        with pytest.raises(UnicodeEncodeError, match="half a character"):
-            await sent(to, load)
-
-
-async def test_a_timer_that_fires_early_makes_no_request_that_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Timers of uvloop do, by up to a millisecond."""
-    sleep = asyncio.sleep
-    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(max(0.0, seconds - 0.002)))
-    async with serving(paced(0, 0)) as double:
-        assert len((await sent(endpoint(double), closed(4))).records) == 4
-
-
-async def test_progress_counts_what_was_sent_and_answered() -> None:
-    async with serving(after(3, silent)) as double:
-        seen = []
-        load = constant(10.0, sending_s=1.2, judged_s=1.2, drain_s=0.1)
-        async with asyncio.timeout(DEADLINE_S):
-            await send_load(endpoint(double), load, seen.append)
-    assert seen[-1] == (11, 11, 0)
-    assert all(a.sent <= b.sent for a, b in itertools.pairwise(seen))
-    assert any(each.done < each.sent for each in seen)

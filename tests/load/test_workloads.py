@@ -46,21 +46,6 @@ def take(work: Work, arrival: Arrival = RATE, seed: str = "s", count: int = 50) 
     return list(itertools.islice(sessions(work, arrival, seed), count))
 
 
-def test_a_seed_says_all() -> None:
-    work = Work(spread=0.5, turns=3)
-    assert take(work) == take(work)
-    assert take(work) != take(work, seed="another")
-
-
-@pytest.mark.parametrize("mean", [50, 5_000])
-@pytest.mark.parametrize("spread", [0.0, 0.3, 1.0])
-def test_lengths_have_their_mean(mean: int, spread: float) -> None:
-    asked = take(Work(mean, mean, spread), Arrival(), count=2_000)
-    lengths = [session.turns[0].prompt for session in asked]
-    assert statistics.fmean(lengths) == pytest.approx(mean, rel=0.12 if spread else 0)
-    assert (min(lengths) == max(lengths)) == (spread == 0)
-
-
 def test_turns_count_as_requests_of_the_rate() -> None:
     asked = take(Work(turns=4), Arrival("constant", 8.0), count=10)
     assert [session.at for session in asked[:3]] == pytest.approx([0.5, 1.0, 1.5])
@@ -135,20 +120,6 @@ def test_conversations_are_asked_as_they_were(tmp_path: Path) -> None:
     assert [(turn.text, turn.output) for turn in asked.turns] == [("one", 10), ("two", 20)]
 
 
-def test_a_rate_counts_the_turns_that_conversations_have(tmp_path: Path) -> None:
-    """Two have one, one has two, of the five that were allowed; half of a character is sent as a
-    question mark.
-    """
-    path = tmp_path / "sharegpt.json"
-    pair = [{"from": "human", "value": "caf\ud83d"}, {"from": "gpt", "value": "yes"}]
-    path.write_text(
-        json.dumps([{"conversations": pair * times} for times in (1, 2, 1)]), encoding="utf-8"
-    )
-    asked = take(Work(sharegpt=str(path), turns=5), Arrival("constant", 8.0), count=30)
-    assert sum(len(each.turns) for each in asked) / asked[-1].at == pytest.approx(8.0)
-    assert asked[0].turns[0].text == "caf?"
-
-
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"timestamp": 1}', '[{"conversations": [{"from": "gpt"}]}]']
 )
@@ -162,12 +133,3 @@ def test_files_of_another_kind_are_refused(text: str, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=r"file\.json|none"):
             take(work, Arrival("trace"))
-
-
-def test_the_sample_of_the_trace_is_one(repository: Path) -> None:
-    path = repository / "benchmarks" / "traces" / "mooncake_conversation_sample.jsonl"
-    asked = take(Work(trace=str(path)), Arrival("trace"), count=1_000)
-    assert len(asked) == 200
-    names = [name for session in asked for name, _ in session.turns[0].pieces]
-    assert len(names) > len(set(names)) + 100
-    assert "Apache" in path.with_name("NOTICE").read_text(encoding="utf-8")

@@ -144,33 +144,6 @@ def test_a_node_that_is_told_to_change_its_role_is_not_lost() -> None:
     assert happened == [(2_000.0, D, What.ROLE, Role.PREFILL)]
 
 
-def test_a_node_that_was_lost_and_comes_back_in_another_role_is_there_again() -> None:
-    _, happened = told_of(
-        line(2.0, "%s node %s is kept out: %s", "decode", D, "it does not answer"),
-        line(3.0, "%s node %s is up", "prefill", D),
-    )
-    assert happened == [
-        (2_000.0, D, What.DOWN, None),
-        (3_000.0, D, What.UP, None),
-        (3_000.0, D, What.ROLE, Role.PREFILL),
-    ]
-
-
-def test_a_node_that_joins_later_is_not_there_from_the_beginning() -> None:
-    nodes, happened = told_of(line(2_400.0, "%s node %s is up", "decode", E))
-    assert nodes == [(P, Role.PREFILL), (D, Role.DECODE), (E, Role.DECODE)]
-    assert happened == [(0.0, E, What.DOWN, None), (2_400_000.0, E, What.UP, None)]
-
-
-def test_what_a_request_showed_of_a_node_is_older_than_what_was_told_later() -> None:
-    """The beginning of the log is lost: the node was a decode node and is back as a prefill node."""
-    incident = of_log([request(1.0, 100, 5, 1_000.0), line(2.0, "%s node %s is up", "prefill", D)])
-    assert incident.nodes == [NodeNamed(P, Role.PREFILL), NodeNamed(D, Role.DECODE)]
-    assert [(each.at_ms, each.what, each.role) for each in incident.happened] == [
-        (2_000.0, What.ROLE, Role.PREFILL)
-    ]
-
-
 def test_a_drained_node_takes_nothing_new_until_it_is_back() -> None:
     events = [
         NodeEvent(0.0, 2, What.AWAY),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvrelay.planner.rate_card import (
     DecodePoint,
@@ -47,15 +45,6 @@ def test_what_was_measured_is_said_as_it_is() -> None:
     assert it.fetch_ms(100, "nixl") == 9.0
 
 
-def test_a_connector_of_which_one_size_is_known_is_no_constant() -> None:
-    alone = {"nixl": [TransferPoint(100, 0.5)]}
-    assert card().fetch_ms(50_000) == card(transfer=card().transfer | alone).fetch_ms(50_000)
-    assert card().fetch_ms(1_000, "nixl") == pytest.approx(90.0)
-    assert [card(transfer=alone).fetch_ms(tokens) for tokens in (10, 100, 1_000)] == pytest.approx(
-        [0.5, 0.5, 5.0]
-    )
-
-
 def test_between_points_and_beyond_them_times_are_linear() -> None:
     it = card()
     assert it.chunk_ms(550) == pytest.approx(55.0)
@@ -72,13 +61,6 @@ def test_a_long_prompt_is_computed_in_chunks_behind_each_other() -> None:
     assert it.prompt_ms(2_000) == pytest.approx(100.0 + 200.0)
     assert it.prompt_ms(2_000, cached=1_000) == pytest.approx(200.0)
     assert it.prompt_ms(500, cached=500) == 0.0
-
-
-@given(st.integers(1, 64), st.integers(0, 4_000), st.integers(0, 4_000))
-def test_more_context_never_makes_a_step_shorter(requests: int, less: int, more: int) -> None:
-    it = card()
-    less, more = sorted((less, more))
-    assert it.step_ms(requests, requests * less) <= it.step_ms(requests, requests * more) + 1e-9
 
 
 def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ import msgspec
 import pytest
 
 from benchmarks.placement import Cell, loads, rows, ways
-from benchmarks.simulate import main, summary_of, table
-from kvrelay.load.measures import percentile
-from kvrelay.load.workloads import Asked, read_trace
+from benchmarks.simulate import main
+from kvrelay.load.workloads import read_trace
 from kvrelay.paged_engine import waiting as engines_waiting
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.request import Request, StepPlan
@@ -22,9 +21,9 @@ from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.planner.block_cache import BlockCache
 from kvrelay.planner.engine import OVERTAKEN, Engine
 from kvrelay.planner.seat import Leg, PlacementHints
-from kvrelay.planner.setting import Result, Setting, Stream, at_load, streams_at, streams_of
+from kvrelay.planner.setting import Result, Setting, Stream, streams_of
 from kvrelay.planner.speeds import H200, Speeds
-from kvrelay.planner.workloads import SCALE, WORKLOADS
+from kvrelay.planner.workloads import WORKLOADS
 from kvrelay.planner.world import simulate
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.kv_events import root_of
@@ -47,12 +46,6 @@ def test_a_request_alone_takes_what_its_parts_take(policy: str) -> None:
     steps = stream.last - stream.first - SPEEDS.fetch_ms(4_096)
     middle = SPEEDS.step_ms(1, 4_096 + 49.5)
     assert steps == pytest.approx(100 * middle)
-
-
-def test_the_speeds_are_near_those_that_were_measured() -> None:
-    assert 4_096 / SPEEDS.prompt_ms(4_096) * 1e3 == pytest.approx(43_140, rel=0.02)
-    for running, measured in ((1, 4.06), (32, 5.16), (128, 9.20)):
-        assert SPEEDS.step_ms(running, running * 1_024) == pytest.approx(measured, rel=0.04)
 
 
 def test_steps_in_closed_form_are_those_one_by_one() -> None:
@@ -121,28 +114,6 @@ def test_equal_seeds_give_equal_figures_and_others_do_not() -> None:
         return [stream.last for stream in streams]
 
     assert ends(1) == ends(1) != ends(2)
-
-
-def test_old_news_of_others_cost_little() -> None:
-    """Eight routers with reports that are 0.1 s old, beside one that knows all, and beside turns."""
-
-    def p99(policy: str, routers: int, stale_ms: float) -> float:
-        streams = streams_of(SCALE, 2_000, 30, 0)
-        more: dict[str, object] = {"prefixes": False, "strict_roles": True}
-        run(
-            streams,
-            policy=policy,
-            prefill=30,
-            decode=30,
-            routers=routers,
-            stale_ms=stale_ms,
-            **more,
-        )
-        return percentile(sorted(stream.ttft for stream in streams[200:]), 0.99)
-
-    best, old, blind = p99("price", 1, 0.0), p99("price", 8, 100.0), p99("round_robin", 1, 0.0)
-    assert best < old < 2.4 * best
-    assert old < 0.8 * blind
 
 
 def launched(scheduler: Scheduler) -> StepPlan:
@@ -290,23 +261,6 @@ def test_what_is_used_is_never_pushed_out() -> None:
     assert cache.news() == ([], [])
 
 
-def test_what_is_not_computed_yet_is_found_by_nobody() -> None:
-    cache = BlockCache(1_000, 100)
-    assert cache.take((1, 2, 3), 0) == (1, 2, 3)
-    assert cache.cached((1, 2, 3)) == 0
-    cache.ready((1,))
-    assert cache.cached((1, 2, 3)) == 100
-    assert cache.room_for((1, 2, 3), 500)
-    assert not cache.room_for((1, 2, 3), 501)
-    assert cache.take((1, 2, 3), 500) == (1,)
-    assert (cache.free, cache.private) == (0, 700)
-    cache.give_back((1,), 700)
-    cache.give_back((1, 2, 3), 0)
-    assert cache.free == 1_000
-    assert cache.cached((1, 2, 3)) == 100
-    assert cache.news() == ([1], [])
-
-
 def test_of_two_equal_prompts_at_once_the_second_waits_for_what_the_first_computes() -> None:
     blocks = tuple(range(312))
     first, second = Stream(0.0, 40_000, 2, blocks), Stream(1.0, 40_000, 2, blocks)
@@ -360,23 +314,6 @@ def test_a_trace_is_read_and_the_command_prints(
         == 0
     )
     assert "| price | 2 | 0.5 s |" in capsys.readouterr().out
-
-
-def test_a_request_alone_comes_at_once_whatever_the_load() -> None:
-    alone = [Asked(0.0, 100, 5)]
-    assert [stream.at for stream in (*at_load(alone, 1_000.0), *streams_at(alone, 3.0))] == [
-        0.0,
-        0.0,
-    ]
-
-
-def test_what_was_not_answered_is_not_good_and_is_told() -> None:
-    speeds = Speeds(msgspec.structs.replace(H200, kv_tokens=4_096))
-    streams = [Stream(100.0 * at, 5_000 if at % 2 else 50, 5) for at in range(20)]
-    summary = summary_of("made up", run(streams, prefill=1, decode=1, speeds=speeds))
-    assert (summary.requests, summary.refused, summary.good) == (18, 9, 0.5)
-    assert summary.ttft_p50 > 0
-    assert "50.0% (5/s), 9 not answered" in table([summary], scale=False)
 
 
 def test_of_a_mixture_the_price_serves_more_in_time_than_colocated_servers_and_strict_roles() -> (

@@ -38,32 +38,6 @@ def ended(result: Result) -> None:
         assert stream.at <= stream.begun < stream.first <= stream.last
 
 
-def test_the_card_is_read_as_it_reads_itself() -> None:
-    for tokens in (1, 100, 122, 700, 5_000, 8_192):
-        for context in (0, 1_000, 60_000, 131_072, 200_000):
-            assert SPEEDS.chunk_ms([(tokens, context)]) == pytest.approx(
-                H200.chunk_ms(tokens, context)
-            )
-    for requests in (1, 7, 32, 256):
-        for context in (0, 1_024, 50_000):
-            assert SPEEDS.step_ms(requests, requests * context) == pytest.approx(
-                H200.step_ms(requests, requests * context)
-            )
-    assert SPEEDS.prompt_ms(20_000, 500) == pytest.approx(H200.prompt_ms(20_000, 500))
-
-
-def test_the_gap_before_a_streams_second_token_holds_its_first_step() -> None:
-    """It comes while a step of another stream runs, waits for its end, and then takes a step
-    itself.
-    """
-    first, second = Stream(0.0, 1_000, 400), Stream(500.0, 1_000, 20)
-    result = simulate([first, second], Setting(prefill=1, decode=1, prefixes=False))
-    step = SPEEDS.step_ms(2, 2_100)
-    fetched_ms = SPEEDS.fetch_ms(1_000)
-    assert step + fetched_ms <= second.longest * 1.02 <= (2 * step + fetched_ms) * 1.05
-    assert sum(result.gaps.values()) == 399 + 19
-
-
 def test_a_mixed_step_takes_as_long_as_was_measured() -> None:
     """4 ms more than its parts say beside 16 decodes, 8 ms beside 128, whatever the chunk; and
     nothing without any.
@@ -86,12 +60,6 @@ def test_a_mixed_step_takes_as_long_as_was_measured() -> None:
     assert twice.mixed_ms(72, 50_000, [(500, 0)]) == pytest.approx(
         2 * speeds.mixed_ms(72, 50_000, [(500, 0)])
     )
-
-
-def test_prompts_of_one_step_attend_each_to_itself() -> None:
-    apart = sum(SPEEDS.chunk_ms([(1_024, 0)]) for _ in range(8)) - 7 * 1.5
-    assert SPEEDS.chunk_ms([(1_024, 0)] * 8) == pytest.approx(apart, rel=0.01)
-    assert SPEEDS.chunk_ms([(8_192, 0)]) > apart * 1.1
 
 
 def test_a_colocated_server_makes_its_streams_wait_for_prompts() -> None:
@@ -205,27 +173,6 @@ def test_requests_are_refused_while_no_node_can_decode_and_answers_that_have_beg
     assert max(stream.longest for stream in result.streams) > 900
 
 
-def test_answers_that_no_node_goes_on_with_are_given_up_at_their_deadline() -> None:
-    result = simulate(
-        streams(100, 30.0), Setting("price", 1, 1, events=[NodeEvent(2_000.0, 1, What.DOWN)])
-    )
-    assert any(stream.failed for stream in result.streams)
-    for stream in result.streams:
-        assert stream.answered + stream.refused + stream.failed == 1
-        assert not stream.failed or 0 < stream.done < stream.output
-
-
-def test_a_slow_node_gets_less() -> None:
-    def first_on_slow(events: list[NodeEvent]) -> float:
-        result = simulate(
-            streams(300, 40.0, prompt=2_000, seed=3), Setting("price", 2, 2, events=events)
-        )
-        ended(result)
-        return sorted(stream.ttft for stream in result.streams)[270]
-
-    assert first_on_slow([]) < first_on_slow([NodeEvent(0.0, 0, What.SLOW, pace=4.0)])
-
-
 def test_a_node_changes_its_role_when_it_has_ended_what_it_has() -> None:
     events = [
         NodeEvent(1_000.0, 3, What.ROLE, Role.PREFILL),
@@ -234,15 +181,6 @@ def test_a_node_changes_its_role_when_it_has_ended_what_it_has() -> None:
     result = simulate(streams(300, 40.0), Setting("price", 1, 3, events=events))
     ended(result)
     assert not any(stream.moved for stream in result.streams)
-
-
-def test_admission_lets_wait_and_refuses_beyond_its_queue() -> None:
-    tight = Speeds(msgspec.structs.replace(H200, kv_tokens=30_000))
-    many = streams(300, 300.0, prompt=3_000)
-    simulate(many, Setting("price", 1, 1, speeds=tight, max_queue=100))
-    refused = sum(stream.refused for stream in many)
-    assert 0 < refused < 250
-    assert all(stream.done == stream.output for stream in many if not stream.refused)
 
 
 def test_with_targets_admission_refuses_who_would_miss_them() -> None:
@@ -294,32 +232,6 @@ def test_steps_of_few_tokens_wait_for_their_launch_and_not_for_the_device() -> N
         Speeds(msgspec.structs.replace(AHEAD, ahead=False)).mixed_ms(64, 64_000, [(512, 0)], 6.0)
         == 30.0
     )
-
-
-def test_who_comes_while_a_step_runs_is_in_the_second_one_behind_it() -> None:
-    """The first one behind it has been launched already."""
-    speeds = Speeds(AHEAD)
-    for ahead, steps in ((True, 2), (False, 1)):
-        card = msgspec.structs.replace(AHEAD, ahead=ahead, mixed=[])
-        long, late = Stream(0.0, 4_000, 3), Stream(0.0, 4_000, 3)
-        simulate([long], Setting(prefill=0, decode=1, prefixes=False, speeds=Speeds(card)))
-        step = speeds.step_ms(1, 4_000)
-        late.at = 100.0 + step / 2  # while the first decode step runs
-        long = Stream(0.0, 4_000, 50)
-        simulate([long, late], Setting(prefill=0, decode=1, prefixes=False, speeds=Speeds(card)))
-        assert late.begun - 100.0 == pytest.approx(steps * step, rel=0.02)
-
-
-def test_the_first_who_comes_while_nothing_is_launched_behind_a_step_is_launched_behind_it() -> (
-    None
-):
-    """And nobody else with it."""
-    running, first, second = Stream(0.0, 4_000, 1), Stream(50.0, 512, 1), Stream(60.0, 512, 1)
-    simulate(
-        [running, first, second], Setting(prefill=0, decode=1, prefixes=False, speeds=Speeds(AHEAD))
-    )
-    assert (running.ttft, first.ttft) == (100.0, pytest.approx(50.0 + 512 / 40))
-    assert second.ttft == pytest.approx(40.0 + 2 * 512 / 40, abs=2.5)
 
 
 @settings(max_examples=25, deadline=None)

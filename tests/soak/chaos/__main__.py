@@ -2,7 +2,6 @@
 
     python -m tests.soak.chaos --streams 200 --seconds 300 --seed 1
     python -m tests.soak.chaos --streams 200 --faults 1000   # until so many faults have happened
-    python -m tests.soak.chaos --streams 50 --soak 3600      # do memory and latency stay?
     python -m tests.soak.chaos --schedule FILE               # what a run has recorded, again
 
 Starts prefill and decode nodes and a router on this machine, asks requests of many kinds, and then
@@ -85,9 +84,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--streams", type=int, default=200, help="requests under way at any moment")
     parser.add_argument("--seconds", type=float, default=300.0, help="of faults")
     parser.add_argument("--faults", type=int, default=0, help="so many, however long it takes")
-    parser.add_argument(
-        "--soak", type=float, default=0.0, help="seconds of load in which no process is struck"
-    )
     parser.add_argument("--each-once", action="store_true", help="each kind of fault once")
     parser.add_argument(
         "--every-s", type=float, default=6.0, help="between two faults, in the mean"

@@ -24,13 +24,13 @@ __all__ = [
     "Size",
     "grown",
     "recoveries",
+    "size_of",
     "sizes_apart",
 ]
 
 LATEST_S = 15.0
 """A node that is not taken again so long after its fault's end is lost; the aim is 1 s."""
 _LOOK_S = 0.1
-_SIZES_S = 3.0
 _ROUTER_S = 1.0
 """After which a router that was started again knows its nodes."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -84,19 +84,12 @@ class Lookout:
         self._cluster = cluster
         self.looks: dict[str, list[Look]] = defaultdict(list)
         """All of them, by the node's name."""
-        self.sizes: list[tuple[float, dict[str, Size]]] = []
-        """At a monotonic second, by process."""
 
     async def run(self) -> None:
         """Look, again and again."""
-        next_sizes = 0.0
         while True:
             began = time.monotonic()
             await self._look()
-            if began >= next_sizes:
-                found, _ = await sizes_apart(self._cluster)
-                self.sizes.append((began, found))
-                next_sizes = began + _SIZES_S
             await asyncio.sleep(max(0.0, began + _LOOK_S - time.monotonic()))
 
     async def _look(self) -> None:
@@ -156,8 +149,7 @@ def sizes(cluster: Cluster) -> dict[str, Size]:
         for name, pid in zip(
             (node.name, f"{node.name} engine"), family(node.process.pid), strict=False
         ):
-            with suppress(OSError, IndexError, ValueError):
-                found[name] = _size(pid)
+            found[name] = size_of(pid)
     return found
 
 
@@ -173,15 +165,19 @@ async def sizes_apart(cluster: Cluster) -> tuple[dict[str, Size], int]:
     return found, index
 
 
-def _size(pid: int) -> Size:
-    proc = Path(f"/proc/{pid}")
-    memory = int((proc / "statm").read_text().split()[1]) * _PAGE
-    files = sockets = 0
-    for link in (proc / "fd").iterdir():
-        with suppress(OSError):
-            files += 1
-            sockets += os.readlink(link).startswith("socket:")
-    return Size(pid, memory, files, sockets, len(list((proc / "task").iterdir())))
+def size_of(*pids: int) -> Size:
+    """Of processes together; those that are not there any more have nothing."""
+    memory = files = sockets = threads = 0
+    for pid in pids:
+        proc = Path(f"/proc/{pid}")
+        with suppress(OSError, IndexError, ValueError):
+            memory += int((proc / "statm").read_text().split()[1]) * _PAGE
+            threads += len(list((proc / "task").iterdir()))
+            for link in (proc / "fd").iterdir():
+                with suppress(OSError):
+                    files += 1
+                    sockets += os.readlink(link).startswith("socket:")
+    return Size(pids[0], memory, files, sockets, threads)
 
 
 def grown(before: dict[str, Size], after: dict[str, Size], more: Size) -> list[str]:

@@ -120,7 +120,9 @@ class Cluster:
         """
         self.code: dict[str, Path] = {}
         """Another checkout, by the role of the processes that are started from it."""
-        self._secret = secrets.token_urlsafe()
+        self.env: dict[str, dict[str, str]] = {}
+        """Further variables of processes, by their role."""
+        self.secret = secrets.token_urlsafe()
         self._tasks: list[asyncio.Task[None]] = []
         self._supervised = False
 
@@ -353,9 +355,9 @@ class Cluster:
     ) -> subprocess.Popen[bytes]:
         path = os.pathsep.join([str(self.code.get(role, _ROOT)), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
-        env[PARENT_PID] = str(os.getpid())
+        env |= {PARENT_PID: str(os.getpid()), **self.env.get(role, {})}
         if role != "router":
-            env["KVRELAY_CLUSTER_SECRET"] = self._secret
+            env["KVRELAY_CLUSTER_SECRET"] = self.secret
         if self.shim is not None and self.proxies is not None:
             env |= self.shim.environment(name, self.proxies.links(name))
         out = self.logs.pipe(log)

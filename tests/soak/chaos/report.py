@@ -11,7 +11,6 @@ import msgspec
 
 from tests.soak.chaos.lookout import Recovery, Size
 from tests.soak.chaos.run import Result
-from tests.soak.chaos.soak import Window
 from tests.soak.chaos.verdict import Times
 
 __all__ = ["print_table", "whole"]
@@ -58,7 +57,6 @@ def print_table(options: argparse.Namespace, result: Result) -> None:
         print(f"{name:20} {_shown(before)} -> {_shown(after)}")
     index, full = facts["index"]
     print(f"{'  its prefix index':20} {index >> 20} MiB -> {full >> 20} MiB, not counted above")
-    _print_windows(result.windows)
     for what in verdict.broken[:_SHOWN]:
         print(f"BROKEN {what}")
     print(f"{len(verdict.broken)} promises broken")
@@ -76,19 +74,6 @@ def _print_recovery(recovered: list[Recovery]) -> None:
             f"{AIM_S:g} s"
         )
         print(f"  {'':18} {len(leg):4} leg {_row(Times.of(leg))}")
-
-
-def _print_windows(windows: list[Window]) -> None:
-    for each in windows:
-        memory = sum(size.memory for size in each.sizes.values()) >> 20
-        files = sum(size.files for size in each.sizes.values())
-        print(
-            f"  from {each.begin_s:6.0f} s: {each.answers:6} answers, first token p50 "
-            f"{each.first_token.p50:6.0f} p99 "
-            f"{each.first_token.p99:6.0f} ms, gap p50 {each.gap.p50:6.1f} p99 {each.gap.p99:6.0f} "
-            f"ms, "
-            f"{memory} MiB and {files} files in all processes"
-        )
 
 
 def _shown(size: Size | None) -> str:

@@ -19,14 +19,13 @@ import aiohttp
 
 from tests.soak.chaos.asks import asks
 from tests.soak.chaos.crowd import KEPT_S, Crowd
-from tests.soak.chaos.faults import CLIENTS, Fault, Schedule, drawn, endless, once
+from tests.soak.chaos.faults import Fault, Schedule, drawn, endless, once
 from tests.soak.chaos.left_behind import LEASE_S, left_behind
 from tests.soak.chaos.lookout import Lookout, Recovery, Size, grown, recoveries, sizes_apart
 from tests.soak.chaos.model import flags_of
 from tests.soak.chaos.processes import Cluster
 from tests.soak.chaos.rude import Rude
 from tests.soak.chaos.shim import Shim
-from tests.soak.chaos.soak import Window, not_flat, windows
 from tests.soak.chaos.strikes import Strikes
 from tests.soak.chaos.verdict import (
     MARGIN_S,
@@ -67,7 +66,6 @@ class Result:
     crowd: Crowd
     rude: Rude
     recovered: list[Recovery]
-    windows: list[Window]
     facts: dict[str, Any]
 
 
@@ -184,9 +182,7 @@ async def _disturbed(
         for each in recovered
         if each.late
     ]
-    of = windows(crowd.seen, lookout.sizes, began, ended) if options.soak else []
-    verdict.broken += not_flat(of) if of else []
-    return Result(verdict, cluster, crowd, rude, recovered, of, facts)
+    return Result(verdict, cluster, crowd, rude, recovered, facts)
 
 
 def _faults(
@@ -200,13 +196,11 @@ def _faults(
     nodes = range(len(cluster.nodes))
     if schedule is not None:
         return (fault for fault in schedule.faults if fault.kind in able)
-    if options.soak:
-        able = [kind for kind in able if kind in CLIENTS]
     if options.each_once:
         return iter(once(options.seed, options.every_s, nodes, able, longest_s=options.every_s))
     if options.faults:
         return endless(options.seed, options.every_s, nodes, able)
-    return iter(drawn(options.seed, options.soak or options.seconds, options.every_s, nodes, able))
+    return iter(drawn(options.seed, options.seconds, options.every_s, nodes, able))
 
 
 async def _strike_all(
@@ -250,7 +244,7 @@ async def _strike_all(
             f"{fault.kind} has not happened" for fault in made if fault.kind not in happened
         ]
     elif not (options.faults or cluster.lost()):
-        await asyncio.sleep(began + (options.soak or options.seconds) - time.monotonic())
+        await asyncio.sleep(began + (options.seconds) - time.monotonic())
 
 
 async def _failures(of: Sequence[asyncio.Task[None]]) -> list[str]:

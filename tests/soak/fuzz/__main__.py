@@ -33,7 +33,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,10 @@ import aiohttp
 import msgspec
 
 from kvrelay.kv_transfer.connector import LeaseId
+from tests.soak.chaos.lookout import Size, grown
 from tests.soak.fuzz import over_http, over_sizes, over_sockets
 from tests.soak.fuzz.sizes import MAX_BODY
-from tests.soak.fuzz.stand import Process, Stand, Usage
+from tests.soak.fuzz.stand import Stand
 from tests.soak.fuzz.watch import Watch, still_busy
 
 __all__ = ["TARGETS", "Options", "fuzzed"]
@@ -67,7 +68,7 @@ TARGETS = (
 HEAD_S, BODY_S, MARGIN_S = 20.0, 60.0, 15.0
 """The servers' deadlines for a head and a body, and how late they may be here."""
 SETTLE_S = 30.0
-_GROWTH = Usage(64 << 20, 12, 8)
+_GROWTH = Size(0, 64 << 20, 12, 12, 8)
 """More of these per family of processes, after the first pass over all targets, is a leak."""
 _SMALL_BODIES = 1 << 20
 """Larger ones leave memory with the allocator; then only twice of it is wrong
@@ -86,7 +87,6 @@ class Options:
     only: str = ""
     most_bytes: int = MAX_BODY
     memory_gib: float = 8.0
-    tensor_parallel_size: int = 1
     trust_templates: bool = False
 
 
@@ -98,7 +98,7 @@ async def fuzzed(folder: Path, options: Options) -> dict[str, Any]:
     broken: list[str] = report["broken"]
     flags = ["--trust-request-chat-template"] if options.trust_templates else []
     async with AsyncExitStack() as stack:
-        stand = await stack.enter_async_context(Stand(folder, options.tensor_parallel_size, flags))
+        stand = await stack.enter_async_context(Stand(folder, flags))
         await over_http.warmed(stand)
         await over_sockets.open_planes(stand)
         watch = await stack.enter_async_context(Watch(stand, int(options.memory_gib * 2**30)))
@@ -121,20 +121,19 @@ async def fuzzed(folder: Path, options: Options) -> dict[str, Any]:
             broken += await _grown(stand, usage, memory=options.most_bytes <= _SMALL_BODIES)
         report |= {"seconds": time.monotonic() - began, "closed in time": len(due)}
         report["worst"] = msgspec.to_builtins(watch.worst)
-        report["usage"] = {
-            process.role: (usage[process], process.usage()) for process in stand.processes
-        }
+        now = stand.usage()
+        report["usage"] = {name: (was, now[name]) for name, was in usage.items()}
     return report
 
 
 async def _rounds(
     stand: Stand, watch: Watch, options: Options, state: dict[str, Any], report: dict[str, Any]
-) -> dict[Process, Usage]:
+) -> dict[str, Size]:
     """Play until the time is over or something is broken. Returns what processes had after the
     first pass.
     """
     targets = [options.target] if options.target else TARGETS
-    usage = {process: process.usage() for process in stand.processes}
+    usage = stand.usage()
     until = time.monotonic() + options.seconds
     for number in itertools.count(options.round):
         for target in targets:
@@ -144,15 +143,10 @@ async def _rounds(
             wrong = await _played(stand, watch, options, target, number, state)
             report["rounds"][target] += 1
             report["broken"] += [f"{target}, round {number}: {one}" for one in wrong]
-            files = ", ".join(f"{one.role} {one.usage().files}" for one in stand.processes)
-            took = f"{time.monotonic() - began:.1f} s"
-            print(
-                f"{target}, round {number}: {took}; open files: {files}",
-                file=sys.stderr,
-                flush=True,
-            )
+            took_s = time.monotonic() - began
+            print(f"{target}, round {number}: {took_s:.1f} s", file=sys.stderr, flush=True)
         if number == options.round:
-            usage = {process: process.usage() for process in stand.processes}
+            usage = stand.usage()
     raise AssertionError
 
 
@@ -223,38 +217,26 @@ async def _gone_on(stand: Stand, state: dict[str, Any]) -> list[str]:
     if said != stand.expected:
         wrong.append(f"the canary says {said!r} instead of {stand.expected!r}")
     for process in stand.processes:
-        news = process.news()
+        news = stand.news(process)
         if "Traceback" in news:
             wrong.append(f"{process.role} logs {news[news.index('Traceback') - 300 :][:3000]}")
     return wrong
 
 
 async def _failed_fetches(stand: Stand) -> float:
-    return await stand.metric(stand.nodes[1], "kvrelay_fetches_failed_total")
+    told = await stand.cluster.metrics(stand.nodes[1])
+    return told.get("kvrelay_fetches_failed_total", 0.0)
 
 
-async def _grown(stand: Stand, usage: dict[Process, Usage], *, memory: bool) -> list[str]:
+async def _grown(stand: Stand, usage: dict[str, Size], *, memory: bool) -> list[str]:
     """Find who has more than after the first pass, and goes on having it; `memory`: bytes of it,
     too.
     """
     until = time.monotonic() + SETTLE_S
-    while True:
-        wrong = []
-        for process, was in usage.items():
-            now = process.usage()
-            if memory and now.rss - was.rss > _GROWTH.rss:
-                wrong.append(f"{process.role} has grown by {(now.rss - was.rss) >> 20} MiB")
-            # gloo (torch 2.13) never closes what a stranger has opened at the ranks' own ports.
-            files = (
-                0
-                if stand.tensor_parallel_size > 1 and process is stand.nodes[0]
-                else now.files - was.files
-            )
-            if files > _GROWTH.files or now.threads - was.threads > _GROWTH.threads:
-                wrong.append(f"{process.role} has {now}, and had {was}")
-        if not wrong or time.monotonic() > until:
-            return wrong
+    more = _GROWTH if memory else replace(_GROWTH, memory=1 << 60)
+    while (wrong := grown(usage, stand.usage(), more)) and time.monotonic() < until:
         await asyncio.sleep(0.5)
+    return wrong
 
 
 def _command(given: dict[str, Any], broken: str) -> str:
@@ -289,12 +271,6 @@ def main() -> int:
     )
     parser.add_argument(
         "--trust-templates", action="store_true", help="nodes take the chat templates of requests"
-    )
-    parser.add_argument(
-        "--tensor-parallel-size",
-        type=int,
-        default=1,
-        help="ranks of the prefill node: their ports, too",
     )
     given = vars(parser.parse_args())
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))

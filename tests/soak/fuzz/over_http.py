@@ -20,9 +20,10 @@ from typing import Any
 import msgspec
 
 from kvrelay.wire.frames import FrameKind, Kind, MessageReader, frame_of, message
+from tests.soak.chaos.processes import Node
 from tests.soak.fuzz.examples import LEADS_AWAY, ROUTER, Example, asks, of_node
 from tests.soak.fuzz.mutations import as_json, as_msgpack, garbled, mutated, noise
-from tests.soak.fuzz.stand import Process, Stand
+from tests.soak.fuzz.stand import Stand
 
 __all__ = [
     "AT_ONCE",
@@ -112,12 +113,12 @@ async def warmed(stand: Stand) -> None:
         for example in asks(key):
             body = b"" if example.body is None else as_json(example.body)
             await exchange(
-                process.port, [written(example.method, example.path, stand.keys[key], body)]
+                process.ports[0], [written(example.method, example.path, stand.keys[key], body)]
             )
 
 
 async def fields(
-    stand: Stand, rng: random.Random, process: Process, held: str, cases: int
+    stand: Stand, rng: random.Random, process: Node, held: str, cases: int
 ) -> list[str]:
     """Requests of every route with changed fields, with the right key, another one or none. Returns
     what is wrong.
@@ -139,7 +140,7 @@ async def fields(
     found: list[str] = []
     for at in range(0, len(asked), AT_ONCE):
         some = asked[at : at + AT_ONCE]
-        answers = await asyncio.gather(*(exchange(process.port, [data]) for _, _, data in some))
+        answers = await asyncio.gather(*(exchange(process.ports[0], [data]) for _, _, data in some))
         for (example, key, data), answer in zip(some, answers, strict=True):
             what = f"{process.role} {example.method} {example.path} (key: {key or 'none'})"
             wrong = judged(answer, strange=bool(example.key) and not _opens(stand, example, key))
@@ -148,7 +149,7 @@ async def fields(
     return found
 
 
-async def framing(rng: random.Random, process: Process, cases: int, key: str) -> list[str]:
+async def framing(rng: random.Random, process: Node, cases: int, key: str) -> list[str]:
     """Send garbled, doubled, chunked, cut, pipelined requests. Returns what is wrong."""
     asked = [_raw(rng, key) for _ in range(cases)]
     found: list[str] = []
@@ -156,7 +157,7 @@ async def framing(rng: random.Random, process: Process, cases: int, key: str) ->
         some = asked[at : at + AT_ONCE]
         # An ended half shows that nothing follows: what is incomplete is closed without an answer.
         answers = await asyncio.gather(
-            *(exchange(process.port, pieces, half_close=True) for pieces in some)
+            *(exchange(process.ports[0], pieces, half_close=True) for pieces in some)
         )
         for pieces, answer in zip(some, answers, strict=True):
             wrong = judged(answer, may_be_silent=True)
@@ -165,7 +166,7 @@ async def framing(rng: random.Random, process: Process, cases: int, key: str) ->
     return found
 
 
-async def half_open(process: Process, key: str, head_s: float, body_s: float) -> list[Half]:
+async def half_open(process: Node, key: str, head_s: float, body_s: float) -> list[Half]:
     """Requests that never end: nothing, half a head, half a body, half a chunk. Closed by deadlines
     of the server.
     """
@@ -183,7 +184,7 @@ async def half_open(process: Process, key: str, head_s: float, body_s: float) ->
     }
     begun = []
     for what, (data, within_s) in ways.items():
-        reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", process.ports[0])
         writer.write(data)
         ended = asyncio.create_task(_end_of(reader))
         begun.append(Half(f"{process.role}: {what}", time.monotonic() + within_s, writer, ended))
@@ -214,7 +215,7 @@ async def still_open(halves: Sequence[Half], margin_s: float) -> list[str]:
 
 
 async def leg_streams(
-    stand: Stand, rng: random.Random, process: Process, held: str, cases: int
+    stand: Stand, rng: random.Random, process: Node, held: str, cases: int
 ) -> list[str]:
     """Leg streams of a router that has lost its mind: changed legs, messages out of order, bytes.
     What is wrong.
@@ -233,7 +234,7 @@ async def leg_streams(
         if rng.random() < 0.3:
             body = garbled(rng, body)
         pieces = [head.encode(), *_chunks(rng, body), _chunk(message(Kind.PING)), b"0\r\n\r\n"]
-        answer = await exchange(process.port, pieces)
+        answer = await exchange(process.ports[0], pieces)
         # What refuses the whole stream closes while more comes, and the answer may be lost with the
         # connection.
         wrong = judged(answer, strange=key != "node", may_be_silent=True) or (

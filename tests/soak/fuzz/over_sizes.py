@@ -22,11 +22,12 @@ from msgspec import inspect
 
 from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
 from kvrelay.openai_api.json_body import MAX_CONTAINERS
+from tests.soak.chaos.processes import Node
 from tests.soak.fuzz.examples import LEADS_AWAY
 from tests.soak.fuzz.languages import LANGUAGES, NUMBERED, Program, Site, sites
 from tests.soak.fuzz.over_http import AT_ONCE, exchange, judged, written
 from tests.soak.fuzz.sizes import MAX_BODY, Generator, generators, ladder
-from tests.soak.fuzz.stand import Process, Stand
+from tests.soak.fuzz.stand import Stand
 from tests.soak.fuzz.table import ROUTES, Route, places
 from tests.soak.fuzz.watch import Watch, still_busy
 
@@ -123,7 +124,7 @@ async def small(stand: Stand, rng: random.Random) -> tuple[int, list[str]]:
             for server, case in zip(servers, some, strict=True)
         ]
         answers = await asyncio.gather(
-            *(exchange(to.port, [data]) for to, data in zip(servers, sent, strict=True))
+            *(exchange(to.ports[0], [data]) for to, data in zip(servers, sent, strict=True))
         )
         for case, answer in zip(some, answers, strict=True):
             if said := judged(answer):
@@ -168,7 +169,7 @@ async def sizes(
 
 
 async def _conversations(
-    stand: Stand, watch: Watch, process: Process, case: Case, most_bytes: int
+    stand: Stand, watch: Watch, process: Node, case: Case, most_bytes: int
 ) -> list[str]:
     """Play conversations of turns of some sizes, up to the largest. Returns what is wrong."""
     top = case.generator.capped(most_bytes)
@@ -198,7 +199,7 @@ def _going_on(body: bytes, previous: bytes) -> bytes:
 
 
 async def _played(
-    stand: Stand, watch: Watch, process: Process, case: Case, size: int, at_once: int, leaves: bool
+    stand: Stand, watch: Watch, process: Node, case: Case, size: int, at_once: int, leaves: bool
 ) -> list[str]:
     """Ask with one size. Returns what is wrong."""
     sent = await asyncio.to_thread(_written, stand, process, case, size)
@@ -208,7 +209,7 @@ async def _played(
 async def _asked(
     stand: Stand,
     watch: Watch,
-    process: Process,
+    process: Node,
     sent: bytes,
     at_once: int = 1,
     leaves: bool = False,
@@ -216,7 +217,7 @@ async def _asked(
     """Ask so many times at once. Returns what is wrong, and the answers."""
     began, leaves_s, wrong = time.monotonic(), _LEAVES_S if leaves else None, list[str]()
     asking = [
-        asyncio.create_task(exchange(process.port, [sent], leaves_s=leaves_s))
+        asyncio.create_task(exchange(process.ports[0], [sent], leaves_s=leaves_s))
         for _ in range(at_once)
     ]
     try:
@@ -315,7 +316,7 @@ def _program(route: Route, site: Site, program: Program, size: int) -> bytes:
     return site.body(route, program(size))
 
 
-def _server(stand: Stand, rng: random.Random, route: Route) -> Process:
+def _server(stand: Stand, rng: random.Random, route: Route) -> Node:
     """Choose a process that has the route; of those that all have, mostly the router, which asks
     the nodes.
     """
@@ -328,11 +329,11 @@ def _server(stand: Stand, rng: random.Random, route: Route) -> Process:
     )
 
 
-def _written(stand: Stand, process: Process, case: Case, size: int) -> bytes:
+def _written(stand: Stand, process: Node, case: Case, size: int) -> bytes:
     return _request(stand, process, case.route, case.generator.make(size))
 
 
-def _request(stand: Stand, process: Process, route: Route, body: bytes) -> bytes:
+def _request(stand: Stand, process: Node, route: Route, body: bytes) -> bytes:
     return written(
         "POST", route.path, stand.keys["node" if process is not stand.router else route.key], body
     )

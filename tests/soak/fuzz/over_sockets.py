@@ -76,7 +76,7 @@ async def open_planes(stand: Stand) -> None:
     """
     for node in stand.nodes:
         facts = await _kv_of(stand, node.url)
-        async with _Peer(zmq.DEALER, facts.address, node.kv_port, stand.secret) as peer:
+        async with _Peer(zmq.DEALER, facts.address, node.ports[1], stand.secret) as peer:
             await peer.send(encode(HandshakeRequest("reader-0", facts.fingerprint)))
             heard = await peer.hear()
         said = None if heard is None else decode(heard[-1])
@@ -224,7 +224,7 @@ async def control(stand: Stand, rng: random.Random, cases: int, held: LeaseId) -
     wrong = []
     for node in stand.nodes:
         facts = await _kv_of(stand, node.url)
-        host, port = facts.address, node.kv_port
+        host, port = facts.address, node.ports[1]
         messages: list[Message] = [
             HandshakeRequest("reader-1", facts.fingerprint, []),
             Renew(1.0, [LeaseId("x", 1)]),
@@ -264,7 +264,7 @@ async def holds(stand: Stand, lease: LeaseId) -> bool:
     channel.
     """
     facts = await _kv_of(stand, stand.nodes[0].url)
-    async with _Peer(zmq.DEALER, facts.address, stand.nodes[0].kv_port, stand.secret) as peer:
+    async with _Peer(zmq.DEALER, facts.address, stand.nodes[0].ports[1], stand.secret) as peer:
         await peer.send(encode(Renew(1.0, [lease])))
         heard = await peer.hear()
     said = None if heard is None else decode(heard[-1])

@@ -27,7 +27,8 @@ from typing import Any
 import msgspec
 
 from benchmarks.local_cluster import family
-from tests.soak.fuzz.stand import Process, Stand
+from tests.soak.chaos.processes import Node
+from tests.soak.fuzz.stand import Stand
 
 __all__ = ["MAX_STALL_S", "Live", "Memory", "Seen", "Watch", "still_busy"]
 
@@ -123,7 +124,7 @@ class Watch:
         for port in self._stand.ports():
             listening.setdefault(port.number, set()).add(str(port.pid))
         told = [
-            f"{one.role}:{one.popen.pid}:{one.port}:{','.join(listening[one.port])}"
+            f"{one.role}:{one.process.pid}:{one.ports[0]}:{','.join(listening[one.ports[0]])}"
             for one in self._stand.processes
         ]
         self._process = await asyncio.create_subprocess_exec(
@@ -167,7 +168,7 @@ class Watch:
             return msgspec.json.decode(await process.stdout.readline(), type=Seen)
 
 
-async def still_busy(processes: list[Process]) -> list[str]:
+async def still_busy(processes: list[Node]) -> list[str]:
     """Find who goes on computing though nobody waits for anything. Waits until all are idle, or one
     has had its time.
 
@@ -196,10 +197,10 @@ async def still_busy(processes: list[Process]) -> list[str]:
         before = now
 
 
-def _cpu_s(processes: list[Process]) -> dict[str, float]:
+def _cpu_s(processes: list[Node]) -> dict[str, float]:
     used = {}
     for process in processes:
-        for pid in family(process.popen.pid):
+        for pid in family(process.process.pid):
             with contextlib.suppress(OSError):
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 used[f"{process.role} {pid}"] = (int(fields[11]) + int(fields[12])) * _TICK_S
