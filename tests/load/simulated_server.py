@@ -7,7 +7,8 @@ import itertools
 import random
 
 from kvrelay.load.measures import Record, Slo, Window, client_health, measures_of
-from kvrelay.load.results import Run, row_of
+from kvrelay.load.results import Provenance, Result, Run, row_of
+from kvrelay.load.search import RateSearch
 from kvrelay.load.workloads import Arrival, Work, sessions
 
 SLO = Slo(200.0, 15.0)
@@ -54,3 +55,14 @@ def run_of(rate: float, places: int, seconds: float = 60.0, gpus: int = 1, seed:
     client = client_health(judged, 0.12, [0.0005] * 100, open_loop=True)
     measures = measures_of(records, window, SLO, gpus, client)
     return Run(rate, 0, 5.0, seconds, measures, [row_of(record, SLO) for record in judged])
+
+
+def result_of(label: str, places: int, gpus: int, seconds: float = 60.0) -> Result:
+    search, runs = RateSearch(4.0), list[Run]()
+    while (rate := search.rate) is not None:
+        runs.append(run_of(rate, places, seconds, gpus))
+        search.record(runs[-1].measures.attainment)
+    made = Provenance("kvrelay bench", "2026-11-22T09:00:00+00:00", "Linux", {"server": "0.1.0"})
+    model, url, hardware = "Llama-3.1-8B", "http://10.0.0.5:8000", f"{gpus} x GPU"
+    asked = ("512:64", "poisson arrivals, open loop", WORK, SLO, 0.9)
+    return Result(label, model, url, gpus, hardware, *asked, made, runs, search.result())

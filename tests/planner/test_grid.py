@@ -13,7 +13,6 @@ from kvrelay.planner.grid import Limits, units
 from kvrelay.planner.rate_card import DecodePoint, PrefillPoint, RateCard
 
 H200 = Limits(131_072, 800_000, 64, 256, 8192, prompts_at_once=3, decode_steps=24)
-CPU = Limits(8192, 23_000, 16, 64, 128, prompts_at_once=3, decode_steps=24)
 
 limits = st.builds(
     Limits,
