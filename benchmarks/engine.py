@@ -84,7 +84,6 @@ class Bench:
         return middle_and_tail(self.timed.prefill(tokens, most=60, seconds=math.inf))
 
     def prefill(self, prompt_tokens: int, prompts: int) -> dict[str, float]:
-        """Prompt tokens per second of prompts that ask for one token."""
         self.timed.submit(prompt_tokens, 1)
         self.timed.drain()
         for _ in range(prompts):
@@ -115,7 +114,6 @@ class Bench:
 
 
 def middle_and_tail(times: Sequence[float]) -> dict[str, float]:
-    """Median and 99th percentile of milliseconds."""
     return {"ms": statistics.median(times), "p99_ms": sorted(times)[int(len(times) * 0.99)]}
 
 
@@ -143,7 +141,6 @@ def idle_share(work: Callable[[], object]) -> float:
 
 
 def kernel_times(work: Callable[[], object], steps: int) -> str:
-    """Where the GPU's time goes, per step."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
@@ -159,7 +156,6 @@ def kernel_times(work: Callable[[], object], steps: int) -> str:
 def run(
     engine: Engine, rows: list[str], profile: bool
 ) -> Iterator[tuple[str, dict[str, float], str]]:
-    """(row, figures, what to compare them with)"""
     bench = Bench(engine)
     timed = bench.timed
     for row in rows:
@@ -193,7 +189,6 @@ def run(
 
 
 def main() -> None:
-    """Print one line per row, then all of them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", nargs="*", default=[*DECODES, *MIXED, *OTHERS])
     parser.add_argument("--model", default=str(MODEL))

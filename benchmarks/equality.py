@@ -77,7 +77,6 @@ def varied_prompts(
 
 
 def sampling(index: int, seeded: bool, max_tokens: int) -> dict[str, Any]:
-    """Request fields of prompt `index`."""
     fields: dict[str, Any] = {
         "max_tokens": max_tokens,
         "ignore_eos": True,
@@ -230,7 +229,6 @@ def against_transformers(
 
 
 def _token_ids(tokenizer: Tokenizer, text: str, tokens: list[int]) -> int:
-    """Index of the first of `tokens` whose text is not a prefix of ours."""
     for count in range(1, len(tokens) + 1):
         if not text.startswith(tokenizer.decode(tokens[:count]).rstrip("\ufffd")):
             return count - 1
@@ -238,7 +236,6 @@ def _token_ids(tokenizer: Tokenizer, text: str, tokens: list[int]) -> int:
 
 
 def main() -> int:
-    """Command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

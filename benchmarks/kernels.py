@@ -13,7 +13,6 @@ import torch
 
 
 def main() -> None:
-    """Print one line per row."""
     rows = Path(__file__).parent / "kernel_rows"
     names = [module.name for module in pkgutil.iter_modules([str(rows)])]
     parser = argparse.ArgumentParser(description=__doc__)

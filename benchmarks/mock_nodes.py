@@ -99,8 +99,6 @@ _HANDOVER = msgspec.msgpack.encode(
 
 
 class _Steps:
-    """Calls those who wait for a step of N ms, all at once, until they have enough."""
-
     def __init__(self) -> None:
         self._waiting: dict[int, list[Callable[[], bool]]] = {}
 
@@ -142,8 +140,6 @@ class _Steps:
 
 
 class _Stream:
-    """A leg stream: what legs say in one turn of the event loop leaves in one write."""
-
     def __init__(self, transport: asyncio.Transport, role: str, steps: _Steps) -> None:
         self._transport, self._role, self._steps = transport, role, steps
         self._parser, self._reader = httptools.HttpRequestParser(self), MessageReader()
@@ -188,8 +184,6 @@ class _Stream:
 
 
 class _Node(asyncio.Protocol):
-    """One connection."""
-
     def __init__(self, role: str, steps: _Steps) -> None:
         self._role, self._steps = role, steps
         self._buffer = b""
@@ -239,7 +233,6 @@ class _Node(asyncio.Protocol):
         )
 
     def _said(self) -> bytes:
-        """One body for whatever is asked of a node: health, its model, its server."""
         return msgspec.json.encode(
             {
                 "status": "ok",

@@ -85,7 +85,6 @@ class Load:
     """Of the logarithm of lengths."""
 
     def streams(self, gpus: int, seconds: float, seed: int) -> list[Stream]:
-        """Its requests to so many nodes, in order."""
         rng = Random(seed)
         made = [
             each
@@ -121,7 +120,6 @@ class Cell:
     seed: int
 
     def in_time(self) -> float:
-        """Serve it, and return the share that was in time."""
         gpus = self.setting.prefill + self.setting.decode
         first = _SETTLES_S * 1e3 if gpus > 2 else 0.0
         streams = self.load.streams(gpus, self.seconds + first / 1e3, self.seed)
@@ -211,7 +209,6 @@ def _split(prefill: int, gpus: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables."""
     parser = argparse.ArgumentParser(
         "benchmarks.placement", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -65,8 +65,6 @@ def cpu_s(pids: list[int]) -> list[float]:
 
 
 class _Stream(asyncio.Protocol):
-    """One keep-alive connection; one request at a time."""
-
     def __init__(self) -> None:
         self._answer: asyncio.Future[str] | None = None
         self.counts = False
@@ -76,7 +74,6 @@ class _Stream(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
 
     def ask(self, request: bytes) -> asyncio.Future[str]:
-        """The error, or nothing, when the answer has ended."""
         self.first, self._tail = 0.0, b""
         self._answer = asyncio.get_running_loop().create_future()
         self.transport.write(request)
@@ -168,7 +165,6 @@ async def _run(url: str, wave: Wave) -> Seen:
 
 
 async def _watch(streams: list[_Stream], wave: Wave) -> tuple[int, list[float]]:
-    """Count the events and the CPU of the time in which all streams run."""
     length_s = wave.tokens * wave.gap_ms / 1e3
     await asyncio.sleep(_SPREAD_S + 0.1 * (length_s - _SPREAD_S))
     before = cpu_s(wave.watched)

@@ -44,7 +44,6 @@ def phases_of(nodes: int, seconds: float, load: float) -> list[Phase]:
 
 
 def run(phases: Sequence[Phase], prefill: int, nodes: int, seed: int, *, changes: bool) -> Result:
-    """Serve them from this ratio on."""
     setting = Setting(
         prefill=prefill,
         decode=nodes - prefill,
@@ -113,7 +112,6 @@ class Phase:
 
 
 def shifting(phases: Sequence[Phase], seed: int = 0) -> list[Stream]:
-    """Their requests, in order."""
     rng, begins, streams = random.Random(f"shifting {seed}"), 0.0, []
     for phase in phases:
         now = begins

@@ -62,7 +62,6 @@ class Row(msgspec.Struct, frozen=True):
 
 @contextmanager
 def mock_node(role: str) -> Iterator[Running]:
-    """Run one mock node as a process of its own."""
     argv = [sys.executable, "-m", "benchmarks.mock_nodes", role]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]) as process:
         assert process.stdout is not None
@@ -95,7 +94,6 @@ def _wave(url: str, wave: Wave) -> Seen:
 
 
 def measure(name: str, server: Running, nodes: list[int]) -> Row:
-    """All waves on one router."""
     failed: dict[str, int] = {}
 
     def wave(wanted: Wave) -> tuple[Seen, list[float]]:
@@ -125,8 +123,6 @@ def measure(name: str, server: Running, nodes: list[int]) -> Row:
 
 
 def _median(rows: list[Row]) -> Row:
-    """Of each number of several rounds."""
-
     def middle(of: str) -> float:
         return float(statistics.median(getattr(row, of) for row in rows))
 
@@ -157,7 +153,6 @@ def _show(rows: list[Row]) -> None:
 
 
 def main() -> int:
-    """Command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -49,7 +49,6 @@ class Run:
 
 
 def run(each: Run) -> Summary:
-    """Serve them."""
     setting = each.setting
     if each.trace is not None:
         asks = read_trace(each.trace, each.requests or None)
@@ -68,7 +67,6 @@ def run(each: Run) -> Summary:
 
 
 def comparison(arguments: argparse.Namespace) -> list[Run]:
-    """All workloads, each with all policies."""
     runs = []
     names = (
         [*WORKLOADS, *(["trace"] if arguments.trace else [])]
@@ -151,7 +149,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the arguments ask for, and print a table."""
     arguments = _arguments(argv)
     runs = scale(arguments) if arguments.scale else comparison(arguments)
     began, summaries = time.perf_counter(), []
@@ -179,7 +176,7 @@ within 20 ms.
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Milliseconds, of what was answered, and shares of 1. Of one run, without its warm-up."""
+    """Milliseconds, of what was answered, and shares of 1."""
 
     workload: str
     policy: str
@@ -203,7 +200,6 @@ class Summary:
 
 
 def summary_of(workload: str, result: Result) -> Summary:
-    """The figures of a run."""
     setting, speeds = result.setting, result.setting.speeds
     streams = result.streams[int(len(result.streams) * WARM_UP) :]
     answered = [stream for stream in streams if stream.answered]

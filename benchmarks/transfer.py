@@ -84,8 +84,6 @@ def _times(pair: Pair, blocks: int, chunks: int, spacing_s: float, *, checked: b
 
 
 def main() -> int:
-    """Print the table; return 1 if nothing could be measured."""
-
     def numbers(text: str) -> list[int]:
         return sorted({int(part) for part in text.split(",")})
 

@@ -90,7 +90,6 @@ def open_session(*, verify: bool = True) -> aiohttp.ClientSession:
 async def _answer(
     session: aiohttp.ClientSession, endpoint: Endpoint, body: Mapping[str, Any], console: Console
 ) -> str:
-    """Print an answer as it comes, reasoning dimmed, then its speed on stderr; return its text."""
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     began, ttft_s, tokens, text = time.monotonic(), 0.0, 0, ""
     async with endpoint.asked(session, "POST", "/v1/chat/completions", json=body) as response:

@@ -1,6 +1,6 @@
 """The plan of a local cluster: which processes, with which flags and environment.
 
-Owns ClusterConfig, the settings of `kvrelay up`. Pure: the machine comes in as a value.
+Pure: the machine comes in as a value.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _NOT_OF_NODES = (
 class ClusterConfig:
     """A cluster on this machine: prefill nodes, decode nodes and a router.
 
-    Nodes listen on 127.0.0.1 alone. A setting that nodes and the router both have is set for both.
+    Nodes listen on 127.0.0.1 alone.
     """
 
     node: NodeConfig = field(metadata=without(*_NOT_OF_NODES))
@@ -214,7 +214,6 @@ def _node_specs(config: ClusterConfig, machine: Machine, log_dir: Path) -> list[
 
 
 def _environ(machine: Machine, secrets: Mapping[str, str]) -> dict[str, str]:
-    """Replace all secrets of the environment by those that are given."""
     ours = {API_KEY, ADMIN_KEY, NODE_API_KEY, CLUSTER_SECRET}
     kept = {name: value for name, value in machine.environ.items() if name not in ours}
     return kept | {name: value for name, value in secrets.items() if value}

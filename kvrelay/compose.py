@@ -1,8 +1,5 @@
 """`kvrelay compose`: the compose file of a cluster in containers on one host, and the files beside
 it.
-
-`compose_of` is pure: cores come in as a number, secrets as a function. The file is for docker
-compose and for podman-compose, which knows fewer keys; it says nothing that only one understands.
 """
 
 from __future__ import annotations

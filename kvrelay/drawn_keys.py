@@ -1,8 +1,6 @@
 """Keys that a router or `kvrelay up` draws, and the files in which its own user finds them.
 
-A file is named after the router's port and has mode 0600, in a folder of mode 0700 of the same
-user: $XDG_RUNTIME_DIR/kvrelay, else kvrelay-UID in the temporary folder. A folder of somebody else,
-one that others may enter, or a symbolic link is neither written to nor read.
+A folder of somebody else, one that others may enter, or a link is neither written to nor read.
 """
 
 from __future__ import annotations

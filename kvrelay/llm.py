@@ -122,8 +122,7 @@ class RequestOutput:
 class LLM:
     """A model, for the length of a `with` block or until `close`.
 
-    `settings` are the engine's, as in a config file: `LLM("org/name", max_model_len=4096)`. Without
-    a model it is the embedded one.
+    `settings` are the engine's, as in a config file: `LLM("org/name", max_model_len=4096)`.
     """
 
     def __init__(self, model: str = "", **settings: Any) -> None:

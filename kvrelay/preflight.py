@@ -1,7 +1,6 @@
 """Checks before a process starts or memory is taken: model, files and memory of this machine.
 
-Never imports torch, so that a wrong setting is answered at once. What a GPU can hold, the engine
-says itself.
+Never imports torch, so that a wrong setting is answered at once.
 """
 
 from __future__ import annotations
@@ -104,8 +103,7 @@ def check_memory(here: Sequence[Memory], weights: int, pools: int, nodes: int) -
 def with_model_here(config: Config) -> Config:
     """Check that the config can be served here, and replace its model by a path.
 
-    Downloads a model of the Hub, as the last thing, so that no child needs a token. Raises
-    ConfigError.
+    Raises ConfigError.
     """
     from kvrelay.paged_engine.hub import PrefetchFailed, model_files, resolve_model
 
@@ -130,10 +128,7 @@ def with_model_here(config: Config) -> Config:
 
 
 def check_start(config: NodeConfig | RanksConfig | ClusterConfig) -> None:
-    """Raise ConfigError if the engines of a config cannot work on this machine together.
-
-    Of the model only config.json is read: the rest may have to be downloaded.
-    """
+    """Raise ConfigError if the engines of a config cannot work on this machine together."""
     from kvrelay.node.serving import check_model_name, read_template
     from kvrelay.openai_api.generation_config import sampling_defaults
     from kvrelay.paged_engine.before_loading import checked_model, least_memory

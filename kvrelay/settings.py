@@ -1,6 +1,6 @@
 """Settings: flags and config files, both made from the fields of the frozen config types.
 
-Owns the order flags > file > defaults. Help texts are the docstrings under the fields.
+Owns the order flags > file > defaults.
 """
 
 from __future__ import annotations
@@ -97,10 +97,7 @@ CPU = Setting("cpu", bool, False, "Short for --device cpu.", "Engine")
 
 
 def settings_of(config: type, skip: Collection[str] = ()) -> dict[str, Setting]:
-    """Return all settings of a config type by name, nested ones included, but those in `skip`.
-
-    A name that two nested types have is one setting of both.
-    """
+    """Return all settings of a config type by name, nested ones included, but those in `skip`."""
     found: dict[str, Setting] = {}
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):

@@ -105,8 +105,7 @@ class Child:
     def spawn(self) -> None:
         """Start the process in its own group, so that a terminal's Ctrl-C does not reach it.
 
-        Call it on the main thread: Linux reports the parent's death when the starting *thread*
-        ends.
+        On the main thread: Linux reports the parent's death when the starting *thread* ends.
         """
         self.started_at, self.given_up = time.monotonic(), False
         with os.fdopen(open_log(self.spec.log), "ab") as log:

@@ -188,10 +188,7 @@ def _kill(process: Process) -> None:
 
 
 def main() -> None:
-    """Run a worker process: `python -m kvrelay.workers FD INDEX FOLDER RELEASE`.
-
-    RELEASE is the parent's.
-    """
+    """Run a worker process: `python -m kvrelay.workers FD INDEX FOLDER RELEASE`."""
     die_with_parent()
     signal.signal(
         signal.SIGHUP, signal.SIG_IGN

@@ -60,8 +60,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 class AnswerReader:
     """Reads the lines of a streamed answer into the record of its request.
 
-    Tokens are counted by the server's usage; without it, an event counts as one token if it has
-    text. `keep_text` keeps the text for the next turn.
+    `keep_text` keeps the text for the next turn.
     """
 
     def __init__(self, record: Record, *, keep_text: bool = False) -> None:

@@ -1,8 +1,6 @@
-"""The record of a request, and the figures of a run: percentiles, rates, goodput. Pure.
+"""The record of a request, and the figures of a run. Pure. Seconds from the begin of the run.
 
-A request counts if it was due within the window. TTFT counts from when it was due, a later turn's
-from when it was sent. A failed request has met nothing and is in no percentile. Seconds count from
-the begin of the run.
+A request counts if it was due within the window; a failed one has met nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The highest rate at which enough requests meet their targets, found by few probes. Pure.
 
-The rate is doubled or halved until one holds and one does not; then the geometric mean of the two
-is probed until they are near enough. A rate that breaks below one that holds is probed once more,
-and its probes are averaged; if they still disagree, the lower rate is believed.
+The rate is doubled or halved until one holds and one does not, then bisected geometrically. A rate
+that breaks below one that holds is probed twice; if they still disagree, the lower is believed.
 """
 
 from __future__ import annotations

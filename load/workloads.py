@@ -1,7 +1,6 @@
 """What a load asks: sessions of one or several turns, when they begin, and their prompts.
 
-Pure but for the ShareGPT and trace files. Prompts are made of named pieces: equal names give equal
-tokens.
+Pure but for the ShareGPT and trace files.
 """
 
 from __future__ import annotations

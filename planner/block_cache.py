@@ -1,6 +1,6 @@
 """KV memory of a simulated node: named blocks, private tokens, and a prefix cache of unused blocks.
 
-Like paged_engine/blocks.py, without block numbers. A block can be found as soon as its KV is there.
+Like paged_engine/blocks.py, without block numbers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""The nodes and routers of a simulation on one clock: what routers are told of nodes, and what
-happens to nodes.
+"""The nodes and routers of a simulation on one clock: what routers hear and what befalls nodes.
 
-Reports of load reach routers as they do in reality, as each leg is taken, with its ticket, at its
-end and with a poll twice a second, but `stale_ms` later, and KV events 5 ms later still. What a
-node says of a leg itself (that it has begun, that it has ended) is known at once, and that its
-process has ended, by its connections.
+Reports of load reach routers `stale_ms` later, KV events another 5 ms later.
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
-"""One simulated node, of any role: steps of decodes and chunks of prompts, KV that grows with each,
-and who waits.
+"""A simulated node: steps of decodes and chunks of prompts, KV that grows, and who waits.
 
-As paged_engine/scheduler.py, which tests hold beside it: decodes first, then chunks within one
-token budget, the shortest prompt first with ageing; a request begins at the end of a step when its
-KV finds room; one that finds no block for its next token preempts the last in turn, whose KV is
-computed again. Between two changes of a batch without chunks all steps are alike but for the KV
-that grows, so their times have a closed form: an event is a change, not a step.
-
-Steps that are launched ahead (planner/rate_card.py) are made up when the step before them begins,
-or when the launch of that one has ended: who comes later is in the next one. If there was nobody
-then, the first who comes is launched.
+It follows paged_engine/scheduler.py. Between two changes of a batch without chunks all steps are
+alike but for the KV that grows, so an event is a change, not a step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Which sizes of steps to measure for a rate card, coarse ones first, so that one may stop
-anywhere. Pure.
+anywhere.
 
-Points lie on lines, as a rate card reads them: prefill by context, decode by requests. Both ends of
-a line are measured together, because a line of one point would say that size does not matter. Along
-a line sizes double.
+Pure.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """A recorded incident: what was asked of a cluster and what happened to its nodes, as JSON lines or
 of a router's log.
 
-The first line names the nodes with their roles; each other one is a request, with what its client
-saw if that is known, or something that happened to a node. Times are milliseconds from the first
-request. A router's log in JSON (`--log-format json`) says when requests ended and how long each
-took, when nodes were lost or drained and when they were there again, also in another role. What was
-refused or had no answer has no length, so it is left out and counted. That a node was slow is not
-in a log: such a line is added by hand.
+Times are milliseconds from the first request.
 """
 
 from __future__ import annotations

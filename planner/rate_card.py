@@ -1,9 +1,6 @@
-"""A rate card: how fast a node of one kind is, as `kvrelay profile` has measured it, and what lies
-between. Pure.
+"""A rate card: how fast a node of one kind is, by `kvrelay profile`. Pure.
 
-Planner and simulator read it. Between two measured points times are linear, beyond the last one
-they go on as between the last two; so a card answers for every length, and is exact where something
-was measured.
+Times are linear between two measured points, and beyond the last two.
 """
 
 from __future__ import annotations
@@ -95,10 +92,7 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def costs(self) -> StepCosts:
-        """Step costs, fitted to the points.
-
-        Few tokens behind many are left out: they wait for memory, which the sum has no term for.
-        """
+        """Step costs, fitted to the points."""
         decodes = [
             (each.requests, each.requests * each.context, 0, 0, each.ms) for each in self.decode
         ]

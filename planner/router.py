@@ -1,8 +1,7 @@
 """The router of a simulation: the real pool, placement, prefix index and admission, over simulated
 nodes.
 
-A Router is a replica: it knows its own leases at once, and else what reaches it. Admission is
-without API keys. Times are milliseconds.
+Times are milliseconds.
 """
 
 from __future__ import annotations

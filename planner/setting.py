@@ -163,10 +163,7 @@ class NodeEvent:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting of one run; `policy` chooses nodes of both roles.
-
-    Without prefill nodes the others are colocated servers.
-    """
+    """A setting of one run; `policy` chooses nodes of both roles."""
 
     policy: str = PRICE
     prefill: int = 8

@@ -1,13 +1,7 @@
-"""How long things take on a simulated node, read from a rate card, with what a card does not say:
-steps of several prompts, and steps of prompts and decodes together. Times are milliseconds.
+"""How long steps and transfers take on a simulated node, in milliseconds, from a rate card.
 
-A step that decodes and computes chunks reads the weights once. Chunks of several prompts count as
-one of all their tokens, with the attention that each has to itself. Where nobody has measured, H200
-stands for a card.
-
-On a device whose steps are launched ahead, what was measured is the longer of two times, the
-device's and the launch's. A step of few tokens that took as long as one of many was waiting for its
-launch; the device alone would take in proportion, and never less than a decode step.
+Chunks of several prompts count as one of all their tokens, with the attention that each has to
+itself. Where steps are launched ahead, the longer of the device's and the launch's time counts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Splits of GPUs into prefill and decode nodes, and the most requests that each has time for. Pure.
+"""Splits of GPUs into prefill and decode nodes, and the most requests that each has time for.
 
-Rates are requests a second of the whole cluster.
+Pure.
 """
 
 from __future__ import annotations
@@ -74,10 +74,7 @@ class Bound:
 
 
 def bound_of(split: Split, asks: Sequence[Asked], block_size: int, tpot_ms: float) -> Bound:
-    """Return the bound for these requests, as if all earlier ones were cached.
-
-    Decode nodes may compute prompts, too, but prefill nodes do not decode.
-    """
+    """Return the bound for these requests, as if all earlier ones were cached."""
     prompt_ms = output = context = 0.0
     seen: set[int] = set()
     for each in asks:
@@ -99,7 +96,6 @@ def bound_of(split: Split, asks: Sequence[Asked], block_size: int, tpot_ms: floa
 
 
 def _token_ms(card: RateCard, context: float, tpot_ms: float) -> float:
-    """Return a token's share of a step of the largest batch whose steps keep a target."""
     low, high = 1, max(1, min(card.max_num_seqs, int(card.kv_tokens / max(1.0, context))))
     while low < high:  # steps never get shorter as batches get larger
         middle = (low + high + 1) // 2

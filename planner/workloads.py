@@ -1,8 +1,4 @@
-"""Workloads with varying lengths and shared prefixes, drawn by a seed. Pure.
-
-A workload's load is the share of all prefill nodes' time that its prompts would take uncached; with
-shared prefixes more than 1 can be served. Lengths are tokens.
-"""
+"""Workloads with varying lengths and shared prefixes, drawn by a seed. Pure."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """A simulated cluster: what becomes of each request on its way through routers and nodes.
 
 The way is that of router/walk/: a prefill leg, a decode leg beside it as soon as the ticket is
-there, or a decode node that does it all. A prompt that a decode node refuses, and what a lost node
-had, is placed again, with the tokens that the client has. Left out: cuts of connections while nodes
-live, several choices of one answer.
+there, or a decode node that does it all.
 """
 
 from __future__ import annotations

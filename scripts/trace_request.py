@@ -32,7 +32,6 @@ _START_S, _ANSWER_S, _TELL_S = 180.0, 60.0, 10.0
 
 
 def spine() -> list[str]:
-    """Return the files that ARCHITECTURE.md lists under `The spine`."""
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     section = re.search(r"^## The spine$(.*?)^## ", text, re.MULTILINE | re.DOTALL)
     return re.findall(r"^\d+\. `([\w/]+\.py)`", section[1], re.MULTILINE) if section else []

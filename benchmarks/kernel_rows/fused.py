@@ -41,8 +41,6 @@ def rows() -> Iterator[Row]:
 
 
 class _Bench:
-    """The large tensors, made once, and the work of each kernel at T tokens."""
-
     def __init__(self) -> None:
         self.kernels: dict[str, Callable[..., Work]] = {
             "rms_norm+res": self._norm,
@@ -59,7 +57,6 @@ class _Bench:
         self._cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
 
     def _normal(self, *shape: int, use: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """One tensor for each use and shape, filled once."""
         key = (use, dtype, *shape)
         if key not in self._made:
             made = torch.empty(
@@ -168,7 +165,4 @@ class _Bench:
 
 
 def _copies(input_bytes: int) -> int:
-    """Inputs to rotate over: several times the L2 cache where one is large, and a few where all fit
-    it anyway.
-    """
     return 16 if input_bytes < 1e6 else max(2, min(16, math.ceil(4 * L2_BYTES / input_bytes)))

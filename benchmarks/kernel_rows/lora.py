@@ -81,7 +81,6 @@ def _bytes(shape: str, tokens: int, rank: int, kind: str) -> float:
 
 
 def rows() -> Iterator[Row]:
-    """The table, with the shipped tiles."""
     for shape in SHAPES:
         for tokens in TOKENS:
             for rank, kind in (

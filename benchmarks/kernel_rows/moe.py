@@ -38,8 +38,6 @@ SHAPES = (Shape("Mixtral", 4096, 14336, 8, 2), Shape("Qwen3-30B", 2048, 768, 128
 
 
 def _layers(shape: Shape) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return gate-up's and down's weights of two layers, far larger than the L2 cache."""
-
     def random(rows: int, columns: int) -> torch.Tensor:
         weight = torch.randn(shape.experts, rows, columns, device="cuda", dtype=torch.bfloat16)
         return weight.mul_(columns**-0.5)
@@ -50,7 +48,6 @@ def _layers(shape: Shape) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _limits(shape: Shape, logits: list[torch.Tensor]) -> tuple[float, float]:
-    """Return the bytes of the experts that a call hits, or its operations: what limits it."""
     tokens, each = len(logits[0]), 3 * shape.hidden * shape.inner
     if tokens >= 4096:
         return 0.0, 2.0 * tokens * shape.top_k * each

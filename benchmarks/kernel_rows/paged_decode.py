@@ -48,7 +48,6 @@ WORKS = (
 
 
 def rows() -> Iterator[Row]:
-    """The shipped configuration: all works, then dependent launch, and the plan."""
     buffer = _random_buffer()
     for fp8, block_size, work in itertools.product((False, True), (64, 16), WORKS):
         yield _row(buffer, work, block_size, fp8)
@@ -85,7 +84,6 @@ def _row(
 def _calls(
     buffer: torch.Tensor, work: _Work, block_size: int, fp8: bool, *, pdl: bool
 ) -> list[Callable[[], object]]:
-    """One call per layer, all planned at once."""
     batch, counts = len(work.lengths), [-(-length // block_size) for length in work.lengths]
     owned = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
     tables = torch.zeros(batch, max(counts), dtype=torch.int32)
@@ -125,9 +123,6 @@ def _calls(
 def _layers(
     buffer: torch.Tensor, blocks: int, layers: int, block_size: int, fp8: bool
 ) -> list[tuple[torch.Tensor | None, ...]]:
-    """(keys, values, scales of keys, scales of values) of each layer of a pool that begins where
-    the buffer does.
-    """
     vectors = layers * 2 * block_size
     head_bytes = vectors * (HEAD_DIM + 4 if fp8 else 2 * HEAD_DIM)
     raw = buffer[: blocks * KV_HEADS * head_bytes].view(blocks, KV_HEADS, head_bytes)
@@ -149,9 +144,6 @@ def _layers(
 
 
 def _random_buffer() -> torch.Tensor:
-    """Random bytes that are finite numbers as bf16, as fp8 and as fp32: the highest bit of each
-    exponent is zero.
-    """
     buffer = torch.empty(POOL_BYTES // 4, dtype=torch.int32, device="cuda")
     buffer.random_(-(2**31), 2**31).bitwise_and_(0xBFBFBFBF - 2**32)
     return buffer.view(torch.uint8)

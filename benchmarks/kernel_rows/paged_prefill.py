@@ -47,7 +47,6 @@ class Step:
     flop: float
 
     def calls(self, kernel: Callable[..., object], **options: object) -> list[Callable[[], object]]:
-        """One call per layer."""
         return [
             lambda layer=layer: kernel(  # type: ignore[misc]
                 self.query,
@@ -96,7 +95,6 @@ def _work_name(work: str, block_size: int) -> str:
 
 
 def rows() -> Iterator[Row]:
-    """Every work with the kernel that the engine takes."""
     for work, block_size in itertools.product(WORKS, (16, 64)):
         step = _step(work, block_size)
         us = median_us(step.calls(paged_prefill))

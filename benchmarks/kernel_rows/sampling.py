@@ -31,7 +31,6 @@ WORKS: dict[str, dict[str, Any]] = {
 
 
 def rows() -> Iterator[Row]:
-    """The table of RESULTS.md."""
     for work in WORKS:
         for count in ROWS:
             yield _measure(work, count)

@@ -53,7 +53,6 @@ def rows() -> Iterator[Row]:
 
 
 def _product_rows(name: str, n: int, k: int) -> Iterator[Row]:
-    """Yield bare products, and gate-up with its activation fused or as a launch of its own."""
     weights = _weights(n, k)
     for m in (1, 8, 16, 32, 64, 128, 256):
         x, out = _random(m, k), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
@@ -89,9 +88,6 @@ def _cublas_and_act(
 
 
 def _chain_rows() -> Iterator[Row]:
-    """A decode step without attention and lm_head: at 4.27 TB/s at least 3.27 ms, with fp8 weights
-    half.
-    """
     layers = [
         {name: _random(n, k, scale=k**-0.5) for name, (n, k) in SHAPES.items()}
         for _ in range(LAYERS)
@@ -153,9 +149,6 @@ def _invariant_rows() -> Iterator[Row]:
 
 
 def _fp8_rows() -> Iterator[Row]:
-    """fp8 weights; bytes_moved counts them as what they are, half of bf16. "Fp8Linear": with the
-    launch that does x.
-    """
     for name, (n, k) in SHAPES.items():
         linears = [Fp8Linear.quantized(weight) for weight in _weights(n, k)]
         for m in (1, 8, 32, 64, 128, 512, 4096):
@@ -201,7 +194,6 @@ def _skinny_call(
     *,
     rows: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Call:
-    """The product of one row as it is, or of fp8 `rows` with their scales."""
     options: dict[str, Any] = {
         "weight_scale": linear.scale,
         "gate": gate,

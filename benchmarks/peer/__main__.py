@@ -63,8 +63,6 @@ class _OutOfTime(Exception):
 
 
 class _Course:
-    """A run of a command."""
-
     def __init__(
         self, asked: argparse.Namespace, servers: Servers, setting: Setting, scratch: Path
     ) -> None:
@@ -100,7 +98,6 @@ class _Course:
             self._batch(row, loads, batch)
 
     def _loads(self, row: Row) -> list[Load]:
-        """List what is asked one after the other; the last one is measured."""
         if not row.factor:
             return [closed(row.work)]
         asked = self._asked

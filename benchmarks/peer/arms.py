@@ -32,7 +32,7 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A way to serve: servers with a GPU each. Without a router the client asks them in turn."""
+    """A way to serve: servers with a GPU each."""
 
     name: str
     servers: tuple[Kind, ...]

@@ -1,7 +1,6 @@
-"""Cells, the order in which they are measured, and their files. A cell that has a file is done.
+"""Cells, the order in which they are measured, and their files.
 
-Arms are compared within a row, and a row is measured in one go: another run may have another
-machine.
+A cell that has a file is done.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Begin the names of its files."""
         parts = [
             self.work.replace(":", "-"),
             f"x{self.factor:g}" if self.factor else "",
@@ -79,7 +77,7 @@ class Batch:
 
 
 def stage_of(row: Row, arms: Iterable[Arm]) -> Stage:
-    """Name the servers of these arms. Only a trace has prefixes to cache."""
+    """Name the servers of these arms."""
     return Stage(tuple(kind for arm in arms for kind in arm.servers), row.work == TRACE)
 
 
@@ -93,7 +91,6 @@ def batches(row: Row, arms: Sequence[Arm], now: Stage | None, *, at_once: bool) 
 
 
 def needed_s(order: Sequence[Batch], now: Stage | None, window_s: float) -> float:
-    """Estimate what a row takes, starts of servers included."""
     took = 0.0
     for batch in order:
         if batch.stage != now:
@@ -124,7 +121,6 @@ def difference(shares: Mapping[str, float | None], arm: str) -> float | None:
 
 
 def write_cell(cell: Cell, folder: Path) -> None:
-    """Write its file, as a whole or not at all."""
     path = folder / f"{cell.row.name}_{cell.arm}.json"
     part = path.with_suffix(".part")
     part.write_bytes(msgspec.json.format(msgspec.json.encode(cell)))

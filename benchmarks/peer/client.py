@@ -1,9 +1,6 @@
 """`vllm bench serve` against one or several arms at once, and what it saw.
 
-Several processes share a load: one alone is too slow to read the streams of two GPUs. They get the
-requests in turn, so with as many servers each server gets every second one, as behind a balancer
-that goes round; no proxy takes part. Each prints a line before it sends. There it is stopped until
-all have come so far, so that their clocks begin together.
+Several processes share a load: one alone is too slow to read the streams of two GPUs.
 """
 
 from __future__ import annotations
@@ -57,17 +54,15 @@ class Seen:
 
     @property
     def answered(self) -> bool:
-        """Tell whether all of its tokens came."""
         return self.output == self.asked.output
 
     @property
     def tpot_s(self) -> float:
-        """Average the time of a token behind the first one."""
         return sum(self.gaps_s) / max(1, self.output - 1)
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """A cell's result. Times are of the requests that were answered."""
+    """A cell's result."""
 
     requests: int
     failed: int
@@ -136,8 +131,6 @@ def ask(
 
 @dataclass(frozen=True, slots=True)
 class _Sender:
-    """A process of the client, and what it sends of which load."""
-
     process: Process
     number: int
     share: Sequence[Request]
@@ -145,7 +138,6 @@ class _Sender:
 
     @property
     def log(self) -> Path:
-        """Name the file of what it prints."""
         return self.result.with_suffix(".log")
 
 
@@ -194,7 +186,6 @@ async def _ask(
 
 
 def dealt(load: Load, processes: int) -> list[tuple[Sequence[Request], int]]:
-    """Deal requests and clients to processes, in turn."""
     many = min(processes, load.clients or processes)
     return [
         (load.requests[at::many], load.clients // many + (at < load.clients % many))
@@ -203,9 +194,6 @@ def dealt(load: Load, processes: int) -> list[tuple[Sequence[Request], int]]:
 
 
 def _line(request: Request, names: count[int]) -> str:
-    """Write it in Mooncake's format, in seconds. Blocks without a name get one that no other prompt
-    has.
-    """
     missing = -(-request.prompt // BLOCK_TOKENS) - len(request.blocks)
     blocks = [*request.blocks, *(-next(names) for _ in range(missing))]
     told = {
@@ -217,7 +205,6 @@ def _line(request: Request, names: count[int]) -> str:
 
 
 async def _stopped(sender: _Sender) -> None:
-    """Stop it before it sends; or return when it has ended."""
     assert sender.process.stdout is not None
     with sender.log.open("wb") as file:
         async for line in sender.process.stdout:
@@ -237,7 +224,6 @@ async def _ended(sender: _Sender) -> None:
 
 
 def _signal(process: Process, number: int) -> None:
-    """Signal its group: `vllm` may be a script around the interpreter."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 

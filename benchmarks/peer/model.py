@@ -1,8 +1,5 @@
 """A model folder that both servers take, with random weights: a shape, and a tokenizer of words of
 five letters.
-
-Text is asked for, not token ids, and each token is one word in both directions: prompts have the
-length that was meant.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ _SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 def write_model(shape: Path, folder: Path) -> None:
-    """Write the folder of a config.json. Its last tokens are special ones."""
+    """Write the folder of a config.json."""
     config = json.loads(shape.read_text(encoding="utf-8"))
     size = config["vocab_size"]
     ids = {name: size - len(_SPECIAL) + at for at, name in enumerate(_SPECIAL)}
@@ -41,9 +38,6 @@ def write_model(shape: Path, folder: Path) -> None:
 
 
 def _word(number: int) -> str:
-    """Spell a number as a space and letters: only those stay together before a byte-level
-    vocabulary.
-    """
     return "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}" + "".join(
         chr(ord("a") + (number >> bits & 15)) for bits in (16, 12, 8, 4, 0)
     )

@@ -61,7 +61,6 @@ class Servers:
         self.stage = stage
 
     def check(self) -> None:
-        """Raise RuntimeError if a server has ended."""
         for process, log in self._processes:
             if process.poll() is not None:
                 raise RuntimeError(
@@ -70,9 +69,7 @@ class Servers:
 
     @contextmanager
     def behind_router(self, arm: Arm, urls: Sequence[str]) -> Iterator[list[str]]:
-        """Start a new router in front of these servers, if the arm has one. Yields where clients
-        ask.
-        """
+        """Start a new router in front of these servers, if the arm has one."""
         if arm.router is None:
             yield list(urls)
             return

@@ -31,7 +31,6 @@ class Line(msgspec.Struct, frozen=True):
 
 
 def lines_of(cells: Iterable[Cell]) -> list[Line]:
-    """Gather the cells of each row, open loops first."""
     rows: dict[Row, list[Cell]] = {}
     for cell in cells:
         rows.setdefault(msgspec.structs.replace(cell.row, seed=0), []).append(cell)
@@ -63,7 +62,6 @@ def _known(values: dict[str, float | None]) -> dict[str, float]:
 
 
 def tables(lines: Sequence[Line]) -> str:
-    """Print shares in time for open loops, speeds for closed ones."""
     opened = [line for line in lines if line.row.factor]
     closed = [line for line in lines if not line.row.factor]
     told = [*(_shares(opened) if opened else []), *(_speeds(closed) if closed else [])]

@@ -1,8 +1,6 @@
-"""Loads, equal for all arms: lengths, times of arrival, and targets. Pure but for the trace that it
-reads.
+"""Loads, equal for all arms: lengths, times of arrival, and targets.
 
-A `Work` is an open loop at a multiple of its own rate; `closed` is a load of clients that never
-pause.
+Pure but for the trace that it reads.
 """
 
 from __future__ import annotations
@@ -45,9 +43,7 @@ _MIXED = re.compile(r"(mix|burst)-([\d.]+)-([\d.]+)-([\d.]+)")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and how many tokens follow it, asked `at_s` after the begin. Equal blocks are equal
-    text.
-    """
+    """A prompt and how many tokens follow it, asked `at_s` after the begin."""
 
     at_s: float
     prompt: int
@@ -112,7 +108,6 @@ class Work:
 
     @property
     def rate(self) -> float:
-        """Sum up the requests a second at a factor of 1."""
         return sum(rate for rate, *_ in self.parts)
 
     def load(
@@ -157,9 +152,6 @@ class Work:
 def _of_trace(
     path: Path | None, count: int, rate: float, seed: int, longest: int
 ) -> tuple[Request, ...]:
-    """Take requests in a row that fit into `longest` tokens, at the trace's times, pressed to the
-    rate.
-    """
     if path is None:
         raise ConfigError(f"the work {TRACE} needs --trace FILE, in Mooncake's format")
     fit = [asked for asked in read_trace(path) if asked.prompt + asked.output <= longest]

@@ -20,7 +20,7 @@ __all__ = ["Measured", "hardware_of", "measured_engine"]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A ready engine and its facts. Sizes are in tokens."""
+    """A ready engine and its facts."""
 
     timed: TimedSteps
     model: str

@@ -1,7 +1,6 @@
 """One end of a measured hand-over: a pool, and a connector over it.
 
-Serves calls of transfer_times.py as JSON lines on stdin and stdout, until stdin ends. Bytes and
-seconds.
+Serves calls of transfer_times.py as JSON lines on stdin and stdout, until stdin ends.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Times of KV transfers between two processes of this host, by connector and size.
 
 Between two GPUs if there are two, else within one; with several ranks the share of one, since they
-read side by side. Measured is what a request waits for its KV (exposed) after a ticket of 10 ms.
-Each call to a process has a deadline, after which it is killed, and both are ended on every way
-out.
+read side by side.
 """
 
 from __future__ import annotations
@@ -113,7 +111,7 @@ class _EndProcess:
 
 
 class Pair:
-    """A source and a reader. Calls raise TransferError with the sentence of the end that failed."""
+    """A source and a reader."""
 
     def __init__(self, source: _EndProcess, reader: _EndProcess) -> None:
         self._source, self._reader = source, reader

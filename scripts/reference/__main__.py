@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    """Run the command. Returns the exit code."""
     asks = argparse.ArgumentParser(prog="python -m scripts.reference", description=__doc__)
     asks.add_argument("--check", action="store_true", help="write nothing")
     check = asks.parse_args().check

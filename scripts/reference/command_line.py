@@ -46,7 +46,6 @@ class Command:
 
 
 def commands() -> tuple[Command, ...]:
-    """Return all commands that --help lists, in its order."""
     root: Any = typer.main.get_command(app)
     return tuple(_command(each) for each in root.commands.values() if not each.hidden)
 

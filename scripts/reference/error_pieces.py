@@ -56,7 +56,6 @@ REMEDIES = {
 def tree(
     root: type[KvrelayError] = KvrelayError, depth: int = 0
 ) -> Iterator[tuple[type[KvrelayError], int]]:
-    """Yield the classes of wire/errors.py and their depth, parents before children."""
     yield root, depth
     for each in root.__subclasses__():
         if each.__module__ == kvrelay.wire.errors.__name__:

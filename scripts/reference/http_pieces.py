@@ -29,7 +29,6 @@ _LIMITS = {
 
 
 def http_pieces() -> dict[str, str]:
-    """Routes, bodies, stages, and what is not served."""
     told = document("kvrelay", "")
     schemas: Schema = told["components"]["schemas"]
     routes = [

@@ -8,7 +8,6 @@ __all__ = ["code", "table"]
 
 
 def code(text: object) -> str:
-    """Return a text as code; nothing stays nothing."""
     words = str(text)
     if not words:
         return ""
@@ -16,9 +15,7 @@ def code(text: object) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table. Bars and line ends in cells are escaped; a column without any text is left
-    out.
-    """
+    """Return a table."""
     filled = [list(row) for row in rows]
     keep = [at for at in range(len(head)) if any(row[at] for row in filled)]
     lines = [

@@ -1,7 +1,5 @@
 """Every metric of routers and nodes, as their own registries declare it: what the reference page is
 made of.
-
-Made without starting anything; knows no metric by name, so it cannot be out of date.
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ class MetricFact:
 
 
 def metrics_reference() -> list[MetricFact]:
-    """Return all families, by name."""
     found: dict[str, MetricFact] = {}
     for where, registry in (
         *(("router", each) for each in _router_registries()),

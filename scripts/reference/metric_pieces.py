@@ -18,7 +18,6 @@ _RULES = Path(__file__).parents[2] / "deploy" / "monitoring" / "prometheus" / "k
 
 
 def metric_pieces() -> dict[str, str]:
-    """One for each kind of process, and the alerts."""
     return {
         **{f"{where}-metrics": _table(where) for where in ("router", "node")},
         "alerts": _alerts(),
@@ -35,9 +34,6 @@ def _table(where: str) -> str:
 
 
 def _alerts() -> str:
-    """List the alerts; what Prometheus puts in when one fires is shown by its name: {{ $labels.node
-    }} as node.
-    """
     rules = yaml.safe_load(_RULES.read_text(encoding="utf-8"))["groups"][0]["rules"]
     rows = (
         [

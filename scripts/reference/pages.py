@@ -27,7 +27,6 @@ _SOURCES: tuple[Callable[[], Mapping[str, str]], ...] = (
 
 
 def pieces() -> dict[str, str]:
-    """Return all pieces by name."""
     return {name: text for source in _SOURCES for name, text in source().items()}
 
 

@@ -60,9 +60,6 @@ def _settings(config: type, taken: Taken) -> str:
 
 
 def _takes(known: Mapping[str, Parameter], config: type, own: Mapping[str, Setting]) -> bool:
-    """Whether a command has settings of this type: their group in --help says which type's they
-    are.
-    """
     panel = f"{config.__name__.removesuffix('Config')} settings"
     return any(name in known and known[name].panel == panel for name in own)
 

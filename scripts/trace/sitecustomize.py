@@ -1,7 +1,6 @@
 """Python loads this in every process of a traced cluster: it notes which of our files run.
 
-Code counts while the file that TRACE_ON names exists. When it goes, each process writes what ran:
-a line per file, with a star where a coroutine of it ran.
+Code counts while the file that TRACE_ON names exists.
 """
 
 from __future__ import annotations

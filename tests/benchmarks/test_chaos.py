@@ -229,7 +229,6 @@ async def proxied() -> AsyncIterator[tuple[Proxies, int]]:
 async def answered(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, within_s: float
 ) -> bool:
-    """Whether the echo answers."""
     writer.write(b"x")
     try:
         async with asyncio.timeout(within_s):

@@ -39,7 +39,6 @@ def test_a_log_that_is_stalled_twice_comes_after_both(tmp_path: Path) -> None:
 
 
 def cluster_of(tmp_path: Path, *names: str) -> Cluster:
-    """Processes that only sleep."""
     cluster = Cluster(tmp_path, [], [])
     made = [
         Node(name, role, (1,), [], tmp_path / "log", subprocess.Popen(["sleep", "600"]))

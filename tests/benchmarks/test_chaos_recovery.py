@@ -19,7 +19,6 @@ from tests.soak.chaos.run import _strike_all
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
-    """Two nodes and a router, of which nothing runs."""
     made = Cluster(tmp_path, [], [])
     made.logs.close()
     ended = subprocess.Popen(["true"])
@@ -38,7 +37,6 @@ def looks(ups: Mapping[float, bool]) -> dict[str, list[Look]]:
 def struck(
     cluster: Cluster, kind: str, at: float, ended: float, nodes: Sequence[int] = (1,)
 ) -> None:
-    """One fault, and what is kept of it."""
     fault, node = Fault(at, kind, tuple(nodes)), cluster.nodes[1]
     cluster.note(fault, [node])
     cluster.struck[-1] = type(cluster.struck[-1])(at, fault, node.name)

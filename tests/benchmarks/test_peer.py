@@ -264,7 +264,6 @@ result = {
 
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Begin a command that has a double of vLLM."""
     vllm, shape = tmp_path / "vllm", tmp_path / "shape.json"
     vllm.write_text(f"#!{sys.executable}\n{VLLM}")
     vllm.chmod(vllm.stat().st_mode | stat.S_IXUSR)

@@ -17,7 +17,6 @@ class StandIn(BaseHTTPRequestHandler):
     """Speaks just enough of the OpenAI protocol."""
 
     def do_GET(self) -> None:
-        """Health and models."""
         self._send(json.dumps({"data": [{"id": "stand-in"}]}).encode(), "application/json")
 
     def do_POST(self) -> None:

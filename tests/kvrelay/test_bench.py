@@ -93,7 +93,6 @@ def test_rates_become_a_result_and_a_table(
 
 
 def test_what_was_measured_before_a_failure_is_written(server: Double, tmp_path: Path) -> None:
-    """The second rate's first request would come after 10 s."""
     path = tmp_path / "part.json"
     flags = ("--rate", "20,0.1,20", "--arrivals", "constant", "--output", str(path))
     assert run(["bench", "--url", server.url, *SHORT, *flags]) == 1

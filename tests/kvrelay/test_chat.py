@@ -25,7 +25,6 @@ ANSWER = "A cache of keys and values."
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The bodies that the stand-in server gets."""
     bodies: list[dict[str, Any]] = []
     answered = StandIn.do_POST
 
@@ -41,7 +40,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """The address of a stand-in server."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

@@ -28,7 +28,6 @@ PEERS = ("--prefill", "http://a", "--decode", "http://b")
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Stand-ins for the servers; the configs that they were started with."""
     configs: list[Any] = []
 
     def run(config: Any, reread: Any = None) -> int:

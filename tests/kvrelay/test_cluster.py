@@ -75,7 +75,6 @@ class Up:
         raise AssertionError(f"no {pattern!r} in:\n{seen}")
 
     def children(self) -> list[int]:
-        """The ids of its child processes."""
         return [
             int(each)
             for each in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
@@ -85,7 +84,6 @@ class Up:
 
 
 def gone(pids: list[int], deadline_s: float = 10.0) -> bool:
-    """Whether all these processes end before the deadline."""
     deadline = time.monotonic() + deadline_s
     while any(map(alive, pids)):
         if time.monotonic() > deadline:
@@ -96,7 +94,6 @@ def gone(pids: list[int], deadline_s: float = 10.0) -> bool:
 
 @pytest.fixture
 def running(repository: Path, tmp_path: Path) -> Iterator[Up]:
-    """A cluster of stand-ins that is ready."""
     up = Up(repository, tmp_path / "logs", "whole")
     up.shown = up.until("Ctrl-C stops everything")
     yield up
@@ -170,7 +167,6 @@ def test_it_draws_keys_for_its_own_user_and_shows_one_to_a_terminal_alone(
 
 
 def environment(pid: int) -> list[bytes]:
-    """Of a process when it began."""
     return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 

@@ -133,7 +133,6 @@ def test_nodes_on_one_gpu_share_its_memory_unless_a_share_was_typed() -> None:
 def test_nodes_on_one_gpu_start_one_after_the_other(
     gpus: tuple[str, ...], names: list[list[str]]
 ) -> None:
-    """Each measures what is free."""
     nodes = planned(gpus=gpus, prefill=2)[:-1]
     found = [[node.name for node in wave] for wave in waves(nodes, Machine(8, gpus, (), {}))]
     assert found == names

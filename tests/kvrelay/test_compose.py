@@ -27,7 +27,6 @@ QUIET = Console(quiet=True)
 def services(
     cores: int = 0, gpus: str = "", name: str = "kvrelay", model: str = "", **cluster: Any
 ) -> dict[str, Any]:
-    """The services of such a cluster."""
     config = ComposeConfig(
         build(ClusterConfig, {"model": model, **cluster}), (gpus,) if gpus else (), name
     )
@@ -36,7 +35,6 @@ def services(
 
 
 def interpolated(text: str, values: dict[str, str]) -> str:
-    """Compose's own rule for ${NAME}, ${NAME:-default} and ${NAME:?error}."""
     return re.sub(
         r"\$\{(\w+)(?::([-?])([^}]*))?\}",
         lambda m: values.get(m[1]) or (m[3] if m[2] == "-" else ""),

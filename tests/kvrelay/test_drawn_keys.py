@@ -110,7 +110,6 @@ def test_a_stale_link_is_replaced_and_not_followed(folder: Path, tmp_path: Path)
 
 
 def refuses(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither written nor read, and the log says what to do."""
     before = sorted(folder.iterdir()) if folder.is_dir() else None
     assert stored_key("admin", ROUTER) == ""
     with drawn_key("admin", 8123) as key:

@@ -23,7 +23,6 @@ CONFIG = {
 
 
 def weights(note: str) -> bytes:
-    """Return a safetensors file without a tensor."""
     header = json.dumps({"__metadata__": {"note": note}}).encode()
     return len(header).to_bytes(8, "little") + header
 
@@ -75,7 +74,6 @@ COMMANDS = {
 
 @pytest.fixture
 def hub() -> Iterator[FakeHub]:
-    """A Hub with one model."""
     with fake_hub() as server:
         server.repositories["org/Tiny-1B"] = Repository(FILES)
         yield server

@@ -27,7 +27,6 @@ ON_CPU = (
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else runs on the machine of the tests."""
     monkeypatch.setattr(profile, "_NOISY", 100.0)
 
 

@@ -60,7 +60,6 @@ def test_splits_without_time_for_the_rate_of_another_are_not_simulated(
 
 
 def plan_of_two(card: str, workload: str, *, ttft_ms: int, tpot_ms: int) -> list[str]:
-    """Return the command that plans two GPUs."""
     asked = ["plan", "--gpus", "2", "--card", card, "--workload", workload]
     return [*asked, "--ttft-ms", f"{ttft_ms}", "--tpot-ms", f"{tpot_ms}"]
 

@@ -27,7 +27,6 @@ _WITH_CHILD = (
 
 
 def child_spec(tmp_path: Path, code: str, name: str = "child") -> ChildSpec:
-    """A stand-in for a node: an interpreter that runs this code."""
     return ChildSpec(
         name,
         (sys.executable, "-c", code),
@@ -38,20 +37,17 @@ def child_spec(tmp_path: Path, code: str, name: str = "child") -> ChildSpec:
 
 
 async def until(condition: Callable[[], object], deadline_s: float = 20.0) -> None:
-    """Wait for a condition; fails at the deadline."""
     async with asyncio.timeout(deadline_s):
         while not condition():
             await asyncio.sleep(0.02)
 
 
 def pid_of(child: Child) -> int:
-    """The process id of a started child."""
     assert child.process is not None
     return child.process.pid
 
 
 async def healthy(url: str) -> bool:
-    """A health check that is always content."""
     return True
 
 

@@ -45,8 +45,6 @@ def times(
     devices: tuple[str, str] = ("cuda:0", "cuda:1"),
     broken: dict[str, str] | None = None,
 ) -> tuple[dict[str, list[int]], list[str]]:
-    """The sizes that were measured by connector, and what was told."""
-
     @contextlib.contextmanager
     def open_pair(*_: object) -> Iterator[FakePair]:
         yield FakePair(broken or {})

@@ -60,7 +60,6 @@ class Router:
     """One connection to each worker, by its index."""
 
     def pids(self) -> list[int]:
-        """Its children."""
         pid = self.process.pid
         return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -104,7 +103,6 @@ class Router:
 
 
 def write(folder: Path, *nodes: FakeNode, **more: Any) -> Path:
-    """The configuration file."""
     config = {
         "workers": 2,
         "port": 0,
@@ -123,7 +121,6 @@ def write(folder: Path, *nodes: FakeNode, **more: Any) -> Path:
 
 @asynccontextmanager
 async def router(folder: Path, *nodes: FakeNode) -> AsyncIterator[Router]:
-    """Two workers over these nodes, both with all nodes up."""
     file = write(folder, *nodes)
     command = (sys.executable, "-P", "-u", "-m", "kvrelay.cli", "router", "--config", str(file))
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)

@@ -121,7 +121,6 @@ WRONG = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model and several that are none."""
     folder = tmp_path_factory.mktemp("wrong")
     weights = len(EMPTY).to_bytes(8, "little") + EMPTY
     files: dict[str, bytes | dict[str, object]] = {

@@ -46,8 +46,6 @@ async def silent(double: Double, told: Told, writer: asyncio.StreamWriter) -> No
 
 
 def after(count: int, then: Say) -> Say:
-    """Answer the first `count` requests well."""
-
     async def say(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
         answer = then if len(double.told) > count else paced(0, 0)
         await answer(double, told, writer)
@@ -91,7 +89,6 @@ async def test_the_requests_that_were_asked_for_follow_the_warm_up() -> None:
 
 
 async def test_an_open_loop_sends_on_time_whatever_is_answered() -> None:
-    """Answers take a second, requests come every 50 ms."""
     async with serving(paced(1.0, 0.01)) as double:
         outcome = await sent(endpoint(double), constant(20.0, sending_s=2.0, judged_s=2.0))
     dues = [record.due_s for record in outcome.records]
@@ -248,7 +245,6 @@ async def test_a_request_is_cut_unless_it_may_still_meet_its_targets() -> None:
 
 
 async def test_requests_after_the_counted_time_are_not_waited_for() -> None:
-    """Their answers take a minute, and the run does not."""
     async with serving(after(5, silent)) as double:
         outcome = await sent(endpoint(double), constant(10.0, sending_s=0.95, judged_s=0.55))
     assert failures(outcome) == [""] * 5

@@ -46,7 +46,6 @@ def request(
     model: str = "",
     decode: str = D,
 ) -> bytes:
-    """As router/request_log.py writes it."""
     stages = Fields(queue_ms=5.0, prefill_ms=45.0, total_ms=total_ms)
     template = (
         "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s "

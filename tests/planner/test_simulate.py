@@ -117,7 +117,6 @@ def test_equal_seeds_give_equal_figures_and_others_do_not() -> None:
 
 
 def launched(scheduler: Scheduler) -> StepPlan:
-    """The next step, which is under way."""
     plan = scheduler.schedule(0.0)
     for chunk in plan.chunks:
         scheduler.mark_launched(chunk)

@@ -12,7 +12,6 @@ TARGETS = Targets(1_000.0, 100.0)
 
 
 def answered(at_s: float, *, in_time: bool) -> Stream:
-    """In 21 seconds, or in twice the time."""
     stream = Stream(at_s * 1e3, 100, 201, done=201)
     stream.first = stream.at + 900.0
     stream.last = stream.first + 200 * (100.0 if in_time else 200.0)
@@ -23,7 +22,6 @@ def answered(at_s: float, *, in_time: bool) -> Stream:
 def test_what_comes_before_the_first_long_answer_has_ended_does_not_count(
     late_from_s: float, kept: float
 ) -> None:
-    """Nor what comes when soon nobody does."""
     streams = [answered(at / 10, in_time=at / 10 < late_from_s) for at in range(1_001)]
     assert served(Result(Setting(), streams), TARGETS, 10.0).attained == pytest.approx(
         kept, abs=0.02

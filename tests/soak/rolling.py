@@ -50,7 +50,6 @@ _ROOT = Path(__file__).parents[2]
 
 
 def main() -> int:
-    """Command line. Exit code 1 if a stream was lost."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -157,7 +156,6 @@ async def _rolled(options: argparse.Namespace, cluster: Cluster, crowd: Crowd) -
 
 
 def _code_of(commit: str, folder: Path) -> Path:
-    """The code of a commit, under `folder`."""
     packed = subprocess.run(
         ["git", "-C", str(_ROOT), "archive", commit], capture_output=True, check=True
     ).stdout

@@ -28,7 +28,6 @@ from tests.soak.chaos.run import run
 
 
 def main() -> int:
-    """Command line. Exit code 1 if a promise was broken."""
     parser = _parser()
     options = parser.parse_args()
     schedule = None
@@ -59,7 +58,6 @@ def main() -> int:
 
 
 def _recorded(options: argparse.Namespace, made: list[Fault]) -> Path:
-    """The file that has the faults of this run. One that is played again is in its own already."""
     file: Path = (
         options.record
         or options.schedule

@@ -1,7 +1,6 @@
-"""What clients ask: requests of many kinds, drawn from a seed. Pure; owns no connection.
+"""What clients ask: requests of many kinds, drawn from a seed.
 
-An ask may build on the undisturbed answer to an earlier one: the next turn of a conversation, or a
-stop string that is known to come.
+Pure; owns no connection.
 """
 
 from __future__ import annotations
@@ -76,9 +75,9 @@ class Ask:
 
 
 def asks(seed: int, per_kind: int, longest: int) -> list[Ask]:
-    """`per_kind` of each kind; of a conversation, and of a stop string, each step is one. Prompts
-    have up to about `longest` tokens of one byte each. Each stands behind the one that it builds
-    on.
+    """`per_kind` of each kind; of a conversation, and of a stop string, each step is one.
+
+    Prompts have up to about `longest` tokens of one byte each.
     """
     rng = random.Random(seed)
     made: list[Ask] = []

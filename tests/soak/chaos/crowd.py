@@ -1,10 +1,6 @@
-"""The clients: each asks, reads its answer, compares it with the twin, and asks again. Owns their
-connections.
+"""The clients: each asks, reads its answer, compares it with the twin, and asks again.
 
-Some leave in the middle or read slowly, where a fault wants that (rude.py).
-
-The twins are asked before anything is struck. Half of the later asks have a cache salt of their
-own, so that nobody has their KV: it must be computed and handed over again.
+Owns their connections.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ KEPT_S = 2.0
 
 @dataclass(slots=True)
 class Seen:
-    """One request as its client saw it. Seconds on the monotonic clock."""
+    """One request as its client saw it."""
 
     number: int
     kind: str
@@ -63,7 +59,6 @@ class Seen:
 
     @property
     def honest(self) -> bool:
-        """It failed, and said so."""
         return self.end in ("refused", "error")
 
     def gaps(self) -> list[tuple[float, float]]:
@@ -90,7 +85,6 @@ class Crowd:
         self._texts: dict[int, str] = {}
 
     async def close(self) -> None:
-        """Give back what is its own."""
         await self._slow.close()
 
     async def ask_twins(self, at_once: int) -> None:
@@ -145,11 +139,9 @@ class Crowd:
         return seen
 
     def mean_tokens(self, kind: str) -> float:
-        """Of the answers to requests of a kind."""
         return statistics.fmean(ask.fields["max_tokens"] for ask in self._asks if ask.kind == kind)
 
     def body(self, number: int) -> dict[str, Any]:
-        """What is asked, for who wants to ask it again."""
         return self._fields[number]
 
     def _built(self, ask: Ask) -> dict[str, Any]:

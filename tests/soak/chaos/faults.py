@@ -98,7 +98,6 @@ class Schedule(msgspec.Struct, frozen=True):
     faults: list[Fault]
 
     def write(self, file: Path) -> None:
-        """As JSON."""
         file.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
 
     @classmethod
@@ -110,7 +109,6 @@ class Schedule(msgspec.Struct, frozen=True):
 def endless(
     seed: int, every_s: float, nodes: Sequence[int], kinds: Collection[str] = tuple(PROCESS)
 ) -> Iterator[Fault]:
-    """Faults at random moments without end, `every_s` apart in the mean."""
     rng = random.Random(seed)
     weights = {kind: weight for kind, weight in KINDS.items() if kind in kinds}
     at = rng.uniform(0.5, 1.5) * every_s
@@ -127,7 +125,6 @@ def drawn(
     nodes: Sequence[int],
     kinds: Collection[str] = tuple(PROCESS),
 ) -> list[Fault]:
-    """Those within `seconds`; what lasts ends within them, too."""
     faults: list[Fault] = []
     for fault in endless(seed, min(every_s, seconds / 4), nodes, kinds):
         if fault.at >= seconds:

@@ -38,7 +38,6 @@ async def left_behind(cluster: Cluster) -> list[str]:
 
 
 def _last_blow(cluster: Cluster) -> float:
-    """When a process was struck or lost last, or was there again: leases count from there."""
     assert cluster.router is not None
     every = (*cluster.nodes, cluster.router)
     return max(

@@ -1,7 +1,5 @@
 """What the processes log: through a small pipe each into a file, a line with the monotonic second
 at which it came.
-
-A pipe can be left unread for a while, as a log on a slow disk is: a process must not wait for that.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ _READ_BYTES = 1 << 16
 
 
 class Logs:
-    """One thread for all pipes. Methods may be called from any thread."""
+    """One thread for all pipes."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -53,7 +51,6 @@ class Logs:
                     self._selector.unregister(ours)
 
     def go_on(self, log: Path) -> None:
-        """Read again; also what has come meanwhile."""
         with self._lock:
             self._stalled[log] -= 1
             if not self._stalled[log]:
@@ -61,7 +58,6 @@ class Logs:
                     self._selector.register(ours, selectors.EVENT_READ)
 
     def close(self) -> None:
-        """End the thread, after what is there now."""
         self._ended = True
         self._thread.join(5)
         for ours in list(self._files):

@@ -1,7 +1,5 @@
 """Looks at the cluster while it is struck: when the router takes a node again, and what each
 process has grown to.
-
-Owns the times of recovery and the numbers of /proc: bytes of memory, open files, sockets, threads.
 """
 
 from __future__ import annotations
@@ -73,7 +71,6 @@ class Recovery:
 
     @property
     def late(self) -> bool:
-        """Whether it took too long, however long."""
         return (self.watched_s if self.up_s is None else self.up_s) > LATEST_S
 
 
@@ -86,7 +83,6 @@ class Lookout:
         """All of them, by the node's name."""
 
     async def run(self) -> None:
-        """Look, again and again."""
         while True:
             began = time.monotonic()
             await self._look()
@@ -106,9 +102,7 @@ class Lookout:
 
 
 def recoveries(cluster: Cluster, looks: dict[str, list[Look]], until: float) -> list[Recovery]:
-    """Of all faults of nodes that ended while nothing else was wrong there, until the next blow.
-    The router may have to see first that a node was away: what counts is when it was up for good.
-    """
+    """Of all faults of nodes that ended while nothing else was wrong there, until the next blow."""
     assert cluster.router is not None
     blows = [(each.at, each.node) for each in cluster.struck if not each.missed]
     began = {(id(each.fault), each.node): each.at for each in cluster.struck}
@@ -142,7 +136,6 @@ def recoveries(cluster: Cluster, looks: dict[str, list[Look]], until: float) -> 
 
 
 def sizes(cluster: Cluster) -> dict[str, Size]:
-    """Of every process that is there: "decode0", "decode0 engine"."""
     assert cluster.router is not None
     found = {}
     for node in (*cluster.nodes, cluster.router):

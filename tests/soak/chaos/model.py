@@ -1,9 +1,6 @@
-"""The models that chaos serves, as flags of a node. Owns the tiny one: two layers that attend to
-every block.
+"""The models that chaos serves, as flags of a node.
 
-Dummy weights are so small that a model of this size hardly attends: a foreign block of KV changes
-no answer. With weights 15 times as large every block counts, so an answer that was continued from
-wrong KV is seen.
+Owns the tiny one: two layers that attend to every block.
 """
 
 from __future__ import annotations
@@ -36,7 +33,6 @@ _TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}
 
 
 def flags_of(model: str, folder: Path) -> list[str]:
-    """`tiny`, `embedded`, or what `--model` takes."""
     if model == "embedded":
         from kvrelay.machine import embedded_model
 

@@ -63,21 +63,17 @@ class Node:
 
     @property
     def url(self) -> str:
-        """Of its HTTP."""
         return f"http://{HOST}:{self.ports[0]}"
 
     def was_down(self, begin: float, end: float) -> bool:
-        """At any moment of these."""
         still = self.down_since is not None and self.down_since <= end
         return still or any(a <= end and begin <= b for a, b in self.down)
 
     def falls(self, now: float) -> None:
-        """It is down from now on."""
         if self.down_since is None:
             self.down_since = now
 
     def rises(self, now: float) -> None:
-        """It answers again."""
         if self.down_since is not None:
             self.down.append((self.down_since, now))
             self.down_since = None
@@ -85,10 +81,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """A fault that has happened to a node, at a monotonic second; `missed`: it was down already. A
-    process is then spared; its network, its log and its clock are struck all the same, but that
-    does not count.
-    """
+    """A fault that has happened to a node, at a monotonic second; `missed`: it was down already."""
 
     at: float
     fault: Fault
@@ -153,7 +146,6 @@ class Cluster:
         await self.seen_whole(START_DEADLINE_S)
 
     def supervise(self) -> None:
-        """From now on start again what ends."""
         self._supervised = True
         assert self.router is not None
         self._tasks += [
@@ -171,7 +163,6 @@ class Cluster:
         return [self.nodes[index] if index >= 0 else self.router for index in fault.nodes or (-1,)]
 
     def note(self, fault: Fault, nodes: Sequence[Node], *, missed: bool | None = None) -> None:
-        """It strikes these now. `missed`: else each that is down is."""
         now = time.monotonic()
         self.struck += [
             Struck(
@@ -249,7 +240,6 @@ class Cluster:
         return found
 
     async def stop(self) -> None:
-        """End every process that was started here."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -301,7 +291,6 @@ class Cluster:
             _signal(pid, signal.SIGTERM if gently else signal.SIGKILL)
 
     async def _keep(self, node: Node) -> None:
-        """The supervisor of one process."""
         while True:
             if node.process.poll() is None:
                 await asyncio.sleep(_LOOK_S)

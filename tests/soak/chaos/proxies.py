@@ -45,14 +45,17 @@ class Bad:
 
 
 class Proxies:
-    """The proxies of a run, in a process of their own. Needs the shim."""
+    """The proxies of a run, in a process of their own."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._links: dict[str, dict[int, int]] = {}
 
     async def join(self, names: Mapping[str, Sequence[int]]) -> None:
-        """Open a port for each process and each port of another one. Only once. Raises OSError."""
+        """Open a port for each process and each port of another one.
+
+        Raises OSError.
+        """
         made: list[tuple[str, str, int, int, socket.socket]] = []
         for name in names:
             for other, ports in names.items():
@@ -75,15 +78,12 @@ class Proxies:
         return self._links.get(name, {})
 
     def begin(self, bad: Bad) -> None:
-        """Make the network bad from now on."""
         self._tell(("begin", bad))
 
     def end(self, bad: Bad) -> None:
-        """Undo it: what was kept goes on."""
         self._tell(("end", bad))
 
     async def close(self) -> None:
-        """End the process."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             await asyncio.to_thread(self._process.wait, 10)
@@ -96,8 +96,6 @@ class Proxies:
 
 
 class _Links:
-    """The process of the proxies."""
-
     def __init__(self) -> None:
         self.bad: list[Bad] = []
         self._open: dict[tuple[str, str], set[asyncio.StreamWriter]] = {}
@@ -157,7 +155,6 @@ class _Links:
     async def _copy(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, source: str, target: str
     ) -> None:
-        """Until the end of one direction; a connection that broke is broken on both sides."""
         try:
             while came := await reader.read(_CHUNK):
                 if self.bad:

@@ -21,7 +21,6 @@ AIM_S = 1.0
 
 
 def print_table(options: argparse.Namespace, result: Result) -> None:
-    """A row for each thing that is measured or promised."""
     cluster, verdict, facts = result.cluster, result.verdict, result.facts
     blows = {id(each.fault): each.fault for each in cluster.struck if not each.missed}
     struck = Counter(fault.kind for fault in blows.values())
@@ -86,7 +85,6 @@ def _shown(size: Size | None) -> str:
 
 
 def whole(options: argparse.Namespace, result: Result) -> dict[str, Any]:
-    """Of JSON's types; moments are seconds since the first stream began."""
     cluster, crowd = result.cluster, result.crowd
     began = result.facts["began"]
     return {

@@ -1,8 +1,5 @@
 """Clients that do not behave: they leave in the middle, read slowly, send what nobody should, or
 ask for too much.
-
-Owns their connections. What they break is told in `broken`: an answer of 5xx to nonsense, none at
-all, and what the answers of those who only read slowly must be.
 """
 
 from __future__ import annotations
@@ -36,8 +33,9 @@ _Body = Callable[[random.Random, str], bytes]
 
 
 class Rudeness(NamedTuple):
-    """What was answered wrongly, and when it was asked. A router that is down excuses it. No node
-    that is up excuses a 503: what only a node could say of it is not known then.
+    """What was answered wrongly, and when it was asked.
+
+    No node that is up excuses a 503: what only a node could say of it is not known then.
     """
 
     asked: float
@@ -60,7 +58,6 @@ class Rude:
         self.broken: list[Rudeness] = []
 
     async def do(self, kind: str, count: int, for_s: float, rng: random.Random) -> None:
-        """So many clients at once, until they are done."""
         rngs = [random.Random(rng.getrandbits(32)) for _ in range(count)]
         if kind == "leavers":
             await asyncio.gather(
@@ -80,9 +77,6 @@ class Rude:
             await asyncio.gather(*(self._malformed(each) for each in rngs))
 
     async def _fill(self, rng: random.Random) -> None:
-        """More long answers than one decode node has KV for; again if it was down, or struck
-        meanwhile.
-        """
         until = time.monotonic() + _FILL_S
         while time.monotonic() < until:
             node = rng.choice([node for node in self._cluster.nodes if node.role == "decode"])
@@ -104,7 +98,6 @@ class Rude:
         await asyncio.gather(*(self._ask_node(node, each) for each in rngs))
 
     async def _ask_node(self, node: Node, rng: random.Random) -> Seen:
-        """Past the router nobody helps if the node is lost."""
         seen = await self._crowd.ask_one(rng, kinds=("long answer",), node=node.url)
         if seen.end in ("broken", "refused", "error") and node.was_down(seen.began, seen.ended):
             seen.end = "left"
@@ -148,7 +141,6 @@ class Rude:
                 self.broken.append(Rudeness(now, f"{what} was not answered within {_ANSWER_S:g} s"))
 
     async def _raw(self, rng: random.Random) -> None:
-        """Bytes that are no HTTP, to any port; then the connection ends, whoever ends it."""
         assert self._cluster.router is not None
         node = rng.choice([*self._cluster.nodes, self._cluster.router, self._cluster.router])
         now = asyncio.get_running_loop().time()

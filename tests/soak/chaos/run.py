@@ -116,7 +116,6 @@ async def _disturbed(
     schedule: Schedule | None,
     made: list[Fault],
 ) -> Result:
-    """The streams, the faults, and what both leave behind."""
     assert cluster.router is not None
     quiet, index = await sizes_apart(cluster)
     rude, lookout = Rude(cluster, crowd, options.longest), Lookout(cluster)
@@ -211,9 +210,6 @@ async def _strike_all(
     began: float,
     made: list[Fault],
 ) -> None:
-    """Until there are no more, or there were enough, or the time is over, or a process does not
-    come back.
-    """
     under_way: list[asyncio.Task[None]] = []
     told = time.monotonic()
     for fault in faults:
@@ -248,7 +244,6 @@ async def _strike_all(
 
 
 async def _failures(of: Sequence[asyncio.Task[None]]) -> list[str]:
-    """Wait for these; what of this tool itself went wrong, so that the rest can be judged."""
     ends = await asyncio.gather(*of, return_exceptions=True)
     return [
         f"{task.get_name()} failed: {why!r}"
@@ -269,7 +264,6 @@ def _judged(
     without: dict[str, list[Span]],
     facts: dict[str, Any],
 ) -> Verdict:
-    """`without`: when no node of a role was up."""
     assert cluster.router is not None
     facts["without_s"] = {
         role: sum(max(0.0, b - a - MARGIN_S) for a, b in joined(without[role])) for role in without
@@ -291,7 +285,6 @@ def _judged(
 
 
 def _none_up(cluster: Cluster) -> dict[str, list[Span]]:
-    """By role."""
     roles = ("prefill", "decode")
     return none_up(
         {
@@ -302,7 +295,6 @@ def _none_up(cluster: Cluster) -> dict[str, list[Span]]:
 
 
 def _grown(before: dict[str, Size], after: dict[str, Size]) -> list[str]:
-    """What has grown by more than it may."""
     engines = {name: size for name, size in after.items() if name.endswith("engine")}
     others = {name: size for name, size in after.items() if name not in engines}
     larger = replace(_MORE, memory=_CHANGES_BYTES)
@@ -310,7 +302,6 @@ def _grown(before: dict[str, Size], after: dict[str, Size]) -> list[str]:
 
 
 def _router_stalls(cluster: Cluster) -> list[tuple[float, float]]:
-    """When nobody read the router's log: what it said then came later."""
     of = [
         each for each in cluster.struck if each.fault.kind == "log stall" and each.node == "router"
     ]
@@ -318,9 +309,6 @@ def _router_stalls(cluster: Cluster) -> list[tuple[float, float]]:
 
 
 def _unended(cluster: Cluster, crowd: Crowd, log: list[str]) -> list[str]:
-    """Requests that the router says ended another number of times than once; those that were lost
-    with it left out, and those of which a stalled log may have lost the word.
-    """
     assert cluster.router is not None
     ends = logged_ends(log)
     spans = [

@@ -1,6 +1,5 @@
 """A library that is preloaded into the processes under test: it moves their wall clocks, and leads
-connections through proxies. Built by the C compiler of this machine; owns the files by which a
-clock is moved. No product code knows of it.
+connections through proxies.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ class Shim:
         return {"LD_PRELOAD": str(self._library), "CHAOS_CLOCK": str(clock), "CHAOS_LINKS": through}
 
     def shift(self, name: str, seconds: float) -> None:
-        """The wall clock of this process is so far from the machine's, from now on. Its children's,
-        too.
-        """
+        """The wall clock of this process is so far from the machine's, from now on."""
         value = struct.pack("=q", int(seconds * 1e9))
         with self._clock(name).open(
             "r+b" if self._clock(name).exists() else "wb", buffering=0

@@ -1,10 +1,4 @@
-"""One answer as its client sees it, in a form in which two of them can be compared. Owns no
-connection: lines come in.
-
-Two answers to one request are equal if each choice has the same tokens, text, calls,
-log-probabilities and end, however they were cut into events. Within one answer, nothing may come
-twice: its role, its end, the name of a call.
-"""
+"""One answer as its client sees it, in a form in which two of them can be compared."""
 
 from __future__ import annotations
 
@@ -48,11 +42,9 @@ class Heard:
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
         return self._choices[0].text if 0 in self._choices else ""
 
     def answer(self) -> Answer:
-        """All that must be equal."""
         found: Answer = {"prompt_token_ids": self._prompt_token_ids, "usage": self._usage}
         for index, choice in sorted(self._choices.items()):
             for name in ("token_ids", "text", "reasoning", "finish", "stop"):
@@ -92,7 +84,6 @@ class Heard:
         return self._take(event, "delta")
 
     def whole(self, body: bytes) -> None:
-        """The answer in one piece."""
         self._take(msgspec.json.decode(body), "message")
         self.end = self.end or "done"
 

@@ -1,7 +1,4 @@
-"""Does what a fault says: to processes, to their network, to their logs and clocks, and by clients.
-
-Knows of each fault when it was over, for who measures how long recovery takes (lookout.py).
-"""
+"""Does what a fault says: to processes, to their network, to their logs and clocks, and by clients."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ class Strikes:
         """By how many seconds each is off: jumps may overlap."""
 
     def kinds(self) -> list[str]:
-        """Those that this machine allows."""
         with_shim = [*NETWORK, "clock jump"] if self._cluster.proxies is not None else []
         return [*PROCESS, *ROUTER, *with_shim, "log stall", *CLIENTS]
 

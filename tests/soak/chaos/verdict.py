@@ -1,10 +1,6 @@
 """Which promises were kept: from what clients saw, what was struck, and what the router logged.
-Pure.
 
-A request may fail if it says so, and if at some moment of it no decode node was up: nothing else
-could be done then. Without a prefill node decode nodes compute the prompts. A request whose router
-was killed is lost with it; one that was told to end says so, to whom it does not take any more, and
-to whom it has not answered when its time is over.
+Pure.
 """
 
 from __future__ import annotations
@@ -66,7 +62,6 @@ class Times:
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Times:
-        """nan of nothing."""
         ms = [second * 1e3 for second in seconds]
         return cls(percentile(ms, 0.5), percentile(ms, 0.99), max(ms, default=float("nan")))
 
@@ -188,9 +183,6 @@ def meets(began: float, ended: float, spans: Iterable[Span]) -> bool:
 
 
 def _lost_with(each: Seen, routers: Iterable[Outage]) -> bool:
-    """Whether it ended as it may because there was no router, or only one that did not know its
-    nodes yet.
-    """
     for router in routers:
         if router.begin <= each.ended and each.began <= router.end + _ROUTER_MARGIN_S:
             killed = router.drained is None
@@ -204,7 +196,6 @@ def _lost_with(each: Seen, routers: Iterable[Outage]) -> bool:
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
-    """Without overlaps."""
     joined: list[Span] = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:

@@ -129,9 +129,6 @@ async def fuzzed(folder: Path, options: Options) -> dict[str, Any]:
 async def _rounds(
     stand: Stand, watch: Watch, options: Options, state: dict[str, Any], report: dict[str, Any]
 ) -> dict[str, Size]:
-    """Play until the time is over or something is broken. Returns what processes had after the
-    first pass.
-    """
     targets = [options.target] if options.target else TARGETS
     usage = stand.usage()
     until = time.monotonic() + options.seconds
@@ -153,7 +150,6 @@ async def _rounds(
 async def _played(
     stand: Stand, watch: Watch, options: Options, target: str, number: int, state: dict[str, Any]
 ) -> list[str]:
-    """Play a round. Returns what is wrong."""
     rng, wrong = random.Random(f"{options.seed} {number} {target}"), []
     try:
         async with stand.held() as held:
@@ -193,7 +189,6 @@ async def _round(stand: Stand, target: str, rng: random.Random, held: LeaseId) -
 
 
 async def _gone_on(stand: Stand, state: dict[str, Any]) -> list[str]:
-    """Find what is not as it was before the round."""
     wrong = stand.ended()
     if wrong:
         return wrong
@@ -229,9 +224,6 @@ async def _failed_fetches(stand: Stand) -> float:
 
 
 async def _grown(stand: Stand, usage: dict[str, Size], *, memory: bool) -> list[str]:
-    """Find who has more than after the first pass, and goes on having it; `memory`: bytes of it,
-    too.
-    """
     until = time.monotonic() + SETTLE_S
     more = _GROWTH if memory else replace(_GROWTH, memory=1 << 60)
     while (wrong := grown(usage, stand.usage(), more)) and time.monotonic() < until:
@@ -240,7 +232,6 @@ async def _grown(stand: Stand, usage: dict[str, Size], *, memory: bool) -> list[
 
 
 def _command(given: dict[str, Any], broken: str) -> str:
-    """Name the command that plays the round of a broken thing again."""
     flags = {name: value for name, value in given.items() if value != getattr(Options(), name)}
     if found := re.match(r"(.+?), round (\d+): ", broken):
         flags |= {"target": found[1], "round": found[2], "seconds": 0}

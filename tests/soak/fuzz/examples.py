@@ -195,7 +195,6 @@ def asks(key: str) -> list[Example]:
 
 
 def _operators(key: str) -> list[Example]:
-    """vLLM's routes for operators, which routers and nodes have."""
     orders = ("/reset_prefix_cache", "/start_profile", "/stop_profile")
     return [
         *(Example("POST", path, key) for path in orders),

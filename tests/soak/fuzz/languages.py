@@ -1,8 +1,7 @@
 """Programs of any size in the languages that requests may speak: schemas, expressions, grammars,
-templates. Pure.
+templates.
 
-Each is one way to be large: a long chain, a deep nest, many alternatives, a counted repetition, a
-recursion. Which fields hold which language is in SITES, as parts of a request's body around a hole.
+Pure.
 """
 
 from __future__ import annotations
@@ -29,11 +28,9 @@ class Site:
 
     @property
     def name(self) -> str:
-        """The fields, with a beginning of what they hold."""
         return " ".join(f"{name}={value[:60]}" for name, value in self.fields.items())
 
     def body(self, route: Route, program: str) -> bytes:
-        """A request with the program in it."""
         written = json.dumps(program, ensure_ascii=False) if self.as_text else program
         return route.body(
             {name: value.replace("%s", written).encode() for name, value in self.fields.items()}
@@ -41,7 +38,6 @@ class Site:
 
 
 def sites(route: Route) -> list[Site]:
-    """Find the sites that the route's body has the fields for."""
     known = set(route.fields)
     return [site for site in _SITES if set(site.fields) <= known]
 
@@ -86,10 +82,6 @@ _SITES = (
 
 
 def _many(item: str, before: str = "", behind: str = "", between: str = ",") -> Program:
-    """The item so many times; in it `%d` is its number, `%+` the next one and, `behind`, how many
-    there are.
-    """
-
     def made(n: int) -> str:
         if "%" not in item:
             return before + item + (between + item) * (n - 1) + behind
@@ -100,17 +92,14 @@ def _many(item: str, before: str = "", behind: str = "", between: str = ",") -> 
 
 
 def _nest(opening: str, core: str, closing: str, before: str = "", behind: str = "") -> Program:
-    """Brackets around brackets, so many deep."""
     return lambda n: before + opening * n + core + closing * n + behind
 
 
 def _number(around: str) -> Program:
-    """The size as a number, where `%d` is."""
     return lambda n: around.replace("%d", str(n))
 
 
 def _chain(link: str, last: str) -> Program:
-    """Definitions each of which is about the next one, `%+`."""
     return _many(f'"d%d":{link}', '{"$ref":"#/$defs/d0","$defs":{', f',"d%+":{last}}}}}')
 
 
@@ -195,10 +184,6 @@ def _regexes() -> dict[str, Program]:
 
 
 def _left_recursive(first: str, colon: str, last: str) -> Program:
-    """Make rules of which each may begin with another one, and all with `s`: any text is each of
-    them.
-    """
-
     def made(n: int) -> str:
         names = [f"r{at}" for at in range(max(1, n - 3))]
         ways = "\n".join(f"{name} {colon} s x | {names[at - 1]} x" for at, name in enumerate(names))

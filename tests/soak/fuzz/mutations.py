@@ -1,9 +1,6 @@
-"""Messages, changed: field by field where they are values, byte by byte where they are bytes. Pure;
-owns no socket.
+"""Messages, changed: field by field where they are values, byte by byte where they are bytes.
 
-A value is changed while it is a tree of dicts and lists, and written afterwards, so what comes out
-is mostly well formed and wrong in one or two places. Nesting that no encoder would write is a mark
-in the tree, and put in behind it.
+Pure; owns no socket.
 """
 
 from __future__ import annotations
@@ -96,7 +93,6 @@ def as_json(value: Any) -> bytes:
 
 
 def as_msgpack(value: Any) -> bytes:
-    """msgpack; numbers of more than 64 bits become text."""
     packed = msgspec.msgpack.encode(_fitting(value))
     return _MARK.sub(
         lambda mark: b"\x91" * int(mark[1]) + b"\xc0", packed.replace(b"\xab@deep", b"@deep")
@@ -126,12 +122,10 @@ def garbled(rng: random.Random, message: bytes) -> bytes:
 
 
 def noise(rng: random.Random, most: int) -> bytes:
-    """Random bytes, up to so many."""
     return rng.randbytes(rng.randrange(most + 1))
 
 
 def _places(tree: Any, never: frozenset[str]) -> list[tuple[Any, Any]]:
-    """Every (container, key) in it."""
     found: list[tuple[Any, Any]] = []
     waiting = [tree]
     while waiting:

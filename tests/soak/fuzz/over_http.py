@@ -1,7 +1,6 @@
-"""Requests that are wrong: in a field, in their framing, in their key, in time. Owns no judgement
-but of one answer.
+"""Requests that are wrong: in a field, in their framing, in their key, in time.
 
-Bytes are written to sockets as they are, without a client library that would refuse to send them.
+Owns no judgement but of one answer.
 """
 
 from __future__ import annotations
@@ -150,7 +149,6 @@ async def fields(
 
 
 async def framing(rng: random.Random, process: Node, cases: int, key: str) -> list[str]:
-    """Send garbled, doubled, chunked, cut, pipelined requests. Returns what is wrong."""
     asked = [_raw(rng, key) for _ in range(cases)]
     found: list[str] = []
     for at in range(0, cases, AT_ONCE):
@@ -167,9 +165,7 @@ async def framing(rng: random.Random, process: Node, cases: int, key: str) -> li
 
 
 async def half_open(process: Node, key: str, head_s: float, body_s: float) -> list[Half]:
-    """Requests that never end: nothing, half a head, half a body, half a chunk. Closed by deadlines
-    of the server.
-    """
+    """Requests that never end: nothing, half a head, half a body, half a chunk."""
     head = (
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer "
         + key.encode()
@@ -217,9 +213,7 @@ async def still_open(halves: Sequence[Half], margin_s: float) -> list[str]:
 async def leg_streams(
     stand: Stand, rng: random.Random, process: Node, held: str, cases: int
 ) -> list[str]:
-    """Leg streams of a router that has lost its mind: changed legs, messages out of order, bytes.
-    What is wrong.
-    """
+    """Leg streams of a router that has lost its mind: changed legs, messages out of order, bytes."""
     found: list[str] = []
     for _ in range(cases):
         version = rng.choice(("1", "2", "2", "2", "3", "-1", "9" * 30, "x"))
@@ -306,7 +300,6 @@ def _request(stand: Stand, rng: random.Random, example: Example, key: str) -> by
 
 
 def _raw(rng: random.Random, key: str) -> list[bytes]:
-    """Pieces of bytes that are nearly HTTP."""
     body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 1}).encode()
     head = (
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer "
@@ -400,13 +393,11 @@ def _chunk(data: bytes) -> bytes:
 
 
 def _chunks(rng: random.Random, data: bytes) -> list[bytes]:
-    """The data as chunks of HTTP, in up to four pieces."""
     cuts = sorted({rng.randrange(len(data) + 1) for _ in range(3)} | {0, len(data)})
     return [_chunk(data[a:b]) for a, b in itertools.pairwise(cuts) if a < b]
 
 
 def written(method: str, path: str, key: str, body: bytes) -> bytes:
-    """A request, as its bytes."""
     lines = (
         f"{method} {path} HTTP/1.1",
         "host: 127.0.0.1",
@@ -439,7 +430,6 @@ def judged(answer: bytes | None, *, strange: bool = False, may_be_silent: bool =
 
 
 def _wrong_in_legs(answer: bytes) -> str:
-    """Find what the node says in a leg stream that it must not say."""
     _, _, body = answer.partition(b"\r\n\r\n")
     if not answer.startswith(b"HTTP/1.1 200"):
         return ""

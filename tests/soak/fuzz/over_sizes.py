@@ -1,11 +1,5 @@
 """Requests that are large in one place: depth, repetition and size of every field, up to each
 limit.
-
-Owns which cases there are, in which order a seed plays them, and what is wrong behind each. A case
-is a field and a generator; it is played as a ladder of sizes from 1 up to the limit of a body, so
-the first that breaks is nearly the smallest. Over some rounds every generator is played once before
-any is played again on another field. A conversation is played in every round of "sizes": a response
-is stored, and others go on from it, one from the other.
 """
 
 from __future__ import annotations
@@ -73,7 +67,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The text that `--only` looks in."""
         return f"{self.route.path} {self.place}: {self.generator.name}"
 
 
@@ -84,7 +77,6 @@ def cases(target: str) -> tuple[Case, ...]:
 
 
 def round_of(target: str, seed: int, number: int, only: str = "") -> list[Case]:
-    """The cases of a round."""
     named = [
         case for case in _shuffled(target, random.Random(f"{seed} {target}")) if only in case.name
     ]
@@ -171,7 +163,6 @@ async def sizes(
 async def _conversations(
     stand: Stand, watch: Watch, process: Node, case: Case, most_bytes: int
 ) -> list[str]:
-    """Play conversations of turns of some sizes, up to the largest. Returns what is wrong."""
     top = case.generator.capped(most_bytes)
     for size in sorted({1, max(1, top // 256), max(1, top // 2), top}):
         body, previous = await asyncio.to_thread(case.generator.make, size), b""
@@ -201,7 +192,6 @@ def _going_on(body: bytes, previous: bytes) -> bytes:
 async def _played(
     stand: Stand, watch: Watch, process: Node, case: Case, size: int, at_once: int, leaves: bool
 ) -> list[str]:
-    """Ask with one size. Returns what is wrong."""
     sent = await asyncio.to_thread(_written, stand, process, case, size)
     return (await _asked(stand, watch, process, sent, at_once, leaves))[0]
 
@@ -214,7 +204,6 @@ async def _asked(
     at_once: int = 1,
     leaves: bool = False,
 ) -> tuple[list[str], list[bytes | None]]:
-    """Ask so many times at once. Returns what is wrong, and the answers."""
     began, leaves_s, wrong = time.monotonic(), _LEAVES_S if leaves else None, list[str]()
     asking = [
         asyncio.create_task(exchange(process.ports[0], [sent], leaves_s=leaves_s))
@@ -239,9 +228,6 @@ async def _asked(
 
 
 async def _quiet(stand: Stand, watch: Watch) -> bool:
-    """Wait for who still computes, and tell whether all is as it was: then a smaller size can be
-    tried.
-    """
     if stand.ended():
         return False
     for _ in range(10):
@@ -317,9 +303,6 @@ def _program(route: Route, site: Site, program: Program, size: int) -> bytes:
 
 
 def _server(stand: Stand, rng: random.Random, route: Route) -> Node:
-    """Choose a process that has the route; of those that all have, mostly the router, which asks
-    the nodes.
-    """
     if route.key == "node":
         return stand.nodes[1] if route.path == "/kv/probe/fetch" else stand.nodes[0]
     return (

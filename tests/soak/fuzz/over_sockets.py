@@ -152,7 +152,6 @@ async def heartbeats(stand: Stand, rng: random.Random, cases: int) -> list[str]:
 
 @contextlib.contextmanager
 def _datagrams(port: int) -> Iterator[Callable[[bytes], Awaitable[None]]]:
-    """Send datagrams to a port of this machine, no faster than they are read there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ours:
 
         async def send(said: bytes) -> None:
@@ -165,10 +164,6 @@ def _datagrams(port: int) -> Iterator[Callable[[bytes], Awaitable[None]]]:
 async def _forged(
     stand: Stand, send: Callable[[bytes], Awaitable[None]], real: Heartbeat, before: dict[str, Any]
 ) -> list[str]:
-    """Says once more that a node leaves, without the key, and looks at once: its own next beat,
-    within three seconds, would set that right. A beat of ours behind it, with the key, shows that
-    it was heard.
-    """
     key, now = stand.keys["node"], time.time()
     mark = msgspec.structs.replace(real, url="http://127.0.0.1:10", sent_at=now, state=NodeState.OK)
     for wrong_key in (secrets.token_hex(), ""):
@@ -272,10 +267,6 @@ async def holds(stand: Stand, lease: LeaseId) -> bool:
 
 
 class _Peer:
-    """A ZMQ socket of ours for the time of a `with`; with a secret or a server's key it speaks
-    CURVE.
-    """
-
     def __init__(self, kind: int, host: str, port: int, secret: str = "", key: bytes = b"") -> None:
         self.socket = zmq.asyncio.Context.instance().socket(kind)
         self.socket.setsockopt(zmq.LINGER, 200)
@@ -303,7 +294,6 @@ class _Peer:
             await self.socket.send_multipart(frames, zmq.NOBLOCK)
 
     async def hear(self, within_s: float = _ANSWER_S) -> list[bytes] | None:
-        """The next message; None if none comes."""
         return (
             await self.socket.recv_multipart() if await self.socket.poll(within_s * 1000) else None
         )

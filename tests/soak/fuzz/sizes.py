@@ -1,8 +1,6 @@
-"""How large: sizes up to every limit, and values of such a size for a field of any type. Pure; owns
-no socket.
+"""How large: sizes up to every limit, and values of such a size for a field of any type.
 
-A value is JSON as bytes, because no encoder writes what is to be refused. A generator counts in
-units of its own (characters, items, levels); the sizes that it is asked for know what a unit takes.
+Pure; owns no socket.
 """
 
 from __future__ import annotations
@@ -123,7 +121,6 @@ def ladder(rng: random.Random, generator: Generator, most_bytes: int = MAX_BODY)
 
 
 def text(unit: str, count: int, before: str = "", behind: str = "") -> bytes:
-    """A JSON string of a unit that is repeated."""
     return b'"' + _escaped(before) + _escaped(unit) * count + _escaped(behind) + b'"'
 
 

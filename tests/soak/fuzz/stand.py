@@ -40,7 +40,6 @@ class Stand:
     """A prefill node, a decode node and a router with two workers, for an `async with`."""
 
     def __init__(self, folder: Path, flags: Sequence[str] = ()) -> None:
-        """`flags`: of both nodes, beside those that they have."""
         self.keys = {name: secrets.token_hex() for name in ("user", "admin", "node")} | {"": ""}
         (self.heartbeat_port,) = free_ports(1)
         node = f"""--cpu --threads 1 --kv-cache-memory-bytes {16 << 20} --lease-s {LEASE_S}
@@ -110,8 +109,7 @@ class Stand:
             return answer.status, await answer.json(content_type=None)
 
     async def canary(self, salt: str) -> str:
-        """Ask the request whose answer is known. With a salt that was not used before no node
-        has its KV: all of it is computed, and handed over."""
+        """Ask the request whose answer is known."""
         body = _BODY | {"cache_salt": salt}
         status, told = await self.ask(self.router, "/v1/completions", "user", body)
         return told["choices"][0]["text"] if status == 200 else f"{status}: {told}"
@@ -145,7 +143,6 @@ class Stand:
                 await self.ask(prefill, "/kv/release", "node", ids)
 
     async def state(self) -> dict[str, Any]:
-        """All that nobody without a key may change."""
         _, told = await self.ask(self.router, "/admin/nodes", "admin")
         state: dict[str, Any] = {
             node["url"]: {fact: node[fact] for fact in _OF_ROUTER} for node in told["nodes"]
@@ -175,7 +172,6 @@ class Stand:
         ]
 
     def news(self, process: Node) -> str:
-        """Read what was logged since the last call."""
         with process.log.open("rb") as log:
             log.seek(self._read.get(process, 0))
             told = log.read()
@@ -183,17 +179,14 @@ class Stand:
         return told.decode(errors="replace")
 
     def ports(self) -> list[Port]:
-        """Every TCP port that any of the processes listens on."""
         pids = [pid for process in self.processes for pid in family(process.process.pid)]
         return [port for port in listening(pids) if port.protocol == "tcp"]
 
     def usage(self) -> dict[str, Size]:
-        """What each process has, with its children."""
         return {each.name: size_of(*family(each.process.pid)) for each in self.processes}
 
 
 def _alive(process: Node) -> set[tuple[int, str]]:
-    """Each process of the family that lives, with when it was started."""
     found = set()
     for pid in family(process.process.pid):
         with contextlib.suppress(OSError):

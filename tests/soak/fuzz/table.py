@@ -1,9 +1,6 @@
 """Every structured field of every request: derived from the types that bodies are decoded with.
-Pure; owns no values.
 
-A field that is added to a type is in the table by itself. What a type leaves open (`dict[str,
-Any]`) is described in INSIDE, or named in OPEN; a test wants one of the two of each, and every
-route that takes a body.
+Pure; owns no values.
 """
 
 from __future__ import annotations
@@ -44,8 +41,6 @@ class _Function(msgspec.Struct):
 
 
 class _Tool(msgspec.Struct):
-    """A tool as chat completions and, without `function`, the other dialects have it."""
-
     type: Literal["function"]
     function: _Function
     name: str
@@ -69,8 +64,6 @@ class _Part(msgspec.Struct):
 
 
 class _Item(msgspec.Struct):
-    """An item of a response's input: a message, or (by its type) a call or its output."""
-
     role: Literal["user"]
     content: str | list[_Part]
     type: str | None = None
@@ -169,7 +162,6 @@ class Route:
 
     @property
     def fields(self) -> Mapping[str, inspect.Field]:
-        """By the name in JSON."""
         return _fields(self.asks)
 
     def body(self, given: Mapping[str, bytes]) -> bytes:
@@ -205,11 +197,9 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The name that errors have for it."""
         return ".".join(str(step) for step in self.steps)
 
     def body(self, value: bytes) -> bytes:
-        """A body that has this value there."""
         first, *rest = self.steps
         field = self.route.fields[str(first)]
         return self.route.body(
@@ -218,7 +208,6 @@ class Place:
 
 
 def places(route: Route) -> list[Place]:
-    """Every field of its body, those within others too."""
     return [
         Place(route, steps, types)
         for name, field in route.fields.items()
@@ -248,7 +237,6 @@ def _below(kind: inspect.Type) -> Iterator[tuple[Step, inspect.Type]]:
 
 
 def _types(kind: inspect.Type, steps: tuple[Step, ...]) -> tuple[inspect.Type, ...]:
-    """Find the types that a value there may have, as INSIDE says it where the type says nothing."""
     names = [step for step in steps if isinstance(step, str)]
     every = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     if any(open_type(each) for each in every):
@@ -262,7 +250,6 @@ def _types(kind: inspect.Type, steps: tuple[Step, ...]) -> tuple[inspect.Type, .
 
 
 def open_type(kind: inspect.Type) -> bool:
-    """Tell whether it says nothing of what is inside."""
     match kind:
         case inspect.AnyType() | inspect.RawType():
             return True
@@ -276,7 +263,6 @@ def open_type(kind: inspect.Type) -> bool:
 def _written(
     types: tuple[inspect.Type, ...], before: tuple[Step, ...], rest: list[Step], value: bytes
 ) -> bytes:
-    """JSON of these types with the value at the end of the `rest` of its steps."""
     if not rest:
         return value
     step, *further = rest
@@ -309,7 +295,6 @@ def _written(
 
 
 def _least(kind: inspect.Type, name: str) -> bytes:
-    """The smallest value of a type."""
     types = _types(kind, (name,)) or (kind,)
     match types[0]:
         case inspect.StrType():
@@ -357,7 +342,6 @@ def _array(items: list[bytes]) -> bytes:
 
 
 def _passing_on(asks: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """The same with the fields of a chat that another dialect passes on."""
     hints = typing.get_type_hints(ChatRequest)
     return msgspec.defstruct(
         asks.__name__,

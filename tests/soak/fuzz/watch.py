@@ -59,7 +59,6 @@ class Live(msgspec.Struct):
 
     @property
     def stall_s(self) -> float:
-        """The rest, which is the process' own."""
         return max(0.0, self.took_s - max(self.lag_s, self.waited_s))
 
 
@@ -87,7 +86,6 @@ class Seen(msgspec.Struct):
     over: int = 0
 
     def wrong(self) -> list[str]:
-        """Find what must not be."""
         found = (
             [f"the stand was ended: its processes had {self.over >> 20} MiB together"]
             if self.over
@@ -147,7 +145,6 @@ class Watch:
         await self._process.wait()
 
     async def look(self) -> Seen:
-        """Fetch what was seen since the last time."""
         seen = await self._say("look")
         for role, live in seen.live.items():
             if live.stall_s > self.worst.live.get(role, Live()).stall_s:
@@ -169,12 +166,7 @@ class Watch:
 
 
 async def still_busy(processes: list[Node]) -> list[str]:
-    """Find who goes on computing though nobody waits for anything. Waits until all are idle, or one
-    has had its time.
-
-    That is CPU time, not the clock's: on a busy machine the end of an honest piece of work comes
-    later.
-    """
+    """Find who goes on computing though nobody waits for anything."""
     first = before = _cpu_s(processes)
     until = time.monotonic() + _SAY_DEADLINE_S
     while True:
@@ -208,8 +200,6 @@ def _cpu_s(processes: list[Node]) -> dict[str, float]:
 
 
 class _Thread:
-    """A thread, by its folder in /proc."""
-
     def __init__(self, at: Path) -> None:
         self._at = at
         self._ran, self._since = "", 0.0
@@ -218,9 +208,7 @@ class _Thread:
         """
 
     def waited_s(self) -> float:
-        """Add up its waits for a core since its start. The kernel (schedstat) counts one only when
-        it is over.
-        """
+        """Add up its waits for a core since its start."""
         ran, waited, _ = (self._at / "schedstat").read_text().split()
         state = (self._at / "stat").read_text().rpartition(")")[2].split()[0]
         now = time.monotonic()
@@ -230,8 +218,6 @@ class _Thread:
 
 
 class _Family:
-    """One of the watched: its processes, and its answers since the last look."""
-
     def __init__(self, told: str) -> None:
         self.role, pid, port, threads = told.split(":")
         self.pid, self.port = int(pid), int(port)
@@ -250,8 +236,6 @@ class _Family:
 
 
 class _Watcher:
-    """The part that runs in the watching process."""
-
     def __init__(self, limit: int, families: list[_Family]) -> None:
         self._limit, self._families = limit, families
         self._lags: deque[tuple[float, float]] = deque(maxlen=3000)  # a minute of them
@@ -360,7 +344,6 @@ class _Watcher:
 
 
 def _address_space(pid: str) -> int:
-    """A process' RLIMIT_AS in bytes, 0 if it has none."""
     with contextlib.suppress(OSError):
         soft = next(
             line
@@ -372,9 +355,7 @@ def _address_space(pid: str) -> int:
 
 
 def main(argv: list[str]) -> None:
-    """The limit in bytes, then `role:pid:port:listeners` of each family. Ends with its standard
-    input.
-    """
+    """The limit in bytes, then `role:pid:port:listeners` of each family."""
     limit, *told = argv
     watcher: Any = _Watcher(int(limit), [_Family(each) for each in told])
     asyncio.run(watcher.run())
