@@ -238,15 +238,22 @@ def _below(kind: inspect.Type) -> Iterator[tuple[Step, inspect.Type]]:
 
 def _types(kind: inspect.Type, steps: tuple[Step, ...]) -> tuple[inspect.Type, ...]:
     names = [step for step in steps if isinstance(step, str)]
-    every = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    every = _bare(kind)
     if any(open_type(each) for each in every):
         said = INSIDE.get(
             ".".join(names[-2:]), INSIDE.get(names[-1]) if isinstance(steps[-1], str) else None
         )
         if said is not None:
-            inside = inspect.type_info(said)
-            every = inside.types if isinstance(inside, inspect.UnionType) else (inside,)
+            every = _bare(inspect.type_info(said))
     return tuple(each for each in every if not isinstance(each, inspect.NoneType))
+
+
+def _bare(kind: inspect.Type) -> tuple[inspect.Type, ...]:
+    if isinstance(kind, inspect.Metadata):
+        return _bare(kind.type)
+    if isinstance(kind, inspect.UnionType):
+        return tuple(each for one in kind.types for each in _bare(one))
+    return (kind,)
 
 
 def open_type(kind: inspect.Type) -> bool:
