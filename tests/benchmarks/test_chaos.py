@@ -272,6 +272,6 @@ def test_a_run_that_is_played_again_leaves_its_schedule_as_it_is(tmp_path: Path)
     assert all(bool(fault.nodes) == (fault.kind not in {*ROUTER, *CLIENTS}) for fault in faults)
     assert _recorded(first, faults) == first.record
     assert Schedule.read(first.record) == Schedule(3, {"seed": 3, "streams": 9}, faults)
-    again = argparse.Namespace(seed=3, streams=9, record=None, schedule=first.record, json=None)
+    again = argparse.Namespace(seed=3, streams=9, record=None, schedule=first.record)
     assert _recorded(again, faults[:1]) == first.record
     assert Schedule.read(first.record).faults == faults

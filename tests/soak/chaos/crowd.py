@@ -141,9 +141,6 @@ class Crowd:
     def mean_tokens(self, kind: str) -> float:
         return statistics.fmean(ask.fields["max_tokens"] for ask in self._asks if ask.kind == kind)
 
-    def body(self, number: int) -> dict[str, Any]:
-        return self._fields[number]
-
     def _built(self, ask: Ask) -> dict[str, Any]:
         fields = ask.fields
         if ask.then is not None and ask.after is not None:

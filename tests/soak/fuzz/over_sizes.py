@@ -19,7 +19,7 @@ from kvrelay.openai_api.json_body import MAX_CONTAINERS
 from tests.soak.chaos.processes import Node
 from tests.soak.fuzz.examples import LEADS_AWAY
 from tests.soak.fuzz.languages import LANGUAGES, NUMBERED, Program, Site, sites
-from tests.soak.fuzz.over_http import AT_ONCE, exchange, judged, written
+from tests.soak.fuzz.over_http import AT_ONCE, MOST_HEARD, exchange, judged, written
 from tests.soak.fuzz.sizes import MAX_BODY, Generator, generators, ladder
 from tests.soak.fuzz.stand import Stand
 from tests.soak.fuzz.table import ROUTES, Route, places
@@ -37,10 +37,6 @@ _AGAIN = 6
 _MOST_NUMBER = 2**63
 _SMALL = 4
 _LEAVES_S = 0.1
-_MOST_HEARD = 1 << 16
-"""Beyond so many bytes no answer need be heard: a connection may be closed while more of a refused
-body comes.
-"""
 _SLOW_S = 1.0
 """Behind an answer that took longer it is asked whether somebody goes on computing."""
 
@@ -143,14 +139,6 @@ async def sizes(
         for size in [*steps, *steps[-1:] * (_AGAIN * again)]:
             wrong = await _played(stand, watch, process, case, size, at_once, leaves)
             if wrong:
-                while size // 2 > held and await _quiet(stand, watch):
-                    if not (
-                        smaller := await _played(
-                            stand, watch, process, case, size // 2, at_once, leaves
-                        )
-                    ):
-                        break
-                    size, wrong = size // 2, smaller
                 who = f"{at_once} client{'s' * (at_once > 1)}{' that left at once' * leaves}"
                 return [
                     f"{process.role} {case.name}, size {size} ({held} was harmless), {who}: {one}"
@@ -217,7 +205,7 @@ async def _asked(
     finally:
         for each in waiting:
             each.cancel()
-    silent = leaves or len(sent) > _MOST_HEARD
+    silent = leaves or len(sent) > MOST_HEARD
     answers = [each.result() for each in asking if each.done()]
     wrong = [said for answer in answers if (said := judged(answer, may_be_silent=silent))][
         :1
@@ -225,17 +213,6 @@ async def _asked(
     wrong += stand.ended()
     slow = leaves or time.monotonic() - began > _SLOW_S
     return wrong or (await still_busy(stand.processes) if slow else []), answers
-
-
-async def _quiet(stand: Stand, watch: Watch) -> bool:
-    if stand.ended():
-        return False
-    for _ in range(10):
-        if not await still_busy(stand.processes):
-            break
-    await watch.look()
-    await asyncio.sleep(_LEAVES_S)
-    return not (await watch.look()).wrong()
 
 
 def _shuffled(target: str, rng: random.Random) -> list[Case]:

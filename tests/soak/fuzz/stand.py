@@ -32,7 +32,7 @@ _BODY = {
     "temperature": 0,
     "ignore_eos": True,
 }
-_OF_ROUTER = ("url", "role", "kind", "up", "model", "adapters", "generation", "sources")
+_OF_ROUTER = ("url", "role", "kind", "up", "model", "adapters", "generation")
 _OF_NODES = ("status", "role", "model", "adapters", "engine_id", "generation", "held_blocks")
 
 

@@ -29,7 +29,7 @@ from kvrelay.openai_api.structured import _KINDS, _Tag, _Tags
 from kvrelay.openai_api.types import CalledFunction, ChatRequest, SamplingFields
 from kvrelay.router.admin import _Add, _Flip, _Name
 
-__all__ = ["INSIDE", "OPEN", "ROUTES", "Place", "Route", "places"]
+__all__ = ["INSIDE", "OPEN", "ROUTES", "Place", "Route", "least", "places"]
 
 Step = str | int
 
@@ -174,7 +174,7 @@ class Route:
             if name in known
         }
         short = {name: value for name, value in _SHORT.items() if name in known}
-        needed = {name: _least(field.type, name) for name, field in known.items() if field.required}
+        needed = {name: least(field.type, name) for name, field in known.items() if field.required}
         return _object({**needed, **short, **beside, **given})
 
 
@@ -281,14 +281,14 @@ def _written(
     if not isinstance(kind, inspect.StructType):
         others = kind.item_types if isinstance(kind, inspect.TupleType) else ()
         return _array(
-            [there if at == step else _least(each, "") for at, each in enumerate(others)] or [there]
+            [there if at == step else least(each, "") for at, each in enumerate(others)] or [there]
         )
     if kind.array_like:
         return _array(
-            [there if at == step else _least(each.type, "") for at, each in enumerate(kind.fields)]
+            [there if at == step else least(each.type, "") for at, each in enumerate(kind.fields)]
         )
     needed = {
-        field.encode_name: _least(field.type, field.encode_name)
+        field.encode_name: least(field.type, field.encode_name)
         for field in kind.fields
         if field.required and field.encode_name != step
     }
@@ -301,7 +301,7 @@ def _written(
     return _object({**needed, str(step): there})
 
 
-def _least(kind: inspect.Type, name: str) -> bytes:
+def least(kind: inspect.Type, name: str) -> bytes:
     types = _types(kind, (name,)) or (kind,)
     match types[0]:
         case inspect.StrType():
@@ -317,18 +317,18 @@ def _least(kind: inspect.Type, name: str) -> bytes:
         case inspect.BytesType():
             return b'""'
         case inspect.ListType(item_type=item) | inspect.VarTupleType(item_type=item):
-            return _array([_least(item, name)])
+            return _array([least(item, name)])
         case inspect.TupleType(item_types=items):
-            return _array([_least(item, "") for item in items])
+            return _array([least(item, "") for item in items])
         case inspect.DictType() | inspect.AnyType() | inspect.RawType():
             return b"{}"
         case inspect.NoneType():
             return b"null"
         case inspect.StructType(array_like=True, fields=fields):
-            return _array([_least(field.type, "") for field in fields])
+            return _array([least(field.type, "") for field in fields])
         case inspect.StructType(fields=fields):
             needed = {
-                field.encode_name: _least(field.type, field.encode_name)
+                field.encode_name: least(field.type, field.encode_name)
                 for field in fields
                 if field.required
             }
