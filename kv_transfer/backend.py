@@ -1,20 +1,16 @@
 """A transfer backend: what really moves bytes, and the one thread that it lives on.
 
-A backend knows memory and peers' metadata, and nothing of requests, leases or deadlines. Its thread
-keeps reads in flight until their end is seen, whoever has lost interest in them: blocks may be used
-again only when nothing can land in them. What a backend can know of that:
+The thread keeps reads in flight until their end is seen, whoever has lost interest in them: blocks
+may be used again only when nothing can land in them. What a backend can know of that:
 
 - direct: our own copies always end, whatever becomes of the peer; a read never breaks.
 - NCCL: bytes land in staging, and who ends a pair locks the pool: a failed read is over at once.
-- NIXL: a read is many operations of UCX. Done: all of them are. Disconnected: UCX has closed our
-  end by force, so none goes on but copies of our own GPU. Any other error is that of one operation,
-  and NIXL never looks at the others again: the read is *broken*, and its other parts may land, also
-  after the control connection has ended. Nothing at all: the read hangs with its peer, and lands
-  when that one goes on (seen: after the release of its handle, too).
+- NIXL: a read is many operations of UCX. Done: all of them are. Disconnected: none goes on but
+  copies of our own GPU. Any other error is that of one operation: the read is *broken*, and its
+  other parts may land, even after the control connection has ended. Nothing at all: the read hangs
+  with its peer, and lands when that one goes on (seen: after the release of its handle, too).
 
-So a connection that ends proves nothing; a process that is gone does (`peer_gone`). Without either,
-a broken read is waited for as long as any network may hold its parts, and one that hangs without
-end.
+So a connection that ends proves nothing; a process that is gone does (`peer_gone`).
 """
 
 from __future__ import annotations
@@ -48,7 +44,6 @@ __all__ = [
     "PeerEvent",
     "PeerGone",
     "ReadEnded",
-    "ReadFailed",
     "BackendThread",
     "Source",
     "wake_in_time",
@@ -58,9 +53,8 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# While reads run, a twentieth longer each time: a read is noticed that part of its length late. A
-# long one needs progress to receive: 64 MiB over UCX's TCP on loopback took 42 to 58 ms with at
-# most 1 ms, 71 to 114 ms with 5.
+# How often reads are polled, a twentieth longer each time. A long one needs progress to receive: 64
+# MiB over UCX's TCP on loopback took 42 to 58 ms with at most 1 ms, 71 to 114 ms with 5.
 POLL_MIN_S, POLL_MAX_S, POLL_GROWTH = 0.00005, 0.001, 1.05
 # How long a broken read is waited for: TCP gives up after 15 minutes, RDMA after seconds.
 BROKEN_S = 1000.0
@@ -72,14 +66,14 @@ SERVE_S, IDLE_S = 0.002, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A process to read from. `metadata` is what its backend returned from `open`."""
+    """A process to read from; `metadata` is from its backend's `open`."""
 
     engine_id: str
     generation: str
     region: PoolRegion
     metadata: bytes
     share: Share | None = None
-    """What is read of each block; None: all of it, into all of ours."""
+    """What is read of each block; None: all of it."""
 
     @property
     def part(self) -> Share:
@@ -173,23 +167,19 @@ class Joined(msgspec.Struct, tag="joined", frozen=True):
 
 
 class ReadEnded(msgspec.Struct, tag="ended", frozen=True):
-    """An event: all bytes of a read are in."""
+    """An event: all bytes of a read are in, or it broke.
+
+    `in_flight`: bytes may still land, and another event follows.
+    """
 
     peer: PeerKey
     read_id: int
-
-
-class ReadFailed(msgspec.Struct, tag="failed", frozen=True):
-    """An event: a read broke; `in_flight`: bytes may still land, and another event follows."""
-
-    peer: PeerKey
-    read_id: int
-    error: KvrelayError
-    in_flight: bool
+    error: KvrelayError | None = None
+    in_flight: bool = False
 
 
 BackendJob = Open | AddPeer | Read | PeerGone | DropPeer
-PeerEvent = Joined | ReadEnded | ReadFailed
+PeerEvent = Joined | ReadEnded
 BackendEvent = Opened | PeerEvent
 
 
@@ -203,7 +193,7 @@ class _Running:
 
 
 class BackendThread:
-    """A thread that runs a backend. Public methods return at once, except `start` and `close`."""
+    """A thread that runs a backend. All but `start` and `close` return at once."""
 
     def __init__(
         self,
@@ -216,8 +206,7 @@ class BackendThread:
         self._backend = backend
         self._tell, self._serving, self._on_error = tell, serving, on_error
         # No SimpleQueue: its get() with a timeout never returns if the thread was kept from running
-        # for just so long in the middle of it (CPython 3.10 to 3.12), and the reads in flight would
-        # stay unseen until the next job.
+        # for just so long in the middle of it (CPython 3.10 to 3.12).
         self._todo: collections.deque[BackendJob] = collections.deque()
         self._woken = threading.Event()
         self._running: list[_Running] = []
@@ -241,7 +230,7 @@ class BackendThread:
         self.nudge()
 
     def silent_s(self) -> float:
-        """Return the seconds since the thread looked around, which it does every `IDLE_S`."""
+        """Return the seconds since the thread looked around."""
         return time.monotonic() - self._turned_at
 
     def nudge(self) -> None:
@@ -334,7 +323,7 @@ class BackendThread:
                 read.peer.generation, read.remote_blocks, read.local_blocks
             )
         except TransferError as error:
-            self._tell(ReadFailed(read.peer, read.read_id, error, in_flight=False))
+            self._tell(ReadEnded(read.peer, read.read_id, error))
             return
         self._running.append(_Running(read, handle, time.monotonic()))
         self._interval_s = POLL_MIN_S
@@ -361,7 +350,7 @@ class BackendThread:
                 says = "%s broke %g s ago: its blocks leave quarantine, its end unseen"
                 log.warning(says, _named(read), BROKEN_S)
             if first or not in_flight:
-                self._tell(ReadFailed(read.peer, read.read_id, error, in_flight))
+                self._tell(ReadEnded(read.peer, read.read_id, error, in_flight))
             return not in_flight
         self._tell(ReadEnded(read.peer, read.read_id))
         return True
@@ -396,9 +385,6 @@ _PR_SET_TIMERSLACK, _NANOSECONDS = 29, 1000
 
 
 def wake_in_time() -> None:
-    """Have this thread sleep 1 us longer than it asks for, not 50 as is Linux's habit.
-
-    Threads that wait for a GPU sleep at all because the step loop needs the GIL.
-    """
+    """Have this thread sleep 1 us longer than it asks for, not 50 as is Linux's habit."""
     with contextlib.suppress(OSError, AttributeError):  # another system
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _NANOSECONDS, 0, 0, 0)

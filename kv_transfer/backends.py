@@ -30,7 +30,6 @@ from kvrelay.kv_transfer.backend import (
     PeerEvent,
     PeerGone,
     ReadEnded,
-    ReadFailed,
     Source,
     TransferBackend,
 )
@@ -85,8 +84,7 @@ class AllRanksBackend:
         self._do = do
         self._parts: dict[PeerKey, tuple[Part, ...]] = {}
         self._missing: dict[PeerKey, set[Part]] = {}  # parts that have not joined
-        # Joins that were asked for and not answered: of several, only the last answer is about this
-        # attempt.
+        # Joins that were not answered: only the last answer is about this attempt.
         self._asked: Counter[Part] = Counter()
         self._reads: dict[int, _Read] = {}
 
@@ -94,7 +92,7 @@ class AllRanksBackend:
         return len(self._parts) + len(self._reads)
 
     def add_peer(self, peer: PeerKey, sources: Sequence[tuple[int, Source]]) -> None:
-        """Have each rank get ready to read from its source. `Joined` follows."""
+        """Have each rank get ready to read from its source. Joined follows."""
         parts = tuple(
             Part(rank, PeerKey(peer.host, peer.port, source.generation)) for rank, source in sources
         )
@@ -104,14 +102,14 @@ class AllRanksBackend:
             self._do(part.rank, AddPeer(part.source, source))
 
     def read(self, read: Read) -> None:
-        """Read. `ReadEnded`, or `ReadFailed` until it is not in flight, follows."""
+        """Read. `ReadEnded` follows."""
         parts = self._parts[read.peer]
         self._reads[read.read_id] = _Read(read.peer, set(parts))
         for part in parts:
             self._do(part.rank, msgspec.structs.replace(read, peer=part.source))
 
     def peer_gone(self, peer: PeerKey) -> None:
-        """Note that the peer's process is gone; its other ranks have processes of their own."""
+        """Note that rank 0's process of the peer is gone."""
         for part in self._parts.get(peer, ()):
             if part.source == peer:
                 self._do(part.rank, PeerGone(peer))
@@ -123,26 +121,23 @@ class AllRanksBackend:
             self._do(part.rank, DropPeer(part.source))
 
     def on_event(self, rank: int, event: PeerEvent) -> PeerEvent | None:
-        """Return what a part's event means for the whole; None if nothing yet."""
+        """Return the event of the whole; None if there is none yet."""
         part = Part(rank, event.peer)
         if isinstance(event, Joined):
             return self._joined(part, event.error)
         read = self._reads.get(event.read_id)
         if read is None:
             return None
-        error = event.error if isinstance(event, ReadFailed) else None
         first = read.error is None
-        read.error = read.error or error
-        if not (isinstance(event, ReadFailed) and event.in_flight):
+        read.error = read.error or event.error
+        if not event.in_flight:
             read.running.discard(part)
-        if read.running:
-            if error is None or not first:
-                return None
-            return ReadFailed(read.peer, event.read_id, error, in_flight=True)
-        del self._reads[event.read_id]
-        if read.error is not None:
-            return ReadFailed(read.peer, event.read_id, read.error, in_flight=False)
-        return ReadEnded(read.peer, event.read_id)
+        if not read.running:
+            del self._reads[event.read_id]
+            return ReadEnded(read.peer, event.read_id, read.error)
+        if event.error is None or not first:
+            return None
+        return ReadEnded(read.peer, event.read_id, event.error, in_flight=True)
 
     def _joined(self, part: Part, error: KvrelayError | None) -> Joined | None:
         self._asked[part] -= 1
@@ -196,7 +191,7 @@ class Backends:
         self._open_by: dict[str, float] = {}  # the monotonic second at which these are given up
         self._sums: dict[int, tuple[dict[int, list[bytes]], Callable[[list[bytes]], None]]] = {}
         self._questions = 0
-        self._lock = threading.Lock()  # of all of these; nothing of others is called under it
+        self._lock = threading.Lock()  # of the fields above
         first: queue.Queue[str] = queue.Queue()
         self._opened: Callable[[str], None] = first.put
         self._local = RankBackends(
@@ -333,10 +328,7 @@ class Backends:
         return (kind for kind in self.wanted if kind not in self.missing)
 
     def shared(self, welcome: HandshakeReply) -> list[str]:
-        """Return the backends that all ranks of this peer have, too, the best first.
-
-        Raises Incompatible if its ranks' pools are not what ours need.
-        """
+        """Return the backends that all ranks of both have, the best first. Raises Incompatible."""
         self._shares(welcome)
         theirs = [set(card.planes) for card in welcome.ranks]
         has = set.intersection(*theirs) if theirs else set()
@@ -365,16 +357,13 @@ class Backends:
         ]
 
     def order_of_heads(self, welcome: HandshakeReply) -> list[int]:
-        """Return where each KV head of each of our ranks lies in the peer's. Raises Incompatible."""
+        """Return where each KV head of our ranks lies in the peer's. Raises Incompatible."""
         return order_of_heads(
             [heads for heads, _ in self._pools], [card.heads for card in welcome.ranks]
         )
 
     def sums(self, blocks: Sequence[int], done: Callable[[list[bytes]], None]) -> None:
-        """Call `done` later, from any thread, with checksums of these blocks.
-
-        Each is those of the KV heads of rank 0, then of the next.
-        """
+        """Call `done` later, from any thread, with a checksum per block: rank 0's heads first."""
         with self._lock:
             self._questions += 1
             number = self._questions

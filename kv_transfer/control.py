@@ -1,11 +1,8 @@
 """The control channel: one thread with a ROUTER that peers dial, and a DEALER per peer we dial.
 
-Carries messages and tells when a connection is gone; what they mean is the listener's. Sends never
-wait, and every deadline is kept by `ControlListener.tick`, whatever the step loop does.
-
-With a cluster secret every connection is authenticated and encrypted (ZMQ CURVE); nobody without
-the secret gets a word in or out. Without one, it is neither, and the configuration allows loopback
-addresses only.
+Sends never wait, and every deadline is kept by `TransferEngine.tick`, whatever the step loop does.
+With a cluster secret every connection is authenticated and encrypted (ZMQ CURVE). Without one, it
+is neither, and the configuration allows loopback addresses only.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import threading
 import time
 from functools import partial
 from logging import getLogger
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -31,7 +28,10 @@ from kvrelay.kv_transfer.sockets import LINGER_MS, NO_HANDSHAKE, Connection, Soc
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.versions import HANDOVER
 
-__all__ = ["ENDED", "ENDED_EARLY", "ControlListener", "ControlThread"]
+if TYPE_CHECKING:
+    from kvrelay.kv_transfer.transfer_engine import TransferEngine
+
+__all__ = ["ENDED", "ENDED_EARLY", "ControlThread"]
 
 log = getLogger(__name__)
 
@@ -44,50 +44,28 @@ ENDED_EARLY = (
 )
 
 
-class ControlListener(Protocol):
-    """A receiver of what this thread hears; its methods return at once."""
-
-    def answer(self, reader: bytes, message: Message) -> Message | None:
-        """Answer a peer that has dialled us, known to `send_to_reader` as `reader`."""
-
-    def on_message(self, peer: PeerKey, message: Message) -> None:
-        """Handle a message of a peer that we have dialled."""
-
-    def on_disconnect(self, peer: PeerKey, how: str) -> None:
-        """Handle the end of a connection that we have dialled; `how` continues a sentence."""
-
-    def on_process_gone(self, peer: PeerKey) -> None:
-        """Handle the certain end of a peer's process. From any thread."""
-
-    def tick(self, now: float) -> float:
-        """Do what is due. Returns the seconds until something is due again."""
-
-    def on_error(self, error: Exception) -> None:
-        """Note that the thread has ended by an error of ours."""
-
-
 class ControlThread(SocketThread):
-    """A thread for the control channel. Public methods return at once, except `close`."""
+    """A thread that hands messages to the engine. All but `close` return at once."""
 
-    def __init__(self, listener: ControlListener, host: str, port: int, secret: str) -> None:
+    def __init__(self, engine: TransferEngine, host: str, port: int, secret: str) -> None:
         """Listen, to peers with the same secret. Raises ConfigError without address or CURVE."""
         super().__init__("kv-control", MAX_MESSAGE_BYTES)
-        self._listener = listener
+        self._engine = engine
         self._keys = _keys(secret) if secret else None
         self._connections: dict[PeerKey, Connection] = {}
         self._router, port = self.new_router(host, port, self._keys)
         self.address = (host, port)
 
     def dial(self, peer: PeerKey, handshake: Message) -> None:
-        """Connect to a peer and introduce us. `on_disconnect` follows if that fails at once."""
+        """Connect to a peer and introduce us."""
         self.post(partial(self._dial, peer, encode(handshake)))
 
     def send(self, peer: PeerKey, message: Message) -> None:
-        """Send to a peer that was dialled. Lost if the peer is gone or does not read."""
+        """Send to a peer that was dialled; lost if it is gone or does not read."""
         self.post(partial(self._send, peer, encode(message)))
 
     def send_to_reader(self, reader: bytes, message: Message) -> None:
-        """Send to a peer that has dialled us, by its name in `answer`. Lost if it is gone."""
+        """Send to a peer that has dialled us; lost if it is gone or does not read."""
         self.post(partial(self._send_to_reader, reader, encode(message)))
 
     def hang_up(self, peer: PeerKey) -> None:
@@ -95,14 +73,12 @@ class ControlThread(SocketThread):
         self.post(partial(self._hang_up, peer))
 
     def probe(self, peer: PeerKey) -> None:
-        """Find out whether a peer's process is gone; `on_process_gone` follows if nobody listens.
-
-        Zmq does not tell a refused connection from one that could not be made.
-        """
+        """Find out whether a peer's process is gone; `on_process_gone` follows if nobody listens."""
+        # Zmq does not tell a refused connection from one that could not be made.
         threading.Thread(target=self._probe, args=(peer,), name="kv-probe", daemon=True).start()
 
     def wait_ms(self) -> int:
-        return max(0, math.ceil(self._listener.tick(time.monotonic()) * 1000))
+        return max(0, math.ceil(self._engine.tick(time.monotonic()) * 1000))
 
     def on_ready(self, ready: set[Any]) -> None:
         if self._router in ready:
@@ -114,10 +90,10 @@ class ControlThread(SocketThread):
             if connection.monitor in ready:
                 early = connection.end_event() & NO_HANDSHAKE
                 self._hang_up(peer)
-                self._listener.on_disconnect(peer, ENDED_EARLY if early else ENDED)
+                self._engine.on_disconnect(peer, ENDED_EARLY if early else ENDED)
 
     def on_error(self, error: Exception) -> None:
-        self._listener.on_error(error)
+        self._engine.on_error(error)
 
     def on_close(self) -> None:
         self.run_jobs()
@@ -136,14 +112,13 @@ class ControlThread(SocketThread):
                         return  # also if there is no answer, which proves nothing
         except OSError:
             return
-        self._listener.on_process_gone(peer)
+        self._engine.on_process_gone(peer)
 
     def _serve(self) -> None:
-        # Whatever a stranger sends, this thread goes on.
         for reader, *frames in received(self._router):
             try:
                 (frame,) = frames
-                answer = self._listener.answer(reader, decode(frame))
+                answer = self._engine.answer(reader, decode(frame))
                 # ValueError here, too: an answer may be longer than a question.
                 reply = None if answer is None else encode(answer)
             except (msgspec.DecodeError, ValueError):
@@ -160,7 +135,7 @@ class ControlThread(SocketThread):
             except (msgspec.DecodeError, ValueError):
                 log.warning("peer %s:%d sent a malformed message", peer.host, peer.port)
                 continue
-            self._listener.on_message(peer, message)
+            self._engine.on_message(peer, message)
 
     def _dial(self, peer: PeerKey, handshake: bytes) -> None:
         server = None if self._keys is None else self._keys[0]
@@ -169,17 +144,16 @@ class ControlThread(SocketThread):
             connection.connect(peer.host, peer.port)
         except zmq.ZMQError:
             self._hang_up(peer)
-            self._listener.on_disconnect(peer, ENDED)
+            self._engine.on_disconnect(peer, ENDED)
             return
         connection.send(handshake)
 
     def _send(self, peer: PeerKey, frame: bytes) -> None:
-        # What a peer does not take is lost: its lease or our deadline ends it.
         if peer in self._connections:
             self._connections[peer].send(frame)
 
     def _send_to_reader(self, reader: bytes, frame: bytes) -> None:
-        # A reader that does not take it asks again with its next heartbeat; nobody waits for it.
+        # A reader that does not take it asks again with its next heartbeat.
         with contextlib.suppress(zmq.Again):
             self._router.send_multipart([reader, frame], zmq.NOBLOCK)
 
@@ -192,8 +166,7 @@ def _keys(secret: str) -> tuple[bytes, bytes]:
     if not zmq.has("curve"):
         raise ConfigError(
             f"cluster_secret needs CURVE, which libzmq {zmq.zmq_version()} was built without "
-            f"here; take pyzmq from a "
-            "wheel: pip install --force-reinstall --only-binary pyzmq pyzmq"
+            "here; take pyzmq from a wheel: pip install --force-reinstall --only-binary pyzmq pyzmq"
         )
     # Any 32 bytes are a secret key.
     mine = z85.encode(

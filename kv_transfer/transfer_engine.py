@@ -1,7 +1,7 @@
 """The transfer engine: leases, fetches and peers of a node, over its backends.
 
-It has the lock under which the pure tables change. Two kinds of threads carry: `ControlThread`
-(sockets, heartbeats, deadlines) and `BackendThread` (bytes).
+It has the lock under which the pure tables change. `ControlThread` has sockets, heartbeats and
+deadlines; the threads of backends have the bytes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from itertools import chain
 
 import msgspec
 
-from kvrelay.kv_transfer.backend import Joined, PeerEvent, ReadEnded, ReadFailed, TransferBackend
+from kvrelay.kv_transfer.backend import Joined, PeerEvent, ReadEnded, TransferBackend
 from kvrelay.kv_transfer.backends import Backends
-from kvrelay.kv_transfer.chunk_progress import ProgressTable, Question, QuestionTable
+from kvrelay.kv_transfer.chunk_progress import ProgressTable, Question
 from kvrelay.kv_transfer.connector import (
     Completion,
     Event,
@@ -58,8 +58,7 @@ __all__ = ["TransferEngine", "open_connector"]
 MAX_ID_CHARS = 256
 # Two threads to join, and close() promises a second.
 JOIN_S = 0.4
-# A step loop that has not looked for so long hangs: what it was computing will not be there. One
-# step of a long prompt on a CPU takes seconds.
+# A step loop that has not looked for so long hangs. A step of a long prompt on a CPU takes seconds.
 STALL_S = 60.0
 
 
@@ -68,8 +67,7 @@ class TransferEngine:
 
     As the source it keeps a lease on offered blocks until the reader or the router releases them,
     or the lease runs out. As the reader it keeps the source's lease alive from `watch` on, and
-    fetches. It never touches scheduler or block pool. Public methods return at once, except
-    `close`, and are called from one thread, the step loop.
+    fetches. The step loop calls, and all methods but `close` return at once.
     """
 
     def __init__(
@@ -82,10 +80,9 @@ class TransferEngine:
         backends: Mapping[str, TransferBackend],
         link: RankLink | None = None,
     ) -> None:
-        """Serve from here on. `backends`: the best first; several may lack some.
+        """Serve from here on. `backends`: this rank's, the best first; `link`: to the other ranks.
 
-        `region` and `backends` are this process's; `link` leads to the engine's other ranks. `wake`
-        is called from any thread when `events` has something. Raises ConfigError.
+        `wake` is called from any thread when `events` has something. Raises ConfigError.
         """
         self.engine_id = engine_id
         """Stable name of this node among its peers."""
@@ -99,18 +96,14 @@ class TransferEngine:
         self._leases = LeaseTable(config.lease_s)
         self._words = LeaseWords(self.generation)
         self._growths = ProgressTable()
-        self._questions = QuestionTable(self._growths)
-        self._offers: dict[str, Ticket] = {}  # of tickets that grow
+        self._growing: dict[str, Ticket] = {}  # as they will be when they are complete
         self._stepped_at = time.monotonic()
         heads = ((0, fingerprint.kv_heads),) if link is None else link.heads
-        # Of a block on all ranks, which hold equally many heads.
-        num_bytes = len(heads) * region.block_bytes
-        self._fetches = FetchTable(
-            FetchLimits(
-                config.lease_s, config.transfer_deadline_s, config.transfer_floor_bytes_s, num_bytes
-            ),
-            config.kv_checksums,
-        )
+        deadline_s, floor_bytes_s = config.transfer_deadline_s, config.transfer_floor_bytes_s
+        # All ranks hold equally many heads.
+        block_bytes = len(heads) * region.block_bytes
+        limits = FetchLimits(config.lease_s, deadline_s, floor_bytes_s, block_bytes)
+        self._fetches = FetchTable(limits, config.kv_checksums)
         self._heard_at = float("-inf")  # of any reader
         self._broken: Exception | None = None
         self._control = ControlThread(self, config.kv_host, config.kv_port, config.cluster_secret)
@@ -125,13 +118,8 @@ class TransferEngine:
             if link is not None:
                 link.close(JOIN_S)
             raise
-        self._peers = Peers(
-            HandshakeRequest(engine_id, fingerprint, []),
-            config,
-            self._fetches,
-            self._control,
-            self._backends,
-        )
+        hello = HandshakeRequest(engine_id, fingerprint, [])
+        self._peers = Peers(hello, config, self._fetches, self._control, self._backends)
         # Readers that wait for a HandshakeReply until these backends are open.
         self._callers: dict[bytes, list[str]] = {}
         self._beat_at = time.monotonic()  # of the control thread
@@ -182,11 +170,9 @@ class TransferEngine:
             adapter_digest=adapter[1],
         )
         secret, now = self._config.cluster_secret, time.time()
-        if ready is not None:
-            # As it will be when it is complete: whether it grows is signed, too.
-            self._offers[request_id] = signed(
-                msgspec.structs.replace(ticket, growing=False), secret, now
-            )
+        if ready is not None:  # whether it grows is signed, too
+            whole = msgspec.structs.replace(ticket, growing=False)
+            self._growing[request_id] = signed(whole, secret, now)
         return signed(ticket, secret, now)
 
     def grow(self, request_id: str, ready: int) -> None:
@@ -199,8 +185,8 @@ class TransferEngine:
         with self._turn():
             if not self._leases.complete(request_id, time.monotonic()):
                 return None
-            ticket = self._offers.pop(request_id)
-            self._growths.complete(request_id, _blocks(ticket), completion)
+            ticket = self._growing.pop(request_id)
+            self._growths.grow(request_id, _blocks(ticket), completion)
         return ticket
 
     def prolong(self, request_id: str) -> None:
@@ -222,23 +208,17 @@ class TransferEngine:
         lease = LeaseId(ticket.remote_request_id, ticket.lease_epoch)
         refused = refusal(ticket, self._config.cluster_secret, time.time())
         now = time.monotonic()
-        with self._turn():
-            self._fetches.watch(
-                request_id, peer, lease, _blocks(ticket) if ticket.growing else None
+        if not all((*peer, lease.request_id)) or len(lease.request_id) > MAX_ID_CHARS:
+            refused = (
+                "kv_transfer_params must name remote_host, remote_port, generation and a "
+                f"remote_request_id of at most {MAX_ID_CHARS} characters, got {peer.host!r}, "
+                f"{peer.port}, {peer.generation!r} and {lease.request_id[:MAX_ID_CHARS]!r}"
             )
-            if not all((*peer, lease.request_id)) or len(lease.request_id) > MAX_ID_CHARS:
-                self._fetches.doom(
-                    request_id,
-                    Incompatible(
-                        "kv_transfer_params must name remote_host, remote_port, generation and a "
-                        "remote_request_id of"
-                        f" at most {MAX_ID_CHARS} characters, got {peer.host!r}, {peer.port}, "
-                        f"{peer.generation!r} and"
-                        f" {lease.request_id[:MAX_ID_CHARS]!r}"
-                    ),
-                )
-            elif refused is not None:
-                # Before anything is dialled: the address is part of what the signature vouches for.
+        with self._turn():
+            growing = _blocks(ticket) if ticket.growing else None
+            self._fetches.watch(request_id, peer, lease, growing)
+            # Before anything is dialled: the address is part of what the signature vouches for.
+            if refused is not None:
                 self._fetches.doom(request_id, Incompatible(refused))
             else:
                 self._peers.want(request_id, peer, lease, now)
@@ -275,9 +255,8 @@ class TransferEngine:
     def events(self) -> list[Event]:
         """Return the events since the last call. Raises RuntimeError if a thread has ended."""
         if self._broken is not None:
-            raise RuntimeError(
-                f"a thread of the KV connector has ended: {self._broken}"
-            ) from self._broken
+            why = f"a thread of the KV connector has ended: {self._broken}"
+            raise RuntimeError(why) from self._broken
         with self._lock:
             self._stepped_at = time.monotonic()
             news: list[Event] = [*self._leases.events, *self._fetches.events]
@@ -303,8 +282,8 @@ class TransferEngine:
         with self._lock:
             self._peers.take_leave()
             self._words.close()
-        # The backends first: who finds nobody at our address takes it that nothing of ours is on
-        # its way any more.
+        # The backends first: who finds nobody at our address believes that nothing of ours is on its
+        # way.
         self._backends.close(JOIN_S)
         self._control.close(JOIN_S)
 
@@ -377,10 +356,10 @@ class TransferEngine:
             match self._backends[kind].on_event(rank, event):
                 case Joined(peer, error):
                     self._peers.on_joined(peer, error, now)
-                case ReadEnded(peer, read_id):
+                case ReadEnded(peer, read_id, None):
                     self._fetches.read_ended(read_id, now)
                     self._peers.on_read_over(peer)
-                case ReadFailed(peer, read_id, error, in_flight):
+                case ReadEnded(peer, read_id, error, in_flight) if error is not None:
                     if isinstance(error, PeerLost):
                         self._peers.on_way_lost(peer)
                     self._fetches.read_failed(read_id, error, now, in_flight=in_flight)
@@ -407,8 +386,8 @@ class TransferEngine:
             for ended in self._leases.events:
                 self._words.end(ended.request_id)
                 self._growths.forget(ended.request_id)
-                self._offers.pop(ended.request_id, None)
-            while (question := self._questions.next()) is not None:
+                self._growing.pop(ended.request_id, None)
+            while (question := self._growths.next()) is not None:
                 self._backends.sums(question.blocks, partial(self._vouched, question))
             growth, self._growths.news = self._growths.news, []
             for follower, grown in growth:
@@ -443,13 +422,13 @@ class TransferEngine:
         )
 
     def _vouch(self, sender: bytes, asked: Follow) -> Message | None:
-        if self._backends.can_sum and not self._questions.ask(sender, asked.lease, asked.checksums):
+        if self._backends.can_sum and not self._growths.ask(sender, asked.lease, asked.checksums):
             return Renewed(time.monotonic(), [], [asked.lease])
         return None
 
     def _vouched(self, question: Question, checksums: list[bytes]) -> None:
         with self._turn():
-            told = self._questions.answered(question, checksums)
+            told = self._growths.answered(question, checksums)
         if told is not None:
             self._control.send_to_reader(question.sender, told)
 

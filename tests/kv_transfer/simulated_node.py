@@ -98,7 +98,7 @@ class SimulatedConnector(TransferEngine):
         if not isinstance(message, End):
             return super().answer(sender, message)
         lease = message.lease
-        growth = self._growths._growths.get(lease.request_id)
+        growth = self._growths._offers.get(lease.request_id)
         follower = growth.follower if growth is not None and growth.lease == lease else None
         epoch, _ = self._leases._held.get(lease.request_id, (0, 0.0))
         answer = super().answer(sender, message)
@@ -398,7 +398,7 @@ class SimulatedNode(EngineProcess):
             "quarantined blocks": pool.quarantined,
             "leases": len(connector._leases),
             "growths": len(connector._growths),
-            "offers": len(connector._offers),
+            "offers": len(connector._growing),
             "fetches": len(connector._fetches._fetches),
             "requests": len(self.engine.scheduler._requests),
         }

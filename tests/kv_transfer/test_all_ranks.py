@@ -12,7 +12,6 @@ from kvrelay.kv_transfer.backend import (
     DropPeer,
     Joined,
     ReadEnded,
-    ReadFailed,
     Source,
 )
 from kvrelay.kv_transfer.backends import AllRanksBackend
@@ -93,7 +92,7 @@ def test_a_read_ends_with_its_last_part_and_fails_with_the_first(seed: int) -> N
         if error is None:
             outcome = it.on_event(rank, ReadEnded(source, 7))
         else:
-            outcome = it.on_event(rank, ReadFailed(source, 7, error, bool(scripts[part])))
+            outcome = it.on_event(rank, ReadEnded(source, 7, error, bool(scripts[part])))
         if not scripts[part]:
             del scripts[part]
         news, first = first is None and error is not None, first or error
@@ -101,7 +100,7 @@ def test_a_read_ends_with_its_last_part_and_fails_with_the_first(seed: int) -> N
             assert outcome == ReadEnded(PEER, 7)
         elif not scripts or news:
             assert first is not None
-            assert outcome == ReadFailed(PEER, 7, first, in_flight=bool(scripts))
+            assert outcome == ReadEnded(PEER, 7, first, in_flight=bool(scripts))
         else:
             assert outcome is None
     it.drop_peer(PEER)

@@ -17,7 +17,6 @@ from kvrelay.kv_transfer.backend import (
     Open,
     PeerGone,
     ReadEnded,
-    ReadFailed,
     Source,
 )
 from kvrelay.kv_transfer.connector import PeerKey, Read
@@ -31,8 +30,8 @@ def ended(number: int = 1) -> ReadEnded:
     return ReadEnded(PEER, number)
 
 
-def failed(error: TransferError, number: int = 1, *, in_flight: bool) -> ReadFailed:
-    return ReadFailed(PEER, number, error, in_flight)
+def failed(error: TransferError, number: int = 1, *, in_flight: bool) -> ReadEnded:
+    return ReadEnded(PEER, number, error, in_flight)
 
 
 class Backend:

@@ -456,7 +456,7 @@ def test_the_farewell_of_a_reader_that_was_replaced_ends_nothing(
     with node("first", tmp_path) as first:
         first.engine.watch("mine", ticket)
         wait_until(lambda: first.engine.way(ticket) is not None)
-        growth = source.engine._growths._growths["r"]
+        growth = source.engine._growths._offers["r"]
         wait_until(lambda: growth.follower is not None)
         follower = growth.follower
         start(source, reader, ticket)
