@@ -6,8 +6,7 @@ Process ids are used again, so whoever maps looks in the memory itself for a pro
 A source keeps one word per lease there: its epoch, while the lease is held. A word is cleared
 before the step loop hears that the lease has ended and can use the blocks again. So a reader on the
 host that finds the epoch there after its last byte has the right bytes, without a question; one
-that does not has learned nothing (many leases share few words) and asks. What a killed or stopped
-source has left there stays true: nobody writes to its blocks any more, or not yet.
+that does not has learned nothing (many leases share few words) and asks.
 """
 
 from __future__ import annotations
@@ -45,11 +44,9 @@ def mapped(place: HostFile, size: int, who: str, what: str) -> mmap.mmap:
     if place.pid_namespace != _pid_namespace():
         raise TransferError(
             f"kv_connector direct needs one PID namespace, and {who} runs in another one "
-            f"(containers: docker run "
-            "--pid, shareProcessNamespace in a pod)"
+            "(containers: docker run --pid, shareProcessNamespace in a pod)"
         )
-    # The peer names what we open, so it must not be able to make us wait (a pipe) or fault (a file
-    # that shrinks).
+    # What the peer names must not make us wait (a pipe) or fault (a file that shrinks).
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
         file = os.open(f"/proc/{place.pid}/fd/{place.file}", flags)

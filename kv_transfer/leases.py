@@ -1,7 +1,7 @@
 """Leases of the source side: which offered KV is still held, and until when. Pure.
 
-A lease ends exactly once; each end is told in `events`. While its KV grows a lease has no end of
-its own: whoever computes the prompt is waited for, as the router waits.
+A lease ends exactly once. While its KV grows a lease has no end of its own: whoever computes the
+prompt is waited for, as the router waits.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ class LeaseTable:
         self.granted = 0
         self.released = 0
         self.expired = 0
-        # Request id -> (epoch, expires at). Every grant and renewal moves to the end and all leases
-        # are equally long, so the order is the order of expiry: a sweep costs what it expires, not
-        # what is held.
+        # Request id -> (epoch, expires at), by expiry: every grant and renewal moves to the end, and
+        # all leases are equally long.
         self._held: dict[str, tuple[int, float]] = {}
         self._growing: dict[str, int] = {}  # request id -> epoch
-        self._unwanted: set[str] = set()  # of these, those whose reader has given up
+        self._unwanted: set[str] = set()  # growing, and the reader has given up
 
     def __len__(self) -> int:
         return len(self._held) + len(self._growing)
@@ -46,10 +45,7 @@ class LeaseTable:
         return LeaseId(request_id, self.granted)
 
     def complete(self, request_id: str, now: float) -> bool:
-        """Start the time of a growing lease; False if it is not growing, or has ended.
-
-        A lease ends now if its reader has given up and no other one has come.
-        """
+        """Start the time of a growing lease, or end one that nobody wants; False unless it runs."""
         if request_id in self._unwanted:
             self.release(request_id)
         epoch = self._growing.pop(request_id, None)
@@ -59,7 +55,7 @@ class LeaseTable:
         return True
 
     def renew(self, leases: Iterable[LeaseId], now: float) -> tuple[list[LeaseId], list[LeaseId]]:
-        """Prolong leases to `now + lease_s`. Returns (kept, lost); what is lost never comes back."""
+        """Prolong leases to `now + lease_s`. Returns (kept, lost)."""
         self.expire(now)
         kept, lost = self._split(leases)
         for lease in kept:
@@ -83,8 +79,7 @@ class LeaseTable:
     def end(self, lease: LeaseId, now: float) -> bool:
         """End the lease for its reader. Returns whether it was held until now.
 
-        While its KV grows a reader that gives up does not end it: there may be another one soon
-        (`want`).
+        While its KV grows it goes on: another reader may come (`want`).
         """
         if self._growing.get(lease.request_id) == lease.epoch:
             self._unwanted.add(lease.request_id)

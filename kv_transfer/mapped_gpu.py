@@ -21,9 +21,8 @@ from kvrelay.wire.errors import ConfigError, TransferError
 
 __all__ = ["GpuPiece", "GpuSide"]
 
-# One launch copies so much (0.36 ms at 370 GB/s), and so many launches of a transfer wait in the
-# stream: enough for the millisecond until `poll` is called again, and all that there is to wait for
-# before a pool is unmapped.
+# One launch copies so much (0.36 ms at 370 GB/s), and so many wait in the stream: enough for the
+# millisecond until `poll` is called again.
 SLICE_BYTES = 128 << 20
 SLICES_AHEAD = 4
 
@@ -85,8 +84,7 @@ class GpuSide:
                 f"block has {self._region.block_bytes}; use kv_connector nixl"
             )
         torch.cuda.set_device(self._device)
-        # 0 is the lowest priority that CUDA has: waiting programs of any stream of a higher one go
-        # first.
+        # 0 is the lowest priority: waiting programs of steps go first.
         self._stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(self._stream)  # of this thread, which does nothing else
         try:

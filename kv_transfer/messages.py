@@ -39,9 +39,7 @@ class HandshakeRequest(msgspec.Struct, tag="hello", frozen=True):
     engine_id: str
     fingerprint: Fingerprint
     opens: list[str] | None = None
-    """Backends that are to be open when the HandshakeReply comes. None is of a release that wants
-    all of them.
-    """
+    """Backends to open before the reply; None, of an earlier release: all."""
 
 
 class RankCard(msgspec.Struct, frozen=True):
@@ -50,7 +48,7 @@ class RankCard(msgspec.Struct, frozen=True):
     heads: Heads
     region: PoolRegion
     planes: dict[str, bytes]
-    """Its backends that are open by name, with what a reader needs to use each: opaque here."""
+    """Its open backends, with what a reader needs to use each."""
 
 
 class HandshakeReply(msgspec.Struct, tag="welcome", frozen=True):
@@ -61,11 +59,11 @@ class HandshakeReply(msgspec.Struct, tag="welcome", frozen=True):
     fingerprint: Fingerprint
     ranks: list[RankCard]
     lease_words: HostFile | None = None
-    """Where a reader on the source's host finds its leases (kv_transfer/host_memory.py)."""
+    """Where a reader on this host finds its leases."""
     checksums: bool = False
-    """Whether it answers a reader that asks for checksums of blocks."""
+    """Whether it gives checksums of blocks."""
     on_request: list[str] = []
-    """Its backends that a reader can have opened by another HandshakeRequest."""
+    """Backends that another HandshakeRequest opens."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -106,7 +104,7 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
 class Follow(msgspec.Struct, tag="follow", frozen=True):
     """A reader's request to hear how far a lease's KV is, now and whenever it has grown.
 
-    With `checksums` it asks for those of these blocks, in a ChunkProgress, and for nothing else.
+    With `checksums` it asks for those of these blocks instead.
     """
 
     lease: LeaseId
@@ -120,7 +118,7 @@ class ChunkProgress(msgspec.Struct, tag="grown", frozen=True):
     ready: int
     completion: Completion | None
     checksums: dict[int, bytes] = {}
-    """By block, as asked for: 8 bytes for each KV head of each rank (kernels/block_checksums.py)."""
+    """By block: 8 bytes for each KV head of each rank."""
 
 
 Message = (

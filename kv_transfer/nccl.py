@@ -48,10 +48,10 @@ __all__ = ["NcclBackend"]
 
 log = logging.getLogger(__name__)
 
-# A pair has three slices of staging. 64 MiB take 190 us over NVLink, twice what the host needs to
-# copy and to launch a slice; larger ones are not faster, and smaller ones leave the wire idle.
+# 64 MiB take 190 us over NVLink, twice what the host needs to copy and to launch a slice; larger
+# slices are not faster, and smaller ones leave the wire idle.
 SLICE_BYTES = 64 << 20
-# All pairs of a node together: 7 on a GPU.
+# 7 pairs on a GPU.
 MEMORY_CAP_BYTES = 2 << 30
 # How long we wait for the pairs' threads when we close.
 JOIN_S = 0.1
@@ -74,8 +74,8 @@ class NcclBackend:
     ) -> None:
         """`host` is an address of this machine that peers reach.
 
-        A pair gets `meet_s` seconds to be made, and each slice `patience_s`; then the peer counts
-        as stopped. Tests give another `nccl`, and need no GPU.
+        A pair gets `meet_s` to be made, and each slice `patience_s`; then the peer counts as
+        stopped. Tests give another `nccl`.
         """
         self._region = region
         self._host = host
@@ -216,7 +216,6 @@ class PairControl(SocketThread):
     # As the source.
 
     def _serve(self) -> None:
-        # Whatever a reader says, this thread goes on.
         for sender, *frames in received(self._router):
             try:
                 (frame,) = frames
@@ -302,8 +301,7 @@ class PairControl(SocketThread):
         if not message.idle:
             pair.abort(why)
             return
-        # It closes what has long been idle: only who slept, or asks at that very moment, has asked
-        # for anything.
+        # What was asked for when the source closed an idle pair is asked for again.
         for transfer in pair.end(why):
             self.read(source.generation, transfer)
 

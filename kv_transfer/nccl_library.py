@@ -1,7 +1,4 @@
-"""Groups of two ranks over NCCL: 0 sends and 1 receives.
-
-A wait ends when the operation is done, or with PeerLost after a deadline, a lost connection or
-`interrupt`.
+"""Communicators of two ranks over NCCL: 0 sends and 1 receives.
 
 NCCL is called directly, not through torch.distributed: the watchdog of a ProcessGroupNCCL takes the
 whole process down when an operation times out. Two ranks meet, and their GPUs connect, in a
@@ -27,8 +24,7 @@ __all__ = ["RECEIVES", "SENDS", "NcclCommunicator", "NcclLibrary", "Work"]
 SENDS, RECEIVES = 0, 1  # ranks
 Work = Callable[[], None]
 """Waits for the end of a transfer of one slice. Raises PeerLost."""
-# How often an operation of NCCL is looked at: often for as long as one takes if all goes well (64
-# MiB over NVLink: 190 us; the other end's launches).
+# How often NCCL is asked: often for as long as an operation takes (64 MiB over NVLink: 190 us).
 POLL_S, LATER_POLL_S, LATER_S = 20e-6, 100e-6, 0.005
 
 
@@ -62,7 +58,7 @@ class NcclLibrary:
     """GPU memory of a communicator: about 100 MB with 16 channels."""
 
     def __init__(self, device: int, patience_s: float) -> None:
-        """Loads the NCCL that torch brought. Raises ConfigError without one."""
+        """Load the NCCL that torch brought. Raises ConfigError without one."""
         try:
             self.library = ctypes.CDLL("libnccl.so.2")
         except OSError as error:
@@ -79,8 +75,7 @@ class NcclLibrary:
             move.argtypes = [pointer, ctypes.c_size_t, number, number, pointer, pointer]
         self.device = device
         self.patience_s = patience_s
-        # A torch stream is one of 32, given out in turn: one that two pairs share would let a hung
-        # one hold up another. So we keep ours, and reuse one only when nothing runs on it any more.
+        # torch gives out 32 streams in turn: on a shared one a hung pair would hold up another.
         self.spare_streams: list[torch.cuda.Stream] = []
 
     def facts(self) -> bytes:
@@ -92,7 +87,7 @@ class NcclLibrary:
     def open(
         self, rank: int, facts: bytes, given_up: Callable[[], bool], deadline: float
     ) -> NcclCommunicator:
-        """Meet the other rank of this unique id. Raises PeerLost."""
+        """Meet the other rank of this unique id; `rank` is ours. Raises PeerLost."""
         if len(facts) != ctypes.sizeof(_UniqueId):
             raise PeerLost(
                 f"a unique id of NCCL has {ctypes.sizeof(_UniqueId)} bytes, got {len(facts)}"
@@ -167,7 +162,7 @@ class NcclCommunicator:
         self._interrupted = True
 
     def close(self) -> None:
-        """Abort, whatever the other side does; its kernels end by a flag."""
+        """Abort, whatever the other side does."""
         # The parent's ends a split that is under way, which may leave a child.
         for comm in (self._child, self._parent, self._child):
             if comm:
@@ -185,7 +180,6 @@ class NcclCommunicator:
         self._nccl.check(state, doing)
 
     def state(self, doing: str) -> int:
-        """Return what NCCL says of this communicator, without waiting."""
         state = ctypes.c_int(_IN_PROGRESS)
         self._nccl.check(
             self._nccl.library.ncclCommGetAsyncError(self._comm, ctypes.byref(state)), doing
@@ -193,7 +187,7 @@ class NcclCommunicator:
         return state.value
 
     def patiently(self, doing: str, began: float, deadline: float) -> None:
-        """One round of a wait. Raises PeerLost when it was long enough."""
+        """Wait for a moment. Raises PeerLost when that was long enough."""
         if self._interrupted or self._given_up():
             raise PeerLost(f"gave up while NCCL was to {doing}")
         now = time.monotonic()

@@ -1,8 +1,7 @@
 """Pairs: a reader and a source that move slices of blocks through staging memory.
 
-A pair is a conveyor belt on a thread of its own: as soon as a stage is free the next slice is
-begun, of the same transfer or of the next one. So there are always `STAGES` slices under way, and a
-slice's time on the wire hides what the host does for another one. A thread for each pair, because
+As soon as a stage is free the next slice is begun, of the same transfer or of the next one: a
+slice's time on the wire hides what the host does for another one. Each pair has a thread, because
 meeting the other rank blocks, and a hung peer must hold up nobody else.
 
 Nothing lands after an abort, even if a stopped peer wakes up later: bytes from outside go to the
@@ -70,13 +69,13 @@ class Meet(msgspec.Struct, tag="meet", frozen=True):
 
     pair: bytes
     slice_bytes: int
-    """Transfers are cut into slices of at most this size, by both sides alike."""
+    """Both sides cut transfers into slices of at most this size."""
     facts: bytes
-    """The unique id of an NCCL communicator, by which the source finds the reader."""
+    """The unique id of an NCCL communicator."""
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
-    """A reader's request: send this part of these blocks, after what was asked before."""
+    """A reader's request to send this part of these blocks, after what was asked before."""
 
     pair: bytes
     blocks: list[int]
@@ -90,9 +89,7 @@ class Part(msgspec.Struct, tag="part", frozen=True):
     pair: bytes
     reason: str
     idle: bool = False
-    """All that was asked for has been sent. What has been asked for since then, this end has not
-    heard.
-    """
+    """All that this end has been asked for was sent."""
 
 
 class Leave(msgspec.Struct, tag="leave", frozen=True):
@@ -107,11 +104,10 @@ _codec: Codec[PairMessage] = Codec(PairMessage, MAX_PAIR_MESSAGE_BYTES)
 encode, decode = _codec.encode, _codec.decode
 
 
-# A pair that nobody has read through for this long is closed, and made again on demand. The source
-# waits twice as long: then its reader is gone, for it would have closed it first.
+# A pair that is idle for so long is closed by its reader, and made again on demand; the source
+# waits twice as long.
 IDLE_S = 60.0
-# One slice is on the wire, one waits behind it, and one is being copied: between two of them the
-# host has the time of a slice on the wire to see that one has ended and to launch another one.
+# One slice is on the wire, one waits behind it, and one is being copied.
 STAGES = 3
 # A copy takes less than 100 us where nobody is in its way.
 SETTLE_S, POLL_S = 0.1, 20e-6
@@ -121,10 +117,7 @@ HEAR_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """A process's terms for all its pairs.
-
-    A pair must be met within `meet_s`, and moves a slice every `patience_s`.
-    """
+    """A process's terms: a pair must be met in `meet_s`, and moves a slice every `patience_s`."""
 
     pool: StagedPool
     nccl: NcclLibrary
@@ -134,18 +127,18 @@ class Terms:
     patience_s: float
 
     def cost(self, slice_bytes: int) -> int:
-        """Memory of a pair."""
+        """Return the bytes of a pair's memory."""
         return STAGES * slice_bytes + self.nccl.communicator_bytes
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A read, as the backend's handle. Either `done` or `error` is set once, by whoever ends it."""
+    """A read, as the backend's handle. Either `done` or `error` is set, once."""
 
     remote_blocks: Sequence[int]
     local_blocks: Sequence[int]
     part: Share
-    """What is moved of each block; a source knows its own end of it alone."""
+    """What is moved of each block; a source knows its own end alone."""
     done: bool = False
     error: TransferError | None = None
 
@@ -161,7 +154,7 @@ class Move(NamedTuple):
 
 
 class Pair(abc.ABC):
-    """An end of a pair. Public methods return at once, from any thread."""
+    """An end of a pair. Methods may be called from any thread, and return at once."""
 
     def __init__(
         self,
@@ -203,8 +196,7 @@ class Pair(abc.ABC):
     def abort(self, error: TransferError) -> None:
         """End at once. From the return of this call on the pool is not touched any more.
 
-        (If a GPU is kept from copying for more than `SETTLE_S`: from the moment on that transfers
-        have an error.)
+        (If a GPU cannot copy for `SETTLE_S`: not before the transfers have an error.)
         """
         for transfer in self.end(error):
             transfer.error = self.over
@@ -225,7 +217,7 @@ class Pair(abc.ABC):
                 left = list(self._jobs)
                 self._jobs.clear()
             return left
-        # The pair's own thread will come here, when it has closed the communicator.
+        # The pair's own thread comes here when it has closed the communicator.
         return []
 
     def _run(self) -> None:
@@ -238,8 +230,7 @@ class Pair(abc.ABC):
                     self._changed.wait_for(self._given_up, HEAR_S)
             self.abort(error if isinstance(error, PeerLost) else PeerLost(error.message))
         except Exception as error:
-            # The edge of this thread: an error of ours or of the device ends this pair, and its
-            # transfers hear of it.
+            # The edge of this thread: an error of ours or of the device ends this pair.
             log.exception("a pair ended")
             self.abort(PeerLost(f"a pair ended by {type(error).__name__}: {error}"))
         finally:
@@ -294,20 +285,17 @@ class Pair(abc.ABC):
     @abc.abstractmethod
     def _begin(
         self, move: Move, stage: torch.Tensor, communicator: NcclCommunicator, lane: Lane
-    ) -> Work:
-        """Launch a slice; `stage` is free."""
+    ) -> Work: ...
 
     @abc.abstractmethod
-    def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
-        """Wait for the oldest slice that is under way, and free its stage."""
+    def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None: ...
 
     @abc.abstractmethod
-    def _meet(self) -> NcclCommunicator:
-        """Meet the other end, before the deadline."""
+    def _meet(self) -> NcclCommunicator: ...
 
     @abc.abstractmethod
     def _leave(self) -> float:
-        """This end would like to part: in how many seconds it does."""
+        """Return the seconds in which this end parts."""
 
     def _given_up(self) -> bool:
         return self.over is not None
@@ -357,7 +345,7 @@ class Pair(abc.ABC):
 
 
 def within(limit_s: float, true: Callable[[], bool]) -> bool:
-    """Wait until it is true; return False if that takes too long."""
+    """Wait until it is true; return False if it takes longer than `limit_s`."""
     deadline = time.monotonic() + limit_s
     while not true():
         if time.monotonic() >= deadline:

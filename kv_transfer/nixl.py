@@ -1,7 +1,6 @@
 """The NIXL backend (UCX): one-sided READs between registered pools, on CPUs and on GPUs.
 
-The only file that imports nixl; what was learned about NIXL 1.5 is written where it matters. UCX's
-listener has no authentication, so it listens on the network devices of `kv_host` alone.
+UCX's listener has no authentication, so it listens on the network devices of `kv_host` alone.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ __all__ = ["NixlBackend", "addresses_here", "net_devices", "net_devices_of"]
 log = logging.getLogger(__name__)
 
 _SIOCGIFCONF = 0x8912
-# An ifreq of the kernel, on 64 bits: 16 bytes of name, then a sockaddr_in with the address at its
-# byte 4.
+# The kernel's ifreq on 64 bits: 16 bytes of name, then a sockaddr_in.
 _IFREQ_BYTES, _ADDRESS_AT = 40, 20
 _MOST_ADDRESSES = 4096
 
@@ -54,18 +52,13 @@ def net_devices_of(address: str, known: Iterable[tuple[str, str]], sysfs: Path) 
         return None
     if wanted.is_loopback:
         return "lo"
-    # Of a link-local number the part behind % names the interface, which the list has in its own
-    # column.
     numbers = [(name, ipaddress.ip_address(each.partition("%")[0])) for name, each in known]
-    name = next(
-        (name for name, each in numbers if each == ipaddress.ip_address(address.partition("%")[0])),
-        None,
-    )
+    number = ipaddress.ip_address(address.partition("%")[0])
+    name = next((name for name, each in numbers if each == number), None)
     if name is None:
         raise ConfigError(
             f"no network interface of this machine has kv_host's address {address}, so UCX would "
-            f"listen on all "
-            "of them; take an address of this machine, or set UCX_NET_DEVICES"
+            "listen on all of them; take an address of this machine, or set UCX_NET_DEVICES"
         )
     return ",".join([name, *_rdma_ports(name, sysfs)])
 
@@ -118,9 +111,8 @@ def _ipv6() -> list[tuple[str, str]]:
     ]
 
 
-# What this machine was given before its peer's end is through by then: bytes that UCX has not taken
-# out of a buffer, and over NVLink and PCIe, where it reads by copies of our own GPU, those (4 GiB
-# at 20 GB/s).
+# When what came before its peer's end is in: bytes in UCX's buffers, and copies of our own GPU over
+# NVLink and PCIe (4 GiB at 20 GB/s).
 COPIED_S = 0.25
 
 
@@ -140,11 +132,11 @@ class _Handle:
     error: Exception | None = None
     lost: PeerLost | None = None
     over_at: float = 0.0
-    """If it is lost: from here on nothing lands."""
+    """When nothing lands any more, if it is lost."""
 
 
 class NixlBackend:
-    """A `TransferBackend` over NIXL. All methods run on one thread: an agent is not thread-safe."""
+    """A `TransferBackend` over NIXL."""
 
     helps_readers = True
 
@@ -158,21 +150,14 @@ class NixlBackend:
         self._remotes: dict[str, _Remote] = {}
         self._handles: list[_Handle] = []
         self._prepared: dict[tuple[int, int], Any] = {}
-        """Descriptor lists of our pool, by the part of a block that they stand for: its start and
-        bytes.
-        """
+        """Descriptor lists of our pool, by (start, bytes) of the part of a block."""
 
     def prepare(self) -> None:
-        """Load NIXL and its UCX plugin, without starting UCX. Raises ConfigError.
-
-        That stops the process's other threads for up to 0.4 s.
-        """
-        # Before UCX is loaded, and before there are threads that may read the environment while it
-        # changes.
+        """Load NIXL and its UCX plugin, without starting UCX. Raises ConfigError."""
+        # Before UCX is loaded, and threads read the environment.
         if "UCX_NET_DEVICES" not in os.environ and (devices := net_devices(self._host)) is not None:
             log.info("UCX takes the network devices %s, of kv_host %s", devices, self._host)
             os.environ["UCX_NET_DEVICES"] = devices
-        # NIXL logs to stderr from INFO on; what fails is an exception here, with our own words.
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         try:
             import numpy as np
@@ -192,13 +177,10 @@ class NixlBackend:
         ]
         self._errors = (RuntimeError, ValueError, OverflowError, *named)
         if self._memory == "VRAM":
-            # Where UCX sees no NVLink between two GPUs (or two processes on one) it reads through
-            # TCP, at 0.5 GB/s.
+            # Else UCX reads through TCP, at 0.5 GB/s, where it sees no NVLink.
             os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
         try:
-            # Its progress thread spins on one core, idle or not; ours progresses UCX in `progress`
-            # and `poll`. Its own listener, which hands metadata to anybody, is off unless asked
-            # for.
+            # Its progress thread would spin on one core, idle or not.
             self._agent = nixl_agent(
                 self._name, nixl_agent_config(enable_prog_thread=False, backends=[])
             )
@@ -249,11 +231,7 @@ class NixlBackend:
     def post_read(
         self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> _Handle:
-        """Post one READ. NIXL merges descriptors that are neighbours on both sides by itself.
-
-        Between two processes of one host UCX copies inside this call (CMA); the GIL is free
-        meanwhile.
-        """
+        """Post one READ. Between processes of one host UCX copies inside this call (CMA)."""
         remote = self._remotes.get(generation)
         if remote is None:
             raise TransferError(f"peer of generation {generation} is not there any more")
@@ -278,11 +256,7 @@ class NixlBackend:
         return handle
 
     def poll(self, handle: object) -> bool:
-        """Return True when all is in.
-
-        NIXL reports failure by exceptions, never by its "ERR"; a stopped peer stays "PROC" for
-        ever.
-        """
+        """Return True when all is in. NIXL reports failure by exceptions, never by its "ERR"."""
         assert isinstance(handle, _Handle)
         error, handle.error = handle.error, None
         if error is None and not handle.done and handle.lost is None:

@@ -57,7 +57,7 @@ RENEW_BATCH = 1000
 @dataclass(slots=True)
 class _Peer:
     due: float = 0.0
-    """When its answer is late, the next heartbeat is due, or it is dialled again."""
+    """When its answer is late, a heartbeat is due, or it is dialled again."""
     welcomed: bool = False
     lost: KvrelayError | None = None
     vanished: bool = False
@@ -67,17 +67,17 @@ class _Peer:
     welcome: HandshakeReply | None = None
     """The last one."""
     kind: str = ""
-    """The backend that we read through, or are about to."""
+    """The backend that we try, or read through."""
     sources: list[tuple[int, Source]] = field(default_factory=list)
     """Which rank of ours reads what through it; none until it is open at both ends."""
     heads: list[int] = field(default_factory=list)
-    """Where checksums of our KV heads lie among its own; empty if it or we compare none."""
+    """Where our KV heads' checksums lie among its own; empty if either has none."""
     joined: bool = False
     """The backend can read, as far as is known."""
     choices: list[str] = field(default_factory=list)
     """Backends that were not tried yet, the best first."""
     missed: dict[str, str] = field(default_factory=dict)
-    """Backends that one of us does not have, or that did not work; and why."""
+    """Backends that do not work, and why."""
 
 
 class Peers:

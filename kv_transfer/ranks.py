@@ -44,17 +44,16 @@ __all__ = [
     "ToRank",
 ]
 
-# How long the ranks may take to prepare their backends, and to open one: on a GPU each compiles a
-# kernel.
+# How long ranks may take to prepare their backends, and to open one: on a GPU each compiles.
 OPEN_S = 300.0
-# How often rank 0 looks whether peers still read from here, after somebody began to.
+# How often rank 0 looks whether peers still read from here.
 SERVING_MS = 1000
 # A Read names up to 100,000 blocks on either side.
 MAX_RANK_MESSAGE_BYTES = 1 << 20
 
 
 class BackendTerms(msgspec.Struct, frozen=True):
-    """A choice of backends, the best first, and what they must know of the configuration."""
+    """A choice of backends, the best first, and their configuration."""
 
     kinds: tuple[str, ...]
     host: str
@@ -62,7 +61,7 @@ class BackendTerms(msgspec.Struct, frozen=True):
     meet_s: float
     patience_s: float
     summed_heads: int = 0
-    """KV heads of each rank, if checksums of blocks may be asked for; else 0."""
+    """KV heads of each rank, if checksums may be asked for; else 0."""
 
 
 class LinkAddress(msgspec.Struct, frozen=True):
@@ -155,12 +154,12 @@ _from_rank: Codec[FromRank] = Codec(FromRank, MAX_RANK_MESSAGE_BYTES, _encoded, 
 
 
 class RankLink(SocketThread):
-    """A link's end at rank 0. Public methods return at once, except `prepared` and `close`."""
+    """A link's end at rank 0. All but `prepared` and `close` return at once."""
 
     def __init__(
         self, host: str, heads: Sequence[Heads], engine_id: str, terms: BackendTerms
     ) -> None:
-        """Listens at `host` from here on. `heads`: of all ranks. Raises ConfigError."""
+        """Listen at `host`. `heads`: of all ranks. Raises ConfigError."""
         if not zmq.has("curve"):
             raise ConfigError(
                 "tensor-parallel nodes need a libzmq with CURVE; take pyzmq from a wheel"
@@ -186,11 +185,11 @@ class RankLink(SocketThread):
         serving: Callable[[], bool],
         on_error: Callable[[Exception], None],
     ) -> None:
-        """Give messages to `on_message`, and have ranks help readers while `serving`."""
+        """Hand on messages, and have ranks help readers while `serving`."""
         self._on_message, self._serving, self._on_error = on_message, serving, on_error
 
     def prepared(self) -> list[Prepared]:
-        """Wait for all other ranks; in their order. Raises ConfigError if one does not come."""
+        """Wait for all other ranks. Raises ConfigError if one does not come."""
         until = time.monotonic() + OPEN_S
         found: dict[int, Prepared] = {}
         while len(found) < len(self.heads) - 1:
@@ -261,7 +260,7 @@ class LinkEnd(SocketThread):
         on_message: Callable[[ToRank], None],
         lost: Callable[[str], None],
     ) -> None:
-        """Dials. `lost` is called once, from this thread, unless the engine ends in order."""
+        """Dial. `lost` is called once, from the thread, unless the engine ends in order."""
         super().__init__("kv-rank", MAX_RANK_MESSAGE_BYTES, unbounded=True)
         self._on_message, self._lost = on_message, lost
         self._connection = Connection(self, zmq.curve_keypair(), address.key)

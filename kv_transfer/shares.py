@@ -19,7 +19,7 @@ Heads = tuple[int, int]
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """A range: `num_bytes` of every block, from a start on either side."""
+    """A range of `num_bytes` of every block, from a start on either side."""
 
     remote_start: int
     local_start: int

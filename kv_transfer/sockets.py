@@ -28,18 +28,16 @@ Socket = zmq.Socket[bytes]
 BURST = 256
 # How long farewells may take when we close.
 LINGER_MS = 100
-# What a CURVE message has beyond its content (nonce, authenticator, flags): counted by zmq's size
-# limit.
+# What a CURVE message has beyond its content, counted by zmq's size limit.
 CURVE_OVERHEAD_BYTES = 33
-# A node with another secret, or with one where we have none, hangs up during the handshake without
-# a word (measured: all of them are "no detail", as a connection that was cut is).
+# A node with another secret hangs up without a word ("no detail", as a cut connection).
 NO_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 NO_HANDSHAKE |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | NO_HANDSHAKE
 
 
 class Codec(Generic[T]):
-    """A family of messages as msgpack frames of a limited size; `T` is their union."""
+    """A union of messages as msgpack frames of a limited size."""
 
     def __init__(
         self,
@@ -74,7 +72,7 @@ class Codec(Generic[T]):
 
 
 class SocketThread(abc.ABC):
-    """A thread that polls its sockets. `post` and `wake` may be called from any thread."""
+    """A thread that polls its sockets."""
 
     def __init__(self, name: str, max_message_bytes: int, *, unbounded: bool = False) -> None:
         """`unbounded`: no message is dropped because the other side does not read."""
@@ -83,7 +81,7 @@ class SocketThread(abc.ABC):
         self._jobs: collections.deque[Callable[[], None]] = collections.deque()
         self._closing = False
         self.poller = zmq.Poller()
-        # ZMQ sockets belong to one thread; a socket pair can be written to by others.
+        # ZMQ sockets belong to one thread; others can write to a socket pair.
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
@@ -101,12 +99,12 @@ class SocketThread(abc.ABC):
 
     def wake(self) -> None:
         """End the poll."""
-        # A full buffer means that the thread was woken a few thousand times and is about to look.
+        # A full buffer means that the thread is about to look.
         with contextlib.suppress(BlockingIOError, OSError):
             self._waker.send(b"\0")
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the thread and its sockets; wait for so long, by default to the end."""
+        """End the thread and its sockets; wait for so long, by default without limit."""
         self._closing = True
         self.wake()
         if self._thread.ident is None:
@@ -117,7 +115,7 @@ class SocketThread(abc.ABC):
     def new_socket(
         self, kind: int, keys: tuple[bytes, bytes] | None = None, server: bytes | None = None
     ) -> Socket:
-        """Return a socket; with CURVE `keys` (public, secret) a server's, or one that dials it."""
+        """Return a socket; with CURVE `keys` (public, secret) a server, or one that dials it."""
         sock = self._context.socket(kind)
         sock.setsockopt(zmq.IPV6, 1)
         sock.setsockopt(zmq.MAXMSGSIZE, self._max_bytes + CURVE_OVERHEAD_BYTES)
@@ -146,7 +144,6 @@ class SocketThread(abc.ABC):
         return router, port
 
     def run_jobs(self) -> None:
-        """Run what was posted."""
         while self._jobs:
             self._jobs.popleft()()
 
@@ -155,16 +152,14 @@ class SocketThread(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def on_ready(self, ready: set[Any]) -> None:
-        """Read from these sockets."""
+    def on_ready(self, ready: set[Any]) -> None: ...
 
     @abc.abstractmethod
     def on_error(self, error: Exception) -> None:
         """Report that the thread has ended by an error of ours."""
 
     @abc.abstractmethod
-    def on_close(self) -> None:
-        """Close all sockets."""
+    def on_close(self) -> None: ...
 
     def _run(self) -> None:
         try:
@@ -202,7 +197,7 @@ class Connection:
     ) -> None:
         self._thread = thread
         self.dealer = thread.new_socket(zmq.DEALER, keys, server)
-        # No reconnecting under our feet: behind the same address there may be another process.
+        # No reconnecting: behind the same address there may be another process.
         self.dealer.reconnect_ivl = -1
         self.monitor = self.dealer.get_monitor_socket(_GONE)
         for sock in (self.dealer, self.monitor):
@@ -249,8 +244,7 @@ def listen(
 ) -> int:
     """Listen at this address of this machine; return the port, a free one for 0.
 
-    `host`: a name, a number, or * for all addresses. `called`: the options that host and port come
-    from. Raises ConfigError.
+    `host`: a name, a number, or * for all; `called`: the options of both. Raises ConfigError.
     """
     try:
         # zmq binds to numbers only, so names are looked up first.

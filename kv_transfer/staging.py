@@ -1,8 +1,7 @@
 """The KV pool as rows of bytes, and copies of slices between it and staging memory.
 
 On a GPU a slice is one launch of kernels/gather_blocks.py, on a stream that has nothing but such
-copies, so that it waits for no peer. (Streams may share one of a GPU's 8 queues, though: then a
-copy begins after operations of other streams that were launched before it.)
+copies, so that it waits for no peer.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from kvrelay.wire.errors import PeerLost, TransferError
 
 __all__ = ["Budget", "StagedPool", "Lane", "Places", "Slice", "cut"]
 
-# Of the kernel: twice what a peer's pool is read with, for within a GPU there is ten times the
-# bandwidth of NVLink.
+# The kernel's: twice what a peer's pool is read with; a GPU has ten times NVLink's bandwidth.
 PROGRAMS = 128
 
 
@@ -44,10 +42,7 @@ class Slice(NamedTuple):
 
 
 def cut(num_blocks: int, row_bytes: int, slice_bytes: int) -> list[Slice]:
-    """Cut a transfer into slices of at most `slice_bytes`, as equal as can be.
-
-    A slice is a part of a row of `row_bytes` that is larger, else whole rows.
-    """
+    """Cut a transfer into slices of at most `slice_bytes`: whole rows, or parts of larger ones."""
     if row_bytes > slice_bytes:
         starts = range(0, row_bytes, slice_bytes)
         return [
@@ -61,10 +56,7 @@ def cut(num_blocks: int, row_bytes: int, slice_bytes: int) -> list[Slice]:
 
 
 class Budget:
-    """A limit on the memory of all pairs of a process.
-
-    A pair holds its share until its communicator is closed.
-    """
+    """A limit on the memory of all pairs of a process."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -72,7 +64,7 @@ class Budget:
         self.peak_bytes = 0
         self.waiting = 0
         self.wanted: Callable[[], None] = lambda: None
-        """Called from any thread when somebody begins to wait."""
+        """Called when somebody begins to wait."""
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
@@ -112,21 +104,18 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """A place of a transfer in the pool: bytes of each of `blocks`, from `offset` on."""
+    """A transfer's place in the pool: `row_bytes` of each of `blocks`, from `offset` on."""
 
     blocks: Sequence[int]
     offset: int
     row_bytes: int
     table: Table | None
-    """For the kernel, which has been told the blocks."""
+    """The blocks, if the kernel copies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """A table of block ids for the kernel, int32, which is used again.
-
-    Pinned memory made for each transfer would cost half a millisecond.
-    """
+    """A table of block ids, int32, used again: pinned memory costs half a millisecond to make."""
 
     host: torch.Tensor
     written: Any  # numpy's view of `host`
@@ -134,30 +123,25 @@ class Table:
     counted: torch.Tensor  # 0, 1, 2, ... on the GPU
 
 
-class Rows(NamedTuple):
-    """A side of a copy: rows `ids` (int32, on the GPU) from `address` on, `stride` bytes apart."""
-
-    address: int
-    ids: torch.Tensor
-    stride: int
+Rows = tuple[int, torch.Tensor, int]
+"""A side of a copy: rows with ids (int32, on the GPU) from an address on, a stride apart."""
 
 
 class StagedPool:
     """A KV pool as rows of bytes, [num_blocks, block_bytes]."""
 
     def __init__(self, region: PoolRegion) -> None:
-        """Maps the region; its memory stays the caller's."""
+        """Map the region; its memory stays the caller's."""
         self.num_blocks, self.block_bytes = region.num_blocks, region.block_bytes
         self.address = region.address
         self.device = torch.device(region.device)
         self.rows = _mapped(region).view(region.num_blocks, region.block_bytes)
-        # A torch stream is one of 32, given out in turn; were it also one on which a pair receives,
-        # copies would wait for that pair's peer.
+        # torch gives out 32 streams in turn: were one also a pair's, copies would wait for its peer.
         self._spare_streams: list[torch.cuda.Stream] = []
 
     @contextlib.contextmanager
     def lane(self) -> Iterator[Lane]:
-        """Have this thread copy, on a stream of its own."""
+        """Have this thread copy, on a GPU on a stream of its own."""
         if self.device.type == "cpu":
             yield Lane(self, None)
             return
@@ -173,11 +157,11 @@ class StagedPool:
             spare.append(stream)
 
     def compile(self) -> None:
-        """Compile what `lane` needs, which may take seconds, by copying the null block."""
+        """Compile what `lane` needs, by copying the null block."""
         with self.lane() as lane:
             places = lane.places([0])
             if places.table is not None:
-                null = Rows(self.address, places.table.blocks[:1], self.block_bytes)
+                null = self.address, places.table.blocks[:1], self.block_bytes
                 lane.run_kernel(null, null, places)
 
 
@@ -187,9 +171,7 @@ class Lane:
     def __init__(
         self, pool: StagedPool, stream: torch.cuda.Stream | None, kernel: Any = None
     ) -> None:
-        """For StagedPool.lane, with that stream as the current one. `kernel`: the module, for
-        tests.
-        """
+        """`stream` is the current one; `kernel`: the module, for tests."""
         self._pool = pool
         self._stream = stream
         self._kernel = kernel
@@ -201,7 +183,7 @@ class Lane:
             self._tables.append(self._new_table(pool.num_blocks))
 
     def staging(self, num_bytes: int) -> torch.Tensor:
-        """Memory on the pool's device, [num_bytes] uint8. Raises TransferError if there is none."""
+        """Return memory on the pool's device, [num_bytes] uint8. Raises TransferError."""
         device = self._pool.device
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -213,7 +195,7 @@ class Lane:
     def places(
         self, blocks: Sequence[int], offset: int = 0, row_bytes: int | None = None
     ) -> Places:
-        """Get ready to copy these bytes of these blocks, by default all of each, until `forget`."""
+        """Get ready to copy this part of these blocks, by default all, until `forget`."""
         pool = self._pool
         size = pool.block_bytes if row_bytes is None else row_bytes
         if self._kernel is None or any(
@@ -258,8 +240,8 @@ class Lane:
                 target.copy_(source, non_blocking=True)
             return
         ids = table.blocks[piece.first : piece.first + piece.rows]
-        in_pool = Rows(self._pool.address + places.offset, ids, self._pool.block_bytes)
-        packed = Rows(staging.data_ptr(), table.counted[: piece.rows], places.row_bytes)
+        in_pool = self._pool.address + places.offset, ids, self._pool.block_bytes
+        packed = staging.data_ptr(), table.counted[: piece.rows], places.row_bytes
         if into_pool:
             self.run_kernel(packed, in_pool, places)
         else:
@@ -270,17 +252,17 @@ class Lane:
         return self._stream is None or self._stream.query()
 
     def run_kernel(self, source: Rows, target: Rows, places: Places) -> None:
-        """Copy the rows of one side onto those of the other one."""
-        tiles = range(self._kernel.tiles_in(source.ids.numel(), places.row_bytes))
+        """Copy rows onto rows."""
+        (origin, source_ids, source_stride), (goal, target_ids, target_stride) = source, target
         self._kernel.gather_blocks(
-            source.address,
-            target.address,
-            source.ids,
-            target.ids,
+            origin,
+            goal,
+            source_ids,
+            target_ids,
             block_bytes=places.row_bytes,
-            source_stride=source.stride,
-            target_stride=target.stride,
-            tiles=tiles,
+            source_stride=source_stride,
+            target_stride=target_stride,
+            tiles=range(self._kernel.tiles_in(source_ids.numel(), places.row_bytes)),
             programs=PROGRAMS,
         )
 
