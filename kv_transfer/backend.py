@@ -47,7 +47,6 @@ __all__ = [
     "BackendThread",
     "Source",
     "wake_in_time",
-    "check_blocks",
     "runs",
 ]
 
@@ -84,7 +83,7 @@ class Source:
 class TransferBackend(Protocol):
     """A way to read the memory of other processes. Called from one thread.
 
-    A peer is named by its generation.
+    A peer is named by its generation, and added before and dropped after all of its reads.
     """
 
     helps_readers: bool
@@ -102,7 +101,7 @@ class TransferBackend(Protocol):
         """Get ready to read from a peer. Raises TransferError."""
 
     def post_read(
-        self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+        self, source: Source, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> object:
         """Start to read. Returns a handle for `poll`, which tells all but what is raised here.
 
@@ -120,7 +119,7 @@ class TransferBackend(Protocol):
         """Note that a process is gone for certain: `poll` soon ends what needed its help."""
 
     def drop_peer(self, generation: str) -> None:
-        """No reads from this peer any more; unknown ones are ignored."""
+        """Forget a peer."""
 
     def progress(self) -> None:
         """Serve peers that read from here; called at least every `IDLE_S`."""
@@ -209,6 +208,7 @@ class BackendThread:
         # for just so long in the middle of it (CPython 3.10 to 3.12).
         self._todo: collections.deque[BackendJob] = collections.deque()
         self._woken = threading.Event()
+        self._sources: dict[PeerKey, Source] = {}
         self._running: list[_Running] = []
         self._closing = False
         self._interval_s = POLL_MIN_S
@@ -304,12 +304,15 @@ class BackendThread:
             case PeerGone(peer):
                 self._backend.peer_gone(peer.generation)
             case DropPeer(peer):
-                self._backend.drop_peer(peer.generation)
+                if self._sources.pop(peer, None) is not None:
+                    self._backend.drop_peer(peer.generation)
 
     def _add_peer(self, peer: PeerKey, source: Source) -> None:
         started, error = time.monotonic(), None
         try:
-            self._backend.add_peer(source)
+            if peer not in self._sources:
+                self._backend.add_peer(source)
+                self._sources[peer] = source
         except TransferError as raised:
             error = raised
         else:
@@ -319,9 +322,15 @@ class BackendThread:
 
     def _post(self, read: Read) -> None:
         try:
-            handle = self._backend.post_read(
-                read.peer.generation, read.remote_blocks, read.local_blocks
-            )
+            source = self._sources.get(read.peer)
+            if source is None:
+                raise TransferError(f"peer {read.peer.generation} is not there any more")
+            num_blocks = source.region.num_blocks
+            if not all(0 <= block < num_blocks for block in read.remote_blocks):
+                raise TransferError(
+                    f"blocks {list(read.remote_blocks)} reach outside a pool of {num_blocks} blocks"
+                )
+            handle = self._backend.post_read(source, read.remote_blocks, read.local_blocks)
         except TransferError as error:
             self._tell(ReadEnded(read.peer, read.read_id, error))
             return
@@ -354,14 +363,6 @@ class BackendThread:
             return not in_flight
         self._tell(ReadEnded(read.peer, read.read_id))
         return True
-
-
-def check_blocks(whose: str, blocks: Sequence[int], num_blocks: int) -> None:
-    """Raise TransferError for blocks outside a pool."""
-    if not all(0 <= block < num_blocks for block in blocks):
-        raise TransferError(
-            f"{whose} blocks {list(blocks)} reach outside a pool of {num_blocks} blocks"
-        )
 
 
 def runs(remote: Sequence[int], local: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.kernels.pool_memory import NONCE_BYTES, PoolMemory, nonce_offset, pool_memory
-from kvrelay.kv_transfer.backend import Source, check_blocks, runs
+from kvrelay.kv_transfer.backend import Source, runs
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.host_memory import HostFile, mapped, place_of
 from kvrelay.kv_transfer.mapped_gpu import GpuPiece, GpuSide
@@ -44,8 +44,7 @@ class DirectBackend:
         """Takes nothing before `open`. The region's pool must outlive the backend."""
         self._region = region
         self._side: Any = HostSide(region) if region.device == "cpu" else GpuSide(region)
-        # By generation: the source, and its pool as our side has mapped it.
-        self._remotes: dict[str, tuple[Source, Any]] = {}
+        self._pools: dict[str, Any] = {}  # as our side has mapped them, by generation
 
     def prepare(self) -> None: ...
 
@@ -68,8 +67,6 @@ class DirectBackend:
         return msgspec.msgpack.encode(Metadata(self._boot_id, memory.nonce, self._place))
 
     def add_peer(self, source: Source) -> None:
-        if source.generation in self._remotes:
-            return
         try:
             metadata = msgspec.msgpack.decode(source.metadata, type=Metadata)
         except MALFORMED as error:
@@ -91,16 +88,12 @@ class DirectBackend:
         except TransferError:
             self._side.unmap(pool)
             raise
-        self._remotes[source.generation] = source, pool
+        self._pools[source.generation] = pool
 
     def post_read(
-        self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+        self, source: Source, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> object:
-        if generation not in self._remotes:
-            raise TransferError(f"peer of generation {generation} is not there any more")
-        source, pool = self._remotes[generation]
-        check_blocks("remote", remote_blocks, source.region.num_blocks)
-        check_blocks("local", local_blocks, self._region.num_blocks)
+        pool = self._pools[source.generation]
         handle: object = self._side.start(source, pool, remote_blocks, local_blocks)
         return handle
 
@@ -111,15 +104,13 @@ class DirectBackend:
     def peer_gone(self, generation: str) -> None: ...
 
     def drop_peer(self, generation: str) -> None:
-        remote = self._remotes.pop(generation, None)
-        if remote is not None:
-            self._side.unmap(remote[1])
+        self._side.unmap(self._pools.pop(generation))
 
     def progress(self) -> None: ...
 
     def close(self) -> None:
         """Unmap all pools. Nothing lands after this."""
-        for generation in list(self._remotes):
+        for generation in list(self._pools):
             self.drop_peer(generation)
 
     def _prove(self, source: Source, pool: Any, nonce: bytes) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvrelay.kv_transfer.backend import Source, check_blocks
+from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.nccl_library import NcclLibrary
 from kvrelay.kv_transfer.nccl_pairs import (
@@ -83,7 +83,6 @@ class NcclBackend:
         self._slice_bytes = slice_bytes
         self._nccl = nccl
         self.budget = Budget(memory_cap_bytes)
-        self._sources: dict[str, Source] = {}  # by generation
 
     def prepare(self) -> None:
         """Load NCCL and compile the kernels. Raises ConfigError without a GPU, NCCL or CURVE."""
@@ -104,35 +103,26 @@ class NcclBackend:
 
     def add_peer(self, source: Source) -> None:
         """Dial a peer's control socket. The pair is made at the first read."""
-        if source.generation in self._sources:
-            return
         try:
             address = msgspec.msgpack.decode(source.metadata, type=Address)
         except MALFORMED as error:
             raise TransferError(
                 f"{source.engine_id} does not hand KV over by NCCL: set one kv_connector"
             ) from error
-        self._sources[source.generation] = source
         self._control.post(partial(self._control.dial, source.generation, address))
 
     def post_read(
-        self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+        self, source: Source, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> Transfer:
-        source = self._sources.get(generation)
-        if source is None:
-            raise TransferError(f"peer of generation {generation} is not there any more")
-        check_blocks("remote", remote_blocks, source.region.num_blocks)
-        check_blocks("local", local_blocks, self._region.num_blocks)
+        part = source.part
         try:
-            encode(
-                Ask(bytes(16), list(remote_blocks), source.part.remote_start, source.part.num_bytes)
-            )
+            encode(Ask(bytes(16), list(remote_blocks), part.remote_start, part.num_bytes))
         except ValueError as error:
             raise TransferError(
                 f"{len(remote_blocks)} blocks are too many to ask for at once: {error}"
             ) from error
-        transfer = Transfer(remote_blocks, local_blocks, source.part)
-        self._control.post(partial(self._control.read, generation, transfer))
+        transfer = Transfer(remote_blocks, local_blocks, part)
+        self._control.post(partial(self._control.read, source.generation, transfer))
         return transfer
 
     def poll(self, handle: object) -> bool:
@@ -146,9 +136,8 @@ class NcclBackend:
         """Do nothing: the control socket tells the same."""
 
     def drop_peer(self, generation: str) -> None:
-        if self._sources.pop(generation, None) is not None:
-            why = "nothing is read from it any more"
-            self._control.post(partial(self._control.hang_up, generation, why))
+        why = "nothing is read from it any more"
+        self._control.post(partial(self._control.hang_up, generation, why))
 
     def progress(self) -> None:
         """Raise RuntimeError if the control thread has ended."""

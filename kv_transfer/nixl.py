@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrelay.kv_transfer.backend import Source, check_blocks
+from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.wire.config_checks import is_loopback
 from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
@@ -119,7 +119,6 @@ COPIED_S = 0.25
 @dataclass(slots=True)
 class _Remote:
     agent: str
-    num_blocks: int
     blocks: Any  # prepared descriptor list, one descriptor per block
     ours: Any  # the same of our pool
 
@@ -210,8 +209,6 @@ class NixlBackend:
 
     def add_peer(self, source: Source) -> None:
         """Load a peer's metadata (8 to 40 ms) and prepare one descriptor per block of its pool."""
-        if source.generation in self._remotes:
-            return
         region = source.region
         try:
             memory, _ = _memory(region.device)
@@ -226,16 +223,13 @@ class NixlBackend:
             raise TransferError(
                 f"NIXL cannot reach the pool of {source.engine_id}: {_named(error)}"
             ) from error
-        self._remotes[source.generation] = _Remote(agent, region.num_blocks, blocks, ours)
+        self._remotes[source.generation] = _Remote(agent, blocks, ours)
 
     def post_read(
-        self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+        self, source: Source, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> _Handle:
         """Post one READ. Between processes of one host UCX copies inside this call (CMA)."""
-        remote = self._remotes.get(generation)
-        if remote is None:
-            raise TransferError(f"peer of generation {generation} is not there any more")
-        check_blocks("remote", remote_blocks, remote.num_blocks)
+        remote = self._remotes[source.generation]
         indices = [
             self._np.array(blocks, dtype=self._np.int32) for blocks in (local_blocks, remote_blocks)
         ]
@@ -292,10 +286,9 @@ class NixlBackend:
                 handle.over_at = time.monotonic() + COPIED_S
 
     def drop_peer(self, generation: str) -> None:
-        remote = self._remotes.pop(generation, None)
-        if remote is not None:
-            self._quietly(remote.blocks.release)
-            self._quietly(lambda: self._agent.remove_remote_agent(remote.agent))
+        remote = self._remotes.pop(generation)
+        self._quietly(remote.blocks.release)
+        self._quietly(lambda: self._agent.remove_remote_agent(remote.agent))
 
     def progress(self) -> None:
         """Let UCX serve peers that read from here, by asking for notifications."""

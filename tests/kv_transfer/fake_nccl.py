@@ -27,17 +27,18 @@ class FakeNccl:
     def __init__(self, patience_s: float) -> None:
         self.patience_s = patience_s
         self.stopped = threading.Event()
+        self._own: dict[bytes, queue.Queue[bytes]] = {}
 
     def facts(self) -> bytes:
         facts = os.urandom(16)
-        self._invited[facts] = queue.Queue(1)
+        self._own[facts] = self._invited[facts] = queue.Queue(1)
         return facts
 
     def open(
         self, rank: int, facts: bytes, given_up: Callable[[], bool], deadline: float
     ) -> FakeCommunicator:
         if rank == RECEIVES:
-            wire = self._invited[facts]
+            wire = self._own[facts]
             self.wait_for(lambda: facts not in self._invited, given_up, deadline)
         else:
             self.wait_for(lambda: facts in self._invited, given_up, deadline)

@@ -48,12 +48,10 @@ class SharedBackend:
         self.peers[source.generation] = source, _map(Path(source.metadata.decode()))
 
     def post_read(
-        self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+        self, source: Source, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> object:
-        if generation not in self.peers:
-            raise TransferError("no such peer")
         self.posted.set()
-        return generation, list(zip(remote_blocks, local_blocks, strict=True))
+        return source.generation, list(zip(remote_blocks, local_blocks, strict=True))
 
     def poll(self, handle: object) -> bool:
         assert isinstance(handle, tuple)
@@ -74,7 +72,7 @@ class SharedBackend:
         self.gone.add(generation)
 
     def drop_peer(self, generation: str) -> None:
-        self.peers.pop(generation, None)
+        del self.peers[generation]
 
     def progress(self) -> None:
         pass

@@ -139,11 +139,10 @@ class SimulatedBackend:
         self._peers[source.generation] = there
 
     def post_read(
-        self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+        self, there: Source, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> object:
-        source, world = self._peers.get(generation), self._world
-        if source is None:
-            raise TransferError("no such peer")
+        generation, world = there.generation, self._world
+        source = self._peers[generation]
         if world.rng.random() < 0.03:
             raise TransferError("the READ was refused")
         transfer = Transfer(source, generation, set(zip(remote_blocks, local_blocks, strict=True)))
@@ -184,7 +183,7 @@ class SimulatedBackend:
                 self._end(transfer, "the process of the peer is gone")
 
     def drop_peer(self, generation: str) -> None:
-        self._peers.pop(generation, None)
+        del self._peers[generation]
         self._broken_ways.discard(generation)
 
     def progress(self) -> None:

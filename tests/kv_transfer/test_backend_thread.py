@@ -13,13 +13,15 @@ import kvrelay.kv_transfer.backend
 from kvrelay.kv_transfer.backend import (
     BROKEN_S,
     HANGING_S,
+    AddPeer,
     BackendThread,
+    DropPeer,
     Open,
     PeerGone,
     ReadEnded,
     Source,
 )
-from kvrelay.kv_transfer.connector import PeerKey, Read
+from kvrelay.kv_transfer.connector import PeerKey, PoolRegion, Read
 from kvrelay.wire.errors import PeerLost, TransferError
 
 PEER = PeerKey("127.0.0.1", 5600, "g")
@@ -52,7 +54,7 @@ class Backend:
     def add_peer(self, source: Source) -> None: ...
 
     def post_read(
-        self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+        self, source: Source, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> object:
         return None
 
@@ -88,6 +90,8 @@ class Scene:
         monkeypatch.setattr(kvrelay.kv_transfer.backend, "time", self.clock)
         self.thread = BackendThread(self.backend, self.told.append, lambda: True, self.told.append)
         self.thread.do(Open())
+        self.turn()
+        self.thread.do(AddPeer(PEER, Source("e", "g", PoolRegion(0, 8, 1, "cpu"), b"")))
         self.turn()
         self.thread.do(Read(1, PEER, (1, 2), (3, 4)))
         self.turn()
@@ -178,3 +182,23 @@ def test_a_read_that_hangs_is_told_of_once_and_never_given_up(
         assert scene.turn(100 * BROKEN_S) == []
     assert caplog.text.count("hangs: its blocks are in quarantine until its end is seen") == 1
     assert scene.turn(0.0, True) == [ended()]
+
+
+@pytest.mark.parametrize("block", [-1, 8, 1 << 40])
+def test_blocks_outside_the_peers_pool_are_refused(scene: Scene, block: int) -> None:
+    scene.thread.do(Read(2, PEER, (0, block), (1, 2)))
+    (failed,) = scene.turn()
+    assert isinstance(failed, ReadEnded)
+    assert failed.error is not None
+    assert "reach outside a pool of 8 blocks" in failed.error.message
+    assert not failed.in_flight
+
+
+def test_a_peer_that_was_dropped_is_not_read(scene: Scene) -> None:
+    for _ in range(2):
+        scene.thread.do(DropPeer(PEER))
+        scene.turn()
+    scene.thread.do(Read(2, PEER, (0,), (1,)))
+    (failed,) = scene.turn()
+    assert isinstance(failed, ReadEnded)
+    assert "not there any more" in str(failed.error)

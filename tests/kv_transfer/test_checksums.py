@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvrelay.kernels import block_checksums
 from kvrelay.kernels.block_checksums import keys
+from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.checksums import Checksums, drawn, in_our_order
 from kvrelay.kv_transfer.connector import (
     Completion,
@@ -157,8 +158,8 @@ class FaultyBackend:
     def __getattr__(self, name: str) -> object:
         return getattr(self._backend, name)
 
-    def post_read(self, generation: str, remote: Sequence[int], local: Sequence[int]) -> object:
-        return self._backend.post_read(generation, remote, local), list(local)
+    def post_read(self, source: Source, remote: Sequence[int], local: Sequence[int]) -> object:
+        return self._backend.post_read(source, remote, local), list(local)
 
     def poll(self, handle: object) -> bool:
         real, blocks = cast("tuple[object, list[int]]", handle)

@@ -21,10 +21,10 @@ if any("kvrelay.node.engine_process" in word for word in sys.orig_argv):
     post_read, poll = DirectBackend.post_read, DirectBackend.poll
     before: dict[int, tuple[Any, Any]] = {}
 
-    def post(plane: Any, generation: str, remote_blocks: Any, local_blocks: Any) -> Any:
+    def post(plane: Any, source: Any, remote_blocks: Any, local_blocks: Any) -> Any:
         size, last = plane._region.block_bytes, local_blocks[-1]
         block = plane._side._local[last * size : (last + 1) * size]
-        handle = post_read(plane, generation, remote_blocks, local_blocks)
+        handle = post_read(plane, source, remote_blocks, local_blocks)
         before[id(handle)] = block, block.copy()
         return handle
 
