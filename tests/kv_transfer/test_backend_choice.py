@@ -158,13 +158,6 @@ def opened(*nodes: Node) -> list[list[str]]:
     ]
 
 
-def test_only_the_first_backend_is_opened_while_it_reaches_all_peers(make) -> None:
-    here, there = (make(a=SharedBackend, b=SharedBackend, c=SharedBackend) for _ in range(2))
-    assert isinstance(here.fetch_from(there), Fetched)
-    assert opened(here, there) == [["a"], ["a"]]
-    assert here.engine.planes == there.engine.planes == ("a", "b", "c")
-
-
 def test_a_backend_is_opened_at_both_ends_when_those_before_it_do_not_reach_the_peer(make) -> None:
     here, there = (
         make(a=Refusing, b=SharedBackend, c=SharedBackend),
@@ -172,12 +165,6 @@ def test_a_backend_is_opened_at_both_ends_when_those_before_it_do_not_reach_the_
     )
     assert isinstance(here.fetch_from(there), Fetched)
     assert opened(here, there) == [["a", "b"], ["a", "b"]]
-
-
-def test_a_reader_of_a_backend_that_the_source_need_not_open_itself(make) -> None:
-    here, there = make(b=SharedBackend), make(a=SharedBackend, b=SharedBackend)
-    assert isinstance(here.fetch_from(there), Fetched)
-    assert opened(here, there) == [["b"], ["a", "b"]]
 
 
 class Slow(SharedBackend):
@@ -240,12 +227,6 @@ def test_a_backend_whose_opening_hangs_is_given_up_and_may_end_later(
     slow.engine._backends.close(1.0)  # waits for the end of the opening
     slow.engine.events()  # no thread has broken
     assert "b" not in slow.engine.planes
-
-
-def test_without_a_backend_that_can_be_opened_the_fetch_says_which_end_could_not(make) -> None:
-    event = make(a=Refusing, b=SharedBackend).fetch_from(make(a=SharedBackend, b=Missing))
-    assert isinstance(event, FetchFailed)
-    assert "could not open its KV connector b; its log says why" in event.reason
 
 
 class Unprepared(SharedBackend):

@@ -24,7 +24,7 @@ from shared_backend import pattern
 from zmq.utils import z85
 
 import kvrelay.kv_transfer.control
-from kvrelay.kv_transfer.connector import Completion, Fetched, PeerKey, Settled
+from kvrelay.kv_transfer.connector import Fetched, PeerKey, Settled
 from kvrelay.kv_transfer.control import ENDED_EARLY, ControlThread
 from kvrelay.kv_transfer.messages import (
     MAX_MESSAGE_BYTES,
@@ -223,38 +223,6 @@ def test_kv_moves_between_nodes_of_one_secret(
         assert isinstance(reader.wait(1)[0], Fetched)
         assert reader.backend.read(3) == pattern(1)
     assert SECRET not in caplog.text
-
-
-def test_a_ticket_that_grew_is_signed_as_it_is_now(tmp_path: Path) -> None:
-    with node("source", tmp_path, SECURE) as source, node("reader", tmp_path, SECURE) as reader:
-        growing = source.engine.offer("r", [1], 16, ready=0)
-        hasty = msgspec.structs.replace(growing, growing=False)  # would read what is not there yet
-        assert "altered" in reason(fetch(reader, hasty)[0])
-        whole = source.engine.complete("r", Completion([42]))
-        assert whole is not None
-        assert not whole.growing
-        reader.fetch("whole", whole, [1], [3])
-        assert isinstance(reader.wait(1)[0], Fetched)
-
-
-def test_a_source_with_another_secret_fails_the_fetch_at_once(tmp_path: Path) -> None:
-    other = dataclasses.replace(CONFIG, cluster_secret=OTHER)
-    with node("source", tmp_path, other) as source, node("reader", tmp_path, SECURE) as reader:
-        theirs = source.engine.offer("r", [1], 16)
-        failed, settled = fetch(reader, theirs)
-        assert reason(failed).startswith(
-            "Incompatible: the ticket was altered, or signed with another cluster_secret"
-        )
-        assert settled == Settled("r")
-        # As if that ticket were ours: the channel does not open either.
-        began = time.monotonic()
-        failed, settled = fetch(reader, signed(theirs, SECRET, time.time()))
-        assert time.monotonic() - began < AT_ONCE_S
-        assert (
-            reason(failed)
-            == f"PeerLost: the connection to 127.0.0.1:{theirs.remote_port} {ENDED_EARLY}"
-        )
-        assert settled == Settled("r")
 
 
 def test_nothing_is_dialled_for_a_forged_ticket(tmp_path: Path) -> None:

@@ -143,53 +143,8 @@ def test_leases_equal_their_brute_force_twin(
         assert table.next_expiry() == min(due, default=None)
 
 
-def test_second_offer_of_a_request_does_not_revive_the_first() -> None:
-    table = LeaseTable(LEASE_S)
-    first = table.grant("r", 0.0)
-    table.expire(LEASE_S)
-    second = table.grant("r", 6.0)
-    assert table.renew([first, second], 7.0) == ([second], [first])
-    assert not table.end(first, 7.0)
-    assert table.end(second, 7.0)
-    assert table.events == [Released("r", expired=True), Released("r", expired=False)]
-
-
-def test_renewal_that_comes_too_late_finds_nothing_although_nobody_swept() -> None:
-    table = LeaseTable(LEASE_S)
-    lease = table.grant("r", 0.0)
-    assert table.renew([lease], LEASE_S) == ([], [lease])
-    assert table.events == [Released("r", expired=True)]
-
-
 def test_unknown_leases_are_lost_and_unknown_releases_ignored() -> None:
     table = LeaseTable(LEASE_S)
     assert table.renew([LeaseId("x", 1)], 0.0) == ([], [LeaseId("x", 1)])
     assert not table.release("x")
     assert table.events == []
-
-
-def test_a_lease_has_no_end_of_its_own_while_its_kv_grows() -> None:
-    table = LeaseTable(LEASE_S)
-    lease = table.grant("r", 0.0, growing=True)
-    table.expire(1000.0)
-    assert table.renew([lease], 1000.0) == ([lease], [])
-    assert not table.end(lease, 1000.0)  # its reader gives up
-    assert len(table) == 1
-    table.want(lease)  # another one has come
-    assert table.complete("r", 1001.0)
-    assert not table.complete("r", 1001.0)
-    assert table.next_expiry() == 1001.0 + LEASE_S
-    table.expire(1001.0 + LEASE_S)
-    assert table.events == [Released("r", expired=True)]
-
-
-def test_complete_kv_that_nobody_wants_any_more_is_not_held() -> None:
-    table = LeaseTable(LEASE_S)
-    first = table.grant("r", 0.0, growing=True)
-    table.end(first, 1.0)
-    assert not table.complete("r", 2.0)
-    assert table.events == [Released("r", expired=False)]
-    second = table.grant("r", 3.0, growing=True)  # the same request again is another lease
-    table.end(first, 4.0)
-    assert table.complete("r", 5.0)
-    assert table.end(second, 6.0)

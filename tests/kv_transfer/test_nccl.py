@@ -361,16 +361,6 @@ def test_close_in_the_middle_returns_soon_and_never_touches_the_pool_again(
     assert torch.equal(landed, reader.pool)
 
 
-def test_dropped_peer_is_forgotten(start: Callable[..., BackendNode]) -> None:
-    source, reader = start(*SMALL), start(*SMALL)
-    meet(reader, source)
-    read(reader, source, [5], [6])
-    reader.backend.drop_peer(source.generation)
-    free(reader, source)
-    meet(reader, source)
-    read(reader, source, [5], [6])
-
-
 # Memory.
 
 

@@ -18,11 +18,11 @@ from engine_node import CONFIG, EngineNode, wait_until
 from shared_backend import BLOCK_BYTES, BLOCKS, SharedBackend, pattern
 
 from kvrelay.kv_transfer.backend import Source
-from kvrelay.kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released, Settled
+from kvrelay.kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released
 from kvrelay.kv_transfer.rank_backends import LedBackends, terms_of
 from kvrelay.kv_transfer.ranks import LinkEnd, RankLink
 from kvrelay.kv_transfer.shares import Heads
-from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
+from kvrelay.wire.errors import ConfigError, TransferError
 
 KINDS = ("a", "b")
 
@@ -177,48 +177,6 @@ def test_every_rank_checks_its_part_against_the_ranks_that_it_reads_from(make, s
         assert (stats.checked_blocks, stats.wrong_blocks) == (checked, len(kinds))
         assert isinstance(first, FetchFailed if kinds else Fetched), first
         assert not kinds or first.cause == "KvCorrupted"
-
-
-def test_a_read_lasts_until_its_last_part_does(make):
-    source, reader = make("source", 1), make("reader", 2)
-    source.fill()
-    slow = reader.ranks[1]["a"]
-    slow.gate.clear()
-    reader.fetch("r", source.engine.offer("p", [3], 16), [3], [1])
-    assert slow.posted.wait(20)
-    reader.quiet(0.2)
-    slow.gate.set()
-    (fetched,) = reader.wait(1)
-    assert isinstance(fetched, Fetched)
-
-
-def test_blocks_of_a_read_that_broke_on_one_rank_are_settled_when_no_other_reads(make):
-    source, reader = make("source", 2), make("reader", 2)
-    slow, broken = (backends["a"] for backends in reader.ranks)
-    slow.gate.clear()
-    broken.error = PeerLost("gone")
-    reader.fetch("r", source.engine.offer("p", [3], 16), [3], [1])
-    (failed,) = reader.wait(1)
-    assert isinstance(failed, FetchFailed)
-    assert failed.reason == "PeerLost: gone"
-    reader.woken.wait(0.2)
-    assert reader.engine.events() == []
-    reader.woken.clear()
-    slow.gate.set()
-    assert reader.wait(1) == [Settled("r")]
-
-
-def test_what_one_rank_cannot_reach_none_reads_through(make):
-    source, reader = make("source", 1), make("reader", 2, a=RefusingBackend)
-    source.fill()
-    ticket = source.engine.offer("p", [3], 16)
-    reader.fetch("r", ticket, [3], [1])
-    (fetched,) = reader.wait(1)
-    assert isinstance(fetched, Fetched)
-    assert reader.read("b", 1) == halves(reader, 3)
-    way = reader.engine.way(ticket)
-    assert way is not None
-    assert (way.plane, way.missed) == ("b", {"a": "another host"})
 
 
 @pytest.mark.parametrize(

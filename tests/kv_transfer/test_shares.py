@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from kvrelay.kv_transfer.shares import Heads, Share, shares
+from kvrelay.kv_transfer.shares import Heads, shares
 from kvrelay.paged_engine.sharding import kv_head_range
 from kvrelay.wire.errors import Incompatible
 
@@ -55,13 +55,6 @@ def test_each_source_is_one_peer_and_ranks_that_hold_the_same_are_read_evenly(
     for held in set(there):
         loads = [load[source] for source, heads in enumerate(there) if heads == held]
         assert max(loads) - min(loads) <= 1
-
-
-def test_equal_layouts_read_whole_blocks_rank_by_rank():
-    here = layout(2, 8)
-    assert [shares(rank, here, here, 5) for rank in range(8)] == [
-        [(rank, Share(0, 0, 5))] for rank in range(8)
-    ]
 
 
 def test_a_head_that_nobody_holds_is_refused():

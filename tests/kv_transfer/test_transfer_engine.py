@@ -80,37 +80,6 @@ def test_scattered_blocks_arrive_and_the_source_is_free_again(
     assert 0 <= mine.silent_s < 5, "its threads have just been at work"
 
 
-def test_empty_fetch_releases_without_a_read(source: SharedNode, reader: SharedNode) -> None:
-    reader.fetch("r", source.engine.offer("r", [1], 16), [], [])
-    assert reader.wait(1) == [Fetched("r", 0, reader.engine.stats().fetch_s)]
-    assert source.wait(1) == [Released("r", expired=False)]
-    assert not reader.backend.posted.is_set()
-
-
-def test_watched_lease_outlives_its_time_and_a_cancel_ends_it(
-    source: SharedNode, reader: SharedNode
-) -> None:
-    reader.engine.watch("r", source.engine.offer("r", [1], 16))
-    source.quiet(2.5 * CONFIG.lease_s)
-    reader.engine.cancel("r")
-    assert source.wait(1) == [Released("r", expired=False)]
-    reader.quiet()
-
-
-def test_release_at_the_source_fails_the_running_fetch_and_quarantines_its_blocks(
-    source: SharedNode, reader: SharedNode
-) -> None:
-    start(source, reader)
-    source.engine.release("r")
-    assert source.wait(1) == [Released("r", expired=False)]
-    (failed,) = reader.wait(1)  # a heartbeat later
-    assert reason(failed).startswith("LeaseLost: ")
-    reader.quiet()
-    reader.backend.gate.set()
-    assert reader.wait(1) == [Settled("r")]
-    assert reader.engine.stats().failures == {"LeaseLost": 1}
-
-
 @pytest.mark.parametrize("again", [False, True])
 def test_a_fetch_is_not_admitted_if_the_lease_ended_before_the_last_byte(
     tmp_path: Path, again: bool
@@ -123,36 +92,6 @@ def test_a_fetch_is_not_admitted_if_the_lease_ended_before_the_last_byte(
         reader.backend.gate.set()
         assert reader.fails().startswith("LeaseLost: ")
         assert source.engine.stats().leases_held == again
-
-
-def test_cancel_in_flight_frees_the_source_at_once_and_settles_once(
-    source: SharedNode, reader: SharedNode
-) -> None:
-    start(source, reader)
-    reader.engine.cancel("r")
-    assert source.wait(1) == [Released("r", expired=False)]
-    reader.quiet()
-    reader.backend.gate.set()
-    assert reader.wait(1) == [Settled("r")]
-    reader.quiet()
-    reader.engine.watch("r", source.engine.offer("r", [1], 16))  # the name is free again
-
-
-def test_fetch_past_its_deadline_fails_and_settles_when_its_bytes_are_in(
-    source: SharedNode, reader: SharedNode
-) -> None:
-    started = time.monotonic()
-    start(source, reader)
-    (failed,) = reader.wait(1)
-    assert reason(failed).startswith("TransferTimeout: fetch of 2 blocks")
-    assert (
-        CONFIG.transfer_deadline_s
-        <= time.monotonic() - started
-        < CONFIG.transfer_deadline_s + AT_ONCE_S
-    )
-    assert source.wait(1) == [Released("r", expired=False)]
-    reader.backend.gate.set()
-    assert reader.wait(1) == [Settled("r")]
 
 
 def cut(source: SharedNode, reader: SharedNode) -> None:
@@ -319,22 +258,6 @@ def test_nodes_of_two_releases_hand_over_in_both_directions(
             assert isinstance(taking.wait(1)[0], Fetched)
 
 
-def test_many_requests_of_one_peer_end_once_each(source: SharedNode, reader: SharedNode) -> None:
-    names = [f"r{i}" for i in range(60)]
-    for index, name in enumerate(names):
-        reader.engine.watch(name, source.engine.offer(name, [index % BLOCKS], 16))
-    for index, name in enumerate(names):
-        if index % 3 == 0:
-            reader.engine.cancel(name)
-        else:
-            reader.engine.fetch(name, [index % BLOCKS], [(index + 5) % BLOCKS])
-    assert sorted(e.request_id for e in reader.wait(40)) == sorted(
-        n for i, n in enumerate(names) if i % 3
-    )
-    assert {e.request_id for e in source.wait(60)} == set(names)
-    assert source.engine.stats().leases_held == 0
-
-
 def test_garbage_on_the_control_port_stops_nobody(source: SharedNode, reader: SharedNode) -> None:
     host, port = source.engine.address
     with socket.create_connection((host, port), timeout=2.0) as raw:
@@ -419,15 +342,6 @@ def test_growing_kv_is_read_as_it_grows(source: SharedNode, reader: SharedNode) 
     assert source.engine.complete("r", Completion([42])) is None
 
 
-def test_a_reader_that_comes_late_hears_all_at_once(source: SharedNode, reader: SharedNode) -> None:
-    ticket = source.engine.offer("r", [5, 0], 32, ready=0)
-    source.engine.complete("r", Completion([42]))
-    reader.fetch("mine", ticket, [5, 0], [7, 3])
-    (fetched,) = reader.wait(1)
-    assert isinstance(fetched, Fetched)
-    assert fetched.completion == Completion([42])
-
-
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_second_reader_takes_over(
     source: SharedNode, reader: SharedNode, tmp_path: Path, whole: bool
@@ -447,50 +361,6 @@ def test_a_second_reader_takes_over(
         source.engine.complete("r", Completion([42]))
     assert isinstance(reader.wait(1)[0], Fetched)
     assert source.wait(1) == [Released("r", expired=False)]
-
-
-def test_the_farewell_of_a_reader_that_was_replaced_ends_nothing(
-    source: SharedNode, reader: SharedNode, tmp_path: Path
-) -> None:
-    ticket = source.engine.offer("r", [5, 0], 32)
-    with node("first", tmp_path) as first:
-        first.engine.watch("mine", ticket)
-        wait_until(lambda: first.engine.way(ticket) is not None)
-        growth = source.engine._growths._offers["r"]
-        wait_until(lambda: growth.follower is not None)
-        follower = growth.follower
-        start(source, reader, ticket)
-        wait_until(lambda: growth.follower != follower)  # the source knows that it was replaced
-        first.engine.cancel("mine")
-    source.quiet()
-    reader.backend.gate.set()
-    assert isinstance(reader.wait(1)[0], Fetched)
-    assert source.wait(1) == [Released("r", expired=False)]
-
-
-def test_a_reader_that_was_replaced_may_admit_what_it_has_read_and_leaves_the_lease_alone(
-    source: SharedNode, reader: SharedNode, tmp_path: Path
-) -> None:
-    ticket = source.engine.offer("r", [1, 2], 32)
-    start(source, reader, ticket)
-    with node("second", tmp_path) as second:
-        second.engine.watch("mine", ticket)
-        second.renewed("mine")
-        reader.backend.gate.set()
-        assert isinstance(reader.wait(1)[0], Fetched)
-        source.quiet()
-        second.engine.fetch("mine", [1, 2], [3, 4])
-        assert isinstance(second.wait(1)[0], Fetched)
-    assert source.wait(1) == [Released("r", expired=False)]
-
-
-def test_a_growing_ticket_that_is_released_fails_its_fetch(
-    source: SharedNode, reader: SharedNode
-) -> None:
-    reader.fetch("mine", source.engine.offer("r", [5, 0], 32, ready=1), [5, 0], [7, 3])
-    wait_until(lambda: reader.backend.read(7) == pattern(5))
-    source.engine.release("r")
-    assert reader.fails().startswith("LeaseLost:")
 
 
 def test_a_hung_step_loop_keeps_no_lease_alive(
