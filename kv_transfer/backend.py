@@ -76,7 +76,6 @@ class Source:
 
     @property
     def part(self) -> Share:
-        """Range of bytes that is read of each block."""
         return self.share or Share(0, 0, self.region.block_bytes)
 
 
@@ -118,14 +117,12 @@ class TransferBackend(Protocol):
     def peer_gone(self, generation: str) -> None:
         """Note that a process is gone for certain: `poll` soon ends what needed its help."""
 
-    def drop_peer(self, generation: str) -> None:
-        """Forget a peer."""
+    def drop_peer(self, generation: str) -> None: ...
 
     def progress(self) -> None:
         """Serve peers that read from here; called at least every `IDLE_S`."""
 
-    def close(self) -> None:
-        """Give everything back."""
+    def close(self) -> None: ...
 
 
 class Open(msgspec.Struct, tag="open", frozen=True):
@@ -225,12 +222,10 @@ class BackendThread:
             raise error
 
     def do(self, job: BackendJob) -> None:
-        """Do a job. Events follow."""
         self._todo.append(job)
         self.nudge()
 
     def silent_s(self) -> float:
-        """Return the seconds since the thread looked around."""
         return time.monotonic() - self._turned_at
 
     def nudge(self) -> None:
@@ -238,12 +233,10 @@ class BackendThread:
         self._woken.set()
 
     def stop(self) -> None:
-        """Begin to end; `close` waits for it."""
         self._closing = True
         self.nudge()
 
     def close(self, timeout_s: float) -> None:
-        """End the thread and give its resources back."""
         self.stop()
         self._thread.join(timeout_s)
 

@@ -1,9 +1,8 @@
 """The backends of an engine over all of its ranks: when each is opened, and what peers read by it.
 
-Each rank has a backend of each kind over its own pool. What is asked goes to the ranks in parts;
-what they tell becomes one event. A peer is joined when all parts are. A read has ended when all its
-parts have. It fails with the first part that does, and is in flight until no part is: so long its
-blocks stay in quarantine.
+What is asked goes to the ranks in parts; what they tell becomes one event. A peer is joined when
+all parts are. A read has ended when all its parts have, fails with the first part that does, and is
+in flight until no part is: so long its blocks stay in quarantine.
 """
 
 from __future__ import annotations
@@ -102,20 +101,17 @@ class AllRanksBackend:
             self._do(part.rank, AddPeer(part.source, source))
 
     def read(self, read: Read) -> None:
-        """Read. `ReadEnded` follows."""
         parts = self._parts[read.peer]
         self._reads[read.read_id] = _Read(read.peer, set(parts))
         for part in parts:
             self._do(part.rank, msgspec.structs.replace(read, peer=part.source))
 
     def peer_gone(self, peer: PeerKey) -> None:
-        """Note that rank 0's process of the peer is gone."""
         for part in self._parts.get(peer, ()):
             if part.source == peer:
                 self._do(part.rank, PeerGone(peer))
 
     def drop_peer(self, peer: PeerKey) -> None:
-        """Forget a peer; no read from it is in flight."""
         self._missing.pop(peer, None)
         for part in self._parts.pop(peer, ()):
             self._do(part.rank, DropPeer(part.source))
@@ -257,7 +253,6 @@ class Backends:
         self._opened(kind)
 
     def expire(self, now: float) -> None:
-        """Give up backends whose opening hangs."""
         with self._lock:
             late = [kind for kind, by in self._open_by.items() if now >= by]
         for kind in late:
@@ -273,7 +268,6 @@ class Backends:
         self._send_all(Stop(kind))
 
     def is_open(self, kind: str) -> bool:
-        """Return whether peers can use this backend."""
         return kind in self._cards
 
     def is_opening(self, kind: str) -> bool:
@@ -324,7 +318,6 @@ class Backends:
         return self._kinds[kind]
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names of those that are open or can be."""
         return (kind for kind in self.wanted if kind not in self.missing)
 
     def shared(self, welcome: HandshakeReply) -> list[str]:
@@ -335,7 +328,6 @@ class Backends:
         return [kind for kind in self if kind in has or kind in welcome.on_request]
 
     def sources(self, welcome: HandshakeReply, kind: str) -> list[tuple[int, Source]]:
-        """Return what each rank of ours reads through this backend. Raises Incompatible."""
         return [
             (rank, _source(welcome, source, kind, share))
             for rank, source, share in self._shares(welcome)
@@ -381,17 +373,14 @@ class Backends:
         done([b"".join(of_block) for of_block in zip(*ordered, strict=True)])
 
     def silent_s(self) -> float:
-        """Return the seconds since the slowest thread of this process was seen at work."""
         return self._local.silent_s()
 
     def nudge(self) -> None:
-        """Wake the threads: somebody may be about to read from here."""
         self._local.nudge()
         if self._link is not None:
             self._link.nudge()
 
     def close(self, timeout_s: float) -> None:
-        """End all threads within so long."""
         until = time.monotonic() + timeout_s
         if self._link is not None:
             self._link.close(timeout_s)

@@ -72,12 +72,10 @@ class Checks:
 
     @property
     def unanswered(self) -> list[int]:
-        """Blocks whose checksum the source has not sent."""
         return [block for block in self.places if block not in self.theirs]
 
     @property
     def settled(self) -> bool:
-        """Return whether both checksums of each drawn block are known."""
         return len(self.theirs) == len(self.ours) == len(self.places)
 
     @property

@@ -85,12 +85,10 @@ class ProgressTable:
         return offer.news()
 
     def superseded(self, lease: LeaseId, reader: bytes) -> bool:
-        """Return whether another reader has followed this lease since."""
         offer = self._under(lease)
         return offer is not None and offer.follower not in (None, reader)
 
     def forget(self, request_id: str) -> None:
-        """Remove a lease. Unknown ids are ignored."""
         self._offers.pop(request_id, None)
 
     def ask(self, sender: bytes, lease: LeaseId, blocks: Sequence[int]) -> bool:

@@ -67,7 +67,7 @@ class Fetched:
     read_s: float = 0.0
     """Seconds in which the backend was reading."""
     told_at: float | None = field(default=None, compare=False)
-    """Monotonic second at which the news of the completion came."""
+    """When the news of the completion came, monotonic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +123,7 @@ class TransferStats:
     fetched_bytes: int = 0
     fetch_s: float = 0.0
     checked_blocks: int = 0
-    """Fetched blocks whose checksum was compared with the source's."""
     wrong_blocks: int = 0
-    """Checked blocks that were not what the source has."""
     unchecked_blocks: int = 0
     """Blocks drawn for a check whose source gives no checksums."""
     silent_s: float = 0.0

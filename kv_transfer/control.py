@@ -57,7 +57,6 @@ class ControlThread(SocketThread):
         self.address = (host, port)
 
     def dial(self, peer: PeerKey, handshake: Message) -> None:
-        """Connect to a peer and introduce us."""
         self.post(partial(self._dial, peer, encode(handshake)))
 
     def send(self, peer: PeerKey, message: Message) -> None:

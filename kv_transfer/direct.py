@@ -36,7 +36,7 @@ class Metadata(msgspec.Struct, frozen=True):
 
 
 class DirectBackend:
-    """A `TransferBackend` over mapped memory. All methods run on one thread."""
+    """A `TransferBackend` over mapped memory."""
 
     helps_readers = False
 
@@ -129,7 +129,7 @@ STEP_BYTES = 4 << 20
 
 
 class HostSide:
-    """A CPU's side of the backend: maps pools and copies. All methods run on one thread."""
+    """A CPU's side of the backend: maps pools and copies."""
 
     def __init__(self, region: PoolRegion) -> None:
         self._region = region

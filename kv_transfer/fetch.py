@@ -132,7 +132,6 @@ class Fetch:
         return max(self.held_until + MARGIN * lease_s, self.asked_at + lease_s)
 
     def check(self) -> None:
-        """Assert the invariants."""
         assert (self.read_id is not None) == (self.state in (State.READING, State.ABANDONED)), self
         timed = self.state is not State.WATCHED and self.complete
         assert (self.deadline < NEVER) == timed or self.state is State.ABANDONED, self

@@ -1,27 +1,19 @@
 """Fetches of a reader: what each watched request waits for, and when its KV is admitted. Pure.
 
-The fences. A READ *starts* only while the lease is surely held: the last acknowledged renewal was
-sent less than a lease (minus a margin) ago by our clock. So none is posted towards a source that
-went silent, whose bytes could land at any later time. KV is *admitted* only when the source
-confirms, after the last byte, that it held the lease until then. Our clock alone would not do: a
-source may end a lease early, and a reader that slept cannot tell what was overwritten meanwhile.
+A READ *starts* only while the lease is surely held: the last acknowledged renewal was sent less
+than a lease (minus a margin) ago. So none is posted towards a source that went silent, whose bytes
+could land at any later time. KV is *admitted* only when the source confirms, after the last byte,
+that it held the lease until then: a reader that slept cannot tell what was overwritten meanwhile.
+Blocks are *verified*, and kept if the fetch fails, by a renewal that was sent after the end of
+their READ and acknowledged. While a ticket grows, each READ takes what was announced since the last
+one, and the deadline is that of the next renewal.
 
-Verification. Blocks are *verified* by a renewal that was sent after the end of their READ and
-acknowledged as kept. A failed fetch keeps its first blocks that are verified.
+A share of the blocks is compared with the source's checksums. The source is asked as each READ
+begins, and let go when it has answered. Bytes that differ because the lease was lost are LeaseLost;
+only what the source held until the end is KvCorrupted, and then nothing is kept.
 
-Growth. A growing ticket names all its blocks, of which the first `ready` can be read. Each READ
-takes what was announced since the last one. Until the KV is complete, the deadline is that of the
-source's next renewal: a prompt may take as long as it takes.
-
-Checks. A share of the blocks is drawn and compared with the source's checksums. The source is asked
-as each READ begins, and let go when it has answered: before that nothing it sums may be
-overwritten. The exit fence comes first: bytes that differ because the lease was lost are LeaseLost,
-and only what the source held until the end is KvCorrupted. A failed fetch then keeps nothing, nor
-ever what lies behind a drawn block that is not compared yet.
-
-Quarantine. A failed or cancelled fetch whose READ is in flight is Settled only when the backend has
-said that nothing of it can land any more: NIXL hands back a cancelled handle and goes on writing
-(seen: 969 of 1024 MiB landed after the release).
+A failed or cancelled fetch whose READ is in flight is Settled only when nothing of it can land any
+more: NIXL hands back a cancelled handle and goes on writing (seen: 969 of 1024 MiB).
 """
 
 from __future__ import annotations
@@ -110,7 +102,6 @@ class FetchTable:
         )
 
     def doom(self, request_id: str, error: KvrelayError) -> None:
-        """Have the fetch of a watched request fail at once."""
         self._lose(self._fetches[request_id], error)
 
     def fetch(
@@ -165,7 +156,6 @@ class FetchTable:
             self._abandon(fetch)
 
     def peer_ready(self, peer: PeerKey, now: float, *, vouches: bool = False) -> None:
-        """Allow reads from this peer; `vouches`: it gives checksums of its blocks."""
         self._ready[peer] = vouches
         for fetch in self._of(peer):
             self._start(fetch, now)
@@ -203,15 +193,13 @@ class FetchTable:
         sent_at: float,
         now: float,
     ) -> None:
-        """Handle the peer's answer to the renewal that we sent at `sent_at`."""
         still, gone = set(kept), set(lost)
         for fetch in self._of(peer):
             if fetch.lease in still:
                 fetch.kept(sent_at)
                 self._start(fetch, now)
             elif fetch.lease in gone and not fetch.released:
-                # Once released, the answer to the End decides: a renewal behind it in the queue
-                # finds no lease.
+                # Once released, the answer to the End decides.
                 self._lose(fetch, self._lease_lost(fetch))
 
     def confirmed(self, peer: PeerKey, token: int, *, held: bool, now: float) -> None:
@@ -234,14 +222,12 @@ class FetchTable:
                 self._start(fetch, now)
 
     def summed(self, command: Sum, checksums: Sequence[bytes], now: float) -> None:
-        """Handle our own checksums, for which this command has asked."""
         command.checks.ours.update(zip(command.blocks, checksums, strict=True))
         for fetch in list(self._fetches.values()):
             if fetch.checks is command.checks and fetch.state is State.CHECKING:
                 self._admit(fetch, now)
 
     def read_ended(self, read_id: int, now: float) -> None:
-        """Handle the end of a READ: its bytes are in."""
         fetch = self._reading(read_id)
         if fetch is None:
             return
@@ -281,7 +267,6 @@ class FetchTable:
             self._settle(fetch)
 
     def tick(self, now: float) -> None:
-        """Fail what is past its deadline."""
         for fetch in list(self._fetches.values()):
             error = fetch.late(now)
             if error is None:
@@ -303,7 +288,6 @@ class FetchTable:
         ]
 
     def leases(self, peer: PeerKey) -> list[LeaseId]:
-        """Return the leases to renew at this peer."""
         return [
             f.lease
             for f in self._of(peer)
@@ -311,7 +295,6 @@ class FetchTable:
         ]
 
     def unanswered(self, peer: PeerKey) -> list[Ask]:
-        """Return questions for checksums that this peer has not answered."""
         return [
             Ask(peer, f.lease, f.checks.unanswered)
             for f in self._of(peer)
@@ -319,11 +302,9 @@ class FetchTable:
         ]
 
     def reading(self, peer: PeerKey) -> bool:
-        """Return whether bytes of this peer may still land here."""
         return any(f.read_id is not None for f in self._of(peer))
 
     def check(self) -> None:
-        """Assert the invariants."""
         for fetch in self._fetches.values():
             fetch.check()
         reads = [f.read_id for f in self._fetches.values() if f.read_id is not None]

@@ -115,7 +115,6 @@ class LeaseWords:
             self._words[lease.epoch % _WORDS] = lease.epoch
 
     def end(self, request_id: str) -> None:
-        """Clear the lease of this request; unknown ids are ignored."""
         epoch = self._epochs.pop(request_id, None)
         if epoch is not None and self._words is not None and self._words[epoch % _WORDS] == epoch:
             self._words[epoch % _WORDS] = 0

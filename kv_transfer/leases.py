@@ -64,14 +64,12 @@ class LeaseTable:
         return kept, lost
 
     def prolong(self, request_id: str, now: float) -> None:
-        """Renew whatever lease the request has; unknown ids are ignored."""
         self.expire(now)
         held = self._held.pop(request_id, None)
         if held is not None:
             self._held[request_id] = (held[0], now + self.lease_s)
 
     def holds(self, lease: LeaseId, now: float) -> bool:
-        """Return whether complete KV was held under this lease until now."""
         self.expire(now)
         held, _ = self._split([lease])
         return bool(held) and lease.request_id not in self._growing
@@ -86,7 +84,6 @@ class LeaseTable:
         return self.holds(lease, now) and self.release(lease.request_id)
 
     def want(self, lease: LeaseId) -> None:
-        """Note that a reader has come for this lease."""
         if self._growing.get(lease.request_id) == lease.epoch:
             self._unwanted.discard(lease.request_id)
 
@@ -98,7 +95,6 @@ class LeaseTable:
         return True
 
     def expire(self, now: float) -> None:
-        """End all leases whose time is over."""
         while (first := self.next_expiry()) is not None and first <= now:
             self._close(next(iter(self._held)), expired=True)
 
@@ -107,7 +103,6 @@ class LeaseTable:
         return next((expires_at for _, expires_at in self._held.values()), None)
 
     def check(self) -> None:
-        """Assert the invariants."""
         assert self.granted == self.released + self.expired + len(self)
         assert not self._held.keys() & self._growing.keys()
         assert self._unwanted <= self._growing.keys()

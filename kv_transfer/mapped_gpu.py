@@ -119,7 +119,6 @@ class GpuSide:
             ) from error
 
     def nonce(self, pool: int, offset: int) -> bytes:
-        """Return the bytes at this offset of a mapped pool. Raises TransferError."""
         torch = self._torch
         found = torch.zeros(
             NONCE_BYTES, dtype=torch.uint8, device=torch.device("cuda", self._device)

@@ -1,10 +1,9 @@
 """The NCCL backend: two-rank communicators between pairs of nodes with GPUs.
 
-Its methods post jobs, look at results and never wait. One thread has the control socket, because
-the backend's looks around every 2 ms, and many transfers are shorter; and each pair has one, where
-communicators may block (kv_transfer/nccl_pairs.py). Bytes travel as NCCL sends them: not encrypted,
-between addresses that NCCL chooses (NCCL_SOCKET_IFNAME). The control socket is encrypted: the key
-to get in is in the backend's metadata, which travels over the control channel alone.
+One thread has the control socket, because the backend's looks around every 2 ms, and many transfers
+are shorter; and each pair has one (kv_transfer/nccl_pairs.py). Bytes travel as NCCL sends them: not
+encrypted, between addresses that NCCL chooses (NCCL_SOCKET_IFNAME). The control socket is
+encrypted: the key to get in is in the backend's metadata.
 """
 
 from __future__ import annotations
@@ -160,7 +159,7 @@ class _Source:
 
 
 class PairControl(SocketThread):
-    """A thread on which readers ask and a source answers: a ROUTER, and a DEALER for each peer."""
+    """A thread with a ROUTER for readers, and a DEALER for each source."""
 
     def __init__(self, host: str, terms: Terms) -> None:
         """Listen. Raises ConfigError without the address."""
@@ -295,7 +294,6 @@ class PairControl(SocketThread):
             self.read(source.generation, transfer)
 
     def hang_up(self, generation: str, reason: str) -> None:
-        """Forget a peer, and end its pair."""
         source = self._sources.pop(generation, None)
         if source is None:
             return

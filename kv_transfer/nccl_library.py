@@ -1,11 +1,10 @@
 """Communicators of two ranks over NCCL: 0 sends and 1 receives.
 
-NCCL is called directly, not through torch.distributed: the watchdog of a ProcessGroupNCCL takes the
-whole process down when an operation times out. Two ranks meet, and their GPUs connect, in a
-communicator that does not block (NCCL 2.14 and later): each call returns at once and is polled, so
-that `ncclCommAbort` is always possible. But each of its calls makes a thread, 150 to 230 us an
-operation. So bytes move in a child of it that does block (15 us): it is split off with its parent's
-connections (`splitShare`; NCCL 2.18 and later), so that its calls have nobody to wait for.
+NCCL is called directly: torch's watchdog ends the process when an operation times out. Two ranks
+meet in a communicator that does not block (NCCL 2.14 and later), so that `ncclCommAbort` is always
+possible. But each of its calls makes a thread, 150 to 230 us. So bytes move in a child of it that
+does block (15 us): it is split off with its parent's connections (`splitShare`; NCCL 2.18 and
+later), so that its calls have nobody to wait for.
 """
 
 from __future__ import annotations

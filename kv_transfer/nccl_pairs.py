@@ -127,7 +127,6 @@ class Terms:
     patience_s: float
 
     def cost(self, slice_bytes: int) -> int:
-        """Return the bytes of a pair's memory."""
         return STAGES * slice_bytes + self.nccl.communicator_bytes
 
 

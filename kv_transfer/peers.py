@@ -1,10 +1,9 @@
 """The peers that a node reads from: handshake, choice of a backend, renewals, and their loss.
 
-The transfer engine calls with its lock held, and gives the time. Three things end apart. The
-*connection* to a peer: its fetches fail, and the next one dials again. The backend's *way* to it:
-it is joined anew, when no READ is on the old way. And the *process*: it is gone only if somebody
-else answers for it, or its host says that nobody listens there any more. A peer whose READ hangs is
-remembered as long, and dialled with every heartbeat: it may need our word to go on sending.
+Three things end apart. The *connection* to a peer: its fetches fail, and the next one dials again.
+The backend's *way* to it: it is joined anew, when no READ is on the old way. And the *process*: it
+is gone only if somebody else answers for it, or its host says that nobody listens there any more. A
+peer whose READ hangs is dialled with every heartbeat: it may need our word to go on sending.
 """
 
 from __future__ import annotations
@@ -91,7 +90,6 @@ class Peers:
         control: ControlThread,
         backends: Backends,
     ) -> None:
-        """`hello` is what each peer is told first."""
         self._hello = hello
         self._config = config
         self._fetches = fetches
@@ -116,7 +114,6 @@ class Peers:
             self._control.send(peer, Follow(lease))
 
     def carry_out(self, command: PeerCommand, now: float) -> None:
-        """Carry out a command of the fetches."""
         if isinstance(command, Verify):
             self._renew(command.peer, [command.lease], now)
         elif isinstance(command, Read):
@@ -141,7 +138,6 @@ class Peers:
         )
 
     def take_leave(self) -> None:
-        """Give back all leases: we close."""
         for peer in self._peers:
             for lease in self._fetches.leases(peer):
                 self._control.send(peer, End(lease, 0))

@@ -84,17 +84,14 @@ class RankBackends:
         self._tell(News(kind, event))
 
     def silent_s(self) -> float:
-        """Return the seconds since the slowest thread was seen at work."""
         workers = [*self._threads.values(), self._checksums]
         return max((each.silent_s() for each in workers if each is not None), default=0.0)
 
     def nudge(self) -> None:
-        """Wake the threads: somebody may be about to read from here."""
         for thread in list(self._threads.values()):
             thread.nudge()
 
     def close(self, timeout_s: float) -> None:
-        """End all threads within so long."""
         until = time.monotonic() + timeout_s
         threads = list(self._threads.values())
         for thread in threads:

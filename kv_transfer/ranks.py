@@ -209,7 +209,6 @@ class RankLink(SocketThread):
         self.post(lambda: self._send(self._ranks[rank], message))
 
     def nudge(self) -> None:
-        """Look soon whether peers read from here."""
         if not self._told_serving:
             self.wake()
 

@@ -53,7 +53,6 @@ class Codec(Generic[T]):
         self._decoder = msgspec.msgpack.Decoder(messages, dec_hook=dec_hook)
 
     def encode(self, message: T) -> bytes:
-        """Return one frame. Raises ValueError beyond the size limit."""
         frame = self._encoder.encode(message)
         self._check(frame)
         return frame
@@ -89,16 +88,13 @@ class SocketThread(abc.ABC):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin to poll."""
         self._thread.start()
 
     def post(self, job: Callable[[], None]) -> None:
-        """Have the thread run `job`."""
         self._jobs.append(job)
         self.wake()
 
     def wake(self) -> None:
-        """End the poll."""
         # A full buffer means that the thread is about to look.
         with contextlib.suppress(BlockingIOError, OSError):
             self._waker.send(b"\0")

@@ -131,7 +131,6 @@ class StagedPool:
     """A KV pool as rows of bytes, [num_blocks, block_bytes]."""
 
     def __init__(self, region: PoolRegion) -> None:
-        """Map the region; its memory stays the caller's."""
         self.num_blocks, self.block_bytes = region.num_blocks, region.block_bytes
         self.address = region.address
         self.device = torch.device(region.device)
@@ -157,7 +156,6 @@ class StagedPool:
             spare.append(stream)
 
     def compile(self) -> None:
-        """Compile what `lane` needs, by copying the null block."""
         with self.lane() as lane:
             places = lane.places([0])
             if places.table is not None:
@@ -171,7 +169,6 @@ class Lane:
     def __init__(
         self, pool: StagedPool, stream: torch.cuda.Stream | None, kernel: Any = None
     ) -> None:
-        """`stream` is the current one; `kernel`: the module, for tests."""
         self._pool = pool
         self._stream = stream
         self._kernel = kernel
@@ -218,7 +215,6 @@ class Lane:
         return Places(blocks, offset, size, table)
 
     def forget(self, places: Places) -> None:
-        """Use the table again: all has been copied."""
         if places.table is not None:
             self._tables.append(places.table)
 
@@ -248,11 +244,9 @@ class Lane:
             self.run_kernel(in_pool, packed, places)
 
     def settled(self) -> bool:
-        """Return whether all copies have ended. From any thread."""
         return self._stream is None or self._stream.query()
 
     def run_kernel(self, source: Rows, target: Rows, places: Places) -> None:
-        """Copy rows onto rows."""
         (origin, source_ids, source_stride), (goal, target_ids, target_stride) = source, target
         self._kernel.gather_blocks(
             origin,

@@ -18,9 +18,8 @@ from kvrelay.wire.transfer import Ticket
 
 __all__ = ["LIFE_S", "refusal", "signed"]
 
-# A ticket is of use as long as its request may live (600 s by default); it gets five minutes more
-# for clocks that differ. It need not be short: what is read under it is fenced by its lease, which
-# ends seconds after a last heartbeat.
+# As long as a request may live (600 s by default), and five minutes for clocks that differ. Its
+# lease fences what is read.
 LIFE_S = 900
 
 _REMEDY = "set the same KVRELAY_CLUSTER_SECRET on all nodes"

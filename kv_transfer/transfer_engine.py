@@ -366,7 +366,6 @@ class TransferEngine:
                     self._peers.on_read_over(peer)
 
     def serving(self) -> bool:
-        """Return whether peers may be reading from here."""
         return len(self._leases) > 0 or time.monotonic() - self._heard_at < self._config.lease_s
 
     def on_error(self, error: Exception) -> None:
