@@ -72,7 +72,7 @@ class SharedBackend:
         self.gone.add(generation)
 
     def drop_peer(self, generation: str) -> None:
-        del self.peers[generation]
+        self.peers.pop(generation, None)
 
     def progress(self) -> None:
         pass

@@ -18,7 +18,6 @@ import kvrelay.kv_transfer.backends
 from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed
 from kvrelay.kv_transfer.messages import HandshakeReply, HandshakeRequest, decode, encode
-from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.wire.errors import ConfigError, TransferError
 
 
@@ -33,6 +32,13 @@ class Missing(SharedBackend):
     """Cannot be had on this machine."""
 
     def open(self) -> bytes:
+        raise ConfigError(f"{self.path.name} is not installed")
+
+
+class Unprepared(SharedBackend):
+    """Lacks what it needs to be opened."""
+
+    def prepare(self) -> None:
         raise ConfigError(f"{self.path.name} is not installed")
 
 
@@ -70,82 +76,63 @@ def make(tmp_path: Path):
         node.engine.close()
 
 
+BOTH = {"a": SharedBackend, "b": SharedBackend}
+NONE_THERE = "the node that is read does not have"
+
+
 @pytest.mark.parametrize(
-    ("source", "reader", "taken"),
+    ("source", "reader", "taken", "missed"),
     [
-        ({"a": SharedBackend, "b": SharedBackend}, {"a": SharedBackend, "b": SharedBackend}, "a"),
-        ({"b": SharedBackend}, {"a": SharedBackend, "b": SharedBackend}, "b"),
-        ({"b": SharedBackend, "a": SharedBackend}, {"a": SharedBackend, "b": SharedBackend}, "a"),
-        ({"a": SharedBackend, "b": SharedBackend}, {"a": Refusing, "b": SharedBackend}, "b"),
-        ({"a": SharedBackend, "b": SharedBackend}, {"a": Missing, "b": SharedBackend}, "b"),
-        ({"a": Missing, "b": SharedBackend}, {"a": SharedBackend, "b": SharedBackend}, "b"),
+        (BOTH, BOTH, "a", {}),
+        ({"b": SharedBackend}, BOTH, "b", {"a": NONE_THERE}),
+        (dict(reversed(BOTH.items())), BOTH, "a", {}),
+        (BOTH, BOTH | {"a": Refusing}, "b", {"a": "another host"}),
+        (BOTH, BOTH | {"a": Missing}, "b", {"a": "the node that reads: a-"}),
+        (BOTH | {"a": Missing}, BOTH, "b", {"a": NONE_THERE}),
+        (BOTH, {"c": Missing} | BOTH, "a", {"c": "the node that reads: c-"}),
     ],
 )
-def test_the_readers_first_backend_that_both_have_and_that_works(
-    make, source, reader, taken
+def test_the_readers_first_backend_that_works_is_taken_and_it_says_why_no_better_one(
+    make, source, reader, taken, missed
 ) -> None:
     here, there = make(**reader), make(**source)
-    event = here.fetch_from(there)
-    assert isinstance(event, Fetched), event
-    assert here.read_through() == [taken]
-
-
-@pytest.mark.parametrize(
-    ("source", "reader", "missed"),
-    [
-        (
-            {"a": SharedBackend, "b": SharedBackend},
-            {"a": Refusing, "b": SharedBackend},
-            "another host",
-        ),
-        (
-            {"a": SharedBackend, "b": SharedBackend},
-            {"a": Missing, "b": SharedBackend},
-            "the node that reads: a-",
-        ),
-        (
-            {"a": Missing, "b": SharedBackend},
-            {"a": SharedBackend, "b": SharedBackend},
-            "the node that is read does not have",
-        ),
-    ],
-)
-def test_the_reader_can_say_by_which_backend_it_reads_and_why_not_by_a_better_one(
-    make, source, reader, missed
-) -> None:
-    here, there = make(**reader, c=Missing), make(**source)
     ticket = there.engine.offer("later", [5], 16)
     assert here.engine.way(ticket) is None
     assert isinstance(here.fetch_from(there), Fetched)
+    assert here.read_through() == [taken]
     way = here.engine.way(ticket)
     assert way is not None
-    assert (way.plane, list(way.missed)) == ("b", ["a"])
-    assert missed in way.missed["a"]
+    assert (way.plane, list(way.missed)) == (taken, list(missed))
+    for kind, why in missed.items():
+        assert why in way.missed[kind]
 
 
-def test_without_a_common_backend_the_two_lists_are_named(make) -> None:
-    event = make(a=SharedBackend, b=SharedBackend).fetch_from(make(c=SharedBackend))
+@pytest.mark.parametrize(
+    ("source", "reader", "why"),
+    [
+        ({"c": SharedBackend}, BOTH, "no common KV connector, a, b here and c there"),
+        ({"a": SharedBackend}, {"a": Refusing}, "TransferError: another host"),
+        (
+            BOTH | {"b": Missing},
+            BOTH | {"a": Refusing},
+            "could not open its KV connector b; its log says why",
+        ),
+    ],
+)
+def test_a_pair_without_a_backend_that_works_says_why(make, source, reader, why) -> None:
+    event = make(**reader).fetch_from(make(**source))
     assert isinstance(event, FetchFailed)
-    assert event.reason.startswith("Incompatible: 127.0.0.1:")
-    assert event.reason.endswith("there is no common KV connector, a, b here and c there")
+    assert event.reason.endswith(why)
 
 
-def test_a_backend_that_reaches_nobody_says_why(make) -> None:
-    event = make(a=Refusing).fetch_from(make(a=SharedBackend))
-    assert isinstance(event, FetchFailed)
-    assert event.reason == "TransferError: another host"
-
-
-def test_without_any_backend_a_node_does_not_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="x is not installed"):
-        TransferEngine(
-            "node", FINGERPRINT, REGION, CONFIG, lambda: None, {"a": Missing(tmp_path / "x")}
-        )
-    both = {"a": Missing(tmp_path / "x"), "b": Missing(tmp_path / "y")}
-    with pytest.raises(
-        ConfigError, match="no KV can be handed over: x is not installed; y is not installed"
-    ):
-        TransferEngine("node", FINGERPRINT, REGION, CONFIG, lambda: None, both)
+def test_without_any_backend_a_node_does_not_start(make) -> None:
+    for kinds in ({"a": Missing}, {"a": Unprepared}):
+        with pytest.raises(ConfigError, match="is not installed"):
+            make(**kinds)
+    why = r"no KV can be handed over: \S+ is not installed; \S+ is not installed"
+    with pytest.raises(ConfigError, match=why):
+        make(a=Missing, b=Missing)
+    assert make(a=SharedBackend, b=Unprepared).engine.planes == ("a",)
 
 
 # When backends are opened.
@@ -227,21 +214,6 @@ def test_a_backend_whose_opening_hangs_is_given_up_and_may_end_later(
     slow.engine._backends.close(1.0)  # waits for the end of the opening
     slow.engine.events()  # no thread has broken
     assert "b" not in slow.engine.planes
-
-
-class Unprepared(SharedBackend):
-    """Lacks what it needs to be opened."""
-
-    def prepare(self) -> None:
-        raise ConfigError(f"{self.path.name} is not installed")
-
-
-def test_what_this_machine_lacks_is_told_at_start(make, tmp_path: Path) -> None:
-    assert make(a=SharedBackend, b=Unprepared).engine.planes == ("a",)
-    with pytest.raises(ConfigError, match="x is not installed"):
-        TransferEngine(
-            "node", FINGERPRINT, REGION, CONFIG, lambda: None, {"a": Unprepared(tmp_path / "x")}
-        )
 
 
 @pytest.mark.parametrize(
