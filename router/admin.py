@@ -125,7 +125,7 @@ class _AdminRoutes:
             )
         node = self._pool.find(url)
         self._pool.remove(url, [Source.ADMIN, Source.STATIC], time.monotonic())
-        left = self._pool.members.sources(url)
+        left = self._pool.sources(url)
         named = "unknown" if node is None else f"named by {left}"
         _log.info("admin: %s removes node %s (%s)", peer_of(request), url, named)
         answer: dict[str, object] = {"removed": node is not None and not left, "sources": left}

@@ -87,7 +87,9 @@ def add_node_routes(app: FastAPI, router: Router) -> None:
             ) from why
 
         def done(node: Node) -> None:  # so that nobody waits for the next health check
-            pool.note_adapter(node, asked.lora_name, loaded=path == _LOAD, now=time.monotonic())
+            name = {asked.lora_name}
+            names = node.adapters | name if path == _LOAD else node.adapters - name
+            pool.note_adapters(node, names, time.monotonic())
 
         nodes = _nodes_for(pool, asked, loads=path == _LOAD)
         said = await _tell(

@@ -132,7 +132,7 @@ def node_status(node: Node, pool: Pool, now: float) -> NodeStatus:
         draining=not node.up and node.reason == DRAINS,
         reason=node.reason,
         for_s=round(now - node.since, 3) if node.since else None,
-        sources=pool.members.sources(node.url) if node.wanted else [],
+        sources=pool.sources(node.url) if node.wanted else [],
         legs=len(node.leases),
         held_blocks=node.held_blocks,
         queue_depth=round(node.depth, 3),

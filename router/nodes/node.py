@@ -10,7 +10,6 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
 
 import msgspec
 
@@ -27,11 +26,9 @@ from kvrelay.wire.versions import LEGS, Versions
 __all__ = [
     "DRAINING",
     "NEW",
-    "Event",
     "HealthReport",
     "Lease",
     "Node",
-    "NodeEvent",
     "NodeKind",
     "ProcessDeaths",
 ]
@@ -47,19 +44,6 @@ class NodeKind(enum.StrEnum):
 
     KVRELAY = "kvrelay"
     VLLM = "vllm"
-
-
-Event = Literal["emptied", "drains", "flips", "loaded", "unloaded"]
-
-
-class NodeEvent(msgspec.Struct, frozen=True, array_like=True):
-    """An event of a node, or an order of an operator, for the other processes of this router."""
-
-    number: int
-    what: Event
-    url: str
-    word: str = ""
-    """The adapter that was loaded or unloaded, or the role that the node is to have."""
 
 
 class HealthReport(msgspec.Struct, frozen=True):

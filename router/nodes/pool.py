@@ -12,13 +12,13 @@ new requests and is watched until its last one has ended.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvrelay.router.node_load import UNKNOWN, Share
 from kvrelay.router.nodes.kv_match import KvKinds
-from kvrelay.router.nodes.members import Change, Members, NodeSpec, Source, static_nodes
-from kvrelay.router.nodes.node import NEW, Event, HealthReport, Lease, Node, NodeEvent, NodeKind
+from kvrelay.router.nodes.members import NodeSpec, Source, static_nodes
+from kvrelay.router.nodes.node import NEW, HealthReport, Lease, Node, NodeKind
 from kvrelay.router.prefix.index import Prefix, PrefixIndex
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NoNode
@@ -30,7 +30,6 @@ __all__ = ["DRAINS", "LOST_AFTER_MISSES", "Pool"]
 LOST_AFTER_MISSES = 3
 DRAINS = "it is draining"
 """Why a node that drains takes no requests."""
-_KEPT_EVENTS = 256
 _LOOK = "look at the router's /health"
 
 _log = logging.getLogger("kvrelay.router")
@@ -49,14 +48,13 @@ class Pool:
         self._bases: dict[str, str] = {}
         self.leaving: list[Node] = []
         """Nodes that nobody wants any more, with requests that have not ended."""
-        self.members = Members()
+        self.members: dict[Source, dict[str, NodeSpec]] = {source: {} for source in Source}
+        """The nodes that each source names, by their addresses."""
         self.prefixes = PrefixIndex()
         self._followers: list[tuple[Callable[[Node], None], Callable[[Node], None]]] = []
         self.choices: Counter[tuple[Role, bool]] = Counter()
         """How often a node was chosen, by its role and whether it had some of the prompt."""
         self._turns = 0
-        self.events: deque[NodeEvent] = deque(maxlen=_KEPT_EVENTS)
-        """The newest last."""
         self.kv_kinds = KvKinds()
         self._typical_costs: dict[str, StepCosts] = {}
         self.set_members(Source.STATIC, static_nodes(prefill, decode), 0.0)
@@ -79,38 +77,54 @@ class Pool:
 
         Nodes that no source names any more take no new requests, and end those that they have.
         """
-        self._change(self.members.update(source, specs), now)
+        before, was = self._wanted(), self.members[source]
+        self.members[source] = named = {spec.url: spec for spec in specs}
+        wanted = self._wanted()
+        self._forget_choices()
+        for url in before.keys() - wanted.keys():
+            self._leave(self._by_url.pop(url), now)
+        for url, spec in wanted.items():
+            if url not in before:
+                self._join(spec, now)
+            elif before[url].role is not spec.role:
+                node = self._by_url[url]
+                if node.role is not spec.role:
+                    self.blame(node, f"it is listed as a {spec.role} node now", now)
+                    self._set_role(node, spec.role)
+        for url in was.keys() & named.keys():
+            generations = was[url].generation, named[url].generation
+            if all(generations) and len(set(generations)) == 2:
+                self._replace(self._by_url[url], generations[1], now)
 
     def add(self, spec: NodeSpec, source: Source, now: float) -> None:
         """Note that a source names this node, too."""
-        self.set_members(source, [*self.members.by_source[source].values(), spec], now)
+        self.set_members(source, [*self.members[source].values(), spec], now)
 
     def remove(self, url: str, sources: Collection[Source], now: float) -> None:
         """Note that these sources do not name this node any more."""
         for source in sources:
-            named = self.members.by_source[source].values()
+            named = self.members[source].values()
             self.set_members(source, [spec for spec in named if spec.url != url], now)
 
-    def _change(self, change: Change, now: float) -> None:
-        self._forget_choices()
-        for url in change.left:
-            node = self._by_url.pop(url)
-            self.nodes = [each for each in self.nodes if each is not node]
-            self.leaving.append(node)
-            node.wanted = False
-            running = len(node.leases)
-            _log.info("%s node %s is removed with %d requests running", node.role, url, running)
-            self._take_down(node, "it was removed", now)
-            self._drop_if_idle(node)
-        for spec in change.joined:
-            self._join(spec, now)
-        for spec in change.replaced:
-            self._replace(spec, now)
-        for spec in change.relisted:
-            node = self._by_url[spec.url]
-            if node.role is not spec.role:
-                self.blame(node, f"it is listed as a {spec.role} node now", now)
-                self._set_role(node, spec.role)
+    def sources(self, url: str) -> list[Source]:
+        """Return the sources that name this node."""
+        return [source for source, specs in self.members.items() if url in specs]
+
+    def _wanted(self) -> dict[str, NodeSpec]:
+        # Where sources disagree the first of Source counts; nodes stay in the order of sources.
+        wanted: dict[str, NodeSpec] = {}
+        for specs in self.members.values():
+            wanted = wanted | specs | wanted
+        return wanted
+
+    def _leave(self, node: Node, now: float) -> None:
+        self.nodes = [each for each in self.nodes if each is not node]
+        self.leaving.append(node)
+        node.wanted = False
+        running = len(node.leases)
+        _log.info("%s node %s is removed with %d requests running", node.role, node.url, running)
+        self._take_down(node, "it was removed", now)
+        self._drop_if_idle(node)
 
     def _join(self, spec: NodeSpec, now: float) -> None:
         node = next((each for each in self.leaving if each.url == spec.url), None)
@@ -130,10 +144,9 @@ class Pool:
             node.role, node.flips_to = role, None
             self._forget_choices()
 
-    def _replace(self, spec: NodeSpec, now: float) -> None:
+    def _replace(self, node: Node, generation: str, now: float) -> None:
         """Take a node down until it is known which process stands at its address."""
-        node = self.find(spec.url)
-        if node is None or node.generation == spec.generation:
+        if node.generation == generation:
             return  # its health check has told already
         if not node.generation:
             self._cut(node)
@@ -146,10 +159,6 @@ class Pool:
             self.prefixes.forget(node.url)
             for _, left in self._followers:
                 left(node)
-
-    def _note(self, what: Event, url: str, word: str = "") -> None:
-        number = self.events[-1].number + 1 if self.events else 1
-        self.events.append(NodeEvent(number, what, url, word))
 
     def _forget_choices(self) -> None:
         self._up.clear()
@@ -357,7 +366,7 @@ class Pool:
 
     def _follow_role(self, node: Node, report: HealthReport) -> None:
         node.flips_to = report.flips_to
-        listed = self.members.listed(node.url)
+        listed = next((of[node.url] for of in self.members.values() if node.url in of), None)
         if report.flips and report.role is not Role.AGGREGATED:
             self._set_role(node, report.role)
         elif listed is not None:
@@ -365,15 +374,12 @@ class Pool:
 
     def note_emptied(self, node: Node) -> None:
         """Note that a node's prefix cache was reset; one with trusted KV events says so itself."""
-        self._note("emptied", node.url)
         if not self.prefixes.trusts(node.url):
             self.prefixes.forget(node.url)
 
-    def note_adapter(self, node: Node, name: str, *, loaded: bool, now: float) -> None:
-        """Note that the node has just loaded or unloaded an adapter."""
-        node.adapters = node.adapters | {name} if loaded else node.adapters - {name}
-        node.adapters_at = now
-        self._note("loaded" if loaded else "unloaded", node.url, name)
+    def note_adapters(self, node: Node, names: Iterable[str], now: float) -> None:
+        """Note which adapters the node has since it has just loaded or unloaded one."""
+        node.adapters, node.adapters_at = frozenset(names), now
         self._forget_choices()
 
     def note_heartbeat(self, url: str, load: Load, now: float, *, draining: bool) -> None:
@@ -386,8 +392,6 @@ class Pool:
 
     def note_draining(self, node: Node, now: float) -> None:
         """Note that the node takes nothing new; a health check started later may say otherwise."""
-        if node.up or node.reason != DRAINS:
-            self._note("drains", node.url)
         node.deaths.drains(node.generation)
         self.blame(node, DRAINS, now)
 
@@ -403,7 +407,6 @@ class Pool:
     def note_role_change(self, node: Node, role: Role, now: float) -> None:
         """Note that a node begins to change its role; a later health check tells the result."""
         node.flips_to = role
-        self._note("flips", node.url, role)
         self.blame(node, f"it changes its role from {node.role} to {role}", now)
 
     def note_unready(self, node: Node, why: str, now: float) -> None:
@@ -449,7 +452,7 @@ class Pool:
             )
         if report.version_conflict is not None:
             return report.version_conflict
-        pod = self.members.by_source[Source.KUBERNETES].get(node.url)
+        pod = self.members[Source.KUBERNETES].get(node.url)
         if pod is not None and report.pod_uid and report.pod_uid != pod.generation:
             return f"pod {pod.generation} had this address, and pod {report.pod_uid} answers there"
         if pod is not None and pod.model and report.model != pod.model:

@@ -8,14 +8,12 @@ versions. Lengths are limited, types are checked; nothing is pickled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
 
 from kvrelay.router.membership.warm_up import WarmPairs
 from kvrelay.router.nodes.members import NodeSpec, Source
-from kvrelay.router.nodes.node import NodeEvent
 from kvrelay.router.request.poison import Suspect
 from kvrelay.router.state import WorkerStatus
 from kvrelay.wire.errors import KvrelayError
@@ -62,8 +60,8 @@ class ClusterState(msgspec.Struct, frozen=True, array_like=True):
     members: dict[Source, list[NodeSpec]]
     drained: dict[str, str]
     """The generation of each node that an operator drains, by its address."""
-    events: Sequence[NodeEvent]
-    """The newest events of nodes; a worker that begins asks the nodes itself."""
+    adapters: dict[str, list[str]]
+    """By the node's address."""
     warm_pairs: WarmPairs
     poison: dict[bytes, Suspect]
     """By fingerprint of the request."""

@@ -193,11 +193,9 @@ class Parent(Shared):
             version=version,
             listening=self.listening(),
             config=config_of_worker(router.config, self._port),
-            members={
-                source: list(specs.values()) for source, specs in pool.members.by_source.items()
-            },
+            members={source: list(specs.values()) for source, specs in pool.members.items()},
             drained={node.url: node.generation for node in nodes if node.drain_asked},
-            events=list(pool.events),
+            adapters={node.url: sorted(node.adapters) for node in nodes},
             warm_pairs=router.warm_ups.pairs(),
             poison=dict(self.poison.suspects(now)),
             deaths={peer.index: peer.deaths for peer in self._peers.values()},

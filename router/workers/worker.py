@@ -21,7 +21,6 @@ from starlette.responses import Response
 
 from kvrelay.router.guard import PEER_HEADER, peer_of
 from kvrelay.router.membership.warm_up import NO_PAIRS
-from kvrelay.router.nodes.node import NodeEvent
 from kvrelay.router.router import Router
 from kvrelay.router.server import make_server
 from kvrelay.router.shared import Shared
@@ -34,7 +33,6 @@ from kvrelay.router.workers.messages import (
 )
 from kvrelay.router.workers.metrics import collected
 from kvrelay.router.workers.parent import BACKLOG_BYTES, SOCKET
-from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError, Unavailable
 
 __all__ = ["Worker", "serve_worker", "shared_port"]
@@ -145,11 +143,10 @@ class Worker(Shared):
         for source, specs in state.members.items():
             if before.members.get(source) != specs:
                 pool.set_members(source, specs, now)
-        newest = before.events[-1].number if before.events else 0
-        for event in state.events:
-            if event.number > newest:
-                self._apply_event(event, now)
         for node in pool.nodes:
+            adapters = state.adapters.get(node.url, [])
+            if adapters != before.adapters.get(node.url, []):
+                pool.note_adapters(node, adapters, now)
             meant = state.drained.get(node.url)
             if meant is None and node.drain_asked:
                 pool.undrain(node, now)
@@ -166,20 +163,6 @@ class Worker(Shared):
             self.poison.take_over(state.poison)
         if before.config != state.config:
             router.take_over(state.config)
-
-    def _apply_event(self, event: NodeEvent, now: float) -> None:
-        pool, node = self.router.pool, self.router.pool.find(event.url)
-        match event.what:
-            case _ if node is None:
-                pass
-            case "emptied":
-                pool.note_emptied(node)
-            case "drains":
-                pool.note_draining(node, now)
-            case "flips":
-                pool.note_role_change(node, Role(event.word), now)
-            case "loaded" | "unloaded":
-                pool.note_adapter(node, event.word, loaded=event.what == "loaded", now=now)
 
     def report(self, death: tuple[bytes, str] | None = None, *, whole: bool = False) -> None:
         """Report to the parent; `whole`: also the status and the metrics."""

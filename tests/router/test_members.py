@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_doubles import leg_on
 
-from kvrelay.router.nodes.members import Change, Members, NodeSpec, Source
+from kvrelay.router.nodes.members import NodeSpec, Source
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import LOST_AFTER_MISSES, Pool
 from kvrelay.wire.config import Role
@@ -17,36 +17,13 @@ P, D = NodeSpec("http://p", Role.PREFILL), NodeSpec("http://d", Role.DECODE)
 
 
 def test_a_node_that_several_sources_name_stays_until_the_last_one_drops_it() -> None:
-    members = Members()
-    assert members.update(Source.STATIC, [P, D]).joined == (P, D)
-    assert members.update(Source.HEARTBEATS, [D]).joined == ()
-    assert members.sources("http://d") == [Source.STATIC, Source.HEARTBEATS]
-    assert members.update(Source.STATIC, [P]).left == ()
-    assert members.update(Source.HEARTBEATS, []).left == ("http://d",)
-
-
-def test_to_say_the_same_again_changes_nothing() -> None:
-    members = Members()
-    members.update(Source.KUBERNETES, [P, D])
-    assert members.update(Source.KUBERNETES, [D, P]) == Change()
-
-
-def test_another_generation_at_the_same_address_is_told_once() -> None:
-    members = Members()
-    first, second = (NodeSpec("http://p", Role.PREFILL, generation=uid) for uid in ("a", "b"))
-    members.update(Source.KUBERNETES, [first])
-    members.update(Source.STATIC, [P])
-    assert members.update(Source.KUBERNETES, [second]).replaced == (second,)
-    assert members.update(Source.KUBERNETES, [second]).replaced == ()
-
-
-def test_a_node_that_is_named_with_another_role_is_the_same_node() -> None:
-    members = Members()
-    members.update(Source.HEARTBEATS, [P])
-    other = NodeSpec("http://p", Role.DECODE)
-    change = members.update(Source.HEARTBEATS, [other])
-    assert change == Change(relisted=(other,))
-    assert members.listed("http://p") == other
+    pool = Pool(["http://p"], ["http://d"])
+    pool.set_members(Source.HEARTBEATS, [D], 1.0)
+    assert pool.sources("http://d") == [Source.STATIC, Source.HEARTBEATS]
+    pool.set_members(Source.STATIC, [P], 2.0)
+    assert [node.url for node in pool.nodes] == ["http://p", "http://d"]
+    pool.set_members(Source.HEARTBEATS, [], 3.0)
+    assert [node.url for node in pool.nodes] == ["http://p"]
 
 
 specs = st.builds(
@@ -58,22 +35,21 @@ specs = st.builds(
 
 
 @given(st.lists(st.tuples(st.sampled_from(list(Source)), st.lists(specs, max_size=4)), max_size=12))
-def test_the_changes_add_up_to_what_the_sources_want(
+def test_the_pool_has_what_the_sources_want_with_the_role_that_the_first_says(
     told: list[tuple[Source, list[NodeSpec]]],
 ) -> None:
-    members = Members()
-    here: dict[str, Role] = {}
+    pool = Pool([], [])
+    seen: dict[str, Node] = {}
+    pool.follow(
+        lambda node: seen.update({node.url: node}), lambda node: seen.pop(node.url) and None
+    )
     last: dict[Source, list[NodeSpec]] = {}
-    for source, seen in told:
-        change = members.update(source, seen)
-        last[source] = seen
-        for url in change.left:
-            del here[url]
-        for spec in change.joined:
-            assert spec.url not in here
-            here[spec.url] = spec.role
-        assert set(here) == {spec.url for specs in last.values() for spec in specs}
-        assert all(spec.url in here for spec in change.replaced)
+    for source, named in told:
+        pool.set_members(source, named, 1.0)
+        last[source] = named
+        roles = {spec.url: spec.role for of in reversed(Source) for spec in last.get(of, ())}
+        assert {node.url: node.role for node in pool.nodes} == roles
+        assert seen == {url: pool.find(url) for url in roles}
 
 
 @pytest.mark.parametrize(
@@ -173,10 +149,13 @@ def test_legs_are_cut_by_the_health_report_of_another_process_and_not_by_the_new
     """The news may come after the report, when the node has legs of its new life."""
     pool, node, _ = ready_pool()
     cuts: list[str] = []
-    pool.add(NodeSpec("http://p", Role.PREFILL, generation="uid-1"), Source.KUBERNETES, 1.0)
+    first, second = (NodeSpec("http://p", Role.PREFILL, generation=uid) for uid in ("1", "2"))
+    pool.add(first, Source.KUBERNETES, 1.0)
+    pool.add(first, Source.KUBERNETES, 1.0)
+    assert node.up  # the same again changes nothing
     with leg_on(pool, Role.PREFILL) as lease:
         lease.cut = lambda: cuts.append("cut")
-        pool.add(NodeSpec("http://p", Role.PREFILL, generation="uid-2"), Source.KUBERNETES, 2.0)
+        pool.add(second, Source.KUBERNETES, 2.0)
         assert (cuts, node.up) == ([], False)
         up(pool, node, "g1", at=2.1)
         assert (cuts, node.up) == ([], True)

@@ -103,12 +103,12 @@ def test_an_older_health_report_does_not_undo_what_a_node_has_just_said() -> Non
         pool.note_report(node, health, started=started, now=started + 0.5)
 
     report("a", started=1.0)
-    pool.note_adapter(node, "b", loaded=True, now=2.2)
+    pool.note_adapters(node, {*node.adapters, "b"}, 2.2)
     report("a", started=2.0)
     assert node.adapters == {"a", "b"}
     report("b", started=3.0)
     assert node.adapters == {"b"}
-    pool.note_adapter(node, "b", loaded=False, now=4.0)
+    pool.note_adapters(node, node.adapters - {"b"}, 4.0)
     assert pool.adapters() == {}
     assert not pool.up(Role.PREFILL, model="b")
     assert "no prefill node that is up has 'b'" in pool.no_node(Role.PREFILL, "b").message

@@ -18,7 +18,7 @@ from router_doubles import until
 
 from kvrelay.openai_api.dialects.response_store import Stored
 from kvrelay.router.nodes.members import NodeSpec, Source
-from kvrelay.router.nodes.node import Node, NodeEvent
+from kvrelay.router.nodes.node import Node
 from kvrelay.router.nodes.pool import DRAINS, Pool
 from kvrelay.router.request.poison import Suspect
 from kvrelay.router.router import Router
@@ -34,7 +34,6 @@ from kvrelay.router.workers.messages import (
 from kvrelay.router.workers.parent import Parent, config_of_worker
 from kvrelay.router.workers.worker import Worker
 from kvrelay.wire.config import Role
-from kvrelay.wire.outputs import Load
 from kvrelay.wire.router_config import KeyConfig, RouterConfig
 
 KEY = KeyConfig(
@@ -48,7 +47,7 @@ STATE = ClusterState(
     config=config_of_worker(CONFIG, 7),
     members={Source.ADMIN: [NodeSpec("http://p:1", Role.PREFILL)]},
     drained={"http://d:1": "g"},
-    events=[NodeEvent(1, "flips", "http://d:1", "prefill")],
+    adapters={"http://d:1": ["lora"]},
     warm_pairs=(1, [(*PAIR, "cut", 60.0)]),
     poison={b"f": Suspect(frozenset({"p"}), 5.0)},
     deaths={0: 2},
@@ -187,7 +186,7 @@ async def test_what_is_said_of_nodes_reaches_all_workers_and_those_that_begin_la
         c.pool.add(NodeSpec("http://a:1", Role.DECODE), Source.ADMIN, 0.0)
         await c.parent.settled()
         assert len(c.nodes("http://h:1")) == 2
-        assert [pool.members.sources("http://a:1") for pool in c.pools()] == [[Source.ADMIN]] * 2
+        assert [pool.sources("http://a:1") for pool in c.pools()] == [[Source.ADMIN]] * 2
 
         drained = c.pool.find("http://d:1")
         assert drained is not None
@@ -213,32 +212,22 @@ async def test_what_is_said_of_nodes_reaches_all_workers_and_those_that_begin_la
         assert not any(pool.find("http://h:1") for pool in c.pools())
 
 
-async def test_what_happens_to_nodes_reaches_all_workers_once(tmp_path: Path) -> None:
+async def test_adapters_reach_all_workers_at_once(tmp_path: Path) -> None:
     async with cluster(tmp_path) as c:
         node = c.pool.find("http://d:1")
         assert node is not None
-        c.pool.note_adapter(node, "lora", loaded=True, now=0.0)
+        c.pool.note_adapters(node, {"lora"}, 0.0)
         await c.parent.settled()
         assert [each.adapters for each in c.nodes(node.url)] == [{"lora"}] * 2
         for each in c.nodes(node.url):
-            each.adapters = frozenset()
-        late = await c.worker()  # asks the nodes itself
-        c.pool.note_role_change(node, Role.PREFILL, 0.0)
+            each.adapters = frozenset()  # as its health reports
+        await c.worker()  # asks the nodes itself
+        c.pool.add(NodeSpec("http://a:1", Role.DECODE), Source.ADMIN, 0.0)
         await c.parent.settled()
-        assert [each.flips_to for each in c.nodes(node.url)] == [Role.PREFILL] * 3
         assert not any(each.adapters for each in c.nodes(node.url))
-        c.pool.note_adapter(node, "other", loaded=True, now=0.0)
-        c.pool.note_adapter(node, "other", loaded=False, now=0.0)
-        c.pool.note_heartbeat(node.url, Load(), 0.0, draining=True)
-        c.pool.note_heartbeat(node.url, Load(), 0.0, draining=True)
+        c.pool.note_adapters(node, (), 0.0)
         await c.parent.settled()
-        assert [each.reason for each in c.nodes(node.url)] == [DRAINS] * 3
-        assert [news.what for news in late.router.pool.events] == [
-            "flips",
-            "loaded",
-            "unloaded",
-            "drains",
-        ]
+        assert c.parent._state.adapters[node.url] == []
 
 
 async def test_pairs_that_failed_to_meet_are_avoided_by_all_for_a_while(tmp_path: Path) -> None:
