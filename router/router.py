@@ -21,7 +21,7 @@ from kvrelay.router.console.snapshot import ConsoleState
 from kvrelay.router.membership.health_checks import check_nodes
 from kvrelay.router.membership.heartbeats import hear_heartbeats
 from kvrelay.router.membership.kubernetes_pods import follow_pods
-from kvrelay.router.membership.warm_up import Outcome, WarmUp, WarmUps, warm_up_for_ever
+from kvrelay.router.membership.warm_up import WarmUp, WarmUps, warm_up_for_ever
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.members import Source, static_nodes
@@ -158,10 +158,10 @@ class Router:
         self.take_over(config)
         return changed
 
-    def _warmed_up(self, warm_up: WarmUp, outcome: Outcome) -> None:
-        self.metrics.meetings.labels(outcome.how).inc()
-        if outcome.how in ("met", "failed"):
-            failed, now = outcome.how == "failed", time.monotonic()
+    def _warmed_up(self, warm_up: WarmUp) -> None:
+        self.metrics.meetings.labels(warm_up.how).inc()
+        if warm_up.how in ("met", "failed"):
+            failed, now = warm_up.how == "failed", time.monotonic()
             self.node_health.probed(warm_up.prefill, warm_up.decode, failed=failed, now=now)
 
     def health(self) -> tuple[int, bytes]:

@@ -2,8 +2,7 @@
 
 The first hand-over of a pair dials, compares, connects the data plane and, with NIXL, sets up its
 endpoints: 60 to 130 ms, which a client's answer would wait for. A warm-up is a probe, as `kvrelay
-doctor` makes them: a free block with a known pattern, under a ticket that the source has signed; so
-it shows at the same time whether the two can hand over at all.
+doctor` makes them, so it shows at the same time whether the two can hand over at all.
 
 A pair is of two processes: with another generation of either it is another pair. A large cluster
 does not warm up all pairs: each node has so many partners, first those with the fewest, then the
@@ -31,7 +30,7 @@ from kvrelay.wire.engine_messages import ProbeFetched, ProbeOffered, ProbeRefuse
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.frames import MALFORMED
 
-__all__ = ["NO_PAIRS", "PARTNERS", "Outcome", "WarmPairs", "WarmUp", "WarmUps", "warm_up_for_ever"]
+__all__ = ["NO_PAIRS", "PARTNERS", "How", "WarmPairs", "WarmUp", "WarmUps", "warm_up_for_ever"]
 
 PARTNERS = 32
 """How many others a node is warmed up with at most."""
@@ -51,25 +50,19 @@ _log = logging.getLogger("kvrelay.router")
 WarmPairs = tuple[int, list[tuple[str, str, str, float]]]
 """How many pairs are warm, and those that failed: both addresses, why, and when to try again."""
 NO_PAIRS: WarmPairs = (0, [])
-_Side = tuple[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """An end of a warm-up. `busy`: try again soon; `never`: the nodes cannot be asked."""
-
-    how: Literal["met", "failed", "busy", "never"]
-    why: str = ""
+How = Literal["met", "failed", "busy", "never"]
+"""How a warm-up ended; `busy`: try again soon, `never`: the nodes cannot be asked."""
+_Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
 @dataclass(eq=False, slots=True)
 class WarmUp:
-    """A probe between two nodes."""
+    """A probe between two nodes; `how` is None while it is under way."""
 
     prefill: Node
     decode: Node
-    outcome: Outcome | None = None
-    """None while it is under way."""
+    how: How | None = None
+    why: str = ""
     again_at: float = inf
 
 
@@ -80,24 +73,18 @@ class WarmUps:
     """
 
     def __init__(self) -> None:
-        self._by_pair: dict[tuple[_Side, _Side], WarmUp] = {}
+        self._by_pair: dict[_Pair, WarmUp] = {}
 
     def begin(self, prefill: Sequence[Node], decode: Sequence[Node], now: float) -> WarmUp | None:
         """Return the next warm-up of these nodes, which are up, if any is due; `end` must follow."""
-        sources, readers = ({_side(node) for node in nodes} for nodes in (prefill, decode))
+        there = {(node.url, node.generation) for node in (*prefill, *decode)}
         self._by_pair = {
-            (source, reader): each
-            for (source, reader), each in self._by_pair.items()
-            if each.outcome is None
-            or (now < each.again_at and source in sources and reader in readers)
+            pair: each
+            for pair, each in self._by_pair.items()
+            if each.how is None or (now < each.again_at and there.issuperset(pair))
         }
-        partners: Counter[str] = Counter()
-        busy: set[str] = set()
-        for (source, reader), each in self._by_pair.items():
-            urls = source[0], reader[0]
-            partners.update(urls)
-            if each.outcome is None:
-                busy.update(urls)
+        partners = Counter(url for pair in self._by_pair for url, _ in pair)
+        busy = {url for pair, each in self._by_pair.items() if each.how is None for url, _ in pair}
 
         def in_turn(nodes: Sequence[Node]) -> list[Node]:
             free = [
@@ -107,64 +94,57 @@ class WarmUps:
             ]
             return sorted(free, key=lambda node: (partners[node.url], -node.depth, node.url))
 
-        free_sources = in_turn(prefill)
-        for reader_node in in_turn(decode):
-            for source_node in free_sources:
-                key = _side(source_node), _side(reader_node)
-                if source_node.model == reader_node.model and key not in self._by_pair:
-                    warm_up = self._by_pair[key] = WarmUp(source_node, reader_node)
-                    return warm_up
+        sources = in_turn(prefill)
+        for reader in in_turn(decode):
+            for source in sources:
+                pair = (source.url, source.generation), (reader.url, reader.generation)
+                if source.model == reader.model and pair not in self._by_pair:
+                    self._by_pair[pair] = WarmUp(source, reader)
+                    return self._by_pair[pair]
         return None
 
-    def end(self, warm_up: WarmUp, outcome: Outcome, now: float) -> None:
+    def end(self, warm_up: WarmUp, how: How, why: str, now: float) -> None:
         """Record how it went. A pair that has failed or was busy is tried again after a while."""
-        warm_up.outcome = outcome
-        warm_up.again_at = now + _RETRY_S.get(outcome.how, inf)
+        warm_up.how, warm_up.why = how, why
+        warm_up.again_at = now + _RETRY_S.get(how, inf)
 
     def pairs(self) -> WarmPairs:
         """Return the pairs that are warm, and those that failed; busy ones are neither."""
-        over = [(each, each.outcome) for each in self._by_pair.values() if each.outcome is not None]
         failed = [
-            (each.prefill.url, each.decode.url, end.why, each.again_at)
-            for each, end in over
-            if end.how == "failed"
+            (each.prefill.url, each.decode.url, each.why, each.again_at)
+            for each in self._by_pair.values()
+            if each.how == "failed"
         ]
-        return sum(end.how == "met" for _, end in over), failed
-
-
-def _side(node: Node) -> _Side:
-    return node.url, node.generation
+        return sum(each.how == "met" for each in self._by_pair.values()), failed
 
 
 async def warm_up_for_ever(
-    pool: Pool, warm_ups: WarmUps, client: NodeClient, on_end: Callable[[WarmUp, Outcome], None]
+    pool: Pool, warm_ups: WarmUps, client: NodeClient, on_end: Callable[[WarmUp], None]
 ) -> None:
     """Warm up pairs until cancelled; `on_end` is called after each."""
+
+    async def one_by_one() -> None:
+        while True:
+            prefill, decode = (
+                pool.up(role, kind=NodeKind.KVRELAY) for role in (Role.PREFILL, Role.DECODE)
+            )
+            warm_up = warm_ups.begin(prefill, decode, time.monotonic())
+            if warm_up is None:
+                await asyncio.sleep(_IDLE_S)
+                continue
+            how, why = await _probe(warm_up.prefill, warm_up.decode, client)
+            warm_ups.end(warm_up, how, why, time.monotonic())
+            on_end(warm_up)
+            if how == "failed":
+                pair = warm_up.prefill.url, warm_up.decode.url
+                _log.warning("%s and %s cannot hand over: %s", *pair, why)
+
     async with asyncio.TaskGroup() as group:
         for _ in range(_AT_ONCE):
-            group.create_task(_warm_up_one_by_one(pool, warm_ups, client, on_end))
+            group.create_task(one_by_one())
 
 
-async def _warm_up_one_by_one(
-    pool: Pool, warm_ups: WarmUps, client: NodeClient, on_end: Callable[[WarmUp, Outcome], None]
-) -> None:
-    while True:
-        prefill, decode = (
-            pool.up(role, kind=NodeKind.KVRELAY) for role in (Role.PREFILL, Role.DECODE)
-        )
-        warm_up = warm_ups.begin(prefill, decode, time.monotonic())
-        if warm_up is None:
-            await asyncio.sleep(_IDLE_S)
-            continue
-        outcome = await _probe(warm_up.prefill, warm_up.decode, client)
-        warm_ups.end(warm_up, outcome, time.monotonic())
-        on_end(warm_up, outcome)
-        if outcome.how == "failed":
-            pair = warm_up.prefill.url, warm_up.decode.url
-            _log.warning("%s and %s cannot hand over: %s", *pair, outcome.why)
-
-
-async def _probe(source: Node, reader: Node, client: NodeClient) -> Outcome:
+async def _probe(source: Node, reader: Node, client: NodeClient) -> tuple[How, str]:
     ticket = None
     try:
         offer = _offered.decode(await client.ask(source, "/kv/probe/offer", b'{"blocks": 1}'))
@@ -173,25 +153,25 @@ async def _probe(source: Node, reader: Node, client: NodeClient) -> Outcome:
         ticket = offer.ticket
         body = msgspec.json.encode({"ticket": ticket, "seed": offer.seed})
         fetch = _fetched.decode(await client.ask(reader, "/kv/probe/fetch", body))
-        if isinstance(fetch, ProbeFetched):
-            ticket = None  # the reader has given it back
-            if fetch.verified:
-                return Outcome("met")
-            return Outcome("failed", "the bytes that came are not those that were sent")
-        return _refused(fetch)
+        if isinstance(fetch, ProbeRefused):
+            return _refused(fetch)
+        ticket = None  # the reader has given it back
+        if fetch.verified:
+            return "met", ""
+        return "failed", "the bytes that came are not those that were sent"
     except Refused as why:
-        return Outcome("never" if why.status in _NO_SUCH_ROUTE else "failed", why.message)
+        return "never" if why.status in _NO_SUCH_ROUTE else "failed", why.message
     except AttemptFailed as why:
-        return Outcome("busy", why.detail)  # its health says more
+        return "busy", why.detail  # its health says more
     except KvrelayError as why:
-        return Outcome("failed", why.message)
+        return "failed", why.message
     except MALFORMED as why:
-        return Outcome("never", f"a probe is answered like another version of kvrelay: {why}")
+        return "never", f"a probe is answered like another version of kvrelay: {why}"
     finally:
         if ticket is not None:
             # Its lease would end it, too, but the next warm-up need not wait for that.
             await client.tell_of_kv(source, "release", ticket.remote_request_id or "")
 
 
-def _refused(answer: ProbeRefused) -> Outcome:
-    return Outcome("busy" if answer.busy else "failed", answer.reason)
+def _refused(answer: ProbeRefused) -> tuple[How, str]:
+    return "busy" if answer.busy else "failed", answer.reason

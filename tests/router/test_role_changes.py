@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from router_doubles import MODEL, OPERATOR, Call, Cluster, FakeNode, cluster, decode, prefill, until
 
-from kvrelay.router.membership.warm_up import Outcome, WarmUps
+from kvrelay.router.membership.warm_up import WarmUps
 from kvrelay.router.node_load import Share
 from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.members import NodeSpec, Source
@@ -125,7 +125,7 @@ def test_nodes_of_the_former_role_meet_the_new_one() -> None:
     )
     x, p, d = nodes
     while warm_up := pairs.begin([x, p], [d], 1.0):
-        pairs.end(warm_up, Outcome("met"), 1.0)
+        pairs.end(warm_up, "met", "", 1.0)
     assert pairs.pairs()[0] == 2
     warm_up = pairs.begin([p], [x, d], 2.0)
     assert warm_up is not None

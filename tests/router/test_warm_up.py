@@ -12,12 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_doubles import FakeNode, cluster, decode, prefill, until
 
-from kvrelay.router.membership.warm_up import PARTNERS, Outcome, WarmUp, WarmUps
+from kvrelay.router.membership.warm_up import PARTNERS, How, WarmUp, WarmUps
 from kvrelay.router.nodes.node import Node
 from kvrelay.wire.config import Role
 from kvrelay.wire.outputs import Load
-
-MET = Outcome("met")
 
 
 def node(role: Role, at: int, generation: str = "g", model: str = "m", requests: int = 0) -> Node:
@@ -35,14 +33,14 @@ def begun(
     prefill: list[Node],
     decode: list[Node],
     now: float = 0.0,
-    outcome: Outcome | None = None,
+    how: How | None = None,
 ) -> list[WarmUp]:
-    """Return what is begun until nothing is due, each ended at once if there is an outcome."""
+    """Return what is begun until nothing is due, each ended at once if it is said how."""
     had: list[WarmUp] = []
     while warm_up := pairs.begin(prefill, decode, now):
         had.append(warm_up)
-        if outcome is not None:
-            pairs.end(warm_up, outcome, now)
+        if how is not None:
+            pairs.end(warm_up, how, "", now)
     return had
 
 
@@ -57,7 +55,7 @@ def test_in_a_small_cluster_each_pair_meets_once_and_a_node_has_one_meeting_at_a
         for side in ([m.prefill.url for m in together], [m.decode.url for m in together]):
             assert len(set(side)) == len(side)
         for warm_up in together:
-            pairs.end(warm_up, MET, 0.0)
+            pairs.end(warm_up, "met", "", 0.0)
             seen.add((warm_up.prefill.url, warm_up.decode.url))
     assert pairs.pairs()[0] == len(seen) == ps * ds
 
@@ -66,7 +64,7 @@ def test_in_a_large_cluster_a_node_meets_no_more_than_its_share_and_all_meet_som
     None
 ):
     pairs, prefill, decode = WarmUps(), nodes(Role.PREFILL, 60), nodes(Role.DECODE, 50)
-    had = begun(pairs, prefill, decode, outcome=MET)
+    had = begun(pairs, prefill, decode, how="met")
     for side in (Counter(m.prefill.url for m in had), Counter(m.decode.url for m in had)):
         assert max(side.values()) <= PARTNERS
     assert len({m.decode.url for m in had[:50]}) == 50
@@ -82,9 +80,9 @@ def test_the_busiest_are_first() -> None:
 
 def test_another_generation_meets_anew_and_the_old_one_is_forgotten() -> None:
     pairs, prefill, decode = WarmUps(), nodes(Role.PREFILL, 1), nodes(Role.DECODE, 2)
-    begun(pairs, prefill, decode, outcome=MET)
+    begun(pairs, prefill, decode, how="met")
     decode[0] = node(Role.DECODE, 0, "another")
-    assert [m.decode for m in begun(pairs, prefill, decode, outcome=MET)] == [decode[0]]
+    assert [m.decode for m in begun(pairs, prefill, decode, how="met")] == [decode[0]]
     assert pairs.pairs()[0] == 2
 
 
@@ -94,21 +92,17 @@ def test_nodes_of_another_model_or_without_a_generation_do_not_meet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "not_before", "again_at"),
-    [
-        (Outcome("busy", "busy"), 0.5, 1.0),
-        (Outcome("failed", "differs"), 59.0, 60.0),
-        (Outcome("never"), 1e9, None),
-    ],
+    ("how", "not_before", "again_at"),
+    [("busy", 0.5, 1.0), ("failed", 59.0, 60.0), ("never", 1e9, None)],
 )
 def test_what_failed_is_tried_again_in_its_time(
-    outcome: Outcome, not_before: float, again_at: float | None
+    how: How, not_before: float, again_at: float | None
 ) -> None:
     pairs, prefill, decode = WarmUps(), nodes(Role.PREFILL, 1), nodes(Role.DECODE, 1)
     (warm_up,) = begun(pairs, prefill, decode)
-    pairs.end(warm_up, outcome, 0.0)
+    pairs.end(warm_up, how, "differs", 0.0)
     assert pairs.pairs()[1] == (
-        [("http://prefill0", "http://decode0", "differs", 60.0)] if outcome.how == "failed" else []
+        [("http://prefill0", "http://decode0", "differs", 60.0)] if how == "failed" else []
     )
     assert pairs.begin(prefill, decode, not_before) is None
     if again_at is not None:
