@@ -86,21 +86,15 @@ class _AdminRoutes:
         return json_response({"nodes": rows})
 
     async def add(self, request: Request) -> Response:
-        asked, peer = await _decoded(request, _Add), peer_of(request)
+        asked = await _decoded(request, _Add)
         spec = NodeSpec(asked.url, asked.role, asked.model)
+        of = spec.role, spec.url
         if not self._router.config.may_be_node(spec.url):
-            _log.warning(
-                "admin: %s may not add %s node %s: node_allow does not name it",
-                peer,
-                spec.role,
-                spec.url,
-            )
+            _note(request, "may not add %s node %s: node_allow does not name it", *of)
             raise Forbidden(
-                f"{spec.url} would get the nodes' key and prompts, and its host is neither that "
-                f"of a --prefill or "
-                "--decode node nor named by --node-allow; start the router with --node-allow "
-                "HOST, or have the node "
-                "announce itself (--router)",
+                f"{spec.url} would get the nodes' key and prompts, and its host is neither that of "
+                "a --prefill or --decode node nor named by --node-allow; start the router with "
+                "--node-allow HOST, or have the node announce itself (--router)",
                 param="url",
             )
         known = self._pool.find(spec.url)
@@ -109,13 +103,8 @@ class _AdminRoutes:
                 f"{spec.url} is a {known.role} node; remove it first, or correct role", param="role"
             )
         self._pool.add(spec, Source.ADMIN, time.monotonic())
-        _log.info(
-            "admin: %s adds %s node %s (%s)", peer, spec.role, spec.url, "known" if known else "new"
-        )
-        node = self._pool.find(spec.url)
-        return json_response(
-            {"added": known is None, "node": None if node is None else self._row(node)}
-        )
+        _note(request, "adds %s node %s (%s)", *of, "known" if known else "new")
+        return json_response({"added": known is None, "node": self._row(self._known(spec.url))})
 
     async def remove(self, request: Request) -> Response:
         url = request.query_params.get("url", "").rstrip("/")
@@ -126,8 +115,7 @@ class _AdminRoutes:
         node = self._pool.find(url)
         self._pool.remove(url, [Source.ADMIN, Source.STATIC], time.monotonic())
         left = self._pool.sources(url)
-        named = "unknown" if node is None else f"named by {left}"
-        _log.info("admin: %s removes node %s (%s)", peer_of(request), url, named)
+        _note(request, "removes node %s (%s)", url, left or ("known" if node else "unknown"))
         answer: dict[str, object] = {"removed": node is not None and not left, "sources": left}
         if left:
             answer["message"] = (
@@ -143,17 +131,10 @@ class _AdminRoutes:
         # Other routers see it by its health; one that is not ours does not know the route, and is
         # drained by us alone.
         status, _ = await self._router.node_client.tell(node, path, b"{}", _TELL_DEADLINE_S)
-        if (
-            begin and status == 200
-        ):  # it says so itself from now on, and whoever asks it to end that is heard by all
+        if begin and status == 200:
+            # It says so itself from now on, and whoever asks it to end that is heard by all.
             self._pool.undrain(node, time.monotonic())
-        _log.info(
-            "admin: %s asks to %s node %s, which answers %d",
-            peer_of(request),
-            path[1:],
-            node.url,
-            status,
-        )
+        _note(request, "asks to %s node %s, which answers %d", path[1:], node.url, status)
         return json_response({"node_told": status == 200, "node": self._row(node)})
 
     async def flip(self, request: Request) -> Response:
@@ -166,35 +147,20 @@ class _AdminRoutes:
         if asked.role is not node.role and not asked.force:
             self._check_not_last(node)
         status, message = await ask_role(self._pool, self._router.node_client, node, asked.role)
-        _log.info(
-            "admin: %s asks %s node %s to be %s: %d",
-            peer_of(request),
-            node.role,
-            node.url,
-            asked.role,
-            status,
-        )
+        of = node.role, node.url, asked.role, status
+        _note(request, "asks %s node %s to be %s: %d", *of)
         if status not in (BEGUN, 200):
             raise _not_flipped(node, status, message)
         # Other routers and workers see it by its health, and all when it is over.
         return json_response({"node": self._row(node)})
 
     async def reload(self, request: Request) -> Response:
-        peer = peer_of(request)
         try:
             changed = self._router.reload()
         except (ConfigError, RequestError) as why:
-            _log.error(
-                "admin: %s asks for a reload; the configuration is not reloaded: %s",
-                peer,
-                why.message,
-            )
+            _log.error("admin: the configuration is not reloaded: %s", why.message)
             raise RequestError(why.message) from why
-        _log.info(
-            "admin: %s has the configuration reloaded, new: %s",
-            peer,
-            ", ".join(changed) or "nothing",
-        )
+        _note(request, "has the configuration reloaded, new: %s", ", ".join(changed) or "nothing")
         return json_response({"changed": changed})
 
     def _row(self, node: Node) -> NodeStatus:
@@ -207,19 +173,22 @@ class _AdminRoutes:
         return node
 
     def _check_not_last(self, node: Node) -> None:
-        if not self._pool.up(node.role, [node], node.model, NodeKind.KVRELAY):
-            effect = (
-                "nothing can be answered"
-                if node.role is Role.DECODE
-                else "decode nodes compute all prompts"
-            )
-            raise Conflict(
-                f"{node.url} is the last {node.role} node that is up: without it {effect}; add "
-                f"another one first, or "
-                "send force: true (kvrelay role --force)",
-                param="force",
-                code="last_of_role",
-            )
+        if self._pool.up(node.role, [node], node.model, NodeKind.KVRELAY):
+            return
+        without = {
+            Role.PREFILL: "decode nodes compute all prompts",
+            Role.DECODE: "nothing can be answered",
+        }
+        raise Conflict(
+            f"{node.url} is the last {node.role} node that is up: without it {without[node.role]}; "
+            "add another one first, or send force: true (kvrelay role --force)",
+            param="force",
+            code="last_of_role",
+        )
+
+
+def _note(request: Request, what: str, *values: object) -> None:
+    _log.info("admin: %s " + what, peer_of(request), *values)
 
 
 async def _decoded(request: Request, kind: type[_Body]) -> _Body:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -25,9 +25,8 @@ from kvrelay.router.nodes.node import Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.router import Router
 from kvrelay.router.serve import checked_body
-from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.router.transport.node_errors import parse_message
-from kvrelay.wire.errors import KvrelayError, NodeFailed, NotFound, RequestError
+from kvrelay.wire.errors import NodeFailed, NotFound, RequestError
 from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["ADAPTER_PATHS", "add_node_routes"]
@@ -53,24 +52,23 @@ def add_node_routes(app: FastAPI, router: Router) -> None:
     """Add these routes."""
     pool = router.pool
 
+    async def tell(
+        nodes: Sequence[Node], path: str, body: bytes, deadline_s: float
+    ) -> list[NodeAnswer]:
+        async def one(node: Node) -> NodeAnswer:
+            status, said = await router.node_client.call("POST", node, path, body, deadline_s)
+            return _answer_of(node, status, said)
+
+        return await asyncio.gather(*map(one, nodes))
+
     async def order(request: Request) -> Response:
         path, query = request.url.path, request.url.query
-
-        def done(node: Node) -> None:
-            if path == "/reset_prefix_cache":
-                pool.note_emptied(node)
-
-        asked = f"{path}?{query}" if query else path
-        said = await _tell(router.node_client, pool.nodes, asked, b"", _ORDERS[path], done)
-        failed = ", ".join(each.url for each in said if each.status != 200)
-        _log.info(
-            "admin: %s asks all nodes for %s, not done: %s",
-            peer_of(request),
-            path,
-            failed or "none",
-        )
-        if failed:
-            raise _failure_of(said)
+        said = await tell(pool.nodes, f"{path}?{query}" if query else path, b"", _ORDERS[path])
+        failed = ", ".join(each.url for each in said if each.status != 200) or "none"
+        _log.info("admin: %s asks all nodes for %s, not done: %s", peer_of(request), path, failed)
+        for node in _done(pool, said) if path == "/reset_prefix_cache" else ():
+            pool.note_emptied(node)
+        _check_all_done(said)
         return json_response({"success": True, "nodes": said})
 
     for path in _ORDERS:
@@ -85,18 +83,12 @@ def add_node_routes(app: FastAPI, router: Router) -> None:
             raise RequestError(
                 f"the body must be a JSON object with lora_name: {why}", param="lora_name"
             ) from why
-
-        def done(node: Node) -> None:  # so that nobody waits for the next health check
-            name = {asked.lora_name}
+        nodes, name = _nodes_for(pool, asked, loads=path == _LOAD), {asked.lora_name}
+        said = await tell(nodes, path, body, router.config.request_deadline_s)
+        for node in _done(pool, said):  # so that nobody waits for the next health check
             names = node.adapters | name if path == _LOAD else node.adapters - name
             pool.note_adapters(node, names, time.monotonic())
-
-        nodes = _nodes_for(pool, asked, loads=path == _LOAD)
-        said = await _tell(
-            router.node_client, nodes, path, body, router.config.request_deadline_s, done
-        )
-        if any(each.status != 200 for each in said):
-            raise _failure_of(said, "lora_name")
+        _check_all_done(said, "lora_name")
         return json_response(AdapterAnswer(asked.lora_name, "done on all nodes", said))
 
     for path in ADAPTER_PATHS:
@@ -125,30 +117,23 @@ def add_node_routes(app: FastAPI, router: Router) -> None:
         return json_response({"server_load": load, "nodes": await told("/load")})
 
 
-async def _tell(
-    legs: NodeClient,
-    nodes: Sequence[Node],
-    path: str,
-    body: bytes,
-    deadline_s: float,
-    done: Callable[[Node], None],
-) -> list[NodeAnswer]:
-    async def one(node: Node) -> NodeAnswer:
-        status, said = await legs.call("POST", node, path, body, deadline_s)
-        if status != 200 or isinstance(said, str):
-            return NodeAnswer(
-                node.url, node.role, status, said if isinstance(said, str) else parse_message(said)
-            )
-        answer = _Done()
-        with contextlib.suppress(*MALFORMED):
-            answer = msgspec.json.decode(said, type=_Done)
-        if not answer.success:
-            why = "it did not succeed: some of its blocks are in use; try again"
-            return NodeAnswer(node.url, node.role, 409, why)
-        done(node)
+def _answer_of(node: Node, status: int, said: bytes | str) -> NodeAnswer:
+    if isinstance(said, str):
+        return NodeAnswer(node.url, node.role, status, said)
+    if status != 200:
+        return NodeAnswer(node.url, node.role, status, parse_message(said))
+    answer = _Done()
+    with contextlib.suppress(*MALFORMED):
+        answer = msgspec.json.decode(said, type=_Done)
+    if answer.success:
         return NodeAnswer(node.url, node.role, 200, str(answer.message or ""))
+    why = "it did not succeed: some of its blocks are in use; try again"
+    return NodeAnswer(node.url, node.role, 409, why)
 
-    return await asyncio.gather(*map(one, nodes))
+
+def _done(pool: Pool, said: Sequence[NodeAnswer]) -> list[Node]:
+    found = [pool.find(each.url) for each in said if each.status == 200]
+    return [node for node in found if node is not None]
 
 
 def _nodes_for(pool: Pool, asked: _Adapter, *, loads: bool) -> list[Node]:
@@ -166,14 +151,16 @@ def _nodes_for(pool: Pool, asked: _Adapter, *, loads: bool) -> list[Node]:
     return [node for node in pool.nodes if not base or node.model == base]
 
 
-def _failure_of(said: Sequence[NodeAnswer], param: str | None = None) -> KvrelayError:
+def _check_all_done(said: Sequence[NodeAnswer], param: str | None = None) -> None:
     statuses = {each.status for each in said}
-    done = sum(each.status == 200 for each in said)
+    if not statuses - {200}:
+        return
     words = "; ".join(
         f"{each.role} node {each.url} ({each.status}): {each.message}" for each in said
     )
     if len(statuses) == 1 and 400 <= min(statuses) < 500:
         failure = RequestError(words, param=param)
         failure.status = min(statuses)
-        return failure
-    return NodeFailed(f"{done} of {len(said)} nodes did it: {words}", param=param)
+        raise failure
+    done = sum(each.status == 200 for each in said)
+    raise NodeFailed(f"{done} of {len(said)} nodes did it: {words}", param=param)

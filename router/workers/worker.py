@@ -7,6 +7,7 @@ of keys are divided among the workers; stored responses are in a file that all h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -60,34 +61,42 @@ def shared_port(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
         )[0]
-        held = socket.socket(family, kind, protocol)
+        with contextlib.ExitStack() as undo:
+            held = undo.enter_context(socket.socket(family, kind, protocol))
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also in TIME_WAIT
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            held.bind(address)
+            undo.pop_all()
     except OSError as why:
         raise ConfigError(
-            f"cannot listen on {host} port {port}: {why}; give another --host"
-        ) from why
-    try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also a port in TIME_WAIT
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if family == socket.AF_INET6:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        held.bind(address)
-    except OSError as why:
-        held.close()
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {why.strerror}; choose another with --port"
+            f"cannot listen on {host} port {port}: {why.strerror}; choose another --host or --port"
         ) from why
     return held
 
 
-class _ParentClient:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._http: aiohttp.ClientSession | None = None
+class Worker(Shared):
+    """A router process that answers requests beside others."""
 
-    async def forward(self, request: Request, body: bytes, deadline_s: float = 0.0) -> Response:
-        """Return the parent's answer to a request. Raises Unavailable after the deadline."""
+    leads = False
+    router: Router
+    """Set before the first state is applied."""
+
+    def __init__(self, index: int, folder: Path, writer: asyncio.StreamWriter) -> None:
+        super().__init__(str(folder / _RESPONSES))
+        self.poison.tell = lambda fingerprint, process: self.report((fingerprint, process))
+        self._socket = str(folder / SOCKET)
+        self._http: aiohttp.ClientSession | None = None
+        self.forward = self._forward
+        self.index, self._writer = index, writer
+        self._state: ClusterState | None = None
+        self._deaths = 0
+
+    async def _forward(self, request: Request, body: bytes, deadline_s: float = 0.0) -> Response:
+        # Returns the parent's answer to a request. Raises Unavailable after the deadline.
         if self._http is None:
-            connector = aiohttp.UnixConnector(str(self._path))
+            connector = aiohttp.UnixConnector(self._socket)
             self._http = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout())
         deadline_s = deadline_s or (_QUESTION_S if request.method == "GET" else _ORDER_S)
         # As it came: what is encoded or has dots in it must not be another path there.
@@ -106,27 +115,6 @@ class _ParentClient:
                 return Response(await answer.read(), answer.status, kept)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as why:
             raise Unavailable("the router's own processes have lost each other; try again") from why
-
-    async def close(self) -> None:
-        if self._http is not None:
-            await self._http.close()
-
-
-class Worker(Shared):
-    """A router process that answers requests beside others."""
-
-    leads = False
-    router: Router
-    """Set before the first state is applied."""
-
-    def __init__(self, index: int, folder: Path, writer: asyncio.StreamWriter) -> None:
-        super().__init__(str(folder / _RESPONSES))
-        self.poison.tell = lambda fingerprint, process: self.report((fingerprint, process))
-        self._parent = _ParentClient(folder / SOCKET)
-        self.forward = self._parent.forward
-        self.index, self._writer = index, writer
-        self._state: ClusterState | None = None
-        self._deaths = 0
 
     def workers(self) -> dict[str, int] | None:
         """Return this worker's index, and the number of all."""
@@ -190,7 +178,8 @@ class Worker(Shared):
 
     async def close(self) -> None:
         """Close the connection to the parent's socket."""
-        await self._parent.close()
+        if self._http is not None:
+            await self._http.close()
 
 
 async def serve_worker(end: socket.socket, index: int, folder: Path) -> None:
