@@ -77,11 +77,6 @@ def refusal(found: object) -> Refusal:
     return found
 
 
-def test_whoever_finds_a_place_begins_at_once() -> None:
-    cluster = ModelCluster(0, seats=50)
-    assert [cluster.ask(queued()) for _ in range(50)] == ["a seat"] * 50
-
-
 @settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 3))
 def test_nobody_waits_for_ever_and_all_begin_in_order(count: int, seats: int) -> None:
@@ -123,27 +118,6 @@ def test_a_target_that_would_be_missed_is_refused_with_the_time_after_which_it_i
     assert isinstance(cluster.ask(waits), Wait)
     cluster.run(0.5)
     assert waits in cluster.begun
-
-
-def test_a_token_that_takes_too_long_anywhere_is_refused_for_good() -> None:
-    found = refusal(
-        AdmissionQueue(1, lambda _: Refuse("tpot", 12.0, 10.0, never=True)).arrive(queued())
-    )
-    assert (found.reason, found.retry_after_s) == ("tpot_never", None)
-    assert "12.0 ms" in found.message
-
-
-def test_a_full_queue_makes_room_for_the_more_important() -> None:
-    cluster = ModelCluster(3)
-    while not isinstance(found := cluster.ask(queued(1000)), Refusal):
-        pass
-    assert found.reason == "queue_full"
-    assert isinstance(cluster.ask(urgent := queued(1000, priority=-1)), Wait)
-    assert cluster.admission.queue.first() is urgent
-    ((displaced, why),) = cluster.admission.leaving(cluster.now)
-    assert refusal(why).reason == "displaced"
-    assert displaced not in cluster.admission.queue
-    assert len(cluster.admission.queue) == 3
 
 
 def test_the_places_of_one_key_are_bounded() -> None:

@@ -53,12 +53,6 @@ def test_it_opens_after_failures_in_a_row_and_not_before(breaker: Breaker) -> No
     assert breaker.verdict(1.0) is Verdict.LAST
 
 
-def test_refusals_and_clients_that_go_away_say_nothing(breaker: Breaker) -> None:
-    for _ in range(100):
-        breaker.leave(enter(breaker, 1.0))
-    assert breaker.state(1.0) is State.CLOSED
-
-
 @pytest.mark.parametrize("ends", [True, False])
 def test_half_open_lets_one_through_and_closes_when_it_answers(
     breaker: Breaker, ends: bool
@@ -225,26 +219,6 @@ def test_of_decoding_the_second_token_speaks_and_the_first_does_not(
         assert decode.verdict(now) is Verdict.TAKES
     call(prefill, decode, now, tokens=2).close()
     assert decode.state(now) is State.CLOSED
-
-
-def test_a_node_that_breaks_every_stream_is_found_out(decode: Breaker) -> None:
-    assert opened(decode, decode, tokens=3) is decode
-    now = NOW + decode.opens_in(NOW)
-    call(decode, decode, now, tokens=3).succeeded(now)
-    assert decode.state(now) is State.CLOSED
-
-
-def test_failures_of_decoding_between_good_legs_are_none_in_a_row(
-    prefill: Breaker, decode: Breaker
-) -> None:
-    for at in range(4 * FAILURES_IN_A_ROW):
-        request = call(prefill, decode, at * 100.0, tokens=1)
-        if at % 2:
-            request.failed("it broke", at * 100.0)
-        else:
-            request.succeeded(at * 100.0)
-        assert decode.state(at * 100.0) is State.CLOSED
-    assert prefill.state(0.0) is State.CLOSED
 
 
 def test_what_breaks_before_its_first_token_gives_the_probe_of_decoding_back(

@@ -88,13 +88,6 @@ def test_the_page_names_only_files_that_are_there_and_no_other_host() -> None:
     )  # the policy would not let them
 
 
-def test_the_chat_leaves_the_temperature_to_the_model() -> None:
-    page = (FOLDER / "index.html").read_text(encoding="utf-8")
-    field = re.search(r'<input [^>]*id="temperature"[^>]*>', page)
-    assert field is not None
-    assert "value=" not in field[0]
-
-
 def test_the_page_is_in_the_wheel(repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))
     globs = project["tool"]["setuptools"]["package-data"]["kvrelay.router.console"]

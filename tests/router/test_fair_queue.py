@@ -95,36 +95,6 @@ def test_the_more_important_begin_first_and_of_a_key_the_older(
         assert mine == sorted(mine)
 
 
-@settings(max_examples=50)
-@given(st.data())
-def test_counts_hold_whoever_comes_leaves_or_ends(data: st.DataObject) -> None:
-    queue: FairQueue[QueuedRequest] = FairQueue()
-    waiting: list[QueuedRequest] = []
-    begun: list[QueuedRequest] = []
-    for at in range(data.draw(st.integers(1, 40))):
-        act = data.draw(st.sampled_from(["push", "push", "remove", "begin", "correct"]))
-        if act == "push":
-            priority = data.draw(st.integers(0, 2))
-            waiting.append(
-                request(
-                    data.draw(st.sampled_from(KEYS)), data.draw(sizes), 1.0, priority, float(at)
-                )
-            )
-            queue.push(waiting[-1])
-        elif act == "remove" and waiting:
-            queue.remove(waiting.pop(data.draw(st.integers(0, len(waiting) - 1))))
-        elif act == "begin" and waiting:
-            begun.append(begin_next(queue))
-            waiting.remove(begun[-1])
-        elif act == "correct" and begun:
-            queue.correct(begun.pop(), data.draw(sizes))
-        assert len(queue) == len(waiting)
-        assert set(queue) == set(waiting)
-        assert all(queue.waiting(key) == sum(each.key == key for each in waiting) for key in KEYS)
-    assert all(each in queue for each in waiting)
-    assert not any(each in queue for each in begun)
-
-
 def test_an_answer_shorter_than_thought_is_paid_back_and_a_longer_one_paid() -> None:
     queue: FairQueue[QueuedRequest] = FairQueue()
     short, long = request("short", 1000), request("long", 10)

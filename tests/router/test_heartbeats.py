@@ -237,20 +237,6 @@ async def test_a_flood_of_strangers_leaves_the_router_serving_and_its_memory_fla
         await until(lambda: not c.router.pool.nodes)  # heard behind the flood
 
 
-async def test_a_router_that_hears_nodes_serves_with_them() -> None:
-    p, d, port = prefill(), decode(), free_udp_port()
-    async with p.running(), d.running(), cluster(heartbeat_port=port, ready=False) as c:
-        tasks = [asyncio.create_task(announcing(node, port).run()) for node in (p, d)]
-        await until(
-            lambda: len(c.router.pool.nodes) == 2 and all(node.up for node in c.router.pool.nodes)
-        )
-        await c.text()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await until(lambda: not c.router.pool.nodes)
-
-
 def test_heartbeats_from_elsewhere_need_a_key() -> None:
     with pytest.raises(ConfigError, match="node_api_key"):
         RouterConfig(host="0.0.0.0", heartbeat_port=9)

@@ -21,7 +21,6 @@ from kvrelay.router.request.job import (
     Job,
     parts_of,
     prefill_body,
-    prefix_of,
 )
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError, RequestError
@@ -70,12 +69,6 @@ def test_every_leg_of_every_kind_of_node_has_it_for_each_prompt() -> None:
         assert part.cache_salt == salted.cache_salt
         for body in (prefill_body(part), vllm.prefill_body(part), vllm.decode_body(part, None)):
             assert told(body) == salted.cache_salt
-
-
-def test_a_router_knows_the_prompts_of_keys_apart() -> None:
-    first, other = (prefix_of(job(key=key)).chunks for key in (ANN, BOB))
-    assert first[0] != other[0]
-    assert first[0] == prefix_of(job(key=ANN)).chunks[0]
 
 
 @pytest.mark.parametrize(

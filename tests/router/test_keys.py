@@ -56,11 +56,6 @@ def test_what_a_key_may_do() -> None:
         bob.check_model("other")
 
 
-def test_drawn_keys_are_long_and_never_the_same() -> None:
-    assert len({draw_key() for _ in range(100)}) == 100
-    assert len(ALICE) >= 40
-
-
 def test_keys_of_a_file_are_those_of_the_flags_that_a_child_gets(tmp_path: object) -> None:
     file = f"{tmp_path}/router.yaml"
     with open(file, "w", encoding="utf-8") as out:

@@ -26,15 +26,11 @@ from kvrelay.router.prefix.index import Prefix, PrefixIndex
 from kvrelay.router.prefix.kv_events import KvEvents, _Listener
 from kvrelay.router.prefix.metrics import PrefixMetrics
 from kvrelay.wire.engine_messages import CacheChanges
-from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import (
-    END,
     KvEventsConfig,
     KvEventsReport,
     packed_number,
-    read_batch,
 )
-from kvrelay.wire.kv_events import BlockStored as Stored
 from kvrelay.wire.outputs import PromptBlocks
 
 URL = "http://127.0.0.1:9"
@@ -272,22 +268,6 @@ def test_a_node_that_answers_no_replay_is_doubted(monkeypatch: pytest.MonkeyPatc
     run(test)
 
 
-def test_of_a_node_that_tells_no_events_what_was_sent_there_counts() -> None:
-    async def test() -> None:
-        async with telling() as node, listening() as router:
-            prefix = Prefix.of(0, b"y" * 4_000)
-            router.heard(node)
-            await router.trusted()
-            for _ in range(2):  # started again without a port
-                router.events.note_report(URL, "g2", None)
-                router.index.end(router.index.send(prefix, URL))
-                assert router.index.lookup(prefix)[1][URL] > 900
-                assert not router.index.trusts(URL)
-            assert router.count("kv_event_doubted_nodes") == 0, "it is no fault"
-
-    run(test)
-
-
 _FLOOD = """
 import sys, zmq
 socket = zmq.Context().socket(zmq.DEALER)
@@ -399,104 +379,6 @@ def test_a_node_in_doubt_is_asked_again_though_nothing_is_missing() -> None:
     run(test)
 
 
-def test_there_may_be_a_thousand_nodes_and_more() -> None:
-    async def test() -> None:
-        async with listening():
-            for context in (zmq.Context.instance(), zmq.asyncio.Context.instance()):
-                assert context.get(zmq.MAX_SOCKETS) > 10_000
-
-    run(test)
-
-
-class _Event(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
-    """As vLLM's listeners declare them."""
-
-
-class BlockStored(_Event):
-    block_hashes: list[bytes | int]
-    parent_block_hash: bytes | int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-
-
-class BlockRemoved(_Event):
-    block_hashes: list[bytes | int]
-    medium: str | None
-
-
-class _Batch(msgspec.Struct, array_like=True, omit_defaults=True):
-    ts: float
-    events: list[BlockStored | BlockRemoved]
-
-
-def test_a_listener_that_speaks_as_vllm_s_do() -> None:
-    """Subscribes to a topic, and asks for what it has missed by REQ, which takes the first answer
-    alone.
-    """
-    decoder = msgspec.msgpack.Decoder(_Batch)
-
-    async def heard(socket: zmq.asyncio.Socket) -> list[bytes]:
-        return await asyncio.wait_for(socket.recv_multipart(), DEADLINE_S)
-
-    async def test() -> None:
-        async with telling(topic="kv-events") as node:
-            context = zmq.asyncio.Context.instance()
-            with (
-                context.socket(zmq.SUB) as sub,
-                context.socket(zmq.SUB) as other,
-                context.socket(zmq.REQ) as replay,
-            ):
-                for socket, topic in ((sub, b"kv-events"), (other, b"something-else")):
-                    socket.subscribe(topic)
-                    socket.connect(f"tcp://127.0.0.1:{port_of(node)}")
-                replay.connect(f"tcp://127.0.0.1:{report_of(node).replay_port}")
-                live = asyncio.ensure_future(sub.recv_multipart())
-                while (
-                    not live.done()
-                ):  # a subscription takes a moment, and until then nothing is told
-                    node.publish(stored(chain(3)))
-                    await asyncio.wait({live}, timeout=0.05)
-                topic, _, payload = live.result()
-                assert topic == b"kv-events"
-                assert decoder.decode(payload).events == [
-                    BlockStored(chain(3), None, [], 16, None, "GPU")
-                ]
-                node.publish(CacheChanges({}, chain(3)[2:]))
-                told = report_of(node).next_number
-                await replay.send(packed_number(told - 1))
-                number, payload = await heard(replay)
-                assert number == packed_number(told - 1)
-                assert decoder.decode(payload).events == [BlockRemoved(chain(3)[2:], "GPU")]
-                assert not await other.poll(0)
-
-    run(test)
-
-
-def test_odd_frames_are_not_answered_and_a_question_is_to_its_end() -> None:
-    async def test() -> None:
-        async with telling() as node:
-            with zmq.asyncio.Context.instance().socket(zmq.DEALER) as replay:
-                replay.connect(f"tcp://127.0.0.1:{report_of(node).replay_port}")
-                await replay.send_multipart((b"odd", b"frames"))
-                node.publish(stored(chain(3)))
-                node.publish(stored(chain(3, 1)))
-                await replay.send_multipart((b"", packed_number(1)))
-                _, number, payload = await asyncio.wait_for(replay.recv_multipart(), DEADLINE_S)
-                assert number == packed_number(1)
-                assert read_batch(payload).events == [
-                    Stored(chain(3, 1), None, [], 16, medium="GPU")
-                ]
-                assert await asyncio.wait_for(replay.recv_multipart(), DEADLINE_S) == [
-                    b"",
-                    END,
-                    b"",
-                ]
-
-    run(test)
-
-
 def test_without_replays_routers_are_told_of_no_port() -> None:
     """They could not know what was held before they listened; others may."""
 
@@ -514,22 +396,5 @@ def test_without_replays_routers_are_told_of_no_port() -> None:
                 assert topic == b""
                 ((event,), rank) = msgspec.msgpack.decode(payload)[1:]
                 assert (event["type"], event["block_hashes"], rank) == ("BlockStored", chain(3), 0)
-
-    run(test)
-
-
-def test_a_place_that_is_taken_is_named() -> None:
-    async def test() -> None:
-        async with telling() as node:
-            for name in ("endpoint", "replay_endpoint"):
-                taken = KvEventsConfig(
-                    True,
-                    **{"endpoint": "tcp://127.0.0.1:0"}
-                    | {name: f"tcp://127.0.0.1:{port_of(node)}"},
-                )
-                with pytest.raises(
-                    ConfigError, match=f"cannot listen at {name} '127.0.0.1', port {port_of(node)}"
-                ):
-                    Told(taken, 16)
 
     run(test)

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from urllib.parse import urlsplit
-
 import pytest
 from router_doubles import OPERATOR, Cluster, cluster, decode, prefill
 
@@ -46,38 +40,6 @@ def test_these_are_the_routes_of_operators() -> None:
     ]
 
 
-@asynccontextmanager
-async def relayed(url: str) -> AsyncIterator[str]:
-    """A proxy that adds nothing: it passes bytes on, from whoever asks it. Its address."""
-    at, tasks = urlsplit(url), set[asyncio.Task[None]]()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        with contextlib.closing(writer):
-            other_reader, other_writer = await asyncio.open_connection(at.hostname, at.port)
-            with contextlib.closing(other_writer), contextlib.suppress(ConnectionError):
-                await asyncio.wait(
-                    [
-                        asyncio.create_task(_pump(reader, other_writer)),
-                        asyncio.create_task(_pump(other_reader, writer)),
-                    ]
-                )
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        for task in tasks:
-            task.cancel()
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(65536):
-        writer.write(data)
-        await writer.drain()
-    writer.write_eof()
-
-
 async def statuses(c: Cluster, url: str, headers: dict[str, str]) -> dict[tuple[str, str], int]:
     told = {}
     for method, path in ROUTES:
@@ -105,14 +67,6 @@ async def test_every_route_wants_the_key_from_loopback_too_whatever_the_headers_
         ):
             assert set((await statuses(c, c.url, headers)).values()) == {401}, headers
         assert len(c.router.pool.nodes) == 2
-
-
-@pytest.mark.parametrize("key", ["", "operator"])
-async def test_a_proxy_that_adds_no_header_opens_nothing(key: str) -> None:
-    async with cluster(prefill(), decode(), admin_key=key) as c, relayed(c.url) as proxy:
-        assert set((await statuses(c, proxy, {})).values()) == {401}
-        if key:  # and the relay does pass on what it is given
-            assert (await statuses(c, proxy, OPERATOR))["GET", "/admin/nodes"] == 200
 
 
 async def test_who_has_the_key_needs_nothing_else() -> None:

@@ -36,12 +36,6 @@ def test_nodes_are_down_until_a_health_check_succeeds() -> None:
     pool.require_ready()
 
 
-def test_leases_spread_over_nodes_and_are_given_back(pool: Pool) -> None:
-    with leg_on(pool, Role.PREFILL) as first, leg_on(pool, Role.PREFILL) as second:
-        assert first.node is not second.node
-    assert all(not node.leases for node in pool.nodes)
-
-
 def test_a_blamed_node_returns_only_by_a_check_started_after_the_blame(pool: Pool) -> None:
     node = pool.nodes[0]
     pool.blame(node, "it broke", now=5.0)
@@ -49,20 +43,6 @@ def test_a_blamed_node_returns_only_by_a_check_started_after_the_blame(pool: Poo
     assert not node.up
     pool.note_report(node, report(), started=5.2, now=5.3)
     assert node.up
-
-
-def test_a_node_of_another_role_is_kept_out_with_one_sentence(
-    pool: Pool, caplog: pytest.LogCaptureFixture
-) -> None:
-    node = pool.nodes[0]
-    for at in (1.0, 2.0):
-        pool.note_report(node, report("decode"), at, at)
-    assert not node.up
-    assert [
-        line
-        for line in caplog.messages
-        if "listed as a prefill node and says that it is decode" in line
-    ] == [f"prefill node http://p0 is kept out: {node.reason}"]
 
 
 def test_nodes_of_several_models_are_groups_and_a_leg_stays_in_its_own(pool: Pool) -> None:

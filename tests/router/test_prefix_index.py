@@ -318,14 +318,6 @@ def test_numbers_of_nodes_that_are_gone_are_used_again() -> None:
     assert index._mark("new").bit_length() <= 2 * 64 + 2
 
 
-def test_numbers_of_nodes_that_told_nothing_are_used_again() -> None:
-    index = PrefixIndex()
-    for at in range(500):
-        asked(index, SYSTEM, f"http://{at}")
-        index.forget(f"http://{at}")
-    assert index._mark("new").bit_length() <= 2 * 64 + 2
-
-
 def chat(messages: list[dict[str, str]], **more: object) -> Prefix:
     body = msgspec.json.encode({"model": "m", "messages": messages, **more})
     return prefix_of(parse_job(body, CHAT_PATH))

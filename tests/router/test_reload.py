@@ -170,21 +170,6 @@ async def test_keys_aliases_limits_policies_and_nodes_change_while_requests_run(
             assert "[DONE]" in await begun  # of a key and a node that are gone
 
 
-async def test_a_key_that_has_asked_before_gets_its_new_limits() -> None:
-    p, d = prefill(), decode(decode_ok)
-    async with running(p, d):
-        file = File(p, d, keys=(KeyConfig("ann", hash_of("ann"), requests_per_minute=1),))
-        async with router_over(file.read(), file.read) as c:
-            await until(lambda: all(node.up for node in c.router.pool.nodes))
-            assert [await status(c, "ann") for _ in range(2)] == [200, 429]
-            file.write(keys=(KeyConfig("ann", hash_of("ann")),))
-            assert await reloaded(c) == (200, {"changed": ["keys"]})
-            assert [await status(c, "ann") for _ in range(2)] == [200, 200]
-            file.write(keys=(KeyConfig("ann", hash_of("ann"), requests_per_minute=2),))
-            assert await reloaded(c) == (200, {"changed": ["keys"]})
-            assert [await status(c, "ann") for _ in range(3)] == [200, 200, 429]
-
-
 async def test_a_fixed_setting_or_a_file_that_is_wrong_changes_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -244,22 +229,6 @@ def test_all_keys_are_never_taken_away() -> None:
         ):
             changes(old, new)
     assert changes(RouterConfig(), RouterConfig(keys=(key,))) == ["keys"]
-
-
-async def test_a_reload_without_keys_is_refused_and_said_and_the_old_ones_stay(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    p, d = prefill(), decode()
-    async with running(p, d):
-        file = File(p, d, keys=(KeyConfig("ann", hash_of("ann")),))
-        async with router_over(file.read(), file.read) as c:
-            await until(lambda: all(node.up for node in c.router.pool.nodes))
-            file.write(keys=(), attempts=2)
-            code, told = await reloaded(c)
-            assert (code, "no API keys" in told["error"]["message"]) == (400, True)
-            assert "not reloaded: the new configuration has no API keys" in caplog.text
-            assert [await status(c, key) for key in ("", "ann")] == [401, 200]
-            assert c.router.config.attempts == 3
 
 
 async def test_without_a_file_there_is_nothing_to_reload() -> None:

@@ -5,15 +5,12 @@ for it.
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import Any
 
 import pytest
 from router_doubles import MODEL, OPERATOR, Call, Cluster, FakeNode, cluster, decode, prefill, until
 
-from kvrelay.router.membership.warm_up import WarmUps
 from kvrelay.router.node_load import Share
-from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.members import NodeSpec, Source
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
@@ -81,23 +78,6 @@ def test_a_node_that_is_started_again_is_what_it_is_listed_as(pool: Pool) -> Non
     assert "listed as a prefill node and says that it is decode" in node.reason
 
 
-def test_legs_of_the_old_role_go_on_and_what_is_known_of_the_node_stays(pool: Pool) -> None:
-    node = pool.nodes[2]
-    node_health, cuts, left = NodeHealth(pool, random.Random(1)), list[str](), list[Node]()
-    pool.follow(lambda _: None, left.append)
-    pool.prefixes.trust(node.url)
-    breaker = node_health.breaker(node, D)
-    lease = pool.hold(node, Share(), 10, None, {})
-    lease.cut = lambda: cuts.append("cut")
-    told(node, pool, P, 2.0, flips=1)
-    assert lease in node.leases
-    pool.give_back(lease)
-    assert (cuts, left, node.leases) == ([], [], set())
-    assert pool.prefixes.trusts(node.url)
-    assert node.breakers[D] is breaker
-    assert pool.find(node.url) is node
-
-
 def test_every_way_of_membership_follows_the_node() -> None:
     """Heartbeats say the new role; static lists and labels of pods go on saying the old one."""
     pool = Pool([], [])
@@ -116,20 +96,6 @@ def test_every_way_of_membership_follows_the_node() -> None:
         told(node, pool, D, 4.0, flips=1)
     pool.set_members(Source.KUBERNETES, [NodeSpec("http://k", P, generation="uid")], 5.0)
     assert urls(pool, D) == ["http://k", "http://h"]
-
-
-def test_nodes_of_the_former_role_meet_the_new_one() -> None:
-    pairs, nodes = (
-        WarmUps(),
-        [Node(f"http://{name}", role=P, up=True, model="m", generation="g") for name in "xpd"],
-    )
-    x, p, d = nodes
-    while warm_up := pairs.begin([x, p], [d], 1.0):
-        pairs.end(warm_up, "met", "", 1.0)
-    assert pairs.pairs()[0] == 2
-    warm_up = pairs.begin([p], [x, d], 2.0)
-    assert warm_up is not None
-    assert (warm_up.prefill, warm_up.decode) == (p, x)
 
 
 async def ask(c: Cluster, node: FakeNode, role: str, **more: Any) -> tuple[int, Any]:

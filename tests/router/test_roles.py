@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import json
 import random
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -33,7 +32,6 @@ from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.roles import EVERY_S, LOOKS, OTHER, RoleChanger, RolePlanner, use_of, work_of
 from kvrelay.wire.config import Role
-from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.router_config import RouterConfig
 from kvrelay.wire.step_costs import StepCosts
@@ -84,35 +82,6 @@ def test_a_target_that_no_node_keeps_and_no_nodes_at_all_are_work_too() -> None:
     load.announced(Load(running=1, legs=1, token_rate=0.1))
     assert 0 < work_of({P: [], D: [load]}, 1.0)[0][D] < 1
     assert work_of({P: [], D: []})[0] == {P: 0.0, D: 0.0}
-
-
-loads = st.lists(
-    st.builds(
-        Load,
-        running=st.integers(0, 256),
-        context_tokens=st.integers(0, 1 << 20),
-        legs=st.just(1),
-        pace=st.floats(0.5, 4.0),
-        token_rate=st.floats(0.0, 50.0),
-        prompt_share=st.floats(0.0, 3.0),
-    ),
-    max_size=8,
-)
-
-
-@given(loads, loads, st.floats(0.0, 100.0), st.randoms())
-def test_the_order_of_nodes_changes_nothing(
-    of_p: list[Load], of_d: list[Load], tpot_ms: float, rng: Any
-) -> None:
-    nodes: dict[Role, list[NodeLoad]] = {P: [], D: []}
-    for role, said in ((P, of_p), (D, of_d)):
-        for load in said:
-            nodes[role].append(NodeLoad("", COSTS))
-            nodes[role][-1].announced(load)
-    before = work_of(nodes, tpot_ms)
-    for each in nodes.values():
-        rng.shuffle(each)
-    assert work_of(nodes, tpot_ms) == before
 
 
 # The decision.
@@ -192,22 +161,6 @@ def test_whatever_comes_no_role_has_fewer_nodes_than_it_must(
             up[role], up[OTHER[role]] = up[role] + 1, up[OTHER[role]] - 1
             roles.changed(role, 10.0 * at)
         assert all(up[each] >= least[each] for each in up)
-
-
-@given(st.integers(1, 16), st.integers(1, 16), st.floats(0, 30), st.floats(0, 30))
-def test_under_a_constant_load_nodes_go_one_way_only(
-    of_p: int, of_d: int, work_p: float, work_d: float
-) -> None:
-    roles, up, changes = RolePlanner(), {P: of_p, D: of_d}, []
-    for at in range(400):
-        role = roles.look(up, {P: work_p, D: work_d}, EVERY_S * at)
-        if role is not None:
-            up[role], up[OTHER[role]] = up[role] + 1, up[OTHER[role]] - 1
-            roles.changed(role, EVERY_S * at)
-            changes.append((at, role))
-    assert len({role for _, role in changes}) <= 1
-    times = [at for at, _ in changes]
-    assert all(later - at >= LOOKS for at, later in itertools.pairwise(times))
 
 
 @settings(max_examples=50, deadline=None)
@@ -417,41 +370,36 @@ async def test_each_model_is_looked_at_by_itself() -> None:
 # In routers.
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
 async def test_however_many_routers_look_one_node_changes_once(
-    count: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "EVERY_S", 1e6)  # all looks are made here
     nodes: list[FakeNode] = [prefill(load=BUSY), *(decode(load=Load(legs=1)) for _ in range(3))]
-    async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(cluster(*nodes, strict_roles=False))
-        config = first.router.config
-        routers = [
-            first,
-            *[await stack.enter_async_context(router_over(config)) for _ in range(count - 1)],
-        ]
-        await until(lambda: all(node.up for each in routers for node in each.router.pool.nodes))
-        for node in (node for each in routers for node in each.router.pool.nodes):
-            node.state.set_costs(COSTS, 50.0)
-
-        async def look(at: int) -> None:
-            await asyncio.gather(*(changes_of(each).look(EVERY_S * at) for each in routers))
-
-        for at in range(LOOKS):
-            await look(at)
+    async with (
+        cluster(*nodes, strict_roles=False) as first,
+        router_over(first.router.config) as two,
+    ):
+        routers, looks = [first, two], itertools.count()
         chosen = max(nodes[1:], key=lambda node: node.url)
-        assert [node.flips_to for node in nodes if node is not chosen] == [None] * 3
-        assert chosen.flips_to == P
-        await until(lambda: all(each.node(chosen).flips_to is P for each in routers))
+        for each in routers:
+            await until(lambda each=each: all(node.up for node in each.router.pool.nodes))
+            for node in each.router.pool.nodes:
+                node.state.set_costs(COSTS, 50.0)
+
+        async def look(times: int) -> None:
+            for at in itertools.islice(looks, times):
+                await asyncio.gather(*(changes_of(each).look(EVERY_S * at) for each in routers))
+
         await look(LOOKS)
+        assert [node for node in nodes if node.flips_to] == [chosen]
+        await until(lambda: all(each.node(chosen).flips_to is P for each in routers))
+        await look(1)
         chosen.flipped()
         await until(
             lambda: all(each.node(chosen).role is P and each.node(chosen).up for each in routers)
         )
-        for at in range(LOOKS + 1, 40):
-            await look(at)
+        await look(40)
         assert [node.role for node in nodes].count(P) == 2
-        assert not any(node.flips_to for node in nodes)
         assert sum(node.flips for node in nodes) == 1
         begun = [
             each.metric("kvrelay_router_role_changes_total", outcome="begun", model_name=MODEL)
@@ -462,7 +410,6 @@ async def test_however_many_routers_look_one_node_changes_once(
         async with first.http.get(first.url + "/console/state", headers=OPERATOR) as answer:
             (seen,) = (await answer.json())["roles"]
         assert (seen["model"], seen["use"]["prefill"]) == (MODEL, pytest.approx(0.6, rel=0.01))
-        assert {change["node"] for change in seen["changes"]} <= {chosen.url}
 
 
 @pytest.mark.parametrize(

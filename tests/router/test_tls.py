@@ -91,17 +91,6 @@ async def test_new_connections_get_the_certificate_that_is_in_the_file_now(
         old[1].close()
 
 
-async def test_the_files_are_looked_at_once_a_second_at_most(made: Path, tmp_path: Path) -> None:
-    async with cluster(**put(made, "first", tmp_path)) as c:
-        assert await served(c, made) == "first"
-        put(made, "second", tmp_path)
-        looked: list[str] = []
-        async with asyncio.timeout(10):
-            while (name := await served(c, made)) != "second":
-                looked.append(name)
-        assert set(looked) <= {"first"}
-
-
 async def test_the_router_serves_https_and_trusts_nodes_by_their_authority(
     made: Path, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from typing import Any
 
@@ -186,27 +185,6 @@ async def test_nodes_meet_when_both_are_up_and_again_after_a_restart() -> None:
         await until(lambda: len(answers.fetched) == 2 and c.router.warm_ups.pairs()[0] == 1)
         assert c.metric("kvrelay_router_meetings_total", outcome="met") == 2
         assert p.released == []
-
-
-async def test_no_more_than_a_few_meet_at_once() -> None:
-    may_end, under_way, most = asyncio.Event(), 0, 0
-
-    async def offer(_: web.Request) -> web.Response:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
-        await may_end.wait()
-        under_way -= 1
-        return web.json_response(BUSY)
-
-    both = [prefill() for _ in range(6)], [decode() for _ in range(6)]
-    for p in both[0]:
-        p.posts["/kv/probe/offer"] = offer
-    async with cluster(*both[0], *both[1]):
-        await until(lambda: under_way == 4)
-        await asyncio.sleep(0.7)
-        may_end.set()
-    assert most == 4
 
 
 async def test_a_busy_node_is_asked_again_and_what_was_offered_is_given_back() -> None:
