@@ -62,7 +62,6 @@ class _Flip(msgspec.Struct, frozen=True):
 
 
 def add_admin_routes(app: FastAPI, router: Router) -> None:
-    """Add the admin routes."""
     routes = _AdminRoutes(router)
     app.get("/admin/nodes", response_model=None)(routes.nodes)
     app.post("/admin/nodes", response_model=None)(routes.add)

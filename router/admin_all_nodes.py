@@ -49,7 +49,6 @@ class _Adapter(UnloadAdapterRequest, frozen=True):
 
 
 def add_node_routes(app: FastAPI, router: Router) -> None:
-    """Add these routes."""
     pool = router.pool
 
     async def tell(

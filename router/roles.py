@@ -83,7 +83,6 @@ class RoleChange(msgspec.Struct, frozen=True):
     """A decision that a node should take a role, and what the node answered."""
 
     at: float
-    """Unix time."""
     role: str
     node: str
     why: str
@@ -102,7 +101,6 @@ class RolePlanner:
         self.changes: list[RoleChange] = []
 
     def changed(self, role: Role, now: float) -> None:
-        """Note that a node has taken a role, by anybody's order."""
         self._changed, self._last, self._times = now, role, 0
 
     def look(
@@ -159,7 +157,6 @@ class RolePlanner:
 
 
 async def ask_role(pool: Pool, legs: NodeClient, node: Node, role: Role) -> tuple[int, str]:
-    """Ask a node to change its role; return its status code and message."""
     status, message = await legs.tell(
         node, "/admin/role", msgspec.json.encode({"role": role}), _ASK_DEADLINE_S
     )
@@ -182,7 +179,6 @@ class RoleChanger:
     _rests: dict[str, float] = field(default_factory=dict)
 
     async def look_for_ever(self) -> None:
-        """Look every EVERY_S, until it is cancelled."""
         while True:
             await asyncio.sleep(EVERY_S)
             try:
@@ -191,7 +187,6 @@ class RoleChanger:
                 _log.exception("roles were not looked at; they will be again in %g s", EVERY_S)
 
     async def look(self, now: float) -> None:
-        """Look once at every model."""
         config = self.config()
         ours = [node for node in self.pool.nodes if node.kind is NodeKind.KVRELAY and node.model]
         self._note_changes(ours, now)

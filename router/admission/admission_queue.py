@@ -24,8 +24,6 @@ _LATER = "try again after the time in Retry-After"
 
 
 class AdmissionQueue(Generic[E, P]):
-    """A queue in front of one model's nodes."""
-
     def __init__(self, max_queue: int, find: FindPlace[E, P]) -> None:
         self.queue: FairQueue[E] = FairQueue()
         self.max_queue = max_queue

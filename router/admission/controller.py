@@ -45,9 +45,7 @@ class AdmissionSlot(QueuedRequest):
     wanted: PlacementQuery
     queue: ModelQueue
     limit_tokens: int
-    """Tokens taken of the key's limits."""
     headers: dict[str, str]
-    """Headers for the answer."""
     placed: PlacementLeases | None = None
     """The places on nodes; None before the request begins, and for nodes of another project."""
     has_begun: bool = False
@@ -55,18 +53,15 @@ class AdmissionSlot(QueuedRequest):
     """None once the request has begun, or why it will not begin."""
 
     async def begun(self) -> None:
-        """Wait until the request may begin. Raises KvrelayError if it may not."""
         if (why := await self.result) is not None:
             raise why
 
     def settle(self, why: KvrelayError | None = None) -> None:
-        """End the wait."""
         if not self.result.done():  # cancelled: its client is just leaving
             self.result.set_result(why)
 
 
 ModelQueue = AdmissionQueue[AdmissionSlot, ChosenNodes | None]
-"""The queue for the nodes of one model."""
 
 
 class AdmissionController:
@@ -85,17 +80,14 @@ class AdmissionController:
         metrics.waiting.read = self.waiting
 
     def take_over(self, config: RouterConfig) -> None:
-        """Use the limits and targets of a new configuration for requests that come from now on."""
         self._config = config
         for queue in self._queues.values():
             queue.max_queue = config.max_queue
 
     def waiting(self) -> dict[str, int]:
-        """Return the number of requests in each model's queue."""
         return {model: len(each.queue) for model, each in self._queues.items() if each.queue}
 
     def slo(self, ttft_s: float | None, tpot_s: float | None) -> Slo:
-        """Return the targets of a request that asks for these."""
         # The router's time per token is a promise to all who are served: a laxer one is no reason
         # to break it.
         tpots = [each for each in (tpot_s, self._config.tpot_target_ms / 1e3) if each]
@@ -173,7 +165,6 @@ class AdmissionController:
             self._limits.give_back(caller.name, 0, 0, time.monotonic())
 
     async def close(self) -> None:
-        """Stop looking at the queues."""
         if self._looking is not None:
             await cancel_and_wait([self._looking])
 

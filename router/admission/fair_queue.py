@@ -34,7 +34,6 @@ class QueuedRequest:
 
     @property
     def begin_by(self) -> float:
-        """Return when the request must have begun for its deadline and its TTFT target."""
         return min(self.deadline, math.inf if self.ttft_s is None else self.arrived + self.ttft_s)
 
 
@@ -49,7 +48,6 @@ class FairQueue(Generic[E]):
         """The requests by priority and key, oldest first."""
         self._waiting: Counter[str] = Counter()
         self._clocks: defaultdict[str, float] = defaultdict(float)
-        """The virtual time at which each key's next request starts."""
         self._now = 0.0  # virtual
         self._length = 0
 
@@ -65,11 +63,9 @@ class FairQueue(Generic[E]):
         return request in self._lines.get(request.priority, {}).get(request.key, ())
 
     def waiting(self, key: str) -> int:
-        """Return how many requests of a key wait."""
         return self._waiting[key]
 
     def push(self, request: E) -> None:
-        """Queue a request behind those of its key and priority."""
         key = request.key
         if not self._waiting[key]:
             self._clocks[key] = max(self._clocks[key], self._now)
@@ -107,7 +103,6 @@ class FairQueue(Generic[E]):
         self._clocks[request.key] = start + request.tokens / request.weight
 
     def correct(self, request: E, tokens: int) -> None:
-        """Note that a request that began has really cost so many tokens."""
         clock = self._clocks[request.key]
         # Cheaper than thought is no credit: the clock is not put back behind the time of all.
         right = clock + (tokens - request.tokens) / request.weight

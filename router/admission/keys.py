@@ -27,19 +27,15 @@ class Caller(KeyConfig):
     """A sender of requests, known by the hash of its key."""
 
     most_important: int = -_MAX_PRIORITY
-    """The lowest priority that requests may ask for."""
 
     @classmethod
     def of(cls, key: KeyConfig) -> Caller:
-        """Return the owner of a configured key."""
         return cls(**asdict(key), most_important=key.priority)
 
     def may(self, model: str) -> bool:
-        """Return whether the key may ask for a model, adapter or alias."""
         return not self.models or model in self.models
 
     def check_model(self, model: str) -> None:
-        """Raise NotFound for a model that the key may not ask for."""
         if not self.may(model):
             names = ", ".join(repr(name) for name in sorted(self.models))
             raise NotFound(
@@ -49,7 +45,6 @@ class Caller(KeyConfig):
             )
 
     def check_admin(self) -> None:
-        """Raise Forbidden unless the key may change what the cluster serves."""
         if not self.admin:
             raise Forbidden(
                 f"the key {self.name} may not change what is served; give it `admin: true`, or "
@@ -84,7 +79,6 @@ class Keyring:
         self.take_over(api_key, keys)
 
     def take_over(self, api_key: str, keys: Sequence[KeyConfig]) -> None:
-        """Use these keys from now on."""
         in_clear = [Caller("api-key", hash_of(api_key), admin=True)] if api_key else []
         self.callers = [*map(Caller.of, keys), *in_clear] or [ANYONE]
 
@@ -105,10 +99,8 @@ class Keyring:
 
 
 def hash_of(key: str) -> str:
-    """Return the hash of a key as KeyConfig has it."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def draw_key() -> str:
-    """Return a new key of 256 random bits."""
     return _PREFIX + secrets.token_urlsafe(32)

@@ -51,7 +51,6 @@ class _Bucket:
 class _State:
     running: int = 0
     buckets: dict[str, _Bucket] = field(default_factory=dict)
-    """For requests and for tokens, as far as they are limited."""
 
 
 class KeyLimits:
@@ -104,7 +103,6 @@ class KeyLimits:
             bucket.level = min(float(bucket.size), bucket.level + left[what])
 
     def headers(self, key: str) -> dict[str, str]:
-        """Return OpenAI's x-ratelimit headers as of the last `take`."""
         headers: dict[str, str] = {}
         for what, bucket in self._states[key].buckets.items():
             headers[f"x-ratelimit-limit-{what}"] = str(bucket.size)

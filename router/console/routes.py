@@ -26,7 +26,6 @@ STATE_PATH = "/console/state"
 
 _FOLDER = Path(__file__).parent / "static"
 _LATEST = 1e12
-"""No Unix time is later."""
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",

@@ -47,8 +47,6 @@ _SHARES = (0.5, 0.9, 0.99)
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
-    """A process in short."""
-
     index: int
     uptime_s: float
     running: int
@@ -94,7 +92,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     requests: list[EndedRequest]
     """The newest first."""
     roles: list[RoleStatus] = []
-    """By model."""
 
 
 def snapshot_of(
@@ -214,7 +211,6 @@ class ConsoleState:
         return request
 
     def status(self) -> WorkerStatus:
-        """Return what this process sees."""
         now, metrics = time.monotonic(), self._metrics
         roles = {} if self.roles is None else self.roles.models
         return WorkerStatus(

@@ -61,7 +61,6 @@ class AnnouncedNodes:
         return beat
 
     def expire(self, now: float) -> None:
-        """Forget nodes that were not heard for long enough."""
         for heard in self._heard.values():
             if heard.spec is not None and now - heard.at > LOST_AFTER_S:
                 _log.warning(
@@ -80,7 +79,6 @@ class AnnouncedNodes:
             del self._heard[url]
 
     def specs(self) -> list[NodeSpec]:
-        """Return the nodes that are there now."""
         return [heard.spec for heard in self._heard.values() if heard.spec is not None]
 
 

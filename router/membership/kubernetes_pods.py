@@ -83,7 +83,6 @@ def node_of(pod: _Pod) -> NodeSpec | None:
 
 
 def nodes_of(pods: Iterable[_Pod]) -> tuple[dict[str, NodeSpec], set[str]]:
-    """Return the nodes among pods by their URLs, and complaints of pods that cannot be nodes."""
     nodes: dict[str, NodeSpec] = {}
     complaints: set[str] = set()
     # Of two pods at one address the younger one is there: an address is given away again when its
@@ -100,7 +99,6 @@ def nodes_of(pods: Iterable[_Pod]) -> tuple[dict[str, NodeSpec], set[str]]:
 
 
 def listed_gauge(registry: CollectorRegistry) -> Gauge:
-    """Return the metric of this file."""
     return Gauge(
         "kvrelay_router_kubernetes_listed_timestamp_seconds",
         "When the pods were last listed whole, as Unix time; 0: not yet.",

@@ -104,7 +104,6 @@ class WarmUps:
         return None
 
     def end(self, warm_up: WarmUp, how: How, why: str, now: float) -> None:
-        """Record how it went. A pair that has failed or was busy is tried again after a while."""
         warm_up.how, warm_up.why = how, why
         warm_up.again_at = now + _RETRY_S.get(how, inf)
 

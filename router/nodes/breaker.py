@@ -74,24 +74,20 @@ class Breaker:
         self._probe: object = None
 
     def state(self, now: float) -> State:
-        """Return the state; HALF_OPEN as soon as the time of an opening is over."""
         if self._failures < FAILURES_IN_A_ROW:
             return State.CLOSED
         return State.OPEN if now < self._open_until else State.HALF_OPEN
 
     def verdict(self, now: float) -> Verdict:
-        """Return whether a request may go to the node now."""
         state, rests = self.state(now), now < self._resting_until
         if state is State.CLOSED or (state is State.HALF_OPEN and self._probe is None):
             return Verdict.RESTS if rests else Verdict.TAKES
         return Verdict.NEVER if rests or self._probe is not None else Verdict.LAST
 
     def rest(self, seconds: float, now: float) -> None:
-        """Keep requests away for a while, because the node has no room."""
         self._resting_until = max(self._resting_until, now + seconds)
 
     def opens_in(self, now: float) -> float:
-        """Return the seconds until a request might be let through."""
         open_s = self._open_until - now if self.state(now) is State.OPEN else 0.0
         return max(0.0, open_s, self._resting_until - now)
 
@@ -137,7 +133,6 @@ class Breaker:
         return True
 
     def shown(self, now: float) -> BreakerState:
-        """Return the state as operators see it."""
         return BreakerState(self.state(now), self.why, round(self.opens_in(now), 3))
 
 
@@ -170,17 +165,14 @@ class BreakerCall:
         return not self.steady
 
     def failed(self, why: str, now: float) -> bool:
-        """Note a failure that is the node's own fault; return whether it opens a breaker."""
         opened = (self._then if self.answered else self._first).failed(self, why, now)
         self.close()
         return opened
 
     def succeeded(self, now: float) -> None:
-        """Note that the request has ended well."""
         self._first.succeeded(self, now)
         self._then.succeeded(self, now)
 
     def close(self) -> None:
-        """End it, without a result if it has none: a refusal, or a client that went away."""
         self._first.leave(self)
         self._then.leave(self)

@@ -49,7 +49,6 @@ class NodeHealth:
         self._slowest_s = 0.0
 
     def breaker(self, node: Node, role: Role) -> Breaker:
-        """Return a node's breaker for requests of a role."""
         if role not in node.breakers:
             node.breakers[role] = Breaker(self._rng)
         return node.breakers[role]
@@ -124,7 +123,6 @@ class NodeHealth:
         return avoids
 
     def begin(self, node: Node, role: Role, now: float, *, computes: bool) -> BreakerCall:
-        """Begin a request on a node."""
         first = self.breaker(node, Role.PREFILL if computes else role)
         return BreakerCall(first, self.breaker(node, role), now)
 
@@ -137,13 +135,11 @@ class NodeHealth:
         self._slowest_s = max(call.first_s or 0.0, self._slowest_s * _FADING)
 
     def rest(self, node: Node, role: Role, seconds: float | None, now: float) -> None:
-        """Keep requests of a role away: the node has no room, and says for how long."""
         rest_s = min(_REST_CAP_S, 1.0 if seconds is None else max(0.1, seconds))
         self.breaker(node, role).rest(rest_s, now)
         self._troubled.add(node)
 
     def failed(self, call: BreakerCall, node: Node, why: str, now: float) -> None:
-        """Note that a request failed by the node's own fault."""
         if call.failed(why, now):
             _log.warning("%s gets no requests for a while, the last one failed: %s", node.url, why)
             self._troubled.add(node)
@@ -154,7 +150,6 @@ class NodeHealth:
         self.failed(call, node, "it fails on requests that others can read", now)
 
     def kv_came(self, prefill: Node, decode: Node) -> None:
-        """Note that the decode node has the prefill node's KV."""
         self._failed_pairs.pop(_pair(prefill, decode), None)
 
     def kv_failed(self, prefill: Node, decode: Node, cause: str, now: float) -> None:
@@ -164,7 +159,6 @@ class NodeHealth:
             self._avoid(prefill, decode, AVOID_S, now)
 
     def probed(self, prefill: Node, decode: Node, *, failed: bool, now: float) -> None:
-        """Note whether a pair could hand over a block when it was warmed up."""
         if failed:
             self._avoid(prefill, decode, _UNTIL_NEXT_PROBE_S, now)
         else:

@@ -57,7 +57,6 @@ class KvKinds:
         self._known: dict[str, set[KvFacts]] = {}
 
     def add(self, model: str, facts: KvFacts | None) -> None:
-        """Note what a node that serves this model reports."""
         known = self._known.setdefault(model, set())
         if facts is None or facts in known:
             return

@@ -52,7 +52,6 @@ class NodeSpec:
 
 
 def static_nodes(prefill: Iterable[str], decode: Iterable[str]) -> list[NodeSpec]:
-    """Return the nodes that a configuration lists. Raises RequestError."""
     return [
         *(NodeSpec(url, Role.PREFILL) for url in prefill),
         *(NodeSpec(url, Role.DECODE) for url in decode),

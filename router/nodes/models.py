@@ -47,7 +47,6 @@ class Models:
         )
 
     def names(self) -> list[str]:
-        """Return all names: models, adapters, then aliases of what is served."""
         return [card.id for card in self.cards()]
 
     def cards(self) -> list[ModelCard]:
@@ -66,7 +65,6 @@ class Models:
         return list(cards.values())
 
     def ready(self) -> dict[str, bool]:
-        """Return for each model whether nodes of both roles are up."""
         return {name: bool(self._pool.node_kinds(name)) for name in sorted(self._pool.models())}
 
     def alone(self) -> bool:

@@ -67,9 +67,7 @@ class HealthReport(msgspec.Struct, frozen=True):
     release: str = ""
     pod_uid: str = ""
     flips: int = 0
-    """How often the node has changed its role while it ran."""
     flips_to: Role | None = None
-    """The role that the node is changing to."""
     costs: StepCosts | None = None
     """What steps cost, measured when the node started."""
     max_gap_ms: float = 0.0
@@ -77,7 +75,6 @@ class HealthReport(msgspec.Struct, frozen=True):
 
     @property
     def leg_version(self) -> int | None:
-        """Return the newest version that node and router have in common, if there is one."""
         return LEGS.common(self._leg_versions)
 
     @property
@@ -86,7 +83,6 @@ class HealthReport(msgspec.Struct, frozen=True):
 
     @property
     def version_conflict(self) -> str | None:
-        """Return why node and router have no version of the request stream in common, if so."""
         if self.leg_version is not None:
             return None
         older = "router" if self.leg_stream > LEGS.newest else "node"
@@ -97,7 +93,6 @@ class HealthReport(msgspec.Struct, frozen=True):
 
     @property
     def draining(self) -> bool:
-        """Return whether the node takes nothing new: a 503 with a report."""
         return self.status == DRAINING
 
 
@@ -123,7 +118,6 @@ class ProcessDeaths:
         self._settle()
 
     def answered(self, generation: str, began: float, *, drains: bool) -> None:
-        """Note that a process has answered a health check that began then."""
         same = self._generation == generation
         self._check_began = max(began, self._check_began) if same else began
         self._generation = generation
@@ -136,11 +130,9 @@ class ProcessDeaths:
         self._settle()
 
     def drains(self, generation: str) -> None:
-        """Note that a process takes nothing new, and may end."""
         self._drains = generation
 
     def died(self, generation: str) -> None:
-        """Note that a process has ended, or its engine has."""
         self._died = generation
         self._settle()
 
@@ -164,8 +156,6 @@ class ProcessDeaths:
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """A request's place on a node."""
-
     node: Node
     tokens: int = 0
     """Tokens to compute before the first answer."""
@@ -173,23 +163,18 @@ class Lease:
     cached_tokens: int = 0
     """Tokens of the prompt that the node was believed to have when it was chosen."""
     sent: Sent | None = None
-    """The prefix index's record of the running request."""
     cut: Callable[[], None] | None = None
     """Called when the node is lost while the request runs."""
     role: Role = field(init=False)
-    """The node's role when the request began."""
     generation: str = field(init=False)
-    """The node's process when the request began."""
 
     def __post_init__(self) -> None:
         self.role, self.generation = self.node.role, self.node.generation
 
     def answered(self) -> None:
-        """Note the first token: no prompt is to be computed any more."""
         self.node.state.first_token(self.share)
 
     def note_load(self, load: Load) -> None:
-        """Take over the load that the node reports with this request."""
         self.share.number = self.share.number or load.leg
         self.node.note_load(load)
 
@@ -203,9 +188,7 @@ class Node:
     turn: int = 0
     """The number of the choice that chose this node last, counted from 1."""
     state: NodeLoad = field(init=False)
-    """The node as placement sees it."""
     flips_to: Role | None = None
-    """The role that the node is changing to."""
     kind: NodeKind = NodeKind.KVRELAY
     up: bool = False
     since: float = 0.0

@@ -29,7 +29,6 @@ __all__ = ["DRAINS", "LOST_AFTER_MISSES", "Pool"]
 
 LOST_AFTER_MISSES = 3
 DRAINS = "it is draining"
-"""Why a node that drains takes no requests."""
 _LOOK = "look at the router's /health"
 
 _log = logging.getLogger("kvrelay.router")
@@ -39,7 +38,6 @@ class Pool:
     """A record of all nodes. Times are seconds of any one monotonic clock, given by the caller."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
-        """Begin with a static list of nodes. Raises RequestError for a bad address."""
         self.nodes: list[Node] = []
         """The wanted nodes; a new list with every change, so a caller may wait while it iterates."""
         self._by_url: dict[str, Node] = {}
@@ -49,7 +47,6 @@ class Pool:
         self.leaving: list[Node] = []
         """Nodes that nobody wants any more, with requests that have not ended."""
         self.members: dict[Source, dict[str, NodeSpec]] = {source: {} for source in Source}
-        """The nodes that each source names, by their addresses."""
         self.prefixes = PrefixIndex()
         self._followers: list[tuple[Callable[[Node], None], Callable[[Node], None]]] = []
         self.choices: Counter[tuple[Role, bool]] = Counter()
@@ -97,17 +94,14 @@ class Pool:
                 self._replace(self._by_url[url], generations[1], now)
 
     def add(self, spec: NodeSpec, source: Source, now: float) -> None:
-        """Note that a source names this node, too."""
         self.set_members(source, [*self.members[source].values(), spec], now)
 
     def remove(self, url: str, sources: Collection[Source], now: float) -> None:
-        """Note that these sources do not name this node any more."""
         for source in sources:
             named = self.members[source].values()
             self.set_members(source, [spec for spec in named if spec.url != url], now)
 
     def sources(self, url: str) -> list[Source]:
-        """Return the sources that name this node."""
         return [source for source, specs in self.members.items() if url in specs]
 
     def _wanted(self) -> dict[str, NodeSpec]:
@@ -165,7 +159,6 @@ class Pool:
         self._bases.clear()
 
     def find(self, url: str) -> Node | None:
-        """Return the wanted node at this address."""
         return self._by_url.get(url.rstrip("/"))
 
     def up(
@@ -196,7 +189,6 @@ class Pool:
         return [node for node in up if node not in exclude] if exclude else up
 
     def node_kinds(self, model: str = "") -> list[NodeKind]:
-        """Return the kinds of which nodes of both roles are up for this model or adapter."""
         prefill, decode = (
             {node.kind for node in self.up(role, model=model)}
             for role in (Role.PREFILL, Role.DECODE)
@@ -241,7 +233,6 @@ class Pool:
         return known
 
     def adapters(self) -> dict[str, str]:
-        """Return the names of adapters that a node has, with the model that each is for."""
         return {name: self.base_of(name) for node in self._trusted() for name in node.adapters}
 
     def _trusted(self) -> list[Node]:
@@ -249,7 +240,6 @@ class Pool:
         return [node for node in self.nodes if node.up] or self.nodes
 
     def require_ready(self, model: str = "") -> None:
-        """Raise NoNode unless nodes of both roles are up for this model or adapter."""
         for role in (Role.PREFILL, Role.DECODE):
             if not self.up(role, model=model):
                 raise self.no_node(role, model)
@@ -257,7 +247,6 @@ class Pool:
             raise self.no_node(Role.DECODE, model)
 
     def no_node(self, role: Role, model: str = "") -> NoNode:
-        """Return why no node of this role is up for a model."""
         if self.up(role, model=model):
             found = (f"{node.role} node {node.url}: {node.kind}" for node in self.nodes if node.up)
             return NoNode(
@@ -322,7 +311,6 @@ class Pool:
         self._take_down(node, why, now)
 
     def note_report(self, node: Node, report: HealthReport, started: float, now: float) -> None:
-        """Take over the report of a health check that was started at `started`."""
         # A vLLM node whose metrics are not to be had does not say which process it is: the same,
         # for all we know.
         generation = report.generation or node.generation
@@ -378,12 +366,10 @@ class Pool:
             self.prefixes.forget(node.url)
 
     def note_adapters(self, node: Node, names: Iterable[str], now: float) -> None:
-        """Note which adapters the node has since it has just loaded or unloaded one."""
         node.adapters, node.adapters_at = frozenset(names), now
         self._forget_choices()
 
     def note_heartbeat(self, url: str, load: Load, now: float, *, draining: bool) -> None:
-        """Take over what the node at this address announces."""
         node = self.find(url)
         if node is not None:
             node.note_load(load)

@@ -63,7 +63,6 @@ class HeldBlocks:
                 del holders[key]
 
     def removed(self, mark: int, keys: Iterable[int]) -> None:
-        """Note that a node does not hold these any more."""
         for key in keys:
             before = self._holders.get(key, 0)
             if before == mark:
@@ -85,7 +84,6 @@ class HeldBlocks:
         return [*found, (len(keys), marks)] if keys else found
 
     def forget(self, marks: int) -> None:
-        """Clear marks that no node has any more."""
         self._holders = {
             key: left for key, before in self._holders.items() if (left := before & ~marks)
         }
@@ -116,7 +114,6 @@ class Prefix(msgspec.Struct, frozen=True):
         return cls(chunks, len(text), tokens=ids, counted=ids > 0)
 
     def known(self, blocks: PromptBlocks, tokens: int) -> Prefix:
-        """Return the same prompt with the names that a node has given its blocks."""
         halves = array("Q")
         halves.frombytes(blocks.hashes[: len(blocks.hashes) // 16 * 16])
         return msgspec.structs.replace(
@@ -125,8 +122,6 @@ class Prefix(msgspec.Struct, frozen=True):
 
 
 class PrefixIndex:
-    """An index of what nodes have cached, by URL; unknown nodes have nothing."""
-
     def __init__(self) -> None:
         self.texts = TextTree()
         self.blocks = HeldBlocks()
@@ -173,11 +168,9 @@ class PrefixIndex:
         return self.texts.send(prefix.chunks, mark), mark
 
     def end(self, sent: Sent) -> None:
-        """Note the end of a request."""
         self.texts.end(*sent)
 
     def learn(self, prefix: Prefix) -> None:
-        """Learn the names of a prompt's blocks (Prefix.known)."""
         if prefix.keys is None or not (prefix.tokens and prefix.block_size and prefix.text_bytes):
             return
         self._block_size = prefix.block_size
@@ -190,15 +183,12 @@ class PrefixIndex:
             self._tokens_per_byte.add(tokens / prefix.text_bytes)
 
     def stored(self, url: str, keys: Iterable[int]) -> None:
-        """Note that a node holds these blocks."""
         self.blocks.stored(self._mark(url), keys)
 
     def removed(self, url: str, keys: Iterable[int]) -> None:
-        """Note that it holds these no more."""
         self.blocks.removed(self._mark(url), keys)
 
     def trust(self, url: str) -> None:
-        """Believe a node's events."""
         self._trusted |= self._mark(url)
 
     def doubt(self, url: str) -> None:
@@ -206,11 +196,9 @@ class PrefixIndex:
         self._trusted &= ~self._mark(url)
 
     def trusts(self, url: str) -> bool:
-        """Return whether a node's events are believed."""
         return bool(self._trusted & self._marks.get(url, 0))
 
     def forget(self, url: str) -> None:
-        """Forget a node that was restarted or is gone."""
         mark = self._marks.pop(url, 0)
         self._trusted &= ~mark
         self._gone |= mark

@@ -68,7 +68,6 @@ class EventStream:
 
     @property
     def gap(self) -> bool:
-        """Return whether a replay is needed now."""
         return not self.complete or bool(self._ahead)
 
     def add(self, number: int, batch: EventBatch) -> list[EventBatch]:
@@ -121,14 +120,12 @@ class KvEvents:
         listener.should_have(report.next_number)
 
     def leave(self, url: str) -> None:
-        """Forget a node that is gone, or another process now."""
         listener = self._listeners.pop(url, None)
         if listener is not None:
             listener.close()
             self._index.forget(url)
 
     async def close(self) -> None:
-        """Stop listening."""
         ended = [listener.close() for listener in self._listeners.values()]
         self._listeners.clear()
         await asyncio.gather(*filter(None, ended), return_exceptions=True)
@@ -155,7 +152,6 @@ class _Listener:
         self._catch_up()
 
     def close(self) -> asyncio.Task[None] | None:
-        """Stop listening; return the replay that has yet to end, if there is one."""
         if self._socket is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close()

@@ -67,7 +67,6 @@ class PrefixMetrics:
             Gauge(f"kvrelay_router_prefix_{name}", about, registry=registry).set_function(size)
 
     def cached(self, estimate: int, report: int) -> None:
-        """Note how much of a prompt was expected in a prefix cache, and how much was there."""
         self.cached_tokens.labels("estimate").inc(estimate)
         self.cached_tokens.labels("report").inc(report)
         self.cached_tokens_error.observe(abs(estimate - report))

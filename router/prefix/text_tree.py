@@ -49,13 +49,10 @@ class Edge:
 
     @property
     def size_bytes(self) -> int:
-        """Return the memory that the edge takes, about."""
         return EDGE_BYTES + _NUMBER_BYTES * (len(self.chunks) + len(self.keys))
 
 
 class TextTree:
-    """A tree over all texts."""
-
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._root = Edge(None, array("q"))
@@ -67,7 +64,6 @@ class TextTree:
         return len(self._edges)
 
     def path(self, chunks: array[int]) -> Path:
-        """Return where a text leads."""
         at, edge = 0, self._root
         path: Path = []
         while at < len(chunks):
@@ -132,7 +128,6 @@ class TextTree:
             edge = edge.parent
 
     def learn(self, chunks: array[int], keys: array[int]) -> None:
-        """Learn the keys of this text's blocks."""
         depth = before = 0
         for edge, shared in self.path(chunks):
             depth += shared
@@ -149,7 +144,6 @@ class TextTree:
         self._evict()
 
     def forget(self, marks: int) -> None:
-        """Clear these marks, which no node has any more."""
         for edge in self._edges:
             edge.sent &= ~marks
             if edge.going & marks:

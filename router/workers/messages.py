@@ -41,8 +41,6 @@ class LinkBroken(KvrelayError):
 
 
 class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
-    """A metric of a registry, with each sample's name, labels and value."""
-
     name: str
     about: str
     kind: str
@@ -61,25 +59,19 @@ class ClusterState(msgspec.Struct, frozen=True, array_like=True):
     drained: dict[str, str]
     """The generation of each node that an operator drains, by its address."""
     adapters: dict[str, list[str]]
-    """By the node's address."""
     warm_pairs: WarmPairs
     poison: dict[bytes, Suspect]
-    """By fingerprint of the request."""
     deaths: dict[int, int]
     """How many of each worker's deaths are in `poison`, by its index."""
 
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
-    """A report of what a worker sees."""
-
     version: int
     """The version of the state that the worker has applied."""
     running: dict[str, int]
-    """Requests that run on each node, by its address."""
     death: tuple[bytes, str] | None = None
     """The fingerprint of a request, and which process just died of it; empty: it was answered."""
     status: WorkerStatus | None = None
-    """Sent once in a while, as are the metrics."""
     metrics: list[MetricFamily] = []
 
 

@@ -32,13 +32,11 @@ LARGEST = frozenset(
         "process_max_fds",
     }
 )
-"""The gauges of which the largest is taken."""
 _LASTING = ("counter", "histogram", "summary")
 _CREATED = "_created"
 
 
 def collected(registry: CollectorRegistry) -> list[MetricFamily]:
-    """Return the metrics of a registry."""
     return [
         MetricFamily(
             metric.name,
@@ -56,7 +54,6 @@ def lasting(families: Iterable[MetricFamily]) -> list[MetricFamily]:
 
 
 def summed(processes: Iterable[Iterable[MetricFamily]]) -> list[MetricFamily]:
-    """Return the metrics of all processes as one list."""
     known: dict[str, MetricFamily] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for families in processes:
@@ -94,5 +91,4 @@ class _Collected(Collector):
 
 
 def text_of(families: Iterable[MetricFamily]) -> bytes:
-    """Return metrics in Prometheus's format."""
     return generate_latest(_Collected(families))

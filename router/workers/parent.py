@@ -59,13 +59,11 @@ class _Peer:
     writer: asyncio.StreamWriter
     heard_at: float
     sent: int = -1
-    """The version of the state that was sent last."""
     report: WorkerReport | None = None
     """The newest report; before the first the worker takes no connections."""
     status: WorkerStatus | None = None
     metrics: list[MetricFamily] = field(default_factory=list)
     deaths: int = 0
-    """Deaths that the worker has reported."""
 
 
 def config_of_worker(config: RouterConfig, port: int) -> RouterConfig:
@@ -132,7 +130,6 @@ class Parent(Shared):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Look after nodes and workers for the length of the block."""
         serving = asyncio.create_task(self._server.serve())
         ticking = asyncio.create_task(self._tick_for_ever())
         try:
@@ -143,11 +140,9 @@ class Parent(Shared):
             await asyncio.gather(serving, ticking, return_exceptions=True)
 
     def listening(self) -> int:
-        """Return the number of workers that take connections."""
         return sum(peer.report is not None for peer in self._peers.values())
 
     def serves_at(self, index: int) -> bool:
-        """Return whether this worker takes connections."""
         return index in self._peers and self._peers[index].report is not None
 
     async def lead(self, index: int, pair: socket.socket, kill: Callable[[], None]) -> None:
@@ -250,7 +245,6 @@ class Parent(Shared):
                 peer.kill()
 
     def running_elsewhere(self) -> Mapping[str, int]:
-        """Return the requests of all workers, by the addresses of their nodes."""
         running: Counter[str] = Counter()
         for peer in self._peers.values():
             if peer.report is not None:
@@ -258,14 +252,11 @@ class Parent(Shared):
         return running
 
     def other_workers(self) -> Sequence[WorkerStatus]:
-        """Return what the workers saw when they last told."""
         return [peer.status for peer in self._peers.values() if peer.status is not None]
 
     def exposition(self, own: CollectorRegistry) -> bytes:
-        """Return the metrics of all processes as those of one, also of workers that ended."""
         of_workers = [peer.metrics for peer in self._peers.values()]
         return text_of(summed([*of_workers, self._ended, collected(own)]))
 
     def workers(self) -> dict[str, int] | None:
-        """Return the number of workers."""
         return {"listening": self.listening(), "wanted": self.router.config.workers}

@@ -81,7 +81,6 @@ class Worker(Shared):
 
     leads = False
     router: Router
-    """Set before the first state is applied."""
 
     def __init__(self, index: int, folder: Path, writer: asyncio.StreamWriter) -> None:
         super().__init__(str(folder / _RESPONSES))
@@ -117,7 +116,6 @@ class Worker(Shared):
             raise Unavailable("the router's own processes have lost each other; try again") from why
 
     def workers(self) -> dict[str, int] | None:
-        """Return this worker's index, and the number of all."""
         assert self._state is not None
         wanted = self.router.config.workers
         return {"index": self.index, "listening": self._state.listening, "wanted": wanted}
@@ -165,19 +163,16 @@ class Worker(Shared):
         self._writer.write(encode_message(report))
 
     async def follow(self, reader: asyncio.StreamReader) -> None:
-        """Apply each state as it comes. Raises LinkBroken."""
         while True:
             self.apply(await read_message(reader, ClusterState))
             self.report()
 
     async def report_for_ever(self) -> None:
-        """Report all that is seen here, once in a while."""
         while True:
             self.report(whole=True)
             await asyncio.sleep(_REPORT_S)
 
     async def close(self) -> None:
-        """Close the connection to the parent's socket."""
         if self._http is not None:
             await self._http.close()
 
