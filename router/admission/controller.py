@@ -1,7 +1,6 @@
 """The asyncio shell of admission: a request gets a slot here, and gives it back in any case.
 
-Limits of its key first (router/admission/rate_limits.py), then the queue of its model's nodes
-(router/admission/admission_queue.py). Owns the clock, waiting and metrics; decides nothing itself.
+It owns the clock, waiting and metrics, and decides nothing itself.
 """
 
 from __future__ import annotations

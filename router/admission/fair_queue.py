@@ -1,10 +1,8 @@
 """A queue of requests: by priority, then by fair shares between keys. Pure, and knows no time.
 
 Shares are start-time fair queueing (Goyal, Vin, Cheng 1996): each key has a virtual clock that runs
-by cost / weight as its requests begin, and the key whose clock is furthest behind is next. Over any
-time in which two keys both wait, what they began differs by no more than the costliest request of
-each, by weight; who was idle saves nothing up. Costs are estimates in tokens; `correct` puts the
-clock right when a request has ended.
+by cost / weight as its requests begin, and the key whose clock is furthest behind is next. Who was
+idle saves nothing up. Costs are estimates in tokens; `correct` puts the clock right at the end.
 """
 
 from __future__ import annotations
@@ -111,9 +109,8 @@ class FairQueue(Generic[E]):
     def displaced_by(self, request: E) -> E | None:
         """Return which request would have to leave for a new one; None: the new one itself.
 
-        The newest of the least important ones, if they are less important; else, if they are as
-        important, the newest of the key that has most places by its weight, as long as it would
-        still have more than the new one's key.
+        The newest of the least important; among equals that of the key with most places by its
+        weight, if it would still have more than the new one's key.
         """
         if not self._lines:
             return None

@@ -1,8 +1,7 @@
 """API keys by their hashes, and what each may do. Pure.
 
-Keys are random (256 bits from `kvrelay key`), so a plain SHA-256 is what is kept of them: a slow
-hash protects words that people think up, and would cost every request. A key that is given is
-compared with all, in constant time.
+Keys are random (256 bits), so a plain SHA-256 of them is kept: a slow hash protects words that
+people think up, and would cost every request. A given key is compared with all, in constant time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Limits of a key: requests and tokens per minute, and requests at once. Pure; times are seconds.
 
-Both rates are token buckets: full at first, refilled all the time, and a minute's worth deep.
-Tokens are taken by estimate when a request comes and put right when it is over, so a bucket may owe
-some; then the next request waits for that, too.
+Both rates are token buckets, a minute's worth deep. Tokens are taken by estimate when a request
+comes and put right when it is over, so a bucket may owe some, and the next request waits for that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,1 @@
-"""The page at /console: a live snapshot of the cluster, and requests that have ended.
-
-No prompt, answer or body is kept.
-"""
+"""The page at /console: a live snapshot of the cluster, and requests that have ended."""

@@ -1,8 +1,7 @@
-"""The routes of the console: its page, and what the page shows. Owns headers of both and nothing
-else.
+"""The routes of the console: its page, and what the page shows.
 
-The page itself holds no secret and needs no key; all that it shows and does wants the admin key
-(router/guard.py). It loads nothing from anywhere else, and its headers keep it from doing so.
+The page holds no secret and needs no key; all that it shows and does wants the admin key
+(router/guard.py). Its headers keep it from loading anything from elsewhere.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The snapshot that the console shows, put together from what all workers see.
 
-The types are the contract of GET /console/state. What one process knows best is taken from it:
-requests that run, wait or have ended are added up. What each finds out by itself (is a node up, its
-breakers) is shown as the worst that any sees, with how many see the node up. A node's own report is
-what the process that is asked was last told: with several workers their parent.
+The types are the contract of GET /console/state. Requests are added up; what each process finds out
+by itself (is a node up, its breakers) is shown as the worst that any sees.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Nodes that announce themselves over UDP.
 
-A node that is not heard for LOST_AFTER_S is no longer named by this source; its health decides
-whether it serves, as always. Nothing is ever sent to a node here.
+This source no longer names a node that is not heard for LOST_AFTER_S. Nothing is sent to a node.
 """
 
 from __future__ import annotations

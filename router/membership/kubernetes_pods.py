@@ -1,8 +1,7 @@
 """Lists the pods of a Kubernetes namespace once a second and tells the pool which nodes they are.
 
 An API server that is away, slow or refuses takes no node down: its last list stays, and each node's
-health decides. The client is synchronous: it has a thread of its own. Only this file imports the
-package `kubernetes`.
+health decides. The client is synchronous: it has a thread of its own.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Warms up pairs of nodes before a request needs them: one block goes from prefill to decode node.
 
-The first hand-over of a pair dials, compares, connects the data plane and, with NIXL, sets up its
-endpoints: 60 to 130 ms, which a client's answer would wait for. A warm-up is a probe, as `kvrelay
-doctor` makes them, so it shows at the same time whether the two can hand over at all.
+The first hand-over of a pair dials, compares and connects: 60 to 130 ms, which a client would wait
+for. A warm-up is a probe, as `kvrelay doctor` makes them, and shows whether the two can hand over.
 
-A pair is of two processes: with another generation of either it is another pair. A large cluster
-does not warm up all pairs: each node has so many partners, first those with the fewest, then the
-busiest. Other pairs work as well; their first hand-over takes longer.
+A pair is of two processes: with another generation of either it is another pair. In a large cluster
+each node has so many partners, first those with the fewest, then the busiest.
 """
 
 from __future__ import annotations

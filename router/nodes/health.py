@@ -1,9 +1,7 @@
 """Judges which nodes may take a request now, by how requests on them have ended. Pure.
 
-A node that is up (router/nodes/pool.py) takes requests unless its breaker is open, or it rests: it
-has said for how long it has no room. Where only open breakers are left, one request at a time may
-try: a cluster's last node is never given up. Pairs of nodes between which KV did not come are
-avoided for a while.
+A node that is up takes requests unless its breaker is open, or it rests: it has no room. Where only
+open breakers are left, one request at a time may try: a cluster's last node is never given up.
 """
 
 from __future__ import annotations
@@ -53,16 +51,6 @@ class NodeHealth:
             node.breakers[role] = Breaker(self._rng)
         return node.breakers[role]
 
-    def may_take(self, node: Node, role: Role, now: float, *, computes: bool = False) -> Verdict:
-        """Return whether a node that is up may take a request, whatever room it has.
-
-        `computes`: a decode request that computes its prompt itself.
-        """
-        if node not in self._troubled:
-            return Verdict.TAKES
-        decode = self.breaker(node, role).verdict(now)
-        return max(decode, self.breaker(node, Role.PREFILL).verdict(now)) if computes else decode
-
     def available(
         self,
         role: Role,
@@ -72,42 +60,31 @@ class NodeHealth:
         *,
         computes: bool = False,
     ) -> list[Node]:
-        """Return the nodes that may take a request. Raises NoNode, or Overloaded if they rest."""
+        """Return the nodes that may take a request. Raises NoNode, or Overloaded if they rest.
+
+        `computes`: a decode request that computes its prompt itself.
+        """
         nodes = self._pool.up(role, exclude, model, NodeKind.KVRELAY)
-        if not self._troubled and nodes:
+        if not nodes:
+            raise self._pool.no_node(role, model)
+        if not self._troubled:
             return nodes
         self._troubled = {node for node in self._troubled if _is_troubled(node, now)}
-        verdicts = [self.may_take(node, role, now, computes=computes) for node in nodes]
-        best = min(verdicts, default=Verdict.NEVER)
-        if best in (Verdict.TAKES, Verdict.LAST):
-            return [node for node, each in zip(nodes, verdicts, strict=True) if each is best]
-        raise self.why_none(role, model, nodes, now, rest=best is Verdict.RESTS, computes=computes)
-
-    def why_none(
-        self,
-        role: Role,
-        model: str,
-        nodes: Collection[Node],
-        now: float,
-        *,
-        rest: bool,
-        computes: bool,
-    ) -> NoNode | Overloaded:
-        """Return why none of these nodes takes a request, and when the first might."""
-        if not nodes:
-            return self._pool.no_node(role, model)
         roles = (Role.PREFILL, Role.DECODE) if computes else (role,)
-        soonest_s = min(
-            max(self.breaker(node, each).opens_in(now) for each in roles) for node in nodes
-        )
+        breakers = {node: [self.breaker(node, each) for each in roles] for node in nodes}
+        verdicts = {node: max(each.verdict(now) for each in of) for node, of in breakers.items()}
+        best = min(verdicts.values())
+        if best in (Verdict.TAKES, Verdict.LAST):
+            return [node for node, verdict in verdicts.items() if verdict is best]
+        soonest_s = min(max(each.opens_in(now) for each in of) for of in breakers.values())
         after_s = max(1, math.ceil(soonest_s))
-        none: NoNode | Overloaded
-        if rest:
-            none = Overloaded(f"no {role} node has room now; try again in {after_s} s")
+        why: NoNode | Overloaded
+        if best is Verdict.RESTS:
+            why = Overloaded(f"no {role} node has room now; try again in {after_s} s")
         else:
-            none = NoNode(f"all {role} nodes fail now, and the router is trying them; try again")
-        none.retry_after_s = after_s
-        return none
+            why = NoNode(f"all {role} nodes fail now, and the router is trying them; try again")
+        why.retry_after_s = after_s
+        raise why
 
     def avoids(self, now: float) -> Callable[[str, str], bool] | None:
         """Return whether KV failed lately between two addresses; None: between no two."""

@@ -10,7 +10,7 @@ from ipaddress import ip_address
 
 from kvrelay.wire.transfer import KvFacts
 
-__all__ = ["KvKinds", "kv_mismatch"]
+__all__ = ["kv_mismatch"]
 
 _SAME_HOST_PLANE = "direct"
 
@@ -46,21 +46,3 @@ def _is_loopback(address: str) -> bool:
         return ip_address(address).is_loopback
     except ValueError:
         return address == "localhost"
-
-
-class KvKinds:
-    """A record of the kinds of KV in the cluster, by model."""
-
-    def __init__(self) -> None:
-        self.mixed = False
-        """Some two nodes of a model cannot hand over; until then no choice needs to compare."""
-        self._known: dict[str, set[KvFacts]] = {}
-
-    def add(self, model: str, facts: KvFacts | None) -> None:
-        known = self._known.setdefault(model, set())
-        if facts is None or facts in known:
-            return
-        known.add(facts)
-        self.mixed = self.mixed or any(
-            kv_mismatch(facts, other) or kv_mismatch(other, facts) for other in known
-        )

@@ -1,7 +1,6 @@
 """The names that requests may ask for: models, adapters, and aliases of both.
 
-An alias is resolved at once, so the nodes see the name that they serve and the answer's `model` is
-the one that has answered (as vLLM does with several --served-model-name).
+An alias is resolved at once: nodes see the name that they serve, and the answer's `model` is it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""One node as the router knows it: its reports, its load, and the requests that run there.
-
-Keeps its own sums up to date, so that a choice among many nodes copies nothing. Opens no
-connection, reads no clock.
-"""
+"""One node as the router knows it: its reports, its load, and the requests that run there. Pure."""
 
 from __future__ import annotations
 

@@ -1,22 +1,21 @@
 """The known nodes: role, health, load, and which requests run on each. Reads no clock.
 
-A node takes requests only while it is up. A blamed failure takes it down until a health check that
-*started* later succeeds. Three missed health checks in a row, a dead engine, or a new generation
-also cut the requests that still wait for it: a process that is stopped never closes its
-connections, and one whose engine hangs keeps them.
+A blamed failure takes a node down until a health check that *started* later succeeds. Three missed
+health checks in a row, a dead engine, or a new generation also cut the requests that wait for it: a
+stopped process never closes its connections, and one whose engine hangs keeps them.
 
-Nodes come and go at run time (router/nodes/members.py). One that no source names any more takes no
-new requests and is watched until its last one has ended.
+Nodes come and go at run time. One that no source names any more takes no new requests and is
+watched until its last one has ended.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvrelay.router.node_load import UNKNOWN, Share
-from kvrelay.router.nodes.kv_match import KvKinds
+from kvrelay.router.nodes.kv_match import kv_mismatch
 from kvrelay.router.nodes.members import NodeSpec, Source, static_nodes
 from kvrelay.router.nodes.node import NEW, HealthReport, Lease, Node, NodeKind
 from kvrelay.router.prefix.index import Prefix, PrefixIndex
@@ -24,6 +23,7 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NoNode
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.step_costs import StepCosts
+from kvrelay.wire.transfer import KvFacts
 
 __all__ = ["DRAINS", "LOST_AFTER_MISSES", "Pool"]
 
@@ -52,7 +52,9 @@ class Pool:
         self.choices: Counter[tuple[Role, bool]] = Counter()
         """How often a node was chosen, by its role and whether it had some of the prompt."""
         self._turns = 0
-        self.kv_kinds = KvKinds()
+        self.kv_mixed = False
+        """Some two nodes of a model cannot hand over; until then no choice needs to compare."""
+        self._kv_kinds: defaultdict[str, set[KvFacts]] = defaultdict(set)
         self._typical_costs: dict[str, StepCosts] = {}
         self.set_members(Source.STATIC, static_nodes(prefill, decode), 0.0)
 
@@ -345,12 +347,20 @@ class Pool:
         node.model, node.max_model_len = report.model, report.max_model_len
         if report.kv != node.kv:
             node.kv = report.kv
-            self.kv_kinds.add(report.model, report.kv)
+            self._note_kv(report.model, report.kv)
         if started >= node.adapters_at:
             node.adapters = frozenset(report.adapters)
         if not node.up:
             node.up, node.since, node.reason = True, now, ""
             _log.info("%s node %s is up", node.role, node.url)
+
+    def _note_kv(self, model: str, facts: KvFacts | None) -> None:
+        known = self._kv_kinds[model]
+        if facts is not None and facts not in known:
+            known.add(facts)
+            self.kv_mixed |= any(
+                kv_mismatch(facts, other) or kv_mismatch(other, facts) for other in known
+            )
 
     def _follow_role(self, node: Node, report: HealthReport) -> None:
         node.flips_to = report.flips_to

@@ -1,12 +1,10 @@
 """An index of what nodes have in their prefix caches, by untokenized prompts. Pure.
 
 For a node that tells KV events, the text leads to the keys of blocks (router/prefix/text_tree.py),
-as nodes have named them, and these to the nodes that hold them. Running requests count, too: what
-they compute is there for the next. For a node whose events are not to be had, the index goes by
-what this router has sent there.
+and these to the nodes that hold them. Running requests count, too: what they compute is there for
+the next. For other nodes the index goes by what this router has sent there.
 
-Texts are kept as 64-bit hashes of their chunks, by a secret of this process; they cannot be read
-back.
+Texts are kept as 64-bit hashes by a secret of this process; they cannot be read back.
 """
 
 from __future__ import annotations

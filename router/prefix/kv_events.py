@@ -1,8 +1,7 @@
 """Listens to the nodes' KV events for the prefix index: a ZMQ socket per node, on the event loop.
 
-PUB/SUB may lose anything at any time. A missing number is asked for again; the health report says
-which number comes next, and so whether any is missing at the end. While a node's events are not to
-be had, the index goes by what was sent there. Nothing here delays a request.
+PUB/SUB may lose anything. A missing number is asked for again; the health report says which number
+comes next, and so whether any is missing at the end. Nothing here delays a request.
 """
 
 from __future__ import annotations

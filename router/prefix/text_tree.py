@@ -1,13 +1,10 @@
 """A radix tree over the texts of prompts: which nodes got each, and which blocks it has. Pure.
 
-A text is a sequence of chunks, each a number (router/prefix/index.py makes them). An edge holds a
-run of chunks that no text has left yet, so a prompt that shares its beginning with others costs one
-edge and 8 bytes per chunk of its own. An edge has the *marks* (a bit per node) of the nodes that
-were sent a text through it and, once a node has named the blocks of such a text, the keys of the
-blocks that end in it. Where a block ends is known where two texts part; in between it is taken to
-be proportional.
-
-Bounded: the least recently used texts go first.
+A text is a sequence of chunks, each a number. An edge holds a run of chunks that no text has left
+yet, the *marks* (a bit per node) of the nodes that were sent a text through it and, once a node has
+named the blocks of such a text, the keys of the blocks that end in it. Where a block ends is known
+where two texts part; in between it is taken to be proportional. The least recently used texts go
+first.
 """
 
 from __future__ import annotations

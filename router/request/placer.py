@@ -294,7 +294,7 @@ class Placer:
     def _groups(
         self, prefill: Sequence[Node], decode: Sequence[Node]
     ) -> list[tuple[Sequence[Node], Sequence[Node]]]:
-        if not self._pool.kv_kinds.mixed:
+        if not self._pool.kv_mixed:
             return [(prefill, decode)] if prefill and decode else []
         kinds = [tuple(dict.fromkeys(node.kv for node in nodes)) for nodes in (prefill, decode)]
         return [

@@ -382,7 +382,7 @@ class RequestRun(Run):
 
     def _count_local(self, placed: PlacementLeases) -> None:
         self.timeline.local = True
-        none_fits = self._pool.kv_kinds.mixed and self._pool.up(Role.PREFILL, model=self.job.model)
+        none_fits = self._pool.kv_mixed and self._pool.up(Role.PREFILL, model=self.job.model)
         reason = "incompatible" if none_fits else "no_prefill_node"
         self._metrics.local(self.job.model, "price" if placed.placement.spills else reason)
 

@@ -1,8 +1,7 @@
 """The two messages between a router's parent process and its workers: a length, then msgpack.
 
 The parent sends the whole state that its workers must know, whenever it has changed; a worker
-reports what it sees. Neither is an answer. Both ends are of one installation, so the format has no
-versions. Lengths are limited, types are checked; nothing is pickled.
+reports what it sees. Both ends are of one installation, so the format has no versions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The metrics of several worker processes as those of one. Pure.
 
-Counters and histograms are summed, also those of workers that have ended: a sum never goes back.
-Gauges are summed where they count what a worker has; the largest is taken where all workers see
-the same thing, or each has a limit of its own.
+Counters and histograms are summed, also those of workers that have ended. Gauges are summed where
+they count what a worker has; else the largest is taken.
 """
 
 from __future__ import annotations

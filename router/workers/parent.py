@@ -1,9 +1,7 @@
 """The process that looks after the workers of one port, and after nodes, roles and metrics.
 
-It is a router itself, which answers no completions: it hears and checks nodes, warms up pairs,
-changes roles, and answers operators, whose requests the workers forward to its Unix socket. What
-follows for the workers goes out as one state (router/workers/messages.py). It starts no process:
-kvrelay/workers.py does.
+It is a router that answers no completions, but operators, whose requests the workers forward to its
+Unix socket. Workers get one state (router/workers/messages.py). kvrelay/workers.py starts them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One worker process of a router that has several: it serves the port as a router alone does.
 
-Its parent tells it what it must know of the cluster, and answers what operators ask of it. Limits
-of keys are divided among the workers; stored responses are in a file that all have.
+Its parent tells it what it must know of the cluster, and answers operators.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ import msgspec
 import pytest
 
 from kvrelay.router.nodes.health import AVOID_S, NodeHealth
-from kvrelay.router.nodes.kv_match import KvKinds, kv_mismatch
-from kvrelay.router.nodes.node import Node
+from kvrelay.router.nodes.kv_match import kv_mismatch
+from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import LINK_MS
+from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KV_CAUSES
 from kvrelay.wire.transfer import Fingerprint, KvFacts
 
@@ -68,14 +69,14 @@ def test_a_control_channel_on_the_loopback_is_for_one_host() -> None:
 
 
 def test_no_choice_needs_to_look_until_two_of_one_model_cannot_talk() -> None:
-    kinds = KvKinds()
-    kinds.add("a", FACTS)
-    kinds.add("a", None)
-    kinds.add("a", shaped(tp_size=2))
-    kinds.add("b", shaped(model="n"))
-    assert not kinds.mixed
-    kinds.add("a", shaped(kv_dtype="float32"))
-    assert kinds.mixed
+    pool = Pool([f"http://p{at}" for at in range(5)], [])
+    told = ("a", FACTS), ("a", None), ("a", shaped(tp_size=2)), ("b", shaped(model="n"))
+    for node, (model, kv) in zip(pool.nodes, told, strict=False):
+        pool.note_report(node, HealthReport(Role.PREFILL, model, kv=kv), 1.0, 1.0)
+    assert not pool.kv_mixed
+    last = HealthReport(Role.PREFILL, "a", kv=shaped(kv_dtype="float32"))
+    pool.note_report(pool.nodes[-1], last, 1.0, 1.0)
+    assert pool.kv_mixed
 
 
 class Pair:
