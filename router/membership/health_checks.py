@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import aiohttp
 
@@ -28,11 +27,15 @@ async def check_nodes(
     pool: Pool, client: NodeClient, events: KvEvents | None, interval_s: float
 ) -> AsyncIterator[None]:
     """Check all nodes for the length of the block, and follow their KV events, if wanted."""
-    checker = _Checker(pool, client, events, interval_s)
     watches: dict[Node, asyncio.Task[None]] = {}
 
+    async def watch(node: Node) -> None:
+        while True:
+            await _check(node, pool, client, events)
+            await asyncio.sleep(interval_s)
+
     def joined(node: Node) -> None:
-        watches[node] = asyncio.create_task(checker.watch(node))
+        watches[node] = asyncio.create_task(watch(node))
 
     def left(node: Node) -> None:
         watches.pop(node).cancel()
@@ -48,64 +51,27 @@ async def check_nodes(
         await cancel_and_wait(watches.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Checker:
-    pool: Pool
-    client: NodeClient
-    events: KvEvents | None
-    interval_s: float
-
-    async def watch(self, node: Node) -> None:
-        # A node that is down is asked each interval, whether or not it has answered the last time:
-        # what was sent into a cut network comes late or never when it is whole again, a new
-        # question at once.
-        checks: set[asyncio.Task[None]] = set()
-        try:
-            while True:
-                began = time.monotonic()
-                checks.add(asyncio.create_task(self._check(node)))
-                _, checks = await asyncio.wait(
-                    checks,
-                    timeout=None if node.up else self.interval_s,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                if node.up:  # what older checks did not hear is not true any more
-                    _cancel(checks)
-                    began = time.monotonic()
-                await asyncio.sleep(began + self.interval_s - time.monotonic())
-        finally:
-            _cancel(checks)
-
-    async def _check(self, node: Node) -> None:
-        pool, started = self.pool, time.monotonic()
-        try:
-            report = await self.client.health(node)
-            if not isinstance(report, HealthReport):
-                pool.note_unready(node, report, time.monotonic())
-                return
-            pool.note_report(node, report, started, time.monotonic())
-            if self.events is not None:
-                self.events.note_report(node.url, node.generation, report.kv_events)
-        except EngineDead as why:
-            pool.note_dead(node, why.message, time.monotonic())
-        except TimeoutError:
-            late = "it did not answer its health check in time"
-            pool.note_miss(node, late, started, time.monotonic())
-        except (aiohttp.ClientError, OSError) as why:
-            if isinstance(why, aiohttp.ClientConnectorError) and isinstance(
-                why.os_error, ConnectionRefusedError
-            ):
-                pool.note_refused(node, time.monotonic())  # the machine is there
-            else:
-                failed = f"its health check failed: {why}"
-                pool.note_miss(node, failed, started, time.monotonic())
-        except Exception as why:  # noqa: BLE001 - a mistake of ours must not end the watch
-            _log.exception("the health check of %s node %s failed", node.role, node.url)
-            failed = f"its health check failed: {why!r}"
-            pool.note_miss(node, failed, started, time.monotonic())
-
-
-def _cancel(checks: set[asyncio.Task[None]]) -> None:
-    for check in checks:
-        check.cancel()
-    checks.clear()
+async def _check(node: Node, pool: Pool, client: NodeClient, events: KvEvents | None) -> None:
+    started = time.monotonic()
+    try:
+        report = await client.health(node)
+        if not isinstance(report, HealthReport):
+            pool.note_unready(node, report, time.monotonic())
+            return
+        pool.note_report(node, report, started, time.monotonic())
+        if events is not None:
+            events.note_report(node.url, node.generation, report.kv_events)
+    except EngineDead as why:
+        pool.note_dead(node, why.message, time.monotonic())
+    except TimeoutError:
+        pool.note_miss(node, "it did not answer its health check in time", time.monotonic())
+    except (aiohttp.ClientError, OSError) as why:
+        if isinstance(why, aiohttp.ClientConnectorError) and isinstance(
+            why.os_error, ConnectionRefusedError
+        ):
+            pool.note_refused(node, time.monotonic())  # the machine is there
+        else:
+            pool.note_miss(node, f"its health check failed: {why}", time.monotonic())
+    except Exception as why:  # noqa: BLE001 - a mistake of ours must not end the watch
+        _log.exception("the health check of %s node %s failed", node.role, node.url)
+        pool.note_miss(node, f"its health check failed: {why!r}", time.monotonic())

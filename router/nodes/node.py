@@ -205,7 +205,6 @@ class Node:
     release: str = ""
     leg_version: int = 1
     misses: int = 0
-    missed_at: float = -inf
     blamed_at: float = -inf
     reported_at: float = -inf
     """When the newest health check began that was answered with a report."""

@@ -425,11 +425,9 @@ class Pool:
         node.misses, node.flips_to = 0, None
         self._cut(node)
 
-    def note_miss(self, node: Node, why: str, started: float, now: float) -> None:
-        """Count a health check that was not answered; those that overlap are one."""
-        node.flips_to = None
-        if started >= node.missed_at:
-            node.misses, node.missed_at = node.misses + 1, now
+    def note_miss(self, node: Node, why: str, now: float) -> None:
+        """Count a health check that was not answered."""
+        node.flips_to, node.misses = None, node.misses + 1
         self._take_down(node, why, now)
         if node.misses >= LOST_AFTER_MISSES:
             self._cut(node)

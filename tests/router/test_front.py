@@ -120,6 +120,7 @@ async def test_requests_come_with_the_path_of_a_proxy_or_without_it() -> None:
             status, told, _ = await asked(c, "GET", f"{root}/")
             assert (status, told["location"]) == (307, "/llm/a/console")
         assert (await asked(c, "GET", "/llm/a/console"))[0] == 200
+        assert (await asked(c, "GET", "/llm/a/console/main.js"))[0] == 200
         assert (await asked(c, "GET", "/llm/a"))[0] == 307
         assert (await asked(c, "GET", "/llm/ab/v1/models", headers=key))[0] == 404
         assert (await asked(c, "GET", "/llm/a/llm/a/v1/models", headers=key))[0] == 404
