@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -36,24 +37,6 @@ def keys(**alice: Any) -> tuple[KeyConfig, ...]:
     return (KeyConfig("alice", hash_of("a"), **alice), KeyConfig("bob", hash_of("b")))
 
 
-async def full(c: Cluster, *nodes: Any, load: Load = FULL) -> None:
-    """The decode nodes report that they have no room (or this load)."""
-    for node in nodes:
-        node.load = load
-    await until(lambda: all(c.node(node).load.free_blocks == load.free_blocks for node in nodes))
-
-
-class Held:
-    """A decode script that ends its answers one by one, as it is let."""
-
-    def __init__(self) -> None:
-        self.permits = asyncio.Semaphore(0)
-
-    async def __call__(self, call: Call) -> None:
-        await self.permits.acquire()
-        await decode_ok(call)
-
-
 async def asked(
     c: Cluster, body: dict[str, Any] | None = None, **kwargs: Any
 ) -> tuple[int, Any, Any]:
@@ -61,158 +44,128 @@ async def asked(
         return answer.status, await answer.json(), answer.headers
 
 
-def waiting(c: Cluster, count: int) -> Awaitable[None]:
-    return until(lambda: c.metric("kvrelay_router_queue_waiting") == count)
+class Busy:
+    """A cluster with no room for another request: one is under way, whose decode node holds it."""
 
+    def __init__(self) -> None:
+        self.permits = asyncio.Semaphore(0)
+        self.p, self.d = prefill(), decode(self.held, load=ROOM)
+        self.tasks: list[asyncio.Task[Any]] = []
 
-def soon(work: Any) -> asyncio.Task[Any]:
-    return asyncio.get_running_loop().create_task(work)
+    async def held(self, call: Call) -> None:
+        await self.permits.acquire()
+        await decode_ok(call)
 
+    @asynccontextmanager
+    async def running(
+        self, *others: Any, headers: Any = None, **config: Any
+    ) -> AsyncIterator[Cluster]:
+        """What waits at the end is let go and must be answered."""
+        async with cluster(self.p, self.d, *others, **config) as self.c:
+            self.ask(headers=headers)
+            await until(lambda: len(self.d.calls) == 1)
+            self.d.load = FULL
+            await until(lambda: not self.c.node(self.d).load.free_blocks)
+            yield self.c
+            for _ in self.tasks:
+                self.permits.release()  # one ends, and with nothing under way the next begins
+            assert [(await each)[0] for each in self.tasks] == [200] * len(self.tasks)
 
-async def one_under_way(c: Cluster, d: Any) -> asyncio.Task[Any]:
-    """A request whose decode leg waits, and no room for another one."""
-    first = soon(asked(c))
-    await until(lambda: len(d.calls) == 1)
-    await full(c, d)
-    return first
+    def ask(self, body: dict[str, Any] | None = None, **kwargs: Any) -> asyncio.Task[Any]:
+        self.tasks.append(asyncio.create_task(asked(self.c, body, **kwargs)))
+        return self.tasks[-1]
+
+    async def queue(self, body: dict[str, Any] | None = None, **kwargs: Any) -> asyncio.Task[Any]:
+        """Ask, and see it wait."""
+        before = self.waiting
+        task = self.ask(body, **kwargs)
+        await until(lambda: self.waiting == before + 1)
+        return task
+
+    @property
+    def waiting(self) -> int:
+        return sum(self.c.router.admission.waiting().values())
 
 
 async def test_a_request_waits_while_there_is_no_room_and_begins_when_there_is() -> None:
-    held = Held()
-    p, d = prefill(), decode(held, load=ROOM)
-    async with cluster(p, d) as c:
-        first = await one_under_way(c, d)
-        second = soon(asked(c))
-        await waiting(c, 1)
-        assert len(p.calls) == 1
-        d.load = ROOM
-        held.permits.release()
-        held.permits.release()
-        assert [(await each)[0] for each in (first, second)] == [200, 200]
-        assert c.metric("kvrelay_router_admitted_total", how="queued") == 1
-        assert c.metric("kvrelay_router_queue_wait_seconds_count") == 1
-        assert not c.router.admission.waiting()
+    busy = Busy()
+    async with busy.running() as c:
+        await busy.queue()
+        assert len(busy.p.calls) == 1
+        assert c.metric("kvrelay_router_queue_waiting") == 1
+        busy.d.load = ROOM
+    assert c.metric("kvrelay_router_admitted_total", how="queued") == 1
+    assert c.metric("kvrelay_router_queue_wait_seconds_count") == 1
+    assert not busy.waiting
 
 
 async def test_who_waits_for_nodes_of_one_model_is_not_let_go_by_those_of_another() -> None:
-    held = Held()
-    p, d = prefill(), decode(held, load=ROOM)
-    async with cluster(p, d, prefill(model="other"), decode(model="other", load=ROOM)) as c:
-        first = await one_under_way(c, d)
-        second = soon(asked(c))
-        await waiting(c, 1)
-        other = soon(
-            asked(c, {"model": "other"})
-        )  # a turn that is given back looks at its own queue only
-        assert (await other)[0] == 200
+    busy = Busy()
+    async with busy.running(prefill(model="other"), decode(model="other", load=ROOM)) as c:
+        await busy.queue()
+        # A turn that is given back looks at its own queue only.
+        assert (await asked(c, {"model": "other"}))[0] == 200
         await asyncio.sleep(5 * _LOOK_S)
-        assert (sum(c.router.admission.waiting().values()), len(p.calls)) == (1, 1)
-        held.permits.release()
-        held.permits.release()
-        assert [(await each)[0] for each in (first, second)] == [200, 200]
+        assert (busy.waiting, len(busy.p.calls)) == (1, 1)
 
 
 async def test_a_full_queue_is_a_429_that_says_when_to_return() -> None:
-    held = Held()
-    d = decode(held, load=ROOM)
-    async with cluster(prefill(), d, max_queue=1) as c:
-        first = await one_under_way(c, d)
-        second = soon(asked(c))
-        await waiting(c, 1)
+    busy = Busy()
+    async with busy.running(max_queue=1) as c:
+        await busy.queue()
         status, body, headers = await asked(c)
-        assert (status, body["error"]["type"], body["error"]["code"]) == (
-            429,
-            "overloaded_error",
-            "queue_full",
-        )
+        error = body["error"]
+        assert (status, error["type"], error["code"]) == (429, "overloaded_error", "queue_full")
         assert int(headers["retry-after"]) >= 1
-        assert "1 requests wait, and the limit is 1" in body["error"]["message"]
+        assert "1 requests wait, and the limit is 1" in error["message"]
         assert c.metric("kvrelay_router_refused_total", reason="queue_full") == 1
-        held.permits.release()
-        held.permits.release()
-        assert [(await each)[0] for each in (first, second)] == [200, 200]
-
-
-async def test_those_that_wait_begin_by_priority_and_then_in_turns_of_their_keys() -> None:
-    held = Held()
-    p, d = prefill(), decode(held, load=ROOM)
-    async with cluster(p, d, keys=keys(priority=-1)) as c:
-        tasks = [soon(asked(c, headers=ALICE))]
-        await until(lambda: len(d.calls) == 1)
-        await full(c, d)
-        for user, headers, priority in (
-            ("a1", ALICE, 0), ("a2", ALICE, 0), ("a3", ALICE, 0), ("b1", BOB, 0), ("b2", BOB, 5), ("a4", ALICE, -1)
-        ):  # fmt: skip
-            before = sum(c.router.admission.waiting().values())
-            tasks.append(
-                soon(
-                    asked(c, {"user": user, "priority": priority, "max_tokens": 4}, headers=headers)
-                )
-            )
-            await waiting(c, before + 1)
-        for _ in tasks:
-            held.permits.release()  # one ends, and with nothing under way the next begins
-        assert [(await each)[0] for each in tasks] == [200] * len(tasks)
-        assert [call.body.get("user") for call in p.calls] == [
-            None,
-            "a4",
-            "b1",
-            "a1",
-            "a2",
-            "a3",
-            "b2",
-        ]
-        assert p.calls[0].body["priority"] == -1  # of its key, for the nodes' own queues
-        assert "priority" not in p.calls[1].body or p.calls[1].body["priority"] == -1
-
-
-async def test_a_client_that_leaves_while_it_waits_frees_its_place() -> None:
-    held = Held()
-    p, d = prefill(), decode(held, load=ROOM)
-    async with cluster(p, d, max_queue=1, keys=keys(max_running=2)) as c:
-        first = soon(asked(c, headers=ALICE))
-        await until(lambda: len(d.calls) == 1)
-        await full(c, d)
-        second = soon(asked(c, headers=ALICE))
-        await waiting(c, 1)
-        status, body, _ = await asked(c, headers=ALICE)
-        assert (status, "its limit is 2" in body["error"]["message"]) == (429, True)
-        second.cancel()
-        await waiting(c, 0)
-        third = soon(asked(c, headers=ALICE))
-        await waiting(c, 1)
-        held.permits.release()
-        held.permits.release()
-        assert [(await each)[0] for each in (first, third)] == [200, 200]
-        assert len(p.calls) == 2
-        assert c.metric("kvrelay_router_refused_total", reason="client_gone") == 1
 
 
 async def test_a_more_important_request_takes_the_place_of_a_less_important_one() -> None:
-    held = Held()
-    d = decode(held, load=ROOM)
-    async with cluster(prefill(), d, max_queue=1) as c:
-        first = await one_under_way(c, d)
-        less = soon(asked(c, {"priority": 5}))
-        await waiting(c, 1)
-        more = soon(asked(c, {"priority": -5}))
+    busy = Busy()
+    async with busy.running(max_queue=1):
+        less = await busy.queue({"priority": 5})
+        busy.ask({"priority": -5})
         status, body, headers = await less
         assert (status, body["error"]["code"]) == (429, "displaced")
         assert "retry-after" in headers
-        held.permits.release()
-        held.permits.release()
-        assert [(await each)[0] for each in (first, more)] == [200, 200]
+        busy.tasks.remove(less)
+
+
+async def test_those_that_wait_begin_by_priority_and_then_in_turns_of_their_keys() -> None:
+    busy = Busy()
+    async with busy.running(keys=keys(priority=-1), headers=ALICE):
+        for user, headers, priority in (
+            ("a1", ALICE, 0), ("a2", ALICE, 0), ("a3", ALICE, 0), ("b1", BOB, 0), ("b2", BOB, 5), ("a4", ALICE, -1)
+        ):  # fmt: skip
+            body = {"user": user, "priority": priority, "max_tokens": 4}
+            await busy.queue(body, headers=headers)
+    users = [call.body.get("user") for call in busy.p.calls]
+    assert users == [None, "a4", "b1", "a1", "a2", "a3", "b2"]
+    assert busy.p.calls[0].body["priority"] == -1  # of its key, for the nodes' own queues
+
+
+async def test_a_client_that_leaves_while_it_waits_frees_its_place() -> None:
+    busy = Busy()
+    async with busy.running(max_queue=1, keys=keys(max_running=2), headers=ALICE) as c:
+        leaves = await busy.queue(headers=ALICE)
+        status, body, _ = await asked(c, headers=ALICE)
+        assert (status, "its limit is 2" in body["error"]["message"]) == (429, True)
+        leaves.cancel()
+        busy.tasks.remove(leaves)
+        await until(lambda: not busy.waiting)
+        await busy.queue(headers=ALICE)
+    assert len(busy.p.calls) == 2
+    assert c.metric("kvrelay_router_refused_total", reason="client_gone") == 1
 
 
 async def test_who_waits_until_the_deadline_is_told_so() -> None:
-    held = Held()
-    d = decode(held, load=ROOM)
-    async with cluster(prefill(), d, request_deadline_s=1.0) as c:
-        first = await one_under_way(c, d)
+    busy = Busy()
+    async with busy.running(request_deadline_s=1.0) as c:
         status, body, _ = await asked(c)
         assert (status, body["error"]["type"]) == (504, "deadline_exceeded")
-        assert (await first)[0] == 504
-        assert not c.router.admission.waiting()
+        assert (await busy.tasks.pop())[0] == 504
+        assert not busy.waiting
 
 
 async def test_targets_that_cannot_be_kept_are_refused_before_anything_is_computed() -> None:
@@ -228,12 +181,10 @@ async def test_targets_that_cannot_be_kept_are_refused_before_anything_is_comput
             assert body["error"]["code"] in ("ttft_never", "tpot_never")
             assert headers["x-should-retry"] == "false"
             assert "retry-after" not in headers
-        assert (await asked(c, headers={"x-slo-ttft-ms": "soon"}))[1]["error"][
-            "param"
-        ] == "x-slo-ttft-ms"
-        assert (await asked(c, headers={"x-slo-ttft-ms": "60000", "x-slo-tpot-ms": "1000"}))[
-            0
-        ] == 200
+        error = (await asked(c, headers={"x-slo-ttft-ms": "soon"}))[1]["error"]
+        assert error["param"] == "x-slo-ttft-ms"
+        kept = {"x-slo-ttft-ms": "60000", "x-slo-tpot-ms": "1000"}
+        assert (await asked(c, headers=kept))[0] == 200
         assert len(p.calls) == 1
 
 
@@ -245,17 +196,12 @@ async def test_a_backlog_that_breaks_the_target_is_refused_with_the_time_it_take
         status, body, headers = await asked(c)
         assert (status, body["error"]["code"]) == (429, "ttft")
         assert int(headers["retry-after"]) == pytest.approx(39, abs=1)
+        p.load = Load(waiting=50, waiting_tokens=10**8)
+        await until(lambda: c.node(p).state.backlog_ms == 4_000_000)
+        assert (await asked(c))[2]["retry-after"] == "60"  # clients obey no longer time
         p.load = Load()
         await until(lambda: c.node(p).state.is_idle)
         assert (await asked(c))[0] == 200
-
-
-async def test_nobody_is_sent_away_for_longer_than_clients_obey() -> None:
-    p = prefill(load=Load(waiting=50, waiting_tokens=10**8))
-    async with cluster(p, decode(), ttft_target_ms=1000.0) as c:
-        c.node(p).state.set_costs(COSTS, 50.0)
-        await until(lambda: c.node(p).state.backlog_ms == 4_000_000)
-        assert (await asked(c))[2]["retry-after"] == "60"
 
 
 async def test_questions_count_against_the_limits_of_their_key() -> None:

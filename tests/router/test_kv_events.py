@@ -183,38 +183,6 @@ def test_lost_batches_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> No
     run(test)
 
 
-def test_after_an_overrun_of_the_buffer_a_snapshot_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The router does not read while a node tells more than its sockets hold, and more than the
-    node keeps.
-    """
-    monkeypatch.setattr(
-        "kvrelay.router.prefix.kv_events._OPTIONS",
-        ((zmq.LINGER, 0), (zmq.RCVHWM, 10), (zmq.RCVBUF, 4096)),
-    )
-    monkeypatch.setattr(kv_events, "BUFFER_BYTES", 50_000)
-
-    async def test() -> None:
-        async with telling(hwm=10) as node, listening() as router:
-            router.heard(node)
-            await router.trusted()
-            node.publish(stored(chain(100)))
-            await until(lambda: router.has(chain(100)) == 100, "the first batch")
-            node.publish(CacheChanges({}, chain(100)[40:]))
-            for _ in range(1_500):  # 20 KB each: nothing holds that many
-                node.publish(stored(chain(1_000, 1)))
-            node.publish(stored(chain(2, 2)))
-            for _ in range(2):
-                router.heard(node)
-                await asyncio.sleep(0)
-            await until(lambda: router.has(chain(2, 2)) == 2, "the last batch")
-            assert router.has(chain(100)) == 40
-            assert router.has(chain(1_000, 1)) == 1_000
-            assert router.count("kv_event_snapshots_total") >= 1
-            assert router.index.trusts(URL)
-
-    run(test)
-
-
 def test_a_restarted_node_has_nothing_of_the_old_one() -> None:
     async def test() -> None:
         async with listening() as router:
