@@ -78,13 +78,8 @@ class NodeHealth:
             return [node for node, verdict in verdicts.items() if verdict is best]
         soonest_s = min(max(each.opens_in(now) for each in of) for of in breakers.values())
         after_s = max(1, math.ceil(soonest_s))
-        why: NoNode | Overloaded
-        if best is Verdict.RESTS:
-            why = Overloaded(f"no {role} node has room now; try again in {after_s} s")
-        else:
-            why = NoNode(f"all {role} nodes fail now, and the router is trying them; try again")
-        why.retry_after_s = after_s
-        raise why
+        # No name for the error here: its traceback would keep this frame, and the frame the error.
+        raise _to_be_retried(role, after_s, rest=best is Verdict.RESTS)
 
     def avoids(self, now: float) -> Callable[[str, str], bool] | None:
         """Return whether KV failed lately between two addresses; None: between no two."""
@@ -149,6 +144,16 @@ class NodeHealth:
             self._failed_pairs = {
                 pair: each for pair, each in self._failed_pairs.items() if each[1] > now
             }
+
+
+def _to_be_retried(role: Role, after_s: int, *, rest: bool) -> NoNode | Overloaded:
+    error: NoNode | Overloaded
+    if rest:
+        error = Overloaded(f"no {role} node has room now; try again in {after_s} s")
+    else:
+        error = NoNode(f"all {role} nodes fail now, and the router is trying them; try again")
+    error.retry_after_s = after_s
+    return error
 
 
 def _is_troubled(node: Node, now: float) -> bool:
