@@ -9,7 +9,6 @@ from kvrelay.router.nodes.health import AVOID_S, NodeHealth
 from kvrelay.router.nodes.kv_match import kv_mismatch
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.placement import LINK_MS
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KV_CAUSES
 from kvrelay.wire.transfer import Fingerprint, KvFacts
@@ -91,8 +90,8 @@ class Pair:
         self.health.kv_failed(self.p, self.d, cause, now)
 
     def avoided(self, decode: Node, now: float) -> bool:
-        link_ms = self.health.link_ms(now)
-        return link_ms is not None and link_ms(self.p.url, decode.url) > LINK_MS
+        avoids = self.health.avoids(now)
+        return avoids is not None and avoids(self.p.url, decode.url)
 
 
 def test_a_pair_is_avoided_for_a_time_that_doubles_until_kv_comes() -> None:

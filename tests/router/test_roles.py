@@ -32,6 +32,7 @@ from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.roles import EVERY_S, LOOKS, OTHER, RoleChanger, RolePlanner, use_of, work_of
 from kvrelay.wire.config import Role
+from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.router_config import RouterConfig
 from kvrelay.wire.step_costs import StepCosts
