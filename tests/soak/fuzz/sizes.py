@@ -141,6 +141,8 @@ def generators(types: Iterable[inspect.Type], *, at_home: bool = False) -> list[
 
 def _of(kind: inspect.Type, before: str) -> list[Generator]:
     match kind:
+        case inspect.Metadata(type=inner):
+            return _of(inner, before)
         case inspect.StrType() | inspect.BytesType() | inspect.LiteralType() | inspect.EnumType():
             return _texts(before)
         case inspect.IntType() | inspect.FloatType() | inspect.BoolType():
