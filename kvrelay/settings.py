@@ -127,10 +127,12 @@ def _typed_as(kind: Any) -> Any:
 
 @cache
 def _docs(config: type) -> dict[str, str]:
+    docs: dict[str, str] = {}
+    for base in config.__mro__[1:-1]:
+        docs |= _docs(base)
     body = typing.cast(
         ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
     ).body
-    docs: dict[str, str] = {}
     for field, below in itertools.pairwise(body):
         if (
             isinstance(field, ast.AnnAssign)

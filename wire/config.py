@@ -12,14 +12,10 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from kvrelay.wire.config_checks import (
-    LogFormat,
     OrDefault,
     Port,
     Positive,
     check_fields,
-    check_front,
-    check_keys,
-    check_ssl,
     is_address,
     is_loopback,
     require,
@@ -29,6 +25,7 @@ from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import KvEventsConfig
 from kvrelay.wire.profiler_config import ProfilerConfig
 from kvrelay.wire.sampling import GENERATION_FIELDS, generation_values
+from kvrelay.wire.server_config import ServerConfig
 
 __all__ = [
     "REASONING_PARSERS",
@@ -328,31 +325,31 @@ class RanksConfig:
 
 # The rows of openai_api/model_formats.py.
 TOOL_CALL_PARSERS = (
-    *(
-        "openai",
-        "kimi_k2",
-        "deepseek_v3",
-        "deepseek_v31",
-        "glm45",
-        "glm47",
-        "qwen3_coder",
-        "qwen3_xml",
-        "mistral",
-    ),
-    *("granite", "hermes", "pythonic", "llama3_json", "json"),
+    "openai",
+    "kimi_k2",
+    "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "glm47",
+    "qwen3_coder",
+    "qwen3_xml",
+    "mistral",
+    "granite",
+    "hermes",
+    "pythonic",
+    "llama3_json",
+    "json",
 )
 REASONING_PARSERS = (
-    *(
-        "openai_gptoss",
-        "kimi_k2",
-        "granite",
-        "mistral",
-        "seed_oss",
-        "glm45",
-        "deepseek_r1",
-        "deepseek_v3",
-        "qwen3",
-    ),
+    "openai_gptoss",
+    "kimi_k2",
+    "granite",
+    "mistral",
+    "seed_oss",
+    "glm45",
+    "deepseek_r1",
+    "deepseek_v3",
+    "qwen3",
 )
 
 
@@ -414,16 +411,12 @@ class TransferConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeConfig:
+class NodeConfig(ServerConfig):
     """A node: an HTTP process and an engine process."""
 
     engine: EngineConfig
     role: Role = Role.AGGREGATED
     transfer: TransferConfig = TransferConfig()
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: Port = 8000
-    """Port to listen on."""
     served_model_name: str = ""
     """The name that clients use; empty takes the model's own."""
     chat_template: str = ""
@@ -441,52 +434,11 @@ class NodeConfig:
     """
     tool_parser_plugin: str = ""
     """A Python file, run at start, which adds parsers of tool calls and of reasoning."""
-    api_key: str = field(default="", repr=False)
-    """If set, all routes that do more than say how the node is want `Authorization: Bearer
-    <api_key>`.
-    """
-    ssl_certfile: str = ""
-    """A PEM file with the node's certificate and its chain: it then serves https. Read again when
-    it changes, as all of these files are.
-    """
-    ssl_keyfile: str = ""
-    """The PEM file with the certificate's private key, if that is a file of its own."""
-    ssl_ca_certs: str = ""
-    """A PEM file with the authorities whose certificates clients must have, with ssl_cert_reqs."""
-    ssl_cert_reqs: Literal[0, 1, 2] = 0
-    """2 serves only clients with a certificate of ssl_ca_certs, health checks too; 1 checks one
-    that a client brings, 0 asks for none.
-    """
-    root_path: str = ""
-    """The path under which a proxy serves this, for example /llm. Requests may come with it or, if
-    the proxy takes it away, without.
-    """
-    allowed_origins: tuple[str, ...] = ()
-    """Origins whose pages may ask from a browser, for example '["https://chat.example"]'; ["*"]
-    allows all. Unlike vLLM none by default: what asks for no key would be open to every page that
-    somebody in this network visits.
-    """
-    allowed_methods: tuple[str, ...] = ("*",)
-    """Methods that these pages may use."""
-    allowed_headers: tuple[str, ...] = ("*",)
-    """Headers that these pages may send."""
-    allow_credentials: bool = False
-    """Let these pages send what the browser adds by itself, such as a client's certificate; not
-    with ["*"].
-    """
-    max_body_bytes: Annotated[int, Meta(gt=0)] = 16 << 20
-    """Longest request body. What a leg is handed over beside it does not count."""
-    request_deadline_s: Positive = 600.0
-    """A request may take this long."""
     start_deadline_s: Positive = 600.0
     """The engine process must be ready within this time."""
     router: tuple[str, ...] = ()
     """A router to which this node announces itself, as udp://HOST:PORT with the router's
     heartbeat_port. Give it again for more.
-    """
-    log_bodies: bool = False
-    """Log the first 2,000 characters of each request's body. Never without being asked: they are
-    people's words.
     """
     kv_events_config: KvEventsConfig | None = None
     """Tell routers and other listeners which blocks the prefix cache holds: a JSON object with
@@ -496,19 +448,9 @@ class NodeConfig:
     profiler_config: ProfilerConfig | None = None
     """Serve POST /start_profile and /stop_profile: a JSON object with vLLM's names, for example
     {"profiler": "torch", "torch_profiler_dir": "/traces"}."""
-    log_format: LogFormat = "text"
-    """Log lines as text or json (an object each, with request and trace ids)."""
-    otlp_traces_endpoint: str = ""
-    """Send a trace of each request there by OTLP over HTTP, for example
-    http://127.0.0.1:4318/v1/traces; empty: where OTEL_EXPORTER_OTLP_ENDPOINT says, and nowhere if
-    that is not set either.
-    """
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        check_keys(self, "api_key")
-        check_front(self.root_path, self.allowed_origins, allow_credentials=self.allow_credentials)
-        check_ssl(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, self.ssl_cert_reqs)
+        ServerConfig.__post_init__(self)
         require(
             bool(self.ssl_cert_reqs) or not self.ssl_ca_certs,
             "ssl_ca_certs is for clients' certificates and none is asked for; set ssl_cert_reqs "

@@ -26,10 +26,7 @@ __all__ = [
     "Positive",
     "base_url",
     "check_fields",
-    "check_front",
-    "check_keys",
     "check_node_allow",
-    "check_ssl",
     "gib",
     "is_address",
     "is_base_url",
@@ -53,7 +50,7 @@ def require(ok: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def check_fields(config: Any) -> None:
+def check_fields(config: Any, of: str = "") -> None:
     """Raise ConfigError for a field whose value its annotation (Literal or Meta) rules out."""
     for name, allowed, limits in _declared(type(config)):  # type: ignore[arg-type]
         value = getattr(config, name)
@@ -63,7 +60,7 @@ def check_fields(config: Any) -> None:
         if limits is not None and (wrong := _beyond(limits, value)):
             remedy = f"; {limits.description}" if limits.description else ""
             got = f"{value:g}" if isinstance(value, float) else value
-            raise ConfigError(f"{name} must {wrong}, got {got}{remedy}")
+            raise ConfigError(f"{name}{of} must {wrong}, got {got}{remedy}")
 
 
 @cache
@@ -92,38 +89,6 @@ def _beyond(limits: Meta, value: float) -> str:
     if above is not None:
         return "be positive"
     return "not be negative" if low == 0 else f"be at least {low:g}"
-
-
-def check_front(root_path: str, allowed_origins: Sequence[str], *, allow_credentials: bool) -> None:
-    """Raise ConfigError for a path or origins that no request could have, or let any page in."""
-    require(
-        re.fullmatch(r"(/[\w.~!$&'()*+,;=:@-]+)*", root_path) is not None,
-        f"root_path must begin with / and not end with it, for example /llm, got {root_path!r}",
-    )
-    for origin in allowed_origins:
-        require(
-            origin == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is not None,
-            f"allowed_origins must be * or like https://chat.example, without a path, got "
-            f"{origin!r}",
-        )
-    require(
-        not (allow_credentials and "*" in allowed_origins),
-        "allow_credentials with allowed_origins * would let any page act for whoever visits it; "
-        "name the origins",
-    )
-
-
-def check_ssl(certfile: str, keyfile: str, ca_certs: str, cert_reqs: int) -> None:
-    """Raise ConfigError for settings of TLS that do not belong together."""
-    require(
-        bool(certfile) or not keyfile,
-        "ssl_keyfile needs ssl_certfile, the certificate that it belongs to",
-    )
-    require(
-        not cert_reqs or bool(certfile and ca_certs),
-        f"ssl_cert_reqs {cert_reqs} needs ssl_certfile, to serve https, and ssl_ca_certs, whose "
-        f"certificates are good",
-    )
 
 
 def gib(size: int) -> str:
@@ -172,17 +137,6 @@ def is_base_url(url: str) -> bool:
         and plain
         and len(url) <= MAX_URL_CHARS
     )
-
-
-def check_keys(owner: object, *names: str) -> None:
-    """Raise ConfigError for a key that no client can send as a bearer token."""
-    for name in names:
-        key = getattr(owner, name)
-        require(
-            key.isascii() and key.isprintable() and key == key.strip(),
-            f"{name} must be ASCII, without line ends and without spaces at its ends: it is sent "
-            f"in a header",
-        )
 
 
 def base_url(typed: str) -> str:

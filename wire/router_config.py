@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
@@ -10,27 +9,24 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta
 
 from kvrelay.wire.config_checks import (
-    LogFormat,
     Port,
     Positive,
     check_fields,
-    check_front,
-    check_keys,
     check_node_allow,
-    check_ssl,
     is_base_url,
     is_loopback,
     is_node_allowed,
     require,
 )
 from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.server_config import ServerConfig
 
 __all__ = ["LIVE", "MAX_DRAIN_S", "POLICY_NAMES", "PRICE", "KeyConfig", "Policy", "RouterConfig"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _MAX_PRIORITY = 2**31 - 1
-_MAX_WEIGHT = 1e6
+_Limit = Annotated[int, Meta(ge=0, description="0 is no limit")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +39,17 @@ class KeyConfig:
     """Of the key, in hexadecimal. A plain hash is enough for a random key: there is nothing to
     guess.
     """
-    weight: float = 1.0
+    weight: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
     """Its share while requests wait, against the other keys'."""
-    priority: int = 0
+    priority: Annotated[int, Meta(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)] = 0
     """Of its requests that ask for none, and the most important (the lowest) that they may ask for."""
-    requests_per_minute: int = 0
+    requests_per_minute: _Limit = 0
     """0 is no limit."""
-    tokens_per_minute: int = 0
+    tokens_per_minute: _Limit = 0
     """Tokens of prompts and answers; 0 is no limit."""
-    max_running: int = 0
+    max_running: _Limit = 0
     """Requests under way at once, waiting ones among them; 0 is no limit."""
-    max_queue: int = 0
+    max_queue: _Limit = 0
     """Requests that wait for a node at once; 0 is no limit but the router's."""
     models: tuple[str, ...] = ()
     """Models and adapters that it may ask for; empty allows all."""
@@ -73,22 +69,7 @@ class KeyConfig:
                 f"{len(self.sha256)} "
                 "characters; `kvrelay key NAME` prints a key and its hash"
             )
-        if not (math.isfinite(self.weight) and 1 / _MAX_WEIGHT <= self.weight <= _MAX_WEIGHT):
-            raise ConfigError(
-                f"weight of key {self.name} must be between {1 / _MAX_WEIGHT:g} and "
-                f"{_MAX_WEIGHT:g}, got {self.weight}"
-            )
-        if not -_MAX_PRIORITY <= self.priority <= _MAX_PRIORITY:
-            raise ConfigError(
-                f"priority of key {self.name} must be between {-_MAX_PRIORITY} and "
-                f"{_MAX_PRIORITY}, got {self.priority}"
-            )
-        for name in ("requests_per_minute", "tokens_per_minute", "max_running", "max_queue"):
-            if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"{name} of key {self.name} must not be negative, got {getattr(self, name)}; "
-                    f"0 is no limit"
-                )
+        check_fields(self, f" of key {self.name}")
 
 
 # How a router may choose nodes (router/policies.py).
@@ -101,16 +82,21 @@ MAX_DRAIN_S = 3600.0
 """The longest drain_deadline_s."""
 LIVE = frozenset(
     {
-        *("prefill", "decode", "alias", "api_key", "keys"),
-        *(
-            "max_body_bytes",
-            "request_deadline_s",
-            "max_queue",
-            "ttft_target_ms",
-            "tpot_target_ms",
-            "attempts",
-        ),
-        *("prefill_policy", "decode_policy", "strict_roles", "log_bodies"),
+        "prefill",
+        "decode",
+        "alias",
+        "api_key",
+        "keys",
+        "max_body_bytes",
+        "request_deadline_s",
+        "max_queue",
+        "ttft_target_ms",
+        "tpot_target_ms",
+        "attempts",
+        "prefill_policy",
+        "decode_policy",
+        "strict_roles",
+        "log_bodies",
     }
 )
 """Settings that a running router takes over when its file is read again (router/router.py). All
@@ -119,7 +105,7 @@ others are fixed at its start.
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig:
+class RouterConfig(ServerConfig):
     """A router's settings: the OpenAI endpoint in front of the nodes."""
 
     prefill: tuple[str, ...] = ()
@@ -140,16 +126,10 @@ class RouterConfig:
     """A further name for a model or an adapter, name=model: clients may ask for either. Give it
     again for more.
     """
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: Port = 8000
-    """Port to listen on."""
     workers: Annotated[int, Meta(gt=0, le=MAX_WORKERS)] = 1
     """Processes that serve the port; more than one share it, and a parent process keeps what they
     have in common.
     """
-    api_key: str = field(default="", repr=False)
-    """If set, clients must send `Authorization: Bearer <api_key>`. It may do everything."""
     keys: tuple[KeyConfig, ...] = ()
     """More API keys, each with its name, hash, limits and share; in a file a list of mappings."""
     isolate_keys: bool = False
@@ -168,10 +148,6 @@ class RouterConfig:
     """What /admin routes and the console want as `Authorization: Bearer <admin_key>`; without one
     the router draws one at its start, for its own user on this machine.
     """
-    max_body_bytes: Annotated[int, Meta(gt=0)] = 16 << 20
-    """Longest request body."""
-    request_deadline_s: Positive = 600.0
-    """A request may take this long."""
     drain_deadline_s: Annotated[float, Meta(gt=0, le=MAX_DRAIN_S)] = 30.0
     """Told to end, the router takes no new connections, and what is under way may take this long;
     an hour at most.
@@ -196,43 +172,12 @@ class RouterConfig:
     """
     max_connections: Annotated[int, Meta(gt=0)] = 16384
     """Connections of clients at once; more are refused with 503. Divided among workers."""
-    ssl_certfile: str = ""
-    """A PEM file with the router's certificate and its chain: it then serves https. Read again when
-    it changes, as all of these files are.
-    """
-    ssl_keyfile: str = ""
-    """The PEM file with the certificate's private key, if that is a file of its own."""
-    ssl_ca_certs: str = ""
-    """A PEM file with the authorities to trust for https:// nodes, empty takes the system's; and
-    for clients, with ssl_cert_reqs.
-    """
-    ssl_cert_reqs: Literal[0, 1, 2] = 0
-    """2 serves only clients with a certificate of ssl_ca_certs, 1 checks one that a client brings,
-    0 asks for none.
-    """
     node_ssl_certfile: str = ""
     """A PEM file with the certificate that https:// nodes are shown, if they ask for one (their
     ssl_cert_reqs).
     """
     node_ssl_keyfile: str = ""
     """The PEM file with its private key, if that is a file of its own."""
-    root_path: str = ""
-    """The path under which a proxy serves this, for example /llm. Requests may come with it or, if
-    the proxy takes it away, without.
-    """
-    allowed_origins: tuple[str, ...] = ()
-    """Origins whose pages may ask from a browser, for example '["https://chat.example"]'; ["*"]
-    allows all. Unlike vLLM none by default: what asks for no key would be open to every page that
-    somebody in this network visits.
-    """
-    allowed_methods: tuple[str, ...] = ("*",)
-    """Methods that these pages may use."""
-    allowed_headers: tuple[str, ...] = ("*",)
-    """Headers that these pages may send."""
-    allow_credentials: bool = False
-    """Let these pages send what the browser adds by itself, such as a client's certificate; not
-    with ["*"].
-    """
     attempts: Annotated[int, Meta(gt=0)] = 3
     """How many nodes a leg is tried on before the client gets an error."""
     prefill_policy: Policy = PRICE
@@ -249,21 +194,10 @@ class RouterConfig:
     """So many prefill nodes of each model keep their role, whatever the load."""
     least_decode: Annotated[int, Meta(ge=1)] = 1
     """So many decode nodes of each model keep their role, whatever the load."""
-    log_bodies: bool = False
-    """Log the first 2,000 characters of each request's body. Never without being asked: they are
-    people's words.
-    """
-    log_format: LogFormat = "text"
-    """Log lines as text or json (an object each, with request and trace ids)."""
-    otlp_traces_endpoint: str = ""
-    """Send a trace of each request there by OTLP over HTTP, for example
-    http://127.0.0.1:4318/v1/traces; empty: where OTEL_EXPORTER_OTLP_ENDPOINT says, and nowhere if
-    that is not set either.
-    """
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        check_keys(self, "api_key", "node_api_key", "admin_key")
+        ServerConfig.__post_init__(self)
+        self.check_keys("node_api_key", "admin_key")
         self._check_entry()
         check_node_allow(self.node_allow)
         require(
@@ -330,8 +264,6 @@ class RouterConfig:
         return {name: model for name, _, model in pairs}
 
     def _check_entry(self) -> None:
-        check_front(self.root_path, self.allowed_origins, allow_credentials=self.allow_credentials)
-        check_ssl(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, self.ssl_cert_reqs)
         require(
             bool(self.node_ssl_certfile) or not self.node_ssl_keyfile,
             "node_ssl_keyfile needs node_ssl_certfile, the certificate that it belongs to",

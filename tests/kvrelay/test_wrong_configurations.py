@@ -65,7 +65,7 @@ WRONG = [
     ),
     (
         'config up --override-generation-config {"temperature":"x"}',
-        "Expected `float`, got `str` - at `$.temperature`",
+        "temperature is of a wrong type",
     ),
     # models
     ("up --model missing", "model 'missing' does not exist; pass a folder"),

@@ -34,11 +34,11 @@ from kvrelay.wire.router_config import RouterConfig
         ({"quantization": "int4"}, "quantization 'int4' is not one of empty, fp8"),
         (
             {"override_generation_config": {"temperature": "x"}},
-            "override_generation_config: Expected `float`, got `str`",
+            "override_generation_config: temperature is of a wrong type",
         ),
         (
             {"override_generation_config": {"top_p": 1.5}},
-            "override_generation_config: top_p must be above 0 and at most",
+            "override_generation_config: top_p must be at most 1.0",
         ),
         ({"block_size": 128}, "block_size 128 is not one of 0, 16, 32, 64"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be positive, got 0"),
