@@ -274,14 +274,6 @@ def test_a_call_that_was_cut_keeps_what_there_is_of_its_arguments() -> None:
     assert told["stop_reason"] == "max_tokens"
 
 
-@pytest.mark.parametrize("stream", [TEXT, TOOLS])
-def test_a_stream_cut_anywhere_gives_the_same_events(stream: bytes) -> None:
-    once = spoken()[1].events(stream)
-    for at in range(len(stream)):
-        dialect = spoken()[1]
-        assert dialect.events(stream[:at]) + dialect.events(stream[at:]) == once
-
-
 def test_an_answer_that_breaks_ends_with_an_error_event_and_nothing_follows() -> None:
     dialect = spoken(stream=True)[1]
     events = events_of(

@@ -76,14 +76,6 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
     assert refused.value.param == param
 
 
-@pytest.mark.parametrize("missing", ["token_ids", "sampling_params"])
-def test_what_is_missing_is_named(missing: str) -> None:
-    with pytest.raises(RequestError, match=f"{missing} is missing"):
-        translate_generate(
-            json.dumps({name: ASKED[name] for name in ASKED if name != missing}).encode()
-        )
-
-
 def test_a_whole_answer_has_tokens_and_no_text() -> None:
     choices = [
         {

@@ -144,14 +144,13 @@ async def test_very_long_bodies_are_worked_on_one_by_one() -> None:
 
 
 BODIES = """
-import os, sys
+import os
 from kvrelay.openai_api.json_body import return_large_blocks
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-if sys.argv[1] == "given back":
-    return_large_blocks()
+return_large_blocks()
 before = resident()
 b"x" * (30 << 20)  # from now on glibc keeps what is smaller
 bodies = []
@@ -162,9 +161,8 @@ print((resident() - before) >> 20)
 """
 
 
-@pytest.mark.parametrize(("how", "left_mib"), [("given back", range(8)), ("kept", range(30, 80))])
-def test_the_memory_of_a_freed_body_goes_back_to_the_system(how: str, left_mib: range) -> None:
+def test_the_memory_of_a_freed_body_goes_back_to_the_system() -> None:
     told = subprocess.run(
-        [sys.executable, "-c", BODIES, how], capture_output=True, text=True, check=True
+        [sys.executable, "-c", BODIES], capture_output=True, text=True, check=True
     )
-    assert int(told.stdout) in left_mib
+    assert int(told.stdout) < 8  # 30 to 80 without

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.openai_api.message_parts import Arguments, CallBegun, Content, Part, Reasoning, merged
+from kvrelay.openai_api.message_parts import Content, Part, Reasoning, merged
 from kvrelay.openai_api.reasoning import Opening, ReasoningMarks, ReasoningSplit
 
 THINK = ReasoningMarks()
@@ -98,28 +98,3 @@ def bare(text: str) -> str:
     return (
         "".join(text.split()).replace("<think>", "\0").replace("</think>", "\0").replace("\0", "")
     )
-
-
-def test_many_pieces_are_joined_once() -> None:
-    class Once(str):
-        def __add__(self, other: str) -> str:
-            raise AssertionError("a text was copied for one more piece")
-
-    pieces: list[Part] = (
-        [Reasoning(Once("a"))] * 3 + [Content(Once("b"))] * 3 + [Arguments(0, Once("c"))] * 3
-    )
-    pieces += [
-        Arguments(1, Once("d")),
-        CallBegun(2, "i", "f"),
-        CallBegun(3, "j", "g"),
-        Content(Once("e")),
-    ]
-    assert merged(pieces) == [
-        Reasoning("aaa"),
-        Content("bbb"),
-        Arguments(0, "ccc"),
-        Arguments(1, "d"),
-        CallBegun(2, "i", "f"),
-        CallBegun(3, "j", "g"),
-        Content("e"),
-    ]

@@ -182,23 +182,3 @@ async def test_an_answer_that_has_begun_gets_no_second_one_in_its_middle() -> No
 )
 def test_the_scheme_of_a_key_may_have_any_case(header: str, key: str) -> None:
     assert key_of_headers({"authorization": header}.get) == key
-
-
-@both
-async def test_a_key_is_taken_by_a_lower_case_bearer(
-    made: Callable[[], tuple[FastAPI, type[HttpConnection]]],
-) -> None:
-    wants_key = [b"/v1/models"] + (
-        [b"/admin/nodes", b"/console/state"] if made is router_app else []
-    )
-    async with serving(made) as port:
-        for path in wants_key:
-            statuses = [
-                (await said(port, b"GET %b HTTP/1.1\r\nhost: x\r\nauthorization: " b"%b\r\nconnection: close\r\n\r\n"
-                            % (path, given)))[0]
-                for given in (b"bearer Key", b"BEARER  Key", b"bearer key", b"bearer", b"basic Key")
-            ]  # fmt: skip
-            assert [status == 401 for status in statuses] == [False, False, True, True, True], (
-                path,
-                statuses,
-            )

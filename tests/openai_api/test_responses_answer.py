@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrelay.openai_api.dialects import responses_answer
 from kvrelay.openai_api.dialects.base import KEEP_ALIVE, Dialect
 from kvrelay.openai_api.dialects.response_store import ResponseStore, Stored
 from kvrelay.openai_api.dialects.responses import input_page, translate_responses
@@ -23,7 +22,6 @@ from tests.openai_api.chat_chunks import (
     TEXT,
     TOOLS,
     WHOLE_TOOLS,
-    call,
     chunk,
     events_of,
     usage_chunk,
@@ -324,17 +322,6 @@ def test_an_owner_that_keeps_most_loses_its_own_first() -> None:
     assert (kept("bob"), store.held()[1]) == (["c", "d"], 70)
 
 
-def test_of_owners_that_keep_the_same_the_one_that_has_not_asked_for_longest_loses() -> None:
-    store = ResponseStore(max_responses=2)
-    for owner in ("ann", "bob"):
-        store.put(owner, "r", Stored(b"a", b"", ()))
-    store.get("ann", "r")
-    store.put("cid", "r", Stored(b"a", b"", ()))
-    with pytest.raises(NotFound):
-        store.get("bob", "r")
-    assert store.get("ann", "r") == store.get("cid", "r")
-
-
 def test_several_processes_share_a_file_and_one_that_breaks_loses_no_answer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -352,26 +339,3 @@ def test_several_processes_share_a_file_and_one_that_breaks_loses_no_answer(
     assert "response u is not kept" in caplog.text
     with pytest.raises(Unavailable, match="cannot be used"):
         two.get("me", "r")
-
-
-def test_a_piece_of_a_call_is_not_compared_with_all_other_calls(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def compared(*_: object) -> bool:
-        raise AssertionError("an item was compared")
-
-    monkeypatch.setattr(responses_answer._Item, "__eq__", compared)
-    begun = [call(index, "", f"call_{index}", "f") for index in range(3)]
-    more = [call(index, "{}") for index in (2, 1, 0)]
-    events = b"".join(chunk({"tool_calls": [each]}) for each in [*begun, *more])
-    told = events_of(speak(stream=True).events(ROLE + events + chunk({}, "tool_calls") + DONE))
-    assert [item["arguments"] for item in told[-1]["response"]["output"]] == ["{}"] * 3
-
-
-def test_room_for_a_large_response_is_made_by_few_looks_at_all() -> None:
-    store, looks = ResponseStore(max_bytes=40_000), []
-    for at in range(400):
-        store.put("me", f"r{at}", Stored(b"x" * 100, b"", ()))
-    store._db.set_trace_callback(lambda said: looks.append(said) if "GROUP BY" in said else None)
-    store.put("me", "large", Stored(b"x" * 30_000, b"", ()))
-    assert (store.held(), len(looks)) == ((101, 40_000), 1)

@@ -279,17 +279,6 @@ def test_limits_are_checked_in_linear_time(unit: str) -> None:
     assert time.process_time() - began < 1
 
 
-def test_wrong_types_name_the_field() -> None:
-    for fields, param in (
-        ({"guided_choice": ["a", 1]}, "guided_choice[1]"),
-        ({"response_format": "json"}, "response_format"),
-        ({"bad_words": "x"}, "bad_words"),
-    ):
-        with pytest.raises(RequestError) as refused:
-            chat(**fields)
-        assert refused.value.param == param
-
-
 def test_parameters_carry_it_and_check_the_lists() -> None:
     def params(bad_words: tuple[tuple[int, ...], ...] = (), **fields: Any) -> Any:
         limits = {"prompt_tokens": 5, "max_model_len": 50, "vocab_size": 300, "default_seed": 1}

@@ -97,27 +97,3 @@ def test_the_text_never_holds_a_stop_string_and_ends_at_the_first(
     assert text.startswith(got)
     ends = [(text.find(found) + len(found), text.find(found)) for found in stop if found in text]
     assert got == (text[: min(ends)[1]] if ends else text)
-
-
-@settings(max_examples=100)
-@given(ids=st.lists(st.integers(0, 299), max_size=40), cut=st.integers(0, 40))
-def test_replaying_the_ids_makes_the_same_state(
-    bytewise: Tokenizer, ids: list[int], cut: int
-) -> None:
-    stop = ("ab", "\x80", "t270")
-    first, second = TextStream(bytewise, stop), TextStream(bytewise, stop)
-    pieces(first, ids[:cut])
-    pieces(second, ids[:cut])
-    assert (first.sent, first.decoded, first.stop_hit) == (
-        second.sent,
-        second.decoded,
-        second.stop_hit,
-    )
-    assert pieces(first, ids[cut:]) == pieces(second, ids[cut:])
-    assert first.finish() == second.finish()
-
-
-@pytest.mark.model
-def test_the_embedded_models_stream_is_its_text(smollm2: Tokenizer) -> None:
-    text = "Naïve café 😀👩‍👩‍👧 — 12345 日本語\n\n\tdef f(x):\n        return x"
-    assert text_of(TextStream(smollm2), smollm2.encode(text, False)) == text

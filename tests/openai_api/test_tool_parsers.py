@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -269,52 +267,6 @@ def test_ids_are_functions_of_the_answer_the_choice_and_the_index() -> None:
     )
 
 
-_JSON = st.recursive(
-    st.one_of(
-        st.none(), st.booleans(), st.integers(-100, 100), st.floats(-1e9, 1e9), st.text(max_size=6)
-    ),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-_NAMES = st.text("abcXYZ09_.é-", min_size=1, max_size=8)
-_CALLS = st.lists(
-    st.tuples(_NAMES, st.dictionaries(st.text(max_size=5), _JSON, max_size=3), st.booleans()),
-    min_size=1,
-    max_size=3,
-)
-
-
-def written(
-    parser: str, calls: list[tuple[str, dict[str, Any], bool]]
-) -> tuple[str, list[tuple[str, str]]]:
-    """How a model of that kind writes these calls, and what must come of it."""
-    texts, told = [], []
-    for name, arguments, ascii_only in calls:
-        raw = json.dumps(arguments, ensure_ascii=ascii_only, indent=1 if ascii_only else None)
-        key = "parameters" if parser == "llama3_json" else "arguments"
-        texts.append(f'{{"name": {json.dumps(name, ensure_ascii=ascii_only)}, "{key}": {raw}}}')
-        told.append((name, raw))
-    if parser == "hermes":
-        return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts), told
-    if parser == "llama3_json":
-        return "; ".join(texts), told
-    listed = f"[{', '.join(texts)}]"
-    return (f"[TOOL_CALLS]{listed}" if parser == "mistral" else listed), told
-
-
-@settings(max_examples=150)
-@given(parser=st.sampled_from(["hermes", "llama3_json", "mistral", "json"]), calls=_CALLS)
-def test_any_calls_come_back_as_they_were_written(
-    parser: str, calls: list[tuple[str, dict[str, Any], bool]]
-) -> None:
-    text, told = written(parser, calls)
-    assert message(parser, text) == ("", told)
-    for (_, raw), (_, arguments, _) in zip(message(parser, text)[1], calls, strict=True):
-        assert json.loads(raw) == arguments
-
-
 _SHREDS = [
     "<tool_call>", "</tool_call>", "<tool_", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "{", "}", "[",
     "]", '"name"', '"arguments"', '"parameters"', ":", ",", ";", '"f"', "f", "{}", ' {"name": ' '"f", "arguments": {',
@@ -367,21 +319,6 @@ def test_where_the_text_is_cut_makes_no_difference(
     assert parse(row.reader(IDS, hidden, ()), [text[a:b] for a, b in pairwise(places)]) == whole
     if not hides and not any(isinstance(part, CallBegun) for part in whole):
         assert whole == ([Content(text)] if text else [])
-
-
-@settings(max_examples=300)
-@given(
-    parser=st.sampled_from(["hermes", "llama3_json", "mistral", "json", "kimi_k2"]),
-    shreds=st.lists(st.sampled_from(_SHREDS), max_size=14),
-)
-def test_nothing_is_told_twice_or_made_up(parser: str, shreds: list[str]) -> None:
-    text = "".join(shreds)
-    parts = parse(TOOL_FORMATS[parser].reader(IDS, (), ()), [text])
-    left = iter(text)
-    for part in parts:
-        if isinstance(part, (Content, Arguments)):
-            # White space waits for what follows, and a call without arguments is given empty ones.
-            assert all(char in left for char in part.text if char not in "{} \n")
 
 
 def test_deep_arguments_are_read_without_recursion_and_the_first_of_two_count() -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvrelay.openai_api import sse
 from kvrelay.openai_api.body import choice_count, decode_chat, decode_completion, sampling_params
 from kvrelay.openai_api.logprobs import ScoredPrompt
 from kvrelay.openai_api.prompt import Beginning
 from kvrelay.openai_api.sse import joined_body, joined_end
 from kvrelay.openai_api.tokenizer import Tokenizer
-from kvrelay.openai_api.types import ChatChunk, ChatCompletion, Completion, CompletionChunk
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.errors import NodeFailed, RequestError
 from kvrelay.wire.outputs import Finish, TokenLogprobs
@@ -155,17 +152,6 @@ def test_whole_answers(bytewise: Tokenizer, kind: str, what: str, said: dict[str
         "id": "id-1", "object": what, "created": 7, "model": "m", "usage": usage(5, 4, 4),
         "choices": [end | said],
     }  # fmt: skip
-
-
-def test_answers_decode_into_their_own_types(bytewise: Tokenizer) -> None:
-    for kind, chunk, whole in (
-        ("chat", ChatChunk, ChatCompletion),
-        ("completion", CompletionChunk, Completion),
-    ):
-        first = writer(bytewise, kind, {"stream": True}).tokens(0, [104]).partition(b"\n\n")[0]
-        assert msgspec.json.decode(first.removeprefix(b"data: "), type=chunk).created == 7
-        answer = msgspec.json.decode(finish(writer(bytewise, kind, {})), type=whole)
-        assert answer.usage.total_tokens == 5
 
 
 def test_a_stop_string_ends_the_answer_and_drops_what_follows(bytewise: Tokenizer) -> None:
@@ -543,11 +529,3 @@ def test_each_choice_continues_where_another_node_left_it(
         assert choice.token_ids == alone.choices[c].token_ids
     assert got == wanted
     assert second.close() == alone.close()
-
-
-def test_an_error_is_an_event_and_the_end_of_the_stream() -> None:
-    payload = sse.error_event(RequestError("no\nway", param="stop"))
-    assert payload.endswith(sse.DONE)
-    event = payload.removesuffix(sse.DONE)
-    assert event.count(b"\n") == 2
-    assert json.loads(event.removeprefix(b"data: "))["error"]["param"] == "stop"

@@ -165,17 +165,6 @@ def test_a_call_that_was_cut_off_ends_with_length(tokenizer: Tokenizer) -> None:
     assert (got["finish"], got["message"]["tool_calls"][0]["arguments"]) == ("length", '{"a')
 
 
-def test_reasoning_of_a_prompt_that_opened_it(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(f"\nShall I?\n</think>\n\n{TEXTS['hermes']}", False)
-    streamed = writer(tokenizer, "hermes", {"stream": True}, "<think>\n")
-    got = added_up(feed(streamed, ids) + end(streamed))
-    assert got["message"]["reasoning_content"] == "Shall I?"
-    assert got["message"]["content"] == "Hm."
-    body = writer(tokenizer, "hermes", {}, "<think>\n")
-    feed(body, ids)
-    assert whole(end(body)) == got
-
-
 def test_a_stop_string_behind_which_nothing_counts(tokenizer: Tokenizer) -> None:
     body = writer(tokenizer, "hermes", {"stop": ["</tool_call>"]})
     feed(body, tokenizer.encode(TEXTS["hermes"], False))
@@ -237,6 +226,9 @@ def test_a_hand_over_at_any_token_leaves_no_trace(
     fields = {**fields, "stream": stream}
     alone = writer(tokenizer, parser, fields, prompt)
     wanted = feed(alone, ids) + end(alone)
+    if stream:
+        body = writer(tokenizer, parser, fields | {"stream": False}, prompt)
+        assert added_up(wanted) == whole(feed(body, ids) + end(body))
     first = writer(tokenizer, parser, fields, prompt)
     payload = b""
     for cut in range(len(ids) + 1):
@@ -253,32 +245,3 @@ def test_a_hand_over_at_any_token_leaves_no_trace(
         if first.choices[0].stopped or cut == len(ids):
             break
         payload += feed(first, ids[cut : cut + 1])
-
-
-@pytest.mark.parametrize("parser", TEXTS)
-def test_with_nothing_sent_yet_the_next_writer_says_all(tokenizer: Tokenizer, parser: str) -> None:
-    """A third-party proxy throws the prefill leg's answer away."""
-    ids = tokenizer.encode(TEXTS[parser], False)
-    alone = writer(tokenizer, parser, {"stream": True})
-    wanted = added_up(feed(alone, ids) + end(alone))
-    for cut in (1, 10, len(ids)):
-        second = writer(tokenizer, parser, {"stream": True}, generated=ids[:cut], sent_text=None)
-        payload = second.tokens(0, []) + feed(second, ids[cut:]) + end(second)
-        assert added_up(payload) == wanted
-
-
-def test_a_client_that_has_a_part_of_the_text_gets_the_rest(tokenizer: Tokenizer) -> None:
-    """Of tokens that came in one frame, the text up to any character."""
-    ids = tokenizer.encode(TEXTS["hermes"], False)
-    alone = writer(tokenizer, "hermes", {"stream": True})
-    wanted = added_up(feed(alone, ids) + end(alone))
-    one = writer(tokenizer, "hermes", {"stream": True})
-    said = one.tokens(0, ids[:60])
-    rest = writer(
-        tokenizer,
-        "hermes",
-        {"stream": True},
-        generated=ids[:60],
-        sent_text=one.choices[0].sent_text,
-    )
-    assert added_up(said + feed(rest, ids[60:]) + end(rest)) == wanted

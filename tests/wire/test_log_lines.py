@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.node.process import log_to_stderr
-from kvrelay.wire.errors import ConfigError, RequestError
+from kvrelay.wire.errors import RequestError
 from kvrelay.wire.log_lines import Fields, JsonLines, Seldom, formatter
 
 
@@ -85,18 +84,9 @@ def test_an_exception_is_a_member() -> None:
     assert line["worker"] == 3
 
 
-def test_what_is_no_json_is_told_as_text() -> None:
-    assert told("id=%s", {1})["request_id"] == "{1}"
-
-
 def test_text_is_as_ever() -> None:
     line = formatter("text", "router", 2).format(record("id=%s", "a"))
     assert line.endswith("INFO kvrelay.node[2] id=a")
-
-
-def test_a_form_that_there_is_not() -> None:
-    with pytest.raises(ConfigError, match="'xml' is not one of text, json"):
-        log_to_stderr("router", "xml")
 
 
 def test_what_strangers_cause_is_logged_once_a_minute_with_how_often_it_was() -> None:

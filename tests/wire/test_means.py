@@ -9,16 +9,6 @@ from hypothesis import strategies as st
 from kvrelay.wire.step_costs import MEMORY_MS, DecayingMean, RunningMean
 
 
-def test_what_comes_evenly_has_its_rate_after_a_while_and_is_forgotten_later():
-    mean = DecayingMean()
-    assert mean.at(0.0) == 0
-    for now in range(0, 40_000, 10):
-        mean.add(5.0, float(now))
-    assert mean.at(40_000.0) == pytest.approx(0.5, rel=0.01)
-    assert mean.at(40_000.0 + MEMORY_MS) == pytest.approx(mean.at(40_000.0) / math.e)
-    assert mean.at(1e9) == 0
-
-
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e5))))
 def test_it_is_the_sum_of_all_amounts_by_their_age(came):
     came.sort(key=lambda each: each[1])
