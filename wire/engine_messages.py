@@ -1,6 +1,4 @@
-"""Typed messages between a node's HTTP process and its engine process (msgpack over one zmq pair,
-never pickle).
-"""
+"""Messages between a node's HTTP process and its engine process: msgpack over one zmq pair."""
 
 from __future__ import annotations
 
@@ -46,21 +44,18 @@ __all__ = [
 ]
 
 PROBE_PREFIX = "probe-"
-"""How ids of probes begin. A probe reads what was offered as one, never a request's KV."""
+"""Ids of probes begin so. A probe reads only what was offered as one."""
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Classes in which an engine counts its steps by the tokens that they compute, each up to and with
-its number.
-"""
+"""Upper bounds of the classes in which an engine counts its steps by their tokens."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A command: start a request. `generated` are output tokens it already has; `fetch` says where
-    its KV is held.
+    """A command: start a request.
 
-    `hold` keeps the KV under a lease when the request ends by length (the prefill leg of a
-    hand-over), and with `hold_stopped` also when a stop token ends it: other choices go on from it.
-    `fork_of` is the id of a request with the same prompt, sent before: this one waits until that
-    one's prompt is there, and shares its blocks. A lower `priority` is served first.
+    `generated` are output tokens that it already has; `fetch` tells where its KV is held. `hold`
+    keeps the KV under a lease when the request ends by length, and `hold_stopped` also when a stop
+    token ends it. `fork_of` names an earlier request with the same prompt, whose blocks this one
+    waits for and shares. A lower `priority` is served first.
     """
 
     request_id: str
@@ -74,23 +69,19 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     fork_of: str | None = None
     priority: int = 0
     adapter: str = ""
-    """The name of the LoRA adapter that computes it; empty: the model alone."""
+    """LoRA adapter; empty for the model alone."""
     at: float = 0.0
-    """When the node sent it, on this machine's monotonic clock: an engine reads it between two
-    steps. 0: now.
-    """
+    """Sending time on this machine's monotonic clock; 0: now."""
     tpot_ms: float = 0.0
-    """The time per token that its client wants; 0: not said."""
+    """Time per token that the client wants; 0: not said."""
     expected_output: int = 0
-    """Tokens that its answer is likely to have; 0: not said."""
+    """Likely length of the answer; 0: not said."""
     spill_tokens: int = 0
-    """What it computes of its prompt, as far as is known, if a prefill node could: the node's limit
-    of such counts it.
-    """
+    """Prompt tokens computed here that a prefill node could compute."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """A command: stop a request and give back all it took. Unknown ids are ignored."""
+    """A command: stop a request and free what it took. Unknown ids are ignored."""
 
     request_id: str
 
@@ -98,15 +89,14 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 class Release(msgspec.Struct, frozen=True, tag=True):
     """A command: nobody will fetch the KV held for this request. Unknown ids are ignored.
 
-    A router that was cut off before it read the hand-over knows only the id of its call: that names
-    the request too.
+    The id of the router's call names the request, too.
     """
 
     request_id: str
 
 
 class Renew(msgspec.Struct, frozen=True, tag=True):
-    """A command: begin this lease anew for somebody who waits for room elsewhere."""
+    """A command: begin this lease anew for a decode node that waits for room."""
 
     request_id: str
 
@@ -116,20 +106,14 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class OfferProbe(msgspec.Struct, frozen=True, tag=True):
-    """A command: fill so many free blocks with a pattern and offer them like any KV.
-
-    Answered by ProbeOffered or ProbeRefused.
-    """
+    """A command: fill free blocks with a pattern and offer them; see ProbeOffered."""
 
     probe_id: str
     blocks: int
 
 
 class FetchProbe(msgspec.Struct, frozen=True, tag=True):
-    """A command: fetch this ticket into free blocks, and compare them with the pattern.
-
-    Answered by ProbeFetched or ProbeRefused.
-    """
+    """A command: fetch a probe and compare it with the pattern; see ProbeFetched."""
 
     probe_id: str
     ticket: Ticket
@@ -137,10 +121,9 @@ class FetchProbe(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """A command: read a LoRA adapter's files and give it a slot.
+    """A command: read a LoRA adapter and give it a slot; see AdapterLoaded.
 
-    `in_place`: it may take the name of another one, which ends with its requests. Answered by
-    AdapterLoaded or AdapterRefused.
+    `in_place`: it may take the name of another one, whose requests end first.
     """
 
     load_id: str
@@ -152,25 +135,25 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
     """A command: begin no request with this adapter. Unknown names are ignored.
 
-    Its slot is free when those that have begun are done.
+    Its slot is free once its requests are done.
     """
 
     name: str
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
-    """A command: let no later request find a block whose KV is there now."""
+    """A command: hide all present blocks from later requests."""
 
 
 class Profile(msgspec.Struct, frozen=True, tag=True):
-    """A command: begin to profile the steps, or end that and write what was seen."""
+    """A command: begin or end a profile."""
 
     profile_id: int
     begin: bool
 
 
 class AskStats(msgspec.Struct, frozen=True, tag=True):
-    """A command: send EngineStats now, with all in it that was sent before this."""
+    """A command: send EngineStats now."""
 
     number: int
 
@@ -192,7 +175,7 @@ ToEngine = (
 
 
 class AdapterFacts(msgspec.Struct, frozen=True):
-    """A loaded adapter. `digest` names its content: equal digests, equal weights."""
+    """A loaded adapter; equal digests mean equal weights."""
 
     name: str
     digest: str
@@ -200,7 +183,7 @@ class AdapterFacts(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """A request's seconds in each stage inside the engine, by its own monotonic clock."""
+    """A request's seconds in each stage inside the engine."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -208,26 +191,22 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     decode_s: float = 0.0
     transfer_bytes: int = 0
     exposed_s: float = 0.0
-    """Of transfer_s, what came after the last of the prompt was computed."""
+    """The part of transfer_s after the prompt was computed."""
     decode_queue_s: float = 0.0
-    """With a transfer: waiting for a seat and blocks before it, and for the first step after it."""
+    """With a transfer: waiting for a seat before it, and for the first step after it."""
     first_step_s: float = 0.0
-    """From the launch of the first decode step to its token."""
     told_s: float = 0.0
-    """With a transfer: from the news that the KV was complete to the token of the first step."""
+    """With a transfer: from the news of complete KV to the token of the first step."""
     draft_tokens: int = 0
-    """Tokens that were proposed before they were drawn, and those of them that were drawn."""
     accepted_tokens: int = 0
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     """An update of one request with its new tokens, in order.
 
-    The last one carries `finish` and a `timing`, as do the first two with tokens: the caller may
-    end a request by itself. `held` is set when a request that holds its KV begins to be computed,
-    and again when it has ended; `fetch_error` when its KV could not be fetched: then the prompt is
-    computed here, or the request ends with ERROR. `prompt_logprobs` (from the second token on) come
-    with the first token.
+    The last one carries `finish` and `timing`, as do the first two with tokens. `held` is set when
+    a request that holds its KV begins to be computed, and at its end; `fetch_error` when its KV
+    could not be fetched. `prompt_logprobs` (from the second token on) come with the first token.
     """
 
     request_id: str
@@ -240,23 +219,23 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     fetch_error: str | None = None
     error: str | None = None
     refused: bool = False
-    """With an error: the request itself is wrong, and would be on any node."""
+    """With an error: the request would be wrong on any node."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     lacks_adapter: bool = False
-    """With an error: its adapter was unloaded while the request was on its way here."""
+    """With an error: its adapter was unloaded meanwhile."""
     blocks: PromptBlocks | None = None
-    """With the first `held`: what the prompt's blocks are called."""
+    """With the first `held`: names of the prompt's blocks."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
-    """A message with all updates of one engine step, and the load after it."""
+    """A message with all updates of one step, and the load after it."""
 
     updates: list[RequestUpdate]
     load: Load
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
-    """A message that the model is loaded, and what the engine is."""
+    """A message that the model is loaded, with what the engine is."""
 
     engine_id: str
     generation: str
@@ -273,15 +252,13 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     adapters: list[AdapterFacts] = []
     kv: KvFacts | None = None
     costs: StepCosts | None = None
-    """What its steps cost, as it has measured them."""
+    """Measured costs of its steps."""
     max_gap_ms: float = 0.0
-    """What a step with prompts takes at most beside requests that decode; 0: it has no such limit."""
+    """Limit of a step with prompts beside decodes; 0: none."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):
-    """A snapshot of counters since start and of gauges: the engine's pulse, sent every half second
-    and when it goes idle.
-    """
+    """A snapshot of counters and gauges, sent every half second and when the engine goes idle."""
 
     load: Load
     held_blocks: int = 0
@@ -298,11 +275,10 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_at: list[int] = []
-    """Of accepted_tokens, those at each place of a proposal."""
+    """accepted_tokens by place in the proposal."""
     step_sizes: list[int] = []
-    """Of steps, those in each class of STEP_TOKENS, and above them."""
+    """Steps by class of STEP_TOKENS, and above."""
     step_tokens: int = 0
-    """That all steps computed, together."""
     fetches: int = 0
     fetch_failures: dict[str, int] = {}
     fetch_retries: int = 0
@@ -318,13 +294,13 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     running_adapters: list[str] = []
     waiting_adapters: list[str] = []
     asked: int = 0
-    """The number of the AskStats that these answer, else 0."""
+    """Number of the newest AskStats that these answer."""
     kv_silent_s: float = 0.0
-    """Seconds since the slowest thread of the KV link was seen at work; one that waits for work is."""
+    """Seconds since the slowest thread of the KV link was seen at work."""
 
 
 class BlockText(msgspec.Struct, frozen=True, array_like=True):
-    """A block's tokens, and what else decides its KV."""
+    """A block's tokens, adapter and salt."""
 
     token_ids: list[int]
     adapter: str = ""
@@ -332,18 +308,18 @@ class BlockText(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheChanges(msgspec.Struct, frozen=True, tag=True):
-    """A message which block hashes the prefix cache holds anew, and which no more."""
+    """A message with the block hashes that the prefix cache gained and lost."""
 
     stored: dict[bytes, bytes | None]
     removed: list[bytes]
     texts: dict[bytes, BlockText] = {}
-    """Of those that are stored, if the node tells token ids."""
+    """Texts of stored blocks, if the node tells token ids."""
     cleared: bool = False
-    """Before all that, none was held any more."""
+    """All earlier blocks are gone."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
-    """A message that the engine process ends because of this; nothing follows it."""
+    """A last message: why the engine process ends."""
 
     message: str
 
@@ -355,13 +331,13 @@ class ProbeOffered(msgspec.Struct, frozen=True, tag=True):
     ticket: KvTransferParams
     seed: int
     spare_blocks: int
-    """The largest probe that this node would have taken now, in blocks."""
+    """Largest probe that this node would have taken, in blocks."""
     host: str
-    """Equal on all nodes of one host; empty if that is not known."""
+    """Equal on all nodes of one host; empty if unknown."""
 
 
 class ProbeFetched(msgspec.Struct, frozen=True, tag=True):
-    """An answer: all bytes of a probe have come; `read_s` of its `seconds` were reading."""
+    """An answer: the probe has come; `read_s` of its `seconds` were reading."""
 
     probe_id: str
     num_bytes: int
@@ -370,13 +346,13 @@ class ProbeFetched(msgspec.Struct, frozen=True, tag=True):
     verified: bool
     plane: str
     missed: dict[str, str]
-    """Data planes that are preferred to `plane`, and why each cannot be had for this pair."""
+    """Better data planes, and why this pair cannot use each."""
     spare_blocks: int
     host: str
 
 
 class ProbeRefused(msgspec.Struct, frozen=True, tag=True):
-    """An answer: no probe, or none that worked; why, in one sentence."""
+    """An answer: why there was no probe."""
 
     probe_id: str
     reason: str
@@ -391,14 +367,14 @@ class Profiled(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
-    """An answer: requests may name this adapter from now on."""
+    """An answer: requests may name this adapter now."""
 
     load_id: str
     adapter: AdapterFacts
 
 
 class AdapterRefused(msgspec.Struct, frozen=True, tag=True):
-    """An answer: the adapter was not loaded; why, in one sentence."""
+    """An answer: why the adapter was not loaded."""
 
     load_id: str
     reason: str

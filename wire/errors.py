@@ -75,7 +75,7 @@ _MAX_MESSAGE_CHARS = 4096
 
 
 def shortened(text: str, most: int) -> str:
-    """Leave the middle out of a longer text: it may repeat what a stranger has sent."""
+    """Leave out the middle of a long text, which may be a stranger's."""
     left_out = len(text) - most
     half = most // 2
     return text if left_out <= 0 else f"{text[:half]} ...{left_out} characters... {text[-half:]}"
@@ -114,7 +114,6 @@ class KvrelayError(Exception):
     code: str | None = None
     retry_after_s: int | None = None
     headers: Mapping[str, str] = {}
-    """More headers of its answer."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         self.message = shortened(message, _MAX_MESSAGE_CHARS)
@@ -124,19 +123,17 @@ class KvrelayError(Exception):
             self.code = code
 
     def body(self) -> ErrorBody:
-        """Return the value of the `error` key in an OpenAI-shaped answer."""
+        """Return the `error` object of the answer."""
         return ErrorBody(self.message, self.type, self.param, self.code)
 
     def json(self) -> bytes:
-        """Return the whole OpenAI-shaped answer."""
         return msgspec.json.encode({"error": self.body()})
 
 
 class ConfigError(KvrelayError):
-    """A flag, a config file or a model folder is wrong. Ends the process before it serves."""
+    """A wrong flag, config file or model folder. Ends the process before it serves."""
 
     exit_code = 2
-    """Of a command that ends by it: the same words will not work the next time either."""
 
 
 class RequestError(KvrelayError):
@@ -155,7 +152,7 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """An API key that is right, and may not do this."""
+    """An API key that may not do this."""
 
     status = 403
     type = "permission_error"
@@ -169,28 +166,26 @@ class NotFound(RequestError):
 
 
 class RequestTimeout(RequestError):
-    """A client that was too slow to send its request."""
+    """A client that sent its request too slowly."""
 
     status = 408
 
 
 class Conflict(RequestError):
-    """A request that does not go with the state: something else is under way, or no node would be
-    left.
-    """
+    """A request that the present state forbids."""
 
     status = 409
 
 
 class BodyTooLarge(RequestError):
-    """A request body that is longer than the server reads."""
+    """A request body that is too long."""
 
     status = 413
     code = "body_too_large"
 
 
 class Unavailable(KvrelayError):
-    """A passing state: the request is right; try again later."""
+    """A passing state: try again later."""
 
     status = 503
     type = "service_unavailable"
@@ -198,23 +193,23 @@ class Unavailable(KvrelayError):
 
 
 class NoNode(Unavailable):
-    """A needed role of which no node is up."""
+    """A role of which no node is up."""
 
 
 class EngineDead(Unavailable):
-    """An engine process that has ended, or is not there yet."""
+    """An engine process that has ended or not begun."""
 
     code = "engine_dead"
 
 
 class Draining(Unavailable):
-    """A node that ends what it has and takes nothing new: others go on."""
+    """A node that takes nothing new."""
 
     code = "draining"
 
 
 class Overloaded(Unavailable):
-    """A queue is full, or a node has no time for a prompt that a prefill node can compute."""
+    """A full queue, or a node without time for a prompt."""
 
     status = 429
     type = "overloaded_error"
@@ -229,9 +224,7 @@ class RateLimited(Unavailable):
 
 
 class PoisonRequest(KvrelayError):
-    """A request that nodes died with, unanswered: it goes to no other, and is refused for a
-    while.
-    """
+    """A request with which nodes died; it is refused for a while."""
 
     status = 503
     type = "service_unavailable"
@@ -239,7 +232,7 @@ class PoisonRequest(KvrelayError):
 
 
 class NodeFailed(KvrelayError):
-    """A node broke after the router had chosen it."""
+    """A node that broke after the router had chosen it."""
 
     status = 502
     type = "node_failed"
@@ -253,7 +246,7 @@ KV_CAUSES = (
     "TransferError",
     "TransferTimeout",
 )
-"""Why KV does not come, for metrics."""
+"""Names of causes, for metrics."""
 _CAUSES = {
     "Incompatible": "the two nodes may not exchange KV",
     "PeerLost": "its prefill node is gone or was restarted",
@@ -264,9 +257,7 @@ _CAUSES = {
 
 
 class RequestBroke(NodeFailed):
-    """A node failed as it read a request, which may be a defect of all nodes that this request
-    finds.
-    """
+    """A node that failed as it read the request."""
 
     status = 500
     type = "internal_error"
@@ -277,9 +268,7 @@ class RequestBroke(NodeFailed):
 
 
 class KvNotLoaded(KvrelayError):
-    """A decode node whose KV did not come, with kv_load_failure_policy fail: nobody runs the
-    request again unasked.
-    """
+    """A decode node whose KV did not come, with kv_load_failure_policy fail."""
 
     status = 502
     type = "kv_not_loaded"
@@ -287,8 +276,9 @@ class KvNotLoaded(KvrelayError):
 
     @classmethod
     def because(cls, cause: str, why: str = "") -> KvNotLoaded:
-        """`cause`: the name of a TransferError, whose own sentence may name addresses: no business
-        of a client. `why`: a clause that may be told.
+        """Return the error for a cause, the name of a TransferError.
+
+        A TransferError's own message may name addresses, so `why` replaces it for clients.
         """
         words = why or _CAUSES.get(cause, "the transfer broke")
         return cls(
@@ -306,23 +296,21 @@ class DeadlineExceeded(KvrelayError):
 
 
 class TransferError(KvrelayError):
-    """A hand-over failed. It is counted, and the decode node computes what is missing (see
-    KvNotLoaded).
-    """
+    """A failed hand-over; the decode node computes what is missing (see KvNotLoaded)."""
 
     type = "transfer_error"
 
 
 class Incompatible(TransferError):
-    """A pair of nodes that may not exchange KV; the message names the two values."""
+    """A pair of nodes that may not exchange KV."""
 
 
 class PeerLost(TransferError):
-    """A peer that is gone, or was restarted (its generation changed)."""
+    """A peer that is gone or was restarted."""
 
 
 class LeaseLost(TransferError):
-    """A lease that has ended: the blocks are no longer held for us."""
+    """A lease that has ended."""
 
 
 class TransferTimeout(TransferError):
@@ -330,15 +318,14 @@ class TransferTimeout(TransferError):
 
 
 class KvCorrupted(TransferError):
-    """A block that is not what the source has, by a checksum of `kv_checksums`."""
+    """A block that differs from its source by checksum."""
 
 
 def without_frames(why: _E) -> _E:
     """Drop the tracebacks of an error and of its causes, and return it.
 
-    An error that is kept keeps the frames it came through: a request's body, and often, through a
-    local variable, itself. Such a circle is freed when the collector comes to it, some hundred
-    requests later.
+    A kept error keeps its frames, with a request's body and often itself: a circle that waits for
+    the garbage collector.
     """
     behind: list[BaseException | None] = [why]
     while behind:

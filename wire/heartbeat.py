@@ -1,8 +1,7 @@
-"""Heartbeats: what nodes tell routers of themselves every few seconds, in a signed datagram.
+"""Heartbeats: what nodes tell routers of themselves, in a datagram signed with HMAC-SHA256.
 
-The signature is HMAC-SHA256 over the whole message, so a stranger can add no node. An old message
-cannot be played again: each is newer than the last one of its node, and none is taken whose time is
-further than MAX_SKEW_S from now.
+An old message cannot be played again: each is newer than its node's last one, and within MAX_SKEW_S
+of now.
 """
 
 from __future__ import annotations
@@ -47,15 +46,10 @@ class NodeState(enum.StrEnum):
     OK = "ok"
     DRAINING = "draining"
     LEAVING = "leaving"
-    """Its last word: the process ends."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """An announcement. `url` is where the node is asked; `sent_at` the Unix second by the node's
-    clock.
-
-    `costs` and `max_gap_ms` are those of EngineReady.
-    """
+    """An announcement, with the Unix second by the node's clock."""
 
     url: str
     role: Role
@@ -69,13 +63,13 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 
 def sealed(beat: Heartbeat, key: str) -> bytes:
-    """Return the message, signed; without a key it proves nothing."""
+    """Return the signed message."""
     told = msgspec.msgpack.encode(beat)
     return _mac(told, key) + told
 
 
 def opened(message: bytes, key: str, unix_now: float) -> Heartbeat:
-    """Return what `sealed` was given. Raises Unauthorized, RequestError."""
+    """Return what was sealed. Raises Unauthorized, RequestError."""
     if not _MAC_BYTES < len(message) <= MAX_BYTES:
         raise RequestError(f"a heartbeat has up to {MAX_BYTES} bytes, got {len(message)}")
     told = message[_MAC_BYTES:]

@@ -1,7 +1,6 @@
-"""Log lines, as text or as a JSON object: the same in all processes. Pure.
+"""Log lines as text or JSON objects. Pure.
 
-A value that stands in a template as `name=%s` is a member of the object by that name, with its own
-type. Values of any names at once are one `%s`: Fields.
+`name=%s` in a template is a member of the object. Values of any names are one `%s`: Fields.
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ _CONVERSION = re.compile(r"(?:\b(\w+)=)?%(?:%|[-#0 +]*\d*(?:\.\d+)?([sdrfgiexX])
 _TEXT = "%(asctime)s %(levelname)s %(name)s{} %(message)s"
 _LONGER = {"id": "request_id", "trace": "trace_id"}  # as log stores know them
 _MAX_CHARS = 16 << 10
-"""Of a line's message, and of each of its values: a path or a wrong frame may be as long as a
-stranger likes.
-"""
+"""Limit of a message and of each value, which may be a stranger's."""
 _OWN = ("time", "level", "logger", "process", "worker", "message", "exception")
 
 
 class Fields(dict[str, object]):
-    """A set of named values of a log line, in the place of one `%s`: `a=1 b=2.00` as text."""
+    """A set of named values in the place of one `%s`: `a=1 b=2.00`."""
 
     def __str__(self) -> str:
         return " ".join(
@@ -39,14 +36,11 @@ class Fields(dict[str, object]):
         )
 
     def named(self) -> Mapping[str, object]:
-        """Return the values by their JSON names."""
         return self
 
 
 class Seldom:
-    """A warning that strangers can cause any number of times, and that is logged once a minute at
-    most.
-    """
+    """A counter of what strangers can cause, to be logged once a minute."""
 
     def __init__(self, period_s: float = 60.0) -> None:
         self._period_s = period_s
@@ -54,9 +48,7 @@ class Seldom:
         self._times = 0
 
     def times(self, now: float) -> int:
-        """Count one; how many there were since it was logged last if it is to be logged now, else
-        0.
-        """
+        """Count one; return the number since the last log line, 0 if it is too early."""
         self._times += 1
         if now < self._next:
             return 0
@@ -65,9 +57,7 @@ class Seldom:
 
 
 def formatter(log_format: str, process: str, worker: int | None = None) -> logging.Formatter:
-    """For the lines of a process; `process` says which, for example router or prefill, `worker`
-    which of several.
-    """
+    """Return the format of a process's lines."""
     if log_format == "json":
         return JsonLines(process, worker)
     return _TextLines(_TEXT.format("" if worker is None else f"[{worker}]"))
@@ -79,9 +69,7 @@ class _TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """A line is one JSON object: time (UTC), level, logger, process, message, and what its template
-    names.
-    """
+    """A line as one JSON object."""
 
     def __init__(self, process: str, worker: int | None = None) -> None:
         super().__init__()
@@ -90,7 +78,6 @@ class JsonLines(logging.Formatter):
         )
 
     def format(self, record: logging.LogRecord) -> str:
-        """Never raises because of a value: what is no JSON is told as its text."""
         told: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,

@@ -1,9 +1,8 @@
 """The hand-over contract: what a prefill node gives away and what a decode node must know.
 
 A router and its nodes speak of a `HandoverRequest`, a `Ticket` and an `AnswerState`. On the wire
-they are one flat JSON object, `KvTransferParams`, under the names that vLLM uses, so that a
-third-party proxy can drive our nodes. A lease keeps a ticket's blocks alive on the prefill node; a
-generation is a fresh id made at every process start.
+they are one flat JSON object, `KvTransferParams`, under vLLM's names, for third-party proxies. A
+lease keeps a ticket's blocks alive on the prefill node; a generation is a fresh id of each process.
 """
 
 from __future__ import annotations
@@ -33,15 +32,13 @@ __all__ = [
 ]
 
 SPILL_REFUSED = "spill_refused"
-"""The code of a 429 to a leg with `spill`: its prompt would delay others too much, and is to go the
-other way.
-"""
+"""Code of a 429 to a leg with `spill` whose prompt would delay others."""
 
 _ID_BYTES = 4
 
 
 def packed(token_ids: Iterable[int]) -> bytes:
-    """Return token ids as `packed_prompt` has them: 32 bits each, little-endian."""
+    """Return token ids as 32 bits each, little-endian."""
     ids = array("i", token_ids)
     if sys.byteorder == "big":
         ids.byteswap()
@@ -49,12 +46,11 @@ def packed(token_ids: Iterable[int]) -> bytes:
 
 
 class ChoiceSoFar(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A choice of an answer that another node goes on with.
+    """A choice that another node continues.
 
-    `generated` are its output tokens so far, with `logprobs` if the client asks for any.
-    `sent_text` are the characters of their text that the client already has (None: nobody has sent
-    the first token, the decode node emits it), and `finish` why the choice has ended, if the client
-    knows.
+    `generated` are its output tokens, with `logprobs` if the client asks. `sent_text` counts the
+    characters that the client has; with None the decode node emits the first token. `finish` is why
+    the choice has ended.
     """
 
     generated: list[int] = []
@@ -64,34 +60,31 @@ class ChoiceSoFar(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class HandoverRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A router's wishes for one of the two requests that make a hand-over.
+    """A router's wishes for one of the two requests of a hand-over.
 
-    The role is always one of the two booleans, never guessed from `max_tokens == 1`.
+    One of the two booleans is the role.
     """
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
     client_max_tokens: int = 0
-    """To a prefill node: the client's own limit, in case token 1 ends the answer. 0: unknown."""
+    """To a prefill node: the client's limit. 0: unknown."""
     pipelined: bool = False
     """To a prefill node: send a TICKET frame before the prompt is computed."""
     tpot_ms: float = 0.0
-    """To a decode node: the time per token that the client wants. 0: unknown."""
+    """To a decode node: the client's time per token. 0: unknown."""
     expected_output: int = 0
-    """To a decode node: tokens that the answer is likely to have. 0: unknown."""
+    """To a decode node: likely tokens of the answer. 0: unknown."""
     spill: bool = False
-    """To a decode node: a prefill node could compute the prompt, so this one may refuse."""
+    """To a decode node: a prefill node could compute the prompt."""
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """A claim on finished KV: the process and the lease that hold it, and its blocks.
-
-    `kvrelay.kv_transfer.tickets` signs it.
-    """
+    """A claim on KV of another process: its lease and blocks, signed by kv_transfer/tickets.py."""
 
     remote_engine_id: str = ""
     remote_block_ids: list[list[int]] = []
-    """A list per KV group, and there is one group."""
+    """A list for the one KV group."""
     remote_request_id: str = ""
     remote_host: str = ""
     remote_port: int = 0
@@ -100,9 +93,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     lease_epoch: int = 0
     num_tokens: int = 0
     growing: bool = False
-    """The prompt is still being computed; the source tells which blocks can be read."""
+    """The prompt is still being computed."""
     expires_at: int | None = None
-    """Unix second; None without a cluster secret, as `signature` (hexadecimal) is."""
+    """Unix second; None without a cluster secret, as `signature` is."""
     signature: str | None = None
     adapter: str = ""
     """LoRA adapter that made the KV; empty for the model alone."""
@@ -110,28 +103,26 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerState(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer so far: all that the next node would otherwise compute again."""
+    """An answer so far: what the next node would otherwise compute again."""
 
     created: int | None = None
-    """Unix second, made once by the router, so that all chunks of a stream agree."""
+    """Unix second, equal in all chunks."""
     part: bool = False
-    """One prompt of several: usage and [DONE] of a stream are left to whoever joins the parts."""
+    """One prompt of several, whose ends are joined elsewhere."""
     first_index: int = 0
-    """Index of the first choice in the client's answer."""
     seed: int | None = None
     prompt_token_ids: list[int] | None = None
     packed_prompt: bytes | None = None
-    """The same, 4 bytes each, as tickets have it: routers pass them on and read none."""
+    """The same, 4 bytes each: routers do not read them."""
     choices: list[ChoiceSoFar] = []
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """For the prompt's tokens from the second one on, if the client asks for any."""
+    """From the second token on, if the client asks."""
     sampling_defaults: SamplingDefaults | None = None
-    """Defaults by which the first token was drawn, so that the others are drawn by the same."""
+    """Defaults by which the first token was drawn."""
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Number of prompt tokens, if the prompt is known."""
         if self.packed_prompt is not None:
             return len(self.packed_prompt) // _ID_BYTES
         return None if self.prompt_token_ids is None else len(self.prompt_token_ids)
@@ -152,17 +143,13 @@ class AnswerState(msgspec.Struct, frozen=True, kw_only=True):
         return ids.tolist()
 
     def so_far(self, choices: int) -> list[ChoiceSoFar]:
-        """Return the first `choices` choices; those that have not begun are empty."""
+        """Return the first `choices` choices, empty if they have not begun."""
         known = self.choices[:choices]
         return known + [ChoiceSoFar() for _ in range(choices - len(known))]
 
 
 class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A request, a ticket and an answer's state, flat: the JSON object `kv_transfer_params`.
-
-    The fields are explained at the three values; the first of `AnswerState.choices` has four of its
-    own. A third-party proxy copies all of them.
-    """
+    """A request, a ticket and an answer's state as one JSON object."""
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
@@ -207,7 +194,6 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def of(
         cls, request: HandoverRequest, answer: AnswerState, ticket: Ticket | None = None
     ) -> KvTransferParams:
-        """Return the flat form of these values."""
         values = msgspec.structs.asdict(request) | msgspec.structs.asdict(answer)
         if ticket is not None:
             values |= msgspec.structs.asdict(ticket)
@@ -222,11 +208,10 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         )
 
     def request(self) -> HandoverRequest:
-        """Return what the router wants of this leg."""
         return HandoverRequest(**self._given(HandoverRequest))
 
     def ticket(self) -> Ticket | None:
-        """Return the claim on KV elsewhere, or None without one."""
+        """Return the claim on KV elsewhere, if there is one."""
         if self.remote_request_id is None and self.remote_engine_id is None:
             return None
         return Ticket(**self._given(Ticket))
@@ -250,10 +235,10 @@ _MAY_DIFFER = ("tp_size", "protocol", "protocol_newest")
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """A description of a node's KV, compared at the handshake: refuse, never corrupt.
+    """A description of a node's KV, compared at the handshake.
 
-    `tp_size` may differ, because `kv_heads` are those of all ranks and a rank reads the heads that
-    it holds; so may the versions of the protocol, as long as one is common.
+    `tp_size` may differ, because `kv_heads` are those of all ranks; so may versions with a common
+    one.
     """
 
     protocol: int
@@ -269,19 +254,16 @@ class Fingerprint(msgspec.Struct, frozen=True):
     window: int
     tp_size: int
     rope: str = ""
-    """What of the rotary frequencies depends on a node's own limit: keys turned by others would be
-    nonsense.
-    """
+    """Rotary frequencies that depend on a node's own limit."""
     protocol_newest: int = 0
     """The newest version that is spoken; 0 says nothing: then it is `protocol`."""
 
     @property
     def protocols(self) -> Versions:
-        """Return all versions of the protocol that are spoken."""
         return Versions(self.protocol, max(self.protocol, self.protocol_newest))
 
     def difference(self, other: Fingerprint) -> str | None:
-        """Return one clause that names the first field that differs, and both values; else None."""
+        """Return a clause with the first field that differs and both values."""
         if self.protocols.common(other.protocols) is None:
             return f"protocol is {self.protocols} here and {other.protocols} there"
         for name in self.__struct_fields__:
@@ -292,16 +274,16 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 class KvFacts(msgspec.Struct, frozen=True, cache_hash=True):
-    """A node's facts about its KV, in its health report: a router pairs nodes by them."""
+    """A node's facts about its KV, by which a router pairs nodes."""
 
     fingerprint: Fingerprint
     planes: tuple[str, ...] = ()
-    """Data planes that it has open, the best first."""
+    """Open data planes, the best first."""
     host: str = ""
-    """Equal on all nodes of one host; empty if that is not known."""
+    """Equal on all nodes of one host; empty if unknown."""
     address: str = ""
-    """Where peers dial its control channel."""
+    """Address of its control channel."""
     lease_s: float = 0.0
-    """KV that nobody renews is held for so long."""
+    """Unrenewed KV is held so long."""
     computes_prompts: bool = True
-    """Whether it may compute a prompt itself when the KV does not come (kv_load_failure_policy)."""
+    """It computes a prompt whose KV does not come."""

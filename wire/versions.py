@@ -1,15 +1,11 @@
-"""Which versions of our own wires this code speaks, and what two processes of different releases
-speak with each other.
+"""Versions of our wires, for processes of different releases.
 
-A release speaks a range: its own version and the one before, so that a cluster is upgraded node by
-node, in any order. Each side says its range, both compute the highest version that is in both, and
-nobody sends what that one does not have. Without a common version two processes are no pair, and
-say so with both ranges.
+A release speaks its own version and the one before, so that a cluster is upgraded node by node.
+Both sides compute the highest common version; without one they are no pair.
 
-What needs no new version: a field more, at the end of an array and with a default that means what
-was before. Readers skip fields that they do not know, in maps and behind the end of arrays. What
-needs one: a new kind of message or frame, a new word where a few are expected (a finish reason, a
-role), another meaning of a field, anything else in what a ticket's signature covers.
+A field more, at the end and with a default that means what was before, needs no new version:
+readers skip unknown fields. A new kind of message or frame, a new word where few are expected,
+another meaning of a field or of a ticket's signature needs one.
 """
 
 from __future__ import annotations
@@ -19,19 +15,17 @@ import msgspec
 __all__ = ["HANDOVER", "LEGS", "RELEASE", "Versions"]
 
 RELEASE = "0.1.0"
-"""Of kvrelay, as pyproject.toml has it. Processes that are one engine or one router must have the
-same.
-"""
+"""kvrelay's, as in pyproject.toml; processes of one engine or router have the same."""
 
 
 class Versions(msgspec.Struct, frozen=True, array_like=True):
-    """A range of versions, from the oldest to the newest."""
+    """A range of versions."""
 
     oldest: int
     newest: int
 
     def common(self, other: Versions) -> int | None:
-        """Return the highest version in both; None if there is none."""
+        """Return the highest common version, if there is one."""
         highest = min(self.newest, other.newest)
         return highest if highest >= max(self.oldest, other.oldest) else None
 
@@ -43,9 +37,7 @@ class Versions(msgspec.Struct, frozen=True, array_like=True):
 
 
 HANDOVER = Versions(1, 1)
-"""Node and node: tickets, the control channel, what data planes say to each other
-(wire/transfer.py, kv_transfer).
-"""
+"""Node and node: tickets, control channel, data planes."""
 
 LEGS = Versions(2, 2)
 """Router and node: request streams, their frames, and the bodies of requests (wire/frames.py). A
