@@ -1,4 +1,4 @@
-"""Request bodies as checked requests, and checked requests as sampling parameters. Pure and light."""
+"""Request bodies as checked requests, and these as sampling parameters. Pure and light."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 def body_request_id(body: bytes) -> str | None:
-    """Return the `request_id` of a body, None also for one that cannot be read."""
+    """Return the `request_id` of a body, None for an unreadable one."""
     try:
         return _named_decoder.decode(body).request_id
     except MALFORMED:
@@ -61,12 +61,12 @@ def body_request_id(body: bytes) -> str | None:
 
 
 def is_valid_id(value: str) -> bool:
-    """Return whether a client's id may be the request's own, in logs and on nodes."""
+    """Return whether a client's id may name the request in logs and on nodes."""
     return _ID.fullmatch(value) is not None and _ADDRESS not in value
 
 
 def decode_chat(body: bytes) -> ChatRequest:
-    """Return the chat request in `body`, checked. Raises RequestError."""
+    """Return a checked chat request. Raises RequestError."""
     request = _decode(body, _chat_decoder)
     for i, message in enumerate(request.messages):
         for j, call in enumerate(message.tool_calls or ()):
@@ -91,7 +91,7 @@ def decode_chat(body: bytes) -> ChatRequest:
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
-    """Return the completion request in `body`, checked. Raises RequestError."""
+    """Return a checked completion request. Raises RequestError."""
     request = _decode(body, _completion_decoder)
     _check_best_of(request)
     for prompt in prompts_of(request):
@@ -113,7 +113,7 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
 
 
 def check_choices(prompts: int, choices: int) -> None:
-    """Raise RequestError if a request asks for too many choices, over all of its prompts."""
+    """Raise RequestError for too many choices over all prompts."""
     if prompts * choices > MAX_CHOICES:
         raise RequestError(
             f"{prompts} prompts with {choices} choices each are {prompts * choices} choices, and "
@@ -123,13 +123,13 @@ def check_choices(prompts: int, choices: int) -> None:
 
 
 def choice_count(request: ChatRequest | CompletionRequest) -> int:
-    """Return how many choices are generated for each prompt; `n` of them are returned."""
+    """Return how many choices are generated per prompt; `n` of them are returned."""
     best_of = request.best_of if isinstance(request, CompletionRequest) else None
     return max(request.n or 1, best_of or 1)
 
 
 def requested_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
-    """Return how many of the most likely tokens the client wants beside each token."""
+    """Return how many likeliest tokens the client wants beside each token."""
     if isinstance(request, CompletionRequest):
         return request.logprobs
     return (request.top_logprobs or 0) if request.logprobs else None
@@ -145,7 +145,7 @@ def echoes_logprobs(request: ChatRequest | CompletionRequest) -> bool:
 
 
 def prompt_only(request: ChatRequest | CompletionRequest) -> bool:
-    """Return whether the answer is the prompt and no token more."""
+    """Return whether the answer is the prompt alone."""
     return (
         isinstance(request, CompletionRequest)
         and bool(request.echo)
@@ -156,7 +156,7 @@ def prompt_only(request: ChatRequest | CompletionRequest) -> bool:
 def truncated_length(
     request: ChatRequest | CompletionRequest, prompt_tokens: int, max_model_len: int
 ) -> int:
-    """Return how many tokens at the end of the prompt are kept. Raises RequestError."""
+    """Return how many of the prompt's last tokens are kept. Raises RequestError."""
     kept = request.truncate_prompt_tokens
     if kept is None:
         return prompt_tokens
@@ -186,9 +186,9 @@ def token_limit(
     max_model_len: int,
     defaults: SamplingDefaults = PLAIN_SAMPLING,
 ) -> int:
-    """Return how many tokens the answer may have. Raises RequestError if the context is too small.
+    """Return the answer's token limit. Raises RequestError if the context is too small.
 
-    On a prefill node the client's own limit is in the hand-over, because `max_tokens` is 1 there.
+    On a prefill node the client's own limit is in the hand-over, as `max_tokens` is 1 there.
     """
     prompt_field = "messages" if isinstance(request, ChatRequest) else "prompt"
     if prompt_tokens < 1:
@@ -234,8 +234,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the request's sampling, checked. Raises RequestError.
 
-    `default_seed` is used if the client gave none, `defaults` are the model's, `bad_words` are
-    token ids. On a prefill node max_tokens is 1.
+    `default_seed` is for requests without one, `defaults` are the model's. On a prefill node
+    max_tokens is 1.
     """
     limit = token_limit(request, prompt_tokens, max_model_len, defaults)
     min_tokens = request.min_tokens or 0

@@ -1,7 +1,6 @@
 """Tool calls in generated text, read as it comes: JSON objects, tags and Python. Pure.
 
-Of JSON only brackets, strings and the members of a call are looked at; whatever else is wrong in
-its arguments is passed on. Line breaks in strings pass, because models write them there.
+Of JSON only brackets, strings and a call's members are looked at; clients find other faults.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _MEMBER = {
     )
     for opener in "{,"
 }
-"""The beginning of a member up to its value, and all that can become one."""
+"""A member up to its value, and what can become one."""
 _END = re.compile(r"\s*}")
 _SCALAR = re.compile(rf'{_STRING}"|[\w.+-]+(?=[\s,}}])', re.DOTALL)
 _SCALAR_SO_FAR = re.compile(rf"{_STRING}\\?|[\w.+-]+", re.DOTALL)
@@ -49,7 +48,7 @@ _UNREADABLE = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 
 
 class CallArguments(abc.ABC):
-    """A reader of a call's arguments, whatever their syntax; they become JSON."""
+    """A reader of a call's arguments in any syntax, as JSON."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -58,14 +57,14 @@ class CallArguments(abc.ABC):
         self._pieces: list[str] = []
 
     def drain(self) -> str:
-        """Return the arguments that have come since the last time, as JSON."""
+        """Return the arguments since the last time."""
         text = "".join(self._pieces)
         self._pieces.clear()
         return text
 
     @abc.abstractmethod
     def feed(self, text: str) -> int:
-        """Return the index after the last consumed character; the rest is fed again, with more."""
+        """Return the index after the consumed text; the rest is fed again, with more."""
 
 
 class _BracketReader(CallArguments):
@@ -73,7 +72,6 @@ class _BracketReader(CallArguments):
     opening: ClassVar[str] = "{["
     closing: ClassVar[str] = "}]"
     plain: ClassVar[re.Pattern[str]] = re.compile(r"[\s:,.+\-0-9Eaeflnrstu]*+")
-    """What may stand outside of strings and brackets."""
 
     def __init__(self, name: str = "") -> None:
         super().__init__(name)
@@ -82,7 +80,6 @@ class _BracketReader(CallArguments):
         self._escaped = False
 
     def _to_end(self, text: str, begin: int) -> int:
-        """Read from an opening bracket, or from where the last call ended, to the closing one."""
         i = begin
         while i < len(text):
             if self._escaped:
@@ -115,7 +112,7 @@ class _BracketReader(CallArguments):
 
 
 class ArgumentsReader(_BracketReader):
-    """A reader of a JSON object, the arguments of a call whose name is known."""
+    """A reader of a JSON object, the arguments of a named call."""
 
     def feed(self, text: str) -> int:
         i = 0 if self.begun else len(text) - len(text.lstrip())
@@ -131,10 +128,7 @@ class ArgumentsReader(_BracketReader):
 
 
 class CallReader(_BracketReader):
-    """A reader of an object with a name and arguments (or parameters), in any order.
-
-    Without arguments it is a call only if `may_lack_arguments`.
-    """
+    """A reader of an object with name and arguments (or parameters) in any order."""
 
     def __init__(self, may_lack_arguments: bool) -> None:
         super().__init__()
@@ -207,20 +201,20 @@ class CallReader(_BracketReader):
 
 @dataclass(frozen=True, slots=True)
 class CallTags:
-    """A model's syntax of arguments: tags around keys and values, and a tag at the end."""
+    """A syntax of arguments: tags around keys and values, and a last tag."""
 
     key: tuple[str, str]
     value: tuple[str, str]
-    """The first may be empty: then the value follows the key's second tag."""
+    """With an empty first tag the value follows the key's second one."""
     end: str
     padding: str = ""
     """Text around a value."""
 
 
 class TaggedReader(CallArguments):
-    """A reader of arguments in tags. Texts are passed on as they come, other values when complete.
+    """A reader of arguments in tags. Texts are passed on as they come, others when complete.
 
-    `properties` is a JSON schema's: it says which arguments are texts.
+    `properties` of a JSON schema tell which are texts.
     """
 
     def __init__(self, name: str, tags: CallTags, properties: Mapping[str, Any]) -> None:
@@ -304,7 +298,7 @@ class TaggedReader(CallArguments):
 
 
 class PythonReader(_BracketReader):
-    """A reader of a call as Python writes one, `name(key=value, ...)`, as a whole."""
+    """A reader of a whole Python call, `name(key=value, ...)`."""
 
     quotes = "\"'"
     opening = "([{"

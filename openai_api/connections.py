@@ -1,9 +1,8 @@
 """HTTP connections of the router and of nodes, with limits on number, size and time.
 
-uvicorn's protocol over httptools reads HTTP, and httptools refuses what two servers could read
-differently. Added here: the check of Host, limits on a head's size and time, on silent connections,
-on open files and on peers that do not read, and the end of a request whose client is gone while
-another request waits on the same connection.
+Adds to uvicorn's httptools protocol: the check of Host, limits on heads, silent connections, open
+files and peers that do not read, and the end of a request whose client is gone while another waits
+on the same connection.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from kvrelay.wire.log_lines import Seldom
 __all__ = ["HEAD_DEADLINE_S", "HttpConnection", "connection_class"]
 
 HEAD_DEADLINE_S = 20.0
-"""From the start of a connection, or of a further request on it, until its headers are complete."""
+"""From a connection's start or a further request until its headers are complete."""
 # A body that still comes after the answer is read for so long, or the answer would be lost.
 _LINGER_S = 5.0
 _FLUSH_S = 30.0
@@ -152,13 +151,13 @@ class HttpConnection(HttpToolsProtocol):
             self.flush_in_time()
 
     def flush_in_time(self) -> None:
-        """Abort the connection if the peer does not read; a closed transport waits without limit."""
+        """Abort the connection if the peer does not read."""
         self.flush_at_leisure()
         self._unread = self._not_taken()
         self._flushing = self.loop.call_later(_FLUSH_S, self._look_at_flush)
 
     def flush_at_leisure(self) -> None:
-        """Let the peer read as slowly as it wants."""
+        """Let the peer read slowly."""
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
@@ -296,7 +295,7 @@ def connection_class(
     head_deadline_s: float = HEAD_DEADLINE_S,
     of: type[HttpConnection] = HttpConnection,
 ) -> type[HttpToolsProtocol]:
-    """Return the class of connections with these limits, for uvicorn's Config as `http`."""
+    """Return a class with these limits, for uvicorn's Config as `http`."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     limits = {
         "max_connections": at_most,

@@ -1,7 +1,6 @@
-"""Middleware before the routes and keys of a server: a proxy's path prefix, and CORS.
+"""A proxy's path prefix, and CORS, before a server's routes.
 
-Starlette's middleware is called instead of wrapped around the server, because the router writes
-answers past ASGI.
+Starlette's CORS middleware is called, not wrapped around, as the router writes answers past ASGI.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["CORS_HEADERS", "Front", "front_of"]
 
 CORS_HEADERS = "kvrelay.cors"
-"""Key of a request's scope: headers for an answer that is written past `send`."""
+"""Scope key of the headers for an answer past `send`."""
 
 
 def front_of(config: RouterConfig | NodeConfig) -> Front | None:
-    """Return the configured front, None if there is none."""
     return Front(config) if config.root_path or config.allowed_origins else None
 
 
@@ -41,10 +39,7 @@ class Front:
             )
 
     async def enter(self, scope: Scope, receive: Receive, send: Send) -> Send | None:
-        """Strip the proxy's prefix from the path and return how to answer.
-
-        None if the request was a preflight, which is answered.
-        """
+        """Strip the prefix and return how to answer; None after a preflight."""
         if scope["type"] != "http":
             return send
         path = scope["path"]

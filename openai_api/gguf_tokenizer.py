@@ -1,8 +1,7 @@
-"""A tokenizer from the metadata of a GGUF file, equal to the one that the file was made from.
+"""A tokenizer from a GGUF file's metadata, equal to its source's.
 
-GGUF names the pre-tokenizer (`tokenizer.ggml.pre`) instead of spelling it out, so the known ones
-are here. transformers' own GGUF conversion ignores that name: for SmolLM2 it does not split digits,
-and so gives other token ids than the model was trained with.
+GGUF only names the pre-tokenizer (`tokenizer.ggml.pre`). transformers' conversion ignores that
+name: for SmolLM2 it does not split digits, and gives other ids than the model was trained with.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _SPLIT = (
 
 
 def read_gguf_metadata(path: Path) -> dict[str, Any]:
-    """Return all keys and values of a GGUF file. Raises ConfigError."""
+    """Return the metadata of a GGUF file. Raises ConfigError."""
     try:
         with (
             path.open("rb") as file,
@@ -43,7 +42,7 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
 
 
 def gguf_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a GGUF file. Raises ConfigError if it has none of a known kind."""
+    """Return the tokenizer of a GGUF file. Raises ConfigError for an unknown kind."""
     metadata = read_gguf_metadata(path)
     ggml = {name.removeprefix(_KEYS): value for name, value in metadata.items()}
     tokens: list[str] = ggml.get("tokens") or []

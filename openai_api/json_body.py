@@ -1,4 +1,4 @@
-"""JSON bodies: limits on their size, errors that name a field, and long ones off the event loop."""
+"""JSON bodies: limits, errors that name a field, and long ones off the event loop."""
 
 from __future__ import annotations
 
@@ -41,16 +41,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_DEPTH = 128
-"""Levels of objects and lists in a body."""
 MAX_CONTAINERS = 1 << 16
-"""Objects and lists in a body: four times the messages of a chat. A million take seconds to read.
-"""
+"""Objects and lists in a body; a million take seconds to read."""
 MAX_STRINGS = 1 << 18
-"""Keys and texts in a body."""
 MAX_VALUES = 1 << 20
-"""Values in a body: token ids of the longest contexts, up to 36 bytes of memory each."""
+"""Values in a body, up to 36 bytes of memory each."""
 _HANDED_OVER, _HANDED_OVER_TIMES = "kv_transfer_params", 16
-"""The field in which nodes hand over, and how many times the limits it may hold."""
+"""The field of a hand-over may hold 16 times the limits."""
 _CODE = "invalid_json"
 # A string without escaped quotes; one that does not end is one, too.
 _STRINGS = re.compile(rb'"[^"]*+"?')
@@ -62,10 +59,9 @@ _raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def check_node_body(body: bytes, limit: int) -> None:
-    """Raise RequestError if a body on its way to a node is too long, too deep or holds too much.
+    """Raise RequestError if a body for a node is too long, deep or large; `limit` is in bytes.
 
-    `limit` is in bytes. What a node has handed over counts apart: it may have log-probabilities of
-    each token of the prompt.
+    A hand-over counts apart: it may have log-probabilities of each prompt token.
     """
     if len(body) <= limit:
         with suppress(RequestError):
@@ -83,9 +79,9 @@ def check_node_body(body: bytes, limit: int) -> None:
 
 
 def check_shape(body: bytes, times: int = 1) -> None:
-    """Raise RequestError if JSON nests too deep or holds more than `times` the limits in number.
+    """Raise RequestError if JSON nests too deep or exceeds `times` the limits in number.
 
-    Malformed JSON passes: its decoder says so.
+    Malformed JSON passes.
     """
     # Nearly all bodies pass here, after four scans at memory speed.
     opened, quotes, commas = body.count(b"{") + body.count(b"["), body.count(b'"'), body.count(b",")
@@ -106,7 +102,7 @@ def check_shape(body: bytes, times: int = 1) -> None:
 
 
 def read_json(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Return the value of a body. Raises RequestError that names the field, value and limit."""
+    """Decode a body. Raises RequestError with the field, value and limit."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as why:
@@ -123,9 +119,9 @@ Harmless = tuple[Any, ...]
 
 
 def refuser(refused: Mapping[str, tuple[Harmless, str]]) -> Callable[[bytes], None]:
-    """Return a check that raises RequestError for JSON that asks for one of these fields.
+    """Return a check that raises RequestError for JSON that asks for a refused field.
 
-    A field's row has the values that ask for nothing, and what to do instead.
+    A row has the values that ask for nothing, and the remedy.
     """
     decoder = msgspec.json.Decoder(
         msgspec.defstruct("_Asked", [(name, Any, None) for name in refused])
@@ -145,14 +141,13 @@ def refuser(refused: Mapping[str, tuple[Harmless, str]]) -> Callable[[bytes], No
 
 
 def one_of(*choices: str) -> msgspec.Meta:
-    """Return the limit of a text that must be one of these: unlike Literal's, its error names them."""
+    """Return the limit of a text to these choices, which errors name."""
     return msgspec.Meta(
         pattern=f"^({'|'.join(choices)})$(?!\\n)", extra_json_schema={"enum": list(choices)}
     )
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """Return any value as a JSON answer."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
@@ -192,10 +187,10 @@ _alone = ThreadPoolExecutor(1, "long-bodies")
 
 
 def return_large_blocks() -> None:
-    """Have this process return the memory of long bodies to the system once it is freed.
+    """Return the memory of freed long bodies to the system.
 
-    glibc raises its limit for that, 128 KiB, to the size of each freed block, up to 32 MiB
-    (mallopt(3)): four bodies of 16 MiB at once left 300 MiB behind in a process of 80.
+    glibc raises its limit for that, 128 KiB, to the size of freed blocks, up to 32 MiB
+    (mallopt(3)): four bodies of 16 MiB left 300 MiB behind.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -203,7 +198,7 @@ def return_large_blocks() -> None:
 
 
 async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do work on a body of `size` bytes: at once, on a thread, or on the one of very long bodies."""
+    """Work on a body of `size` bytes: at once, on a thread, or on the one of very long bodies."""
     if size <= _INLINE_BYTES:
         return work(*args, **kwargs)
     thread = _alone if size > LONG_BYTES else None
@@ -211,7 +206,7 @@ async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.k
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
-    """Return the result of `work`, or None if the client left first, which cancels it."""
+    """Return the result of `work`, or None if the client left first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))
     try:

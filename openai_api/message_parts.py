@@ -1,4 +1,4 @@
-"""Parts of a chat message, ids of tool calls, and markers in text that comes in pieces. Pure."""
+"""Parts of a chat message, ids of tool calls, and markers in text. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A tool call that begins; `index` counts the calls of a choice from 0."""
+    """A tool call that begins; `index` counts a choice's calls."""
 
     index: int
     id: str
@@ -51,7 +51,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A piece of the JSON of a call's arguments, as the model wrote it."""
+    """A piece of a call's JSON."""
 
     index: int
     text: str
@@ -61,7 +61,7 @@ Part = Content | Reasoning | CallBegun | Arguments
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
-    """Return the parts with neighbours of one kind merged."""
+    """Return the parts with equal neighbours merged."""
     out = list(parts)
     if len(out) < 2:  # nearly always, and for every token
         return out
@@ -84,19 +84,16 @@ def _kind(part: Part) -> tuple[type[Part], int]:
 
 @dataclass(frozen=True, slots=True)
 class CallIds:
-    """A source of call ids. They depend on these values only, so every node makes the same ones."""
+    """A source of call ids, equal on every node."""
 
     response_id: str
     choice: int
     form: str = "call_{hex}"
-    """How the model writes an id, with `{hex}`, `{short}` (nine letters and digits), `{name}`,
-    `{index}`.
-    """
+    """Format with `{hex}`, `{short}` (nine characters), `{name}`, `{index}`."""
     first: int = 0
-    """Index of the first call in the whole chat."""
+    """Index of the first call in the chat."""
 
     def id_of(self, index: int, name: str) -> str:
-        """Return the id of the call with this index, to the tool of this name."""
         digest = hashlib.blake2b(
             f"{self.response_id}/{self.choice}/{index}".encode(), digest_size=12
         )
@@ -110,7 +107,7 @@ class CallIds:
 
 
 def beginning_at_end(text: str, markers: tuple[str, ...]) -> int:
-    """Return the length of the longest end of `text` that is the beginning of a marker."""
+    """Return the length of the longest end of `text` that begins a marker."""
     beginnings, longest = _beginnings(markers)
     for length in range(min(longest, len(text)), 0, -1):
         if text[-length:] in beginnings:
@@ -119,10 +116,9 @@ def beginning_at_end(text: str, markers: tuple[str, ...]) -> int:
 
 
 class StateParser:
-    """A parser of text that comes in pieces, cut anywhere.
+    """A parser of text in pieces.
 
-    A state is a method: it consumes what it can of `_buffer`, and returns whether the next state
-    may run.
+    A state is a method that consumes `_buffer` and returns whether the next state may run.
     """
 
     def __init__(self, state: Callable[[], bool]) -> None:
@@ -131,7 +127,7 @@ class StateParser:
         self._parts: list[Part] = []
 
     def push(self, text: str) -> list[Part]:
-        """Return what has become certain with this text."""
+        """Return what has become certain."""
         self._buffer += text
         while self._buffer and self._state():
             pass
@@ -144,7 +140,6 @@ class StateParser:
 
 @lru_cache(maxsize=64)
 def any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return the pattern that matches any of the markers."""
     return re.compile("|".join(map(re.escape, markers)))
 
 

@@ -1,7 +1,7 @@
-"""The text of a chat's choice as its message: reasoning, content and tool calls. Pure.
+"""A choice's text as its message: reasoning, content and tool calls. Pure.
 
-The state of a parser depends on the text only, however it is cut: a node that continues an answer
-pushes what the client has, and drops the deltas.
+State depends on the text only: a node that continues an answer pushes the client's text and drops
+the deltas.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PROMPT_END_TOKENS = 16  # hold the markers of reasoning however they are cut
 
 
 class PlainMessage:
-    """A parser for which all text is content, and the interface of all parsers."""
+    """A parser for which all text is content, and the base of others."""
 
     def __init__(self) -> None:
         self.rendered: frozenset[int] = frozenset()
@@ -55,44 +55,44 @@ class PlainMessage:
         self._text: list[str] = []
 
     def push(self, text: str) -> list[Delta]:
-        """Return what more text, which is never empty, adds to the message."""
+        """Return what more text adds."""
         self._text.append(text)
         return [Delta(content=text)]
 
     def finish(self) -> list[Delta]:
-        """Return the rest, now that nothing follows."""
+        """Return the rest."""
         return []
 
     def message(self) -> ReplyMessage:
-        """Return the whole message, after `finish`."""
+        """Return the message, after `finish`."""
         return ReplyMessage(_ROLE, "".join(self._text))
 
     def finish_reason(self, reason: str) -> str:
-        """Return the choice's finish_reason, after `finish`; `reason` is why the text ended."""
+        """Return the choice's reason, after `finish`."""
         return reason
 
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """A form of a request's answers; it makes a parser for each choice."""
+    """A form of a request's answers."""
 
     tools: ToolUse
     tool_format: ToolFormat | None = None
-    """The node's, for tool_choice auto; it makes the ids of calls for the other choices, too."""
+    """The node's."""
     calls: int = 0
-    """Calls in the chat so far, for models that number them."""
+    """Calls in the chat so far."""
     reasoning: ReasoningFormat | None = None
     opening: Opening = Opening.FREE
     include_reasoning: bool = True
     hidden: dict[int, str] = field(default_factory=dict)
-    """Markers that are special tokens, by id: parsers get their text, clients do not."""
+    """Special-token markers by id: parsers get their text, clients do not."""
 
     @property
     def plain(self) -> bool:
         return self.tools.choice is Choice.NONE and self.reasoning is None
 
     def guided(self, constraint: Constraint | None) -> Constraint | None:
-        """Return a constraint of the content as one of the whole text: reasoning is free."""
+        """Return a constraint of the content as one of the whole text."""
         if constraint is None or self.reasoning is None or self.opening is Opening.BEHIND:
             return constraint
         marks = self.reasoning.marks
@@ -100,7 +100,6 @@ class MessageForm:
         return msgspec.structs.replace(constraint, behind=marks.closers[0], opener=opener)
 
     def parser(self, response_id: str, choice: int) -> PlainMessage:
-        """Return the parser of one choice."""
         if self.plain:
             return PlainMessage()
         form = (self.tool_format or TOOL_FORMATS["json"]).ids
@@ -128,10 +127,7 @@ def message_form(
     tool_format: ToolFormat | None,
     reasoning: ReasoningFormat | None,
 ) -> MessageForm:
-    """Return the form of the answers to a request on a node with these formats.
-
-    Raises RequestError for tool_choice auto without a parser of tool calls.
-    """
+    """Return the form of a request's answers. Raises RequestError for auto without a parser."""
     if isinstance(request, CompletionRequest):
         return MessageForm(ToolUse())
     tools = tool_use(request)
@@ -204,7 +200,7 @@ class MessageStream(PlainMessage):
         return ReplyMessage(_ROLE, shown, reasoning or None, reasoning or UNSET, calls or UNSET)
 
     def finish_reason(self, reason: str) -> str:
-        """Return the choice's reason; a call that the request named ends with `stop`."""
+        """Return the choice's reason; a named call ends with `stop`."""
         called = bool(self._calls) and self._form.tools.choice is not Choice.NAMED
         return "tool_calls" if called and reason == "stop" else reason
 

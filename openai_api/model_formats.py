@@ -1,7 +1,4 @@
-"""How families of models write tool calls and reasoning, and which format a model needs.
-
-Names are vLLM's. A plugin adds rows.
-"""
+"""Formats of tool calls and reasoning by family of models, with vLLM's names; a plugin adds rows."""
 # ruff: noqa: RUF001 - DeepSeek's markers are written with these characters
 
 from __future__ import annotations
@@ -61,10 +58,10 @@ _F = TypeVar("_F", bound=_Format)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat(_Format):
-    """A family's way to write tool calls."""
+    """A family's tool calls."""
 
     write: Callable[[str, Mapping[str, Any]], str]
-    """A call of a name with arguments, as these models write it."""
+    """Write a call as these models do."""
     parser: type[MarkedParser] | type[ListedParser] = MarkedParser
     marks: CallMarks = _NO_MARKS
     ids: str = "call_{hex}"
@@ -77,11 +74,11 @@ class ToolFormat(_Format):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat(_Format):
-    """A family's way to write its reasoning."""
+    """A family's reasoning."""
 
     marks: ReasoningMarks = _THINK
     channels: bool = False
-    """The whole answer is in harmony's channels; the marks are for constraints."""
+    """The answer is in harmony's channels; marks are for constraints."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -256,8 +253,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     ),
     "json": ToolFormat(write=_object, parser=ListedParser, marks=CallMarks(bare=True)),
 }
-"""Formats by the names of `--tool-call-parser`; the first one whose signs a template holds is used.
-"""
+"""By names of `--tool-call-parser`; the first with its signs in the template is used."""
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "openai_gptoss": ReasoningFormat(
@@ -293,15 +289,11 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "deepseek_v3": ReasoningFormat(signs=(("<｜Assistant｜>", "</think>"),)),
     "qwen3": ReasoningFormat(signs=(("<think>",), ("</think>",))),
 }
-"""Formats by the names of `--reasoning-parser`."""
+"""By names of `--reasoning-parser`."""
 
 
 def tool_format(asked: str, template: str | None, model_type: str) -> tuple[str, ToolFormat] | None:
-    """Return the format asked for and its name: for `auto` the model's, else hermes; None for
-    `none`.
-
-    Raises ConfigError for an unknown name.
-    """
+    """Return a format and its name: for `auto` the model's, else hermes. Raises ConfigError."""
     if asked != "auto":
         return _asked("tool-call-parser", TOOL_FORMATS, asked)
     return _chosen(TOOL_FORMATS, template, model_type) or (_DEFAULT, TOOL_FORMATS[_DEFAULT])
@@ -310,17 +302,14 @@ def tool_format(asked: str, template: str | None, model_type: str) -> tuple[str,
 def reasoning_format(
     asked: str, template: str | None, model_type: str
 ) -> tuple[str, ReasoningFormat] | None:
-    """Return the format asked for and its name: for `auto` the model's, if any; None for `none`.
-
-    Raises ConfigError for an unknown name.
-    """
+    """Return a format and its name: for `auto` the model's, if any. Raises ConfigError."""
     if asked != "auto":
         return _asked("reasoning-parser", REASONING_FORMATS, asked)
     return _chosen(REASONING_FORMATS, template, model_type)
 
 
 def load_plugin(path: str) -> None:
-    """Run an operator's Python file, which adds rows to the tables. Raises ConfigError."""
+    """Run an operator's Python file, which adds rows. Raises ConfigError."""
     try:
         spec = importlib.util.spec_from_file_location(
             "kvrelay_tool_parser_plugin", Path(path).expanduser()

@@ -25,7 +25,7 @@ __all__ = [
 class ModelCard(msgspec.Struct, frozen=True):
     """A served model, for OpenAI's and Anthropic's clients.
 
-    An adapter has a `parent`, its base model; an alias has a `root`, the model it stands for.
+    `parent` is an adapter's base model, `root` an alias's model.
     """
 
     id: str
@@ -42,7 +42,6 @@ class ModelCard(msgspec.Struct, frozen=True):
 
     @classmethod
     def create(cls, name: str, created: int, max_model_len: int) -> ModelCard:
-        """Return a model's own card; `created` is a Unix second."""
         return cls(
             name, created, max_model_len, name, datetime.fromtimestamp(created, UTC).isoformat()
         )
@@ -50,7 +49,6 @@ class ModelCard(msgspec.Struct, frozen=True):
     def named(
         self, name: str, *, parent: str | UnsetType = UNSET, root: str | UnsetType = UNSET
     ) -> ModelCard:
-        """Return the card of an adapter or an alias of this model."""
         return msgspec.structs.replace(
             self,
             id=name,
@@ -61,7 +59,7 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 
 class ModelList(msgspec.Struct, frozen=True):
-    """A list of models, from GET /v1/models: all of them, on one page."""
+    """A list of all models."""
 
     data: list[ModelCard]
     first_id: str | None
@@ -75,7 +73,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True):
-    """A body of POST /tokenize: the fields beside those of a completion or a chat."""
+    """A body of POST /tokenize, beside the fields of a completion or chat."""
 
     model: str | None = None
     messages: msgspec.Raw = msgspec.Raw()
@@ -87,7 +85,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True):
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True):
-    """A prompt's tokens. `token_strs` are their texts, if asked for."""
+    """A prompt's tokens, with their texts if asked for."""
 
     count: int
     max_model_len: int
@@ -109,9 +107,7 @@ class DetokenizeResponse(msgspec.Struct, frozen=True):
 
 
 class LoadAdapterRequest(msgspec.Struct, frozen=True):
-    """A body of POST /v1/load_lora_adapter: a folder on each node; `load_inplace` may replace an
-    adapter.
-    """
+    """A body of POST /v1/load_lora_adapter: a folder on each node."""
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
     lora_path: Annotated[str, Meta(min_length=1)]
@@ -134,7 +130,7 @@ class NodeAnswer(msgspec.Struct, frozen=True):
 
 
 class AdapterAnswer(msgspec.Struct, frozen=True):
-    """A report of what happened to an adapter. Only a router tells of `nodes`."""
+    """A report of an adapter; a router's has `nodes`."""
 
     lora_name: str
     message: str

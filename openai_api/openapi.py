@@ -1,7 +1,6 @@
-"""The OpenAPI document of the routes that the router and nodes serve to clients. Pure.
+"""The OpenAPI document of the clients' routes, with msgspec's schemas of bodies. Pure.
 
-msgspec makes the schemas from the types that decode requests. FastAPI cannot, because it does not
-read the bodies. The cluster's own routes (/kv) are left out.
+FastAPI does not read the bodies.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class AnthropicErrorAnswer(msgspec.Struct):
 
 
 class ResponseObject(msgspec.Struct):
-    """A response of the Responses API. It also repeats what the request has set."""
+    """A response of the Responses API, beside the request's settings."""
 
     id: str
     object: str
@@ -90,7 +89,7 @@ class TokenizePrompt(msgspec.Struct):
 
 
 class TokenizeChat(msgspec.Struct):
-    """A body that asks for the tokens of a chat, after its template."""
+    """A body that asks for the tokens of a rendered chat."""
 
     messages: list[Message]
     model: str | None = None
@@ -205,11 +204,7 @@ OPERATIONS = (
 
 
 def document(title: str, version: str, models: Sequence[str] = (), root_path: str = "") -> Schema:
-    """Return the OpenAPI 3.1 document.
-
-    `models` are the names that requests may use, empty if not known yet; `root_path` is the prefix
-    of all paths.
-    """
+    """Return the OpenAPI 3.1 document, with the models that requests may name."""
     types = list(dict.fromkeys(kind for each in OPERATIONS for kind in _types_of(each)))
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"

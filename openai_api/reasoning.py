@@ -1,8 +1,7 @@
-"""Splitting reasoning from the answer: `<think>` blocks and gpt-oss's harmony channels. Pure.
+"""Reasoning apart from the answer: `<think>` blocks and harmony channels. Pure.
 
-Many templates open reasoning in the prompt, so the answer begins inside it; the prompt's end shows
-that. Reasoning without an end is reasoning to the last character. White space next to markers
-belongs to neither part.
+Many templates open reasoning in the prompt. Without an end all is reasoning. White space next to
+markers belongs to neither part.
 """
 
 from __future__ import annotations
@@ -25,29 +24,28 @@ __all__ = ["HarmonySplit", "HARMONY_MARKERS", "Opening", "ReasoningMarks", "Reas
 
 
 class Opening(enum.Enum):
-    """An answer's beginning, as far as its prompt shows."""
+    """A beginning of an answer, as far as its prompt shows."""
 
     INSIDE = enum.auto()
-    """Inside reasoning: the prompt has opened it."""
+    """The prompt has opened reasoning."""
     BEHIND = enum.auto()
-    """With content: the prompt has closed reasoning, which is how templates switch it off."""
+    """The prompt has closed reasoning, which switches it off."""
     FREE = enum.auto()
     """The model may open reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """A model's markers around its reasoning; the first of each are those it writes itself."""
+    """A set of markers around reasoning, those that the model writes first."""
 
     openers: tuple[str, ...] = ("<think>",)
     closers: tuple[str, ...] = ("</think>",)
     ends: tuple[str, ...] = ()
-    """Markers that end it and belong to the content."""
+    """Markers that end it and are content."""
     assumed: bool = False
-    """The answer begins with reasoning, even if it is not opened."""
+    """The answer begins with reasoning."""
 
     def opening(self, prompt_end: str) -> Opening:
-        """Return how the answer to a prompt with this end begins."""
         end = prompt_end.rstrip()
         if end.endswith(self.closers):
             return Opening.BEHIND
@@ -55,7 +53,7 @@ class ReasoningMarks:
 
 
 class ReasoningSplit(StateParser):
-    """A splitter of text, cut anywhere, into Reasoning and Content."""
+    """A splitter of text into Reasoning and Content."""
 
     def __init__(self, marks: ReasoningMarks, begins: Opening) -> None:
         self._openers, self._closers = marks.openers, marks.closers
@@ -64,7 +62,7 @@ class ReasoningSplit(StateParser):
         super().__init__(self._content if begins is Opening.BEHIND else self._start)
 
     def finish(self) -> list[Part]:
-        """Return the rest, now that nothing follows."""
+        """Return the rest."""
         if self._state == self._start:
             self._state = self._thinking if self._inside else self._content
         parts = self.push("")
@@ -136,8 +134,7 @@ _HEADS = ("<|", "to=")
 class HarmonySplit(StateParser):
     """A splitter of harmony's channels into Reasoning and Content.
 
-    A call stays in the content as a message of its own, for the tool parser. The prompt ends with
-    `<|start|>assistant`, so the answer begins with the head of a message.
+    A call stays content, for the tool parser. The answer begins with the head of a message.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,6 @@
-"""TLS contexts that read their files again when these change.
+"""TLS contexts that read their changed files again, at most once a second.
 
-A new connection checks the files, at most once a second; open ones keep what they began with. Files
-that cannot be used leave everything as it was.
+Unusable files change nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _Stamp = list[tuple[int, int, int] | None]
 
 
 def server_context(config: RouterConfig | NodeConfig) -> ssl.SSLContext | None:
-    """Return the context to serve https with; None for http. Raises ConfigError."""
+    """Return the context for https, None for http. Raises ConfigError."""
     if not config.ssl_certfile:
         return None
 
@@ -53,10 +52,7 @@ def server_context(config: RouterConfig | NodeConfig) -> ssl.SSLContext | None:
 
 
 def renewed(make: Callable[[], ssl.SSLContext], files: dict[str, str]) -> ssl.SSLContext:
-    """Return a context that is made again when one of `files` (by setting) has changed.
-
-    Raises ConfigError if it cannot be made now.
-    """
+    """Return a context that is made again when a file (by setting) changes. Raises ConfigError."""
     files = {setting: path for setting, path in files.items() if path}
     stamp = _stamp(files.values())
     try:
@@ -111,7 +107,7 @@ class _Renewed(ssl.SSLContext):
 
 
 def load_chain(context: ssl.SSLContext, certfile: str, keyfile: str) -> None:
-    """Give a context its own certificate and key. Raises OSError."""
+    """Give a context its certificate and key. Raises OSError."""
     # Never asks at a terminal for a password.
     context.load_cert_chain(certfile, keyfile or None, password=lambda: "")
 

@@ -1,8 +1,7 @@
-"""Text to token ids and back, and what each token of a vocabulary is in bytes.
+"""Text to token ids and back, and the bytes of each token.
 
-Encoding is done by the `tokenizers` library, decoding here: an answer's text is the concatenation
-of its tokens' bytes, read as UTF-8. That costs one look-up per token and, unlike a decoder of the
-library, has no state to hand over.
+`tokenizers` encodes. Decoding is here: the tokens' bytes as UTF-8, one look-up each, without state
+to hand over.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ def _byte_chars() -> list[str]:
 
 
 BYTE_CHARS = _byte_chars()
-"""Characters of byte-level vocabularies: printable Latin-1 is itself, the rest counts from U+0100."""
+"""Byte-level vocabularies' characters: printable Latin-1, the rest from U+0100."""
 _CHAR_BYTES = {char: byte for byte, char in enumerate(BYTE_CHARS)}
 
 
 def byte_level(piece: str) -> bytes:
-    """Return the bytes of an entry that writes each byte as one printable character."""
     try:
         return bytes([_CHAR_BYTES[char] for char in piece])
     except KeyError:  # not written in byte characters
@@ -35,14 +33,14 @@ def byte_level(piece: str) -> bytes:
 
 
 def sentencepiece(piece: str) -> bytes:
-    """Return the bytes of an entry that writes a space as U+2581, or one byte as <0xNN>."""
+    """Return the bytes of an entry with U+2581 for a space or <0xNN> for a byte."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         return bytes([int(piece[3:5], 16)])
     return piece.replace("▁", " ").encode()
 
 
 class Tokenizer:
-    """A model's tokenizer. Any number of threads may use it."""
+    """A model's tokenizer, for any number of threads."""
 
     def __init__(
         self,
@@ -57,10 +55,9 @@ class Tokenizer:
         leading_space: bool = False,
         model_type: str = "",
     ) -> None:
-        """`piece_bytes` returns the bytes of a vocabulary entry that is not an added token.
+        """`piece_bytes` returns a vocabulary entry's bytes; added tokens are their own.
 
-        `leading_space`: encoding puts a space before a text. `tool_template` is for chats with
-        tools, by default `chat_template`. `model_type` is config.json's, or a GGUF's architecture.
+        `leading_space`: encoding puts a space before a text.
         """
         self.backend = backend
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -78,21 +75,21 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {i: token.content.encode() for i, token in added.items()}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return token ids; `add_special_tokens` adds BOS and the like, which templates write."""
+        """Return token ids; `add_special_tokens` adds BOS and the like."""
         # A batch of one, because only that call releases the GIL (1 MB of text takes 0.7 s).
         batch = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
         ids: list[int] = batch[0].ids
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids, without the space that encoding puts before it."""
+        """Return the text of token ids."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         raw = b"".join(self.token_bytes(i) for i in ids if i not in skipped)
         text = raw.decode("utf-8", "replace")
         return text[1:] if self._leading_space and text.startswith(" ") else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return a token's bytes, perhaps a part of a character; empty for unknown ids."""
+        """Return a token's bytes; empty for unknown ids."""
         found = self._bytes.get(token_id)
         if found is None:
             piece = self.backend.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
@@ -102,16 +99,15 @@ class Tokenizer:
 
     @functools.cached_property
     def longest_token_bytes(self) -> int:
-        """Return the most bytes that a token stands for. The first call takes 2 us per token."""
+        """Return the most bytes of a token; the first call takes 2 us per token."""
         return max((len(self.token_bytes(token)) for token in range(self.vocab_size)), default=1)
 
     def special_id(self, text: str) -> int | None:
-        """Return the id of the special token with this text, if there is one."""
         found = self.backend.token_to_id(text)
         return found if found in self.special_ids else None
 
     def token_text(self, token_id: int) -> str:
-        """Return how log-probabilities name a token: its text, or `bytes:\\xNN...` if not UTF-8."""
+        """Return a token's text, or `bytes:\\xNN...` if it is not UTF-8."""
         raw = self.token_bytes(token_id)
         try:
             return raw.decode()

@@ -1,4 +1,4 @@
-"""Tokenizers from a model's folder or GGUF file, or byte by byte for a config without one."""
+"""Tokenizers from a model's folder or GGUF file, or byte by byte."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ _PLAIN_TEMPLATE = (
 def load_tokenizer(model: str) -> Tokenizer:
     """Return the tokenizer of a Hugging Face folder, a .gguf file or a config.
 
-    Without a tokenizer.json, transformers converts what the folder has, where it is installed.
-    Raises ConfigError.
+    Without tokenizer.json, transformers converts one, if installed. Raises ConfigError.
     """
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".gguf":
@@ -55,11 +54,10 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def byte_tokenizer(config: Path) -> Tokenizer:
-    """Return a stand-in for a model without a tokenizer, for load_format dummy.
+    """Return a stand-in for a model without a tokenizer.
 
-    Ids below 256 are bytes, those above are words of their own, so that streams of random weights
-    show every token. A byte whose id is a stop token, or not below the model's vocab_size, is left
-    out of prompts. Raises ConfigError without vocab_size.
+    Ids below 256 are bytes, others words, so that random weights show every token. Stop tokens and
+    bytes beyond vocab_size are left out of prompts. Raises ConfigError.
     """
     values = read_object(config)
     vocab_size = values.get("vocab_size") or values.get("text_config", {}).get("vocab_size")
@@ -189,7 +187,7 @@ def _text(value: Any) -> str:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, empty if there is no such file. Raises ConfigError."""
+    """Return a file's JSON object, empty without the file. Raises ConfigError."""
     if not file.exists():
         return {}
     try:

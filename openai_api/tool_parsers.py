@@ -1,12 +1,9 @@
-"""Generated text as content and tool calls, while it comes. Pure.
+"""Generated text as content and tool calls, as it comes. Pure.
 
-What differs between models is a row of marks (model_formats.py). Text may be cut anywhere, and the
-result depends on the text only: a node that continues an answer replays it. A call is reported once
-its name and the first character of its arguments are there. What is malformed before that is
-content; what breaks later leaves a call with broken arguments, and the rest is content. White space
-next to calls is no content.
-
-Markers that are special tokens (`hidden`) never become content.
+Models differ in their marks (model_formats.py). The result depends on the text only, wherever it is
+cut, because another node replays it. A call is reported with its name and the arguments' first
+character. What is malformed before is content; later faults leave broken arguments, and the rest is
+content. White space next to calls and special tokens among the markers (`hidden`) are no content.
 """
 
 from __future__ import annotations
@@ -55,21 +52,18 @@ class CallMarks:
 
     openers: tuple[str, ...] = ()
     closers: tuple[str, ...] = ()
-    """Markers behind calls, which are never content there."""
+    """Markers behind calls, never content there."""
     inner: tuple[str, ...] = ()
-    """Further markers that must be rendered even if they are special tokens."""
+    """Further markers to render as special tokens."""
     head: str | None = None
-    """A pattern for the text before the arguments, with a group `name`. None: the object holds the
-    name.
-    """
+    """Pattern of the text before arguments, with a group `name`; None: the object has the name."""
     head_end: str = ""
-    """A pattern for the end of the head."""
+    """Pattern of the head's end."""
     tags: CallTags | None = None
-    """The syntax of arguments, if it is not JSON."""
+    """Syntax of arguments other than JSON."""
     bare: bool = False
-    """The text may begin with a call, without a marker."""
+    """The text may begin with a call."""
     python: bool = False
-    """Calls are written in Python."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -77,7 +71,7 @@ class CallMarks:
 
 
 class TextParser(StateParser):
-    """A parser that finds no calls, and the base of those that do."""
+    """A parser that finds no calls, and the base of others."""
 
     def __init__(self, ids: CallIds, hidden: Collection[str] = ()) -> None:
         self.calls = 0
@@ -89,7 +83,7 @@ class TextParser(StateParser):
         self._has_content = False
 
     def finish(self) -> list[Part]:
-        """Return the rest, now that nothing follows."""
+        """Return the rest."""
         self._content(self._rest())
         self._buffer = ""
         if self._space and not self.calls:
@@ -206,7 +200,7 @@ class _CallParser(TextParser, abc.ABC):
 
 
 class MarkedParser(_CallParser):
-    """A parser of calls between markers: an object with the name, or a head and arguments."""
+    """A parser of calls between markers."""
 
     def _opened(self) -> None:
         if self._marks.head is None:
@@ -276,7 +270,7 @@ class MarkedParser(_CallParser):
 
 
 class ListedParser(_CallParser):
-    """A parser of calls in sequence or in a list, as JSON objects or Python, with separators."""
+    """A parser of calls in sequence or in a list, as JSON objects or Python."""
 
     _SEPARATORS = " \t\r\n,;"
 
@@ -335,7 +329,7 @@ class MistralParser(ListedParser):
     """A parser of `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]` or
     `[TOOL_CALLS]name{...}`.
 
-    By version, `[CALL_ID]id` and `[ARGS]` may stand before the arguments; the id is not used.
+    By version, `[CALL_ID]id` (unused) and `[ARGS]` may stand before the arguments.
     """
 
     _NAME = re.compile(r"([^\s{}\[\]]+)(?:\[CALL_ID\][^\s{}\[\]]*)?(?:\[ARGS\])?\s*")
@@ -380,7 +374,7 @@ class MistralParser(ListedParser):
 
 
 class NamedParser(TextParser):
-    """A parser for which the whole text is the arguments of one named call."""
+    """A parser for which all text is one call's arguments."""
 
     def __init__(self, ids: CallIds, name: str) -> None:
         super().__init__(ids)

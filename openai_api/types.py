@@ -1,6 +1,6 @@
-"""Requests and answers of the HTTP API as typed values, without checks of their meaning.
+"""Requests and answers of the HTTP API as typed values.
 
-Unknown fields are ignored, except those in body.REFUSED. None always means the default.
+Unknown fields are ignored, except those in body.REFUSED. None means the default.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ __all__ = [
 # Requests
 
 MAX_CHOICES = 128
-"""Choices of one request, over all of its prompts: each is a request of the engine."""
+"""Choices of a request over all prompts: each is a request of the engine."""
 MAX_MESSAGES = 16384
-"""Far above any conversation; each message is rendered by a template."""
+"""Messages of a chat, each rendered by a template."""
 MAX_TOOLS = 1024
 _MAX_PRIORITY = 2**31 - 1
 _MAX_STOP_CHARS = 1024
@@ -83,14 +83,14 @@ Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """A choice of what a stream carries beside the text."""
+    """A choice of what a stream carries."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
-    """A JSON schema, which is followed even if `strict` is not set."""
+    """A JSON schema, followed even without `strict`."""
 
     name: str | None = None
     schema_: dict[str, Any] | bool | None = msgspec.field(name="schema", default=None)
@@ -98,7 +98,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """A form of an answer: text, json_object, json_schema, or vLLM's structural_tag."""
+    """A form of an answer; structural_tag is vLLM's."""
 
     type: Annotated[str, one_of("text", "json_object", "json_schema", "structural_tag")]
     json_schema: JsonSchemaFormat | None = None
@@ -166,7 +166,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """A part of a message's content; models served here read text only."""
+    """A part of a message's content; models here read text only."""
 
     type: Annotated[str, one_of("text")]
     text: str
@@ -189,7 +189,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def text(self) -> str:
-        """Return the content as one text, its parts joined by line breaks."""
+        """Return the content as one text."""
         content = self.content or ""
         if isinstance(content, str):
             return content
@@ -217,7 +217,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def generates_reply(self) -> bool:
-        """Return whether the answer is a new message, or continues the last one."""
+        """Return whether the answer is a new message."""
         return self.add_generation_prompt is not False and not self.continue_final_message
 
 
@@ -233,13 +233,13 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """A count of the prompt's tokens that a prefix cache had."""
+    """A count of cached prompt tokens."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """A set of token counts; a stop token counts as generated."""
+    """A set of token counts, stop tokens included."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -252,7 +252,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """A likely token. `bytes` are UTF-8, perhaps a part of a character."""
+    """A likely token; `bytes` may be a part of a character."""
 
     token: str
     logprob: float
@@ -269,15 +269,13 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """A list with one entry per generated token."""
+    """A list with an entry per token."""
 
     content: list[ChatTokenLogprob]
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """A set of lists with one entry per token; `text_offset` counts characters of the answer's
-    text.
-    """
+    """A set of lists with an entry per token; offsets count characters."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -286,7 +284,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """A token at one place of the prompt; the likeliest has rank 1."""
+    """A token of the prompt; the likeliest has rank 1."""
 
     logprob: float
     rank: int
@@ -294,7 +292,7 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
-    """A called function. `arguments` is JSON as the model wrote it, perhaps cut off or broken."""
+    """A called function; `arguments` may be cut off or broken."""
 
     name: str
     arguments: str
@@ -309,9 +307,9 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ReplyMessage(msgspec.Struct, frozen=True):
-    """An answer's message. Beside tool calls, `content` may be None.
+    """A message of an answer. Beside tool calls, `content` may be None.
 
-    `reasoning` is vLLM's name, and always there for its clients; others read `reasoning_content`.
+    `reasoning` is vLLM's name, always there; others read `reasoning_content`.
     """
 
     role: str
@@ -322,7 +320,7 @@ class ReplyMessage(msgspec.Struct, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """A choice of a whole chat answer. `stop_reason` is the stop string or token that was hit."""
+    """A choice of a whole chat; `stop_reason` is the stop string or token."""
 
     index: int
     message: ReplyMessage
@@ -347,14 +345,14 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An addition to a called function: first the name, then pieces of the arguments."""
+    """An addition to a called function."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An addition to a call. Only its first chunk has `id` and `type`."""
+    """An addition to a call; `id` and `type` are in its first chunk."""
 
     index: int | None = None
     function: FunctionDelta = FunctionDelta()
@@ -363,7 +361,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An addition to the message; reasoning has both of its names."""
+    """An addition to the message, with both names of reasoning."""
 
     role: str | None = None
     content: str | None = None
@@ -373,12 +371,11 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def thought(self) -> str | None:
-        """Reasoning, by either of its names."""
         return self.reasoning or self.reasoning_content
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
-    """A choice of a chunk. Only the last one has `stop_reason`."""
+    """A choice of a chunk; `stop_reason` is in the last."""
 
     index: int
     delta: Delta
@@ -389,7 +386,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
 
 
 class CompletionChunkChoice(msgspec.Struct, frozen=True):
-    """A choice of a chunk. Only the last one has `stop_reason`."""
+    """A choice of a chunk; `stop_reason` is in the last."""
 
     index: int
     text: str
@@ -401,7 +398,7 @@ class CompletionChunkChoice(msgspec.Struct, frozen=True):
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
-    """An event of a streamed chat. Only the usage chunk has no choices."""
+    """An event of a streamed chat; the usage chunk has no choices."""
 
     id: str
     object: str
@@ -413,7 +410,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
 
 
 class CompletionChunk(msgspec.Struct, frozen=True):
-    """An event of a streamed completion. Only the usage chunk has no choices."""
+    """An event of a streamed completion; the usage chunk has no choices."""
 
     id: str
     object: str

@@ -1,8 +1,7 @@
-"""Sums over a node's requests, for a price: kept as requests come and end. Pure.
+"""Sums over a node's requests, for a price. Pure.
 
-Tokens and prompts count when they come: what is on its way is known in advance. An answer counts
-with the tokens that are expected of it, and is put right when it has ended. `now` is in
-milliseconds.
+Tokens and prompts count when they are announced; an answer counts with its expected tokens until it
+has ended. `now` is in milliseconds.
 """
 
 from __future__ import annotations
@@ -16,22 +15,23 @@ from kvrelay.wire.step_costs import DecayingMean, RunningMean, StepCosts
 __all__ = ["FIRST_OUTPUT", "FIRST_SPILL_MS", "Announced"]
 
 FIRST_OUTPUT = 128.0
-"""Tokens that an answer is thought to have before any has ended here."""
+"""Expected tokens of an answer before any has ended."""
 _OUTPUTS_MEAN = 32
 _LEAST_TPOT_MS = 0.1
 _TPOT_USED = 0.9
 """Of the strictest time per token: what is measured of a node is not exact."""
 FIRST_SPILL_MS = 250.0
-"""Prompts that take so long together may spill at once, or one that takes longer."""
+"""Time for prompts that may spill at once."""
 _MOST_SPILL_MS = 2_000.0
 
 
 class Announced:
-    """An engine's sums. A decoding request *came* when it first waited, and *left* when it ended.
+    """A set of an engine's sums. A decoding request *came* when it first waited, and *left* at its
+    end.
 
-    A decode node gains time for prompts that a prefill node could compute as long as its decodes
-    leave some: with `token_rate` tokens per millisecond and a share of its time for prompts a token
-    comes every `step / (1 - share - token_rate * per_token_ms)` milliseconds.
+    A decode node gains time for others' prompts while its decodes leave some: with `token_rate`
+    tokens per millisecond and a share for prompts, a token takes `step / (1 - share - token_rate *
+    per_token_ms)` milliseconds.
     """
 
     def __init__(self) -> None:
@@ -48,15 +48,14 @@ class Announced:
 
     @property
     def strictest_tpot_ms(self) -> float:
-        """Return the least time per token that a decoding request wants; 0: none does."""
+        """Return the least time per token that a request wants; 0: none."""
         return min(self._tpots, default=0.0)
 
     def came(
         self, tpot_ms: float, expected: int, most: int, costs: StepCosts | None
     ) -> tuple[float, int]:
-        """Count a request, and return its time per token and its expected tokens.
-
-        0 stands for what it does not say: then it is what is usual here.
+        """Count a request, and return its time per token and expected tokens; 0 stands for the
+        usual.
         """
         tpot_ms = tpot_ms or _usual_tpot_ms(costs)
         expected = min(expected or round(self._output.value), most)
@@ -66,9 +65,7 @@ class Announced:
         return tpot_ms, expected
 
     def left(self, tpot_ms: float, expected: int, tokens: int, *, complete: bool) -> None:
-        """Take out a request, by what `came` returned of it, after so many tokens. `complete`: they
-        are its answer.
-        """
+        """Take out what `came` returned, after so many tokens; `complete`: they are the answer."""
         if complete:
             self._output.add(max(1, tokens))
         self._new_tokens += tokens - expected
@@ -78,15 +75,13 @@ class Announced:
         self.row_weight = self.row_weight - _weight(tpot_ms, expected) if self._tpots else 0.0
 
     def prompt(self, ms: float, *, spills: bool) -> None:
-        """Count a prompt that takes so long. `spills`: a prefill node could compute it."""
+        """Count a prompt that takes so long; `spills`: a prefill node could compute it."""
         self._new_prompts_ms += ms
         if spills:  # many short ones may come no faster than one that is long is waited for
             self.spill_ms = min(self.spill_ms, max(ms, FIRST_SPILL_MS)) - ms
 
     def go_on(self, now: float, costs: StepCosts | None, rows: int, context: int) -> None:
-        """Bring what changes with time up to date, of an engine with so many rows and their
-        context.
-        """
+        """Bring up to date what changes with time."""
         self._tokens.add(self._new_tokens, now)
         self._prompts.add(self._new_prompts_ms, now)
         self._new_tokens = self._new_prompts_ms = 0.0
@@ -99,9 +94,7 @@ class Announced:
             self.spill_ms = min(self.spill_ms + gained, _MOST_SPILL_MS)
 
     def check(self, decoding: Sequence[tuple[float, int]]) -> None:
-        """Raise AssertionError if a sum is not that of these requests, by what `came` returned of
-        each.
-        """
+        """Raise AssertionError unless the sums are those of these requests."""
         assert self._tpots == Counter(tpot_ms for tpot_ms, _ in decoding)
         weights = math.fsum(_weight(tpot_ms, expected) for tpot_ms, expected in decoding)
         assert math.isclose(self.row_weight, weights, rel_tol=1e-9, abs_tol=1e-12)

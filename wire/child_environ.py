@@ -9,7 +9,7 @@ __all__ = ["child_environ"]
 
 
 def child_environ() -> dict[str, str]:
-    """Return our environment; for a checkout that is not installed, with its folder on the path."""
+    """Return our environment, with a checkout's folder on Python's path."""
     environ = dict(os.environ)
     # Not resolved: a checkout's link kvrelay/wire leads out of the folder kvrelay.
     root = Path(__file__).absolute().parents[2]

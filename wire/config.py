@@ -1,6 +1,4 @@
-"""Frozen, typed configuration of engine, transfer and node. Checked once when made, never
-rewritten; what is measured later is a new value.
-"""
+"""Configuration of engine, transfer and node: frozen, and checked once when made."""
 
 from __future__ import annotations
 
@@ -76,10 +74,10 @@ def _named_adapter(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """A method by which tokens are proposed: the names are those of vLLM's `--speculative-config`."""
+    """A method by which tokens are proposed, with vLLM's names."""
 
     num_speculative_tokens: int = 0
-    """Tokens that a decode step proposes per request at most, and checks in the same step."""
+    """Most tokens that a decode step proposes per request."""
     method: Literal["ngram"] = "ngram"
     """ngram: what followed the newest tokens where they stood before."""
     prompt_lookup_max: int = 4
@@ -87,7 +85,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2
     """Shortest run of newest tokens that is looked up."""
     model: str = ""
-    """ngram, as vLLM takes it here, too: there are no draft models."""
+    """ngram, as in vLLM; there are no draft models."""
 
     def __post_init__(self) -> None:
         require(
@@ -116,98 +114,87 @@ class EngineConfig:
     """A model on a node."""
 
     model: str
-    """A folder in Hugging Face layout, a .gguf file, a config.json (with load_format dummy), or on
-    the Hub org/name, org/name@revision or org/name/file.gguf.
+    """Hugging Face folder, .gguf file, config.json (with load_format dummy), or on the Hub
+    org/name, org/name@revision, org/name/file.gguf.
     """
     revision: str = ""
     """Branch, tag or commit of a model on the Hub; empty takes main."""
     hf_token: str = field(default="", repr=False)
-    """For private and gated models on the Hub; better put it into the environment as HF_TOKEN."""
+    """For private and gated models on the Hub; better as HF_TOKEN in the environment."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     """auto, safetensors, gguf or dummy (random weights of the right shapes)."""
     generation_config: str = "auto"
-    """Where the sampling comes from that a request leaves out: auto (the model's
-    generation_config.json), vllm (none: temperature 1 and all tokens) or a folder with such a file,
-    whose max_new_tokens is then the most that any answer may have; equal on all nodes of a cluster.
+    """Source of sampling that a request leaves out: auto (the model's generation_config.json), vllm
+    (none: temperature 1, all tokens) or a folder with such a file, whose max_new_tokens limits
+    every answer; equal on all nodes.
     """
     override_generation_config: dict[str, Any] | None = field(
         default=None, hash=False
     )  # a dict has no hash
-    """Goes before generation_config: temperature, top_p, top_k, min_p, repetition_penalty, and
-    max_new_tokens, the most tokens that any answer may have. For example {"temperature": 0.5}.
+    """Overrides generation_config: temperature, top_p, top_k, min_p, repetition_penalty and
+    max_new_tokens, the limit of any answer. For example {"temperature": 0.5}.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto, cpu or cuda."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto (fp32 on CPU, the model's own on CUDA), float32, bfloat16 or float16."""
     max_model_len: Annotated[int, Meta(ge=0, description="0 takes the model's own")] = 0
-    """Longest prompt plus answer in tokens, for example 32k; 0 takes the model's own, or less if
-    the KV pool is too small for it.
+    """Longest prompt plus answer in tokens, for example 32k; 0 takes the model's own, or what the
+    KV pool has room for.
     """
     block_size: Literal[0, 16, 32, 64] = 0
-    """Tokens of KV in one block, 16, 32 or 64; equal on all nodes of a cluster. 0 takes 16 on CPU,
-    64 on CUDA.
+    """Tokens of KV in one block, 16, 32 or 64; equal on all nodes. 0 takes 16 on CPU, 64 on CUDA.
     """
     kv_cache_memory_bytes: OrDefault = 0
-    """Bytes of the KV pool of one rank, for example 4GiB; 0 takes 1 GiB on CPU, on CUDA what
-    gpu_memory_utilization leaves for it.
+    """Bytes of one rank's KV pool, for example 4GiB; 0 takes 1 GiB on CPU, on CUDA what
+    gpu_memory_utilization leaves.
     """
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that one process may use, KV pool included."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """auto (the compute dtype) or fp8 (e4m3 with a scale per token and head; CUDA only); equal on
-    all nodes.
+    """auto (the compute dtype) or fp8 (e4m3, a scale per token and head; CUDA only); equal on all
+    nodes.
     """
     quantization: Literal["", "fp8"] = ""
-    """fp8 quantizes the weights of linear layers while loading (e4m3 with a scale per channel; CUDA
-    only).
-    """
+    """fp8 quantizes linear layers while loading (e4m3, a scale per channel; CUDA only)."""
     max_num_batched_tokens: OrDefault = 0
-    """Tokens of prompts one step computes at most, beside the one of each request that decodes; 0
-    takes 128 on CPU, 8192 on CUDA.
-    """
+    """Most prompt tokens of a step; 0 takes 128 on CPU, 8192 on CUDA."""
     max_gap_ms: Annotated[float, Meta(ge=0, description="0 takes the default")] = 0.0
-    """Milliseconds that a step takes at most where somebody decodes: so much of prompts is computed
-    in it. 0 takes 50 on CUDA; on CPU twice a decode step, at least 200.
+    """Most milliseconds of a step with prompts beside decodes. 0 takes 50 on CUDA; on CPU twice a
+    decode step, at least 200.
     """
     max_num_seqs: OrDefault = 0
     """Requests computed in one step at most; 0 takes 64 on CPU, 256 on CUDA."""
     tensor_parallel_size: Annotated[int, Meta(gt=0)] = 1
     """Ranks that share the model, each a process with a GPU of its own."""
     tensor_parallel_address: str = ""
-    """host:port of rank 0 at which the ranks meet; may stay empty when all of them run on this
-    host.
-    """
+    """host:port of rank 0; may stay empty when all ranks run on this host."""
     tensor_parallel_size_local: int = 0
-    """How many of the ranks run on this host; 0 for all. The others are started with `kvrelay
-    rank`.
-    """
+    """Ranks on this host; 0 for all. Start the others with `kvrelay rank`."""
     enable_prefix_caching: bool = True
     """Reuse the KV of equal prefixes."""
     batch_invariant: bool = False
-    """Fixed tiles and splits: tokens do not depend on the batch. (The CPU path always is.)"""
+    """Fixed tiles and splits: tokens do not depend on the batch. The CPU path always is."""
     speculative_config: SpeculativeConfig | None = None
-    """Propose tokens by looking the newest ones up in a request's own text: a JSON object with
-    vLLM's names, for example {"method": "ngram", "num_speculative_tokens": 4}. The answer stays the
-    same.
+    """Propose tokens found in the request's own text, with the same answer: JSON with vLLM's names,
+    for example {"method": "ngram", "num_speculative_tokens": 4}.
     """
     threads: Annotated[int, Meta(ge=0, description="0 takes all cores")] = 0
     """CPU threads of the engine; 0 takes all cores of this machine."""
     enable_lora: bool = False
     """Serve LoRA adapters: those of lora_modules, and others with allow_runtime_lora."""
     lora_modules: tuple[str, ...] = ()
-    """A LoRA adapter, name=path of a folder in PEFT's layout; clients choose it by its name as
-    their model. Give it again for more; equal on all nodes of a cluster.
+    """A LoRA adapter, name=path of a folder in PEFT's layout; clients name it as their model. Give
+    it again for more; equal on all nodes.
     """
     max_loras: Annotated[int, Meta(ge=0, description="0 takes as many as lora_modules names")] = 0
-    """How many adapters can be loaded at once, each in a slot of its own; 0 takes as many as
-    lora_modules names, and at least 1.
+    """Adapters loaded at once, each in a slot; 0 takes as many as lora_modules names, at least 1.
     """
     max_lora_rank: Annotated[int, Meta(gt=0, le=MAX_LORA_RANK)] = 16
     """Highest rank of an adapter; each slot takes memory for it."""
     allow_runtime_lora: bool = False
-    """Serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter: who may ask this node may have
-    it read any folder of its machine.
+    """Serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter: clients may have the node read
+    any folder of its machine.
     """
 
     def __post_init__(self) -> None:
@@ -265,18 +252,16 @@ class EngineConfig:
 
     @property
     def adapters(self) -> list[tuple[str, str]]:
-        """Name and path of each of `lora_modules`. Raises ConfigError for one that is neither
-        name=path nor JSON.
-        """
+        """Return name and path of each of `lora_modules`. Raises ConfigError."""
         return [_named_adapter(text) for text in self.lora_modules]
 
     @property
     def adapter_slots(self) -> int:
-        """Return how many adapters can be loaded at once; 0: none, and nothing is prepared for any."""
+        """Return how many adapters can be loaded at once."""
         return (self.max_loras or max(len(self.lora_modules), 1)) if self.enable_lora else 0
 
     def threads_on(self, cores: int) -> int:
-        """CPU threads of each rank on a machine with so many cores."""
+        """Return the CPU threads of each rank on a machine with so many cores."""
         return self.threads or max(
             1, cores // (self.tensor_parallel_size_local or self.tensor_parallel_size)
         )
@@ -284,20 +269,19 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class RanksConfig:
-    """A host's ranks of a tensor-parallel engine that run on a host other than rank 0's."""
+    """A host's ranks of a tensor-parallel engine, without rank 0."""
 
     engine: EngineConfig
-    """Equal to rank 0's, but for tensor_parallel_size_local, the number of ranks here."""
+    """Equal to rank 0's, but for tensor_parallel_size_local."""
     machine: int = 1
-    """Which machine of the engine this is, where each has tensor_parallel_size_local ranks; rank
-    0's is 0.
+    """Number of this machine in the engine, each with tensor_parallel_size_local ranks; rank 0's is
+    0.
     """
     first_rank: int = 0
-    """Rank of the first one here; 0 takes machine times tensor_parallel_size_local."""
+    """First rank here; 0 takes machine times tensor_parallel_size_local."""
 
     @property
     def first(self) -> int:
-        """Rank of the first one here."""
         return self.first_rank or self.machine * self.engine.tensor_parallel_size_local
 
     def __post_init__(self) -> None:
@@ -355,22 +339,22 @@ REASONING_PARSERS = (
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """A node's side of the hand-over: who may take KV from here, and for how long it is kept."""
+    """A node's side of the hand-over."""
 
     kv_connector: Literal["auto", "direct", "nixl", "nccl"] = "auto"
-    """What moves KV: direct (nodes of one host map each other's memory), nixl, nccl; auto: each
-    pair of nodes takes the first of these that both have.
+    """What moves KV: direct (shared memory of one host), nixl, nccl; auto: the first of these that
+    both nodes have.
     """
     kv_host: str = "127.0.0.1"
-    """Address at which peers reach this node; data planes listen on its network interface, and on
-    all with 0.0.0.0.
+    """Address at which peers reach this node; data planes listen on its interface, or on all with
+    0.0.0.0.
     """
     kv_port: Port = 0
     """Port of the control channel; 0 takes a free one."""
     cluster_secret: str = field(default="", repr=False)
-    """One secret for all nodes of a cluster, at least 16 characters: it encrypts their control
-    channels and signs their tickets; better put it into the environment as KVRELAY_CLUSTER_SECRET.
-    Without one a node hands KV over on its own machine only.
+    """One secret for all nodes, at least 16 characters: it encrypts control channels and signs
+    tickets; better as KVRELAY_CLUSTER_SECRET in the environment. Without one a node hands KV over
+    on its own machine only.
     """
     lease_s: Positive = 5.0
     """KV is kept this long after the last heartbeat for it."""
@@ -381,12 +365,12 @@ class TransferConfig:
     transfer_floor_bytes_s: Positive = 100e6
     """The slowest transfer, in bytes per second, that is waited for."""
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    """What a decode node does when KV does not come: recompute (from the first missing block on) or
-    fail (end the request with an error).
+    """When KV does not come, a decode node recomputes (from the first missing block on) or fails
+    the request.
     """
     kv_checksums: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Share of fetched KV blocks, 0 to 1, that are compared with their source by checksum; what
-    differs is not used. The source must have it above 0, too.
+    """Share of fetched KV blocks, 0 to 1, compared with their source by checksum; differing ones
+    are not used. The source must have it above 0, too.
     """
 
     def __post_init__(self) -> None:
@@ -422,32 +406,33 @@ class NodeConfig(ServerConfig):
     chat_template: str = ""
     """A Jinja file that replaces the model's chat template."""
     trust_request_chat_template: bool = False
-    """Requests may bring a chat template: a Jinja program, which runs in a sandbox."""
+    """Requests may bring a chat template: a Jinja program in a sandbox."""
     tool_call_parser: str = "auto"
-    """How the model writes tool calls: hermes (Qwen too), llama3_json, mistral, qwen3_coder,
+    """Syntax of the model's tool calls: hermes (Qwen too), llama3_json, mistral, qwen3_coder,
     deepseek_v3, deepseek_v31, glm45, kimi_k2, openai (gpt-oss), granite, pythonic, json; auto takes
     it from the chat template or the model's type, none finds no calls.
     """
     reasoning_parser: str = "auto"
-    """How the model reasons: qwen3, deepseek_r1, deepseek_v3, glm45, kimi_k2, openai_gptoss,
-    granite, mistral, seed_oss; auto: as with tool_call_parser, none leaves it in the content.
+    """Syntax of the model's reasoning: qwen3, deepseek_r1, deepseek_v3, glm45, kimi_k2,
+    openai_gptoss, granite, mistral, seed_oss; auto as for tool_call_parser, none leaves it in the
+    content.
     """
     tool_parser_plugin: str = ""
-    """A Python file, run at start, which adds parsers of tool calls and of reasoning."""
+    """Python file, run at start, that adds parsers of tool calls and reasoning."""
     start_deadline_s: Positive = 600.0
     """The engine process must be ready within this time."""
     router: tuple[str, ...] = ()
-    """A router to which this node announces itself, as udp://HOST:PORT with the router's
-    heartbeat_port. Give it again for more.
+    """A router for this node's heartbeats, udp://HOST:PORT with its heartbeat_port. Give it again
+    for more.
     """
     kv_events_config: KvEventsConfig | None = None
-    """Tell routers and other listeners which blocks the prefix cache holds: a JSON object with
-    vLLM's names, for example {"enable_kv_cache_events": true, "replay_endpoint":
-    "tcp://127.0.0.1:5558"}. Nobody is asked for a key.
+    """Tell listeners, without a key, which blocks the prefix cache holds: JSON with vLLM's names,
+    for example {"enable_kv_cache_events": true, "replay_endpoint": "tcp://127.0.0.1:5558"}.
     """
     profiler_config: ProfilerConfig | None = None
-    """Serve POST /start_profile and /stop_profile: a JSON object with vLLM's names, for example
-    {"profiler": "torch", "torch_profiler_dir": "/traces"}."""
+    """Serve POST /start_profile and /stop_profile: JSON with vLLM's names, for example {"profiler":
+    "torch", "torch_profiler_dir": "/traces"}.
+    """
 
     def __post_init__(self) -> None:
         ServerConfig.__post_init__(self)
@@ -480,13 +465,13 @@ class NodeConfig(ServerConfig):
 
     @property
     def told_events(self) -> KvEventsConfig | None:
-        """Return how others hear of its prefix cache, if it has one and they do."""
+        """Return how others hear of its prefix cache, if they do."""
         told = self.kv_events_config
         return told if told is not None and told.on and self.engine.enable_prefix_caching else None
 
     @property
     def url(self) -> str:
-        """Where others reach this node: its host, or kv_host if it listens on all addresses."""
+        """Return where others reach this node: its host, or kv_host if it listens on all addresses."""
         host = self.transfer.kv_host if self.host in ("0.0.0.0", "::") else self.host
         scheme = "https" if self.ssl_certfile else "http"
         return (

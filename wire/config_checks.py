@@ -1,8 +1,7 @@
-"""Checks that several types of settings have in common, and of hosts that may be nodes.
+"""Checks of settings, and of hosts that may be nodes.
 
-Hosts are judged by text alone: nothing is resolved, nothing is asked. What clients read in an
-address is never wider than what is read here: a host that is neither a plain name nor an address in
-its usual form is allowed by nothing.
+Hosts are judged by text alone, without look-ups: one that is neither a plain name nor a usual
+address is allowed by nothing.
 """
 
 from __future__ import annotations
@@ -45,13 +44,12 @@ LogFormat = Literal["text", "json"]
 
 
 def require(ok: bool, message: str) -> None:
-    """Raise ConfigError with this message unless ok."""
     if not ok:
         raise ConfigError(message)
 
 
 def check_fields(config: Any, of: str = "") -> None:
-    """Raise ConfigError for a field whose value its annotation (Literal or Meta) rules out."""
+    """Raise ConfigError for a value that its field's Literal or Meta rules out."""
     for name, allowed, limits in _declared(type(config)):  # type: ignore[arg-type]
         value = getattr(config, name)
         if allowed and value not in allowed:
@@ -92,18 +90,16 @@ def _beyond(limits: Meta, value: float) -> str:
 
 
 def gib(size: int) -> str:
-    """Write a number of bytes in GiB."""
     return f"{size / 2**30:.2f} GiB"
 
 
 def is_address(text: str) -> bool:
-    """Return whether this is host:port."""
     found = re.fullmatch(r"[^\s:]+:(\d+)", text)
     return found is not None and 0 < int(found[1]) < 65536
 
 
 def udp_address(router: str) -> tuple[str, int]:
-    """Read udp://host:port, where an IPv6 address stands in brackets. Raises ConfigError."""
+    """Read udp://host:port, an IPv6 address in brackets. Raises ConfigError."""
     found = re.fullmatch(r"udp://(?:\[([^\s\[\]]+)\]|([^\s:/\[\]]+)):([0-9]{1,5})", router)
     if found is None or not 0 < int(found[3]) < 65536:
         raise ConfigError(f"router must be udp://HOST:PORT, got {router!r}")
@@ -111,7 +107,7 @@ def udp_address(router: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address leads to its own machine, whatever a name server says."""
+    """Return whether an address is its own machine's, without a look-up."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -140,9 +136,7 @@ def is_base_url(url: str) -> bool:
 
 
 def base_url(typed: str) -> str:
-    """Read the address of a server as people type it: host:port is http, and /v1 is left out.
-    Raises ConfigError.
-    """
+    """Read a server's address as typed: host:port is http, /v1 is dropped. Raises ConfigError."""
     plain = typed.strip().rstrip("/").removesuffix("/v1").rstrip("/")
     url = f"http://{plain}" if is_address(plain) else plain
     like = f"{plain}:8000" if re.fullmatch(r"[\w.-]+", plain) else "http://127.0.0.1:8000"
@@ -171,11 +165,9 @@ def check_node_allow(entries: Iterable[str]) -> None:
 
 
 def is_node_allowed(url: str, entries: Sequence[str], nodes: Iterable[str]) -> bool:
-    """Return whether the host of `url` is in the entries, or that of one of `nodes`.
+    """Return whether the host of `url` is in the entries, or one of `nodes`.
 
-    A name equals a name, whatever its case and with or without the dot at its end; an address is in
-    a network, or equals an address, however it is written. A name is never looked up, so it is in
-    no network.
+    Names compare without case and final dot, addresses by value; a name is in no network.
     """
     host = _host_of(url)
     if host is None:

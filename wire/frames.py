@@ -1,8 +1,7 @@
 """Frames, by which a node answers a router, and the stream that carries them.
 
 A frame has the bytes for the client (`payload`) and beside them what a router needs to hand over or
-continue the request, so that it parses no JSON per token. Alone it is 4 bytes little-endian length,
-then one msgpack array.
+continue the request, so that it parses no JSON per token.
 
 The leg stream is one connection between a router and a node for all of their requests ("legs"): a
 POST to LEGS_PATH whose bodies last as long as the connection. Both are made of messages: 9 bytes

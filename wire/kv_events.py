@@ -1,15 +1,14 @@
-"""KV events: how blocks of KV are named, and what a node tells of its prefix cache.
+"""KV events: names of KV blocks, and what a node tells of its prefix cache.
 
-Names are chained hashes over little-endian 32-bit token ids from a fixed root: two nodes that never
-spoke to each other name the same block alike. Only full blocks are hashed.
+Names are chained hashes over little-endian 32-bit token ids from a fixed root, equal on all nodes.
+Only full blocks are hashed.
 
 The wire is vLLM's: a PUB socket sends (topic, sequence number as 8 bytes big-endian, batch as
-msgpack); a REQ or DEALER that sends a ROUTER socket a number gets (number, batch) for each batch
-from that one on, then (END, nothing). A batch is the array (time, events, rank 0 of one engine).
-Events are arrays with their kind first and vLLM's fields in vLLM's order, as its releases before
-June 2026 write them, or maps with the same names, as later ones do. Two things differ: token ids
-are told only if asked for, and who comes too late for the buffer is answered with one batch that
-begins with AllBlocksCleared and stores all that is held.
+msgpack); a ROUTER socket answers a number with (number, batch) for each batch from there on, then
+(END, nothing). A batch is the array (time, events, rank 0). Events are arrays of their kind and
+vLLM's fields in order, or maps, as vLLM writes them since June 2026. Unlike vLLM, token ids are
+told only if asked for, and who is too late for the buffer gets one batch that begins with
+AllBlocksCleared and stores all that is held.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ ROOT: BlockHash = blake2b(b"kvrelay block chain 1", digest_size=_SIZE).digest()
 def root_of(salt: str | None, adapter: str = "") -> BlockHash:
     """Return the parent of a request's first block.
 
-    A salt keeps tenants' caches apart, `adapter` (its name and content) KV that other weights have
-    made.
+    A salt keeps tenants' caches apart, `adapter` (name and content) KV of other weights.
     """
     root = ROOT if not salt else blake2b(ROOT + salt.encode(), digest_size=_SIZE).digest()
     # Personalized: no salt that a client chooses gives the root of an adapter.
@@ -76,7 +74,6 @@ def root_of(salt: str | None, adapter: str = "") -> BlockHash:
 
 
 def chain(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """Return the hash of one full block with these tokens behind `parent`."""
     packed = array("I", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -86,7 +83,7 @@ def chain(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 def extend(
     hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, root: BlockHash = ROOT
 ) -> None:
-    """Append the hashes of all full blocks of `token_ids` that `hashes` does not name yet."""
+    """Append the hashes of all further full blocks of `token_ids`."""
     for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
         parent = hashes[-1] if hashes else root
         hashes.append(chain(parent, token_ids[start : start + block_size]))
@@ -98,29 +95,27 @@ _NUMBER_BYTES = 8
 _KEY_BYTES = 8
 
 Hash = bytes | int
-"""Ours are 16 bytes. vLLM's are 32 bytes, or integers."""
+"""Ours have 16 bytes; vLLM's 32, or are integers."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A chain of blocks is held now; each is the parent of the next one."""
+    """A chain of blocks is held now."""
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
     token_ids: list[int] = []
-    """Of all blocks, one after the other; empty if the node keeps them to itself."""
+    """Of all blocks; empty if the node does not tell them."""
     block_size: int = 0
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: Any = None
-    """For each block what else its hash depends on: the adapter's name, and for a prompt's first
-    one the salt.
-    """
+    """What else the hash of each block depends on: adapter and salt."""
     group_idx: int | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """An event: these blocks are held no more."""
+    """A set of blocks is held no more."""
 
     block_hashes: list[Hash]
     medium: str | None = None
@@ -150,7 +145,7 @@ _MAPS = {BlockStored: _StoredMap, BlockRemoved: _RemovedMap, AllBlocksCleared: _
 
 
 class EventBatch(msgspec.Struct, frozen=True):
-    """A batch of changes since the one before, in order. `ts`: Unix seconds."""
+    """A batch of changes in order; `ts` is a Unix second."""
 
     ts: float
     events: list[Event]
@@ -166,16 +161,15 @@ class _BatchMap(_Batch, frozen=True, array_like=False):
 
 
 class KvEventsReport(msgspec.Struct, frozen=True):
-    """A part of a node's health report: where its KV events are told, on its host."""
+    """A part of a node's health report: ports of its KV events."""
 
     port: int
     replay_port: int
     next_number: int
-    """Of the next batch: who has not heard of all before has lost some."""
+    """Number of the next batch."""
 
 
 _ENGINE = 0
-"""The data-parallel rank of the engine that tells: a node has one."""
 
 _encoder = msgspec.msgpack.Encoder()
 _batch = msgspec.msgpack.Decoder(_Batch)
@@ -185,7 +179,7 @@ _event_map = msgspec.msgpack.Decoder(_StoredMap | _RemovedMap | _ClearedMap)
 
 
 def pack_batch(batch: EventBatch, *, maps: bool = False) -> bytes:
-    """Return a batch as it goes over the wire, its events as arrays or as maps."""
+    """Return a batch as bytes, its events as arrays or maps."""
     events = (
         [_MAPS[type(event)](*msgspec.structs.astuple(event)) for event in batch.events]
         if maps
@@ -195,7 +189,7 @@ def pack_batch(batch: EventBatch, *, maps: bool = False) -> bytes:
 
 
 def read_batch(payload: bytes) -> EventBatch:
-    """Read a batch in any form that is or was in use, of our nodes or of vLLM's. Raises NodeFailed."""
+    """Read a batch in any form of ours or vLLM's. Raises NodeFailed."""
     try:
         raw = _batch.decode(payload) if _is_array(payload) else _batch_map.decode(payload)
         events: list[Event] = []
@@ -208,17 +202,16 @@ def read_batch(payload: bytes) -> EventBatch:
 
 
 def is_snapshot(batch: EventBatch) -> bool:
-    """Return whether a batch says all that is held, whatever was told before."""
+    """Return whether a batch says all that is held."""
     return bool(batch.events) and isinstance(batch.events[0], AllBlocksCleared)
 
 
 def packed_number(number: int) -> bytes:
-    """Return a sequence number as it goes over the wire."""
     return number.to_bytes(_NUMBER_BYTES, "big")
 
 
 def number_of(packed: bytes) -> int:
-    """Return the number that `packed_number` was given. Raises NodeFailed."""
+    """Return the number in `packed`. Raises NodeFailed."""
     if len(packed) != _NUMBER_BYTES:
         raise NodeFailed(
             f"a sequence number of KV events has {_NUMBER_BYTES} bytes, got {len(packed)}"
@@ -227,16 +220,13 @@ def number_of(packed: bytes) -> int:
 
 
 def key_of(block_hash: Hash) -> int:
-    """Return what a router remembers of a hash: 64 bits are enough to choose a node by, and half as
-    large.
-    """
+    """Return 64 bits of a hash, enough to choose a node by."""
     if isinstance(block_hash, int):
         return block_hash & 0xFFFF_FFFF_FFFF_FFFF
     return int.from_bytes(block_hash[:_KEY_BYTES], sys.byteorder)
 
 
 def keys_of(hashes: Sequence[Hash] | Iterable[Hash]) -> list[int]:
-    """Return the keys of several hashes."""
     return [key_of(block_hash) for block_hash in hashes]
 
 
@@ -250,34 +240,28 @@ _ENDPOINT = re.compile(r"tcp://(\*|\[[^\s/\[\]*]+\]|[^\s/\[\]*]+):([0-9]{1,5})")
 
 @dataclass(frozen=True, slots=True)
 class KvEventsConfig:
-    """A choice of where a node tells KV events, to whom, and what they say."""
+    """A choice of where a node tells KV events, and what they say."""
 
     enable_kv_cache_events: bool = False
     """Tell which blocks the prefix cache holds."""
     publisher: Literal["zmq", "null"] = "zmq"
     """zmq, or null: tell nobody."""
     endpoint: str = "tcp://127.0.0.1:5557"
-    """Where events are told, tcp://HOST:PORT. A node always listens there; * is all addresses, port
-    0 a free one.
-    """
+    """Where events are told, tcp://HOST:PORT; * is all addresses, port 0 a free one."""
     replay_endpoint: str = ""
-    """Where those who have lost some are told again, in the same form; empty: nowhere. A router
-    needs it.
-    """
+    """Where lost events are told again; empty: nowhere. A router needs it."""
     buffer_steps: Annotated[int, Meta(gt=0)] = 10_000
     """Batches that are kept to be told again, in 4 MiB at most."""
     hwm: Annotated[int, Meta(gt=0)] = 1_024
-    """Batches that wait for one listener; further ones are lost to it until it asks for them."""
+    """Batches that wait for one listener; further ones are lost to it."""
     max_queue_size: Annotated[int, Meta(gt=0)] = 100_000
-    """Batches that wait to be published at most; a node publishes each at once, so none does."""
+    """Batches that wait to be published; a node publishes each at once."""
     topic: str = ""
-    """What each message begins with, for listeners to choose by."""
+    """Beginning of each message, for listeners to choose by."""
     token_ids: bool = False
-    """Tell the tokens of each block, too, with its adapter and salt. They are people's words, for
-    all who listen.
-    """
+    """Tell the tokens of each block, with adapter and salt: users' own words."""
     event_format: Literal["array", "map"] = "array"
-    """array, or map: what vLLM's own types read since June 2026, and its example does not."""
+    """array, or map: what vLLM's own types read since June 2026."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -296,12 +280,11 @@ class KvEventsConfig:
 
     @property
     def on(self) -> bool:
-        """Return whether anything is told."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
 
 def address_of(endpoint: str) -> tuple[str, int]:
-    """Split a checked endpoint into host and port."""
+    """Split a checked endpoint."""
     found = _ENDPOINT.fullmatch(endpoint)
     assert found is not None
     return found[1].strip("[]"), int(found[2])

@@ -1,4 +1,4 @@
-"""How an engine is profiled while it serves: the names are those of vLLM's `--profiler-config`."""
+"""Profiles of a serving engine, with the names of vLLM's `--profiler-config`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class ProfilerConfig:
     """A profile that POST /start_profile starts on a node."""
 
     profiler: Literal["torch", "cuda"] = "torch"
-    """torch writes a trace for each rank; cuda marks the range for a profiler that the node was
-    started under.
+    """torch writes a trace for each rank; cuda marks the range for the profiler that started the
+    node.
     """
     torch_profiler_dir: str = ""
-    """Folder for the traces, an absolute path; is made if it is not there."""
+    """Folder for the traces, an absolute path."""
     torch_profiler_with_stack: bool = True
     """Record the call stack of each operation."""
     torch_profiler_with_flops: bool = False
@@ -31,11 +31,10 @@ class ProfilerConfig:
     torch_profiler_record_shapes: bool = False
     """Record the shapes of tensors."""
     torch_profiler_with_memory: bool = False
-    """Record what memory is taken and given back."""
+    """Record allocations."""
     max_iterations: Annotated[int, Meta(ge=0)] = 1000
-    """Steps after which a profile ends by itself; 0 sets no limit. Without one its events may fill
-    the memory, and ending it may hold the engine up for so long that routers take the node for
-    dead.
+    """Steps after which a profile ends by itself; 0 sets no limit, and may fill the memory or hold
+    the engine up until routers take the node for dead.
     """
 
     def __post_init__(self) -> None:

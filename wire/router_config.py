@@ -36,25 +36,23 @@ class KeyConfig:
     name: str
     """Who it belongs to: for logs, metrics and fair shares."""
     sha256: str
-    """Of the key, in hexadecimal. A plain hash is enough for a random key: there is nothing to
-    guess.
-    """
+    """Of the key, in hexadecimal; a plain hash is enough for a random key."""
     weight: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
-    """Its share while requests wait, against the other keys'."""
+    """Its share of waiting requests, against other keys'."""
     priority: Annotated[int, Meta(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)] = 0
-    """Of its requests that ask for none, and the most important (the lowest) that they may ask for."""
+    """Of requests that ask for none, and the lowest (most important) that they may ask for."""
     requests_per_minute: _Limit = 0
     """0 is no limit."""
     tokens_per_minute: _Limit = 0
     """Tokens of prompts and answers; 0 is no limit."""
     max_running: _Limit = 0
-    """Requests under way at once, waiting ones among them; 0 is no limit."""
+    """Requests under way at once, with waiting ones; 0 is no limit."""
     max_queue: _Limit = 0
-    """Requests that wait for a node at once; 0 is no limit but the router's."""
+    """Requests that wait for a node; 0 is no limit but the router's."""
     models: tuple[str, ...] = ()
     """Models and adapters that it may ask for; empty allows all."""
     admin: bool = False
-    """It may change what the cluster serves."""
+    """May change what the cluster serves."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -76,10 +74,9 @@ class KeyConfig:
 Policy = Literal["least_queue", "prefix", "price", "round_robin", "session"]
 POLICY_NAMES: tuple[Policy, ...] = get_args(Policy)
 PRICE: Policy = "price"
-"""The policy that is none: both nodes of a request are chosen at once (router/placement.py)."""
+"""Both nodes of a request are chosen at once (router/placement.py)."""
 MAX_WORKERS = 256
 MAX_DRAIN_S = 3600.0
-"""The longest drain_deadline_s."""
 LIVE = frozenset(
     {
         "prefill",
@@ -99,9 +96,7 @@ LIVE = frozenset(
         "log_bodies",
     }
 )
-"""Settings that a running router takes over when its file is read again (router/router.py). All
-others are fixed at its start.
-"""
+"""Settings that a running router reads again (router/router.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,45 +108,37 @@ class RouterConfig(ServerConfig):
     decode: tuple[str, ...] = ()
     """Base URLs of decode nodes."""
     heartbeat_port: Port = 0
-    """UDP port on which nodes announce themselves (their --router), on the address of host and
-    signed with node_api_key; 0 hears none.
+    """UDP port on which nodes announce themselves (their --router), signed with node_api_key; 0
+    hears none.
     """
     kubernetes_selector: str = ""
-    """Nodes are the pods with a label kvrelay/role (prefill or decode) that this label selector
-    matches; empty asks no API server.
+    """Label selector of pods that are nodes, with a label kvrelay/role (prefill or decode); empty
+    asks no API server.
     """
     kubernetes_namespace: str = ""
     """Namespace of these pods; empty takes the router's own."""
     alias: tuple[str, ...] = ()
-    """A further name for a model or an adapter, name=model: clients may ask for either. Give it
-    again for more.
-    """
+    """Another name for a model or adapter, name=model. Give it again for more."""
     workers: Annotated[int, Meta(gt=0, le=MAX_WORKERS)] = 1
-    """Processes that serve the port; more than one share it, and a parent process keeps what they
-    have in common.
-    """
+    """Processes that share the port, with a parent for what they have in common."""
     keys: tuple[KeyConfig, ...] = ()
     """More API keys, each with its name, hash, limits and share; in a file a list of mappings."""
     isolate_keys: bool = False
-    """Share the KV of prompts among the requests of one API key alone. Without it a key can learn
-    by cached_tokens and the time of a first token whether another one has sent a prompt that begins
-    like its own.
+    """Share the KV of prompts within one API key only. Otherwise cached_tokens and first-token
+    times tell a key what prompts others sent.
     """
     node_api_key: str = field(default="", repr=False)
     """Sent to the nodes."""
     node_allow: tuple[str, ...] = ()
-    """A host name, an address or a network (10.1.0.0/16) of nodes that POST /admin/nodes
-    may name while there is a node_api_key, which is sent there; hosts of prefill and decode always
-    may. Give it again for more.
+    """Host name, address or network (10.1.0.0/16) of nodes that POST /admin/nodes or a ping may
+    name while node_api_key is set; hosts of prefill and decode always may. Give it again for more.
     """
     admin_key: str = field(default="", repr=False)
-    """What /admin routes and the console want as `Authorization: Bearer <admin_key>`; without one
-    the router draws one at its start, for its own user on this machine.
+    """Key of /admin routes and the console, as `Authorization: Bearer <admin_key>`; empty draws one
+    at start, for the router's own user on this machine.
     """
     drain_deadline_s: Annotated[float, Meta(gt=0, le=MAX_DRAIN_S)] = 30.0
-    """Told to end, the router takes no new connections, and what is under way may take this long;
-    an hour at most.
-    """
+    """At the end, requests under way may take this long; an hour at most."""
     connect_deadline_s: Positive = 2.0
     """A connection to a node must stand within this time."""
     health_interval_s: Positive = 0.5
@@ -159,30 +146,27 @@ class RouterConfig(ServerConfig):
     health_deadline_s: Positive = 2.0
     """A health check must be answered within this time."""
     max_queue: Annotated[int, Meta(ge=0)] = 1000
-    """Requests that wait while all nodes are busy, for each model; more are refused with 429.
-    Divided among workers.
+    """Waiting requests of each model while all nodes are busy; more get 429. Divided among workers.
     """
     ttft_target_ms: Annotated[float, Meta(ge=0)] = 0.0
-    """Requests whose first token would come later than this are refused at once, with 429; 0
-    refuses none. Clients may send their own as x-slo-ttft-ms.
+    """Refuse requests at once, with 429, whose first token would come later; 0 refuses none.
+    Clients may send x-slo-ttft-ms.
     """
     tpot_target_ms: Annotated[float, Meta(ge=0)] = 0.0
-    """Requests wait while one more would make a token take longer than this; 0 is no target.
-    Clients may send a stricter one as x-slo-tpot-ms.
+    """Requests wait while one more would make a token take longer; 0 is no target. Clients may send
+    a stricter x-slo-tpot-ms.
     """
     max_connections: Annotated[int, Meta(gt=0)] = 16384
-    """Connections of clients at once; more are refused with 503. Divided among workers."""
+    """Clients' connections at once; more get 503. Divided among workers."""
     node_ssl_certfile: str = ""
-    """A PEM file with the certificate that https:// nodes are shown, if they ask for one (their
-    ssl_cert_reqs).
-    """
+    """PEM file with the certificate for https:// nodes that ask for one (their ssl_cert_reqs)."""
     node_ssl_keyfile: str = ""
-    """The PEM file with its private key, if that is a file of its own."""
+    """PEM file with its private key, if that is a file of its own."""
     attempts: Annotated[int, Meta(gt=0)] = 3
-    """How many nodes a leg is tried on before the client gets an error."""
+    """Nodes on which a leg is tried before the client gets an error."""
     prefill_policy: Policy = PRICE
-    """How a prefill node is chosen: by price, or by a policy: prefix, session, least_queue or
-    round_robin. With one no decode node computes a prompt that a prefill node can.
+    """How a prefill node is chosen: by price, or by a policy (prefix, session, least_queue,
+    round_robin), with which no decode node computes a prompt that a prefill node can.
     """
     decode_policy: Policy = PRICE
     """How a decode node is chosen: one of the same."""
@@ -191,9 +175,9 @@ class RouterConfig(ServerConfig):
     itself.
     """
     least_prefill: Annotated[int, Meta(ge=0)] = 0
-    """So many prefill nodes of each model keep their role, whatever the load."""
+    """Prefill nodes of each model that keep their role, whatever the load."""
     least_decode: Annotated[int, Meta(ge=1)] = 1
-    """So many decode nodes of each model keep their role, whatever the load."""
+    """Decode nodes of each model that keep their role, whatever the load."""
 
     def __post_init__(self) -> None:
         ServerConfig.__post_init__(self)
@@ -243,18 +227,14 @@ class RouterConfig(ServerConfig):
         )
 
     def may_be_node(self, url: str) -> bool:
-        """Return whether somebody without the cluster's key may name a node at this
-        address.
-        """
+        """Return whether somebody without the cluster's key may name this node."""
         return not self.node_api_key or is_node_allowed(
             url, self.node_allow, (*self.prefill, *self.decode)
         )
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Names of `alias`, and what each stands for. Raises ConfigError for one that is not
-        name=model.
-        """
+        """Return what each name of `alias` stands for. Raises ConfigError."""
         pairs = [text.partition("=") for text in self.alias]
         for name, equals, model in pairs:
             require(

@@ -38,7 +38,7 @@ __all__ = [
 
 MAX_LOGPROBS = 20
 MAX_LISTED_TOKENS = 1024
-"""Tokens are applied one by one, in every step and for everybody in the batch."""
+"""Listed tokens are applied one by one in every step."""
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1)]
@@ -73,7 +73,7 @@ _RULE = {
     "grammar": re.compile("^[^\n:]*+:", re.MULTILINE),
 }
 GBNF_RULE = re.compile(r"^[^\S\n]*+[\w-]++[^\S\n]*+::=", re.MULTILINE)
-"""A grammar that has one is read as GBNF, any other as Lark."""
+"""Found in GBNF grammars; others are Lark."""
 # What has no depth: texts, comments, names of special tokens, classes of GBNF. They begin and end
 # where the grammar library says, or it refuses the grammar. Lark's regular expressions have a depth
 # of their own.
@@ -94,18 +94,13 @@ _VERBOSE = re.compile(r"\(\?[a-wyzA-Z-]*x|/[a-wyz]*x[a-z]*$")
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True):
-    """A constraint that the text of an answer must match. Tokens are masked so that it does:
-    paged_engine/grammar.py.
+    """A constraint on the text of an answer, followed by masking tokens (paged_engine/grammar.py).
 
-    `text` by kind: json: a JSON schema. regex: a regular expression for the whole answer. choice: a
-    JSON list of strings, of which the answer is one. grammar: a Lark grammar, or GBNF. tags: free
-    text with constrained parts, a JSON object {"structures": [{"begin", "schema", "end"}],
-    "triggers": [...]}. lark: any of these as the Lark grammar that the engine compiles; no request
-    has it. `whitespace`: json: what may stand between tokens, as a regular expression; None is at
-    most one space. `field`: the request's field that asked for it, which an error names. `behind`:
-    the text is free up to this one, and the constraint is about what follows; empty: it is about
-    all. If there is an `opener`, so only where the text begins with that; else the constraint is
-    about all.
+    `text` by kind: json: a schema; regex: for the whole answer; choice: a JSON list of answers;
+    grammar: Lark or GBNF; tags: free text with constrained parts, {"structures": [{"begin",
+    "schema", "end"}], "triggers": [...]}; lark: any of these, compiled. `whitespace` is a regular
+    expression between JSON tokens; None: at most one space. `field` is the request's field, for
+    errors. Text up to `behind` is free; with an `opener` only where the text begins with it.
     """
 
     kind: ConstraintKind
@@ -116,9 +111,7 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     opener: str = ""
 
     def check(self) -> Constraint:
-        """Return self, or raise RequestError if it is too large. Whether it compiles, a grammar
-        library says.
-        """
+        """Return self, or raise RequestError if it is too large."""
         self._at_most("characters", len(self.text), _MAX_CONSTRAINT_CHARS[self.kind])
         self._at_most(
             "characters in its whitespace pattern",
@@ -174,13 +167,12 @@ def _regex_deep(text: str) -> int:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """A choice's sampling parameters. Token i is a function of (logits, these values, i): see
+    """A choice's sampling parameters. Token i is a function of (logits, these values, i):
     kernels/sampling.py.
 
-    `seed` is always set (a request without one is given one at the door); `top_k` 0 and `top_p` 1
-    are off; `temperature` 0 is greedy; `logprobs` None is off, k means the chosen token and the k
-    most likely; `prompt_logprobs` means the same of the prompt's tokens from the second one on. Of
-    each of `bad_words` the last token never follows the others.
+    `top_k` 0, `top_p` 1 and `logprobs` None are off; `temperature` 0 is greedy; `logprobs` k means
+    the chosen token and the k likeliest, `prompt_logprobs` the same of the prompt from its second
+    token on. The last token of each of `bad_words` never follows the others.
     """
 
     max_tokens: Positive
@@ -204,7 +196,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: LogprobCount | None = None
 
     def check(self, vocab_size: int) -> SamplingParams:
-        """Return self, or raise RequestError for what the types cannot say."""
+        """Return self. Raises RequestError for what the types cannot say."""
         if self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens must be at most {self.max_tokens} (max_tokens), got {self.min_tokens}",
@@ -236,7 +228,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A model's own sampling, for the fields that a request leaves out."""
+    """A model's own sampling, for fields that a request leaves out."""
 
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
@@ -246,11 +238,11 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
     max_tokens: Positive | None = None
     """Of a chat; None: as many as fit."""
     limit: Positive | None = None
-    """No answer has more tokens, whatever is asked for."""
+    """Most tokens of any answer."""
 
 
 PLAIN_SAMPLING = SamplingDefaults()
-"""What the API has for fields that are left out."""
+"""The API's own defaults."""
 GENERATION_FIELDS = (
     "temperature",
     "top_p",
@@ -259,15 +251,12 @@ GENERATION_FIELDS = (
     "repetition_penalty",
     "max_new_tokens",
 )
-"""What is taken from a generation config."""
 
 
 def generation_values(
     values: Mapping[str, Any], where: str = "override_generation_config", remedy: str = "mend it"
 ) -> dict[str, Any]:
-    """Return a generation config's values for sampling, by the rules for requests.
-
-    Raises ConfigError for a wrong one."""
+    """Return a generation config's sampling. Raises ConfigError for a wrong value."""
     found = {field: values[field] for field in GENERATION_FIELDS if values.get(field) is not None}
     if found.get("top_k") == -1:
         found["top_k"] = 0

@@ -214,7 +214,7 @@ def test_flags_of_a_config_make_the_same_config_again() -> None:
     assert "--served-model-name=--odd name" in flags
     assert len(flags) == 6
     router = RouterConfig(prefill=("http://a", "http://b"), port=1)
-    assert flags_of(router) == ["--prefill=http://a", "--prefill=http://b", "--port=1"]
+    assert flags_of(router) == ["--port=1", "--prefill=http://a", "--prefill=http://b"]
 
 
 VLLMS = {
