@@ -1,4 +1,4 @@
-"""Chat templates: Jinja in a sandbox, with what Hugging Face's templates expect to find."""
+"""Chat templates: Jinja in a sandbox, with what Hugging Face's templates expect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PROBE_TEXT = "kvrelay probe"
 
 
 def check_template(template: str) -> None:
-    """Check a node's template: raise ConfigError if it is no valid Jinja, warn if it is slow."""
+    """Raise ConfigError for invalid Jinja, and warn of a slow template."""
     try:
         _compiled(template)
     except (TemplateError, SyntaxError, RecursionError) as why:
@@ -65,11 +65,11 @@ def render(
     continue_final_message: bool = False,
     **kwargs: Any,
 ) -> str:
-    """Return the prompt of these messages; `kwargs` are further variables of the template.
+    """Return the prompt of these messages; `kwargs` are variables of the template.
 
-    `write` makes the text of a call: with it, tools that the template does not render are put into
-    a system text. With `continue_final_message` the prompt ends where the last message's content
-    does. Raises RequestError if there is no template or no message, or if it refuses them.
+    With `write`, tools that the template does not render become a system text. With
+    `continue_final_message` the prompt ends with the last message's content. Raises RequestError if
+    there is no template or no message, or if it refuses them.
     """
     if not template:
         raise RequestError(
@@ -135,7 +135,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as an object; text that is no JSON object stays as it is."""
+    """Return a call with its arguments as an object, if they are one."""
     function = call.get("function")
     if not isinstance(function, Mapping):
         return dict(call)

@@ -1,4 +1,4 @@
-"""Sampling defaults of a model: generation_config.json and the command line's overrides."""
+"""A model's sampling defaults: generation_config.json and overrides."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ _FROM_CARDS: dict[str, dict[str, Any]] = {
 
 
 def sampling_defaults(config: EngineConfig, name: str = "") -> SamplingDefaults:
-    """Return the defaults of the configured model, which is called `name`.
+    """Return a model's defaults. Raises ConfigError.
 
-    As in vLLM, the model's max_new_tokens is a default, and an operator's is a limit. Raises
-    ConfigError.
+    As in vLLM, the model's max_new_tokens is a default, an operator's a limit.
     """
     source = config.generation_config
     if source == "auto":

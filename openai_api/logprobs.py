@@ -1,4 +1,4 @@
-"""Log-probabilities of generated and of prompt tokens, in the shapes of OpenAI and vLLM. Pure."""
+"""Log-probabilities in the shapes of OpenAI and vLLM. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ _LOWEST = -9999.0
 def chat_logprobs(
     tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], *, as_token_ids: bool = False
 ) -> ChatLogprobs:
-    """Return one entry per token, with its most likely tokens."""
     content = []
     for entry in logprobs:
         chosen = _top(tokenizer, entry.token_id, entry.logprob, as_token_ids)
@@ -47,7 +46,7 @@ def completion_logprobs(
     *,
     as_token_ids: bool = False,
 ) -> CompletionLogprobs:
-    """Return parallel lists; the chosen token is always among the most likely ones."""
+    """Return parallel lists; the chosen token is among the likeliest."""
     tops: list[dict[str, float] | None] = []
     for entry in logprobs:
         pairs = [
@@ -68,7 +67,7 @@ def completion_logprobs(
 def joined(
     first: CompletionLogprobs | None, then: CompletionLogprobs | None
 ) -> CompletionLogprobs | None:
-    """Return the lists of two consecutive parts of a text as one."""
+    """Return the lists of two consecutive texts as one."""
     if first is None or then is None:
         return first or then
     return CompletionLogprobs(
@@ -92,16 +91,12 @@ def _top(tokenizer: Tokenizer, token_id: int, logprob: float, as_token_ids: bool
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can hold."""
     return logprob if logprob >= _LOWEST else _LOWEST
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredPrompt:
-    """A prompt's tokens, and the log-probabilities of all but the first.
-
-    Raises RequestError if their numbers do not match.
-    """
+    """A prompt's tokens, and log-probabilities of all but the first. Raises RequestError."""
 
     token_ids: Sequence[int]
     entries: Sequence[TokenLogprobs]
@@ -115,7 +110,7 @@ class ScoredPrompt:
             )
 
     def listed(self, tokenizer: Tokenizer, count: int) -> list[dict[str, PromptLogprob] | None]:
-        """Return, for each token, itself and the `count` likeliest ones by id; None for the first."""
+        """Return each token with the `count` likeliest by id; None for the first."""
 
         def named(token: int, logprob: float, rank: int) -> PromptLogprob:
             return PromptLogprob(finite(logprob), rank, tokenizer.token_text(token))
@@ -132,7 +127,7 @@ class ScoredPrompt:
     def echoed(
         self, tokenizer: Tokenizer, count: int, echo: str, *, as_token_ids: bool = False
     ) -> CompletionLogprobs:
-        """Return the lists of a completion that begins with the prompt, whose text is `echo`."""
+        """Return the lists of a completion that begins with the prompt's text `echo`."""
         first = TokenLogprobs(self.token_ids[0], 0.0)
         cut = [
             replace(e, top_ids=e.top_ids[:count], top_logprobs=e.top_logprobs[:count])

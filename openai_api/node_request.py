@@ -1,7 +1,7 @@
-"""One node's part of one request: what to submit to the engine, and how updates become frames.
+"""One node's part of a request: engine requests, and updates as frames.
 
-Each choice is an engine request of its own; all but the first fork from it. prefill_node/request.py
-ends a request with a hand-over instead.
+Each choice is an engine request; all but the first fork from it. prefill_node/request.py ends with
+a hand-over instead.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["NodeRequest", "fork_submits"]
 
 
 def fork_submits(first: Submit, generated: Mapping[int, Sequence[int]]) -> list[Submit]:
-    """Return an engine request for each choice, with the output tokens that it has.
+    """Return an engine request for each choice, with its output tokens.
 
-    The first one gets `first`'s id and fetch, the others share its prompt.
+    The first has `first`'s id and fetch; the others share its prompt.
     """
     submits: list[Submit] = []
     for choice, tokens in generated.items():
@@ -45,10 +45,9 @@ def fork_submits(first: Submit, generated: Mapping[int, Sequence[int]]) -> list[
 
 
 class NodeRequest:
-    """A request on this node. `done` once its last frame is made, before the engine is done
-    perhaps.
+    """A request on this node. `done` once its last frame is made.
 
-    `submits` are the choices that are not over yet; choice i of the answer is `writer.choices[i]`.
+    `submits` are the choices that are not over.
     """
 
     def __init__(self, submits: Sequence[Submit], writer: AnswerWriter) -> None:
@@ -66,7 +65,6 @@ class NodeRequest:
         self._reports_load = True
 
     def constrain(self, constraint: Constraint) -> None:
-        """Give all choices this constraint in place of theirs."""
         self.submits = [
             msgspec.structs.replace(
                 each, params=msgspec.structs.replace(each.params, constraint=constraint)
@@ -75,18 +73,14 @@ class NodeRequest:
         ]
 
     def opening_frames(self, load: Load) -> Iterator[Frame]:
-        """Return the frames before the engine's first; all of them if nothing is submitted."""
+        """Return the frames before the engine's first."""
         return iter(())
 
     def over(self, request_id: str) -> bool:
-        """Return whether an engine request has nothing more to say."""
         return request_id not in self._live
 
     def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:
-        """Return the frames of an engine update.
-
-        Raises what ended the request: NodeFailed, KvNotLoaded, RequestError.
-        """
+        """Return the frames of an update. Raises NodeFailed, KvNotLoaded, RequestError."""
         if update.fetch_error is not None and self._kv_error is None:
             self._kv_error = update.fetch_error.partition(":")[0]
         if update.finish is Finish.ERROR:
@@ -127,7 +121,7 @@ class NodeRequest:
     def tokens(
         self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish | None, load: Load
     ) -> Frame:
-        """Return a frame about one choice. The first one with tokens reports the load."""
+        """Return a frame about one choice; the first with tokens has the load."""
         reports_load = self._reports_load and bool(update.token_ids)
         self._reports_load = self._reports_load and not update.token_ids
         return Frame(
@@ -145,7 +139,7 @@ class NodeRequest:
     def ended(
         self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish, load: Load
     ) -> Frame:
-        """Return a frame about the end of a choice, the last one if all have ended."""
+        """Return a frame about a choice's end, the last one if all have ended."""
         frame = self.tokens(choice, payload, update, finish, load)
         if not self.writer.ended:
             return frame
@@ -161,7 +155,6 @@ class NodeRequest:
         )
 
     def error(self, why: KvrelayError) -> Frame:
-        """Return the frame of a request that broke."""
         self.done = True
         self.finish = Finish.ERROR
         cause = self._new_kv_error()
@@ -178,7 +171,7 @@ class NodeRequest:
         return cause or ""
 
     def stages(self, update: RequestUpdate) -> dict[str, float] | None:
-        """Return milliseconds of each stage in the engine, as of the last update."""
+        """Return milliseconds of each stage in the engine."""
         if self.timing is None:
             return None
         stages = stages_ms(self.timing)

@@ -75,10 +75,7 @@ class Prompts:
     def all_token_ids(
         self, request: ChatRequest | CompletionRequest, *, fits: bool = True
     ) -> list[list[int]]:
-        """Return each prompt of a request; a chat has one. Raises RequestError.
-
-        `fits`: it must fit the context.
-        """
+        """Return each prompt; `fits`: it must fit the context. Raises RequestError."""
         if isinstance(request, ChatRequest):
             return [self.token_ids(request, fits=fits)]
         prompts = prompts_of(request)
@@ -90,7 +87,7 @@ class Prompts:
     def token_ids(
         self, request: ChatRequest | CompletionRequest, *, fits: bool = True
     ) -> list[int]:
-        """Return the prompt of a chat, or of a completion with one prompt. Raises RequestError."""
+        """Return the only prompt of a request. Raises RequestError."""
         if isinstance(request, ChatRequest):
             text, special = self._chat(request), bool(request.add_special_tokens)
         elif isinstance(request.prompt, str):
@@ -130,7 +127,6 @@ class Prompts:
     def beginning(
         self, request: ChatRequest | CompletionRequest, token_ids: list[int]
     ) -> Beginning:
-        """Return what an answer to this prompt begins with."""
         ids = token_ids if request.return_token_ids else None
         if isinstance(request, ChatRequest):
             last = request.messages[-1] if request.messages else None

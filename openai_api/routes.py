@@ -1,7 +1,6 @@
-"""Routes that the router and nodes share: dialects, tokenization, responses, version, docs.
+"""Routes of router and nodes: dialects, tokenization, responses, version, docs.
 
-Chat and text completions have their routes in router/app.py and node/app.py; both serve these here
-as a `Server`.
+Chat and text completions have their own in router/app.py and node/app.py.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ __all__ = [
 RESPONSES_PATH = "/v1/responses"
 ANTHROPIC_PATH = "/v1/messages"
 GUARDED = ("/v1", "/tokenize", "/detokenize", "/inference")
-"""Prefixes of the paths that need the API key."""
+"""Prefixes of paths that need the API key."""
 
 _EXCERPT_BYTES = 2000
 _MAX_PAGE = 100  # items of a list, in the OpenAI API
@@ -61,40 +60,36 @@ _PACKAGES = ("kvrelay", "torch", "triton", "transformers", "fastapi", "uvicorn")
 
 
 class Server(Protocol):
-    """A router or a node, as these routes see it."""
+    """A router or a node."""
 
     def check_key(self, request: Request) -> None:
-        """Raise Unauthorized if a key is needed and not given."""
+        """Raise Unauthorized if a key is needed."""
         ...
 
     def owner(self, request: Request) -> str:
-        """Return the owner of a request's responses: the hash of its key, or one name for all."""
+        """Return the owner of responses: the key's hash, or one name for all."""
         ...
 
     async def complete(
         self, request: Request, translate: Translate, recall: Recall | None = None
     ) -> Response:
-        """Answer a request whose body means a chat or text completion. Raises KvrelayError.
-
-        `recall` gets the body before `translate` does.
-        """
+        """Answer a body that means a completion, after `recall`. Raises KvrelayError."""
         ...
 
     async def tokenized(
         self, request: Request, path: str, translate: Callable[[bytes], bytes]
     ) -> bytes | None:
-        """Return what POST /tokenize or /detokenize answers to the translated body.
-
-        None if the client has gone. Raises KvrelayError.
+        """Return the answer of /tokenize or /detokenize, None if the client is gone. Raises
+        KvrelayError.
         """
         ...
 
     def served(self) -> list[str]:
-        """Return the names of the models that requests may use now."""
+        """Return the models that requests may name."""
         ...
 
     def healthy(self) -> bool:
-        """Return whether requests can be served now."""
+        """Return whether requests can be served."""
         ...
 
     def alive(self) -> bool:
@@ -103,13 +98,12 @@ class Server(Protocol):
 
 
 def error_shape(path: str) -> Callable[[int, ErrorBody], bytes]:
-    """Return what encodes the errors of a path."""
     anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
     return anthropic_error if anthropic else openai_error
 
 
 def key_of_headers(headers: Callable[[str], str | None]) -> str:
-    """Return the API key of a request, from `Authorization: Bearer` or Anthropic's x-api-key.
+    """Return a request's API key, from `Authorization: Bearer` or x-api-key.
 
     By RFC 9110, 11, the scheme has any case and one space or more after it.
     """
@@ -118,22 +112,17 @@ def key_of_headers(headers: Callable[[str], str | None]) -> str:
 
 
 def body_excerpt(body: bytes) -> str:
-    """Return the beginning of a request's body for a log line."""
     return repr(body[:_EXCERPT_BYTES].decode("utf-8", "replace"))
 
 
 def version() -> str:
-    """Return the version of the installed package."""
     return _version("kvrelay") or "unknown"
 
 
 def add_routes(
     app: FastAPI, server: Server, responses: ResponseStore | None = None, *, root_path: str = ""
 ) -> None:
-    """Add the shared routes to an app.
-
-    `responses` stores responses, by default in memory; `root_path` is the prefix of a proxy.
-    """
+    """Add the shared routes; responses are stored in memory by default."""
     _add_responses(app, server, responses or ResponseStore())
     _add_anthropic(app, server)
     _add_docs(app, server, root_path)
@@ -240,9 +229,9 @@ def _add_docs(app: FastAPI, server: Server, root_path: str) -> None:
 
 
 def server_info(config: Any, config_format: str) -> dict[str, Any]:
-    """Return what GET /server_info answers, with vLLM's field names. Raises RequestError.
+    """Return the answer of GET /server_info, with vLLM's names. Raises RequestError.
 
-    `config` is a dataclass; fields without a repr are secrets and left out.
+    Fields without a repr are secrets and left out.
     """
     if config_format not in ("text", "json"):
         raise RequestError(

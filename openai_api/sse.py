@@ -1,4 +1,4 @@
-"""Server-sent events as bytes, and the answers to several prompts as one. Light and pure."""
+"""Server-sent events, and the answers to several prompts as one. Light and pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(payload: bytes) -> bytes:
-    """Return an event with one line of data; JSON holds no line break."""
     return b"data: %b\n\n" % payload
 
 
 def error_event(error: KvrelayError) -> bytes:
-    """Return the end of a stream that broke, from which the official client raises APIError."""
+    """Return the end of a broken stream, for which the official client raises APIError."""
     return event(error.json()) + DONE
 
 
@@ -36,10 +35,7 @@ class _Body(msgspec.Struct):
 
 
 def joined_body(bodies: Sequence[bytes]) -> bytes:
-    """Return the JSON bodies of a completion's prompts as one, with all choices and summed usage.
-
-    Pure bytes work: choices are not decoded.
-    """
+    """Return several prompts' bodies as one, with all choices and summed usage."""
     whole = msgspec.json.decode(bodies[0], type=dict[str, Raw])
     parts = [msgspec.json.decode(body, type=_Body) for body in bodies]
     whole["choices"] = Raw(_encode([choice for part in parts for choice in part.choices]))
@@ -55,7 +51,7 @@ def joined_end(
     created: int,
     model: str,
 ) -> bytes:
-    """Return the end of a joined stream: the usage of all prompts, if asked for, and [DONE]."""
+    """Return the end of a joined stream: usage, if asked for, and [DONE]."""
     if not include_usage:
         return sse.DONE
     chunk = CompletionChunk(response_id, "text_completion", created, model, [], _sum(counts))

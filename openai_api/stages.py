@@ -41,14 +41,13 @@ STAGES = (
     "total",
 )
 TOLD = "told"
-"""Time from the news that the KV is complete to the token of the first step; for the router only.
-"""
+"""From the news of complete KV to the first step's token; for the router."""
 MOVED = "transfer_bytes"
-"""Bytes of KV that were fetched; for the router only."""
+"""Bytes of fetched KV; for the router."""
 
 
 def stages_ms(timing: Timing) -> dict[str, float]:
-    """Return milliseconds of a request's stages in one engine, with TOLD and MOVED."""
+    """Return milliseconds of stages in one engine, with TOLD and MOVED."""
     stages_s: dict[str, float] = {}
     if timing.transfer_s:
         if timing.prefill_s:
@@ -66,10 +65,7 @@ def stages_ms(timing: Timing) -> dict[str, float]:
 
 
 def with_stages(end: bytes, stages: Mapping[str, float]) -> bytes:
-    """Add a member `kvrelay` with milliseconds to the last JSON object of an answer's end.
-
-    Nothing is decoded: all other bytes stay what they are.
-    """
+    """Add a member `kvrelay` with milliseconds to an answer's last JSON object, without decoding."""
     tail = b"}\n\n" + sse.DONE
     if not end.endswith(tail):
         tail = b"}"
@@ -80,7 +76,7 @@ def with_stages(end: bytes, stages: Mapping[str, float]) -> bytes:
 
 
 class StageTime(NamedTuple):
-    """A stage of a request, from `start` to `end`."""
+    """A stage of a request."""
 
     name: str
     start: float
@@ -88,10 +84,9 @@ class StageTime(NamedTuple):
 
 
 def stage_times(timing: Timing, began: float, ended: float) -> list[StageTime]:
-    """Return the stages of a request that was here from `began` to `ended`, without empty ones.
+    """Return the non-empty stages of a request from `began` to `ended`.
 
-    An engine reports durations, which follow each other without gaps, so they are counted back from
-    the end. Seconds of one clock.
+    Engine durations follow each other without gaps, so they are counted back from the end.
     """
     decode = max(began, ended - timing.decode_s)
     prefill = max(began, decode - timing.prefill_s)

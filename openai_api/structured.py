@@ -1,7 +1,6 @@
-"""The form that a request asks of its answer: response_format, structured_outputs, guided_*.
+"""Constraints of an answer: response_format, structured_outputs, guided_*.
 
-Names are OpenAI's and vLLM's. Whether a schema, regex or grammar can be followed is decided where
-it is compiled (paged_engine/grammar.py).
+paged_engine/grammar.py decides whether a schema, regex or grammar can be followed.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ _MAX_TAGS = 128
 
 
 def constraint_of(request: SamplingFields) -> Constraint | None:
-    """Return the one constraint of a request, None if the answer is free.
-
-    Raises RequestError, also for several.
-    """
+    """Return the one constraint of a request. Raises RequestError, also for several."""
     # With a forced tool call there is no message to format.
     forced = list(_forced_calls(request)) or list(_response_format(request.response_format))
     found = [*forced, *_guided(request), *_structured(request.structured_outputs)]
@@ -61,10 +57,7 @@ def constraint_of(request: SamplingFields) -> Constraint | None:
 def bad_word_ids(
     words: list[str] | None, encode: Callable[[str], list[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return token ids of each word, at the beginning of a text and after a space.
-
-    Raises RequestError for a word of spaces.
-    """
+    """Return each word's token ids, alone and after a space. Raises RequestError for spaces alone."""
     found: dict[tuple[int, ...], None] = {}
     for word in words or ():
         if not word.strip():

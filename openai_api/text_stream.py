@@ -1,7 +1,4 @@
-"""Token ids in, text out: holds back what is not certain yet, and finds stop strings. Pure.
-
-The state depends on the token ids only, so another node rebuilds it by replaying them.
-"""
+"""Token ids in, text out; holds back the uncertain, finds stop strings. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +10,10 @@ __all__ = ["TextStream"]
 
 
 class TextStream:
-    """A text of one answer, as its tokens come. Parts of a character and of a possible stop string
-    are held back.
+    """A text as its tokens come. Parts of a character and of a stop string are held back.
 
-    Stop strings are not looked for in the text of the first `min_tokens` tokens. With
-    `skip_special_tokens`, special tokens have no text, except those in `rendered`.
+    No stop string is looked for in the first `min_tokens` tokens. With `skip_special_tokens` only
+    those in `rendered` have text.
     """
 
     def __init__(
@@ -47,7 +43,7 @@ class TextStream:
         self._held = ""
 
     def push(self, token_id: int) -> str:
-        """Return the text that may be sent now."""
+        """Return the text that may be sent."""
         if self.stop_hit is not None:
             return ""
         text = "" if token_id in self._skipped else self._utf8.decode(self._bytes_of(token_id))
@@ -58,7 +54,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Return what was held back, now that nothing follows."""
+        """Return what was held back."""
         if self.stop_hit is not None:
             return ""
         rest = self._utf8.decode(b"", final=True)

@@ -1,8 +1,6 @@
-"""The tools of a chat request, and its choice of them: none, auto, required or one by name. Pure
-and light.
+"""The tools of a chat request, and its choice of them. Pure and light.
 
-Auto needs a parser of the model's calls. Required and named need none: the output is constrained to
-a JSON schema, which is made here.
+Auto needs a parser of calls. Required and named constrain the output to a schema instead.
 """
 
 from __future__ import annotations
@@ -37,20 +35,18 @@ class Choice(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """A request's tools. `name` is set with NAMED; without `parallel` there is one call at
-    most.
-    """
+    """A request's tools. `name` is set with NAMED; without `parallel` there is one call at most."""
 
     choice: Choice = Choice.NONE
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Tools as the client wrote them, for the chat template; empty with NONE."""
+    """As the client wrote them; empty with NONE."""
     name: str = ""
     parallel: bool = True
 
     def schema(self) -> dict[str, Any] | None:
-        """Return the JSON schema that the content is constrained to; None for none and auto.
+        """Return the content's JSON schema; None for none and auto. Raises RequestError.
 
-        Named: of the arguments. Required: of a list of {"name", "parameters"}. Raises RequestError.
+        Named: of the arguments. Required: of a list of {"name", "parameters"}.
         """
         if self.choice is Choice.NAMED:
             return dict(
@@ -73,7 +69,7 @@ class ToolUse:
 
 
 def tool_use(request: ChatRequest) -> ToolUse:
-    """Return what a request asks of tools, checked. Raises RequestError."""
+    """Return what a request asks of tools. Raises RequestError."""
     tools, wanted = request.tools, request.tool_choice
     names = _checked_names(tools or ())
     # An empty list of tools is a client's way to have none, whatever else it sends.

@@ -1,7 +1,7 @@
 """OpenTelemetry traces: a span for each request, its stages as children, by OTLP over HTTP.
 
-OpenTelemetry is imported only if an endpoint is configured, and its own variables (OTEL_*) apply.
-Spans are made when a request has ended, of times that were measured anyway.
+The SDK is imported only for a configured endpoint; its variables (OTEL_*) apply. Spans are made
+when a request has ended.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STATE = re.compile(r"[\x20-\x7e]{1,512}")
 
 
 def otlp_endpoint(configured: str, environ: Mapping[str, str]) -> str:
-    """Return where traces are sent, empty if nowhere; the configuration overrides the environment."""
+    """Return where traces are sent, empty if nowhere."""
     if (
         environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
         or environ.get("OTEL_TRACES_EXPORTER", "") == "none"
@@ -50,11 +50,7 @@ def otlp_endpoint(configured: str, environ: Mapping[str, str]) -> str:
 
 
 def start_tracing(configured: str, service: str) -> Tracing | None:
-    """Return the tracing of this process, None without an endpoint.
-
-    `service` is its name unless OTEL_SERVICE_NAME is set. Raises ConfigError if OpenTelemetry is
-    not installed.
-    """
+    """Return this process's tracing, None without an endpoint. Raises ConfigError."""
     endpoint = otlp_endpoint(configured, os.environ)
     return Tracing(endpoint, service) if endpoint else None
 
@@ -66,7 +62,7 @@ def trace_id_of(traceparent: str) -> str:
 
 
 def trace_headers(header: Callable[[str], str | None]) -> dict[str, str]:
-    """Return the valid traceparent and tracestate of a caller, which are passed on."""
+    """Return a caller's valid traceparent and tracestate."""
     parent, state = header("traceparent"), header("tracestate")
     if parent is None or not _TRACE.fullmatch(parent):
         return {}
@@ -76,7 +72,7 @@ def trace_headers(header: Callable[[str], str | None]) -> dict[str, str]:
 
 
 class RequestSpan:
-    """A request in this process. `headers` go with all requests that it makes."""
+    """A request in this process; `headers` go with its own requests."""
 
     def __init__(
         self, span: Span, child_of: Context, headers: dict[str, str], start: Callable[..., Span]
@@ -91,7 +87,7 @@ class RequestSpan:
         ended: float,
         error: str = "",
     ) -> None:
-        """End the span at a monotonic second, with its stages; `error` is why it failed."""
+        """End the span at a monotonic second, with its stages."""
         if not self._span.is_recording():
             return
         from opentelemetry.trace import Status, StatusCode
@@ -107,7 +103,7 @@ class RequestSpan:
 
 
 class Tracing:
-    """A process's spans. They are sent in the background, or dropped."""
+    """A process's spans, sent in the background or dropped."""
 
     def __init__(self, endpoint: str, service: str) -> None:
         try:
@@ -136,7 +132,7 @@ class Tracing:
         self._carrier = TraceContextTextMapPropagator()
 
     def begin(self, name: str, headers: Mapping[str, str], began: float) -> RequestSpan:
-        """Begin the span of a request that came with these headers at a monotonic second."""
+        """Begin a request's span at a monotonic second."""
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind, set_span_in_context
 
@@ -150,7 +146,7 @@ class Tracing:
         return RequestSpan(span, child_of, passed_on, self._tracer.start_span)
 
     def close(self, within_s: float = _FLUSH_S) -> None:
-        """Send what is left, blocking for at most `within_s`."""
+        """Send what is left, blocking at most `within_s`."""
         # On a thread, because it would wait too long for a collector that hangs.
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()

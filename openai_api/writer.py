@@ -1,7 +1,7 @@
-"""Tokens of the engine as the bytes of an answer: SSE events, or one JSON body. Pure.
+"""Tokens of the engine as an answer's bytes: SSE events, or one JSON body. Pure.
 
-The state of a choice depends on the request and the token ids only. A writer on another node that
-is given the tokens so far continues where this one stood: the client sees the bytes of one writer.
+A choice's state depends on the request and the token ids only, so a writer on another node
+continues where this one stood.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ChoiceWriter:
     """A choice of an answer. Call `tokens` for each update, `end` once, then `whole` if not
     streamed.
 
-    After a replay of `so_far`, `stopped` may be true (call `end`), or `ended` (call nothing).
+    After a replay it may be `stopped` (call `end`) or `ended` (call nothing).
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class ChoiceWriter:
 
     @property
     def stopped(self) -> bool:
-        """End the answer at a stop string: abort the request in the engine and call `end`."""
+        """Return whether a stop string was hit: abort the request and call `end`."""
         return self._stream.stop_hit is not None
 
     @property
     def sent_text(self) -> int:
-        """Characters that the client has once it has all bytes so far."""
+        """Return how many characters the client has."""
         return self._stream.sent - len(self._unsent)
 
     @property
@@ -122,9 +122,9 @@ class ChoiceWriter:
     def tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> list[ChunkChoice]:
-        """Add new tokens and return the chunks to send now, none if the client does not stream.
+        """Add tokens and return the chunks to send.
 
-        Without new tokens: what a replay left unsent. Tokens after a stop string are dropped.
+        Without tokens: what a replay left unsent. Tokens after a stop string are dropped.
         """
         text, self._unsent = self._unsent + self._take(token_ids, logprobs), ""
         if not self._streams:
@@ -136,7 +136,7 @@ class ChoiceWriter:
         return head + self._chunks(text, fresh)
 
     def end(self, finish: Finish) -> list[ChunkChoice]:
-        """End the choice and return its last chunks, with the finish reason."""
+        """End the choice and return its last chunks."""
         assert not self.ended, "a choice ends once"
         text, self._unsent = self._unsent + self._stream.finish(), ""
         self.ended = True
@@ -157,7 +157,7 @@ class ChoiceWriter:
         return [*self._head(), *chunks, replace(last, **reasons)]
 
     def whole(self) -> ChatChoice | CompletionChoice:
-        """Return the ended choice of a body that is not streamed."""
+        """Return the ended choice."""
         rest = (
             self._finish_reason,
             self._stop_reason,
@@ -307,11 +307,10 @@ class AnswerWriter:
         beginning: Beginning = Beginning(),  # noqa: B008 - a constant
         message: Callable[[int], PlainMessage] = lambda _: PlainMessage(),
     ) -> None:
-        """`message` makes the parser of the choice with an index; `so_far` is what was made
-        elsewhere.
+        """`message` makes a choice's parser; `so_far` was made elsewhere.
 
-        A `part` of a request with several prompts counts its choices from `first_index`, and leaves
-        the end of a stream to sse.py. Raises RequestError for a `so_far` that cannot be continued.
+        A `part` of several prompts counts choices from `first_index`, and leaves a stream's end to
+        sse.py. Raises RequestError for a `so_far` that cannot be continued.
         """
         self.streams = bool(request.stream)
         self._part = part
@@ -344,7 +343,7 @@ class AnswerWriter:
 
     @property
     def scored_prompt(self) -> ScoredPrompt | None:
-        """Log-probabilities of the prompt, if the request wants them; set before the first token."""
+        """Return the prompt's log-probabilities, set before the first token."""
         return self.choices[0].scored_prompt
 
     @scored_prompt.setter

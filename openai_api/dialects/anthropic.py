@@ -49,21 +49,21 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """A switch of thinking: enabled, adaptive or disabled. The budget is not enforced."""
+    """A switch of thinking; the budget is not enforced."""
 
     type: Annotated[str, one_of("enabled", "adaptive", "disabled")]
     budget_tokens: int | None = None
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
-    """A form of an output: {"type": "json_schema", "schema": ...}."""
+    """A form of an output."""
 
     effort: str | None = None
     format: dict[str, Any] | None = None
 
 
 class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A body of POST /v1/messages/count_tokens: all that is a part of the prompt."""
+    """A body of POST /v1/messages/count_tokens: the prompt."""
 
     model: str
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -75,7 +75,7 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
-    """A body of POST /v1/messages. The fields of PASSED_ON are taken, too."""
+    """A body of POST /v1/messages, beside the fields of PASSED_ON."""
 
     max_tokens: Positive
     stop_sequences: list[str] | None = None
@@ -92,14 +92,14 @@ _refuse = refuser({"container": ((), _CLIENT), "mcp_servers": (([],), _CLIENT)})
 
 
 def decode_messages(body: bytes) -> MessagesRequest:
-    """Return the request in `body`, checked. Raises RequestError."""
+    """Return the request. Raises RequestError."""
     request = read_json(body, _decoder)
     _refuse(body)
     return request
 
 
 def chat_body(request: MessagesRequest, body: bytes) -> bytes:
-    """Return the body of the chat completion that `request`, in `body`, means. Raises RequestError."""
+    """Return the chat completion that a request means. Raises RequestError."""
     user = (request.metadata or {}).get("user_id")
     stream = {"include_usage": True, "continuous_usage_stats": True} if request.stream else None
     every: dict[str, Any] = {
@@ -121,7 +121,7 @@ def chat_body(request: MessagesRequest, body: bytes) -> bytes:
 
 
 def count_body(body: bytes) -> bytes:
-    """Return the body of POST /tokenize for a count_tokens request. Raises RequestError."""
+    """Return the body of POST /tokenize for count_tokens. Raises RequestError."""
     request = read_json(body, _count_decoder)
     every = {**_prompt(request), **_thinking(request.thinking, {})}
     return _encode({name: value for name, value in every.items() if value is not None})
@@ -251,19 +251,18 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 def anthropic_error(status: int, error: ErrorBody) -> bytes:
-    """Return an error in Anthropic's shape."""
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if 400 <= status < 500 else "api_error")
     return _encode({"type": "error", "error": {"type": kind, "message": error.message}})
 
 
 def translate_messages(body: bytes, message_id: str) -> tuple[bytes, Dialect]:
-    """Translate the body of POST /v1/messages. Raises RequestError."""
+    """Translate a body of POST /v1/messages. Raises RequestError."""
     request = decode_messages(body)
     return chat_body(request, body), AnthropicAnswer(request, message_id)
 
 
 class AnthropicAnswer(ChatAnswer):
-    """An answer of the Anthropic API. `message_id` begins with msg_."""
+    """An answer of the Anthropic API."""
 
     begins_at_once = False
 
@@ -279,11 +278,9 @@ class AnthropicAnswer(ChatAnswer):
         self._stopped_by: int | str | None = None
 
     def keep_alive(self) -> bytes:
-        """Return a ping; before the message has begun, a comment."""
         return _event("ping") if self._begun else KEEP_ALIVE
 
     def error(self, status: int, error: ErrorBody) -> bytes:
-        """Return an error in this API's shape."""
         return anthropic_error(status, error)
 
     def _send(self, kind: str, **values: Any) -> None:
@@ -337,7 +334,6 @@ class AnthropicAnswer(ChatAnswer):
         self._send("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
     def _close(self) -> None:
-        """End the open block, if there is one: there is never more than one."""
         if self._pieces is None:
             return
         block, text = self._blocks[-1], "".join(self._pieces)
@@ -364,7 +360,6 @@ class AnthropicAnswer(ChatAnswer):
         self._sent.append(b"event: error\ndata: %b\n\n" % body)
 
     def _stop(self) -> tuple[str, str | None]:
-        """(stop_reason, stop_sequence)."""
         if self._finish == "stop" and self._calls:
             # Chat completions say `stop` when the client has named the tool.
             return "tool_use", None

@@ -1,7 +1,6 @@
-"""Client dialects: what each must provide, and what their translations share. Pure and light.
+"""Client dialects, and what their translations share. Pure and light.
 
-Inside the cluster there are chat and text completions only; an answer becomes the client's dialect
-where it leaves.
+Inside the cluster there are chat and text completions only.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ __all__ = [
 ]
 
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which clients of any dialect skip."""
+"""A comment, which all clients skip."""
 
 PASSED_ON = (
     "seed",
@@ -63,29 +62,28 @@ PASSED_ON = (
     "bad_words",
     "structured_outputs",
 )
-"""Fields of chat completions that every dialect takes, too."""
+"""Fields of chat completions that every dialect takes."""
 
 Message = dict[str, Any]
 T = TypeVar("T")
 
 
 def openai_error(status: int, error: ErrorBody) -> bytes:
-    """Return an error in OpenAI's shape, `{"error": {...}}`."""
     return msgspec.json.encode({"error": error})
 
 
 class Dialect:
-    """A translation of one answer from a chat completion; this one leaves it as it is."""
+    """A translation of a chat completion's answer; this one changes nothing."""
 
     chat: ClassVar[bool] = True
-    """False: the answer is made of a text completion."""
+    """False: made of a text completion."""
 
     def events(self, payload: bytes) -> bytes:
-        """Translate bytes of a streamed completion, cut anywhere; an error becomes an event."""
+        """Translate bytes of a stream, cut anywhere."""
         return payload
 
     def keep_alive(self) -> bytes:
-        """Return what is sent when nothing has come for a while."""
+        """Return what is sent after a silence."""
         return KEEP_ALIVE
 
     def whole(self, body: bytes) -> bytes:
@@ -93,18 +91,16 @@ class Dialect:
         return body
 
     def error(self, status: int, error: ErrorBody) -> bytes:
-        """Return the body of an error answer."""
         return openai_error(status, error)
 
 
 Translate = Callable[[bytes], tuple[bytes, Dialect]]
-"""From a request body to a completion's body and the answer's dialect. Raises RequestError."""
+"""From a body to a completion's body and the answer's dialect. Raises RequestError."""
 
 AS_IS = Dialect()
 
 
 def untranslated(body: bytes) -> tuple[bytes, Dialect]:
-    """Return the body of a chat or text completion as it is."""
     return body, AS_IS
 
 
@@ -114,7 +110,7 @@ _raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def passed_on(body: bytes) -> dict[str, Any]:
-    """Return the fields of PASSED_ON that a body has, undecoded. Raises RequestError."""
+    """Return the fields of PASSED_ON, undecoded. Raises RequestError."""
     fields = read_json(body, _raw_decoder)
     return {name: fields[name] for name in PASSED_ON if name in fields}
 
@@ -146,14 +142,14 @@ def text_of(content: Any, types: tuple[str, ...], where: str) -> str:
 
 
 def assistant(messages: list[Message]) -> Message:
-    """Return the assistant's message at the end of `messages`, added if there is none."""
+    """Return the assistant's message at the end, added if there is none."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
 
 
 def joined_system(messages: list[Message]) -> list[Message]:
-    """Join the system messages at the beginning, because many chat templates take one only."""
+    """Join the first system messages: many templates take one only."""
     others = (i for i, message in enumerate(messages) if message["role"] != "system")
     count = next(others, len(messages))
     if count < 2:
@@ -163,9 +159,8 @@ def joined_system(messages: list[Message]) -> list[Message]:
 
 
 def function_tool(tool: dict[str, Any], parameters: str, where: str) -> dict[str, Any]:
-    """Return a tool as chat completions have it. Raises RequestError.
-
-    `parameters` is the name of the field with its schema.
+    """Return a tool as chat completions have it, with its schema from `parameters`. Raises
+    RequestError.
     """
     name = tool.get("name")
     if not isinstance(name, str) or not name:
@@ -188,7 +183,7 @@ def function_tool(tool: dict[str, Any], parameters: str, where: str) -> dict[str
 
 
 class EventChoice(msgspec.Struct, frozen=True):
-    """A choice of a chunk (`delta`) or of a whole answer (`message`)."""
+    """A choice of a chunk (`delta`) or a whole answer (`message`)."""
 
     delta: Delta | None = None
     message: Delta | None = None
@@ -198,7 +193,7 @@ class EventChoice(msgspec.Struct, frozen=True):
 
 
 class ChatUsage(msgspec.Struct, frozen=True):
-    """A chat completion's token counts, ours or vLLM's."""
+    """A chat completion's token counts."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -207,12 +202,10 @@ class ChatUsage(msgspec.Struct, frozen=True):
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that were found in a prefix cache."""
         return (self.prompt_tokens_details or {}).get("cached_tokens") or 0
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of reasoning, where the answer tells."""
         return (self.completion_tokens_details or {}).get("reasoning_tokens") or 0
 
 
@@ -228,7 +221,7 @@ _event_decoder = msgspec.json.Decoder(ChatEvent)
 
 
 class Events(Generic[T]):
-    """A reader of events from a byte stream. `done` once [DONE] has come."""
+    """A reader of events; `done` after [DONE]."""
 
     def __init__(self, decoder: msgspec.json.Decoder[T]) -> None:
         self.done = False
@@ -236,7 +229,7 @@ class Events(Generic[T]):
         self._rest = b""
 
     def feed(self, payload: bytes) -> list[T]:
-        """Return the events that `payload` completes. Raises NodeFailed for a malformed one."""
+        """Return the completed events. Raises NodeFailed."""
         *blocks, self._rest = (self._rest + payload).split(b"\n\n")
         events: list[T] = []
         for block in blocks:
@@ -251,7 +244,7 @@ class Events(Generic[T]):
 
 
 def decoded(decoder: msgspec.json.Decoder[T], data: bytes) -> T:
-    """Decode a node's JSON. Raises NodeFailed if it is malformed."""
+    """Decode a node's JSON. Raises NodeFailed."""
     try:
         return decoder.decode(data)
     except MALFORMED as why:
@@ -261,12 +254,11 @@ def decoded(decoder: msgspec.json.Decoder[T], data: bytes) -> T:
 class ChatAnswer(Dialect, abc.ABC):
     """A dialect's answer, made of a chat completion.
 
-    A whole answer is a stream of one chunk whose events nobody sees, so one state machine does
-    both.
+    A whole answer is a stream of one chunk whose events nobody sees.
     """
 
     begins_at_once: ClassVar[bool]
-    """The first events come before the first chunk is complete."""
+    """The first events come before the first chunk."""
 
     def __init__(self) -> None:
         self._chunks = Events(_event_decoder)
@@ -275,7 +267,6 @@ class ChatAnswer(Dialect, abc.ABC):
         self._usage = ChatUsage()
 
     def events(self, payload: bytes) -> bytes:
-        """Translate bytes of a streamed chat completion."""
         if self._over:
             return b""
         if self.begins_at_once:
@@ -290,7 +281,6 @@ class ChatAnswer(Dialect, abc.ABC):
         return self._flush()
 
     def whole(self, body: bytes) -> bytes:
-        """Translate a whole chat completion. Raises NodeFailed."""
         answer = decoded(_event_decoder, body)
         if not answer.choices:
             raise NodeFailed("a node sent an answer without a choice; send the request again")
@@ -319,12 +309,12 @@ class ChatAnswer(Dialect, abc.ABC):
 
     @abc.abstractmethod
     def _add(self, choice: EventChoice, delta: Delta) -> None:
-        """Send what a chunk adds."""
+        pass
 
     @abc.abstractmethod
     def _end(self) -> dict[str, Any]:
-        """Send the last events, once, and return the whole answer."""
+        """Send the last events, once, and return the answer."""
 
     @abc.abstractmethod
     def _fail(self, error: ErrorBody) -> None:
-        """Send an error after the first event."""
+        pass

@@ -1,7 +1,6 @@
 """POST /inference/v1/generate, vLLM's tokens in, tokens out, as a text completion. Pure.
 
-Shapes are those of vllm/entrypoints/serve/disagg/protocol.py. Nodes make text on the way, which is
-dropped here.
+Shapes are of vllm/entrypoints/serve/disagg/protocol.py.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _BESIDE = (
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A body of POST /inference/v1/generate. `sampling_params` are fields of a completion."""
+    """A body of POST /inference/v1/generate."""
 
     token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(min_length=1)]
     sampling_params: dict[str, Any]
@@ -58,7 +57,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GeneratedChoice(msgspec.Struct, frozen=True):
-    """A choice, or an addition to one. Log-probabilities name tokens `token_id:` and the id."""
+    """A choice, or an addition; log-probabilities name tokens by id."""
 
     index: int
     logprobs: ChatLogprobs | None
@@ -67,7 +66,7 @@ class GeneratedChoice(msgspec.Struct, frozen=True):
 
 
 class Generated(msgspec.Struct, frozen=True):
-    """A whole answer, or an event of a stream; the last one may have the usage and no choice."""
+    """A whole answer, or an event of a stream."""
 
     request_id: str
     choices: list[GeneratedChoice]
@@ -99,7 +98,7 @@ _completion_decoder = msgspec.json.Decoder(_Completion)
 
 
 def translate_generate(body: bytes) -> tuple[bytes, Dialect]:
-    """Translate the body of POST /inference/v1/generate. Raises RequestError."""
+    """Translate a body. Raises RequestError."""
     request = read_json(body, _request_decoder)
     _refuse(body)
     given = _raw_decoder.decode(body)

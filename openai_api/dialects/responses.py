@@ -1,4 +1,4 @@
-"""One call of /v1/responses, from its body to the response that is stored."""
+"""A call of /v1/responses, from its body to the stored response."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 Recall = Callable[[bytes, int], Awaitable[int]]
-"""Look up what a body continues. From the body and the bytes allowed in all to the bytes added."""
+"""From a body and the bytes allowed in all to the bytes that it continues."""
 _NAMED = "previous_response_id"
 
 _encode = msgspec.json.Encoder().encode
@@ -47,16 +47,16 @@ _asked = msgspec.json.Decoder(_Asked)
 
 
 class StoredConversation:
-    """A view of the store for one owner; without `responses` nothing is stored."""
+    """A view of the store for one owner."""
 
     def __init__(self, responses: ResponseStore | None = None, owner: str = "") -> None:
         self._responses, self._owner = responses, owner
         self._found: Stored | None = None
 
     async def recall(self, body: bytes, max_bytes: int) -> int:
-        """Get the response that a body continues, if it names one, and return its bytes.
+        """Get the response that a body continues, and return its bytes.
 
-        Raises NotFound, Unavailable, and RequestError if the conversation is too long.
+        Raises NotFound, Unavailable, and RequestError for a long conversation.
         """
         try:
             wanted = (await off_loop(len(body), _asked.decode, body)).previous_response_id
@@ -71,7 +71,7 @@ class StoredConversation:
         return earlier
 
     def get(self, response_id: str, param: str | None = None) -> Stored:
-        """Return the response that was recalled. Raises NotFound if none was."""
+        """Return the recalled response. Raises NotFound."""
         if self._found is None:
             raise missing(response_id, param)
         return self._found
@@ -84,9 +84,7 @@ class StoredConversation:
 async def translate_body(
     body: bytes, translate: Translate, recall: Recall | None, max_bytes: int
 ) -> tuple[bytes, Dialect]:
-    """Return a body translated, on a thread if it or what it continues is long. Raises
-    KvrelayError.
-    """
+    """Translate a body, on a thread if the conversation is long. Raises KvrelayError."""
     earlier = 0 if recall is None else await recall(body, max_bytes)
     return await off_loop(
         len(body) + earlier, partial(_joined, translate, max_bytes) if earlier else translate, body
@@ -121,10 +119,7 @@ def _check_shape(whole: bytes) -> None:
 def translate_responses(
     body: bytes, store: StoredConversation, response_id: str, created_at: int
 ) -> tuple[bytes, Dialect]:
-    """Translate the body of POST /v1/responses.
-
-    Raises RequestError, and NotFound if the response that it continues is not stored.
-    """
+    """Translate a body of POST /v1/responses. Raises RequestError, NotFound."""
     request = decode_responses(body)
     turns: tuple[bytes, ...] = ()
     earlier = 0
@@ -162,7 +157,7 @@ def _said(item: Item) -> Item:
 
 
 def input_page(stored: Stored, limit: int, order: str, after: str | None) -> dict[str, Any]:
-    """Return the page of a response's own input items that follow the one with the id `after`."""
+    """Return the page of a response's input items after the id `after`."""
     items = _items.decode(stored.input)
     if order == "desc":
         items.reverse()

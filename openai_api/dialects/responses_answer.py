@@ -28,7 +28,7 @@ _PARAMS = {
 _CODES = {"overloaded_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
 
 Finished = Callable[[dict[str, Any]], None]
-"""Called with the whole response once, when it has ended well or cut short."""
+"""Called with the whole response once, unless it failed."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class _Item:
 
 
 class ResponsesAnswer(ChatAnswer):
-    """An answer of the Responses API. `response_id` begins with resp_, and ids of items end as it."""
+    """An answer of the Responses API; ids of items end as the response's."""
 
     begins_at_once = True
 
@@ -60,12 +60,11 @@ class ResponsesAnswer(ChatAnswer):
         self._finish_reason = "stop"
 
     def keep_alive(self) -> bytes:
-        """Return the first events if they were not sent yet, else a comment."""
+        """Return the unsent first events, else a comment."""
         self._begin()
         return self._flush() or KEEP_ALIVE
 
     def error(self, status: int, error: ErrorBody) -> bytes:
-        """Return OpenAI's error body, with this API's name of the field."""
         param = _PARAMS.get(error.param or "", error.param)
         return openai_error(status, msgspec.structs.replace(error, param=param))
 

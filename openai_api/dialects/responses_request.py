@@ -1,7 +1,4 @@
-"""POST /v1/responses: its body as a chat completion. Pure and light.
-
-Refuses what this server does not have (hosted tools, background runs, files).
-"""
+"""POST /v1/responses: its body as a chat completion. Pure and light."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ __all__ = [
 ]
 
 Item = dict[str, Any]
-"""An item of an input or an output."""
 
 _MESSAGE_PARTS = ("input_text", "output_text", "text", "refusal")
 _ROLES = ("user", "assistant", "system", "developer")
@@ -43,21 +39,21 @@ _WITH_LOGPROBS = "message.output_text.logprobs"
 
 
 class ReasoningConfig(msgspec.Struct, frozen=True):
-    """A setting of how much a model thinks. `summary` is not made: the reasoning itself is given."""
+    """A setting of how much a model thinks."""
 
     effort: str | None = None
     summary: str | None = None
 
 
 class TextConfig(msgspec.Struct, frozen=True):
-    """A form of a text: {"type": "text" | "json_object" | "json_schema", ...}."""
+    """A form of a text."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A body of POST /v1/responses. The fields of PASSED_ON are taken, too."""
+    """A body of POST /v1/responses, beside the fields of PASSED_ON."""
 
     model: str | None = None
     input: (
@@ -101,14 +97,14 @@ _refuse = refuser(
 
 
 def decode_responses(body: bytes) -> ResponsesRequest:
-    """Return the request in `body`, checked. Raises RequestError."""
+    """Return the request. Raises RequestError."""
     request = read_json(body, _decoder)
     _refuse(body)
     return request
 
 
 def check_count(request: ResponsesRequest, earlier: int) -> None:
-    """Raise RequestError if the conversation, with `earlier` items, has too many of them."""
+    """Raise RequestError for too many items, with `earlier` ones."""
     count = earlier + (1 if isinstance(request.input, str) else len(request.input))
     if count > MAX_MESSAGES:
         raise RequestError(
@@ -119,7 +115,7 @@ def check_count(request: ResponsesRequest, earlier: int) -> None:
 
 
 def own_items(request: ResponsesRequest, suffix: str) -> list[Item]:
-    """Return the input as items, each with an id, made of `suffix` where the client gave none."""
+    """Return the input as items, each with an id."""
     given = request.input
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return [_completed(item, f"{suffix}{at}", at) for at, item in enumerate(items)]
@@ -143,10 +139,7 @@ def _completed(item: Item, suffix: str, at: int) -> Item:
 
 
 def chat_body(request: ResponsesRequest, items: Sequence[Item], body: bytes) -> bytes:
-    """Return the body of the chat completion that `request`, in `body`, means.
-
-    `items` are those of earlier responses and its own. Raises RequestError.
-    """
+    """Return the chat completion that a request means. Raises RequestError."""
     messages = (
         [] if not request.instructions else [{"role": "system", "content": request.instructions}]
     )
