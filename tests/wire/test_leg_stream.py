@@ -11,7 +11,6 @@ from kvrelay.wire.frames import (
     MALFORMED,
     Frame,
     FrameKind,
-    FrameReader,
     Kind,
     MessageReader,
     credit,
@@ -19,7 +18,6 @@ from kvrelay.wire.frames import (
     frame_message,
     frame_of,
     message,
-    pack,
 )
 
 MESSAGES = st.lists(
@@ -54,15 +52,3 @@ def test_frames_and_credit() -> None:
     for malformed in (b"\xc1", b"\x91" * 100_000 + b"\xc0"):
         with pytest.raises(MALFORMED):
             frame_of(malformed)
-
-
-@given(st.lists(st.integers(0, 200), max_size=4))
-def test_packed_frames_come_out_as_they_went_in(cuts: list[int]) -> None:
-    frames = [Frame(FrameKind.TOKENS, bytes([i]) * i, [i], i) for i in range(8)]
-    said = b"".join(map(pack, frames))
-    reader, at, heard = FrameReader(), 0, []
-    for cut in [*sorted(min(cut, len(said)) for cut in cuts), len(said)]:
-        heard += reader.feed(said[at:cut])
-        at = cut
-    assert heard == frames
-    assert reader.pending == 0
