@@ -305,7 +305,7 @@ def least(kind: inspect.Type, name: str) -> bytes:
     types = _types(kind, (name,)) or (kind,)
     match types[0]:
         case inspect.Metadata(type=inner):
-            return _least(inner, name)
+            return least(inner, name)
         case inspect.StrType():
             return _SAID.get(name, '"a"').encode()
         case inspect.LiteralType(values=values):
