@@ -28,14 +28,18 @@ from kvrelay.router.nodes.members import Source, static_nodes
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.prefix.kv_events import KvEvents
-from kvrelay.router.request.attempt import RunContext
 from kvrelay.router.request.placer import Placer
+from kvrelay.router.request.poison import MAX_LOST
+from kvrelay.router.request.retries import RunContext
 from kvrelay.router.request_log import RequestLog
 from kvrelay.router.roles import RoleChanger
 from kvrelay.router.shared import Shared
 from kvrelay.router.state import health_of
 from kvrelay.router.transport.node_client import NodeClient
+from kvrelay.router.transport.node_errors import AttemptFailed
+from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError, KvrelayError, RequestError
+from kvrelay.wire.frames import MALFORMED
 from kvrelay.wire.router_config import LIVE, RouterConfig
 
 __all__ = ["Reread", "Router", "changes", "reload_on_hangup"]
@@ -163,6 +167,43 @@ class Router:
         if warm_up.how in ("met", "failed"):
             failed, now = warm_up.how == "failed", time.monotonic()
             self.node_health.probed(warm_up.prefill, warm_up.decode, failed=failed, now=now)
+
+    async def ask(self, path: str, body: bytes) -> bytes:
+        """Return the answer of any node of a model to a short question. Raises KvrelayError."""
+        model, body = self._for_model(body)
+        # Prefill nodes first, because they tokenize anyway.
+        nodes = [
+            node for role in (Role.PREFILL, Role.DECODE) for node in self.pool.up(role, model=model)
+        ]
+        if not nodes:
+            self.pool.require_ready(model)
+        # A text that ends one node may end the next, as a completion may.
+        *others, last = nodes[: min(self.config.attempts, MAX_LOST)]
+        for node in others:
+            try:
+                return await self.node_client.ask(node, path, body)
+            except AttemptFailed as why:
+                _log.warning("a question was not answered: %s", why.detail)
+        return await self.node_client.ask(last, path, body)
+
+    def _for_model(self, body: bytes) -> tuple[str, bytes]:
+        # The model whose nodes are asked (empty: any), and the body with the name that they know.
+        try:
+            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            named = msgspec.json.decode(fields.get("model", b"null"), type=str | None)
+        except MALFORMED:
+            named = None  # a node says what is wrong
+        if named:
+            model = self.models.named(named)
+            if model != named:
+                fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+                body = msgspec.json.encode(fields)
+            return model, body
+        if len(served := list(self.models.ready())) > 1:
+            raise RequestError(
+                f"model is missing; served: {', '.join(map(repr, served))}", param="model"
+            )
+        return "", body
 
     def health(self) -> tuple[int, bytes]:
         """Return status (503 if no model can be served) and body of GET /health."""

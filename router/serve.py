@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import random
@@ -11,7 +10,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -24,8 +22,7 @@ from kvrelay.openai_api.routes import body_excerpt
 from kvrelay.router.admission.keys import Caller
 from kvrelay.router.client_connection import Reply, headers_of
 from kvrelay.router.guard import caller_of, read_body
-from kvrelay.router.nodes.models import Models
-from kvrelay.router.nodes.node import Node, NodeKind
+from kvrelay.router.nodes.node import NodeKind
 from kvrelay.router.relay import CLIENT_GONE, Relay
 from kvrelay.router.request.job import (
     CHAT_PATH,
@@ -38,16 +35,13 @@ from kvrelay.router.request.job import (
     parts_of,
 )
 from kvrelay.router.request.multi_prompt import MultiPromptRun
-from kvrelay.router.request.poison import MAX_LOST, CrashRecord, fingerprint_of
+from kvrelay.router.request.poison import CrashRecord, fingerprint_of
 from kvrelay.router.request.run import RequestRun, Run
 from kvrelay.router.request.timeline import Timeline
 from kvrelay.router.request.vllm_run import VllmRun
 from kvrelay.router.request_log import RequestTrace
 from kvrelay.router.router import Router
-from kvrelay.router.transport.node_errors import AttemptFailed
-from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError, RequestError
-from kvrelay.wire.frames import MALFORMED
 from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["Frontend", "checked_body", "slo_of_headers"]
@@ -168,7 +162,7 @@ class Frontend:
         body = await checked_body(request, router.config)
         body = await off_loop(len(body), translate, body)
         async with router.admission.question(caller_of(request)):
-            return await unless_disconnected(request, _ask_nodes(router, path, body))
+            return await unless_disconnected(request, router.ask(path, body))
 
     def check_key(self, request: Request) -> None:
         """Do nothing: keys are checked before routes are chosen (router/guard.py)."""
@@ -219,46 +213,3 @@ def _target_s(name: str, value: str | None) -> float | None:
             f"{name} must be a number of milliseconds above 0, got {value[:40]!r}", param=name
         )
     return target / 1e3
-
-
-async def _ask_nodes(router: Router, path: str, body: bytes) -> bytes:
-    model, body = _for_model(body, router.models)
-    # Prefill nodes first, because they tokenize anyway.
-    nodes: list[Node] = [
-        *router.pool.up(Role.PREFILL, model=model),
-        *router.pool.up(Role.DECODE, model=model),
-    ]
-    if not nodes:
-        router.pool.require_ready(model)
-    failure: AttemptFailed | None = None
-    # A text that ends one node may end the next, as a completion may.
-    for node in nodes[: min(router.config.attempts, MAX_LOST)]:
-        try:
-            return await router.node_client.ask(node, path, body)
-        except AttemptFailed as why:
-            _log.warning("a question was not answered: %s", why.detail)
-            failure = why
-    assert failure is not None
-    raise failure
-
-
-class _Named(msgspec.Struct):
-    model: str | None = None
-
-
-def _for_model(body: bytes, models: Models) -> tuple[str, bytes]:
-    # The model whose nodes are asked (empty: any), and the body with the name that they know.
-    named = None
-    with contextlib.suppress(*MALFORMED):  # a node says what is wrong
-        named = msgspec.json.decode(body, type=_Named).model
-    if named:
-        model = models.named(named)
-        if model != named:
-            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-            body = msgspec.json.encode(fields | {"model": msgspec.Raw(msgspec.json.encode(model))})
-        return model, body
-    if len(served := list(models.ready())) > 1:
-        raise RequestError(
-            f"model is missing; served: {', '.join(map(repr, served))}", param="model"
-        )
-    return "", body

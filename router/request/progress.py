@@ -110,27 +110,13 @@ class AnswerProgress:
         first, told = self._choices[0], params.answer().choices[0]
         known = first.generated[: len(told.generated)]
         if known != told.generated[: len(known)]:
-            self._diverged = (
-                True  # a decode leg has told of another first token, and the client may have it
-            )
+            self._diverged = True  # the client may have the first token of a decode request
             return
         self.handover = params
         # A decode leg that has begun with the ticket may be further already.
         if len(first.generated) <= len(told.generated):
             self.output_tokens += len(told.generated) - len(first.generated)
             self._choices[0] = _copied(told)
-
-    def start_over(self) -> bool:
-        """Forget a failed prefill request; return False if the client has a part of it."""
-        if self.forwarded:
-            return False
-        self._choices, self.handover, self.ticket, self.output_tokens = (
-            {0: ChoiceSoFar()},
-            None,
-            None,
-            0,
-        )
-        return True
 
     @property
     def told(self) -> KvTransferParams | None:
@@ -144,17 +130,14 @@ class AnswerProgress:
 
     def decode_params(self) -> KvTransferParams:
         """Return where the next decode request starts: hand-over, ticket, or all tokens so far."""
-        first = self._choices[0]
-        if not any(choice.generated for at, choice in self._choices.items() if at):
-            if self.handover is not None and len(first.generated) == len(self.handover.generated):
+        known = len(self._choices[0].generated)
+        if any(choice.generated for at, choice in self._choices.items() if at):
+            pass
+        elif self.handover is not None:
+            if known == len(self.handover.generated):
                 return self.handover
-            if (
-                self.handover is None
-                and self.ticket is not None
-                and not self._diverged
-                and len(first.generated) <= 1
-            ):
-                return self.ticket  # it will tell of the first token again
+        elif self.ticket is not None and known <= 1 and not self._diverged:
+            return self.ticket  # it will tell of the first token again
         return self.without_kv()
 
     def without_kv(self) -> KvTransferParams:

@@ -23,11 +23,12 @@ from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.client_connection import Reply
 from kvrelay.router.nodes.kv_match import kv_mismatch
 from kvrelay.router.nodes.node import Lease, Node
-from kvrelay.router.request.attempt import Attempt, Attempts, RunContext
+from kvrelay.router.request.attempt import Attempt
 from kvrelay.router.request.job import Job, decode_body, prefill_body, prefix_of
 from kvrelay.router.request.placer import ChosenNodes, PlacementLeases, PlacementQuery
 from kvrelay.router.request.poison import CrashRecord
 from kvrelay.router.request.progress import AnswerProgress, Diverged, FramePosition
+from kvrelay.router.request.retries import Attempts, RunContext
 from kvrelay.router.request.timeline import Timeline
 from kvrelay.router.transport.node_errors import AttemptFailed, Refused
 from kvrelay.wire.config import Role
@@ -253,10 +254,11 @@ class RequestRun(Run):
                 failure = without_frames(why)
             finally:
                 self._pool.give_back(lease)
-            if self._early_decode is not None or not self.progress.start_over():
+            if self._early_decode is not None or self.progress.forwarded:
                 # The decode node computes the prompt itself if it must.
                 self._metrics.failovers.labels("prefill").inc()
                 return False
+            self.progress = AnswerProgress(self.job)
             if isinstance(failure, AttemptFailed):
                 attempts.require_another(failure)
             self.context.placer.give_back(self.placed)

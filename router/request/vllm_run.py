@@ -19,10 +19,10 @@ import msgspec
 
 from kvrelay.openai_api.sse import DONE
 from kvrelay.router.nodes.node import Lease, Node, NodeKind
-from kvrelay.router.request.attempt import Attempts, RunContext
 from kvrelay.router.request.job import CHAT_PATH, Job, prefix_of
 from kvrelay.router.request.placer import PlacementQuery
 from kvrelay.router.request.poison import CrashRecord
+from kvrelay.router.request.retries import Attempts, RunContext
 from kvrelay.router.request.run import Run
 from kvrelay.router.request.timeline import AttemptTimes, Timeline
 from kvrelay.router.request.vllm_bodies import (

@@ -72,7 +72,7 @@ async def not_loaded(call: Call) -> None:
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node may be silent for 0.2 s."""
     monkeypatch.setattr(kvrelay.router.nodes.health, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr("kvrelay.router.request.attempt._CHECK_SILENCE_S", 0.02)
+    monkeypatch.setattr("kvrelay.router.request.retries._CHECK_SILENCE_S", 0.02)
 
 
 @pytest.mark.parametrize("stream", [True, False])
