@@ -181,14 +181,19 @@ def parse_job(body: bytes, path: str, **known: Any) -> Job:
     return job_of(parse_body(body, path), "id-1", 99, 1234, **known)
 
 
+def error(status: int, message: str, code: str | None = None, **more: Any) -> web.Response:
+    """An OpenAI-shaped error."""
+    body = {"message": message, "type": "some_error", "param": "top_p", "code": code}
+    return web.json_response({"error": body}, status=status, **more)
+
+
 def refuse(
     status: int, message: str = "no", headers: dict[str, str] | None = None, code: str | None = None
 ) -> Script:
-    """A script that answers with an OpenAI-shaped error."""
+    """A script that answers with an error."""
 
     async def script(call: Call) -> web.Response:
-        body = {"error": {"message": message, "type": "some_error", "param": "top_p", "code": code}}
-        return web.json_response(body, status=status, headers=headers)
+        return error(status, message, code, headers=headers)
 
     return script
 
@@ -264,12 +269,7 @@ class FakeNode:
 
     async def called_with(self, call: Call) -> web.Response | None:
         if self.draining or self.flips_to:
-            error = {
-                "message": "this node is draining",
-                "type": "service_unavailable",
-                "code": "draining",
-            }
-            return web.json_response({"error": error}, status=503)
+            return error(503, "this node is draining", "draining")
         self.calls.append(call)
         self.called.set()
         try:
@@ -282,10 +282,7 @@ class FakeNode:
         if self.health_hangs:
             await asyncio.sleep(30)
         if self.engine_dead:
-            error = EngineDead(self.engine_dead)
-            return web.Response(
-                body=error.json(), status=error.status, content_type="application/json"
-            )
+            return error(EngineDead.status, self.engine_dead, EngineDead.code)
         body = {
             "status": "draining" if self.draining else "ok",
             "role": self.role,
@@ -311,22 +308,10 @@ class FakeNode:
 
     async def change_role(self, request: web.Request) -> web.Response:
         if self.role_status != 202:
-            error = {
-                "message": "it will not",
-                "type": "invalid_request_error",
-                "param": None,
-                "code": None,
-            }
-            return web.json_response({"error": error}, status=self.role_status)
+            return error(self.role_status, "it will not")
         wanted = (await request.json())["role"]
         if self.flips_to == wanted:
-            error = {
-                "message": "it changes already",
-                "type": "invalid_request_error",
-                "param": None,
-                "code": "flipping",
-            }
-            return web.json_response({"error": error}, status=409)
+            return error(409, "it changes already", "flipping")
         self.flips_to = None if wanted == self.role else wanted
         return web.json_response({}, status=202 if self.flips_to else 200)
 
@@ -358,13 +343,7 @@ class FakeNode:
         )
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        error = {
-            "message": "no such token",
-            "type": "invalid_request_error",
-            "param": "tokens",
-            "code": None,
-        }
-        return web.json_response({"error": error}, status=400)
+        return error(400, "no such token")
 
     async def adapter(self, request: web.Request) -> web.Response:
         self.told.append(
@@ -372,9 +351,7 @@ class FakeNode:
         )
         if self.adapter_status == 200:
             return web.json_response({"message": "done", "lora_name": "x"})
-        return web.json_response(
-            {"error": {"message": "it will not", "type": "t"}}, status=self.adapter_status
-        )
+        return error(self.adapter_status, "it will not")
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[FakeNode]:

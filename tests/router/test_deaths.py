@@ -14,7 +14,6 @@ from router_doubles import (
     FakeNode,
     cluster,
     decode,
-    decode_ok,
     event,
     prefill,
     prefill_ok,
@@ -188,12 +187,7 @@ async def test_those_that_were_there_too_go_on_and_are_forgotten() -> None:
             die(p, call)
         await asyncio.sleep(30)
 
-    async def alone(call: Call) -> None:
-        if not call.params.get("generated"):
-            await call.tokens(11, "a", 1)
-        await decode_ok(call)
-
-    p, d = prefill(dies_with_all), decode(alone)
+    p, d = prefill(dies_with_all), decode()
     async with cluster(p, d) as c:
         asking = [asyncio.create_task(c.text({"stream": True, "seed": seed})) for seed in range(4)]
         await until(lambda: calls(p) == 4)

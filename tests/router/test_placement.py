@@ -30,6 +30,12 @@ def node(name: str, load: Load = ROOMY, costs: StepCosts = COSTS, **more: Any) -
     return made
 
 
+def placing(request: PlacementRequest, cluster: Cluster) -> Placement:
+    placed = place(request, cluster)
+    assert isinstance(placed, Placement)
+    return placed
+
+
 @st.composite
 def loads(draw: Any) -> Load:
     rows = draw(st.integers(0, 200))
@@ -185,8 +191,7 @@ def test_a_cancelled_placement_gives_everything_back(
     prefill = [] if local else [node("p")]
     target = node("d")
     cluster = Cluster(prefill, [target], spills=False)
-    placed = place(request, cluster)
-    assert isinstance(placed, Placement)
+    placed = placing(request, cluster)
     before = [
         (each.rows, each.kv_free, each.backlog_ms, price_parts(each)) for each in (*prefill, target)
     ]
@@ -209,8 +214,7 @@ def test_a_cancelled_placement_gives_everything_back(
 def test_a_leg_counts_once_whether_its_node_has_told_of_it_or_not() -> None:
     target = node("d")
     request = PlacementRequest(1_000, 100.0, 200.0, 20.0)
-    placed = place(request, Cluster([], [target]))
-    assert isinstance(placed, Placement)
+    placed = placing(request, Cluster([], [target]))
     _, share = taken_by(request, placed, target, target)
     target.add(share)
     target.announced(Load(legs=1, block_size=16, free_blocks=1_000, total_blocks=1_000))
@@ -230,8 +234,7 @@ def test_a_leg_counts_once_whether_its_node_has_told_of_it_or_not() -> None:
 def test_a_node_that_numbers_no_legs_is_believed_beyond_what_was_placed_there() -> None:
     target = node("d", Load())
     request = PlacementRequest(1_000, 100.0, 200.0, 20.0)
-    placed = place(request, Cluster([], [target]))
-    assert isinstance(placed, Placement)
+    placed = placing(request, Cluster([], [target]))
     _, share = taken_by(request, placed, target, target)
     target.add(share)
     target.announced(Load(running=3))
@@ -252,8 +255,7 @@ def test_a_prompt_spills_when_the_prefill_node_is_busy_and_not_beyond_the_limit(
         "token_rate": 2.0,
     }
     target = node("d", **decoding)
-    placed = place(request, Cluster([busy], [target]))
-    assert isinstance(placed, Placement)
+    placed = placing(request, Cluster([busy], [target]))
     assert (placed.prefill, placed.spills, placed.other) == ("d", True, ("p", "d"))
     for none in (
         Cluster([busy], [target], spills=False),
@@ -261,25 +263,21 @@ def test_a_prompt_spills_when_the_prefill_node_is_busy_and_not_beyond_the_limit(
         Cluster([busy], [node("d", **decoding | {"spill_ms": 10.0})]),
         Cluster([idle], [target]),
     ):
-        placed = place(request, none)
-        assert isinstance(placed, Placement)
+        placed = placing(request, none)
         assert (placed.prefill, placed.spills) == ("p", False)
-    alone = place(request, Cluster([], [node("d", **decoding | {"spill_ms": 0.0})]))
-    assert isinstance(alone, Placement)
+    alone = placing(request, Cluster([], [node("d", **decoding | {"spill_ms": 0.0})]))
     assert (alone.prefill, alone.spills, alone.other) == ("d", False, None)
 
 
 def test_what_a_node_has_of_the_prompt_is_worth_what_it_saves() -> None:
     request = PlacementRequest(4_000, 64, 300, 20, cached={"p0": 3_900})
     fresh, holder = node("p1"), node("p0", backlog_ms=60.0)
-    placed = place(request, Cluster([fresh, holder], [node("d")]))
-    assert isinstance(placed, Placement)
+    placed = placing(request, Cluster([fresh, holder], [node("d")]))
     assert placed.prefill == "p0"
-    placed = place(
+    placed = placing(
         request,
         Cluster([fresh, node("p0", running=90, backlog_ms=900.0)], [node("d")], spills=False),
     )
-    assert isinstance(placed, Placement)
     assert placed.prefill == "p1"
 
 
@@ -287,8 +285,7 @@ def test_a_short_prompt_is_computed_before_a_long_one_where_legs_are_numbered() 
     short, long = (PlacementRequest(tokens, 64, 300, 20) for tokens in (200, 20_000))
     few, many = node("p0", running=1, backlog_ms=400.0), node("p1", running=30, backlog_ms=300.0)
     for request, chosen in ((short, "p0"), (long, "p1")):
-        placed = place(request, Cluster([few, many], [node("d")], spills=False))
-        assert isinstance(placed, Placement)
+        placed = placing(request, Cluster([few, many], [node("d")], spills=False))
         assert placed.prefill == chosen
     plain = node("p0", legs=0, waiting=1, waiting_tokens=20_000)
     assert place(short, Cluster([plain, many], [node("d")], spills=False)).prefill == "p1"
@@ -300,11 +297,9 @@ def test_a_pair_that_failed_is_avoided() -> None:
         [node("p0"), node("p1")],
         [node("d0", running=3, context_tokens=900), node("d1", running=2)],
     )
-    placed = place(request, Cluster(*both, avoids))
-    assert isinstance(placed, Placement)
+    placed = placing(request, Cluster(*both, avoids))
     assert (placed.prefill, placed.decode) == ("p1", "d1")
-    placed = place(replace(request, cached={"p0": 3_900}), Cluster(*both, avoids))
-    assert isinstance(placed, Placement)
+    placed = placing(replace(request, cached={"p0": 3_900}), Cluster(*both, avoids))
     assert (placed.prefill, placed.decode) == ("p0", "d0")
 
 
@@ -330,8 +325,7 @@ def test_waiting_and_refusing_come_out_of_the_same_sum() -> None:
     rows = {"running": 100, "context_tokens": 100_000}
     slow = replace(request, tpot_limit_ms=8)
     assert isinstance(place(slow, Cluster([node("p")], [node("d", **rows)])), Wait)
-    other = place(slow, Cluster([node("p")], [node("d", **rows), node("d1")]))
-    assert isinstance(other, Placement)
+    other = placing(slow, Cluster([node("p")], [node("d", **rows), node("d1")]))
     assert other.decode == "d1"
     never = place(replace(slow, tpot_limit_ms=5), Cluster([node("p")], [node("d", **rows)]))
     assert isinstance(never, Refuse)

@@ -264,7 +264,10 @@ async def test_tokenization_is_any_nodes_work() -> None:
         ) as answer:
             assert await answer.json() == {"input_tokens": 3}
         async with started.http.post(started.url + "/detokenize", json={"tokens": [-1]}) as answer:
-            assert (answer.status, (await answer.json())["error"]["param"]) == (400, "tokens")
+            assert (answer.status, (await answer.json())["error"]["message"]) == (
+                400,
+                "no such token",
+            )
 
 
 async def test_version_and_ping_need_no_key_and_unknown_routes_are_404() -> None:
