@@ -30,8 +30,6 @@ _KEY, _HEADERS = "kvrelay.client", "kvrelay.headers"
 
 
 class Flow(Protocol):
-    """A connection's flow control."""
-
     write_paused: bool
 
     def drain(self) -> Awaitable[None]: ...
@@ -99,13 +97,10 @@ _outbox = _Outbox()
 
 
 def send_written() -> None:
-    """Send what was written to all clients."""
     _outbox.send()
 
 
 class ClientConnection(HttpConnection):
-    """A connection that puts a `Client` into the scope of each request."""
-
     on_gone: Callable[[], None] | None = None
     streaming = False
     """A stream may wait for its client for as long as its request may take."""
@@ -146,7 +141,6 @@ class Client:
         """`end` follows at once, and sends what is unsent."""
         self.headers: Iterable[tuple[bytes, bytes]] = ()
         self.pieces = 0
-        """Number of pieces of the body that were written."""
 
     @property
     def gone(self) -> bool:
@@ -183,7 +177,6 @@ class Client:
             self._unsent.append(b"%x\r\n%b\r\n" % (len(payload), payload))
 
     def write_last(self, payload: bytes) -> None:
-        """Write the last piece, sent together with the `end` that must follow."""
         self.ending = True
         self.write(payload)
 

@@ -41,8 +41,6 @@ def default_targets(costs: StepCosts, tokens: float) -> tuple[float, float]:
 
 @dataclass(eq=False, slots=True)
 class Share:
-    """A request's share of a node."""
-
     prompt_ms: float = 0.0
     kv_tokens: float = 0.0
     context: float = 0.0
@@ -123,7 +121,6 @@ class NodeLoad:
         share.prompt_ms = share.spill_ms = 0.0
 
     def remove(self, share: Share) -> None:
-        """Give back what is left of a request; a second time changes nothing."""
         if share.held:
             share.held = False
             self.own -= 1
@@ -168,7 +165,6 @@ class NodeLoad:
 
     @property
     def per_token_ms(self) -> float:
-        """Return what one token of an answer adds to a step."""
         each = self.costs.row + self.costs.row_context * self.context / max(1.0, self.rows)
         return (self._load.pace or 1.0) * each
 

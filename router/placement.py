@@ -58,7 +58,6 @@ class PlacementRequest:
     """A first token later than this is of no use: the request is refused."""
     tpot_limit_ms: float = math.inf
     tie: int = 0
-    """A hash of the request, which chooses among equals."""
     cached: Mapping[str, int] = field(default_factory=dict)
     """Tokens of the prompt that nodes have, by their addresses."""
     session: str = ""
@@ -86,7 +85,6 @@ class Placement:
     """The prompt is computed on a decode node though a prefill node could."""
 
     def __str__(self) -> str:
-        """Return both ways and prices, as in `p0/d1 price=0.41, d1 alone 0.77`."""
         other = "" if self.other is None else f", {_shown(*self.other)} {self.other_price:.2f}"
         return f"{_shown(self.prefill, self.decode)} price={self.price:.2f}{other}"
 
@@ -116,8 +114,6 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A set of nodes that may take a request now, and how they may be used."""
-
     prefill: Sequence[NodeLoad]
     decode: Sequence[NodeLoad]
     avoids: Callable[[str, str], bool] | None = None
@@ -131,7 +127,6 @@ class Cluster:
 def fitting(
     request: PlacementRequest, nodes: Sequence[NodeLoad], *, decodes: bool
 ) -> list[NodeLoad]:
-    """Return the nodes with KV room for a request: its prompt, and its output if it decodes."""
     if request.ignores_room:
         return list(nodes)
     needed = request.kv_tokens if decodes else request.tokens
@@ -144,7 +139,6 @@ _Way = tuple[float, float, NodeLoad, NodeLoad]
 
 
 def place(request: PlacementRequest, cluster: Cluster) -> Placement | Wait | Refuse:
-    """Choose the cheapest way of those that are open."""
     per_tpot, tokens = 1 / request.tpot_ms, request.tokens
     targets = _targets(request, cluster.decode)
     if not targets:
@@ -231,7 +225,6 @@ def _prompts_ms(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[fl
 
 
 def _targets(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple[float, NodeLoad]]:
-    """Return the decode nodes that have room, each with the price of decoding there."""
     per_tpot, tokens = 1 / request.tpot_ms, request.tokens
     return [
         ((d.row_ms + d.context_ms * tokens) * per_tpot, d)

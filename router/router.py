@@ -30,7 +30,7 @@ from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.prefix.kv_events import KvEvents
 from kvrelay.router.request.placer import Placer
 from kvrelay.router.request.poison import MAX_LOST
-from kvrelay.router.request.retries import RunContext
+from kvrelay.router.request.retries import RunContext, watch_silence
 from kvrelay.router.request_log import RequestLog
 from kvrelay.router.roles import RoleChanger
 from kvrelay.router.shared import Shared
@@ -112,7 +112,8 @@ class Router:
                     ),
                 ):
                     await stack.enter_async_context(context)
-                await stack.enter_async_context(running_task(self.log.tokens.run()))
+                for work in (self.log.tokens.run(), watch_silence(self.run_context.silence)):
+                    await stack.enter_async_context(running_task(work))
                 if self.shared.leads:
                     await self._lead(stack)
                 yield

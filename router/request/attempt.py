@@ -125,7 +125,6 @@ class Attempt:
         return run.on_end(frame, now) if frame.kind is FrameKind.END else frame.payload
 
     def check_silence(self, now: float) -> None:
-        """Cut the request if its node has sent nothing for too long."""
         run, lease = self._run, self._lease
         since = max(self._watched_since, self._call.heard_at)
         if since + self._patience_s > now or lease.cut is None or self._silent:

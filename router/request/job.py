@@ -69,7 +69,7 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class _Fields(msgspec.Struct):
+class _Fields(msgspec.Struct, frozen=True):
     model: str | None = None
     stream: bool | None = None
     max_tokens: int | None = None
@@ -100,8 +100,6 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class ParsedBody(msgspec.Struct, frozen=True):
-    """A checked body, before it is known as whose and for which nodes it runs."""
-
     path: str
     fields: dict[str, msgspec.Raw]
     known: _Fields
@@ -122,8 +120,6 @@ class ParsedBody(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A completion request on its way through the router."""
-
     id: str
     path: str
     model: str
@@ -132,21 +128,16 @@ class Job(msgspec.Struct, frozen=True):
     created: int
     max_tokens: int
     """0: the client did not say."""
-    min_tokens: int | None
     prompt_tokens: int
     """An estimate unless `counted`."""
     counted: bool
     wants_stages: bool
-    """The client asks for the stages' times at the end of its answer."""
     include_usage: bool
-    seed_given: bool
     choices: int
     """For each prompt, returned of `best_of`."""
     best_of: int
     prompt_only: bool
     """The client wants its prompt back and no token more."""
-    repeats_prompt: bool
-    """The answer depends on the prompt's own words, not on its tokens alone."""
     fields: dict[str, msgspec.Raw]
     part: bool = False
     first_index: int = 0
@@ -156,6 +147,8 @@ class Job(msgspec.Struct, frozen=True):
     session: str = ""
     """Common to the requests of one conversation, or of one user."""
     targets: Slo = Slo()
+    known: _Fields = _Fields()
+    """What the client said."""
     mark: str = ""
     """Makes an id unique that the client chose, in case another router has the same one."""
 
@@ -198,7 +191,7 @@ def parts_of(job: Job) -> list[Job]:
             prompt_tokens=tokens,
             counted=counted,
             # Equal prompts have different answers unless the client gave a seed.
-            seed=job.seed if job.seed_given else (job.seed + at) & _MAX_INT,
+            seed=job.seed if job.known.seed is not None else (job.seed + at) & _MAX_INT,
             wants_stages=False,
             part=True,
             first_index=at * job.choices,
@@ -280,18 +273,14 @@ def job_of(
         seed=drawn_seed if known.seed is None else known.seed,
         created=created,
         max_tokens=parsed.max_tokens,
-        min_tokens=known.min_tokens,
+        known=known,
         prompt_tokens=prompt_tokens,
         counted=counted,
         wants_stages=bool(known.include_metrics),
         include_usage=options is not None and bool(options.include_usage),
-        seed_given=known.seed is not None,
         choices=max(1, known.n or 1),
         best_of=known.best_of or 1,
         prompt_only=_prompt_only(path, known, known.max_tokens),
-        repeats_prompt=bool(
-            known.echo or known.continue_final_message or known.add_generation_prompt is False
-        ),
         fields=fields,
         priority=priority or 0,
         cache_salt=salt,
@@ -309,7 +298,6 @@ def _salt(own: str, key_hash: str) -> str:
 
 
 def prefix_of(job: Job) -> Prefix:
-    """Return what the prefix index knows the job's prompt by."""
     fields = job.fields
     context = hash(
         (job.path, *[(name, bytes(fields[name])) for name in _CONTEXT_FIELDS if name in fields])
@@ -324,9 +312,9 @@ def prefill_body(job: Job) -> bytes:
     fields["max_tokens"] = 0 if job.prompt_only else 1
     if "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = 1
-    if job.min_tokens is not None:
+    if job.known.min_tokens is not None:
         # Not dropped: with min_tokens >= 1 the first token must not be the end of the answer.
-        fields["min_tokens"] = min(job.min_tokens, 1)
+        fields["min_tokens"] = min(job.known.min_tokens, 1)
     fields["seed"] = job.seed
     fields["kv_transfer_params"] = KvTransferParams.of(
         HandoverRequest(
@@ -342,7 +330,10 @@ def prefill_body(job: Job) -> bytes:
 def decode_body(job: Job, params: KvTransferParams) -> bytes:
     """Return the body of a decode request, without the prompt if its token ids are in `params`."""
     fields: dict[str, Any] = dict(job.fields)
-    if params.answer().prompt_tokens is not None and not job.repeats_prompt:
+    known = job.known
+    # An answer may depend on the prompt's own words, not on its tokens alone.
+    repeats = known.echo or known.continue_final_message or known.add_generation_prompt is False
+    if params.answer().prompt_tokens is not None and not repeats:
         fields[job.prompt_field] = [] if job.path == CHAT_PATH else ""
     fields["seed"] = job.seed
     fields["kv_transfer_params"] = params

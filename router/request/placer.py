@@ -48,8 +48,6 @@ _LEAST_TARGET, _MOST_TARGET = 0.5, 10.0
 
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
-    """A prompt to be placed."""
-
     model: str
     request: PlacementRequest
     prefix: Prefix | None
@@ -78,8 +76,6 @@ class PlacementLeases:
 
 
 class Placer:
-    """A placer of all requests of one router."""
-
     def __init__(
         self, config: RouterConfig, pool: Pool, node_health: NodeHealth, rng: random.Random
     ) -> None:
@@ -135,7 +131,6 @@ class Placer:
     def answered(
         self, model: str, tokens: int, prefix: Prefix | None = None, prompt_tokens: int = 0
     ) -> None:
-        """Learn from an answer's number of tokens and from its prompt's length."""
         if prefix is not None:
             self._pool.prefixes.counted(prefix, prompt_tokens)
         if tokens and (base := self._pool.base_of(model)):

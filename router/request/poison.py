@@ -77,7 +77,6 @@ class Poison:
         return self._suspects
 
     def take_over(self, suspects: Mapping[bytes, Suspect]) -> None:
-        """Replace all suspects by those of another process."""
         self._suspects = dict(suspects)
 
     def processes(self, fingerprint: bytes, now: float) -> Set[str]:
@@ -91,7 +90,6 @@ class Poison:
 
 
 def fingerprint_of(key: str, body: bytes) -> bytes:
-    """Return the fingerprint of a body; `key` is the hash of its API key."""
     return hashlib.blake2b(body, digest_size=16, key=hashlib.sha256(key.encode()).digest()).digest()
 
 
@@ -121,7 +119,6 @@ class CrashRecord:
             raise _poison_request(f"{died}, so it is refused for {refused_s:.0f} s more", refused_s)
 
     def lost(self, lease: Lease, now: float) -> None:
-        """Note that a process was lost before it answered anything of the request."""
         process = f"{lease.node.url} {lease.generation}"
         if process in self._died:
             return

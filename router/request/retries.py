@@ -1,4 +1,4 @@
-"""What the running requests of a router share: its parts, the budget of retries, the silence watch."""
+"""Parts of a router that its running requests share, and the budget of retries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvrelay.wire.router_config import RouterConfig
 if TYPE_CHECKING:
     from kvrelay.router.request.attempt import Attempt
 
-__all__ = ["FLOOR", "SHARE", "WINDOW_S", "Attempts", "RetryBudget", "RunContext"]
+__all__ = ["FLOOR", "SHARE", "WINDOW_S", "Attempts", "RetryBudget", "RunContext", "watch_silence"]
 
 SHARE = 0.2
 FLOOR = 10
@@ -65,32 +65,12 @@ class RetryBudget:
         self._second = max(self._second, second)
 
 
-class SilenceWatch:
-    """A set of attempts that are checked for silence once a second, not with each frame."""
-
-    def __init__(self) -> None:
-        self._attempts: set[Attempt] = set()
-        self._scheduled = False
-
-    def add(self, attempt: Attempt) -> None:
-        self._attempts.add(attempt)
-        if not self._scheduled:
-            self._schedule()
-
-    def discard(self, attempt: Attempt) -> None:
-        self._attempts.discard(attempt)
-
-    def _schedule(self) -> None:
-        self._scheduled = True
-        asyncio.get_running_loop().call_later(_CHECK_SILENCE_S, self._check)
-
-    def _check(self) -> None:
-        self._scheduled = False
-        now = time.monotonic()
-        for attempt in list(self._attempts):
-            attempt.check_silence(now)
-        if self._attempts:
-            self._schedule()
+async def watch_silence(attempts: set[Attempt]) -> None:
+    """Check attempts for silence once a second, not with each frame."""
+    while True:
+        await asyncio.sleep(_CHECK_SILENCE_S)
+        for attempt in list(attempts):
+            attempt.check_silence(time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +85,12 @@ class RunContext:
     metrics: Metrics
     config: RouterConfig
     retries: RetryBudget = field(default_factory=RetryBudget)
-    silence: SilenceWatch = field(default_factory=SilenceWatch)
+    silence: set[Attempt] = field(default_factory=set)
+    """Attempts that are watched for silence."""
     fails_on_forced_tools: set[tuple[str, str]] = field(default_factory=set)
     """URL and process of vLLM prefill nodes that fail on a forced tool call of one token."""
 
     async def release_kv(self, node: Node, request_id: str) -> None:
-        """Have a prefill node free KV that no decode node will fetch."""
         released = await self.node_client.tell_of_kv(node, "release", request_id)
         self.metrics.releases.labels("yes" if released else "no").inc()
 
@@ -189,7 +169,6 @@ class Attempts:
         raise self.failure(why) from why
 
     def failure(self, why: AttemptFailed | Refused) -> NodeFailed | Refused:
-        """Return the error for the client when no attempt is left."""
         if isinstance(why, Refused):
             return why
         failure = NodeFailed(

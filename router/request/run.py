@@ -130,7 +130,6 @@ class RequestRun(Run):
         self.prefill_node: Node | None = None
         self.decode_node: Node | None = None
         self.usage = (0, 0, 0)
-        """Tokens at the end: of the prompt, generated ones, cached ones of the prompt."""
         self.kv_failed = False
         """A decode node could not get the KV."""
         self.unread: list[Lease] = []
@@ -177,7 +176,6 @@ class RequestRun(Run):
 
     @property
     def is_prefilling(self) -> bool:
-        """Return whether a prefill request runs."""
         return self._prefilling is not None and not self._prefilling.done()
 
     async def run(self) -> None:

@@ -14,8 +14,6 @@ __all__ = ["AttemptTimes", "Timeline"]
 
 @dataclass(slots=True)
 class AttemptTimes:
-    """An attempt's times as the router sees them."""
-
     began: float
     decoding: bool
     fetches: bool
@@ -32,7 +30,6 @@ class Timeline:
 
     arrived: float
     sent: float | None = None
-    """When the first attempt began."""
     prefilled: float | None = None
     """When the KV was complete, as far as the router sees, and the hand-over began."""
     stepped: float | None = None
@@ -59,7 +56,6 @@ class Timeline:
         self.last_token = now
 
     def begin_attempt(self, now: float, *, decoding: bool, fetches: bool = False) -> AttemptTimes:
-        """Note that a request goes to a node; `end_attempt` must follow."""
         if self.sent is None:
             self.sent = now
         if self.idle is not None and self._lost:
@@ -110,7 +106,6 @@ class Timeline:
             self._spend("decode", now - came)
 
     def end_attempt(self, attempt: AttemptTimes, now: float, *, more: bool) -> None:
-        """Note the end of an attempt; `more` if the answer is not complete."""
         self._running -= 1
         if more and not self._running:
             self.idle, self._lost = now, not attempt.counted
@@ -145,7 +140,6 @@ class Timeline:
         return stages
 
     def with_stages(self, end: bytes, now: float) -> bytes:
-        """Return the end of an answer with the stages until now."""
         return with_stages(end, {name: took * 1e3 for name, took in self.stages_s(now).items()})
 
     def inter_token_s(self, tokens: int, answers: int) -> float | None:
