@@ -75,7 +75,6 @@ async def complete(
         return client_left()
     requests, parsed, load, frames = started
     headers = {LOAD_HEADER: load.header(), "x-request-id": call.id}
-    # A caller that knows frames puts the stages of all its requests into the answer itself.
     since = began if parsed.include_metrics else None
     first = await unless_disconnected(request, anext(frames))
     if first is None:

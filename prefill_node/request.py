@@ -47,9 +47,12 @@ class PrefillRequest(NodeRequest):
         if update.held is None or update.finish is not None:
             yield from super().frames(update, load)
         elif self._asked.pipelined and self.submits[0].params.prompt_logprobs is None:
-            early = msgspec.structs.replace(self._params(update, None), sent_text=None)
-            ids = packed(self.submits[0].prompt_token_ids)
-            early = msgspec.structs.replace(early, prompt_token_ids=None, packed_prompt=ids)
+            early = msgspec.structs.replace(
+                self._params(update, None),
+                sent_text=None,
+                prompt_token_ids=None,
+                packed_prompt=packed(self.submits[0].prompt_token_ids),
+            )
             self._prompt_told = True
             yield Frame(FrameKind.TICKET, params=early, load=load, blocks=update.blocks)
 
