@@ -150,15 +150,6 @@ def test_loaded_and_unloaded_through_the_router_while_requests_run(cluster, adap
     assert not broken
 
 
-def test_what_cannot_be_loaded_says_why(cluster, tmp_path):
-    missing = load(cluster.url, "three", tmp_path / "nowhere")
-    assert missing.status_code == 404
-    assert "nowhere" in missing.json()["error"]["message"]
-    empty = load(cluster.url, "three", tmp_path)
-    assert empty.status_code == 400
-    assert "adapter_config.json" in empty.json()["error"]["message"]
-
-
 def test_kv_of_another_content_is_not_taken(cluster, adapters):
     prefill, decode = of(cluster, "prefill"), of(cluster, "decode")
     before = decode.metric("kvrelay_fetches_failed_total")

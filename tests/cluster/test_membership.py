@@ -242,17 +242,3 @@ def _restart(
         wait_until(
             lambda url=router: back(url), START_DEADLINE_S, f"{router} uses the restarted nodes"
         )
-
-
-def test_a_node_that_ends_is_forgotten_at_once(cluster: Cluster) -> None:
-    """Its last word reaches the router before it ends, or with it; three missed heartbeats would be
-    ten seconds.
-    """
-    node = cluster.of("decode")[0]
-    node.kill(signal.SIGTERM)
-    node.popen.wait(60)
-    wait_until(
-        lambda: node.url not in {each["url"] for each in health(cluster)["nodes"]},
-        5,
-        "the router forgets it",
-    )

@@ -56,18 +56,6 @@ def ask(
     return bodies
 
 
-def text_of(bodies: list[dict[str, Any]]) -> dict[int, str]:
-    texts: dict[int, str] = {}
-    for choice in (choice for body in bodies for choice in body["choices"]):
-        said = (
-            choice.get("text")
-            or (choice.get("delta") or choice.get("message") or {}).get("content")
-            or ""
-        )
-        texts[choice["index"]] = texts.get(choice["index"], "") + said
-    return texts
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -88,36 +76,6 @@ def test_a_whole_answer_is_equal(cluster: Cluster, alone: Process, fields: dict[
     for each in (*both, *one):
         each["usage"].pop("prompt_tokens_details", None)  # the second finds what the first has left
     assert both == one
-
-
-@pytest.mark.parametrize(
-    "fields", [{"n": 2}, {"logprobs": True, "top_logprobs": 2}], ids=["n", "logprobs"]
-)
-def test_a_stream_is_equal_and_the_first_chunk_has_the_role(
-    cluster: Cluster, alone: Process, fields: dict[str, Any]
-) -> None:
-    assert cluster.router is not None
-    fields = {
-        "messages": [{"role": "user", "content": "hello there"}],
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **fields,
-    }
-    both, one = (ask(router, fields, "/v1/chat/completions") for router in (cluster.router, alone))
-    assert text_of(both) == text_of(one)
-    assert one[0]["choices"][0]["delta"]["role"] == "assistant"
-    for stream in (both, one):
-        assert stream[-1]["usage"]["completion_tokens"] == 24 * fields.get("n", 1)
-    logprobs = [
-        [
-            entry
-            for body in stream
-            for choice in body["choices"]
-            for entry in (choice.get("logprobs") or {}).get("content", [])
-        ]
-        for stream in (both, one)
-    ]
-    assert logprobs[0] == logprobs[1]
 
 
 def test_it_has_the_stages_of_one_node_and_is_counted_with_the_reason(

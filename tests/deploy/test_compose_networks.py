@@ -107,20 +107,6 @@ def test_the_hand_over_listens_on_a_network_of_the_nodes_alone(
 
 
 @every_file
-def test_names_of_the_hand_over_are_of_one_node_each(
-    name: str, config_of: Callable[[dict[str, Any]], NodeConfig]
-) -> None:
-    nodes = [service for service in FILES[name]()["services"].values() if is_node(service)]
-    for profile in {tuple(service.get("profiles", ())) for service in nodes}:
-        hosts = [
-            config_of(node).transfer.kv_host
-            for node in nodes
-            if tuple(node.get("profiles", ())) == profile
-        ]
-        assert len(set(hosts)) == len(hosts)
-
-
-@every_file
 def test_the_host_publishes_the_router_and_for_itself_what_watches_it(name: str) -> None:
     services = FILES[name]()["services"]
     published = {each: service["ports"] for each, service in services.items() if "ports" in service}

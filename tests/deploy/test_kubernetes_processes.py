@@ -334,16 +334,3 @@ def test_each_port_that_a_process_listens_on_is_declared_and_open_to_whom_it_is_
         for who in EVERYBODY.keys() - {"node", "rank"}:
             opened = [port for port in (22, 9090) if network.lets(EVERYBODY[who], pod.labels, port)]
             assert not opened, f"{pod}: {who}, where nobody listens"
-
-
-def test_what_has_rdma_keeps_the_devices_of_the_pod_and_what_has_none_those_of_its_address() -> (
-    None
-):
-    """A pod's RDMA device is seldom of the interface that has its address
-    (kv_transfer/nixl.py).
-    """
-    for overlay in OVERLAYS:
-        for pod in pods(overlay):
-            rdma = "rdma/ib" in pod.main["resources"].get("limits", {})
-            names = {each["name"]: each.get("value") for each in pod.main["env"]}
-            assert names.get("UCX_NET_DEVICES") == ("all" if rdma else None), f"{pod}"

@@ -89,9 +89,9 @@ async def test_what_is_loaded_and_unloaded_is_known_at_once():
     ("raw", "kind", "words"),
     [
         (b"{", RequestError, "lora_name and lora_path"),
-        (body(lora_name="", lora_path="/x"), RequestError, "empty"),
+        (body(lora_name="", lora_path="/x"), RequestError, "length >= 1"),
         (body(lora_name="m", lora_path="/x"), RequestError, "the model itself"),
-        (body(lora_name="a" * 300, lora_path="/x"), RequestError, "at most 256"),
+        (body(lora_name="a" * 300, lora_path="/x"), RequestError, "length <= 256"),
         (body(lora_name="a\n", lora_path="/x"), RequestError, "printable"),
         (A, NotFound, "no such"),
     ],

@@ -6,7 +6,6 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ import kvrelay.node.lifecycle
 from kvrelay.node.lifecycle import SILENCE_LIMIT_S, Drain, Heartbeats, Node, NodeRole
 from kvrelay.wire.config import EngineConfig, NodeConfig, Role
 from kvrelay.wire.engine_messages import EngineStats
-from kvrelay.wire.errors import Conflict, DeadlineExceeded, Draining, EngineDead, RequestError
+from kvrelay.wire.errors import Conflict, DeadlineExceeded, Draining, EngineDead
 from kvrelay.wire.heartbeat import Heartbeat, NodeState, opened
 from kvrelay.wire.outputs import Load
 
@@ -186,28 +185,6 @@ async def test_a_node_that_ends_or_drains_keeps_its_role() -> None:
     engine.requests = 0
     await changed(role)
     assert role.now is P
-
-
-@pytest.mark.parametrize(("now", "wanted"), [(P, Role.AGGREGATED), (Role.AGGREGATED, P)])
-async def test_a_node_alone_has_no_other_role(now: Role, wanted: Role) -> None:
-    with pytest.raises(RequestError, match="between prefill and decode") as refused:
-        role_of(now)[0].change_to(wanted)
-    assert refused.value.param == "role"
-
-
-def test_the_engine_knows_no_roles(repository: Path) -> None:
-    """So that nothing of it has to be made anew: graphs, memory, connector."""
-    for folder in ("paged_engine", "kv_transfer", "kernels"):
-        for file in (repository / folder).glob("*.py"):
-            assert "Role" not in file.read_text(), file
-    for name in (
-        "engine_process",
-        "ranks",
-        "probes",
-        "adapter_loads",
-        "compiling",
-    ):
-        assert ".role" not in (repository / "node" / f"{name}.py").read_text(), name
 
 
 @contextmanager

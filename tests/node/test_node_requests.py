@@ -13,7 +13,6 @@ from node_doubles import EOS, VOCAB, engine_info, write_config
 
 from kvrelay.decode_node.request import DecodeRequest
 from kvrelay.openai_api.body import choice_count, decode_completion, sampling_params
-from kvrelay.openai_api.node_request import NodeRequest, fork_submits
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.openai_api.writer import AnswerWriter
@@ -88,21 +87,6 @@ def chunks(frame: Frame) -> list[Any]:
 def texts(frame: Frame) -> list[tuple[str, str | None]]:
     choices = [choice for chunk in chunks(frame) for choice in chunk["choices"]]
     return [(choice["text"], choice["finish_reason"]) for choice in choices]
-
-
-def test_a_stop_string_ends_one_choice_and_the_request_with_the_last(tokenizer: Tokenizer) -> None:
-    submit, writer = parts(tokenizer, n=2, stop="B")
-    request = NodeRequest(fork_submits(submit, {0: [], 1: []}), writer)
-    (frame,) = request.frames(RequestUpdate("call-1", [65, 66]), LOAD)
-    assert (frame.kind, frame.choice, frame.finish) == (FrameKind.TOKENS, 0, Finish.STOP)
-    assert texts(frame) == [("A", None), ("", "stop")]
-    assert request.over("call-1")
-    assert not request.over("call-1.1")
-    assert not request.done
-    (frame,) = request.frames(RequestUpdate("call-1.1", [67], finish=Finish.LENGTH), LOAD)
-    assert (frame.kind, frame.choice, frame.finish) == (FrameKind.END, 1, Finish.LENGTH)
-    assert frame.usage == (20, 3, 0)
-    assert request.done
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -184,21 +168,6 @@ def test_log_probabilities_of_the_prompt_are_handed_over_and_no_ticket_goes_befo
     assert (len(choice["prompt_logprobs"]), choice["prompt_logprobs"][0]) == (20, None)
     with pytest.raises(RequestError, match="kv_transfer_params lacks its prompt_logprobs"):
         decode(tokenizer, msgspec.structs.replace(handover, prompt_logprobs=None), **wants)
-
-
-def test_a_decode_node_that_computes_the_prompt_scores_it_once_for_all_choices(
-    tokenizer: Tokenizer,
-) -> None:
-    params = KvTransferParams(prompt_token_ids=PROMPT)
-    request = decode(tokenizer, params, echo=True, logprobs=1, n=2)
-    assert [submit.params.prompt_logprobs for submit in request.submits] == [1, None]
-    lists = []
-    for name, scores in (("call-1", SCORES), ("call-1.1", None)):
-        update = RequestUpdate(name, [65], SCORES[:1], prompt_logprobs=scores)
-        (frame,) = request.frames(update, LOAD)
-        choices = [chunk["choices"][0] for chunk in chunks(frame)]
-        lists.append([choice["logprobs"]["token_logprobs"] for choice in choices])
-    assert lists == [[[None] + [-1.5] * 19, [-1.5]]] * 2
 
 
 def test_kv_that_did_not_come_is_told_once_with_its_cause(tokenizer: Tokenizer) -> None:

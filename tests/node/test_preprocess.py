@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,8 +16,11 @@ from node_doubles import engine_info, serving_of
 from kvrelay.node.preprocess import detokenize, prepare
 from kvrelay.node.sandbox import Sandbox
 from kvrelay.node.serving import Call, Serving
+from kvrelay.openai_api.node_request import NodeRequest
+from kvrelay.wire.engine_messages import RequestUpdate
 from kvrelay.wire.errors import Overloaded, RequestError
-from kvrelay.wire.sampling import Constraint
+from kvrelay.wire.outputs import Finish, Load
+from kvrelay.wire.sampling import Constraint, SamplingDefaults
 
 LARGE = "x" * (257 << 10)
 
@@ -154,16 +158,23 @@ async def test_no_more_tokens_become_text_than_a_context_holds(serving: Serving)
     }
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("bad_words", ["x"] * 1025),
-        ("logit_bias", {str(i): 1 for i in range(1025)}),
-        ("allowed_token_ids", [1] * 301),
-    ],
-)
-async def test_lists_are_counted_first(serving: Serving, field: str, value: object) -> None:
-    body = json.dumps({"model": "m", "prompt": "x", field: value}).encode()
-    with pytest.raises(RequestError, match=f"{field} lists {len(value)} tokens") as refused:  # type: ignore[arg-type]
-        await prepare(serving, StandInSandbox(), Call(False, body, "r"))
-    assert refused.value.param == field
+async def test_a_request_keeps_the_sampling_defaults_of_the_node_where_it_began(
+    tmp_path: Path,
+) -> None:
+    ours, others = SamplingDefaults(temperature=0.5, max_tokens=6), SamplingDefaults(max_tokens=3)
+    prefill = serving_of(tmp_path, engine_info(), defaults=ours)
+    decode = serving_of(tmp_path, engine_info(), defaults=others)
+    asked: dict[str, Any] = {"model": "m", "messages": said("hi")}
+
+    async def prepared(serving: Serving, params: Any) -> NodeRequest:
+        body = msgspec.json.encode(asked | {"kv_transfer_params": params})
+        ((request,), _) = await prepare(serving, StandInSandbox(), Call(True, body, "r"))
+        return request
+
+    first = await prepared(prefill, {"do_remote_decode": True})
+    update = RequestUpdate(first.submits[0].request_id, [97], finish=Finish.LENGTH)
+    handover = list(first.frames(update, Load()))[-1].params
+    params = (await prepared(decode, handover)).submits[0].params
+    assert (params.temperature, params.max_tokens) == (0.5, 6)
+    alone = (await prepared(decode, {})).submits[0].params
+    assert (alone.temperature, alone.max_tokens) == (1.0, 3)

@@ -235,28 +235,6 @@ def near(ours: Result, alone: Result) -> bool:
 
 
 @pytest.mark.gpu
-def test_ranks_on_gpus_share_adapters(tiny_for_gpus, alone_on_gpu, repository, tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    lora = [
-        f"{name}={make_adapter(tmp_path / name, tiny_for_gpus, seed=at)}"
-        for at, name in enumerate(("one", "two"))
-    ]
-    config = {"model": str(tiny_for_gpus), "enable_lora": True, "lora_modules": lora} | ON_GPU
-    command = ENGINE
-    with_adapters = result(start(command, config, repository), COLD)
-    # Of r2, whose prompt's 60 tokens are scored: its adapter is there, and the same on both.
-    assert with_adapters["logprobs"]["r2"][:50] != pytest.approx(
-        alone_on_gpu["logprobs"]["r2"][:50], abs=0.1
-    )
-    shared = result(start(command, config | {"tensor_parallel_size": 2}, repository), COLD)
-    assert near(shared, with_adapters)
-    assert shared["logprobs"]["r2"][:50] == pytest.approx(
-        with_adapters["logprobs"]["r2"][:50], abs=0.1
-    )
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_of_hosts_that_share_gpus_equal_one_alone(
     ranks, tiny_for_gpus, alone_on_gpu, repository
