@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -21,9 +20,6 @@ from kvrelay.wire.engine_messages import (
     FetchProbe,
     LoadAdapter,
     OfferProbe,
-    ProbeFetched,
-    ProbeOffered,
-    ProbeRefused,
     Release,
     Renew,
     ResetPrefixCache,
@@ -38,9 +34,7 @@ __all__ = [
     "OfferProbeRequest",
     "RoleRequest",
     "add_admin_routes",
-    "fetch_probe",
     "load_adapter",
-    "offer_probe",
     "read_admin_body",
     "unload_adapter",
 ]
@@ -157,11 +151,22 @@ def _add_kv_routes(app: FastAPI, node: Node) -> None:
 
     @app.post("/kv/probe/offer")
     async def offer(request: Request) -> Response:
-        return json_response(await offer_probe(node, await read_admin_body(node, request)))
+        body = await read_admin_body(node, request)
+        _check_probe_role(node, Role.DECODE, "source")
+        blocks = decode_body(body, OfferProbeRequest).blocks
+        return await _probe(node, OfferProbe(_probe_id(), blocks))
 
     @app.post("/kv/probe/fetch")
     async def fetch(request: Request) -> Response:
-        return json_response(await fetch_probe(node, await read_admin_body(node, request)))
+        body = await read_admin_body(node, request)
+        _check_probe_role(node, Role.PREFILL, "reader")
+        asked = decode_body(body, FetchProbeRequest)
+        port = asked.ticket.remote_port
+        if not 0 < port < 65536:
+            raise RequestError(
+                f"the ticket's remote_port {port} is none; pass on what the other node has offered"
+            )
+        return await _probe(node, FetchProbe(_probe_id(), asked.ticket, asked.seed))
 
 
 async def load_adapter(node: Node, body: bytes) -> AdapterAnswer:
@@ -213,34 +218,14 @@ def _check_adapters_allowed(node: Node, path: str) -> None:
         )
 
 
-async def offer_probe(node: Node, body: bytes) -> ProbeOffered | ProbeRefused:
-    node.ready()
-    _check_probe_role(node, Role.DECODE, "source")
-    blocks = decode_body(body, OfferProbeRequest).blocks
-    answer: ProbeOffered | ProbeRefused = await _probe(node, OfferProbe(_probe_id(), blocks))
-    return answer
-
-
-async def fetch_probe(node: Node, body: bytes) -> ProbeFetched | ProbeRefused:
-    node.ready()
-    _check_probe_role(node, Role.PREFILL, "reader")
-    asked = decode_body(body, FetchProbeRequest)
-    port = asked.ticket.remote_port
-    if not 0 < port < 65536:
-        raise RequestError(
-            f"the ticket's remote_port {port} is none; pass on what the other node has offered"
-        )
-    probe = FetchProbe(_probe_id(), asked.ticket, asked.seed)
-    answer: ProbeFetched | ProbeRefused = await _probe(node, probe)
-    return answer
-
-
-async def _probe(node: Node, probe: OfferProbe | FetchProbe) -> Any:
+async def _probe(node: Node, probe: OfferProbe | FetchProbe) -> Response:
     failed = "the engine process did not answer a probe"
-    return await node.engine.ask(probe.probe_id, probe, _PROBE_DEADLINE_S, failed=failed)
+    answer = await node.engine.ask(probe.probe_id, probe, _PROBE_DEADLINE_S, failed=failed)
+    return json_response(answer)
 
 
 def _check_probe_role(node: Node, never: Role, part: str) -> None:
+    node.ready()
     if node.role.now is never:
         raise RequestError(f"this node's role is {never}: it is never the {part} of a hand-over")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from kvrelay.openai_api.tokenizer import Tokenizer
@@ -40,77 +40,56 @@ class GrammarCompiler:
 
     def __init__(self, model: str, engine: Engine, wakeup: Callable[[], None]) -> None:
         self._model, self._engine, self._wakeup = model, engine, wakeup
-        self._grammars: Grammars | None = None
-        self._waiting: dict[str, Request] = {}  # in the order of arrival
-        self._outcomes: dict[str, str | None] = {}  # of requests that still wait for their parent
-        self._queue: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[Request, str | None]] = queue.SimpleQueue()
-        self._loaded = threading.Event()
-        self._load_error: str | None = None
-        before = threading.stack_size(_STACK_BYTES)
-        for number in range(_THREADS):
-            threading.Thread(
-                target=self._work, args=(number == 0,), name=f"compiling-{number}", daemon=True
-            ).start()
-        threading.stack_size(before)
+        self._waiting: dict[str, tuple[Request, Future[str | None]]] = {}
+        threading.stack_size(_STACK_BYTES)  # of threads that are started from now on
+        self._threads = ThreadPoolExecutor(_THREADS, "compiling")
+        self._grammars = self._threads.submit(self._load)
 
     def begin(self, request: Request) -> None:
-        self._waiting[request.request_id] = request
-        self._queue.put(request)
+        compiled = self._threads.submit(self._compile, request)
+        self._waiting[request.request_id] = request, compiled
+        compiled.add_done_callback(lambda _: self._wakeup())
 
     @property
-    def waiting(self) -> Collection[Request]:
-        return self._waiting.values()
+    def waiting(self) -> list[Request]:
+        return [request for request, _ in self._waiting.values()]
 
     def drop(self, request_id: str) -> Request | None:
-        self._outcomes.pop(request_id, None)
-        return self._waiting.pop(request_id, None)
+        request, _ = self._waiting.pop(request_id, (None, None))
+        return request
 
     def ready(self, now: float) -> list[tuple[Request, str | None]]:
         """Return requests that have their guide, or an error; a fork never before its parent."""
-        while not self._done.empty():
-            request, error = self._done.get()
-            if self._waiting.get(request.request_id) is request:
-                self._outcomes[request.request_id] = error
         found: list[tuple[Request, str | None]] = []
-        for name, request in list(self._waiting.items()):
-            if request.fork_of in self._waiting:
+        for name, (request, compiled) in list(self._waiting.items()):
+            late = now - request.arrival_s > COMPILE_DEADLINE_S
+            if request.fork_of in self._waiting or not (compiled.done() or late):
                 continue
-            if name in self._outcomes:
-                found.append((request, self._outcomes.pop(name)))
-            elif now - request.arrival_s > COMPILE_DEADLINE_S:
+            if compiled.done():
+                error = compiled.result()
+            else:
                 assert request.params.constraint is not None
                 field = request.params.constraint.field
-                late = f"{field} took longer than {COMPILE_DEADLINE_S:g} s to compile"
-                found.append((request, late))
-            else:
-                continue
+                error = f"{field} took longer than {COMPILE_DEADLINE_S:g} s to compile"
+            found.append((request, error))
             del self._waiting[name]
         return found
 
-    def _work(self, first: bool) -> None:
-        if first:
-            try:
-                config = self._engine.model
-                tokenizer = load_tokenizer(self._model)
-                self._grammars = grammars_for(tokenizer, config.vocab_size, config.eos_token_ids)
-            except Exception as why:
-                log.exception("grammars")
-                self._load_error = f"no grammar can be followed on this node: {why}"
-            self._loaded.set()
-        else:
-            self._loaded.wait()
-        while True:
-            request = self._queue.get()
-            self._done.put((request, self._compile(request)))
-            self._wakeup()
+    def _load(self) -> Grammars:
+        config = self._engine.model
+        tokenizer = load_tokenizer(self._model)
+        return grammars_for(tokenizer, config.vocab_size, config.eos_token_ids)
 
     def _compile(self, request: Request) -> str | None:
         constraint = request.params.constraint
-        if self._grammars is None or constraint is None:
-            return self._load_error
+        assert constraint is not None
         try:
-            matcher = TimedMatcher(self._grammars.matcher(constraint))
+            grammars = self._grammars.result()
+        except Exception as why:
+            log.exception("grammars")
+            return f"no grammar can be followed on this node: {why}"
+        try:
+            matcher = TimedMatcher(grammars.matcher(constraint))
             guide = self._engine.guide(request.params, matcher)
             assert guide is not None
             guide.follow(request.token_ids, request.prompt_tokens)

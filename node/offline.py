@@ -17,16 +17,10 @@ from kvrelay.node.sandbox import Sandbox
 from kvrelay.node.serving import Call, Serving, load_serving
 from kvrelay.openai_api.node_request import NodeRequest
 from kvrelay.wire.config import NodeConfig
-from kvrelay.wire.errors import ErrorBody, KvrelayError
+from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.frames import Frame, FrameKind
 
-__all__ = ["AnswerBroke", "Offline", "offline"]
-
-
-class AnswerBroke(KvrelayError):
-    def __init__(self, status: int, error: ErrorBody) -> None:
-        super().__init__(error.message, param=error.param)
-        self.status, self.type = status, error.type
+__all__ = ["Offline", "offline"]
 
 
 class Offline:
@@ -39,7 +33,7 @@ class Offline:
     async def run(self, chat: bool, body: bytes) -> tuple[list[NodeRequest], list[Frame]]:
         """Run a completion; return a request for each prompt, and all frames.
 
-        Raises KvrelayError, AnswerBroke.
+        Raises KvrelayError.
         """
         call = Call(chat, body, uuid.uuid4().hex)
         requests, _ = await prepare(self.serving, self._node.sandbox, call)
@@ -47,7 +41,7 @@ class Offline:
         async with contextlib.aclosing(await run_requests(self._node, requests, call)) as frames:
             async for frame in frames:
                 if frame.kind is FrameKind.ERROR and frame.error is not None:
-                    raise AnswerBroke(frame.status, frame.error)
+                    raise KvrelayError(frame.error.message, param=frame.error.param)
                 found.append(frame)
         return requests, found
 

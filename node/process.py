@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import gc
 import logging
 import os
+import queue
 import re
 import resource
 import signal
@@ -159,49 +159,42 @@ class LogThread(logging.Handler):
     def __init__(self, descriptor: int) -> None:
         super().__init__()
         self._descriptor = descriptor
-        self._lines: collections.deque[str] = collections.deque()
-        self._dropped = self._queued = self._written = 0
-        self._news = threading.Event()
+        self._lines: queue.Queue[str] = queue.Queue(MAX_QUEUED_LINES)
+        self._dropped = 0
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = self.format(record)
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._dropped += 1
         except Exception:  # noqa: BLE001  a template that does not fit its values
             self.handleError(record)
-            return
-        if len(self._lines) >= MAX_QUEUED_LINES:
-            self._dropped += 1
-            return
-        self._lines.append(line)
-        self._queued += 1
-        if not self._news.is_set():
-            self._news.set()
 
     def flush(self) -> None:
-        """Wait until all lines queued by now are written, a second at most."""
-        queued, until = self._queued, time.monotonic() + _FLUSH_DEADLINE_S
-        while self._written < queued and time.monotonic() < until:
+        """Wait until all lines are written, a second at most."""
+        until = time.monotonic() + _FLUSH_DEADLINE_S
+        while self._lines.unfinished_tasks and time.monotonic() < until:
             time.sleep(_FLUSH_POLL_S)
 
     def _run(self) -> None:
         while True:
-            self._news.wait()
-            self._news.clear()
-            self._write()
+            lines = [self._lines.get()]
+            lines += [self._lines.get() for _ in range(self._lines.qsize())]
+            self._write(lines)
+            for _ in lines:
+                self._lines.task_done()
             time.sleep(_BATCH_S)
 
-    def _write(self) -> None:
+    def _write(self, lines: list[str]) -> None:
         dropped, self._dropped = self._dropped, 0
-        lines = [self._lines.popleft() for _ in range(len(self._lines))]
-        written = self._written + len(lines)
         if dropped:
-            lines.append(f"{dropped} lines of this log are left out: nobody took it for a while")
+            left_out = f"{dropped} lines of this log are left out: nobody took it for a while"
+            lines = [*lines, left_out]
         rest = memoryview("".join([f"{line}\n" for line in lines]).encode(errors="replace"))
         with contextlib.suppress(OSError):  # its reader has gone
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
-        self._written = written
 
 
 def private_folder(folder: Path) -> None:
