@@ -302,13 +302,15 @@ class TransferEngine:
                 if now - self._stepped_at > STALL_S:
                     kept, lost = [], message.leases
                 return Renewed(message.sent_at, kept, lost)
-            if isinstance(message, Follow) and message.checksums:
-                return self._vouch(sender, message)
             if isinstance(message, Follow):
-                self._leases.want(message.lease)
-                return self._growths.follow(message.lease, sender) or Renewed(
-                    now, [], [message.lease]
-                )
+                lease, blocks = message.lease, message.checksums
+                told: Message | None = None
+                if not blocks:
+                    self._leases.want(lease)
+                    told = self._growths.follow(lease, sender)
+                elif not self._backends.can_sum or self._growths.ask(sender, lease, blocks):
+                    return None  # the checksums come later, or never
+                return told or Renewed(now, [], [lease])
             if isinstance(message, End):
                 # A reader whose place another one has taken ends nothing; but what it has read
                 # counts while it is held.
@@ -335,10 +337,11 @@ class TransferEngine:
         with self._turn():
             self._leases.expire(now)
             self._fetches.tick(now)
-            due = [self._peers.tick(now), self._leases.next_expiry(), self._fetches.next_deadline()]
-        soonest = min(at for at in due if at is not None)
+            expiry = self._leases.next_expiry()
+            due = [self._peers.tick(now), self._fetches.next_deadline()]
         # Never longer than a heartbeat: leases granted meanwhile are longer than that.
-        return min(soonest - now, self._config.heartbeat_s)
+        soonest = min(*due, now + self._config.heartbeat_s)
+        return (soonest if expiry is None else min(soonest, expiry)) - now
 
     # Called from the threads of backends.
 
@@ -419,11 +422,6 @@ class TransferEngine:
             backends.can_sum,
             backends.on_request,
         )
-
-    def _vouch(self, sender: bytes, asked: Follow) -> Message | None:
-        if self._backends.can_sum and not self._growths.ask(sender, asked.lease, asked.checksums):
-            return Renewed(time.monotonic(), [], [asked.lease])
-        return None
 
     def _vouched(self, question: Question, checksums: list[bytes]) -> None:
         with self._turn():

@@ -44,7 +44,7 @@ SECURE = dataclasses.replace(CONFIG, cluster_secret=SECRET)
 
 
 class Ears:
-    """A engine that answers everything with `reply` and writes down what it hears."""
+    """An engine that answers everything with `reply` and writes down what it hears."""
 
     def __init__(self, reply: Message) -> None:
         self.reply = reply
@@ -245,7 +245,7 @@ def test_nothing_is_dialled_for_a_forged_ticket(tmp_path: Path) -> None:
         assert isinstance(reader.wait(1)[0], Fetched)
 
 
-def test_without_a_secret_a_engine_listens_and_dials_on_this_machine_only(tmp_path: Path) -> None:
+def test_without_a_secret_an_engine_listens_and_dials_on_this_machine_only(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"kv_host must be a loopback address, got '10.1.2.3'; set the same KVRELAY_",

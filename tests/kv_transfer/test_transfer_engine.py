@@ -27,12 +27,10 @@ from kvrelay.kv_transfer.connector import (
     Completion,
     Fetched,
     FetchFailed,
-    PeerKey,
     Released,
     Settled,
 )
-from kvrelay.kv_transfer.control import ENDED
-from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
+from kvrelay.wire.errors import ConfigError, PeerLost
 from kvrelay.wire.transfer import Ticket
 
 
@@ -92,57 +90,6 @@ def test_a_fetch_is_not_admitted_if_the_lease_ended_before_the_last_byte(
         reader.backend.gate.set()
         assert reader.fails().startswith("LeaseLost: ")
         assert source.engine.stats().leases_held == again
-
-
-def cut(source: SharedNode, reader: SharedNode) -> None:
-    """The connection ends; both go on."""
-    reader.engine.on_disconnect(PeerKey(*source.engine.address, source.engine.generation), ENDED)
-
-
-def test_a_peer_is_met_again_while_a_read_of_it_hangs(
-    source: SharedNode, reader: SharedNode
-) -> None:
-    start(source, reader)
-    cut(source, reader)
-    (failed,) = reader.wait(1)
-    assert reason(failed).startswith("PeerLost: the connection to")
-    again = source.engine.offer("again", [5, 6], 32)
-    reader.backend.posted.clear()
-    reader.fetch("again", again, [5, 6], [7, 8])
-    assert reader.backend.posted.wait(20.0)  # welcomed, renewed and reading
-    reader.woken.clear()  # a thread that saw the failure in its turn, too, may have told it again
-    reader.quiet()  # the blocks of the first one are where they were
-    reader.backend.gate.set()
-    settled, fetched = sorted(reader.wait(2), key=lambda event: isinstance(event, Fetched))
-    assert settled == Settled("r")
-    assert isinstance(fetched, Fetched)
-    assert [reader.backend.read(block) for block in (7, 8)] == [pattern(5), pattern(6)]
-
-
-def test_a_broken_read_stays_quarantined_while_its_peer_is_only_out_of_touch(
-    source: SharedNode, reader: SharedNode
-) -> None:
-    start(source, reader)
-    reader.backend.error = TransferError("half of it broke")
-    assert reason(reader.wait(1)[0]).startswith("TransferError")
-    cut(source, reader)
-    reader.quiet(3 * CONFIG.heartbeat_s)  # met again meanwhile, and no wiser
-    source.engine.close()
-    assert reader.wait(1) == [Settled("r")]
-
-
-def test_a_broken_read_settles_when_somebody_else_answers_for_its_peer(
-    tmp_path: Path, reader: SharedNode
-) -> None:
-    with node("source", tmp_path) as source:
-        port = source.engine.address[1]
-        start(source, reader)
-        reader.backend.error = TransferError("half of it broke")
-        reader.wait(1)
-        reader.engine._control.probe = lambda peer: None  # type: ignore[method-assign]
-    reader.quiet()
-    with node("source", tmp_path, dataclasses.replace(CONFIG, kv_port=port)):
-        assert reader.wait(1) == [Settled("r")]
 
 
 def test_a_way_that_the_backend_has_lost_is_looked_for_anew(
