@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.outputs import TokenLogprobs
 
 __all__ = [
@@ -36,6 +37,16 @@ class PoolRegion:
     block_bytes: int
     device: str
     """`cpu` or `cuda:N`."""
+
+    @property
+    def gpu(self) -> int | None:
+        """Index of its GPU; None on a CPU. Raises ConfigError."""
+        if self.device == "cpu":
+            return None
+        kind, _, number = self.device.partition(":")
+        if kind != "cuda" or not number.isdecimal():
+            raise ConfigError(f"pool device {self.device!r} is neither cpu nor cuda:N")
+        return int(number)
 
 
 class Completion(msgspec.Struct, frozen=True):

@@ -64,11 +64,9 @@ class GpuSide:
     """
 
     def __init__(self, region: PoolRegion) -> None:
-        kind, _, number = region.device.partition(":")
-        if kind != "cuda" or not number.isdecimal():
-            raise ConfigError(f"pool device {region.device!r} is neither cpu nor cuda:N")
+        assert region.gpu is not None
         self._region = region
-        self._device = int(number)
+        self._device = region.gpu
         self._tables: list[_Table] = []  # that no read uses
 
     def open(self, memory: PoolMemory) -> GpuPiece:

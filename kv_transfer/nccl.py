@@ -89,7 +89,7 @@ class NcclBackend:
             raise ConfigError(
                 "kv_connector nccl needs a libzmq with CURVE; take pyzmq from a wheel"
             )
-        nccl = self._nccl or NcclLibrary(_gpu(self._region.device), self._patience_s)
+        nccl = self._nccl or NcclLibrary(_gpu(self._region), self._patience_s)
         pool = StagedPool(self._region)
         pool.compile()
         self._terms = Terms(
@@ -337,10 +337,10 @@ class PairControl(SocketThread):
         return lambda value: self.post(partial(call, value))
 
 
-def _gpu(device: str) -> int:
-    kind, _, number = device.partition(":")
-    if kind != "cuda" or not number.isdecimal():
+def _gpu(region: PoolRegion) -> int:
+    if region.gpu is None:
         raise ConfigError(
-            f"kv_connector nccl needs a GPU, and the KV pool is on {device}; take nixl or direct"
+            f"kv_connector nccl needs a GPU, and the KV pool is on {region.device}; take nixl or "
+            "direct"
         )
-    return int(number)
+    return region.gpu

@@ -144,7 +144,7 @@ class NixlBackend:
         self._name = name
         self._region = region
         self._host = host
-        self._memory, self._device = _memory(region.device)
+        self._memory, self._device = _memory(region)
         self._errors: tuple[type[Exception], ...] = ()
         self._remotes: dict[str, _Remote] = {}
         self._handles: list[_Handle] = []
@@ -211,7 +211,7 @@ class NixlBackend:
         """Load a peer's metadata (8 to 40 ms) and prepare one descriptor per block of its pool."""
         region = source.region
         try:
-            memory, _ = _memory(region.device)
+            memory, _ = _memory(region)
             name = self._agent.add_remote_agent(source.metadata)
             agent = name.decode() if isinstance(name, bytes) else name
             part = source.part
@@ -318,7 +318,7 @@ class NixlBackend:
         return self._prepared[start, size]
 
     def _table(self, region: PoolRegion, start: int, size: int) -> Any:
-        _, device = _memory(region.device)
+        _, device = _memory(region)
         row = [region.address + start, size, device, region.block_bytes, region.num_blocks]
         return self._np.array([row], dtype=self._np.uint64)
 
@@ -331,13 +331,8 @@ class NixlBackend:
             give_back()
 
 
-def _memory(device: str) -> tuple[str, int]:
-    if device == "cpu":
-        return "DRAM", 0
-    kind, _, number = device.partition(":")
-    if kind != "cuda" or not number.isdecimal():
-        raise ConfigError(f"pool device {device!r} is neither cpu nor cuda:N")
-    return "VRAM", int(number)
+def _memory(region: PoolRegion) -> tuple[str, int]:
+    return ("DRAM", 0) if region.gpu is None else ("VRAM", region.gpu)
 
 
 def _named(error: Exception) -> str:
