@@ -61,11 +61,6 @@ class CpuOperations:
         self._ranks = ranks
         self._expert_rows: dict[tuple[torch.Size, torch.Size], int] = {}
         self._config, self._dtype = config, dtype
-        self._heads, self._kv_heads, self._head_dim = (
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-        )
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype)
         self._scores: dict[str, Any] = {}
         if config.query_pre_attn_scalar is not None or config.attention_softcap is not None:
@@ -91,11 +86,6 @@ class CpuOperations:
             )
         return Experts(gate_up, down, self._expert_rows[shapes])
 
-    def folds_norms(self, dtype: torch.dtype) -> bool:
-        """Return whether norm weights go into the next product: W (g * x) = (W * g) x."""
-        # Not in 16 bits, where the rounding of W * g would show.
-        return dtype == torch.float32
-
     def embed(self, step: CpuStep, table: torch.Tensor) -> torch.Tensor:
         rows = functional.embedding(step.token_ids, table)
         return rows if self._config.embedding_scale == 1 else rows * self._embedding_scale
@@ -114,7 +104,6 @@ class CpuOperations:
         if norm is None:
             return hidden
         if norm.bias is not None:
-            assert norm.weight is not None
             return layer_norm(hidden, norm.weight, norm.bias, norm.eps)
         return rms_norm(hidden, norm.weight, norm.eps, plus_one=norm.plus_one)
 
@@ -135,19 +124,20 @@ class CpuOperations:
 
         Queries are [T, heads, head_dim]. Pairs (i, i + rotary_dim / 2) are rotated.
         """
-        rotated = self._heads + self._kv_heads
-        heads = qkv.view(len(qkv), rotated + self._kv_heads, self._head_dim)
+        num_heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
+        rotated = num_heads + kv_heads
+        heads = qkv.view(len(qkv), rotated + kv_heads, self._config.head_dim)
         qk = heads[:, :rotated]
         if qk_norm is not None:
             weight = torch.cat(
-                (qk_norm.query.expand(self._heads, -1), qk_norm.key.expand(self._kv_heads, -1))
+                (qk_norm.query.expand(num_heads, -1), qk_norm.key.expand(kv_heads, -1))
             )
             qk = rms_norm(qk, weight, qk_norm.eps, plus_one=qk_norm.plus_one)
         if rotary is not None:
             qk = apply_rope(qk, *rotary)
         keys, values = cache
-        write_kv(keys, values, qk[:, self._heads :], heads[:, rotated:], step.blocks, step.offsets)
-        return qk[:, : self._heads]
+        write_kv(keys, values, qk[:, num_heads:], heads[:, rotated:], step.blocks, step.offsets)
+        return qk[:, :num_heads]
 
     def attend(
         self, step: CpuStep, query: torch.Tensor, cache: LayerCache, window: int
@@ -200,11 +190,8 @@ Prepared = list[dict[str, PackedLora]]
 
 class AdaptedLinear(Linear):
     def __init__(self, base: Linear, operations: CpuAdapterOperations) -> None:
-        self.out_features, self.in_features, self.device = (
-            base.out_features,
-            base.in_features,
-            base.device,
-        )
+        self.out_features, self.in_features = base.out_features, base.in_features
+        self.device = base.device
         self.bias, self._base, self._operations = base.bias, base, operations
         self.slots: dict[int, PackedLora] = {}
 
@@ -226,9 +213,6 @@ class CpuAdapterOperations(CpuOperations):
     ) -> Linear:
         return AdaptedLinear(super().linear(weight, bias, scale), self)
 
-    def folds_norms(self, dtype: torch.dtype) -> bool:
-        return False  # A was trained behind the norm's weight
-
     def embed(self, step: CpuStep, table: torch.Tensor) -> torch.Tensor:
         self.adapted_rows = step.adapted
         return super().embed(step, table)
@@ -249,12 +233,8 @@ class CpuAdapters:
         dtype: torch.dtype,
     ) -> None:
         """Raise ConfigError where products are not batch-invariant."""
-        self._sites, self._linears, self._rank, self._dtype = (
-            adapter_sites(model),
-            linears,
-            max_rank,
-            dtype,
-        )
+        self._sites, self._linears = adapter_sites(model), linears
+        self._rank, self._dtype = max_rank, dtype
         self._min_rows = fewest_rows(_one_of_each(self._sites, max_rank, dtype), dtype)
 
     def prepare(self, adapter: Adapter) -> Prepared:

@@ -20,7 +20,6 @@ from kvrelay.paged_engine.model_tensors import (
     weight_shapes,
 )
 from kvrelay.paged_engine.rope import rope_frequencies, rope_variant
-from kvrelay.wire.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvrelay.paged_engine.cpu_operations import CpuOperations
@@ -37,10 +36,10 @@ LayerCache = tuple[torch.Tensor, ...]
 class Norm:
     """An RMS norm over the features, or with `bias` a layer norm.
 
-    `weight` is None where it is folded into the next product; `plus_one`: the factor is 1 + weight.
+    With `plus_one` the factor is 1 + weight.
     """
 
-    weight: torch.Tensor | None
+    weight: torch.Tensor
     eps: float
     bias: torch.Tensor | None = None
     plus_one: bool = False
@@ -132,7 +131,7 @@ class Decoder:
             else None
         )
         head = self._embedding if config.tie_embeddings else parts["lm_head.weight"]
-        self._norm, (head,) = self._fold(self._norm_at(parts, "model.norm"), head)
+        self._norm = self._norm_at(parts, "model.norm")
         self._lm_head: Any = operations.output_layer(head)
         self.rope_variant = rope_variant(config.rope_scaling, max_positions)
         tables = _rotary_tables(config, max_positions)
@@ -168,50 +167,37 @@ class Decoder:
         if config.qk_norm:
             query, key = have["self_attn.q_norm.weight"], have["self_attn.k_norm.weight"]
             qk_norm = QkNorm(query, key, config.rms_norm_eps, config.norm == "rms_plus_one")
-        qkv, *qkv_rest = _fused(have, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        input_norm, (qkv,) = self._fold(input_norm, qkv)
-        mlp_norm, mlp = self._pack_mlp(index, have, mlp_norm)
+        qkv = _fused(have, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         window = config.layer_window(index)
         return _Layer(
             window=window,
             rope=1 if window and config.local_rope_theta else 0,
             input_norm=input_norm,
-            qkv=self._linear(qkv, *qkv_rest),
+            qkv=self._operations.linear(*qkv),
             qk_norm=qk_norm,
-            o=self._linear(*_fused(have, "self_attn.o_proj")),
+            o=self._operations.linear(*_fused(have, "self_attn.o_proj")),
             o_norm=o_norm,
             mlp_norm=mlp_norm,
-            mlp=mlp,
+            mlp=self._pack_mlp(index, have),
             down_norm=down_norm,
         )
 
-    def _pack_mlp(
-        self, index: int, have: dict[str, torch.Tensor], norm: Norm | None
-    ) -> tuple[Norm | None, _Mlp | _Experts]:
-        ops, mixture = self._operations, self.config.layer_experts(index)
+    def _pack_mlp(self, index: int, have: dict[str, torch.Tensor]) -> _Mlp | _Experts:
+        mixture = self.config.layer_experts(index)
         halves = ("gate_proj", "up_proj") if self.config.gated else ("up_proj",)
         if mixture is None:
-            up, *up_rest = _fused(have, *(f"mlp.{half}" for half in halves))
-            norm, (up,) = self._fold(norm, up)
-            return norm, _Mlp(
-                self._linear(up, *up_rest), self._linear(*_fused(have, "mlp.down_proj"))
-            )
-        if "mlp.experts.0.up_proj.weight_scale" in have:
-            raise ConfigError(
-                "experts in fp8 are not supported; use the model's unquantized checkpoint"
+            up = _fused(have, *(f"mlp.{half}" for half in halves))
+            return _Mlp(
+                self._operations.linear(*up),
+                self._operations.linear(*_fused(have, "mlp.down_proj")),
             )
         experts = [f"mlp.experts.{expert}" for expert in range(mixture.experts)]
         gate_up = torch.stack(
             [_fused(have, *(f"{expert}.{half}" for half in halves))[0] for expert in experts]
         )
         down = torch.stack([have[f"{expert}.down_proj.weight"] for expert in experts])
-        norm, (router, gate_up) = self._fold(norm, have["mlp.router.weight"], gate_up)
-        return norm, _Experts(ops.linear(router, None), ops.experts(gate_up, down))
-
-    def _linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None
-    ) -> Any:
-        return self._operations.linear(weight, bias, scale)
+        router = self._operations.linear(have["mlp.router.weight"], None)
+        return _Experts(router, self._operations.experts(gate_up, down))
 
     def _norm_at(self, have: dict[str, torch.Tensor], name: str) -> Norm | None:
         if f"{name}.weight" not in have:
@@ -220,21 +206,6 @@ class Decoder:
         return Norm(
             have[f"{name}.weight"], self.config.rms_norm_eps, have.get(f"{name}.bias"), plus_one
         )
-
-    def _fold(
-        self, norm: Norm | None, *weights: torch.Tensor
-    ) -> tuple[Norm | None, list[torch.Tensor]]:
-        if (
-            norm is None
-            or norm.weight is None
-            or norm.bias is not None
-            or not self._operations.folds_norms(self.dtype)
-        ):
-            return norm, list(weights)
-        if any(weight.dtype != self.dtype for weight in weights):  # fp8
-            return norm, list(weights)
-        factor = 1 + norm.weight if norm.plus_one else norm.weight
-        return Norm(None, norm.eps), [weight * factor for weight in weights]
 
     @torch.inference_mode()
     def forward(self, step: Any, pool: KVPool) -> torch.Tensor:

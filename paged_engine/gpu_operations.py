@@ -120,9 +120,6 @@ class GpuOperations:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return gate_up, down
 
-    def folds_norms(self, dtype: torch.dtype) -> bool:
-        return False  # in 16 bits the rounding of W * g would show
-
     def embed(self, step: GpuStep, table: torch.Tensor) -> torch.Tensor:
         scale = self._config.embedding_scale
         return embed(step.token_ids, self._sampled, step.source, table, scale=scale, pdl=self._pdl)
@@ -139,14 +136,13 @@ class GpuOperations:
         if norm is None:
             return hidden
         if norm.bias is not None:
-            assert norm.weight is not None
             return layer_norm(hidden, norm.weight, norm.bias, norm.eps, pdl=self._pdl)
         return rms_norm(hidden, norm.weight, norm.eps, plus_one=norm.plus_one, pdl=self._pdl)
 
     def normed_linear(
         self, hidden: torch.Tensor, norm: Norm | None, linear: Linear
     ) -> torch.Tensor:
-        if norm is None or norm.bias is not None or norm.weight is None:
+        if norm is None or norm.bias is not None:
             return linear(self.norm(hidden, norm), pdl=self._pdl)
         return linear.normed(hidden, norm.weight, norm.eps, plus_one=norm.plus_one, pdl=self._pdl)
 
@@ -238,7 +234,7 @@ class GpuOperations:
 
     def gated_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
         act = cast("Activation", self._config.activation)
-        if norm is None or norm.bias is not None or norm.weight is None:
+        if norm is None or norm.bias is not None:
             return linear.gated(self.norm(hidden, norm), act, pdl=self._pdl)
         return linear.gated(
             hidden,
@@ -417,12 +413,8 @@ class GpuAdapters:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._sites, self._linears, self._dtype, self._device = (
-            adapter_sites(model),
-            linears,
-            dtype,
-            device,
-        )
+        self._sites, self._linears = adapter_sites(model), linears
+        self._dtype, self._device = dtype, device
         self._rank = -(-max_rank // 16) * 16  # a tensor core's tile
         for sites, layer in zip(self._sites, linears, strict=True):
             for name, site in sites.items():
