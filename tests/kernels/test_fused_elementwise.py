@@ -261,26 +261,6 @@ def test_activations_beyond_4_gib(device):
     assert torch.equal(fused.relu(gate_up)[-1], wanted)
 
 
-@gpu
-def test_a_chain_of_activations_with_dependent_launch_equals_one_without(device):
-    gate_up = torch.empty(8, 2048, dtype=torch.bfloat16, device=device)
-
-    def chain(pdl):
-        made = fused.act_and_mul(gate_up, "silu", pdl=pdl)
-        for _ in range(3):
-            made = fused.relu(
-                fused.act_and_mul(torch.cat((made, made), 1), "gelu_tanh", pdl=pdl), pdl=pdl
-            )
-        return made
-
-    gate_up.normal_()
-    graph, made = captured(lambda: chain(True))
-    for _ in range(50):
-        gate_up.normal_()
-        graph.replay()
-        assert torch.equal(made, chain(False))
-
-
 def _ids(tokens, device, seed, index=torch.int64):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda high, n: torch.randint(high, (n,), generator=generator)  # noqa: E731

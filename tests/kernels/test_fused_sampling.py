@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kvrelay.kernels import fused_sampling, sampling_floors
 from kvrelay.kernels.fused_sampling import sample
-from kvrelay.kernels.sampling_slots import Rows, SlotTables, TokenMask, record_of
+from kvrelay.kernels.sampling_slots import Rows, SlotTables, record_of
 
 in_poisoned_memory = pytest.mark.usefixtures(poisoned_memory.__name__)
 
@@ -283,29 +283,6 @@ def test_padding_touches_no_slot_and_others_move_on(device):
     assert tables.sampled.tolist() == [-5, int(tokens[1]), -5]
     before[1, 11] += 1
     assert torch.equal(tables.parameters, before)
-
-
-@pytest.mark.parametrize("cut", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.9}])
-def test_a_mask_allows_some_tokens_and_only_in_its_rows(cut, device):
-    vocab = 1300
-    logits = make_logits("normal", 3, vocab, 8, torch.float32)
-    logits[:, 7] = 20.0
-    allowed = torch.zeros(2, vocab, dtype=torch.bool)
-    allowed[0, [5, 31, 32, 1299]] = True
-    allowed[1, [6, 7]] = True
-    bits = torch.nn.functional.pad(allowed, (0, -vocab % 32)).view(
-        2, -1, 32
-    ).long() << torch.arange(32)
-    words = bits.sum(-1).to(torch.int32)
-    mask = TokenMask(words.to(device), torch.tensor([1, -1, 0], dtype=torch.int32, device=device))
-    params = numbered([cut] * 3, 1, 1.0)
-    tokens = sample(
-        logits.to(device), backwards(3, device), tables_for(params, vocab, device), mask=mask
-    )
-    masked = [
-        logits[row].masked_fill(~allowed[place], -torch.inf) for row, place in ((0, 1), (2, 0))
-    ]
-    check_tokens(tokens, torch.stack((masked[0], logits[1], masked[1])), params)
 
 
 def test_a_token_does_not_depend_on_the_batch(device):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engines import drain, make, output, submit
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 
@@ -318,26 +317,6 @@ def test_a_device_without_fp8_gets_the_same_model_without_it(
             tensor.float(),
             meant[name].float().to(dtype if "_proj" in name else torch.bfloat16).float(),
         )
-
-
-@pytest.mark.parametrize("layout", ["channel, dynamic", "AutoFP8", "blocks of Qwen"])
-def test_an_fp8_checkpoint_answers_as_its_plain_weights_do(tmp_path: Path, layout: str) -> None:
-    said, store, _, more = (LAYOUTS | DEQUANTIZED_LAYOUTS)[layout]
-    meant = make_fp8(tmp_path / "fp8", said, store, more=more)
-    make_tiny("LlamaForCausalLM", tmp_path / "plain")
-    rounded = torch.bfloat16 if layout in DEQUANTIZED_LAYOUTS else torch.float32
-    plain = {
-        name: tensor.float().to(rounded).float().contiguous() for name, tensor in meant.items()
-    }
-    save_file(plain, tmp_path / "plain" / "model.safetensors")
-
-    def answer(folder: Path) -> list[int]:
-        engine = make(folder, kv_cache_memory_bytes=4 << 20)
-        request = submit(engine, "r", list(range(3, 90)), max_tokens=20)
-        drain(engine)
-        return output(request)
-
-    assert answer(tmp_path / "fp8") == answer(tmp_path / "plain")
 
 
 def test_scales_of_a_tensor_that_holds_several_projections_are_cut_as_its_rows_are(

@@ -49,14 +49,6 @@ def test_an_equal_prefix_is_computed_once():
     assert second.cached_tokens == 48
 
 
-def test_a_fully_cached_prompt_still_computes_its_last_token():
-    scheduler = make()
-    for name in ("first", "second"):
-        scheduler.add(request(name, list(range(32)), max_tokens=1))
-        chunks = step(scheduler)
-    assert chunks == [("second", 16, 16)]
-
-
 def test_after_a_reset_nothing_from_before_is_found():
     """Also not what a request that ran then computes later: it is computed from KV of before."""
     scheduler = make(max_num_batched_tokens=32)
@@ -116,21 +108,6 @@ def test_a_second_request_of_the_same_id_is_refused():
     scheduler.add(request("r", [3]))
     with pytest.raises(ValueError, match="'r' is in use"):
         scheduler.add(request("r", [3]))
-
-
-def test_held_blocks_stay_until_released():
-    scheduler = make()
-    req = request("r", list(range(40)), max_tokens=1, hold=True)
-    scheduler.add(req)
-    drain(scheduler)
-    assert req.finish is Finish.LENGTH
-    held = scheduler.kept.held("r")
-    assert held is not None
-    assert len(held) == 3
-    assert scheduler.kept.num_held == 3 == scheduler.pool.total - scheduler.pool.free
-    scheduler.kept.release("r")
-    scheduler.kept.release("r")
-    assert scheduler.pool.free == scheduler.pool.total
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -5,16 +5,13 @@ owner.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from engines import GPU_SIZES, ON_GPU, SAMPLED, drain, make, output, prompt, submit
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from invariants import check_scheduler
-from scheduling import BLOCK, EOS, next_token, request
 from scheduling import make as make_scheduler
+from scheduling import request
 from tiny_models import make_tiny
 
 from kvrelay.paged_engine.request import Chunk, Request
@@ -159,121 +156,6 @@ def test_a_batch_invariant_gpu_keeps_its_tokens(tmp_path):
 # --- the scheduler alone
 
 
-class Simulated:
-    """A scheduler with a model in one line; with `ahead` the tokens of a step are known one step
-    late.
-    """
-
-    def __init__(self, ahead: bool, period: int, speculation: Speculation, **options) -> None:
-        self.ahead, self.period, self.options = ahead, period, options
-        self.scheduler = make_scheduler(speculation=speculation, **options)
-        self.in_flight: list[tuple[Chunk, list[int]]] = []
-
-    def next(self, tokens: list[int]) -> int:
-        """Mostly what stood there `period` tokens ago."""
-        said = next_token(tokens)
-        return tokens[-self.period] if said % 5 and len(tokens) >= self.period else said
-
-    def drawn(self, chunk: Chunk, tokens: Sequence[int]) -> list[int]:
-        rows = [[*tokens, *chunk.proposals[:ahead]] for ahead in range(chunk.sampled_rows)]
-        return [self.next(row) for row in rows]
-
-    def step(self) -> None:
-        scheduler = self.scheduler
-        if self.in_flight and scheduler.needs_tokens:
-            self.take(self.in_flight)
-            self.in_flight = []
-        preemptions = scheduler.preemptions
-        plan = scheduler.schedule(0.0)
-        check_scheduler(scheduler)
-        assert (
-            sum(chunk.count for chunk in plan.chunks if chunk.count > 1)
-            <= self.options["max_num_batched_tokens"]
-        )
-        # A GPU has room for so many sequences, whether they sample or not
-        # (paged_engine/gpu_graphs.py).
-        assert (
-            sum(1 + len(chunk.proposals) for chunk in plan.chunks) <= self.options["max_num_seqs"]
-        )
-        launched = []
-        for chunk in plan.chunks:
-            req, end = chunk.request, chunk.start + chunk.count
-            assert end <= len(req.blocks) * BLOCK
-            assert end < self.options["max_model_len"]
-            if chunk.proposals:
-                assert not req.num_pending
-                assert end - len(chunk.proposals) == len(req.token_ids)
-                assert chunk.sampled_rows <= req.params.max_tokens - req.output_tokens
-                assert scheduler.preemptions == preemptions
-            scheduler.mark_launched(chunk)
-            if chunk.samples:
-                tokens = list(req.token_ids)
-                for _ in range(req.num_pending - 1):  # the device knows them
-                    tokens.append(self.next(tokens))
-                launched.append((chunk, self.drawn(chunk, tokens)))
-        launched, self.in_flight = (self.in_flight, launched) if self.ahead else (launched, [])
-        self.take(launched)
-
-    def take(self, launched: list[tuple[Chunk, list[int]]]) -> None:
-        for chunk, drawn in launched:
-            self.scheduler.append_sampled(chunk.request, drawn, 0.0)
-            check_scheduler(self.scheduler)
-
-    def told(self, tokens: list[int], count: int) -> list[int]:
-        tokens = list(tokens)
-        for _ in range(count):
-            tokens.append(self.next(tokens))
-            if tokens[-1] == EOS:
-                break
-        return tokens
-
-
-@settings(max_examples=150)
-@given(data=st.data(), ahead=st.booleans())
-def test_random_use_gives_every_request_its_tokens_and_every_block_back(data, ahead):
-    draw = data.draw
-    speculation = Speculation(draw(st.integers(1, 6)), 3, 1)
-    sim = Simulated(
-        ahead,
-        draw(st.integers(1, 7)),
-        speculation,
-        blocks=draw(st.sampled_from([8, 14, 60])),
-        max_num_batched_tokens=draw(st.sampled_from([4, 9, 64])),
-        max_num_seqs=draw(st.sampled_from([1, 3, 6])),
-        max_model_len=draw(st.sampled_from([70, 100])),
-    )
-    rng = random.Random(draw(st.integers(0, 2**32)))
-    live: list[tuple[Request, list[int], int]] = []
-    aborted: set[str] = set()
-    for turn in range(60):
-        if rng.random() < 0.3:
-            text, count = (
-                [rng.randrange(2, 6) for _ in range(rng.randint(1, 40))],
-                rng.randint(1, 40),
-            )
-            req = request(f"r{turn}", text, count)
-            req.arrival_s = float(turn)
-            sim.scheduler.add(req)
-            live.append((req, text, count))
-        if live and rng.random() < 0.05:
-            req = rng.choice(live)[0]
-            if sim.scheduler.abort(req.request_id) is not None:
-                aborted.add(req.request_id)
-        sim.step()
-    for _ in range(3000):
-        if not sim.scheduler.has_work and not sim.in_flight:
-            break
-        sim.step()
-    assert sim.scheduler.pool.free == sim.scheduler.pool.total
-    for req, text, count in live:
-        told = sim.told(text, min(count, sim.options["max_model_len"] - len(text)))
-        if req.request_id in aborted:
-            told = told[: len(req.token_ids)]
-        assert req.token_ids == told
-        assert req.num_pending == 0
-        assert req.proposals == ()
-
-
 def alone(tokens: list[int], max_tokens: int, **options) -> tuple[Scheduler, Request]:
     options = {"max_model_len": 1000, "speculation": Speculation(4, 3, 2)} | options
     scheduler, req = make_scheduler(**options), request("r", tokens, max_tokens)
@@ -292,24 +174,6 @@ def next_chunk(scheduler: Scheduler) -> Chunk:
 
 
 LOOP = [5, 6, 7, 5, 6]
-
-
-def test_the_rows_behind_a_wrong_proposal_are_thrown_away():
-    scheduler, req = alone(LOOP, 50)
-    assert scheduler.append_sampled(req, [7], 0.0) == 1
-    chunk = next_chunk(scheduler)
-    assert (chunk.start, chunk.count, chunk.proposals, chunk.token_ids) == (
-        5,
-        5,
-        (5, 6, 7, 5),
-        [7, 5, 6, 7, 5],
-    )
-    assert scheduler.append_sampled(req, [5, 6, 9, 5, 6], 0.0) == 3
-    assert req.token_ids == [*LOOP, 7, 5, 6, 9]
-    chunk = next_chunk(scheduler)
-    assert (chunk.start, chunk.proposals, chunk.token_ids) == (8, (), [9])
-    assert (scheduler.speculation.drafts, scheduler.speculation.draft_tokens) == (1, 4)
-    assert scheduler.speculation.accepted_tokens == 2
 
 
 @pytest.mark.parametrize(
