@@ -1,7 +1,7 @@
 """Checksums of KV blocks on a CPU, and their definition; GPU: `kernels/gpu_checksums.py`.
 
-Each KV head's slice of a block has a checksum of 64 bits: the sum over its 64-bit words w of
-key(i) * (w + (w >> 32)), modulo 2**64, i being the word's place and >> keeping the sign. Keys are
+Each KV head's slice of a block has a checksum of 64 bits: the sum over its words w of key(i) * (w +
+(w >> 32)), modulo 2**64, i being the word's place and >> keeping the sign, in any order. Keys are
 odd and differ: one wrong word is noticed, unless its halves were 0x7FFFFFFF and b and are
 0x80000000 and b - 1, or the reverse; several but for a chance of 2**-32. This finds faults, not
 forgery.
@@ -32,7 +32,8 @@ def keys(count: int) -> Words:
 def block_checksums(pool: Words, blocks: Sequence[int], places: Words) -> Words:
     """Return the checksums of these blocks, int64 [blocks, kv_heads].
 
-    `pool`: int64 [num_blocks, kv_heads, words of a slice]; `places`: `keys` of as many words.
+    `pool`: int64 [num_blocks, kv_heads, words of a slice]; `places`: `keys` of as many words. Lets
+    go of the GIL for a whole slice.
     """
     sums = np.empty((len(blocks), pool.shape[1]), dtype=np.int64)
     for row, block in enumerate(blocks):

@@ -13,7 +13,6 @@ import triton.language as tl
 __all__ = ["append_blocks", "step_tables"]
 
 
-# Not specialized: one binary for all counts and places.
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["index", "block"])
 def _append_blocks(slot_tables, index, block, count, BLOCK: tl.constexpr):
     # grid: (cdiv(count, BLOCK),)
@@ -67,8 +66,8 @@ def step_tables(
 ) -> None:
     """Add each sequence's newest block to its slot's table, and copy that to `tables`.
 
-    slots, context_lens, last_blocks int32 [sequences]; context_lens include the step's tokens,
-    last_blocks[i] takes the KV of the last of them. Slot -1 is padding, whose row stays as it is.
+    slots, context_lens, last_blocks int32 [sequences]; last_blocks[i] takes the KV of the last
+    token. Slot -1 is padding.
     """
     assert slot_tables.shape[1] == tables.shape[1]
     grid = (slots.numel(),)

@@ -1,6 +1,6 @@
 """CUDA runtime calls that torch does not offer: plain allocations, and CUDA IPC on them.
 
-They bind the libcudart that torch has loaded, and work on the calling thread's current device.
+They bind the libcudart that torch has loaded, on the thread's current device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class _Handle(ctypes.Structure):
 
 
 def allocate(num_bytes: int) -> int:
-    """Return the address of new memory on the current device (cudaMalloc)."""
     address = ctypes.c_void_p()
     _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
     assert address.value is not None
@@ -43,19 +42,19 @@ def allocate(num_bytes: int) -> int:
 
 
 def free(address: int) -> None:
-    """Free an allocation, once all work of the device is done (cudaFree)."""
+    """Free an allocation, once all work of the device is done."""
     _call("cudaFree", ctypes.c_void_p(address))
 
 
 def handle_of(address: int) -> bytes:
-    """Return an allocation's IPC handle, which other processes of this host can open."""
+    """Return an allocation's IPC handle."""
     handle = _Handle()
     _call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
     return ctypes.string_at(ctypes.addressof(handle), HANDLE_BYTES)
 
 
 def open_handle(handle: bytes) -> int:
-    """Map another process's allocation and return its address on the current device."""
+    """Map another process's allocation; return its address."""
     address = ctypes.c_void_p()
     _call(
         "cudaIpcOpenMemHandle",
@@ -68,12 +67,12 @@ def open_handle(handle: bytes) -> int:
 
 
 def close_handle(address: int) -> None:
-    """Unmap what `open_handle` has mapped. Nothing that runs may still read it."""
+    """Unmap what `open_handle` has mapped; nothing may still read it."""
     _call("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
 
 
 def copy(target: int, source: int, num_bytes: int, stream: int) -> None:
-    """Start a copy between any two addresses on a raw stream (cudaMemcpyAsync)."""
+    """Start a copy between any two addresses on a raw stream."""
     _call(
         "cudaMemcpyAsync",
         ctypes.c_void_p(target),
@@ -86,7 +85,7 @@ def copy(target: int, source: int, num_bytes: int, stream: int) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    # By its soname the loader hands out the library that torch has loaded, wherever that lies.
+    # The loader hands out the library that torch has loaded.
     major = (torch.version.cuda or "").partition(".")[0]
     try:
         library = ctypes.CDLL(f"libcudart.so.{major}")
@@ -100,7 +99,7 @@ def _call(name: str, *arguments: object) -> None:
     library = _library()
     status = getattr(library, name)(*arguments)
     if status != 0:
-        # else torch would find the error at its next own call in this thread
+        # else torch's next call would find the error
         library.cudaGetLastError()
         raise CudaError(
             f"{name}: {library.cudaGetErrorString(status).decode()} (CUDA error {status})"

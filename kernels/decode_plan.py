@@ -1,7 +1,7 @@
 """The plan that cuts the keys of a batch of decodes into equal shares, one for each program.
 
-The work is a line of units of 64 keys: sequence after sequence, in each KV head after KV head. The
-plan is made once per step for all layers of one window; `kernels/paged_decode.py` follows it.
+The work is a line of units of 64 keys: sequence after sequence, in each KV head after KV head, for
+all layers of one window.
 
 Grid: (programs / 16). Source: Osama et al., "Stream-K", 2023.
 """
@@ -17,12 +17,11 @@ import triton.language as tl
 __all__ = ["UNIT", "DecodeWorkspace", "Tiling", "decode_programs", "first_key", "plan_decode"]
 
 UNIT = tl.constexpr(64)
-# Programs planned by one program of the plan's grid.
 PLAN_ROWS = tl.constexpr(16)
 
-# Up to this many shares for each program that runs at a time: a slow SM then takes fewer of them.
+# Shares for each program that runs at a time: a slow SM then takes fewer.
 MAX_WAVES = 2
-# But not shares of fewer units than this, because each one fills its pipeline anew.
+# Each share fills its pipeline anew.
 WAVE_UNITS = 8
 
 
@@ -55,7 +54,6 @@ class DecodeWorkspace:
         device: torch.device | str,
         element_bytes: int = 2,
     ) -> None:
-        """Allocate it; `element_bytes` of a cached element are 2 or, in fp8, 1."""
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
         self.max_batch, self.num_heads, self.num_kv_heads, self.head_dim = (
@@ -75,8 +73,7 @@ class DecodeWorkspace:
             programs, 4
         )  # of each share: sequence, its length, KV head, unit within the piece
         self.arrivals = self._zeros(programs)
-        # Slot p: the part of a piece that began before program p's share. Slot programs + p: of one
-        # that begins in it.
+        # Slot p: what began before program p's share. Slot programs + p: in it.
         self.part_mixed = torch.empty(2 * programs, group, head_dim, device=device)
         self.part_weight = torch.empty(
             2 * programs, group, device=device
@@ -87,9 +84,9 @@ class DecodeWorkspace:
 
 
 def _launch_shape(head_dim: int, element_bytes: int, device: torch.device) -> tuple[Tiling, int]:
-    # Several programs share an SM's memory, so that one computes while the others copy. H200, 128
-    # dimensions, batch 128 x 1k: four programs of two warps and 32 keys 4.25 TB/s, three of four
-    # warps and 64 keys 3.76. fp8 is bound by its conversion, and best in two programs of 128 keys.
+    # H200, 128 dimensions, batch 128 x 1k: four programs of two warps and 32 keys 4.25 TB/s, three
+    # of four warps and 64 keys 3.76. fp8 is bound by its conversion, and best in two programs of
+    # 128 keys.
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         sms, shared_bytes = (
@@ -99,7 +96,7 @@ def _launch_shape(head_dim: int, element_bytes: int, device: torch.device) -> tu
     else:
         sms, shared_bytes = 2, 228 << 10
     dims = triton.next_power_of_2(head_dim)
-    other_bytes = 8 << 10  # the query, reductions, and what the driver takes
+    other_bytes = 8 << 10
     if dims == 256:
         keys, warps, per_sm, tiles = 32, 4, 2, 4
     else:
@@ -112,7 +109,7 @@ def _launch_shape(head_dim: int, element_bytes: int, device: torch.device) -> tu
 
 
 def decode_programs(batch: int, workspace: DecodeWorkspace) -> int:
-    """Return as many waves of programs as the batch's pieces fill, because idle ones cost."""
+    """Return as many waves of programs as the batch's pieces fill."""
     waves = batch * workspace.num_kv_heads // workspace.resident
     return workspace.resident * max(1, min(waves, MAX_WAVES))
 
@@ -168,8 +165,7 @@ def _plan_kernel(
     total = tl.sum(units * KV_HEADS, 0)
     waves = tl.minimum(tl.maximum(total // (resident * WAVE_UNITS), 1), programs // resident)
     share = tl.maximum(tl.cdiv(total, waves * resident), 1)
-    # Pieces that half of the running programs would cut in two stay whole: these keep the memory
-    # busy, and nothing is joined (batch 32 x 1k, H200: 36 us against 40).
+    # Pieces that half of the programs would cut stay whole (batch 32 x 1k, H200: 36 us against 40).
     pieces, longest = tl.sum((units > 0).to(tl.int32), 0) * KV_HEADS, tl.max(units, 0)
     share = tl.where(
         (longest <= 2 * share) & (pieces * 17 >= resident * 8), tl.maximum(share, longest), share

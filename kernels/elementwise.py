@@ -1,7 +1,4 @@
-"""Small steps of a decoder layer in torch: the CPU path, and twins of the fused kernels.
-
-Norms, rotary embedding, KV write, activations, embedding, and fp8 (e4m3) vectors with scales.
-"""
+"""Small steps of a decoder layer in torch: the CPU path, and twins of the fused kernels."""
 
 from __future__ import annotations
 
@@ -26,9 +23,8 @@ def rms_norm(
 ) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32.
 
-    x [..., dim]; weight [dim] or [heads, dim], or None for ones. plus_one: Gemma's form, x * scale
-    * (1 + weight) rounded once, where Llama's rounds before the product too. Source: Zhang and
-    Sennrich, "Root mean square layer normalization", 2019.
+    x [..., dim]; weight [dim] or [heads, dim], or None for ones. plus_one: Gemma's x * scale * (1 +
+    weight), rounded once. Source: Zhang and Sennrich, "Root mean square layer normalization", 2019.
     """
     wide = x.float()
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
@@ -49,8 +45,8 @@ def layer_norm(
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate pairs (i, i + dim/2) of each head's first `dim` elements by the token's angle.
 
-    x [tokens, heads, head_dim], cos and sin [tokens, 1, dim/2]; the rest of a head stays. Source:
-    Su et al., "RoFormer", 2021, in the half-split form that Llama checkpoints use.
+    x [tokens, heads, head_dim], cos and sin [tokens, 1, dim/2]. Source: Su et al., "RoFormer",
+    2021, in the half-split form.
     """
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -64,7 +60,7 @@ def act_and_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
         return functional.silu(gate) * up
     if act != "gelu_tanh":
         raise ValueError(f"activation {act!r}, must be 'silu' or 'gelu_tanh'")
-    # Not functional.gelu, which gives the last elements of a thread's share other bits.
+    # functional.gelu gives the last elements of a thread's share other bits.
     wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
     bend = (0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)).tanh_()
     return (0.5 * wide * (1 + bend)).to(gate.dtype) * up
@@ -78,10 +74,7 @@ def embed(
     *,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """Return rows of `table` [V, H] for ids sampled[source] where source >= 0, else token_ids.
-
-    `scale` is rounded to the table's dtype first.
-    """
+    """Return rows of `table` [V, H] for ids sampled[source] where source >= 0, else token_ids."""
     ids = torch.where(source >= 0, sampled[source.clamp(min=0).long()], token_ids.long())
     return table[ids] * torch.tensor(scale, dtype=table.dtype, device=table.device)
 
@@ -89,11 +82,10 @@ def embed(
 def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return vectors x [..., dim] as float8_e4m3fn, and their fp32 scales [..., 1].
 
-    A scale is the vector's largest magnitude / 448, or 1 below 1e-30, where it would leave the
-    range of fp32's full precision.
+    A scale is the vector's largest magnitude / 448, or 1 below 1e-30.
     """
     amax = x.float().abs().amax(-1, keepdim=True)
-    # As a tensor: torch multiplies by the inverse of a scalar, with another last bit.
+    # torch multiplies by the inverse of a scalar, with another last bit.
     top = torch.full_like(amax, 448.0)
     amax = torch.where(amax < 1e-30, top, amax)
     return (x.float() * (top / amax)).to(torch.float8_e4m3fn), amax / top
@@ -114,8 +106,7 @@ def write_kv(
 ) -> None:
     """Write key and value [tokens, kv_heads, head_dim] to their offsets of their blocks.
 
-    Caches [num_blocks, kv_heads, block_size, head_dim], one layer's views of the pool; blocks and
-    offsets int64 [tokens]. Padding rows name the null block 0.
+    Caches [num_blocks, kv_heads, block_size, head_dim]; blocks and offsets int64 [tokens].
     """
     key_cache[blocks, :, offsets] = key
     value_cache[blocks, :, offsets] = value
@@ -140,7 +131,7 @@ def rope_and_write(
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Do what `fused_rope_write.rope_and_write` does, which states shapes and rounding."""
+    """Do what `fused_rope_write.rope_and_write` does."""
     heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
     query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1)
     rotated = query

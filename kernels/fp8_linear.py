@@ -1,8 +1,8 @@
 """Linear layers with fp8 (e4m3) weights on a GPU.
 
-One row: the skinny kernel widens the weights in registers and multiplies with x as it is. More rows
-are quantized too, each with its own scale, by RMSNorm's launch or one of its own; then fp8 meets
-fp8, in the skinny kernel for few rows and in `torch._scaled_mm` for many (compute capability 8.9).
+One row: the skinny kernel widens the weights in registers. More rows are quantized too, each with
+its own scale; then fp8 meets fp8, in the skinny kernel for few rows and in `torch._scaled_mm` for
+many (compute capability 8.9).
 
 Grid of `quantize_rows`: one program per row, which stays in registers.
 """
@@ -20,10 +20,10 @@ from kvrelay.kernels.skinny_gemm import Activation, skinny_linear
 
 __all__ = ["SKINNY_ROWS", "Fp8Linear", "quantize_rows"]
 
-# Up to so many rows the skinny kernel; above, `torch._scaled_mm`. To be measured.
+# More rows go to `torch._scaled_mm`.
 SKINNY_ROWS = 64
 
-# One row as it is; or float8_e4m3fn rows [M, K] and their fp32 scales [M, 1].
+# One row as it is; or float8_e4m3fn [M, K] and fp32 scales [M, 1].
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -52,7 +52,6 @@ class Fp8Linear:
 
     @classmethod
     def quantized(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Fp8Linear:
-        """Quantize a bf16, fp16 or fp32 weight."""
         return cls(*quantize_e4m3(weight), bias)
 
     def __call__(
@@ -151,9 +150,8 @@ class Fp8Linear:
             scale_b=self.scale[None, :],
             bias=None if self.bias is None else self.bias.to(torch.bfloat16),
             out_dtype=torch.bfloat16,  # the only one with a scale per row and channel
-            # Hopper's own additions cut off after 14 bits: 2 to 10 % faster, but errors up to 2 %
-            # at K = 4096 (DeepSeek-V3, 2024, 3.3.2), where rounding to fp8 costs 3 to 4; down has
-            # 14336.
+            # Hopper's own additions are 2 to 10 % faster, but errors up to 2 % at K = 4096
+            # (DeepSeek-V3, 2024, 3.3.2).
             use_fast_accum=False,
         )
         if residual is not None:

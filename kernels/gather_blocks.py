@@ -1,9 +1,8 @@
 """Copy scattered blocks of one pool into another: how a GPU reads KV out of a peer's memory.
 
-Of each block one contiguous range is copied: all of it, or the heads that two ranks have in common.
-Ranges are cut into tiles, and a launch copies a *slice* of a transfer, on the reading GPU, with at
-most PROGRAMS programs, so that decodes keep the rest of it. Pools are addresses, not tensors: the
-peer's GPU may be one that this process does not see otherwise.
+One contiguous range of each block is copied: all, or the heads that two ranks have in common, in
+tiles. A launch copies a *slice* of a transfer, with at most PROGRAMS programs, so that decodes keep
+the rest of the GPU. Pools are addresses: this process may not see the peer's GPU.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ __all__ = [
     "tiles_in",
 ]
 
-VECTOR_BYTES = 16  # one load of a thread; blocks are a multiple of it
-# A program has one tile under way: 64 of them are 1 MiB, and NVLink holds 0.6 MB (400 GB/s for
-# about 1.5 us).
+VECTOR_BYTES = 16
+# 64 are 1 MiB under way; NVLink holds 0.6 MB (400 GB/s for about 1.5 us).
 TILE_BYTES = 16 << 10
 PROGRAMS = 64
 _WARPS = 8
@@ -30,11 +28,9 @@ _WORD_BYTES = 4
 
 
 def tiles_in(num_blocks: int, block_bytes: int) -> int:
-    """Return how many tiles that many blocks are, the unit of a slice."""
     return num_blocks * -(-block_bytes // TILE_BYTES)
 
 
-# One binary for all slices of all transfers between all layouts.
 @triton.jit(
     do_not_specialize=["first_tile", "end_tile", "block_vectors", "source_stride", "target_stride"],
     do_not_specialize_on_alignment=["source_blocks", "target_blocks"],
@@ -46,9 +42,9 @@ def _gather(
     target_blocks,
     first_tile,
     end_tile,
-    # to copy of each, in units of 4 words, so that the compiler sees what they are multiples of
+    # in units of 4 words
     block_vectors,
-    source_stride,  # from a block to the next, in the same units
+    source_stride,
     target_stride,
     TILE_WORDS: tl.constexpr,
 ):
@@ -65,8 +61,7 @@ def _gather(
         destination = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16) + tl.multiple_of(
             write, 4
         )
-        # Past L1, which knows nothing of a peer's writes. (PTX has no ".cg" that is also evicted
-        # first.)
+        # Past L1, which knows nothing of a peer's writes.
         values = tl.load(origin + word, mask=word < block_words, cache_modifier=".cg", other=0)
         tl.store(destination + word, values, mask=word < block_words, eviction_policy="evict_first")
 
@@ -85,9 +80,8 @@ def gather_blocks(
 ) -> None:
     """Copy `tiles` of the transfer from source_blocks[i] to target_blocks[i] of two pools.
 
-    `source`, `target`: addresses of what is copied of the first blocks; `block_bytes` are copied of
-    each; the strides lead to the next block (None: as many). All are multiples of 16. Block ids
-    int32 [blocks], on the GPU.
+    `source`, `target`: addresses in the first blocks; `block_bytes` are copied of each; strides
+    lead to the next block. All are multiples of 16. Block ids int32 [blocks], on the GPU.
     """
     strides = source_stride or block_bytes, target_stride or block_bytes
     assert not any(number % VECTOR_BYTES for number in (block_bytes, source, target, *strides))

@@ -1,6 +1,7 @@
 """Checksums of KV blocks on a GPU, as `kernels/block_checksums.py` defines them.
 
-At most PROGRAMS programs, so that steps keep the rest of the GPU. Bound by memory.
+Grid: at most PROGRAMS programs, so that steps keep the rest of the GPU. Bound by memory. Slices are
+cut into pieces, whose sums torch adds up.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kvrelay.kernels.block_checksums import STRIDE, WORD_BYTES
 
 __all__ = ["PIECE_BYTES", "PROGRAMS", "VECTOR_BYTES", "gpu_block_checksums"]
 
-VECTOR_BYTES = 16  # one load of a thread; slices are a multiple of it
+VECTOR_BYTES = 16
 PIECE_BYTES = 128 << 10
 PROGRAMS = 64
 _TILE_WORDS = 2048
@@ -21,7 +22,6 @@ _WARPS = 8
 _STRIDE = tl.constexpr(STRIDE)
 
 
-# One binary for all models.
 @triton.jit(
     do_not_specialize=["items", "kv_heads", "slice_vectors", "pieces"],
     do_not_specialize_on_alignment=["blocks"],
@@ -32,7 +32,7 @@ def _checksums(
     sums,  # int64 [items], an item being a piece of a slice of a block
     items,
     kv_heads,
-    slice_vectors,  # of two words, so that the compiler sees what slices are multiples of
+    slice_vectors,  # of two words
     pieces,  # of a slice
     PIECE_WORDS: tl.constexpr,
     TILE_WORDS: tl.constexpr,
@@ -49,7 +49,7 @@ def _checksums(
         total = tl.zeros([TILE_WORDS], dtype=tl.int64)
         for tile in range(0, PIECE_WORDS, TILE_WORDS):
             place = first + tile + lanes
-            # Past L1, which knows nothing of what another device wrote.
+            # Past L1: another device wrote.
             word = tl.load(origin + place, mask=place < slice_words, cache_modifier=".cg", other=0)
             key = (place.to(tl.int64) + 1) * _STRIDE
             key = (key ^ (key >> 32)) | 1
@@ -62,8 +62,7 @@ def gpu_block_checksums(
 ) -> torch.Tensor:
     """Return checksums of these blocks of the pool at this address, int64 [blocks, kv_heads].
 
-    `blocks`: int32, on the GPU; `slice_bytes`: a KV head's part of a block. Address and slice are
-    multiples of VECTOR_BYTES.
+    `blocks`: int32, on the GPU; `slice_bytes`, a multiple of 16 as the address is.
     """
     pieces = -(-slice_bytes // PIECE_BYTES)
     items = blocks.numel() * kv_heads * pieces

@@ -1,7 +1,6 @@
 """Helpers of all launchers: arithmetic, properties of the device, dependent launch.
 
-triton.cdiv and triton.next_power_of_2 take 6 us each on the host; a step without a graph has 300
-launches.
+triton.cdiv and triton.next_power_of_2 take 6 us each, for each of a step's 300 launches.
 """
 
 from __future__ import annotations
@@ -16,18 +15,15 @@ __all__ = ["capability", "cdiv", "pdl_works", "power_of_2", "processors", "wait_
 
 
 def cdiv(number: int, size: int) -> int:
-    """Return how many pieces of `size` hold `number`."""
     return -(-number // size)
 
 
 def power_of_2(number: int) -> int:
-    """Return the least power of two that is at least `number`, which is at least 1."""
     return 1 << (number - 1).bit_length()
 
 
 @functools.cache
 def processors(device: torch.device, interpreted: int) -> int:
-    """Return the GPU's multiprocessors, or `interpreted` where Triton's interpreter stands in."""
     if device.type != "cuda":
         return interpreted
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -35,7 +31,6 @@ def processors(device: torch.device, interpreted: int) -> int:
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a device, (0, 0) if it is no GPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
@@ -46,7 +41,7 @@ def pdl_works(device: torch.device) -> bool:
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Let the next kernel start, which reads and writes nothing before its own wait; then wait."""
+    """Let the next kernel start, then wait for the one before."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

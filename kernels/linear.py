@@ -11,8 +11,7 @@ from torch.nn import functional
 
 __all__ = ["Linear", "computed_rows", "fewest_invariant_rows", "packs", "rows_are_invariant"]
 
-# The row count that oneDNN plans the packing for. One layout serves all sizes: packing for 256 rows
-# costs nothing at 1 to 32 rows, packing for 1 row costs a third at 8 rows and more.
+# Packing for 256 rows costs nothing at 1 to 32; packing for 1 costs a third at 8 and more.
 _PACK_ROWS = 256
 _ROW_STEP = 4
 
@@ -20,8 +19,8 @@ _ROW_STEP = 4
 def computed_rows(rows: int) -> int:
     """Return how many rows a product of so many computes: at most 3 or a quarter more.
 
-    For each count of rows and shape of weight, oneDNN (3.12) generates code, which takes
-    milliseconds and 560 KB for good (AVX-512): with any count up to 256 an engine grew by 500 MB.
+    For each count of rows and shape oneDNN (3.12) generates code, milliseconds and 560 KB for good
+    (AVX-512): with any count up to 256 an engine grew by 500 MB.
     """
     if rows <= _ROW_STEP:
         return 1 << max(0, rows - 1).bit_length()
@@ -55,7 +54,6 @@ class Linear:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [rows, out_features] for x [rows, in_features]."""
         if self._packed:
             rows = len(x)
             if (more := computed_rows(rows) - rows) > 0:

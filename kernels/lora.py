@@ -1,8 +1,7 @@
 """Low-rank adapters in torch, y += B (A x): the CPU path, and the twin of grouped_lora.py.
 
 A layer's projections are side by side: `down` holds their A's one above the other, `rank` rows
-each, `up` their B's; adapters of a lower rank are padded with zeros. Source: Hu et al., "LoRA:
-Low-rank adaptation of large language models", 2021.
+each, `up` their B's. Source: Hu et al., "LoRA: Low-rank adaptation of large language models", 2021.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def add_lora(
     """Add up[a] (down[a] x) to y [T, N] in place, a = adapters[t] of each row, -1 for none.
 
     x [T, K], down [adapters, projections * rank, K], up [adapters, N, rank], adapters [T] int;
-    `widths`: y's columns of each projection. Sums are fp32; what A gives is rounded to up's dtype.
+    `widths`: y's columns of each projection. What A gives is rounded to up's dtype.
     """
     rank = up.shape[-1]
     for adapter in sorted(set(adapters.tolist()) - {-1}):
@@ -49,10 +48,7 @@ class _Up:
 
 
 class PackedLora:
-    """An adapter's matrices at one layer, packed for the CPU; batch-invariant.
-
-    `min_rows`: fewest rows at which a row's bits do not depend on the others in these products.
-    """
+    """An adapter's matrices at one layer, packed; products have at least `min_rows`."""
 
     def __init__(
         self, down: torch.Tensor, up: torch.Tensor, widths: Sequence[int], min_rows: int

@@ -1,7 +1,7 @@
 """Mixture of experts in torch: the CPU path, and the twin of `kernels/grouped_gemm.py`.
 
-Batch-invariant: an expert's products have at least as many rows as give a row the same bits in any
-company (`kernels/linear.py`), and a token's experts are summed in the order of its choice.
+Batch-invariant: an expert's products have enough rows (`kernels/linear.py`), and a token's experts
+are summed in the order of its choice.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts [T, top_k] of each token, best first, and their weights in fp32.
 
-    Weights are softmax probabilities over all E experts; `renormalize` makes a token's sum to one.
-    Of equal logits the lower expert comes first.
+    Weights are softmax probabilities over all experts; `renormalize` makes them sum to one.
     """
     wide = router_logits.float()
     chosen = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -50,10 +49,7 @@ def route(
 
 
 class Experts:
-    """A layer's experts, packed for the CPU: gate_up [E, 2 * I, H], down [E, H, I].
-
-    `min_rows`: what every product is padded to.
-    """
+    """A layer's experts: gate_up [E, 2 * I, H], down [E, H, I]; products have `min_rows`."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, min_rows: int = 1) -> None:
         self._gate_up = [Linear(weight) for weight in gate_up]
@@ -63,7 +59,6 @@ class Experts:
     def __call__(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, act: str
     ) -> torch.Tensor:
-        """Return [T, H] for x [T, H], chosen and weights [T, top_k]."""
         tokens, top_k = chosen.shape
         # A place is (token, choice). Those of one expert stand side by side in `by_expert`.
         by_expert = chosen.flatten().argsort(stable=True)

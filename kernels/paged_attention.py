@@ -2,9 +2,8 @@
 
 An *item* is a tile of query tokens of one sequence against one split of its keys. Splits lie on a
 fixed grid of 128 positions and every product has one shape, so a token's bits do not depend on the
-batch, on chunks, or on the cached prefix. A plan (index tensors, made once per step) drives all
-layers, without a loop over sequences. Source of the split softmax: Milakov and Gimelshein 2018; Dao
-et al., "FlashAttention", 2022.
+batch, on chunks, or on the cached prefix. A plan drives all layers. Source of the split softmax:
+Milakov and Gimelshein 2018; Dao et al., "FlashAttention", 2022.
 """
 
 from __future__ import annotations
@@ -19,19 +18,17 @@ __all__ = ["AttentionPlan", "SequenceSpan", "attend", "plan_attention"]
 
 SPLIT_TOKENS = 128
 PREFILL_TILE_TOKENS = 32
-# Rows of every product: below this, BLAS picks other kernels for fewer rows and the bits change
-# (seen at 1 to 4 rows).
+# Below this, BLAS has other kernels and the bits change (1 to 4 rows).
 ROW_MULTIPLE = 8
-# Scores of one slab of items stay below this size, whatever the context length.
+# Of one slab's scores.
 SLAB_BYTES = 64 << 20
-# A finite "minus infinity": a fully masked split has a finite softmax, to which the join gives an
-# exact zero of weight.
+# Finite: the join gives a fully masked split a weight of zero.
 MASKED = -1e30
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpan:
-    """A sequence's query tokens: rows [start, + count), positions [first_position, + count)."""
+    """A sequence's query tokens: rows [start, + count), from `first_position` on."""
 
     start: int
     count: int
@@ -60,8 +57,6 @@ class _Slab:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """An attention plan, which all layers of one step share."""
-
     slabs: tuple[_Slab, ...]
     output_rows: (
         torch.Tensor
@@ -80,7 +75,7 @@ def plan_attention(
 ) -> AttentionPlan:
     """Plan a step of `tokens` rows; `group` is query heads per KV head, `window` 0 is full.
 
-    Rows that no span names are padding: they get the finite output of some other row.
+    Rows that no span names get the finite output of some other row.
     """
     planner = _Planner(tokens, block_size, kv_heads, group, window, torch.device(device))
     decodes = [span for span in spans if span.count == 1]
@@ -145,7 +140,7 @@ class _Planner:
         return AttentionPlan(tuple(self._slabs), self._tensor(self._output_rows.reshape(-1)))
 
     def add_slab(self, tiles: list[_Tile], tile_tokens: int) -> None:
-        # Tiles of up to `tile_tokens` tokens; one that is not full repeats its last token.
+        # One that is not full repeats its last token.
         wanted = np.array([tile.first for tile in tiles])[:, None] + np.arange(
             tile_tokens
         )  # [tiles, tile_tokens]
@@ -173,7 +168,7 @@ class _Planner:
         self._note_output(token_rows, wanted == place, rows)
 
     def _query_rows(self, token_rows: np.ndarray, rows: int) -> np.ndarray:
-        # [tiles, kv_heads, rows]: (query head, token) of each row; padding repeats row 0
+        # padding repeats row 0
         heads = np.arange(self._kv_heads * self._group).reshape(self._kv_heads, self._group)
         all_heads = self._kv_heads * self._group
         grid = (
@@ -217,7 +212,6 @@ class _Planner:
         return bias[:, None]  # [items, 1, rows or 1, SPLIT]
 
     def _note_output(self, token_rows: np.ndarray, valid: np.ndarray, rows: int) -> None:
-        # where each token finds its result: row (tile, kv head, query head, token)
         tiles, tile_tokens = token_rows.shape
         start = (
             np.arange(tiles * self._kv_heads).reshape(tiles, self._kv_heads) * rows
@@ -244,8 +238,7 @@ def attend(
     """Return causal softmax(scale * q k^T) v of every query token, [tokens, heads, head_dim].
 
     query [tokens, heads, head_dim]; caches [num_blocks, kv_heads, block_size, head_dim], one
-    layer's views of the pool, with the step's own keys. scale None is head_dim ** -0.5; `softcap` c
-    makes scores c * tanh(score / c).
+    layer's views, with the step's own keys. `softcap` c: c * tanh(score / c).
     """
     tokens, heads, dim = query.shape
     flat = query.reshape(tokens * heads, dim).float()
@@ -297,9 +290,7 @@ def _attend_slab(
 def _join(
     mixed: torch.Tensor, scores: torch.Tensor, tile_of_item: torch.Tensor, tiles: int
 ) -> torch.Tensor:
-    # Weighs a tile's splits by their share of the softmax, in ascending order. A split that is
-    # masked for a row adds an exact zero; a row with one visible split is multiplied by an exact
-    # one.
+    # Weighs a tile's splits by their share of the softmax, in ascending order.
     weight = scores.logsumexp(-1).view(*mixed.shape[:3], 1)  # [items, kv_heads, rows, 1]
     index = tile_of_item.view(-1, 1, 1, 1).expand_as(weight)
     shape = (tiles, *weight.shape[1:])

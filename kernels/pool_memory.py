@@ -1,12 +1,10 @@
 """Memory for a KV pool that other processes of this host can map: a memfd, or one cudaMalloc.
 
-Behind the pool lies a *nonce*, random bytes by which a peer knows that it has mapped this very
-pool.
+Behind the pool lies a *nonce*, by which a peer knows that it has mapped this very pool.
 
-A memfd has no name, so nothing is left however a process ends; /dev/shm's size (64 MiB in a
-container) does not bound it; and it is sealed against shrinking, so a peer's read cannot end in
-SIGBUS. A peer of the same user and PID namespace opens /proc/PID/fd/FD. On a GPU CUDA IPC cannot
-share the expandable segments of torch's allocator, and would share whole segments of it.
+A memfd leaves nothing however a process ends, /dev/shm's size does not bound it, and it is sealed
+against shrinking, so a peer's read cannot end in SIGBUS. A peer of the same user and PID namespace
+opens /proc/PID/fd/FD. CUDA IPC cannot share the expandable segments of torch's allocator.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ __all__ = [
 
 NONCE_BYTES = 32
 _PAGE = 4096
-# CUDA packs smaller allocations into one such piece, and an IPC handle would open all of it.
+# Smaller allocations share a piece, all of which an IPC handle would open.
 _CUDA_PIECE = 2 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -57,7 +55,7 @@ _pools: dict[int, PoolMemory] = {}
 def zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Return uint8 [num_bytes], all zero, with every page there.
 
-    Raises CudaError if a GPU has no such piece. A CPU without memfd gets memory that is not shared.
+    Raises CudaError. A CPU without memfd gets memory that is not shared.
     """
     if device.type == "cuda":
         return _on_gpu(num_bytes, device)
@@ -66,7 +64,7 @@ def zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
     except (
         AttributeError,
         OSError,
-    ):  # another system than Linux, or one that forbids it: only sharing needs it
+    ):  # only sharing needs it
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
@@ -76,7 +74,6 @@ def pool_memory(address: int) -> PoolMemory | None:
 
 
 def nonce_offset(num_bytes: int) -> int:
-    """Return where the nonce of a pool of that size lies: on a page of its own."""
     return -(-num_bytes // _PAGE) * _PAGE
 
 
@@ -99,19 +96,18 @@ def _in_memfd(num_bytes: int) -> torch.Tensor:
     offset = nonce_offset(num_bytes)
     file, mapping = sealed_memory("kvrelay-pool", offset + _PAGE)
     with contextlib.suppress(OSError):  # a kernel without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)  # taken where the system's shmem_enabled says "advise"
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     nonce = os.urandom(NONCE_BYTES)
     mapping[offset : offset + NONCE_BYTES] = nonce
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
     memory = PoolMemory(whole.data_ptr(), num_bytes, nonce, file)
-    # The tensor holds the mapping; the two go together.
     weakref.finalize(mapping, _forget, memory).atexit = False
     _pools[memory.address] = memory
     return whole[:num_bytes].zero_()
 
 
 class CudaPiece:
-    """A uint8 piece of a GPU's memory for torch.as_tensor, whose tensor holds this object."""
+    """A piece of a GPU's memory for torch.as_tensor."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -128,9 +124,7 @@ def _on_gpu(num_bytes: int, device: torch.device) -> torch.Tensor:
         address = cuda_runtime.allocate(-(-(offset + _PAGE) // _CUDA_PIECE) * _CUDA_PIECE)
         piece = CudaPiece(address, offset + NONCE_BYTES)
         memory = PoolMemory(address, num_bytes, os.urandom(NONCE_BYTES), None)
-        weakref.finalize(
-            piece, _forget, memory
-        ).atexit = False  # the driver frees what a process leaves
+        weakref.finalize(piece, _forget, memory).atexit = False
         _pools[address] = memory
         whole = torch.as_tensor(piece, device=device)
         assert whole.data_ptr() == address  # not a copy
@@ -141,7 +135,7 @@ def _on_gpu(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _forget(memory: PoolMemory) -> None:
-    # The mapping is gone by now, and another thread may have a new one at the same place already.
+    # Another thread may have a new mapping at the same place already.
     if _pools.get(memory.address) is memory:
         del _pools[memory.address]
     if memory.file is not None:

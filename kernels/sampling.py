@@ -1,9 +1,9 @@
 """From logits to tokens in torch, row by row: penalties, cuts, the draw, its random numbers.
 
 The CPU path, and the twin of `kernels/fused_sampling.py`. A draw is a function of (seed, choice,
-token index), never of row, node or time, so a fail-over draws what the first node would have drawn.
-Philox4x32-10 takes integers only: bit-equal on every device. Source: Salmon, Moraes, Dror, Shaw,
-"Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+token index), so a fail-over draws what the first node would have drawn. Philox4x32-10 is bit-equal
+on every device. Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3",
+SC 2011.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import torch
 
 __all__ = ["draw", "keep_likely", "penalize", "philox_4x32", "uniform"]
 
-# Most rows' top-p set is this small; sorting it is 20 times cheaper than sorting a vocabulary of
-# 49,152.
+# Sorting these is 20 times cheaper than a vocabulary of 49,152.
 _SHORT_LIST = 256
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -34,9 +33,8 @@ def penalize(
 ) -> None:
     """Lower the logits [rows, vocab] of one row in place.
 
-    `seen`: distinct ids of prompt and output; `generated`: those of the output, each `counts`
-    times. Repetition as in Keskar et al., "CTRL", 2019; presence and frequency as in the OpenAI
-    API.
+    `seen`: distinct ids of prompt and output; `generated`: the output's, each `counts` times.
+    Repetition as in Keskar et al., "CTRL", 2019; others as in the OpenAI API.
     """
     if repetition != 1.0:
         values = logits[row, seen]
@@ -51,8 +49,8 @@ def keep_likely(
     """Return logits with -inf outside top-k, then top-p of what is left, then min-p.
 
     logits [rows, vocab] after temperature; top_k int64 [rows] (0: all), top_p and min_p fp32
-    [rows]. Sets are cut at a value, so equal logits stay or go together. Nucleus: Holtzman et al.,
-    2020. min_p: Nguyen et al., 2024.
+    [rows]. Equal logits stay or go together. Nucleus: Holtzman et al., 2020. min_p: Nguyen et al.,
+    2024.
     """
     vocab = logits.shape[1]
     size = min(vocab, max(int(top_k.max()), _SHORT_LIST))
@@ -68,15 +66,13 @@ def keep_likely(
 def _threshold(
     logits: torch.Tensor, likeliest: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # Smallest logit that stays in each row, and whether `likeliest` (descending) sufficed.
+    # The smallest logit that stays, and whether `likeliest` (descending) sufficed.
     size, vocab = likeliest.shape[1], logits.shape[1]
     limited = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)  # [rows]
     inside_k = torch.arange(size, device=likeliest.device) < limited[:, None]
     peak = likeliest[:, :1]
     weights = (likeliest - peak).exp() * inside_k
-    running = weights.cumsum(
-        -1
-    )  # one after the other: the same bits whatever `size` the other rows asked for
+    running = weights.cumsum(-1)  # the same bits whatever `size`
     of_k = running.gather(1, limited.clamp(max=size)[:, None] - 1)
     whole = (logits.logsumexp(-1, keepdim=True) - peak).exp()
     budget = top_p[:, None] * torch.where(limited[:, None] < vocab, of_k, whole)
@@ -95,17 +91,16 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """
     cumulative = logits.softmax(-1).cumsum(-1)
     total = cumulative[:, -1:]
-    # Rounding may lift uniforms * total to the total itself, behind the last token that has a
-    # share.
+    # Rounding may lift the product behind the last token that has a share.
     point = torch.minimum(
         uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
     )
-    # Logits that are not finite (a model gone wrong) must still give a token of the vocabulary.
+    # Logits that are not finite must still give a token.
     return torch.searchsorted(cumulative, point, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
 
 
 def _mul_hi_lo(a: torch.Tensor, multiplier: int) -> tuple[torch.Tensor, torch.Tensor]:
-    # High and low 32 bits of a * multiplier, both below 2**32, within signed 64 bits.
+    # High and low 32 bits of a * multiplier, within signed 64 bits.
     low_part = (a & 0xFFFF) * multiplier  # < 2**48
     high_part = (a >> 16) * multiplier + (low_part >> 16)  # < 2**49
     return high_part >> 16, ((high_part & 0xFFFF) << 16) | (low_part & 0xFFFF)

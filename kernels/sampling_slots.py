@@ -1,10 +1,9 @@
 """Each slot's sampling parameters on the device; a row's logits as they adjust them. Triton.
 
 A *slot* is a running request's place in `SlotTables`; row i of a launch belongs to `slots[i]`, -1
-is padding. Logits are never changed: bias, forbidden tokens, penalties and a guide's mask are
-applied wherever a tile is read (`logits_of`), so no copy exists. A *share* is a probability in
-units of the likeliest token's. *Masses* are shares added as integers of 2**-40, or in pairs, so
-that no layout and no order of the hardware changes a bit.
+is padding. Bias, forbidden tokens, penalties and masks are applied wherever a tile is read
+(`logits_of`). A *share* is a probability in units of the likeliest token's; *masses* are shares
+added as integers of 2**-40, so that no order of the hardware changes a bit.
 """
 
 from __future__ import annotations
@@ -50,12 +49,11 @@ __all__ = [
 ]
 
 MAX_BIASES = 1024
-# Tokens of a tile, which a program reads at a time, and of its parts, whose maxima bound the k-th
-# largest logit.
+# Tokens of a tile and of its parts, whose maxima bound the k-th largest logit.
 TILE = 1024
 SUBTILE = 128
 
-# The 16 words of a slot's parameters, see record_of().
+# See record_of().
 FLAGS = tl.constexpr(0)
 SCALE = tl.constexpr(1)
 TOP_K = tl.constexpr(2)
@@ -71,21 +69,19 @@ MIN_TOKENS = tl.constexpr(12)
 BIASES = tl.constexpr(13)
 _RECORD = struct.Struct("<ififffffqIiii8x")
 
-# Flags of a slot.
 IS_CUT = tl.constexpr(1)
-IS_SEARCHED = tl.constexpr(2)  # cut by top-k or top-p; min-p alone needs no search
+IS_SEARCHED = tl.constexpr(2)  # by top-k or top-p
 IS_BIASED = tl.constexpr(4)
 HAS_MINIMUM = tl.constexpr(8)  # of tokens
 IS_PENALIZED = tl.constexpr(16)
 IS_ADJUSTED = tl.constexpr(4 | 8 | 16)
 
-# A note on one token of one slot: how often it is in the output, and three bits.
+# How often a token is in the output, and three bits.
 _COUNT = tl.constexpr((1 << 28) - 1)
 _IN_PROMPT = tl.constexpr(1 << 28)
 _ENDS = tl.constexpr(1 << 29)
 _HAS_BIAS = tl.constexpr(1 << 30)
 
-# Of masses: 1 / UNIT.
 UNIT = tl.constexpr(float(1 << 40))
 
 
@@ -93,23 +89,16 @@ UNIT = tl.constexpr(float(1 << 40))
 class SlotTables:
     """A table of each of the slots' facts. 131 MB for 256 slots and 128,256 tokens.
 
-    Spare slots come behind the others, without notes and biases: their requests must not be
-    adjusted.
+    Spare slots come behind the others, without notes and biases.
     """
 
     parameters: torch.Tensor  # int32 [slots + spare, 16]
-    notes: (
-        torch.Tensor
-    )  # int32 [slots, vocab]; read only of slots with bias, min_tokens or penalties
-    biases: (
-        torch.Tensor
-    )  # int32 [slots, MAX_BIASES, 2]: token ids, ascending, and the bits of their fp32 bias
+    notes: torch.Tensor  # int32 [slots, vocab]
+    biases: torch.Tensor  # int32 [slots, MAX_BIASES, 2]: ascending ids, fp32 bits
     sampled: torch.Tensor  # int64 [slots + spare]: the newest token
 
     @classmethod
     def empty(cls, slots: int, vocab: int, device: torch.device, spare: int = 0) -> SlotTables:
-        """Return tables without requests."""
-
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -144,10 +133,7 @@ def record_of(
     min_tokens: int = 0,
     biases: int = 0,
 ) -> bytes:
-    """Return a slot's parameters as the kernels read them, 64 bytes.
-
-    token_index: the next token's. top_k: 0 cuts nothing. biases: how many tokens have one.
-    """
+    """Return a slot's parameters as the kernels read them, 64 bytes."""
     random = temperature > 0
     searched = random and (top_k > 0 or top_p < 1)
     cut = searched or (random and min_p > 0)
@@ -155,7 +141,7 @@ def record_of(
     flags = (
         cut * 1 | searched * 2 | (biases > 0) * 4 | (token_index < min_tokens) * 8 | penalized * 16
     )
-    # Lower temperatures are as good as this one, whose inverse is finite.
+    # Whose inverse is finite.
     scale = math.log2(math.e) / max(temperature, 1e-30) if random else 0.0
     floor = temperature * math.log(min_p) if min_p > 0 else -math.inf
     return _RECORD.pack(
@@ -176,12 +162,12 @@ def record_of(
 
 
 def note_of(*, count: Any = 0, in_prompt: Any = 0, ends: Any = 0, has_bias: Any = 0) -> Any:
-    """Return the word in `SlotTables.notes` of a token or an array; the flags are 0 or 1."""
+    """Return the word of a token or an array; flags are 0 or 1."""
     return count | in_prompt * _IN_PROMPT.value | ends * _ENDS.value | has_bias * _HAS_BIAS.value
 
 
 class Rows(NamedTuple):
-    """A launch's inputs. Absent notes or masks are compiled away."""
+    """A launch's inputs."""
 
     logits: torch.Tensor
     stride: int
@@ -210,19 +196,16 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def word_of(rows, slot, field: tl.constexpr):
-    """Load a 32-bit parameter of a slot."""
     return tl.load(rows.parameters + slot * 16 + field)
 
 
 @triton.jit
 def real_of(rows, slot, field: tl.constexpr):
-    """Load an fp32 parameter of a slot."""
     return tl.load(rows.parameters + slot * 16 + field).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def has_flag(rows, slot, flag: tl.constexpr):
-    """Return whether a flag of a slot is set."""
     return (word_of(rows, slot, FLAGS) & flag) != 0
 
 
@@ -270,7 +253,6 @@ def _adjusted(x, rows, slot, tokens, inside):
 
 @triton.jit
 def _biased(x, rows, slot, tokens, has_bias):
-    # Tokens with a bias are searched in the slot's ascending list.
     if tl.max(has_bias.to(tl.int32), axis=0) > 0:
         pairs = rows.biases + slot.to(tl.int64) * (2 * 1024)
         first = tl.zeros_like(tokens)
