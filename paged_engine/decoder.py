@@ -208,10 +208,6 @@ class Decoder:
         )
 
     @torch.inference_mode()
-    def forward(self, step: Any, pool: KVPool) -> torch.Tensor:
-        return self.logits(self.hidden(step, pool))
-
-    @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if not len(hidden):
             return hidden.new_empty(0, self.config.vocab_size)

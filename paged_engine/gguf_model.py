@@ -127,6 +127,10 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
             f"{file.path}: mixture-of-experts models are not supported in GGUF files; "
             "use the model's safetensors folder"
         )
+    for name in ("token_embd.weight", "blk.0.ffn_up.weight"):
+        if name not in file.tensors:
+            raise ConfigError(f"{file.path} lacks tensor {name}; it holds no weights to serve")
+    kind = _kind(file.tensors["blk.0.ffn_up.weight"])
     heads = fields.integer(f"{arch}.attention.head_count")
     hidden = fields.integer(f"{arch}.embedding_length")
     head_dim = fields.integer(f"{arch}.attention.key_length", hidden // max(heads, 1))
@@ -142,7 +146,7 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
     return ModelConfig(
         architecture=_ARCHITECTURES[arch],
         name=_QUANTIZATION_SUFFIX.sub("", file.path.stem),
-        vocab_size=_vocab_size(file),
+        vocab_size=file.tensors["token_embd.weight"].shape[0],
         hidden_size=hidden,
         intermediate_size=fields.integer(f"{arch}.feed_forward_length"),
         num_layers=fields.integer(f"{arch}.block_count"),
@@ -160,7 +164,7 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         window=fields.integer(f"{arch}.attention.sliding_window", 0),
-        dtype={"F32": "float32", "F16": "float16"}.get(_main_kind(file), "bfloat16"),
+        dtype={"F32": "float32", "F16": "float16"}.get(kind, "bfloat16"),
         eos_token_ids=tuple(dict.fromkeys(token for tokens in eos for token in tokens)),
     )
 
@@ -201,20 +205,6 @@ def _half_split(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     # From llama.cpp's rotary order (0, h, 1, h+1, ...) to (0, 1, ..., h, ...).
     pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)
-
-
-def _main_kind(file: GgufFile) -> str:
-    bulk = file.tensors.get("blk.0.ffn_up.weight")
-    return "unknown" if bulk is None else _kind(bulk)
-
-
-def _vocab_size(file: GgufFile) -> int:
-    if "token_embd.weight" not in file.tensors:
-        raise ConfigError(
-            f"{file.path} lacks tensor token_embd.weight; a vocabulary without weights cannot be "
-            f"served"
-        )
-    return file.tensors["token_embd.weight"].shape[0]
 
 
 def _rope_scaling(

@@ -420,7 +420,7 @@ class GpuRunner:
 
     def _forward(self, step: GpuStep) -> torch.Tensor:
         self._operations.plan(step, self._block_size)
-        return self._decoder.forward(step, self.pool)
+        return self._decoder.logits(self._decoder.hidden(step, self.pool))
 
     @torch.inference_mode()
     def _run_largest_step(self, longest: int) -> None:

@@ -61,7 +61,7 @@ def unpacked(
         if name == weight:
             if tensor.dtype != FP8:
                 raise ConfigError(
-                    f"model {config.name}: tensor {name} is {_dtype(tensor)}, the config says {FP8}"
+                    f"model {config.name}: tensor {name} is {tensor.dtype}, the config says {FP8}"
                 )
             return tensor
         return _scale(name, tensor, shapes[weight], quantization)
@@ -146,7 +146,3 @@ def quantized(
             yield f"{name}_scale", scale.reshape(-1)
         else:
             yield name, tensor
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -184,10 +184,8 @@ class Request:
         prefill = computed - scheduled
         if self.fetch_started_s is not None:
             fetched = now if self.fetched_s is None else self.fetched_s
-            transfer, decode_queue = (
-                fetched - self.fetch_started_s,
-                self.fetch_started_s - self.arrival_s,
-            )
+            transfer = fetched - self.fetch_started_s
+            decode_queue = self.fetch_started_s - self.arrival_s
             prefill -= transfer
             if self.fetch_error is None:
                 # Nothing was computed before it: all that follows is decoding.

@@ -38,13 +38,12 @@ def rope_frequencies(
             return _llama3(frequencies, scaling), 1.0
         case "yarn":
             return _yarn(frequencies, scaling, theta), _yarn_attention_factor(scaling)
-        case "longrope":
+        case _:  # longrope
             extended = max_positions > scaling.original_max_position
             factors = torch.tensor(
                 scaling.long_factors if extended else scaling.short_factors, dtype=torch.float32
             )
             return 1.0 / (factors * powers), _longrope_attention_factor(scaling)
-    raise ValueError(f"unknown rope scaling {scaling.kind!r}")
 
 
 def rope_variant(scaling: RopeScaling | None, max_positions: int) -> str:

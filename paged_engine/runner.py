@@ -203,11 +203,8 @@ class CpuRunner:
         return self._decoder.logits(hidden)[:rows]
 
     def _step_input(self, chunks: Sequence[ChunkValues]) -> tuple[CpuStep, int]:
-        config, device, block_size = (
-            self._decoder.config,
-            self._decoder.device,
-            self.pool.block_size,
-        )
+        config, device = self._decoder.config, self._decoder.device
+        block_size = self.pool.block_size
         total = sum(chunk.count for chunk in chunks)
         rows = computed_rows(max(total, self._min_rows))
         token_ids, positions, offsets = (np.zeros(rows, np.int64) for _ in range(3))

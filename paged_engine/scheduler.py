@@ -137,11 +137,9 @@ class Scheduler:
         self._wait(request)
 
     def _wait(self, request: Request) -> None:
-        cached = (
-            []
-            if request.fetch is not None
-            else self._cached_prefix(request, len(request.token_ids) - 1)
-        )
+        cached: list[int] = []
+        if request.fetch is None:
+            cached = self._cached_prefix(request, len(request.token_ids) - 1)
         self._waiting.add(request, len(cached) * self._block_size)
 
     @property
@@ -210,11 +208,9 @@ class Scheduler:
         chunks.append(chunk)
 
     def _room_for(self, request: Request, tokens: int) -> int:
-        return (
-            tokens
-            if self._grow(request, tokens)
-            else min(tokens, len(request.blocks) * self._block_size)
-        )
+        if self._grow(request, tokens):
+            return tokens
+        return min(tokens, len(request.blocks) * self._block_size)
 
     @property
     def needs_tokens(self) -> bool:
@@ -410,13 +406,9 @@ class Scheduler:
 
     def load(self, now: float, launched: Iterable[Chunk] = (), for_s: float = 0.0) -> Load:
         """Return queue depth and room for routers; `launched` began `for_s` seconds ago."""
-        tokens, pairs, promised, context = (
-            self._waiting.tokens,
-            self._waiting.pairs,
-            self._waiting.wanted,
-            0,
-        )
-        tokens_now, pairs_now = 0, 0.0
+        waiting = self._waiting
+        tokens, pairs, promised = waiting.tokens, waiting.pairs, waiting.wanted
+        context, tokens_now, pairs_now = 0, 0, 0.0
         # Inlined: a call per request would double the time.
         for request in self._running:
             start = request.num_computed

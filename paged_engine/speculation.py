@@ -116,10 +116,8 @@ class Speculation:
         if limit <= 0 or not self.can_speculate(request):
             return ()
         if request.lookup is None:
-            request.lookup, request.draft_pace = (
-                NgramIndex(self.longest, self.shortest),
-                DraftPace(self.tokens),
-            )
+            request.lookup = NgramIndex(self.longest, self.shortest)
+            request.draft_pace = DraftPace(self.tokens)
         return tuple(request.lookup.propose(request.token_ids, limit))
 
     def with_proposals(

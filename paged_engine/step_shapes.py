@@ -83,20 +83,16 @@ def padded(values: StepValues, shape: StepShape, *, null_slot: int, block_size: 
     spare = shape.prompt_rows - (values.rows.shape[1] - decodes)
     rows = np.repeat(PADDING_ROW[:, None], shape.decodes + shape.prompt_rows, axis=1)
     end = shape.decodes + shape.prompt_rows - spare
-    rows[:, :decodes], rows[:, shape.decodes : end] = (
-        values.rows[:, :decodes],
-        values.rows[:, decodes:],
-    )
+    rows[:, :decodes] = values.rows[:, :decodes]
+    rows[:, shape.decodes : end] = values.rows[:, decodes:]
     rows[2, end:] = np.arange(spare)
     rows[4, end:] = rows[2, end:] % block_size
     sequences = np.repeat(PADDING_SEQUENCE[:, None], shape.decodes + shape.prompts, axis=1)
     counts = np.concatenate((np.ones(shape.decodes, np.int32), np.zeros(shape.prompts, np.int32)))
     behind = shape.decodes + prompts
     for whole, part in ((sequences, values.sequences), (counts, values.counts)):
-        whole[..., :decodes], whole[..., shape.decodes : behind] = (
-            part[..., :decodes],
-            part[..., decodes:],
-        )
+        whole[..., :decodes] = part[..., :decodes]
+        whole[..., shape.decodes : behind] = part[..., decodes:]
     if spare:
         sequences[:, behind], counts[behind] = (null_slot, spare, NULL_BLOCK), spare
     moved = np.where(values.sampled_rows < decodes, 0, shape.decodes - decodes).astype(np.int32)

@@ -281,10 +281,8 @@ class RankMasks(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _submit(request: Request) -> Submit:
-    prompt, generated = (
-        request.token_ids[: request.prompt_tokens],
-        request.token_ids[request.prompt_tokens :],
-    )
+    end = request.prompt_tokens
+    prompt, generated = request.token_ids[:end], request.token_ids[end:]
     params = msgspec.structs.replace(
         request.params, constraint=None, allowed_token_ids=None, bad_words=()
     )

@@ -449,11 +449,11 @@ def test_a_checkpoint_that_is_not_what_its_config_says_is_refused(tmp_path: Path
     )
     refused(
         stored | {name: stored[name].bfloat16()},
-        f"{name} is bfloat16, the config says torch.float8_e4m3fn",
+        f"{name} is torch.bfloat16, the config says torch.float8_e4m3fn",
     )
     refused(
         stored | {name: stored[name].to(torch.float8_e5m2)},
-        f"{name} is float8_e5m2, the config says",
+        f"{name} is torch.float8_e5m2, the config says",
     )
     refused(
         stored | {f"{name}_scale": torch.ones(3)},
