@@ -39,11 +39,9 @@ __all__ = [
     "unload_adapter",
 ]
 
-_RESET_DEADLINE_S = 30.0  # a step that has begun ends first
+_RESET_DEADLINE_S = 30.0
 _PROFILE_DEADLINE_S = 300.0
-# Reading an adapter takes seconds; this is for a file system that hangs.
 _LOAD_DEADLINE_S = 300.0
-# A fetch ends by its own deadline; this is for an engine that hangs.
 _PROBE_DEADLINE_S = 60.0
 
 log = logging.getLogger("kvrelay.node")

@@ -224,7 +224,7 @@ def _translate(answer: Response, dialect: Dialect) -> Response:
     try:
         if status == 200:
             body = dialect.whole(body)
-        elif body:  # empty if the client has gone
+        elif body:
             body = dialect.error(status, msgspec.json.decode(body, type=_ErrorAnswer).error)
     except NodeFailed as why:
         status, body = why.status, dialect.error(why.status, why.body())

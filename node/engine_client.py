@@ -286,8 +286,7 @@ class EngineClient:
         """Send a message, unless the engine has ended."""
         if self.ended.is_set():
             return
-        # Never waits, as there is no high-water mark, and fails only if the engine process is gone,
-        # which `ended` says.
+        # Never waits: there is no high-water mark.
         sent = cast(
             "asyncio.Future[object]", self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         )

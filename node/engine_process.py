@@ -176,8 +176,6 @@ class EngineProcess:
             )
         )
 
-    # --- the loop
-
     def serve(self) -> None:
         progressed = False
         while not self._stopping:
@@ -357,8 +355,6 @@ class EngineProcess:
             then = f"computing from token {request.num_computed} of {len(request.token_ids)} on"
         log.warning("request %s: KV not fetched, %s: %s", request.request_id, then, failed.reason)
 
-    # --- the engine's Handover
-
     def fetch(self, fetch: Fetch) -> None:
         self.connector.fetch(fetch.request.request_id, fetch.remote_blocks, fetch.local_blocks)
 
@@ -442,7 +438,7 @@ def main() -> NoReturn:
             log.exception("%s", report)
         flush_log()  # the parent ends this process once it has the report
         socket.send(msgspec.msgpack.encode(EngineFailed(report)))
-        socket.context.destroy()  # waits until it is sent, as long as the socket lingers
+        socket.context.destroy()  # waits until it is sent
         exit_now(2 if isinstance(why, KvrelayError) else 1)
     socket.context.destroy()
     exit_now(0)  # all is closed, and tearing torch down takes the interpreter 0.7 s

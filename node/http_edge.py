@@ -116,7 +116,6 @@ async def _answer_nobody(_: Request, __: Exception) -> Response:
 
 
 async def _answer_bug(request: Request, _: Exception) -> Response:
-    # The server logs the traceback.
     return await _answer_error(request, RequestBroke())
 
 

@@ -47,7 +47,7 @@ MAX_QUEUED_LINES = 10_000
 _MAX_OPEN_FILES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _PRIVATE = 0o700
-_STDERR = 2  # sys.stderr may have been replaced
+_STDERR = 2
 _BATCH_S = 0.01  # a wake-up for each line would cost more than the line
 _FLUSH_POLL_S = 0.001
 _FLUSH_DEADLINE_S = 1.0
@@ -123,7 +123,7 @@ def exit_now(code: int) -> NoReturn:
     """End the process without teardown, which may wait for a failed GPU forever."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # its reader has gone
+        with contextlib.suppress(OSError):
             stream.flush()
     os._exit(code)
 
@@ -192,7 +192,7 @@ class LogThread(logging.Handler):
             left_out = f"{dropped} lines of this log are left out: nobody took it for a while"
             lines = [*lines, left_out]
         rest = memoryview("".join([f"{line}\n" for line in lines]).encode(errors="replace"))
-        with contextlib.suppress(OSError):  # its reader has gone
+        with contextlib.suppress(OSError):
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
 

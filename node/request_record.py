@@ -90,8 +90,7 @@ class RequestRecord:
         if timing is not None and (
             last is None or last.timing is not timing or last.finish is None
         ):
-            # It ended here and not in the engine, which has only timed its beginning; or another
-            # choice was the last.
+            # The engine has only timed its beginning, or another choice was the last.
             decode_s = max(0.0, total_s - timing.queue_s - timing.prefill_s - timing.transfer_s)
             timing = msgspec.structs.replace(timing, decode_s=decode_s)
         return timing

@@ -44,7 +44,6 @@ log = logging.getLogger("kvrelay.node")
 LENGTH_BYTES = 8
 _CHILDREN = 2  # of each kind; more would only share the same cores
 _START_DEADLINE_S = 10.0
-# Only reached on a machine without free cores: limits of CPU time come first.
 _WORK_DEADLINE_S = 60.0
 _EXIT_DEADLINE_S = 0.2
 _MAX_OUTCOMES = 256
@@ -184,7 +183,7 @@ class Sandbox:
             async with self._turn(self._slots[Compile]):
                 # Another request may have waited for the same grammar before.
                 outcome = self._outcomes.pop(constraint, None) or await self._compile(constraint)
-        self._outcomes[constraint] = outcome  # the newest are last
+        self._outcomes[constraint] = outcome
         if len(self._outcomes) > _MAX_OUTCOMES:
             del self._outcomes[next(iter(self._outcomes))]
         if isinstance(outcome, Refused):

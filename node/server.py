@@ -35,7 +35,6 @@ log = logging.getLogger("kvrelay.node")
 
 # For what is under way when the node has drained, or could not in time.
 _SHUTDOWN_S = 2
-# Routers, operators and Prometheus need a few each; further connections get 503.
 _MAX_CONNECTIONS = 1 << 14
 _SIGNAL_POLL_S = 0.02
 
