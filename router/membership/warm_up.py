@@ -4,7 +4,7 @@ The first hand-over of a pair dials, compares and connects: 60 to 130 ms, which 
 for. A warm-up is a probe, as `kvrelay doctor` makes them, and shows whether the two can hand over.
 
 A pair is of two processes: with another generation of either it is another pair. In a large cluster
-each node has so many partners, first those with the fewest, then the busiest.
+each node has so many partners, first those with the fewest.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class WarmUps:
                 for node in nodes
                 if node.generation and node.url not in busy and partners[node.url] < PARTNERS
             ]
-            return sorted(free, key=lambda node: (partners[node.url], -node.depth, node.url))
+            return sorted(free, key=lambda node: (partners[node.url], node.url))
 
         sources = in_turn(prefill)
         for reader in in_turn(decode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
@@ -13,6 +14,7 @@ from kvrelay.router.node_load import NodeLoad, Share
 from kvrelay.router.nodes.breaker import Breaker
 from kvrelay.router.prefix.index import Sent
 from kvrelay.wire.config import Role
+from kvrelay.wire.config_checks import is_loopback
 from kvrelay.wire.kv_events import KvEventsReport
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.step_costs import StepCosts
@@ -27,10 +29,12 @@ __all__ = [
     "Node",
     "NodeKind",
     "ProcessDeaths",
+    "kv_mismatch",
 ]
 
 DRAINING = "draining"
 """The status of a node that takes nothing new and finishes what it has."""
+_SAME_HOST_PLANE = "direct"
 NEW = "not checked yet"
 """Why a node takes no requests before its first health check."""
 
@@ -236,3 +240,32 @@ class Node:
         if all(0 <= getattr(load, name) < inf for name in Load.__struct_fields__):
             self.load = load
             self.state.announced(load)
+
+
+@functools.lru_cache(4096)
+def kv_mismatch(prefill: KvFacts | None, decode: KvFacts | None) -> str | None:
+    """Return why the decode node cannot take the prefill node's KV, naming both values, if so.
+
+    A node that reports nothing of its KV (another project's) fits all: its own handshake will show.
+    """
+    if prefill is None or decode is None:
+        return None
+    difference = prefill.fingerprint.difference(decode.fingerprint)
+    if difference is not None:
+        return difference.replace(" here and ", " on the prefill node and ").replace(
+            " there", " on the decode node"
+        )
+    shared = [plane for plane in prefill.planes if plane in decode.planes]
+    if not shared:
+        mine, theirs = (", ".join(facts.planes) or "none" for facts in (prefill, decode))
+        return f"data planes are {mine} on the prefill node and {theirs} on the decode node"
+    if not prefill.host or not decode.host or prefill.host == decode.host:
+        return None
+    where = f"the prefill node is on host {prefill.host} and the decode node on {decode.host}"
+    if shared == [_SAME_HOST_PLANE]:
+        return (
+            f"their only common data plane is {_SAME_HOST_PLANE}, which needs one host, and {where}"
+        )
+    if is_loopback(prefill.address):
+        return f"the prefill node's control channel is at {prefill.address}, and {where}"
+    return None

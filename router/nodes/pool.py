@@ -15,9 +15,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvrelay.router.node_load import UNKNOWN, Share
-from kvrelay.router.nodes.kv_match import kv_mismatch
 from kvrelay.router.nodes.members import NodeSpec, Source, static_nodes
-from kvrelay.router.nodes.node import NEW, HealthReport, Lease, Node, NodeKind
+from kvrelay.router.nodes.node import NEW, HealthReport, Lease, Node, NodeKind, kv_mismatch
 from kvrelay.router.prefix.index import Prefix, PrefixIndex
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NoNode

@@ -13,8 +13,7 @@ from zlib import crc32
 
 from kvrelay.router.node_load import UNKNOWN, Share, default_targets
 from kvrelay.router.nodes.health import NodeHealth
-from kvrelay.router.nodes.kv_match import kv_mismatch
-from kvrelay.router.nodes.node import Lease, Node, NodeKind
+from kvrelay.router.nodes.node import Lease, Node, NodeKind, kv_mismatch
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import (
     Cluster,

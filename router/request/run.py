@@ -21,8 +21,7 @@ import msgspec
 
 from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.client_connection import Reply
-from kvrelay.router.nodes.kv_match import kv_mismatch
-from kvrelay.router.nodes.node import Lease, Node
+from kvrelay.router.nodes.node import Lease, Node, kv_mismatch
 from kvrelay.router.request.attempt import Attempt
 from kvrelay.router.request.job import Job, decode_body, prefill_body, prefix_of
 from kvrelay.router.request.placer import ChosenNodes, PlacementLeases, PlacementQuery

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from kvrelay.router.nodes.health import AVOID_S, NodeHealth
-from kvrelay.router.nodes.kv_match import kv_mismatch
-from kvrelay.router.nodes.node import HealthReport, Node
+from kvrelay.router.nodes.node import HealthReport, Node, kv_mismatch
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KV_CAUSES

@@ -69,14 +69,6 @@ def test_in_a_large_cluster_a_node_meets_no_more_than_its_share_and_all_meet_som
     assert len({m.decode.url for m in had[:50]}) == 50
 
 
-def test_the_busiest_are_first() -> None:
-    prefill, decode = nodes(Role.PREFILL, 3), nodes(Role.DECODE, 3)
-    prefill[2], decode[1] = node(Role.PREFILL, 2, requests=7), node(Role.DECODE, 1, requests=7)
-    first = WarmUps().begin(prefill, decode, 0.0)
-    assert first is not None
-    assert (first.prefill, first.decode) == (prefill[2], decode[1])
-
-
 def test_another_generation_meets_anew_and_the_old_one_is_forgotten() -> None:
     pairs, prefill, decode = WarmUps(), nodes(Role.PREFILL, 1), nodes(Role.DECODE, 2)
     begun(pairs, prefill, decode, how="met")
