@@ -135,61 +135,39 @@ def test_a_node_that_does_not_say_which_process_it_is_is_the_one_that_it_was(poo
 # Whether a process has died.
 
 
-@pytest.fixture
-def deaths() -> ProcessDeaths:
-    known = ProcessDeaths()
-    known.answered("g1", 0.0, drains=False)
-    return known
+ASK, DIED, DRAINS, ANSWERED = "ask", "died", "drains", "answered"
 
 
-def told(deaths: ProcessDeaths, generation: str = "g1", since: float = 1.0) -> list[bool]:
-    """What is said of the process on which a leg was lost."""
-    said: list[bool] = []
-    deaths.ask(generation, since, said.append)
-    return said
-
-
-def test_a_check_that_began_before_the_loss_proves_nothing_and_a_later_one_that_the_process_lives(
-    deaths: ProcessDeaths,
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        # A check that began before the loss proves nothing, a later one that the process lives.
+        ([(ASK, "g1", 1.0), (ANSWERED, "g1", 0.9)], []),
+        ([(ASK, "g1", 1.0), (ANSWERED, "g1", 1.0), (DIED, "g1")], [False]),
+        # Another generation proves a death, also to who asks later.
+        ([(ASK, "g1", 1.0), (ANSWERED, "g2", 0.5), (ASK, "g1", 1.0)], [True, True]),
+        ([(ANSWERED, "g2", 0.5), (ASK, "g2", 1.0)], []),
+        # An engine that is called dead has died until it goes on.
+        ([(ASK, "g1", 1.0), (DIED, "g1"), (ASK, "g1", 1.0)], [True, True]),
+        ([(DIED, "g1"), (ANSWERED, "g1", 2.0), (ASK, "g1", 1.0), (ASK, "g1", 3.0)], [False]),
+        # The end of a process that drains is no death, unless it drains no more.
+        ([(DRAINS, "g1"), (DIED, "g1"), (ANSWERED, "g2", 2.0), (ASK, "g1", 1.0)], [False]),
+        (
+            [(DRAINS, "g1"), (ANSWERED, "g1", 2.0), (ASK, "g1", 3.0), (DIED, "g1")],
+            [True],
+        ),
+    ],
+)
+def test_whether_a_process_has_died_is_told_once_it_is_known(
+    steps: list[tuple[str, str, float]], said: list[bool]
 ) -> None:
-    said = told(deaths)
-    deaths.answered("g1", 0.9, drains=False)
-    assert said == []
-    deaths.answered("g1", 1.0, drains=False)
-    assert said == [False]
-    deaths.died("g1")
-    assert said == [False]  # it is told once
-
-
-def test_another_generation_proves_that_the_process_has_died_also_to_who_asks_later(
-    deaths: ProcessDeaths,
-) -> None:
-    said = told(deaths)
-    deaths.answered("g2", 0.5, drains=False)
-    assert said == told(deaths) == [True]
-    assert told(deaths, "g2") == []
-
-
-def test_so_does_an_engine_that_is_called_dead_until_it_goes_on(deaths: ProcessDeaths) -> None:
-    said = told(deaths)
-    deaths.died("g1")
-    assert said == told(deaths) == [True]
-    deaths.answered("g1", 2.0, drains=False)
-    assert told(deaths, since=1.0) == [False]
-    assert told(deaths, since=3.0) == []
-
-
-def test_the_end_of_a_process_that_drains_is_no_death(deaths: ProcessDeaths) -> None:
-    deaths.drains("g1")
-    deaths.died("g1")
-    deaths.answered("g2", 2.0, drains=False)
-    assert told(deaths) == [False]
-    assert told(deaths, "g2", 3.0) == []
-
-
-def test_a_process_that_drains_no_more_may_die(deaths: ProcessDeaths) -> None:
-    deaths.answered("g1", 1.0, drains=True)
-    deaths.answered("g1", 2.0, drains=False)
-    said = told(deaths, since=3.0)
-    deaths.died("g1")
-    assert said == [True]
+    deaths, told = ProcessDeaths(), list[bool]()
+    deaths.answered("g1", 0.0, drains=False)
+    for what, generation, *at in steps:
+        if what == ASK:
+            deaths.ask(generation, *at, told.append)
+        elif what == ANSWERED:
+            deaths.answered(generation, *at, drains=False)
+        else:
+            getattr(deaths, what)(generation)
+    assert told == said

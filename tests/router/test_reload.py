@@ -10,8 +10,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +96,17 @@ class File:
 
 
 @asynccontextmanager
-async def running(*nodes: FakeNode) -> AsyncIterator[None]:
-    if not nodes:
-        yield
-        return
-    async with nodes[0].running(), running(*nodes[1:]):
-        yield
+async def reloading(
+    *nodes: FakeNode, later: Sequence[FakeNode] = (), **fields: Any
+) -> AsyncIterator[tuple[Cluster, File]]:
+    """A router over these nodes, and the file that it reads; nodes that come `later` run, too."""
+    async with AsyncExitStack() as stack:
+        for node in (*nodes, *later):
+            await stack.enter_async_context(node.running())
+        file = File(*nodes, **fields)
+        c = await stack.enter_async_context(router_over(file.read(), file.read))
+        await until(lambda: all(node.up for node in c.router.pool.nodes))
+        yield c, file
 
 
 async def reloaded(c: Cluster) -> tuple[int, Any]:
@@ -125,92 +130,80 @@ async def test_keys_aliases_limits_policies_and_nodes_change_while_requests_run(
         await call.end()
 
     p, d, later = prefill(), decode(held), decode(decode_ok)
-    async with running(p, d, later):
-        file = File(p, d, keys=(KeyConfig("ann", hash_of("ann")),))
-        async with router_over(file.read(), file.read) as c:
-            await until(lambda: all(node.up for node in c.router.pool.nodes))
-            begun = asyncio.create_task(
-                c.text({"stream": True}, headers={"authorization": "Bearer ann"})
-            )
-            await until(lambda: bool(d.calls))
-            assert await reloaded(c) == (200, {"changed": []})
-            file.write(
-                keys=(KeyConfig("bob", hash_of("bob"), requests_per_minute=2),),
-                alias=(f"best={MODEL}",),
-                decode=(later.url,),
-                prefill_policy="round_robin",
-                max_queue=3,
-                max_body_bytes=2000,
-            )
-            assert await reloaded(c) == (
-                200,
-                {
-                    "changed": [
-                        "prefill",
-                        "decode",
-                        "alias",
-                        "keys",
-                        "max_body_bytes",
-                        "max_queue",
-                        "prefill_policy",
-                    ][1:]
-                },
-            )
-            await until(
-                lambda: any(node.url == later.url and node.up for node in c.router.pool.nodes)
-            )
-            assert c.router.placer._policies[Role.PREFILL] == "round_robin"
-            assert await status(c, "ann") == 401
-            assert await status(c, "bob", model="best") == 200
-            assert await status(c, "bob", user="x" * 2000) == 413
-            assert await status(c, "bob") == 200
-            assert await status(c, "bob") == 429
-            assert [len(d.calls), len(later.calls)] == [1, 2]
-            go.set()
-            assert "[DONE]" in await begun  # of a key and a node that are gone
+    ann = KeyConfig("ann", hash_of("ann"))
+    async with reloading(p, d, later=[later], keys=(ann,)) as (c, file):
+        begun = asyncio.create_task(
+            c.text({"stream": True}, headers={"authorization": "Bearer ann"})
+        )
+        await until(lambda: bool(d.calls))
+        assert await reloaded(c) == (200, {"changed": []})
+        file.write(
+            keys=(KeyConfig("bob", hash_of("bob"), requests_per_minute=2),),
+            alias=(f"best={MODEL}",),
+            decode=(later.url,),
+            prefill_policy="round_robin",
+            max_queue=3,
+            max_body_bytes=2000,
+        )
+        assert await reloaded(c) == (
+            200,
+            {
+                "changed": [
+                    "prefill",
+                    "decode",
+                    "alias",
+                    "keys",
+                    "max_body_bytes",
+                    "max_queue",
+                    "prefill_policy",
+                ][1:]
+            },
+        )
+        await until(lambda: any(node.url == later.url and node.up for node in c.router.pool.nodes))
+        assert c.router.placer._policies[Role.PREFILL] == "round_robin"
+        assert await status(c, "ann") == 401
+        assert await status(c, "bob", model="best") == 200
+        assert await status(c, "bob", user="x" * 2000) == 413
+        assert await status(c, "bob") == 200
+        assert await status(c, "bob") == 429
+        assert [len(d.calls), len(later.calls)] == [1, 2]
+        go.set()
+        assert "[DONE]" in await begun  # of a key and a node that are gone
 
 
 async def test_a_fixed_setting_or_a_file_that_is_wrong_changes_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     p, d = prefill(), decode()
-    async with running(p, d):
-        file = File(p, d)
-        async with router_over(file.read(), file.read) as c:
-            await until(lambda: all(node.up for node in c.router.pool.nodes))
-            good = file.config
-            file.write(port=9, workers=2, alias=(f"best={MODEL}",))
-            code, told = await reloaded(c)
-            assert (code, told["error"]["type"]) == (400, "invalid_request_error")
-            assert told["error"]["message"].startswith(
-                "port, workers cannot change while the router runs"
-            )
-            assert await status(c, "", model="best") == 404
-            assert c.router.config == good
+    async with reloading(p, d) as (c, file):
+        good = file.config
+        file.write(port=9, workers=2, alias=(f"best={MODEL}",))
+        code, told = await reloaded(c)
+        assert (code, told["error"]["type"]) == (400, "invalid_request_error")
+        assert told["error"]["message"].startswith(
+            "port, workers cannot change while the router runs"
+        )
+        assert await status(c, "", model="best") == 404
+        assert c.router.config == good
 
-            def broken() -> RouterConfig:
-                raise ConfigError("cannot read config file router.yaml: line 3 is not valid YAML")
+        def broken() -> RouterConfig:
+            raise ConfigError("cannot read config file router.yaml: line 3 is not valid YAML")
 
-            c.router._reread = broken  # type: ignore[attr-defined]
-            code, told = await reloaded(c)
-            assert (code, "line 3 is not valid YAML" in told["error"]["message"]) == (400, True)
-            assert await status(c, "") == 200
+        c.router._reread = broken  # type: ignore[attr-defined]
+        code, told = await reloaded(c)
+        assert (code, "line 3 is not valid YAML" in told["error"]["message"]) == (400, True)
+        assert await status(c, "") == 200
 
 
 async def test_a_node_that_an_operator_removed_stays_out_if_the_list_is_as_it_was() -> None:
     p, d, e = prefill(), decode(), decode()
-    async with running(p, d, e):
-        file = File(p, d, e)
-        async with router_over(file.read(), file.read) as c:
-            await until(lambda: all(node.up for node in c.router.pool.nodes))
-            async with c.http.delete(
-                f"{c.url}/admin/nodes?url={d.url}", headers=OPERATOR
-            ) as answer:
-                assert (await answer.json())["removed"]
-            file.write(attempts=2)
-            assert await reloaded(c) == (200, {"changed": ["attempts"]})
-            assert c.router.pool.find(d.url) is None
-            assert c.router.run_context.config.attempts == 2
+    async with reloading(p, d, e) as (c, file):
+        async with c.http.delete(f"{c.url}/admin/nodes?url={d.url}", headers=OPERATOR) as answer:
+            assert (await answer.json())["removed"]
+        file.write(attempts=2)
+        assert await reloaded(c) == (200, {"changed": ["attempts"]})
+        assert c.router.pool.find(d.url) is None
+        assert c.router.run_context.config.attempts == 2
 
 
 def test_all_keys_are_never_taken_away() -> None:
@@ -254,7 +247,7 @@ async def test_sighup_reloads_and_the_log_says_what_came_of_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     p, d = prefill(), decode()
-    async with running(p, d), aiohttp.ClientSession() as http:
+    async with p.running(), d.running(), aiohttp.ClientSession() as http:
         file = File(p, d)
         with (
             socket.create_server(("127.0.0.1", 0)) as listening,
