@@ -35,6 +35,7 @@ __all__ = [
     "read_json",
     "refuser",
     "unless_disconnected",
+    "wrong_value",
 ]
 
 P = ParamSpec("P")
@@ -106,7 +107,9 @@ def read_json(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as why:
-        raise _named(str(why), body) from why
+        with suppress(*MALFORMED):  # what follows the wrong value may be no JSON
+            raise wrong_value(str(why), msgspec.json.decode(body)) from why
+        raise RequestError("the body is not valid JSON", code=_CODE) from why
     except RecursionError as why:
         raise RequestError(
             "the body nests too deeply to be read; send fewer levels", code=_CODE
@@ -151,10 +154,12 @@ def json_response(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def _named(message: str, body: bytes) -> RequestError:
-    # msgspec's message ends with the place (`$.stop[0]`), or names the missing field.
+def wrong_value(message: str, value: Any, root: str = "") -> RequestError:
+    """Return the error for msgspec's message about a part of `value`, which is called `root`."""
+    # The message ends with the place (`$.stop[0]`), or names the missing field.
     what, _, where = message.partition(" - at ")
-    name = where.rpartition("$")[2].strip("`.").removesuffix("[...]")
+    place = where.rpartition("$")[2].strip("`").removesuffix("[...]")
+    name = f"{root}{place}".removeprefix(".")
     if what.startswith("Object missing required field "):
         field = what.removeprefix("Object missing required field ").strip("`")
         name = f"{name}.{field}".removeprefix(".")
@@ -164,17 +169,14 @@ def _named(message: str, body: bytes) -> RequestError:
     limit = limit_of(what)
     if limit is None:
         return RequestError(f"{name} is of a wrong type: {what}", param=name)
-    return RequestError(f"{name} must {limit}, got {_value_at(name, body)}", param=name)
-
-
-def _value_at(name: str, body: bytes) -> str:
-    value = msgspec.json.decode(body)
-    for key in re.findall(r"\w+", name):
+    for key in re.findall(r"\w+", place):
         value = value[int(key) if isinstance(value, list) else key]
     if isinstance(value, list | dict):
-        return f"{len(value)}"
-    shown = msgspec.json.encode(value).decode()
-    return shown if len(shown) <= 80 else f"{shown[:80]}... of length {len(shown)}"
+        shown = f"{len(value)}"
+    else:
+        shown = msgspec.json.encode(value).decode()
+        shown = shown if len(shown) <= 80 else f"{shown[:80]}... of length {len(shown)}"
+    return RequestError(f"{name} must {limit}, got {shown}", param=name)
 
 
 # Tokenizing takes 1 us per byte, for which the other streams of this process wait.

@@ -22,7 +22,6 @@ __all__ = [
     "merged",
 ]
 
-_ALPHANUMERICS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SHORT = 9  # Mistral's templates refuse ids of any other length
 
 
@@ -97,12 +96,9 @@ class CallIds:
         digest = hashlib.blake2b(
             f"{self.response_id}/{self.choice}/{index}".encode(), digest_size=12
         )
-        number, letters = int.from_bytes(digest.digest()), []
-        for _ in range(_SHORT):
-            number, place = divmod(number, len(_ALPHANUMERICS))
-            letters.append(_ALPHANUMERICS[place])
+        letters = digest.hexdigest()
         return self.form.format(
-            hex=digest.hexdigest(), short="".join(letters), name=name, index=self.first + index
+            hex=letters, short=letters[:_SHORT], name=name, index=self.first + index
         )
 
 

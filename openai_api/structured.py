@@ -93,14 +93,11 @@ def _response_format(asked: ResponseFormat | None) -> Iterator[Constraint]:
 
 
 def _guided(request: SamplingFields) -> Iterator[Constraint]:
-    if request.guided_json is not None:
-        yield _of("json", request.guided_json, "guided_json")
-    if request.guided_regex is not None:
-        yield _of("regex", request.guided_regex, "guided_regex")
-    if request.guided_choice:
-        yield _of("choice", request.guided_choice, "guided_choice")
-    if request.guided_grammar is not None:
-        yield _of("grammar", request.guided_grammar, "guided_grammar")
+    kinds: tuple[ConstraintKind, ...] = ("json", "regex", "choice", "grammar")
+    for kind in kinds:
+        value = getattr(request, f"guided_{kind}")
+        if value is not None and value != []:
+            yield _of(kind, value, f"guided_{kind}")
 
 
 def _structured(asked: dict[str, Any] | None) -> Iterator[Constraint]:

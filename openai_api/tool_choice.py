@@ -9,14 +9,17 @@ import enum
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
+
+from kvrelay.openai_api.json_body import one_of, wrong_value
 from kvrelay.openai_api.types import ChatRequest
 from kvrelay.wire.errors import RequestError
 
 __all__ = ["Choice", "ToolUse", "tool_use"]
 
-_MAX_NAME_CHARS = 256
 _NO_PARAMETERS: Mapping[str, Any] = {
     "type": "object",
     "properties": {},
@@ -111,44 +114,29 @@ def _choice(value: str | Mapping[str, Any]) -> tuple[Choice, str]:
     return Choice.NAMED, name
 
 
+class _Function(msgspec.Struct):
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(msgspec.Struct):
+    type: Annotated[str, one_of("function")]
+    function: _Function
+
+
 def _checked_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    names: list[str] = []
-    for i, tool in enumerate(tools):
-        where = f"tools[{i}]"
-        if tool.get("type") != "function":
+    try:
+        names = [tool.function.name for tool in msgspec.convert(tools, list[_Tool])]
+    except msgspec.ValidationError as why:
+        raise wrong_value(str(why), tools, "tools") from why
+    for i, name in enumerate(names):
+        if not name.isprintable():
+            where = f"tools[{i}].function.name"
+            raise RequestError(f"{where} must be printable, got {_shown(name)}", param=where)
+        if name in names[:i]:
             raise RequestError(
-                f"{where}.type must be 'function', got {_shown(tool.get('type'))}; no others are "
-                "served",
-                param=f"{where}.type",
+                f"tools[{i}]: there are two tools {name!r}; names must differ", param="tools"
             )
-        function = tool.get("function")
-        if not isinstance(function, Mapping):
-            raise RequestError(
-                f"{where}.function must be an object with a name, got {_shown(function)}",
-                param=f"{where}.function",
-            )
-        name, parameters = function.get("name"), function.get("parameters")
-        if (
-            not isinstance(name, str)
-            or not name.isprintable()
-            or not 0 < len(name) <= _MAX_NAME_CHARS
-        ):
-            raise RequestError(
-                f"{where}.function.name must be a text of 1 to {_MAX_NAME_CHARS} printable "
-                f"characters, got {_shown(name)}",
-                param=f"{where}.function.name",
-            )
-        if parameters is not None and not isinstance(parameters, Mapping):
-            raise RequestError(
-                f"{where}.function.parameters must be a JSON schema (an object), got "
-                f"{_shown(parameters)}",
-                param=f"{where}.function.parameters",
-            )
-        if name in names:
-            raise RequestError(
-                f"{where}: there are two tools {name!r}; names must differ", param="tools"
-            )
-        names.append(name)
     return names
 
 

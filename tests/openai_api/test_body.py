@@ -49,7 +49,15 @@ def refusal(make: Callable[[], object]) -> RequestError:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b'{"messages": [{"role": "u"}], "prompt": ""} x', b"\xff", b"{'a':1}"]
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"messages": [{"role": "u"}], "prompt": ""} x',
+        b"\xff",
+        b"{'a':1}",
+        b'{"n": 0, "x": tru',
+    ],
 )
 def test_broken_json_is_refused(body: bytes) -> None:
     for decode in (decode_chat, decode_completion):

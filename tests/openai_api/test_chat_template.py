@@ -107,21 +107,6 @@ QWEN = """{%- if tools %}<|im_start|>system
 {%- elif message.role == "tool" %}
 {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
 {%- endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-LLAMA = """{{- bos_token }}{%- if tools is not none %}
-{%- for t in tools %}{{ t | tojson(indent=4) }}{% endfor %}{% endif %}
-{%- for message in messages %}
-{%- if 'tool_calls' in message %}
-{%- if not message.tool_calls | length == 1 %}{{ raise_exception("one call at a time") }}{% endif %}
-{%- set tool_call = message.tool_calls[0].function %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + tool_call.name + '", ' }}
-{{- '"parameters": ' }}{{ tool_call.arguments | tojson }}{{ "}<|eot_id|>" }}
-{%- elif message.role == "tool" %}
-{{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}
-{%- if message.content is mapping or message.content is iterable and message.content is not string %}
-{{- message.content | tojson }}{% else %}{{ message.content }}{% endif %}{{ "<|eot_id|>" }}
-{%- else %}
-{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
-{%- endif %}{% endfor %}"""
 MISTRAL = """{%- if tools is not none %}{{ "[AVAILABLE_TOOLS] [" }}{% for tool in tools %}
 {%- set tool = tool.function %}{{- '{"type": "function", "function": {' }}
 {%- for key, val in tool.items() if key != "return" %}{{- '"' + key + '": ' }}
@@ -149,9 +134,6 @@ MISTRAL = """{%- if tools is not none %}{{ "[AVAILABLE_TOOLS] [" }}{% for tool i
         ),
         (QWEN, '<|im_start|>user\n<tool_response>\n{"sky": "blue"}\n</tool_response><|im_end|>'),
         (QWEN, f"<tools>\n{json.dumps(WEATHER)}\n</tools>"),
-        (LLAMA, '{"name": "weather", "parameters": {"city": "Orléans"}}<|eot_id|>'),
-        (LLAMA, 'ipython<|end_header_id|>\n\n{"sky": "blue"}<|eot_id|>'),
-        (LLAMA, json.dumps(WEATHER, indent=4)),
         (
             MISTRAL,
             '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Orléans"}, "id": '
@@ -221,7 +203,7 @@ def test_a_template_that_renders_no_tools_is_given_them_as_text(chatml: str, beg
 
 
 def test_a_template_that_renders_tools_is_left_alone() -> None:
-    for template in (QWEN, LLAMA, MISTRAL):
+    for template in (QWEN, MISTRAL):
         assert rendered(template, TOOL_CHAT, tools=[WEATHER], write=hermes) == rendered(
             template, TOOL_CHAT, tools=[WEATHER]
         )

@@ -12,30 +12,35 @@ from kvrelay.openai_api.stages import STAGES, StageTime, stage_times, stages_ms,
 from kvrelay.wire.engine_messages import Timing
 
 
-def test_a_request_that_is_served_whole_has_no_hand_over() -> None:
-    timing = Timing(queue_s=0.001, prefill_s=0.02, decode_s=0.3, first_step_s=0.004)
-    assert stages_ms(timing) == {"queue": 1.0, "prefill": 20.0, "first_step": 4.0, "decode": 300.0}
-
-
-def test_a_request_of_one_token_has_no_decode() -> None:
-    assert stages_ms(Timing(queue_s=0.0, prefill_s=0.02)) == {"queue": 0.0, "prefill": 20.0}
-
-
-def test_a_decode_leg_has_the_stages_of_its_hand_over() -> None:
-    timing = Timing(0.001, 0.0, 0.05, 0.2, 1 << 20, 0.002, 0.0015, 0.004, 0.0072)
-    assert stages_ms(timing) == {
-        "transfer": 50.0,
-        "exposed": 2.0,
-        "decode_queue": 1.5,
-        "first_step": 4.0,
-        "decode": 200.0,
-        "told": 7.2,
-        "transfer_bytes": 1 << 20,
-    }
-
-
-def test_a_decode_leg_that_had_to_compute_says_so() -> None:
-    assert stages_ms(Timing(prefill_s=0.03, transfer_s=0.05))["prefill"] == 30.0
+@pytest.mark.parametrize(
+    ("timing", "stages"),
+    [
+        (
+            Timing(queue_s=0.001, prefill_s=0.02, decode_s=0.3, first_step_s=0.004),
+            {"queue": 1.0, "prefill": 20.0, "first_step": 4.0, "decode": 300.0},
+        ),
+        (Timing(queue_s=0.0, prefill_s=0.02), {"queue": 0.0, "prefill": 20.0}),
+        (
+            Timing(0.001, 0.0, 0.05, 0.2, 1 << 20, 0.002, 0.0015, 0.004, 0.0072),
+            {
+                "transfer": 50.0,
+                "exposed": 2.0,
+                "decode_queue": 1.5,
+                "first_step": 4.0,
+                "decode": 200.0,
+                "told": 7.2,
+                "transfer_bytes": 1 << 20,
+            },
+        ),
+        (
+            Timing(prefill_s=0.03, transfer_s=0.05),
+            {"prefill": 30.0, "transfer": 50.0, "exposed": 0.0, "decode_queue": 0.0},
+        ),
+    ],
+    ids=["whole", "one token", "decode leg", "decode leg that computes"],
+)
+def test_a_leg_has_its_stages(timing: Timing, stages: dict[str, float]) -> None:
+    assert stages_ms(timing) == stages
 
 
 @pytest.mark.parametrize("stream", [True, False])

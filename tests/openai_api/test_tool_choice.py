@@ -80,13 +80,18 @@ def test_choices(fields: dict[str, Any], choice: Choice, name: str) -> None:
         ({"tools": TOOLS, "tool_choice": 5}, "tool_choice", "wrong type"),
         ({"tools": {"a": 1}}, "tools", "wrong type"),
         ({"tools": ["f"]}, "tools[0]", "wrong type"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", '"web_search"'),
-        ({"tools": [{}]}, "tools[0].type", "null"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function", "null"),
-        ({"tools": [*TOOLS, tool("")]}, "tools[2].function.name", '""'),
-        ({"tools": [tool(7)]}, "tools[0].function.name", "7"),
-        ({"tools": [tool("x" * 300)]}, "tools[0].function.name", "1 to 256"),
-        ({"tools": [tool("f", [1])]}, "tools[0].function.parameters", "[1]"),
+        (
+            {"tools": [{"type": "web_search"}]},
+            "tools[0].type",
+            'must be one of function, got "web_search"',
+        ),
+        ({"tools": [{}]}, "tools[0].type", "missing"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
+        ({"tools": [*TOOLS, tool("")]}, "tools[2].function.name", 'at least 1 characters, got ""'),
+        ({"tools": [tool(7)]}, "tools[0].function.name", "wrong type"),
+        ({"tools": [tool("x" * 300)]}, "tools[0].function.name", "at most 256 characters"),
+        ({"tools": [tool("a\n")]}, "tools[0].function.name", "printable"),
+        ({"tools": [tool("f", [1])]}, "tools[0].function.parameters", "wrong type"),
         ({"tools": [tool("f"), tool("f")]}, "tools", "two tools 'f'"),
         ({"tools": [tool("f")] * 2000}, "tools", "at most 1024 entries, got 2000"),
         ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls", "wrong type"),
@@ -116,7 +121,7 @@ def test_a_deep_schema_is_refused_and_not_a_crash() -> None:
         deep = {"items": deep}
     with pytest.raises(RequestError, match="nests too deeply"):
         ToolUse(Choice.REQUIRED, (tool("f", deep),)).schema()
-    with pytest.raises(RequestError, match="a deeply nested dict"):
+    with pytest.raises(RequestError, match="wrong type"):
         tool_use(ChatRequest(messages=[], tools=[{"type": deep}]))
 
 
