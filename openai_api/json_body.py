@@ -179,9 +179,9 @@ def wrong_value(message: str, value: Any, root: str = "") -> RequestError:
     return RequestError(f"{name} must {limit}, got {shown}", param=name)
 
 
-# Tokenizing takes 1 us per byte, for which the other streams of this process wait.
+# Tokenizing takes 1 us per byte.
 _INLINE_BYTES = 16 << 10
-# Decoding takes up to ten times a body's bytes of memory, and holds the GIL 10 ms per MiB.
+# Decoding takes ten times the memory, and holds the GIL 10 ms per MiB.
 LONG_BYTES = 1 << 20
 _LARGE_BLOCK_BYTES = 1 << 20
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h

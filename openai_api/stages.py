@@ -1,20 +1,19 @@
 """Stages of a request: their names, durations and times. Pure.
 
-A disaggregated request goes through them in this order; one that is served whole has no hand-over.
+A request that is served whole has no hand-over.
 
 - queue: waiting for a node, and for a seat on it
-- prefill: computing the prompt, token 1 included; on the decode node, too, if it had to
-- announce: from token 1 at the router until the decode node knows that the KV is complete
-- transfer: the decode node's fetch, which mostly runs beside the prefill
-- exposed: the part of the transfer after the news that the KV is complete
-- decode_queue: on the decode node, waiting for a seat, blocks and the step after the last byte
-- first_step: the first decode step, from its launch to its token
+- prefill: computing the prompt, token 1 included, on any node
+- announce: from token 1 at the router to the news of complete KV at the decode node
+- transfer: the decode node's fetch, mostly beside the prefill
+- exposed: the part of the transfer after that news
+- decode_queue: on the decode node, waiting for a seat, blocks and a step
+- first_step: the first decode step, from launch to token
 - decode: from token 1, or from the last byte of its KV, to the end
 - total: from arrival to end
 
-No node reports on a request that was cut, broke, or runs on vLLM: there the router counts what it
-saw. Until the first token that is `prefill` if the node computes the prompt and `announce` if it
-fetches KV; then `decode`. The wait for another node after it is `queue`.
+Of a request that was cut, broke, or runs on vLLM, the router counts what it saw: until the first
+token `prefill` or, with a fetch, `announce`; then `decode`. A wait for another node is `queue`.
 """
 
 from __future__ import annotations

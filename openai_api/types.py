@@ -124,7 +124,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
-    # Lowers max_tokens, or its default, to what the context has room for.
+    # Lowers max_tokens to the context's room.
     fit_max_tokens: bool | None = None
     logit_bias: Annotated[dict[int, Bias], Listed] | None = None
     n: Choices | None = None
@@ -135,12 +135,12 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     user: str | None = None
-    # The request's id unless x-request-id gives one, and its conversation's, for the router.
+    # For the router; x-request-id comes first.
     request_id: str | None = None
     session_id: str | None = None
     cache_salt: Salt | None = None
     kv_transfer_params: KvTransferParams | None = None
-    # vLLM's name; here it asks for a member `kvrelay` at the end of the answer.
+    # Asks for a member `kvrelay` at the answer's end.
     include_metrics: bool | None = None
     echo: bool | None = None
     prompt_logprobs: LogprobCount | None = None

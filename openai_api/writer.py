@@ -66,10 +66,9 @@ class ChoiceWriter:
         """Raises RequestError if log-probabilities of `so_far` are missing."""
         self.index = index
         self.token_ids: list[int] = []
-        """All tokens so far, replayed ones too, none after a stop string."""
+        """With replayed ones, without those after a stop string."""
         self.ended = False
         self.scored_prompt: ScoredPrompt | None = None
-        """Set with the first token, if the request wants it."""
         self._chat = isinstance(request, ChatRequest)
         self._streams = bool(request.stream)
         self._tokenizer = tokenizer
@@ -83,8 +82,8 @@ class ChoiceWriter:
         self._shows_ids = bool(request.return_token_ids)
         self._as_token_ids = bool(request.return_tokens_as_token_ids)
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-        self._offsets: list[int] = []  # of each token's text; kept with log-probabilities only
-        self._text: list[str] = []  # all released; kept for whole answers only
+        self._offsets: list[int] = []
+        self._text: list[str] = []  # of whole answers only
         self._finish_reason = ""
         self._stop_reason: int | str | None = None
         self._stream = TextStream(
@@ -96,8 +95,8 @@ class ChoiceWriter:
             message.rendered,
         )
         self._begun = False
-        self._unsent = ""  # released while replaying and not with the client yet
-        # The last tokens whose ids or log-probabilities the client has not got yet.
+        self._unsent = ""  # released while replaying
+        # Last tokens whose ids or log-probabilities the client lacks.
         self._untold = 0
         self._replay(so_far)
 
@@ -131,7 +130,7 @@ class ChoiceWriter:
             self._text.append(text)
             return []
         fresh, self._untold = self._untold, 0
-        # Not before the first token: until then an error has a status of its own.
+        # Not before the first token: an error before it has a status.
         head = self._head() if self.token_ids else []
         return head + self._chunks(text, fresh)
 
@@ -234,7 +233,6 @@ class ChoiceWriter:
             return []
         if not self._chat:
             return [self._chunk(Delta(), text, fresh)]
-        # A chunk always has a delta, even an empty one.
         deltas = (self._message.push(text) if text else []) or (
             [Delta(content="")] if fresh else []
         )
@@ -315,7 +313,7 @@ class AnswerWriter:
         self.streams = bool(request.stream)
         self._part = part
         self.cached_tokens = cached_tokens
-        """Tokens of the prompt that were found in a prefix cache; set with the first update."""
+        """Set with the first update."""
         self.choices = [
             ChoiceWriter(
                 request,

@@ -1,31 +1,31 @@
-"""The error tree of kvrelay, and its OpenAI-shaped body.
+"""The error tree of kvrelay with HTTP statuses, and its OpenAI-shaped body.
 
 KvrelayError 500
-+-- ConfigError                 a flag, a file or a model folder is wrong; the process exits with 2
-+-- RequestError 400            the client's request is wrong; never counted against a node
++-- ConfigError                 the process exits with 2
++-- RequestError 400            never counted against a node
 |   +-- Unauthorized 401
-|   +-- Forbidden 403           the API key may not do this
-|   +-- NotFound 404            unknown model or route
-|   +-- RequestTimeout 408      the body did not arrive in time
-|   +-- Conflict 409            what is asked for does not go with how things are now
+|   +-- Forbidden 403
+|   +-- NotFound 404
+|   +-- RequestTimeout 408
+|   +-- Conflict 409
 |   +-- BodyTooLarge 413
-+-- Unavailable 503             try again; carries Retry-After
-|   +-- NoNode 503              no node of a role is up
-|   +-- EngineDead 503          the engine process of this node has ended
-|   +-- Draining 503            this node takes nothing new
-|   +-- Overloaded 429          a queue is full, or a decode node has no time for more prompts
-|   +-- RateLimited 429         a limit of the API key
-+-- PoisonRequest 503           nodes died while they had this request
-+-- NodeFailed 502              a node broke after it had been chosen
-|   +-- RequestBroke 500        it failed as it read the request; its own fault if another node reads it
-+-- KvNotLoaded 502             a decode node could not get the KV, and its operator wants no recomputation
++-- Unavailable 503             carries Retry-After
+|   +-- NoNode 503
+|   +-- EngineDead 503
+|   +-- Draining 503
+|   +-- Overloaded 429
+|   +-- RateLimited 429
++-- PoisonRequest 503
++-- NodeFailed 502
+|   +-- RequestBroke 500        its own fault if another node reads it
++-- KvNotLoaded 502
 +-- DeadlineExceeded 504
-+-- TransferError 500           a hand-over failed; by default the decode node recomputes
-    +-- Incompatible            the two nodes may not exchange KV, and why
-    +-- PeerLost                the other side is gone or was restarted
-    +-- LeaseLost               the blocks are no longer held for us
++-- TransferError 500           by default the decode node recomputes
+    +-- Incompatible
+    +-- PeerLost
+    +-- LeaseLost
     +-- TransferTimeout
-    +-- KvCorrupted             what arrived is not what the source has, by its checksums
+    +-- KvCorrupted
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 ConstraintKind = Literal["json", "regex", "choice", "grammar", "tags", "lark"]
 
-# Compile time grows with these. 64 KiB are a schema of 1,000 properties, or of 100 tools.
+# Compile time grows with these; 64 KiB hold 1,000 properties.
 _MAX_CONSTRAINT_CHARS: dict[ConstraintKind, int] = {
     "json": 64 << 10,
     "tags": 64 << 10,
@@ -64,7 +64,7 @@ _MAX_CONSTRAINT_CHARS: dict[ConstraintKind, int] = {
     "regex": 4 << 10,
 }
 _MAX_WHITESPACE_CHARS = 128
-# Parsers recurse into brackets, and into rules and references that stand for each other.
+# Parsers recurse into brackets, rules and references.
 _MAX_BRACKETS_DEEP = 64
 _MAX_RULES = 400
 _RULE = {
@@ -74,9 +74,8 @@ _RULE = {
 }
 GBNF_RULE = re.compile(r"^[^\S\n]*+[\w-]++[^\S\n]*+::=", re.MULTILINE)
 """Found in GBNF grammars; others are Lark."""
-# What has no depth: texts, comments, names of special tokens, classes of GBNF. They begin and end
-# where the grammar library says, or it refuses the grammar. Lark's regular expressions have a depth
-# of their own.
+# What has no depth: texts, comments, special tokens, GBNF's classes. Lark's regular expressions
+# have their own.
 _TEXT = r'"(?:[^"\\]++|\\.)*+"?'
 _FLAT = {
     "json": re.compile(_TEXT, re.DOTALL),
@@ -86,8 +85,7 @@ _FLAT = {
     "gbnf": re.compile(_TEXT + r"|#[^\n\r]*+|\[(?:[^\]\\]++|\\.)*+\]?", re.DOTALL),
 }
 _BRACKET = re.compile(r"[()\[\]{}]")
-# Of a regular expression: a bracket that begins a class or another class in it may be its first
-# character, too.
+# A class's first character may be a bracket, too.
 _REGEX_BRACKET = re.compile(r"\\.|\[\^?\]?|[()\]]", re.DOTALL)
 # It may have comments, which hide brackets: each that opens counts.
 _VERBOSE = re.compile(r"\(\?[a-wyzA-Z-]*x|/[a-wyz]*x[a-z]*$")

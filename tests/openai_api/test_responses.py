@@ -162,29 +162,6 @@ async def test_a_long_conversation_is_put_together_on_a_thread_however_short_the
     assert await shelf.recall(b'{"model":"m","input":"hi"}', MAX_BYTES) == 0
 
 
-async def test_log_probabilities_take_no_room_of_a_conversation() -> None:
-    client = Client()
-    top = [{"token": "a", "logprob": -1.0, "bytes": [97]}] * 20
-    told = {"content": [{"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": top}]}
-    answer = json.loads(whole({"role": "assistant", "content": "ok"}))
-    answer["choices"][0]["logprobs"] = told
-    await client.ask("hi", answer=json.dumps(answer).encode(), top_logprobs=20)
-    stored = await client.last()
-    assert b"top_logprobs" in stored.body
-    assert json.loads(stored.turns[0])[-1] == {
-        "id": "msg_10",
-        "type": "message",
-        "status": "completed",
-        "role": "assistant",
-        "content": [{"type": "output_text", "text": "ok"}],
-    }
-    assert [message["role"] for message in (await client.ask("and?"))["messages"]] == [
-        "user",
-        "assistant",
-        "user",
-    ]
-
-
 async def test_what_a_response_answers_is_kept_as_it_came() -> None:
     client = Client()
     await client.ask([{"role": "user", "content": "hi", "id": "mine", "note": 3}])

@@ -142,22 +142,6 @@ def whole(payload: bytes) -> dict[str, Any]:
     return {"message": message, "finish": choice.finish_reason}
 
 
-@pytest.mark.parametrize("parser", TEXTS)
-def test_streamed_and_whole_answers_with_calls_agree(tokenizer: Tokenizer, parser: str) -> None:
-    ids = tokenizer.encode(TEXTS[parser], False)
-    streamed = writer(tokenizer, parser, {"stream": True})
-    got = added_up(feed(streamed, ids) + end(streamed))
-    assert got["finish"] == "tool_calls"
-    calls = got["message"]["tool_calls"]
-    assert [call["name"] for call in calls] == ["weather", "now"]
-    assert json.loads(calls[0]["arguments"])["city"] in ("é", "é😀")
-    assert calls[1]["arguments"] == "{}"
-    assert got["message"]["content"] in ("", "Hm", "Hm.")
-    body = writer(tokenizer, parser, {})
-    assert feed(body, ids) == b""
-    assert whole(end(body)) == got
-
-
 def test_a_call_that_was_cut_off_ends_with_length(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode('<tool_call>{"name": "now", "arguments": {"a', False)
     cut = writer(tokenizer, "hermes", {"stream": True})
