@@ -82,7 +82,6 @@ class Load:
     shape: float = 1.0
     """Of the gamma distribution of the gaps between two requests of a kind."""
     spread: float = 0.0
-    """Of the logarithm of lengths."""
 
     def streams(self, gpus: int, seconds: float, seed: int) -> list[Stream]:
         rng = Random(seed)

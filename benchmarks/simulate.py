@@ -184,7 +184,6 @@ class Summary:
     stale_ms: float
     requests: int
     refused: int
-    """Or given up."""
     ttft_p50: float
     ttft_p99: float
     ttft_p999: float

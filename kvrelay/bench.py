@@ -118,7 +118,6 @@ def _updates(bar: Progress) -> Callable[[RunProgress], None]:
 
 
 def result_of(config: BenchConfig, experiment: Experiment, began: datetime.datetime) -> Result:
-    """Return what an experiment has measured so far."""
     server = experiment.server
     assert server is not None
     host = urlsplit(config.base_urls[0]).hostname or ""

@@ -39,6 +39,10 @@ _NODE_KEY_HELP = (
     "The key that the nodes want. [default: what `kvrelay up` of this machine has drawn]"
 )
 _ROUTER = "http://127.0.0.1:8000"
+_Node = Annotated[str, typer.Argument(metavar="NODE_URL", help="The node, as the router knows it.")]
+_AdminKey = Annotated[str, typer.Option(help=_ADMIN_KEY_HELP, envvar=ADMIN_KEY)]
+_NodeKey = Annotated[str, typer.Option(help=_NODE_KEY_HELP, envvar=NODE_API_KEY)]
+_Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for it.")]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
 
@@ -105,8 +109,8 @@ def _doctor(
     decode: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="Decode nodes, instead of a router.")
     ] = None,
-    node_api_key: Annotated[str, typer.Option(help=_NODE_KEY_HELP, envvar=NODE_API_KEY)] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    node_api_key: _NodeKey = "",
+    as_json: _AsJson = False,
 ) -> int:
     """Probe each pair of nodes of a running cluster: do they hand KV over, how, and how fast?"""
     from kvrelay.doctor import examine
@@ -117,20 +121,16 @@ def _doctor(
 
 
 def _drain(
-    node: Annotated[
-        str, typer.Argument(metavar="NODE_URL", help="The node, as the router knows it.")
-    ],
+    node: _Node,
     router: Annotated[
         str,
         typer.Option(
             help="A router to ask; without one the node is asked, and all routers see it."
         ),
     ] = "",
-    admin_key: Annotated[str, typer.Option(help=_ADMIN_KEY_HELP, envvar=ADMIN_KEY)] = "",
-    node_api_key: Annotated[str, typer.Option(help=_NODE_KEY_HELP, envvar=NODE_API_KEY)] = "",
-    wait: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long to wait for it.")
-    ] = 600.0,
+    admin_key: _AdminKey = "",
+    node_api_key: _NodeKey = "",
+    wait: _Wait = 600.0,
     undo: Annotated[bool, typer.Option("--undo", help="Have it take requests again.")] = False,
 ) -> int:
     """Have a node take nothing new, and wait until it has ended all that it has."""
@@ -223,9 +223,7 @@ def _replay(
 
 
 def _role(
-    node: Annotated[
-        str, typer.Argument(metavar="NODE_URL", help="The node, as the router knows it.")
-    ],
+    node: _Node,
     role: Annotated[str, typer.Argument(metavar="ROLE", help="prefill or decode.")],
     router: Annotated[
         str,
@@ -234,9 +232,9 @@ def _role(
             "asked."
         ),
     ] = "",
-    admin_key: Annotated[str, typer.Option(help=_ADMIN_KEY_HELP, envvar=ADMIN_KEY)] = "",
-    node_api_key: Annotated[str, typer.Option(help=_NODE_KEY_HELP, envvar=NODE_API_KEY)] = "",
-    wait: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for it.")] = 60.0,
+    admin_key: _AdminKey = "",
+    node_api_key: _NodeKey = "",
+    wait: _Wait = 60.0,
     force: Annotated[
         bool, typer.Option("--force", help="Also if it is the last node of its role.")
     ] = False,

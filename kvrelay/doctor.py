@@ -54,7 +54,6 @@ class NodeSeen(msgspec.Struct):
     kind: str = _OURS
     name: str = ""
     down: str = ""
-    """Why it cannot be examined."""
     model: str = ""
     sampling_defaults: SamplingDefaults = PLAIN_SAMPLING
 
@@ -96,7 +95,6 @@ class PairSeen(msgspec.Struct, frozen=True):
 
 
 def failures(nodes: Sequence[NodeSeen], pairs: Sequence[PairSeen]) -> Iterator[str]:
-    """Yield what keeps KV from being handed over."""
     for node in nodes:
         if node.down:
             yield f"{node.name} ({node.url}): {node.down}"

@@ -63,7 +63,6 @@ class SamplingParams:
     """
 
     def __init__(self, **fields: Any) -> None:
-        """Raise RequestError for an unknown field."""
         known = {*SamplingFields.__struct_fields__, *CompletionRequest.__struct_fields__} - {
             *_NOT_SAMPLING,
             "prompt",
@@ -153,7 +152,6 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the engine."""
         running, self._running = self._running, None
         if running is not None:
             self._wait(running.__aexit__(None, None, None))

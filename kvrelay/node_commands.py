@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 
 from kvrelay.wire.config import Role
-from kvrelay.wire.errors import ConfigError, DeadlineExceeded, ErrorBody, KvrelayError
+from kvrelay.wire.errors import ConfigError, DeadlineExceeded, KvrelayError
 
 __all__ = ["CALL_TIMEOUT", "CallFailed", "RoleKept", "call", "change_role", "drain"]
 
@@ -28,10 +28,6 @@ class CallFailed(KvrelayError):
 
 class RoleKept(KvrelayError):
     """A node has kept its role."""
-
-
-class _Refusal(msgspec.Struct):
-    error: ErrorBody
 
 
 class _Node(msgspec.Struct):
@@ -51,14 +47,6 @@ class _Node(msgspec.Struct):
         if not requests and not self.held_blocks:
             return ""
         return f"{requests} requests and {self.held_blocks} held blocks"
-
-
-class _Nodes(msgspec.Struct):
-    nodes: list[_Node]
-
-
-class _Drained(msgspec.Struct):
-    node_told: bool
 
 
 def drain(
@@ -90,7 +78,7 @@ async def _drain(node: str, router: str, key: str, wait_s: float, console: Conso
         if router:
             said = await call(session, "POST", f"{router}/admin/drain", key, {"url": node})
             # A node that is not ours does not know of it: only the router can say what is left.
-            asked = "" if msgspec.json.decode(said, type=_Drained).node_told else router
+            asked = "" if msgspec.json.decode(said)["node_told"] else router
         else:
             await call(session, "POST", f"{node}/drain", key, {})
         began, shown = time.monotonic(), None
@@ -153,7 +141,7 @@ async def _change_role(
 async def _look(session: aiohttp.ClientSession, node: str, router: str, key: str) -> _Node | None:
     if router:
         said = await call(session, "GET", f"{router}/admin/nodes", key)
-        rows = msgspec.json.decode(said, type=_Nodes).nodes
+        rows = msgspec.convert(msgspec.json.decode(said)["nodes"], list[_Node])
         return next((row for row in rows if row.url == node), None)
     said = await call(session, "GET", f"{node}/health", "", draining=True)
     try:
@@ -186,8 +174,8 @@ async def call(
     if answer.status in (200, 202):
         return said
     try:
-        message = msgspec.json.decode(said, type=_Refusal).error.message
-    except msgspec.DecodeError as why:
+        message = msgspec.json.decode(said)["error"]["message"]
+    except (msgspec.DecodeError, LookupError, TypeError) as why:
         if draining and answer.status == 503:
             return said
         raise CallFailed(f"{url} answers {answer.status}") from why

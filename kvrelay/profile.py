@@ -32,7 +32,8 @@ from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.versions import RELEASE
 
 if TYPE_CHECKING:
-    from kvrelay.profiling.engine import Measured
+    from kvrelay.paged_engine.engine import Engine
+    from kvrelay.paged_engine.timed_steps import TimedSteps
     from kvrelay.profiling.transfer_times import BlocksMoved
 
 __all__ = ["run", "spread_of"]
@@ -100,31 +101,42 @@ def spread_of(times: Times) -> float:
 
 
 def _card(
-    config: NodeConfig, engine: Measured, seconds: float, console: Console
+    config: NodeConfig, engine: Engine, seconds: float, console: Console
 ) -> tuple[RateCard, Times]:
-    point_s = min(_POINT_S, max(0.0, seconds) * _POINT_SHARE)
+    from kvrelay.paged_engine.timed_steps import PREFILLS_AT_ONCE, STEPS, TimedSteps
+    from kvrelay.profiling.engine import hardware_of
+
+    steps, point_s = TimedSteps(engine), min(_POINT_S, max(0.0, seconds) * _POINT_SHARE)
+    limits = Limits(
+        engine.max_model_len,
+        engine.scheduler.pool.total * engine.pool.block_size,
+        engine.pool.block_size,
+        engine.max_num_seqs,
+        engine.max_num_batched_tokens,
+        prompts_at_once=PREFILLS_AT_ONCE,
+        decode_steps=STEPS,
+    )
 
     def timed(kind: str, point: tuple[int, int]) -> list[float]:
-        measure = engine.timed.prefill if kind == "prefill" else engine.timed.decode
+        measure = steps.prefill if kind == "prefill" else steps.decode
         return measure(*point, seconds=point_s)
 
     until = time.monotonic() + seconds
-    plan = units(_limits(engine))
-    times = _measured(plan, timed, until - seconds * _MIXED_SHARE, console)
-    mixed = _mixed(engine, until, point_s, console)
+    times = _measured(units(limits), timed, until - seconds * _MIXED_SHARE, console)
+    mixed = _mixed(steps, limits, until, point_s, console)
     medians = sorted(
         ((kind, context, first), statistics.median(runs))
         for (kind, first, context), runs in times.items()
     )
     card = RateCard(
-        model=config.served_model_name or engine.model,
-        hardware=engine.hardware,
+        model=config.served_model_name or engine.model.name,
+        hardware=hardware_of(engine.device),
         kvrelay=RELEASE,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        kv_tokens=engine.kv_tokens,
-        block_size=engine.block_size,
+        kv_tokens=limits.kv_tokens,
+        block_size=limits.block_size,
         max_num_seqs=engine.max_num_seqs,
-        step_tokens=engine.step_tokens,
+        step_tokens=limits.step_tokens,
         prefill=[
             PrefillPoint(first, context, ms)
             for (kind, context, first), ms in medians
@@ -137,39 +149,25 @@ def _card(
         ],
         tensor_parallel_size=config.engine.tensor_parallel_size,
         mixed=mixed,
-        ahead=engine.ahead,
+        ahead=engine.runs_ahead,
     )
     return card, times
 
 
-def _mixed(engine: Measured, until: float, point_s: float, console: Console) -> list[MixedPoint]:
+def _mixed(
+    steps: TimedSteps, limits: Limits, until: float, point_s: float, console: Console
+) -> list[MixedPoint]:
     found: list[MixedPoint] = []
-    sizes = mixed_sizes(_limits(engine))
+    sizes = mixed_sizes(limits)
     with _progress(len(sizes), console) as tell:
         for requests, context, tokens in sizes:
             if found and time.monotonic() > until:
                 break
             tell("mixed", (requests, tokens))
             with contextlib.suppress(ValueError):  # no room for it here
-                ms = statistics.median(
-                    engine.timed.mixed(requests, context, tokens, seconds=point_s)
-                )
+                ms = statistics.median(steps.mixed(requests, context, tokens, seconds=point_s))
                 found.append(MixedPoint(requests, context, tokens, ms))
     return found
-
-
-def _limits(engine: Measured) -> Limits:
-    from kvrelay.paged_engine.timed_steps import PREFILLS_AT_ONCE, STEPS
-
-    return Limits(
-        engine.max_model_len,
-        engine.kv_tokens,
-        engine.block_size,
-        engine.max_num_seqs,
-        engine.step_tokens,
-        prompts_at_once=PREFILLS_AT_ONCE,
-        decode_steps=STEPS,
-    )
 
 
 def _check_writable(path: Path) -> None:

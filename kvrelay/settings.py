@@ -69,10 +69,8 @@ class Setting:
     name: str
     kind: Any
     default: Any
-    """dataclasses.MISSING if the field has none."""
     help: str
     group: str
-    """The config type it belongs to, without `Config`."""
     secret: bool = False
     """Its value is shown nowhere (the field has no repr)."""
 
@@ -88,7 +86,6 @@ class Setting:
 
     @property
     def several(self) -> bool:
-        """Return whether the setting's flag can be given again."""
         return typing.get_origin(self.kind) is tuple
 
 

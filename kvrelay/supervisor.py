@@ -18,7 +18,7 @@ from typing import Self
 from kvrelay.node.process import PARENT_PID, describe_exit, open_log
 from kvrelay.wire.errors import KvrelayError
 
-__all__ = ["Backoff", "Child", "ChildFailed", "ChildSpec", "LogTail", "Supervisor", "cause_of"]
+__all__ = ["Backoff", "Child", "ChildFailed", "ChildSpec", "Supervisor", "cause_of"]
 
 _TICK_S = 0.1
 _TAIL_LINES = 15
@@ -39,7 +39,6 @@ class ChildSpec:
     health_url: str
     log: Path
     env: Mapping[str, str] = field(repr=False)
-    """The whole environment, with secrets."""
 
 
 @dataclass(slots=True)
@@ -61,38 +60,14 @@ class Backoff:
 
 
 @dataclass(slots=True)
-class LogTail:
-    """A reader of what was appended to a log file since the last look."""
-
-    path: Path
-    _offset: int = 0
-
-    @classmethod
-    def of_what_comes(cls, path: Path) -> LogTail:
-        """Skip what an earlier run has left in the file."""
-        return cls(path, path.stat().st_size if path.exists() else 0)
-
-    def new_lines(self) -> list[str]:
-        """Return all lines completed since the last call."""
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            chunk = file.read()
-        complete = chunk[: chunk.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return complete.decode(errors="replace").splitlines()
-
-    def last_lines(self, count: int) -> list[str]:
-        return self.path.read_text(errors="replace").splitlines()[-count:]
-
-
-@dataclass(slots=True)
 class Child:
     """A supervised process; `ready` resolves when it was healthy once, or to why it never was."""
 
     spec: ChildSpec
     ready: asyncio.Future[float]
     """Seconds from its start to its first good health answer."""
-    tail: LogTail
+    _offset: int = 0
+    """Bytes of its log that were looked at, or that an earlier run has left."""
     backoff: Backoff = field(default_factory=Backoff)
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
@@ -118,6 +93,14 @@ class Child:
                 process_group=0,
             )
 
+    def new_lines(self) -> list[str]:
+        with self.spec.log.open("rb") as file:
+            file.seek(self._offset)
+            chunk = file.read()
+        complete = chunk[: chunk.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return complete.decode(errors="replace").splitlines()
+
     def ended(self) -> bool:
         """Return whether it has ended; if so, reap it and kill the rest of its process group."""
         if self.process is None or not self.running:
@@ -129,7 +112,6 @@ class Child:
         return True
 
     def kill(self) -> None:
-        """Kill the child and all its own children."""
         if self.process is not None and self.running:
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -174,9 +156,8 @@ class Supervisor:
 
     def start(self, spec: ChildSpec) -> Child:
         """Start a child and keep it alive. Its `ready` raises ChildFailed."""
-        child = Child(
-            spec, asyncio.get_running_loop().create_future(), LogTail.of_what_comes(spec.log)
-        )
+        old = spec.log.stat().st_size if spec.log.exists() else 0
+        child = Child(spec, asyncio.get_running_loop().create_future(), old)
         child.spawn()
         self._children.append(child)
         self._tasks.append(asyncio.create_task(self._keep(child), name=f"keep {spec.name}"))
@@ -254,7 +235,7 @@ class Supervisor:
             child.ready.set_result(took_s)
 
     def _show_warnings(self, child: Child) -> None:
-        notable = [line for line in child.tail.new_lines() if _NOTABLE.search(line)]
+        notable = [line for line in child.new_lines() if _NOTABLE.search(line)]
         for line in notable[:_SHOWN_LINES]:
             self._say(f"[{child.spec.name}] {line}")
         if len(notable) > _SHOWN_LINES:
@@ -266,7 +247,8 @@ class Supervisor:
 
 def cause_of(child: Child) -> str:
     """Return how a child ended in one sentence, with the end of its log below."""
-    lines = child.tail.last_lines(_TAIL_LINES) or ["(its log is empty)"]
+    lines = child.spec.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+    lines = lines or ["(its log is empty)"]
     log = "\n".join(f"    {line}" for line in lines)
     return (
         f"{child.spec.name} {child.fate} before it was ready; the end of {child.spec.log}:\n{log}"

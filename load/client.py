@@ -73,7 +73,6 @@ class AnswerReader:
         return "".join(self._texts)
 
     def fail(self, failure: Failure, why: str) -> None:
-        """Note a failure; the first one counts."""
         if not self.record.failure:
             self.record.failure, self.record.why = str(failure), why[:_MAX_WHY_CHARS]
 

@@ -118,7 +118,6 @@ class ClientHealth(msgspec.Struct, frozen=True):
     """How well the client itself did."""
 
     late: Percentiles
-    """From due to sent, in an open loop."""
     lag: Percentiles
     """How late timers were, and so how late answers are read."""
     cpu_share: float = math.nan
@@ -134,11 +133,8 @@ class Measures(msgspec.Struct, frozen=True):
     answered: int
     failures: dict[str, int]
     examples: list[str]
-    """An example of each kind of failure."""
     offered_per_s: float
-    """Requests that were due."""
     achieved_per_s: float
-    """Requests that were answered whole within the window."""
     attainment: float
     """Share of requests that met all targets."""
     goodput_per_s: float
@@ -156,7 +152,6 @@ class Measures(msgspec.Struct, frozen=True):
     """Share of all prompt tokens that the server had cached."""
     tokens_per_chunk: float
     usage: bool
-    """Whether all token counts are the server's own."""
     client: ClientHealth
 
 
@@ -193,7 +188,6 @@ def tpot_ms(record: Record) -> float | None:
 
 
 def meets_slo(record: Record, slo: Slo) -> bool:
-    """Return whether a request met all targets."""
     if record.failure or ttft_ms(record) > slo.ttft_ms or (tpot_ms(record) or 0.0) > slo.tpot_ms:
         return False
     return not slo.gap_ms or max(record.gaps_s, default=0.0) * 1e3 <= slo.gap_ms
@@ -202,7 +196,6 @@ def meets_slo(record: Record, slo: Slo) -> bool:
 def measures_of(
     records: Sequence[Record], window: Window, slo: Slo, gpus: int, client: ClientHealth
 ) -> Measures:
-    """Return the figures of a run."""
     judged = [record for record in records if window.holds(record.due_s)]
     good = [record for record in judged if not record.failure]
     met = sum(meets_slo(record, slo) for record in judged)

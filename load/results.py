@@ -44,7 +44,6 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     ttft_ms: float
     tpot_ms: float
     gap_ms: float
-    """The longest between two of its chunks."""
     e2e_ms: float
     prompt_tokens: int
     cached_tokens: int
@@ -68,7 +67,6 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def short(self) -> bool:
-        """Whether fewer requests came than were wanted, by more than chance."""
         wanted = self.rate * self.window_s
         return wanted - self.measures.requests > max(_MAX_SHORT * wanted, 3 * math.sqrt(wanted))
 
@@ -118,7 +116,6 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def row_of(record: Record, slo: Slo) -> Row:
-    """Return a request as it stands in the file."""
     answered = not record.failure
     return Row(
         round(record.due_s, 3),
@@ -189,7 +186,6 @@ COLUMNS = (
 
 
 def table_row(result: Result, run: Run) -> list[str]:
-    """Return a run as a row under COLUMNS."""
     measures = run.measures
     times = (measures.ttft_ms, measures.tpot_ms, measures.itl_ms, measures.e2e_ms)
     return [
@@ -242,7 +238,6 @@ def warnings_of(result: Result) -> list[str]:
 
 
 def differences(results: Sequence[Result]) -> list[str]:
-    """Return in what these results cannot be compared."""
     endpoints = {each.endpoint for each in results if each.endpoint}  # older files do not say it
     windows = [run.window_s for each in results for run in each.runs]
     shortest, longest = min(windows), max(windows)

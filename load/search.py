@@ -52,11 +52,9 @@ class RateSearch:
             self.stop("the search ended early: it takes too many probes")
 
     def stop(self, why: str) -> None:
-        """End the search early."""
         self._rate, self._why = None, why
 
     def result(self) -> SearchResult:
-        """Return what is known by now."""
         low, high = self._bracket()
         why = self._why
         if not why and low and any(rate > low for rate in self._holding()):

@@ -84,13 +84,11 @@ class Outcome(NamedTuple):
     cpu_share: float
     """Share of a core that this process took."""
     lags_s: list[float]
-    """How late timers were."""
 
 
 async def send_load(
     endpoint: Endpoint, load: Load, on_progress: Callable[[Progress], None] = lambda _: None
 ) -> Outcome:
-    """Put a load on a server, and return all requests."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # 1,024 are usual, one a request
     sender = Sender(endpoint, load)
@@ -149,7 +147,6 @@ class Sender:
         return Progress(self._sent, len(self._records), self._failed)
 
     async def run(self) -> Outcome:
-        """Send all of the load."""
         for _ in range(_AHEAD):
             self._prepare_one()
         self._begin = time.monotonic() + _START_S

@@ -87,7 +87,6 @@ class Work(msgspec.Struct, frozen=True):
     think_s: float = 1.0
     """Mean time between an answer and the next turn."""
     trace: str = ""
-    """A file in Mooncake's format, instead of lengths."""
     sharegpt: str = ""
     """A file in ShareGPT's format, instead of lengths."""
 
@@ -331,7 +330,6 @@ class Prompts:
         self._span = vocab_size - FIRST_TOKEN
 
     def ids(self, turn: Turn) -> list[int]:
-        """Return the token ids of a turn."""
         first, span = FIRST_TOKEN, self._span
         ids: list[int] = []
         for name, tokens in turn.pieces:

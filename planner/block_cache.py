@@ -77,7 +77,6 @@ class BlockCache:
                 self.stored.append(block)
 
     def give_back(self, blocks: Sequence[int], private: int) -> None:
-        """Release the blocks that take() has named, and private tokens."""
         used, unused, coming = self._used, self._unused, self._coming
         for block in reversed(blocks):
             if used[block] > 1:
@@ -91,13 +90,11 @@ class BlockCache:
         self.private -= private
 
     def shrink(self) -> None:
-        """Evict unused blocks until all that is used fits."""
         most = max(0, self.free) // self.block_size
         while len(self._unused) > most:
             self.removed.append(self._unused.popitem(last=False)[0])
 
     def news(self) -> tuple[list[int], list[int]]:
-        """Return what was stored and removed since the last call."""
         news = self.stored, self.removed
         if news[0] or news[1]:
             self.stored, self.removed = [], []

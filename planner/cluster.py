@@ -22,6 +22,8 @@ from kvrelay.wire.outputs import Load
 __all__ = ["POLL_MS", "Clock", "Cluster"]
 
 POLL_MS = 500.0
+_SWITCH_MS = 1_000.0
+"""Time of a change of role, from the last leg's end to the first poll."""
 _KV_EVENT_MS = 5.0
 _POLL_SLICES = 50
 
@@ -39,7 +41,6 @@ class Clock:
         self._scheduled = 0
 
     def later(self, at: float, call: Call) -> None:
-        """Make a call at a time."""
         self._scheduled += 1
         heapq.heappush(self._heap, (at, self._scheduled, call))
 
@@ -65,7 +66,6 @@ class Cluster:
                 setting.block_size,
                 clock.later,
                 hears,
-                shortest_first=setting.shortest_first,
             )
             for role in self.roles
         ]
@@ -89,7 +89,6 @@ class Cluster:
     # -----------------------------------------------------------------------------------
 
     def tell_news(self, now: float) -> None:
-        """Deliver the reports that are due."""
         for news in (self._news, self._kv_news):
             while news and news[0][0] <= now:
                 news.popleft()[1](now)
@@ -101,7 +100,6 @@ class Cluster:
         self._tell(now, lambda _: lease.note_load(load))
 
     def tell_kv(self, at: int, now: float) -> None:
-        """Send KV events of what has changed."""
         if not self._setting.prefixes:
             return
         stored, removed = self.nodes[at].cache.news()
@@ -200,9 +198,7 @@ class Cluster:
         """Note that a leg has left a node; a draining one may change its role now."""
         if at in self._becoming and self.nodes[at].idle:
             starts = self._starts[at]
-            self._clock.later(
-                now + self._setting.switch_ms, lambda then: self._switched(at, starts, then)
-            )
+            self._clock.later(now + _SWITCH_MS, lambda then: self._switched(at, starts, then))
 
     def _switched(self, at: int, starts: int, now: float) -> None:
         if starts == self._starts[at] and at in self._becoming:

@@ -43,8 +43,6 @@ class Engine:
         block_size: int,
         later: Callable[[float, Callable[[float], None]], None],
         hears: NodeListener,
-        *,
-        shortest_first: bool = True,
     ) -> None:
         self.speeds = speeds
         self.cache = BlockCache(speeds.kv_tokens, block_size)
@@ -66,7 +64,6 @@ class Engine:
         self._pairs = 0.0
         """Each of `tokens` times those before it in its request, summed up."""
         self._later, self._hears = later, hears
-        self._overtaken = OVERTAKEN if shortest_first else 0
         self._seats: dict[Stream, Seat] = {}
         self._line: list[tuple[int, int, int, Seat]] = []
         self._arrivals = self._arrived_tokens = 0
@@ -96,19 +93,15 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Return whether the engine has nothing, kept KV included."""
         return not self._seats
 
     def context(self, now: float) -> int:
-        """Return the tokens of KV of all that decode."""
         return self._context + len(self._batch) * self._planned.done_by(now)
 
     def free(self, now: float) -> int:
-        """Return the tokens of KV that still find room."""
         return max(0, self.cache.free - len(self._batch) * self._planned.done_by(now))
 
     def load(self, now: float) -> Load:
-        """Return its load, as paged_engine/scheduler.py reports it."""
         block_size, steps = self.cache.block_size, self._steps + self._planned.done_by(now)
         context, promised = self.context(now), 0
         for seat in self._seats.values():
@@ -187,7 +180,7 @@ class Engine:
             self._announced.prompt(ms, spills=tokens > 0)
         self._arrivals += 1
         self._arrived_tokens += arrives
-        seat.turn = (stream.priority, self._arrived_tokens + self._overtaken * work, self._arrivals)
+        seat.turn = (stream.priority, self._arrived_tokens + OVERTAKEN * work, self._arrivals)
         self._wait(seat, work)
         if self._planned.count and not self._changing and leg is Leg.DECODE and self.waiting == 1:
             self._begin_beside(seat, now)
@@ -203,7 +196,6 @@ class Engine:
             self._await_fetch(seat, min(seat.missing, last_chunk), now)
 
     def release(self, stream: Stream, now: float) -> None:
-        """Free the KV of a prefill leg."""
         seat = self._seats.pop(stream)
         self.cache.give_back(seat.blocks, seat.private)
         if self.waiting:

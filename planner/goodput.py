@@ -35,7 +35,6 @@ def is_good(stream: Stream, targets: Targets) -> bool:
 
 
 def attained(streams: Sequence[Stream], targets: Targets) -> float:
-    """Return the share that is good."""
     return sum(is_good(stream, targets) for stream in streams) / max(1, len(streams))
 
 
@@ -50,7 +49,6 @@ class Served:
     tpot_p50: float
     tpot_p90: float
     longest_p90: float
-    """Over the longest gap of each answer."""
     itl_p99: float
 
 

@@ -53,7 +53,6 @@ class Unit:
 
 
 def units(limits: Limits) -> list[Unit]:
-    """Return what to measure, level by level."""
     prefill = [
         Unit(level, "prefill", tuple((tokens, context) for tokens in those))
         for level, context, those in _refined(_prefill_lines(limits))
@@ -66,7 +65,6 @@ def units(limits: Limits) -> list[Unit]:
 
 
 def sizes_of_transfers(block_size: int, longest: int, most_blocks: int) -> list[int]:
-    """Return the sizes of transfers to measure, in blocks."""
     most = max(1, min(-(-min(longest, _LONGEST_TRANSFER) // block_size), most_blocks))
     sizes = [1]
     while sizes[-1] * _TRANSFER_STEP < most:

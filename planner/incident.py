@@ -61,7 +61,6 @@ class Requested(msgspec.Struct, frozen=True, tag="request", tag_field="kind", om
     priority: int = 0
     blocks: list[int] = []
     ttft_ms: float | None = None
-    """What its client saw."""
     model: str = ""
     total_ms: float | None = None
 
@@ -289,7 +288,6 @@ def _happened(told: Sequence[_Told], begins: float) -> tuple[dict[str, Role], li
 
 
 def streams_of_incident(incident: Incident) -> list[Stream]:
-    """Return its requests for a simulation."""
     return [
         Stream(
             each.at_ms, each.prompt, each.output, tuple(each.blocks), each.session, each.priority

@@ -83,7 +83,6 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
     tensor_parallel_size: int = 1
     mixed: list[MixedPoint] = []
     max_gap_ms: float = 50.0
-    """The longest step where somebody decodes."""
     ahead: bool = False
     """Steps are launched while the ones before them run, as on a GPU: a step takes as long as the
     device or its launch, whichever is longer.
@@ -92,7 +91,6 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def costs(self) -> StepCosts:
-        """Step costs, fitted to the points."""
         decodes = [
             (each.requests, each.requests * each.context, 0, 0, each.ms) for each in self.decode
         ]
@@ -179,7 +177,6 @@ def read_card(path: Path) -> RateCard:
 
 
 def write_card(card: RateCard, path: Path) -> None:
-    """Write a card as JSON."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(card), indent=1) + b"\n")
 
 

@@ -78,7 +78,6 @@ class Router:
     # ------------------------------------------------------------------------------------------------
 
     def targets(self, stream: Stream) -> Slo:
-        """Return the targets of a request."""
         told = stream.targets or self._told
         return Slo() if told is None else Slo(told.ttft_ms / 1e3, told.tpot_ms / 1e3)
 
@@ -106,7 +105,6 @@ class Router:
         return self._numbers[node.url]
 
     def told(self, found: ChosenNodes, stream: Stream) -> PlacementHints:
-        """Return what the decode node is told, as router/request/run.py has it."""
         request, placement = found.wanted.request, found.placement
         expected, cached = (
             max(1, round(request.output) - stream.done),
@@ -117,7 +115,6 @@ class Router:
         )
 
     def learn(self, stream: Stream) -> None:
-        """Note what a node calls the blocks of a prompt."""
         size = self._block_size
         if size and stream not in self._prefixes:
             named = self._prefix(stream)
@@ -128,7 +125,6 @@ class Router:
             self.pool.prefixes.learn(known)
 
     def ended(self, stream: Stream) -> None:
-        """Note the end of a request."""
         self._prefixes.pop(stream, None)
         if stream.answered:
             self.placer.answered(_MODEL, stream.output)
@@ -137,7 +133,6 @@ class Router:
     # -----------------------------------------------------------------------------------------
 
     def polled(self, at: int, role: Role, load: Load, generation: str, now: float) -> None:
-        """Note a node's answer to a health check."""
         node, card = self._node(at), self._engines[at].speeds.card
         if node.up:
             node.note_load(load)
@@ -206,7 +201,6 @@ class SimulatedAdmission:
         self._looking = False
 
     def arrive(self, stream: Stream, now: float) -> None:
-        """Begin a request, let it wait, or refuse it."""
         targets = self._router.targets(stream)
         wanted = self._router.placer.limited(self._router.wanted(stream), targets)
         request = QueuedRequest(
@@ -233,7 +227,6 @@ class SimulatedAdmission:
             self._later(now + _LOOK_MS, self._look)
 
     def ended(self, stream: Stream, now: float) -> None:
-        """Note the end of a request; others may begin."""
         request = self._requests.pop(stream, None)
         if request is not None:
             self._admission.queue.correct(request, stream.prompt + stream.done)

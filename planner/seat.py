@@ -72,10 +72,8 @@ class Seat:
     known: int = 0
     """Tokens whose KV is to be computed here."""
     left: int = 0
-    """Of `known`, in no step yet."""
     begun: bool = False
     told: bool = False
-    """Whether its prompt is computed."""
     blocks: tuple[int, ...] = ()
     """Named blocks here; one that two requests compute at once is named for one alone."""
     private: int = 0

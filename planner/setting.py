@@ -63,7 +63,6 @@ class Stream:
     session: str = ""
     priority: int = 0
     targets: Targets | None = None
-    """What it tells the router."""
 
     number: int = 0
     cached: int = 0
@@ -82,10 +81,8 @@ class Stream:
     moved: int = 0
     """How often a node was lost that had it."""
     local: bool = False
-    """The node that generates has computed the prompt."""
     refused: bool = False
     failed: bool = False
-    """It began, and did not end in time."""
 
     @property
     def answered(self) -> bool:
@@ -102,7 +99,6 @@ class Stream:
 
 
 def at_load(asks: Sequence[Asked], duration_ms: float) -> list[Stream]:
-    """Return requests that are stretched to this duration, in order."""
     last = max(each.at for each in asks)
     return _streams(asks, duration_ms / last if last else 0.0)
 
@@ -139,7 +135,6 @@ class What(enum.StrEnum):
     """An event of a node."""
 
     DOWN = "down"
-    """Its process ends, with all that it has."""
     UP = "up"
     """A new process, with an empty cache; or the same one, if it was away."""
     AWAY = "away"
@@ -173,21 +168,15 @@ class Setting:
     seed: int = 0
     block_size: int = 128
     prefixes: bool = True
-    """Whether routers know of prefixes."""
-    shortest_first: bool = True
     strict_roles: bool = False
     """Decode nodes compute no prompt that a prefill node can."""
     max_queue: int = 1_000
     speeds: Speeds = field(default_factory=lambda: Speeds(H200))
     decode_speeds: Speeds | None = None
-    """Speeds of decode nodes, if they differ."""
     events: Sequence[NodeEvent] = ()
-    switch_ms: float = 1_000.0
-    """Time of a change of role, from the last leg's end to the first poll."""
     targets: Targets | None = None
     """What the router takes for everybody's targets: it refuses who would miss them."""
     changes_roles: bool = False
-    """Nodes change their roles as router/roles.py decides."""
 
     def speeds_of(self, role: Role) -> Speeds:
         return self.decode_speeds or self.speeds if role is Role.DECODE else self.speeds
@@ -214,7 +203,6 @@ class Result:
     events: int = 0
     flips: list[Flipped] = field(default_factory=list)
     local: Counter[str] = field(default_factory=Counter)
-    """Prompts that decode nodes have computed, by reason."""
 
     def add_gap(self, ms: float, times: int) -> None:
         step = int(math.log(max(ms, 1e-3)) / _PERCENT)

@@ -68,13 +68,9 @@ class _Walk:
     source: int | None = None
     """The prefill node that has its KV, or computes it."""
     decode: int | None = None
-    """The node with its decode leg."""
     computed: bool = False
-    """Its prompt is, by its source."""
     spills: bool = True
-    """No decode node has refused its prompt yet."""
     looks: int = 0
-    """How often a place was looked for again."""
 
 
 class _World:

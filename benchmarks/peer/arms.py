@@ -24,7 +24,6 @@ class Kind(enum.StrEnum):
 
     VLLM = "vllm"
     VLLM_KV = "vllm-kv"
-    """One that hands KV over, by NIXL."""
     SERVE = "serve"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -37,9 +36,7 @@ class Arm:
     name: str
     servers: tuple[Kind, ...]
     router: tuple[str, ...] | None = None
-    """Its flags."""
     tells: bool = False
-    """Requests bring their targets."""
 
 
 _PAIR = (Kind.PREFILL, Kind.DECODE)
@@ -65,9 +62,7 @@ class Setting:
     """A model and flags that all servers of a run share."""
 
     model: Path
-    """A folder with a tokenizer."""
     vllm: str = "vllm"
-    """The command of vLLM's own environment."""
     max_model_len: int = 16_384
     vllm_flags: tuple[str, ...] = ()
     kvrelay_flags: tuple[str, ...] = ()

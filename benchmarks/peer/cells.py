@@ -39,12 +39,10 @@ class Row(msgspec.Struct, frozen=True):
     """A load that all arms get, in turn or at once."""
 
     work: str
-    """Name of an open loop, or in:out:clients."""
     factor: float = 0.0
     """Multiple of the work's rate; 0: a closed loop."""
     seed: int = 1
     after: str = ""
-    """A work that the router has seen before."""
 
     @property
     def name(self) -> str:
@@ -77,7 +75,6 @@ class Batch:
 
 
 def stage_of(row: Row, arms: Iterable[Arm]) -> Stage:
-    """Name the servers of these arms."""
     return Stage(tuple(kind for arm in arms for kind in arm.servers), row.work == TRACE)
 
 

@@ -15,7 +15,6 @@ _SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 def write_model(shape: Path, folder: Path) -> None:
-    """Write the folder of a config.json."""
     config = json.loads(shape.read_text(encoding="utf-8"))
     size = config["vocab_size"]
     ids = {name: size - len(_SPECIAL) + at for at, name in enumerate(_SPECIAL)}

@@ -21,12 +21,10 @@ class Line(msgspec.Struct, frozen=True):
 
     row: Row
     shares: dict[str, float]
-    """Requests in time, by arm."""
     ahead: dict[str, float]
     """Points by which an arm is ahead of the better of colocated and strict, seed by seed."""
     seeds: int
     runs: int
-    """Most runs that one seed took."""
     cells: list[Cell]
 
 

@@ -58,7 +58,6 @@ class Targets:
     ttft_ms: float
     tpot_ms: float
     ttft_ms_per_token: float = 0.0
-    """Further time for each token of the prompt."""
 
     def met(self, prompt: int, ttft_ms: float, tpot_ms: float) -> bool:
         return ttft_ms <= self.ttft_ms + self.ttft_ms_per_token * prompt and tpot_ms <= self.tpot_ms
@@ -96,9 +95,7 @@ class Work:
     parts: tuple[tuple[float, int, int], ...]
     targets: Targets
     factors: tuple[float, ...] = (1.0,)
-    """Multiples of the rate that are measured."""
     least: int = _LEAST
-    """Least number of requests of a cell."""
     spread: float = 0.0
     """Standard deviation of lengths in their means; they are log-normal."""
     variation: float = 1.0

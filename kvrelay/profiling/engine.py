@@ -6,51 +6,23 @@ import contextlib
 import gc
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
 from kvrelay.node.ranks import join_as_rank_0
 from kvrelay.paged_engine.engine import Engine
-from kvrelay.paged_engine.timed_steps import TimedSteps
 from kvrelay.wire.config import EngineConfig
 
-__all__ = ["Measured", "hardware_of", "measured_engine"]
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A ready engine and its facts."""
-
-    timed: TimedSteps
-    model: str
-    hardware: str
-    max_model_len: int
-    kv_tokens: int
-    block_size: int
-    max_num_seqs: int
-    step_tokens: int
-    ahead: bool
-    """Whether its steps are launched while others run."""
+__all__ = ["hardware_of", "measured_engine"]
 
 
 @contextlib.contextmanager
-def measured_engine(config: EngineConfig) -> Iterator[Measured]:
+def measured_engine(config: EngineConfig) -> Iterator[Engine]:
     """Open an engine for the length of the block. Raises ConfigError."""
     engine = Engine(config, join_as_rank_0(config))
     gc.freeze()  # as in a node's own process (node/process.py)
     try:
-        yield Measured(
-            TimedSteps(engine),
-            model=engine.model.name,
-            hardware=hardware_of(engine.device),
-            max_model_len=engine.max_model_len,
-            kv_tokens=engine.scheduler.pool.total * engine.pool.block_size,
-            block_size=engine.pool.block_size,
-            max_num_seqs=engine.max_num_seqs,
-            step_tokens=engine.max_num_batched_tokens,
-            ahead=engine.runs_ahead,
-        )
+        yield engine
     finally:
         gc.unfreeze()
         engine.close()

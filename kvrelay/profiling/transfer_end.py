@@ -94,7 +94,6 @@ class End:
         return num_blocks
 
     def close(self) -> None:
-        """Close the connector; the pool stays."""
         if self._connector is not None:
             self._connector.close()
             self._connector = None
@@ -165,7 +164,6 @@ def _answered(ask: Any, *arguments: Any) -> tuple[Any, str]:
 
 
 def main() -> None:
-    """Serve calls until stdin ends: [method, argument, ...] -> [result, error]."""
     die_with_parent()
     # UCX and compilers print to stdout, which is the parent's.
     answers = os.fdopen(os.dup(1), "w")

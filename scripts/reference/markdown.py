@@ -15,7 +15,6 @@ def code(text: object) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table."""
     filled = [list(row) for row in rows]
     keep = [at for at in range(len(head)) if any(row[at] for row in filled)]
     lines = [

@@ -31,11 +31,9 @@ class MetricFact:
 
     name: str
     kind: str
-    """counter, gauge or histogram."""
     labels: tuple[str, ...]
     about: str
     where: tuple[str, ...]
-    """The processes that serve it: router, node."""
 
 
 def metrics_reference() -> list[MetricFact]:

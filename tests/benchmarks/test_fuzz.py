@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.soak.fuzz.__main__ import TARGETS, Options, _command, fuzzed
+from tests.soak.fuzz.__main__ import TARGETS, Options, fuzzed
 from tests.soak.fuzz.examples import LEADS_AWAY, ROUTER, of_node
 from tests.soak.fuzz.mutations import as_json, as_msgpack, garbled, mutated
 from tests.soak.fuzz.over_sizes import cases
@@ -36,22 +36,6 @@ def test_a_seed_makes_the_same_message_again_and_leads_nowhere_else(seed: int) -
     for mark in (b"remote_host", b"url"):
         told = as_json(one)
         assert mark not in told or b"127.0.0.1" in told
-
-
-def test_a_broken_round_comes_with_the_command_that_plays_it_again() -> None:
-    given = {
-        "seconds": 3600.0,
-        "seed": 5,
-        "target": None,
-        "round": 0,
-        "only": "",
-        "trust_templates": True,
-    }
-    again = _command(given, "router fields, round 12: what is wrong, round 7: more")
-    assert again == (
-        "python -m tests.soak.fuzz --seconds 0 --seed 5 --trust-templates --target 'router "
-        "fields' --round 12"
-    )
 
 
 @pytest.mark.cluster

@@ -111,40 +111,6 @@ def test_each_command_has_prompts_of_its_own_unless_told(server: Double, tmp_pat
     assert len({tuple(told.body["prompt"]) for told in server.told}) == 6
 
 
-def test_a_closed_loop_by_requests(server: Double, tmp_path: Path) -> None:
-    path = tmp_path / "closed.json"
-    flags = (
-        "--concurrency",
-        "2",
-        "--requests",
-        "6",
-        "--endpoint",
-        "chat",
-        "--turns",
-        "2",
-        "--think-s",
-        "0",
-    )
-    assert (
-        run(
-            [
-                "bench",
-                "--url",
-                server.url,
-                *SHORT,
-                *flags,
-                "--warm-up-s",
-                "0",
-                "--output",
-                str(path),
-            ]
-        )
-        == 0
-    )
-    (only,) = read_result(path).runs
-    assert (only.concurrency, only.measures.requests) == (2, 12)
-
-
 def test_failed_requests_end_with_1(
     server: Double, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

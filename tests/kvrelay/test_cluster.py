@@ -168,14 +168,3 @@ def test_it_draws_keys_for_its_own_user_and_shows_one_to_a_terminal_alone(
 
 def environment(pid: int) -> list[bytes]:
     return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-
-
-def test_a_child_that_cannot_start_stops_everything_and_is_named(
-    repository: Path, tmp_path: Path
-) -> None:
-    up = Up(repository, tmp_path / "logs", "broken")
-    shown, _ = up.process.communicate(timeout=60)
-    assert up.process.returncode == 1
-    assert "decode-0 ended (exit code 1) before it was ready" in shown
-    assert "no such model folder" in shown
-    assert "Traceback" not in shown

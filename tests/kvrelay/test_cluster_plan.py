@@ -100,13 +100,6 @@ def test_cores_are_shared_out_among_the_engines(cores: int, given: int, threads:
         assert spec.env["GOMP_SPINCOUNT"] == "3000"
 
 
-def test_gpus_go_round_and_none_is_given_to_cpu_nodes() -> None:
-    specs = planned(gpus=("0", "3"), prefill=2)
-    assert [spec.env.get("CUDA_VISIBLE_DEVICES") for spec in specs] == ["0", "3", "0", None]
-    cpu = planned(gpus=("0",), device="cpu")
-    assert all("CUDA_VISIBLE_DEVICES" not in spec.env for spec in cpu)
-
-
 def test_tensor_parallel_nodes_get_as_many_gpus_as_they_have_ranks() -> None:
     gpus = ("0", "2", "5", "6", "7")
     assert [each.visible for each in gpus_of_nodes([2, 2, 2], gpus)] == ["0,2", "5,6", "0,2"]

@@ -61,17 +61,6 @@ def test_promtool_takes_the_configuration_and_the_rules() -> None:
     assert f"{len(alerts())} rules found" in done.stdout
 
 
-def test_grafana_finds_the_dashboards_where_they_are_mounted() -> None:
-    provider = yaml.safe_load(
-        (FOLDER / "grafana/provisioning/dashboards/kvrelay.yaml").read_text()
-    )["providers"][0]
-    assert provider["options"]["path"] == "/var/lib/grafana/dashboards"
-    source = yaml.safe_load(
-        (FOLDER / "grafana/provisioning/datasources/prometheus.yaml").read_text()
-    )["datasources"][0]
-    assert source["url"] == "http://prometheus:9090"
-
-
 ROUTER, NODE = 'job="kvrelay-router",instance="r"', 'job="kvrelay-node",instance="n",role="decode"'
 WRONG_AND_RIGHT: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "KvrelayTargetDown": ({f"up{{{NODE}}}": "0x99"}, {f"up{{{NODE}}}": "1x99"}),

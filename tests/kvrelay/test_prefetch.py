@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "paged_engine"))
 from fake_hub import FakeHub, Repository, fake_hub
 
 from kvrelay import cli
-from kvrelay.machine import embedded_model
 
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -108,18 +107,6 @@ def test_a_file_that_is_missing_is_named(
     (write(tmp_path) / missing).unlink()
     assert cli.run(["prefetch", str(tmp_path)]) == code
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.model
-def test_without_a_name_it_is_the_embedded_model_and_a_cut_file_is_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(["prefetch"]) == 0
-    assert capsys.readouterr().out.endswith(" MB in 1 file\n")
-    cut = tmp_path / "cut.gguf"
-    cut.write_bytes(embedded_model().read_bytes()[:-1000])
-    assert cli.run(["prefetch", str(cut)]) == 1
-    assert "cut short" in capsys.readouterr().err
 
 
 @pytest.fixture

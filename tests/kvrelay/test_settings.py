@@ -120,8 +120,7 @@ def test_a_mapping_may_be_written_as_json_or_as_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("32k", 32_000), ("32K", 32_768), ("25.6k", 25_600), ("1.5K", 1_536), ("2G", 2 << 30), ("2g", 2 * 10**9),
-        ("4GiB", 4 << 30), ("512MiB", 512 << 20), (" 4 Gi", 4 << 30), ("2GB", 2 * 10**9), ("1T", 1 << 40),
+        ("25.6k", 25_600), ("1.5K", 1_536), ("2g", 2 * 10**9), (" 4 Gi", 4 << 30), ("2GB", 2 * 10**9), ("1T", 1 << 40),
     ],
 )  # fmt: skip
 def test_whole_numbers_may_have_the_units_that_vllm_takes_and_those_of_memory(

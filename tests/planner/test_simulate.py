@@ -85,9 +85,6 @@ def test_the_shortest_prompt_goes_first() -> None:
     long, short = Stream(0.0, 40_000, 2), Stream(1.0, 100, 2)
     run([long, short], prefill=1, decode=1)
     assert short.first < long.first
-    long, short = Stream(0.0, 40_000, 2), Stream(1.0, 100, 2)
-    run([long, short], prefill=1, decode=1, shortest_first=False, strict_roles=True)
-    assert short.first >= long.first > 8 * SPEEDS.prompt_ms(4_096)
 
 
 @pytest.mark.parametrize("policy", ["price", "prefix"])

@@ -24,9 +24,7 @@ import asyncio
 import itertools
 import json
 import random
-import re
 import secrets
-import shlex
 import shutil
 import sys
 import tempfile
@@ -38,7 +36,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 
 from kvrelay.kv_transfer.connector import LeaseId
 from tests.soak.chaos.lookout import Size, grown
@@ -120,7 +117,6 @@ async def fuzzed(folder: Path, options: Options) -> dict[str, Any]:
         if not broken:
             broken += await _grown(stand, usage, memory=options.most_bytes <= _SMALL_BODIES)
         report |= {"seconds": time.monotonic() - began, "closed in time": len(due)}
-        report["worst"] = msgspec.to_builtins(watch.worst)
         now = stand.usage()
         report["usage"] = {name: (was, now[name]) for name, was in usage.items()}
     return report
@@ -231,17 +227,6 @@ async def _grown(stand: Stand, usage: dict[str, Size], *, memory: bool) -> list[
     return wrong
 
 
-def _command(given: dict[str, Any], broken: str) -> str:
-    flags = {name: value for name, value in given.items() if value != getattr(Options(), name)}
-    if found := re.match(r"(.+?), round (\d+): ", broken):
-        flags |= {"target": found[1], "round": found[2], "seconds": 0}
-    words = [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(f'{value}')}")
-        for name, value in flags.items()
-    ]
-    return " ".join(["python -m tests.soak.fuzz", *words])
-
-
 def main() -> int:
     """Command line. Exit code 1 if something is broken; then the logs stay."""
     parser = argparse.ArgumentParser(
@@ -276,7 +261,7 @@ def main() -> int:
     for one in report["broken"]:
         print(f"BROKEN: {one}")
     if report["broken"]:
-        print(f"again: {_command(given, report['broken'][0])}; logs: {folder}")
+        print(f"again: --seed {report['seed']} --target ... --round ...; logs: {folder}")
         return 1
     shutil.rmtree(folder)
     return 0

@@ -114,8 +114,6 @@ class Watch:
     def __init__(self, stand: Stand, limit_bytes: int) -> None:
         self._stand, self._limit = stand, limit_bytes
         self._process: asyncio.subprocess.Process | None = None
-        self.worst = Seen()
-        """The worst of the whole run."""
 
     async def __aenter__(self) -> Watch:
         listening: dict[int, set[str]] = {}
@@ -145,15 +143,7 @@ class Watch:
         await self._process.wait()
 
     async def look(self) -> Seen:
-        seen = await self._say("look")
-        for role, live in seen.live.items():
-            if live.stall_s > self.worst.live.get(role, Live()).stall_s:
-                self.worst.live[role] = live
-        for process, memory in seen.memory.items():
-            if process not in self.worst.memory or memory.peak > self.worst.memory[process].peak:
-                self.worst.memory[process] = memory
-        self.worst.total = max(self.worst.total, seen.total)
-        return seen
+        return await self._say("look")
 
     async def _say(self, word: str) -> Seen:
         process = self._process
