@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -202,15 +203,14 @@ class Cluster:
 
     async def seen_whole(self, within_s: float) -> None:
         """Wait until the router says that all nodes are up, and have met. Raises RuntimeError."""
-        deadline, pairs = time.monotonic() + within_s, 1
-        for role in ("prefill", "decode"):
-            pairs *= sum(node.role == role for node in self.nodes)
+        deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             assert self.router is not None
             told = await self.health(self.router)
             if told is not None and all(node["up"] for node in told["nodes"]):
-                met = told["pairs"]
-                if met["met"] + len(met["failed"]) >= pairs:
+                met, roles = told["pairs"], Counter(node["role"] for node in told["nodes"])
+                # Roles follow the load: they may not be those of the beginning.
+                if met["met"] + len(met["failed"]) >= roles["prefill"] * roles["decode"]:
                     return
             await asyncio.sleep(_LOOK_S)
         raise RuntimeError(f"the router does not see all nodes up within {within_s:g} s: {told}")
