@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.wire.errors import PeerLost, TransferError
+from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
 
 BLOCKS, BLOCK_BYTES = 16, 4096
 REGION = PoolRegion(address=0, num_blocks=BLOCKS, block_bytes=BLOCK_BYTES, device="cpu")
@@ -87,6 +87,20 @@ class SharedBackend:
     def read(self, index: int) -> bytes:
         """One block."""
         return self.pool[index * self.block_bytes : (index + 1) * self.block_bytes]
+
+
+class Refusing(SharedBackend):
+    """Cannot reach anybody."""
+
+    def add_peer(self, source: Source) -> None:
+        raise TransferError("another host")
+
+
+class Missing(SharedBackend):
+    """Cannot be had on this machine."""
+
+    def open(self) -> bytes:
+        raise ConfigError(f"{self.path.name} is not installed")
 
 
 def pattern(index: int) -> bytes:

@@ -12,27 +12,12 @@ from pathlib import Path
 import pytest
 import zmq
 from engine_node import CONFIG, FINGERPRINT, EngineNode
-from shared_backend import BLOCKS, REGION, SharedBackend, pattern
+from shared_backend import BLOCKS, REGION, Missing, Refusing, SharedBackend, pattern
 
 import kvrelay.kv_transfer.backends
-from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed
 from kvrelay.kv_transfer.messages import HandshakeReply, HandshakeRequest, decode, encode
-from kvrelay.wire.errors import ConfigError, TransferError
-
-
-class Refusing(SharedBackend):
-    """Cannot reach anybody."""
-
-    def add_peer(self, source: Source) -> None:
-        raise TransferError("another host")
-
-
-class Missing(SharedBackend):
-    """Cannot be had on this machine."""
-
-    def open(self) -> bytes:
-        raise ConfigError(f"{self.path.name} is not installed")
+from kvrelay.wire.errors import ConfigError
 
 
 class Unprepared(SharedBackend):

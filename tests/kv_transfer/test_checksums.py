@@ -272,22 +272,6 @@ def test_what_is_asked_again_while_it_is_summed_is_summed_once_and_silence_is_to
     assert held.sums == 2  # one on either end
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "counted"), [(SILENT, PATIENT, (0, 0)), (PATIENT, SILENT, (0, 4))]
-)
-def test_an_undrawn_block_is_not_checked_and_a_source_that_does_not_check_is_counted(
-    pair: Callable[..., Pair],
-    ours: TransferConfig,
-    theirs: TransferConfig,
-    counted: tuple[int, int],
-) -> None:
-    it = pair("direct", ours, theirs)
-    it.fault.fault = "flipped bit"
-    assert isinstance(it.fetch("bad", [4, 5, 6, 7], [20, 21, 22, 23])[0], Fetched)
-    stats = it.reader.engine.stats()
-    assert (stats.checked_blocks, stats.unchecked_blocks) == counted
-
-
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
 def test_the_share_is_a_share(share: float) -> None:
     with pytest.raises(ConfigError, match="kv_checksums must be between 0 and 1"):

@@ -15,30 +15,14 @@ import msgspec
 import pytest
 import zmq
 from engine_node import CONFIG, EngineNode, wait_until
-from shared_backend import BLOCK_BYTES, BLOCKS, SharedBackend, pattern
+from shared_backend import BLOCK_BYTES, BLOCKS, Missing, Refusing, SharedBackend, pattern
 
-from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released
 from kvrelay.kv_transfer.rank_backends import LedBackends, terms_of
 from kvrelay.kv_transfer.ranks import LinkEnd, RankLink
 from kvrelay.kv_transfer.shares import Heads
-from kvrelay.wire.errors import ConfigError, TransferError
 
 KINDS = ("a", "b")
-
-
-class RefusingBackend(SharedBackend):
-    """Cannot reach anybody."""
-
-    def add_peer(self, source: Source) -> None:
-        raise TransferError("another host")
-
-
-class MissingBackend(SharedBackend):
-    """Cannot be had."""
-
-    def open(self) -> bytes:
-        raise ConfigError("not installed")
 
 
 def heads_of(size: int) -> list[Heads]:
@@ -57,9 +41,7 @@ class Node(EngineNode):
         checksums: bool = False,
         **kinds: type[SharedBackend],
     ) -> None:
-        """`kinds`: a backend of another class on the last rank; `checksums`: all of backend a's blocks
-        are checked.
-        """
+        """`kinds`: classes of backends on the last rank; `checksums`: all of a's blocks are checked."""
         self.heads = heads_of(size)
         self.ranks: list[dict[str, SharedBackend]] = []
         self.lost: list[str] = []
@@ -96,9 +78,7 @@ class Node(EngineNode):
         for kind in KINDS:
             for backends, (first, end) in zip(self.ranks, self.heads, strict=True):
                 for block in range(BLOCKS):
-                    backends[kind].write(
-                        block, pattern(block)[first * BLOCK_BYTES // 2 : end * BLOCK_BYTES // 2]
-                    )
+                    backends[kind].write(block, part(block, first, end))
 
     def read(self, kind: str, block: int) -> list[bytes]:
         """A block, of each rank."""
@@ -124,11 +104,13 @@ def make(tmp_path: Path) -> Iterator[object]:
         assert node.lost == []
 
 
+def part(block: int, first: int, end: int) -> bytes:
+    """These KV heads of a block."""
+    return pattern(block)[first * BLOCK_BYTES // 2 : end * BLOCK_BYTES // 2]
+
+
 def halves(node: Node, block: int) -> list[bytes]:
-    return [
-        pattern(block)[first * BLOCK_BYTES // 2 : end * BLOCK_BYTES // 2]
-        for first, end in node.heads
-    ]
+    return [part(block, *heads) for heads in node.heads]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -179,9 +161,7 @@ def test_every_rank_checks_its_part_against_the_ranks_that_it_reads_from(make, s
         assert not kinds or first.cause == "KvCorrupted"
 
 
-@pytest.mark.parametrize(
-    ("mine", "theirs"), [({"a": MissingBackend}, {}), ({}, {"a": MissingBackend})]
-)
+@pytest.mark.parametrize(("mine", "theirs"), [({"a": Missing}, {}), ({}, {"a": Missing})])
 def test_what_one_rank_does_not_have_the_engine_does_not_have(make, mine, theirs):
     source, reader = make("source", 2, **theirs), make("reader", 2, **mine)
     source.fill()
@@ -192,7 +172,7 @@ def test_what_one_rank_does_not_have_the_engine_does_not_have(make, mine, theirs
 
 
 def test_a_backend_that_one_rank_cannot_open_is_closed_on_the_others(make):
-    source, reader = make("source", 4, b=MissingBackend), make("reader", 2, a=RefusingBackend)
+    source, reader = make("source", 4, b=Missing), make("reader", 2, a=Refusing)
     assert source.engine.planes == ("a", "b")
     assert not any(ranks["b"].opened.is_set() for ranks in source.ranks)
     reader.fetch("r", source.engine.offer("p", [3], 16), [3], [1])
