@@ -137,7 +137,6 @@ class AdmissionController:
         return slot
 
     def release(self, slot: AdmissionSlot, prompt_tokens: int, output_tokens: int) -> None:
-        """Give back a slot, however the request ended, after so many tokens."""
         now, tokens = time.monotonic(), prompt_tokens + output_tokens
         if slot.placed is not None:
             self._placer.give_back(slot.placed)

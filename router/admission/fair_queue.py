@@ -72,7 +72,6 @@ class FairQueue(Generic[E]):
         self._length += 1
 
     def remove(self, request: E) -> None:
-        """Remove a request at no cost to its key. Raises KeyError if it does not wait."""
         lines = self._lines[request.priority]
         line = lines[request.key]
         del line[request]
@@ -91,7 +90,6 @@ class FairQueue(Generic[E]):
         return next(iter(lines[min(lines, key=self._clocks.__getitem__)]))
 
     def begin(self, request: E) -> None:
-        """Begin a request, whether it waited or not: its key's clock runs on."""
         start = self._clocks[request.key]
         if request in self:
             self.remove(request)

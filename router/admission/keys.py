@@ -72,8 +72,6 @@ ANYONE = Caller("anyone", "0" * 64, admin=True)
 
 
 class Keyring:
-    """A set of all keys: those of the configuration, and the one given in clear, if any."""
-
     def __init__(self, api_key: str, keys: Sequence[KeyConfig]) -> None:
         self.take_over(api_key, keys)
 

@@ -68,11 +68,9 @@ class Snapshot(msgspec.Struct, frozen=True):
     """A snapshot of the cluster. Of `wanted` workers those in `workers` have answered."""
 
     now: float
-    """Unix time."""
     version: str
     health: Health
     models: dict[str, bool]
-    """By name, whether requests for the model can be served."""
     wanted: int
     workers: list[WorkerRow]
     running: int
@@ -88,7 +86,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     counts: dict[str, dict[str, float]]
     """Since the start of the processes that run: by metric, then by label value."""
     requests: list[EndedRequest]
-    """The newest first."""
     roles: list[RoleStatus] = []
 
 
@@ -181,7 +178,6 @@ class ConsoleState:
     def add(
         self, run: Run, path: str, status: int, key: str, error: str, stages_s: dict[str, float]
     ) -> EndedRequest:
-        """Note a request that has ended; `error` is what a log may say of it."""
         timeline, job, (prefill, decode) = run.timeline, run.job, run.nodes
         first, tokens = timeline.first_token, run.output_tokens
         request = EndedRequest(

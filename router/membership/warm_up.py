@@ -118,8 +118,6 @@ class WarmUps:
 async def warm_up_for_ever(
     pool: Pool, warm_ups: WarmUps, client: NodeClient, on_end: Callable[[WarmUp], None]
 ) -> None:
-    """Warm up pairs until cancelled; `on_end` is called after each."""
-
     async def one_by_one() -> None:
         while True:
             prefill, decode = (

@@ -55,8 +55,6 @@ class Verdict(enum.IntEnum):
 
 
 class BreakerState(msgspec.Struct, frozen=True):
-    """A breaker as GET /health and the console show it."""
-
     state: str
     reason: str = ""
     opens_in_s: float = 0.0
@@ -92,12 +90,10 @@ class Breaker:
         return max(0.0, open_s, self._resting_until - now)
 
     def enter(self, call: object, now: float) -> None:
-        """Count a request that goes to the node; it becomes the probe if one is due."""
         if self._probe is None and self.state(now) is not State.CLOSED:
             self._probe = call
 
     def leave(self, call: object) -> None:
-        """End a request without a result; a second time changes nothing."""
         if self._probe is call:
             self._probe = None
 

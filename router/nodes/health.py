@@ -103,7 +103,6 @@ class NodeHealth:
         return max(_PATIENCE_S + tokens * _PATIENCE_S_PER_TOKEN, _PATIENCE_TIMES * self._slowest_s)
 
     def answered(self, call: BreakerCall) -> None:
-        """Learn from a request's first tokens how long nodes take."""
         self._slowest_s = max(call.first_s or 0.0, self._slowest_s * _FADING)
 
     def rest(self, node: Node, role: Role, seconds: float | None, now: float) -> None:
@@ -117,7 +116,6 @@ class NodeHealth:
             self._troubled.add(node)
 
     def could_not_read(self, node: Node, role: Role, now: float) -> None:
-        """Count a request that the node failed to read, and that another one could read."""
         call = self.begin(node, role, now, computes=False)
         self.failed(call, node, "it fails on requests that others can read", now)
 
@@ -125,7 +123,6 @@ class NodeHealth:
         self._failed_pairs.pop(_pair(prefill, decode), None)
 
     def kv_failed(self, prefill: Node, decode: Node, cause: str, now: float) -> None:
-        """Note that the prefill node's KV did not reach the decode node: avoid the pair."""
         _log.warning("%s says that the KV of %s did not come: %s", decode.url, prefill.url, cause)
         if cause != "LeaseLost":  # which says nothing of the way between the two
             self._avoid(prefill, decode, AVOID_S, now)

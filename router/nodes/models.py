@@ -49,7 +49,6 @@ class Models:
         return [card.id for card in self.cards()]
 
     def cards(self) -> list[ModelCard]:
-        """Return OpenAI's model objects: an adapter has a `parent`, an alias a `root`."""
         known = self._pool.models()
         cards = {
             name: ModelCard.create(name, self._created, longest)
@@ -67,7 +66,6 @@ class Models:
         return {name: bool(self._pool.node_kinds(name)) for name in sorted(self._pool.models())}
 
     def alone(self) -> bool:
-        """Return whether some decode node would answer requests without a prefill node."""
         return any(
             node.kv is not None and node.kv.computes_prompts
             for node in self._pool.up(Role.DECODE, kind=NodeKind.KVRELAY)

@@ -36,7 +36,6 @@ DRAINING = "draining"
 """The status of a node that takes nothing new and finishes what it has."""
 _SAME_HOST_PLANE = "direct"
 NEW = "not checked yet"
-"""Why a node takes no requests before its first health check."""
 
 
 class NodeKind(enum.StrEnum):
@@ -164,7 +163,6 @@ class Lease:
     """Tokens of the prompt that the node was believed to have when it was chosen."""
     sent: Sent | None = None
     cut: Callable[[], None] | None = None
-    """Called when the node is lost while the request runs."""
     role: Role = field(init=False)
     generation: str = field(init=False)
 
@@ -205,7 +203,6 @@ class Node:
     drain_asked: bool = False
     """An operator drains the node through this router alone, and the node does not know."""
     held_blocks: int = 0
-    """Blocks of KV on a prefill node that no decode node has fetched yet."""
     release: str = ""
     leg_version: int = 1
     misses: int = 0
@@ -216,14 +213,12 @@ class Node:
     leases: set[Lease] = field(default_factory=set)
     kv: KvFacts | None = None
     breakers: dict[Role, Breaker] = field(default_factory=dict)
-    """By role of the request; kept by router/nodes/health.py."""
 
     def __post_init__(self) -> None:
         self.state = NodeLoad(self.url)
 
     @property
     def depth(self) -> float:
-        """Return the queue in requests; prompts that wait count by their length."""
         return self.state.depth
 
     @property
@@ -232,7 +227,6 @@ class Node:
         return self.kv is None or self.kv.computes_prompts
 
     def serves(self, base: str, name: str) -> bool:
-        """Return whether requests for `name`, the model `base` or its adapter, can run here."""
         return self.model == base and (name == base or name in self.adapters)
 
     def note_load(self, load: Load) -> None:

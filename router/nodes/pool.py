@@ -281,10 +281,6 @@ class Pool:
         prefix: Prefix | None,
         cached: Mapping[str, int],
     ) -> Lease:
-        """Take a place on a node, to be given back, for a request that computes `tokens`.
-
-        `cached`: tokens of them that each node has, by URL.
-        """
         self._turns += 1
         node.turn = self._turns
         has = cached.get(node.url, 0)
@@ -391,12 +387,10 @@ class Pool:
         self.blame(node, DRAINS, now)
 
     def drain(self, node: Node, now: float) -> None:
-        """Send a node nothing new, by order of an operator; its requests go on."""
         node.drain_asked = True
         self.note_draining(node, now)
 
     def undrain(self, node: Node, now: float) -> None:
-        """Let a node take requests again once its next health check allows it."""
         node.drain_asked, node.blamed_at = False, now
 
     def note_role_change(self, node: Node, role: Role, now: float) -> None:
@@ -405,7 +399,6 @@ class Pool:
         self.blame(node, f"it changes its role from {node.role} to {role}", now)
 
     def note_unready(self, node: Node, why: str, now: float) -> None:
-        """Note that a node refuses work in its health check; its requests go on."""
         node.misses, node.flips_to = 0, None
         self._take_down(node, why, now)
 

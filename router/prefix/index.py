@@ -34,7 +34,6 @@ _PROMPTS_MEAN = 32
 
 
 Sent = tuple[Edge, int]
-"""A running request: the edge where its text ends, and its node's mark."""
 
 
 class HeldBlocks:
@@ -52,7 +51,6 @@ class HeldBlocks:
         return len(self._holders)
 
     def stored(self, mark: int, keys: Iterable[int]) -> None:
-        """Note that a node holds these blocks. A full table forgets its oldest eighth."""
         holders = self._holders
         for key in keys:
             holders[key] = holders.get(key, 0) | mark
@@ -176,7 +174,6 @@ class PrefixIndex:
         self.texts.learn(prefix.chunks, prefix.keys[: looked_at // prefix.block_size])
 
     def counted(self, prefix: Prefix, tokens: int) -> None:
-        """Learn how many tokens texts have from a node's count of a prompt."""
         if tokens and prefix.text_bytes and not prefix.counted:
             self._tokens_per_byte.add(tokens / prefix.text_bytes)
 

@@ -106,7 +106,6 @@ class KvEvents:
         metrics.doubted.set_function(lambda: sum(not index.trusts(url) for url in self._listeners))
 
     def note_report(self, url: str, generation: str, report: KvEventsReport | None) -> None:
-        """Listen to a node whose health report tells of events."""
         if report is None:
             self.leave(url)
             return

@@ -51,7 +51,6 @@ class ClusterState(msgspec.Struct, frozen=True, array_like=True):
 
     version: int
     listening: int
-    """Workers that take connections."""
     config: RouterConfig
     """The configuration of one worker, with the port of all."""
     members: dict[Source, list[NodeSpec]]
@@ -66,7 +65,6 @@ class ClusterState(msgspec.Struct, frozen=True, array_like=True):
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     version: int
-    """The version of the state that the worker has applied."""
     running: dict[str, int]
     death: tuple[bytes, str] | None = None
     """The fingerprint of a request, and which process just died of it; empty: it was answered."""

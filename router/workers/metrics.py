@@ -48,7 +48,6 @@ def collected(registry: CollectorRegistry) -> list[MetricFamily]:
 
 
 def lasting(families: Iterable[MetricFamily]) -> list[MetricFamily]:
-    """Return the metrics that outlive their worker."""
     return [family for family in families if family.kind in _LASTING]
 
 

@@ -94,8 +94,6 @@ def config_of_worker(config: RouterConfig, port: int) -> RouterConfig:
 
 
 class WorkerMetrics:
-    """A set of metrics of the workers themselves."""
-
     def __init__(self, registry: CollectorRegistry, listening: Callable[[], int]) -> None:
         Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry).set_function(
             listening
@@ -107,8 +105,6 @@ class WorkerMetrics:
 
 
 class Parent(Shared):
-    """A router process that has workers."""
-
     serves = False
 
     def __init__(

@@ -76,8 +76,6 @@ def shared_port(host: str, port: int) -> socket.socket:
 
 
 class Worker(Shared):
-    """A router process that answers requests beside others."""
-
     leads = False
     router: Router
 
@@ -150,7 +148,6 @@ class Worker(Shared):
             router.take_over(state.config)
 
     def report(self, death: tuple[bytes, str] | None = None, *, whole: bool = False) -> None:
-        """Report to the parent; `whole`: also the status and the metrics."""
         self._deaths += death is not None
         router = self.router
         nodes = (*router.pool.nodes, *router.pool.leaving)
