@@ -101,8 +101,13 @@ def resolve_model(config: EngineConfig, check: Callable[[EngineConfig], None]) -
 
 
 def _quiet_library() -> None:
-    from huggingface_hub.utils import disable_progress_bars
-
+    try:
+        from huggingface_hub.utils import disable_progress_bars
+    except ModuleNotFoundError as why:
+        raise ConfigError(
+            "a model on the Hub needs huggingface_hub, which is not installed; "
+            "pip install huggingface_hub, or pass a path"
+        ) from why
     if not sys.stderr.isatty():
         disable_progress_bars()
     for library in ("httpx", "httpx2"):
