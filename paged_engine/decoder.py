@@ -151,9 +151,8 @@ class Decoder:
             if index is None:
                 parts[name] = part
                 continue
-            layer = unpacked.setdefault(index, {})
-            layer[name.removeprefix(f"{_LAYERS}{index}.")] = part
-            if len(layer) == sizes[index]:
+            unpacked.setdefault(index, {})[name.removeprefix(f"{_LAYERS}{index}.")] = part
+            if len(unpacked[index]) == sizes[index]:
                 packed[index] = self._pack(index, unpacked.pop(index))
         return [packed[index] for index in range(self.config.num_layers)], parts
 
