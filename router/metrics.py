@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -40,6 +41,7 @@ class AdmissionMetrics:
     def __init__(
         self, registry: CollectorRegistry, keys: Iterable[str], models: Callable[[], Iterable[str]]
     ) -> None:
+        counter = partial(Counter, registry=registry)
         about = "Requests that wait to begin."
         self.waiting = _GaugeByModel("kvrelay_router_queue_waiting", about, registry, models)
         self._wait = Histogram(
@@ -48,29 +50,25 @@ class AdmissionMetrics:
             buckets=_QUEUE_S,
             registry=registry,
         )
-        self._admitted = Counter(
+        self._admitted = counter(
             "kvrelay_router_admitted",
             "Requests that began, at once or out of the queue.",
             ["how"],
-            registry=registry,
         )
-        self._refused = Counter(
+        self._refused = counter(
             "kvrelay_router_refused",
             "Requests that never began, by reason.",
             ["reason"],
-            registry=registry,
         )
-        self._requests = Counter(
+        self._requests = counter(
             "kvrelay_router_key_requests",
             "Requests by API key: begun or refused.",
             ["key", "outcome"],
-            registry=registry,
         )
-        self.tokens = Counter(
+        self.tokens = counter(
             "kvrelay_router_key_tokens",
             "Tokens by API key: of prompts and of answers.",
             ["key", "kind"],
-            registry=registry,
         )
         for reason in (
             "queue_full",
@@ -114,14 +112,15 @@ class Metrics:
     def __init__(self, pool: Pool, keys: Iterable[str]) -> None:
         """`keys` are the names of the API keys."""
         self.registry = registry = CollectorRegistry()
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         self._pool = pool
         self.admission = AdmissionMetrics(registry, keys, pool.models)
         registry.register(_Zeros(self, pool.models))
-        self.requests = Counter(
+        self.requests = counter(
             "kvrelay_router_requests",
             "Finished requests; 499: the client went away.",
             [_MODEL, "path", "status"],
-            registry=registry,
         )
         self.running = _GaugeByModel(
             "kvrelay_router_requests_running",
@@ -129,43 +128,38 @@ class Metrics:
             registry,
             pool.models,
         )
-        self.ttft = Histogram(
+        self.ttft = histogram(
             "kvrelay_router_time_to_first_token_seconds",
             "Arrival to first token.",
             [_MODEL],
             buckets=_LATENCY_S,
-            registry=registry,
         )
-        self.e2e = Histogram(
+        self.e2e = histogram(
             "kvrelay_router_e2e_request_latency_seconds",
             "Arrival to end.",
             [_MODEL],
             buckets=_LATENCY_S,
-            registry=registry,
         )
-        self.inter_token = Histogram(
+        self.inter_token = histogram(
             "kvrelay_router_inter_token_latency_seconds",
             "Mean time between tokens, one observation per request.",
             [_MODEL],
             buckets=_INTER_TOKEN_S,
-            registry=registry,
         )
-        self.stage = Histogram(
+        self.stage = histogram(
             "kvrelay_router_stage_seconds",
             "Time in each stage of a request, as openai_api/stages.py names them.",
             [_MODEL, "stage"],
             buckets=_STAGE_S,
-            registry=registry,
         )
-        self.output_tokens = Counter(
+        self.output_tokens = counter(
             "kvrelay_router_output_tokens",
             "Tokens seen from the nodes, counted every second.",
             [_MODEL],
-            registry=registry,
         )
         self.failovers = self._counter(
             "kvrelay_failovers",
-            "NodeClient continued on another node after theirs broke.",
+            "Requests continued on another node after theirs broke.",
             "leg",
             *_LEGS,
         )
@@ -176,17 +170,15 @@ class Metrics:
             "yes",
             "no",
         )
-        self.disaggregated = Counter(
+        self.disaggregated = counter(
             "kvrelay_router_disaggregated",
             "Requests handed from a prefill node to a decode node.",
             [_MODEL],
-            registry=registry,
         )
-        self.local_prefills = Counter(
+        self.local_prefills = counter(
             "kvrelay_router_local_prefills",
             "Prompts computed on a decode node, though nothing of their answers was there, and why.",
             [_MODEL, "reason"],
-            registry=registry,
         )
         self.kv_failures = self._counter(
             "kvrelay_router_kv_failures",
@@ -201,7 +193,7 @@ class Metrics:
             *_LEGS,
         )
         self.retries_refused = self._counter(
-            "kvrelay_router_retries_refused", "NodeClient not tried again because too many are."
+            "kvrelay_router_retries_refused", "Requests not tried again because too many are."
         )
         self.poison = self._counter(
             "kvrelay_router_poison_requests",
@@ -229,11 +221,10 @@ class Metrics:
             "Requests that a vLLM decode node did alone, its prompt too, by why.",
             "why",
         )
-        self.role_changes = Counter(
+        self.role_changes = counter(
             "kvrelay_router_role_changes",
             "Nodes that were asked to take a role because it was short of them: begun or refused.",
             [_MODEL, "role", "outcome"],
-            registry=registry,
         )
         self.role_use = Gauge(
             "kvrelay_router_role_use",

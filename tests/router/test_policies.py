@@ -101,13 +101,6 @@ def test_requests_placed_one_after_the_other_spread_evenly(
     assert max(counts) - min(counts) <= 1
 
 
-@given(views, st.integers())
-@few_examples
-def test_the_least_queue_has_the_least_depth(nodes: list[View], seed: int) -> None:
-    chosen = least_queue(ASK, nodes, random.Random(seed))
-    assert all(chosen.depth <= node.depth for node in nodes)
-
-
 @pytest.mark.parametrize("policy", [least_queue, prefix, session])
 def test_ties_are_broken_at_random(policy: object) -> None:
     rng, nodes = random.Random(1), [View("a", 1, 0), View("b", 1, 0), View("c", 2, 0)]

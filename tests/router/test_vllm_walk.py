@@ -164,17 +164,6 @@ async def test_other_apis_are_served_too() -> None:
             assert await told.get_final_text() == "abc"
 
 
-async def test_text_completions_and_tokens_of_a_text_come_through() -> None:
-    p, d = pair()
-    async with cluster(p, d) as c:
-        assert await said(c, {"prompt": "hi"}, "/v1/completions") == "abc"
-        assert '"text": "b"' in await said(c, {"prompt": [1, 2], "stream": True}, "/v1/completions")
-        async with c.http.post(
-            f"{c.url}/tokenize", json={"model": MODEL, "prompt": "hi"}
-        ) as answer:
-            assert (await answer.json())["tokens"] == [1, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
