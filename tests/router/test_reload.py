@@ -150,10 +150,10 @@ async def test_keys_aliases_limits_policies_and_nodes_change_while_requests_run(
             {
                 "changed": [
                     "prefill",
+                    "max_body_bytes",
                     "decode",
                     "alias",
                     "keys",
-                    "max_body_bytes",
                     "max_queue",
                     "prefill_policy",
                 ][1:]
