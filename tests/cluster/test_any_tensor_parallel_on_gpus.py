@@ -13,7 +13,10 @@ from real_cluster import (
     TINY,
     Cluster,
     Process,
+    complete,
+    counted,
     free_port,
+    ticket_of,
     verified_pairs,
 )
 
@@ -102,4 +105,33 @@ def test_the_bytes_of_every_pair_are_those_that_were_filled_in(cluster, kind):
     pairs = verified_pairs(cluster)
     assert len(pairs) == len(PREFILL) * len(DECODE)
     assert {pair["plane"] for pair in pairs} == {kind}
+    cluster.all_blocks_free()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [(p, d) for p in range(len(PREFILL)) for d in range(len(DECODE))]
+)
+def test_tokens_are_near_those_of_one_rank_alone(cluster, prefill, decode):
+    source, reader = cluster.of("prefill")[prefill], cluster.of("decode")[decode]
+    fetches = reader.metric("kvrelay_fetches_total")
+    equal = 0
+    for seed in range(8):
+        prompt = [
+            2 + (seed * 7919 + i * i) % 300 for i in range(300)
+        ]  # several chunks, some of which sample nothing
+        fields = {"max_tokens": 4, "logprobs": 0}
+        ticket = ticket_of(source, prompt, logprobs=0)
+        alone, ours = (
+            complete(node.url, prompt, **fields, **more)["choices"][0]["logprobs"]
+            for node, more in (
+                (cluster.of("prefill")[0], {}),
+                (reader, {"kv_transfer_params": ticket}),
+            )
+        )
+        if ours["tokens"][:2] == alone["tokens"][:2]:  # else a near-tie
+            equal += 1
+            assert ours["token_logprobs"][:2] == pytest.approx(alone["token_logprobs"][:2], abs=0.1)
+    assert equal >= 5
+    counted([reader], "kvrelay_fetches_total", fetches + 8)
+    counted([reader], "kvrelay_fetches_failed_total", 0)
     cluster.all_blocks_free()
