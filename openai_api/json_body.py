@@ -6,7 +6,7 @@ import asyncio
 import ctypes
 import re
 from array import array
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -52,6 +52,8 @@ _HANDED_OVER, _HANDED_OVER_TIMES = "kv_transfer_params", 16
 _CODE = "invalid_json"
 # A string without escaped quotes; one that does not end is one, too.
 _STRINGS = re.compile(rb'"[^"]*+"?')
+# A match holds the GIL, for 2 ms with so many strings.
+_PIECE = re.compile(rb'(?:[^"]*+"[^"]*+"?){1,4096}+')
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
 _STEPS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")  # up and down, as signed bytes
 
@@ -84,22 +86,50 @@ def check_shape(body: bytes, times: int = 1) -> None:
 
     Malformed JSON passes.
     """
+    most_strings, most_values, most_containers = (
+        times * MAX_STRINGS,
+        times * MAX_VALUES,
+        times * MAX_CONTAINERS,
+    )
     # Nearly all bodies pass here, after four scans at memory speed.
     opened, quotes, commas = body.count(b"{") + body.count(b"["), body.count(b'"'), body.count(b",")
-    most = times * MAX_STRINGS
-    if opened <= MAX_DEPTH and quotes <= 2 * most and commas < times * MAX_VALUES:
+    if opened <= MAX_DEPTH and quotes <= 2 * most_strings and commas < most_values:
         return
-    bare, strings = _STRINGS.subn(b"", body.replace(rb"\\", b"").replace(rb"\"", b""))
-    steps = bare.translate(_STEPS, _NOT_BRACKETS)
-    for count, limit, what in (
-        (strings, times * MAX_STRINGS, "keys and texts"),
-        (bare.count(b",") + 1, times * MAX_VALUES, "values"),
-        (max(steps.count(1), steps.count(255)), times * MAX_CONTAINERS, "objects and lists"),
-    ):
-        if count > limit:
-            raise RequestError(f"the body holds more than {limit} {what}; send fewer", code=_CODE)
-    if max(accumulate(array("b", steps)), default=0) > MAX_DEPTH:
-        raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels; send fewer", code=_CODE)
+    strings = values = opened = closed = depth = 0
+    for piece in _pieces(body.replace(rb"\\", b"").replace(rb"\"", b"")):
+        bare, found = _STRINGS.subn(b"", piece)
+        strings += found
+        if strings > most_strings:
+            raise RequestError(
+                f"the body holds more than {most_strings} keys and texts; send fewer", code=_CODE
+            )
+        values += bare.count(b",")
+        if values >= most_values:
+            raise RequestError(
+                f"the body holds more than {most_values} values; send fewer", code=_CODE
+            )
+        steps = bare.translate(_STEPS, _NOT_BRACKETS)
+        opened, closed = opened + steps.count(1), closed + steps.count(255)
+        if max(opened, closed) > most_containers:
+            raise RequestError(
+                f"the body holds more than {most_containers} objects and lists; send fewer",
+                code=_CODE,
+            )
+        depths = list(accumulate(array("b", steps), initial=depth))
+        if max(depths) > MAX_DEPTH:
+            raise RequestError(
+                f"the body nests deeper than {MAX_DEPTH} levels; send fewer", code=_CODE
+            )
+        depth = depths[-1]
+
+
+def _pieces(body: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(body):
+        found = _PIECE.match(body, at)
+        end = len(body) if found is None else found.end()
+        yield body[at:end]
+        at = end
 
 
 def read_json(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
@@ -158,8 +188,8 @@ def wrong_value(message: str, value: Any, root: str = "") -> RequestError:
     """Return the error for msgspec's message about a part of `value`, which is called `root`."""
     # The message ends with the place (`$.stop[0]`), or names the missing field.
     what, _, where = message.partition(" - at ")
-    place = where.rpartition("$")[2].strip("`").removesuffix("[...]")
-    name = f"{root}{place}".removeprefix(".")
+    place = where.rpartition("$")[2].strip("`")
+    name = f"{root}{place.removesuffix('[...]')}".removeprefix(".")
     if what.startswith("Object missing required field "):
         field = what.removeprefix("Object missing required field ").strip("`")
         name = f"{name}.{field}".removeprefix(".")
@@ -169,14 +199,25 @@ def wrong_value(message: str, value: Any, root: str = "") -> RequestError:
     limit = limit_of(what)
     if limit is None:
         return RequestError(f"{name} is of a wrong type: {what}", param=name)
-    for key in re.findall(r"\w+", place):
-        value = value[int(key) if isinstance(value, list) else key]
+    return RequestError(f"{name} must {limit}{_got(value, place)}", param=name)
+
+
+def _got(value: Any, place: str) -> str:
+    """Return the value at msgspec's place in words; nothing if it cannot be told which one it is.
+
+    `[...]` is any value of an object, and what comes later under the same key hides the wrong one.
+    """
+    if "[...]" in place:
+        return ""
+    try:
+        for key in re.findall(r"\w+", place):
+            value = value[int(key) if isinstance(value, list) else key]
+    except (LookupError, TypeError, ValueError):
+        return ""
     if isinstance(value, list | dict):
-        shown = f"{len(value)}"
-    else:
-        shown = msgspec.json.encode(value).decode()
-        shown = shown if len(shown) <= 80 else f"{shown[:80]}... of length {len(shown)}"
-    return RequestError(f"{name} must {limit}, got {shown}", param=name)
+        return f", got {len(value)}"
+    shown = msgspec.json.encode(value).decode()
+    return f", got {shown if len(shown) <= 80 else f'{shown[:80]}... of length {len(shown)}'}"
 
 
 # Tokenizing takes 1 us per byte.

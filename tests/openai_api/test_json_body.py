@@ -14,6 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.openai_api.body import decode_chat
+from kvrelay.openai_api.dialects.anthropic import translate_messages
+from kvrelay.openai_api.dialects.generate import translate_generate
+from kvrelay.openai_api.dialects.responses_request import decode_responses
 from kvrelay.openai_api.json_body import (
     MAX_CONTAINERS,
     MAX_DEPTH,
@@ -93,6 +97,18 @@ def test_objects_lists_and_texts_are_counted(unit: str, most: int, words: str) -
         check_shape(f"[{','.join([unit] * (most + 1))}]".encode())
 
 
+def test_commas_of_texts_are_no_values() -> None:
+    check_shape(b'["' + b"," * 2 * MAX_VALUES + b'"]')
+
+
+def test_depth_is_counted_from_piece_to_piece() -> None:
+    level, many = b'{"a":["[[",', b'"x",' * 5000
+    check_shape(level * (MAX_DEPTH // 2) + many)
+    with pytest.raises(RequestError, match="nests deeper"):
+        check_shape(level * (MAX_DEPTH // 2) + many + b"[")
+    check_shape((level + many + b"1]},") * 50 + b"[]" * 100)
+
+
 @pytest.mark.parametrize("unit", ["]", '{"a":', '{"a":"b"},', "[", '"\\"[",', '"[]",'])
 def test_the_largest_bodies_are_looked_at_in_no_time(unit: str) -> None:
     body = ("[" * 129 + unit * ((16 << 20) // len(unit))).encode()
@@ -166,3 +182,44 @@ def test_the_memory_of_a_freed_body_goes_back_to_the_system() -> None:
         [sys.executable, "-c", BODIES], capture_output=True, text=True, check=True
     )
     assert int(told.stdout) < 8  # 30 to 80 without
+
+
+_ASKED = b'"messages":[{"role":"user","content":"x"}]'
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"n":0,' + _ASKED, "the body is not valid JSON"),
+        (b'{"n":0,"x":' + b"[" * 120_000, "the body is not valid JSON"),
+        (b'{"n":0,"x":"\xff",' + _ASKED + b"}", "the body is not valid JSON"),
+        (b'{"min_p":5,"x":1e999,' + _ASKED + b"}", "the body is not valid JSON"),
+        (b'{"stop":["x",""],"stop":[],' + _ASKED + b"}", "stop[1] must have at least 1 characters"),
+        (b'{"stop":["x",""],"stop":"x",' + _ASKED + b"}", "stop[1] must have at least 1 char"),
+        (
+            b'{"response_format":{"type":"x"},"response_format":null,' + _ASKED + b"}",
+            "response_format.type must be one of text",
+        ),
+        (b'{"bad_words":["",1],"bad_words":{},' + _ASKED + b"}", "bad_words[0] must have at"),
+        (b'{"logit_bias":{"5":500},' + _ASKED + b"}", "logit_bias must be at most 100.0"),
+    ],
+)
+def test_a_wrong_value_is_a_400_whatever_follows_it(body: bytes, words: str) -> None:
+    with pytest.raises(RequestError) as error:
+        decode_chat(body)
+    assert error.value.message.startswith(words)
+    assert "got" not in error.value.message
+
+
+@pytest.mark.parametrize(
+    "translate",
+    [
+        lambda body: translate_messages(body, "m"),
+        translate_generate,
+        decode_responses,
+    ],
+)
+@pytest.mark.parametrize("body", [b'{"max_tokens":0,', b'{"token_ids":[],', b'{"input":"",', b"["])
+def test_a_cut_body_of_another_dialect_is_a_400(translate: Any, body: bytes) -> None:
+    with pytest.raises(RequestError):
+        translate(body)
