@@ -197,6 +197,8 @@ class Node:
     adapters: frozenset[str] = frozenset()
     adapters_at: float = -inf
     """When this router last had an adapter loaded or unloaded; older reports do not know."""
+    emptied: int = 0
+    """How often an operator had its prefix cache reset."""
     max_model_len: int = 0
     generation: str = ""
     deaths: ProcessDeaths = field(default_factory=ProcessDeaths)

@@ -367,6 +367,7 @@ class Pool:
 
     def note_emptied(self, node: Node) -> None:
         """Note that a node's prefix cache was reset; one with trusted KV events says so itself."""
+        node.emptied += 1
         if not self.prefixes.trusts(node.url):
             self.prefixes.forget(node.url)
 

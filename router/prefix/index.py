@@ -28,6 +28,7 @@ MAX_BLOCKS = 4_000_000
 """Known blocks: about 100 bytes each, and 330 GPUs with pools of 12,000 blocks of 8 MiB."""
 # What is known of nodes that are gone is cleared when there are so many of them.
 _GONE_TOGETHER = 64
+_SWEEP = 1_000  # keys: 4,000,000 at once would stop all streams for half a second
 _CHUNKS = re.compile(rb"(?s).{1,%d}" % CHUNK_BYTES).findall  # three times as fast as slices
 _TOKENS_PER_BYTE = 0.25  # English text, until prompts were seen
 _PROMPTS_MEAN = 32
@@ -46,6 +47,9 @@ class HeldBlocks:
     def __init__(self, limit: int = MAX_BLOCKS) -> None:
         self._limit = limit
         self._holders: dict[int, int] = {}
+        self._unswept: list[int] = []
+        self.sweeping = 0
+        """Marks that are being cleared, a piece whenever blocks change."""
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -57,14 +61,12 @@ class HeldBlocks:
         while len(holders) > self._limit:
             for key in list(islice(holders, self._limit // 8)):
                 del holders[key]
+        self._sweep()
 
     def removed(self, mark: int, keys: Iterable[int]) -> None:
         for key in keys:
-            before = self._holders.get(key, 0)
-            if before == mark:
-                del self._holders[key]
-            elif before & mark:
-                self._holders[key] = before & ~mark
+            self._clear(key, mark)
+        self._sweep()
 
     def steps(self, keys: Sequence[int], marks: int) -> list[tuple[int, int]]:
         """Return how many of these blocks, from the first on, nodes hold; the most come last."""
@@ -80,9 +82,22 @@ class HeldBlocks:
         return [*found, (len(keys), marks)] if keys else found
 
     def forget(self, marks: int) -> None:
-        self._holders = {
-            key: left for key, before in self._holders.items() if (left := before & ~marks)
-        }
+        """Begin to clear marks that no node has any more; the table is too large to do it at once."""
+        self.sweeping, self._unswept = marks, list(self._holders)
+
+    def _sweep(self) -> None:
+        for key in self._unswept[-_SWEEP:]:
+            self._clear(key, self.sweeping)
+        del self._unswept[-_SWEEP:]
+        if not self._unswept:
+            self.sweeping = 0
+
+    def _clear(self, key: int, marks: int) -> None:
+        left = self._holders.get(key, 0) & ~marks
+        if left:
+            self._holders[key] = left
+        else:
+            self._holders.pop(key, None)
 
 
 class Prefix(msgspec.Struct, frozen=True):
@@ -197,7 +212,7 @@ class PrefixIndex:
         mark = self._marks.pop(url, 0)
         self._trusted &= ~mark
         self._gone |= mark
-        if self._gone.bit_count() >= _GONE_TOGETHER:
+        if self._gone.bit_count() >= _GONE_TOGETHER and not self.blocks.sweeping:
             self.blocks.forget(self._gone)
             self.texts.forget(self._gone)
             self._gone = 0
@@ -206,6 +221,6 @@ class PrefixIndex:
         # The lowest bit that is free, or integers would grow for ever.
         mark = self._marks.get(url)
         if mark is None:
-            used = sum(self._marks.values()) | self._gone
+            used = sum(self._marks.values()) | self._gone | self.blocks.sweeping
             mark = self._marks[url] = ~used & (used + 1)
         return mark

@@ -57,6 +57,8 @@ class ClusterState(msgspec.Struct, frozen=True, array_like=True):
     drained: dict[str, str]
     """The generation of each node that an operator drains, by its address."""
     adapters: dict[str, list[str]]
+    emptied: dict[str, int]
+    """How often the prefix cache of each node was reset by an operator."""
     warm_pairs: WarmPairs
     poison: dict[bytes, Suspect]
     deaths: dict[int, int]

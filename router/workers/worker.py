@@ -130,6 +130,8 @@ class Worker(Shared):
             adapters = state.adapters.get(node.url, [])
             if adapters != before.adapters.get(node.url, []):
                 pool.note_adapters(node, adapters, now)
+            if state.emptied.get(node.url, 0) > before.emptied.get(node.url, 0):
+                pool.note_emptied(node)
             meant = state.drained.get(node.url)
             if meant is None and node.drain_asked:
                 pool.undrain(node, now)

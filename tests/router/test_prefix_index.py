@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import msgspec
 from hypothesis import given, settings
@@ -316,6 +317,19 @@ def test_numbers_of_nodes_that_are_gone_are_used_again() -> None:
         assert "a" not in cached(index, asked(index, SYSTEM))
     assert len(index.blocks) <= 53
     assert index._mark("new").bit_length() <= 2 * 64 + 2
+
+
+def test_what_is_gone_is_cleared_piece_by_piece() -> None:
+    blocks = HeldBlocks()
+    blocks.stored(1, range(5_000))
+    blocks.stored(2, range(4_000, 6_000))
+    blocks.forget(1)
+    left = []
+    while blocks.sweeping:
+        left.append(len(blocks))
+        blocks.removed(4, ())
+    assert [before - after for before, after in pairwise(left)] == [0, 0, 1_000, 1_000, 1_000]
+    assert (len(blocks), blocks.steps(range(4_000, 5_000), 3)) == (2_000, [(1_000, 2)])
 
 
 def chat(messages: list[dict[str, str]], **more: object) -> Prefix:

@@ -47,6 +47,7 @@ STATE = ClusterState(
     members={Source.ADMIN: [NodeSpec("http://p:1", Role.PREFILL)]},
     drained={"http://d:1": "g"},
     adapters={"http://d:1": ["lora"]},
+    emptied={"http://d:1": 1},
     warm_pairs=(1, [(*PAIR, "cut", 60.0)]),
     poison={b"f": Suspect(frozenset({"p"}), 5.0)},
     deaths={0: 2},
@@ -214,6 +215,21 @@ async def test_adapters_reach_all_workers_at_once(tmp_path: Path) -> None:
         c.pool.note_adapters(node, (), 0.0)
         await c.parent.settled()
         assert c.parent._state.adapters[node.url] == []
+
+
+async def test_a_reset_prefix_cache_reaches_all_workers_once(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as c:
+        node = c.pool.find("http://d:1")
+        assert node is not None
+        forgotten: list[str] = []
+        for pool in c.pools():
+            if pool is not c.pool:
+                pool.prefixes.forget = forgotten.append  # type: ignore[method-assign]
+        c.pool.note_emptied(node)
+        await c.parent.settled()
+        c.pool.note_adapters(node, {"lora"}, 0.0)
+        await c.parent.settled()
+        assert forgotten == [node.url] * 2
 
 
 async def test_pairs_that_failed_to_meet_are_avoided_by_all_for_a_while(tmp_path: Path) -> None:
