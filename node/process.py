@@ -159,22 +159,27 @@ class LogThread(logging.Handler):
     def __init__(self, descriptor: int) -> None:
         super().__init__()
         self._descriptor = descriptor
-        self._lines: queue.Queue[str] = queue.Queue(MAX_QUEUED_LINES)
-        self._dropped = 0
+        # Not a Queue: a finaliser that logs while its lock is held would wait for itself.
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._dropped = self._queued = self._written = 0
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.put_nowait(self.format(record))
-        except queue.Full:
-            self._dropped += 1
+            line = self.format(record)
         except Exception:  # noqa: BLE001  a template that does not fit its values
             self.handleError(record)
+            return
+        if self._lines.qsize() >= MAX_QUEUED_LINES:
+            self._dropped += 1
+            return
+        self._queued += 1
+        self._lines.put(line)
 
     def flush(self) -> None:
-        """Wait until all lines are written, a second at most."""
-        until = time.monotonic() + _FLUSH_DEADLINE_S
-        while self._lines.unfinished_tasks and time.monotonic() < until:
+        """Wait until all lines queued by now are written, a second at most."""
+        queued, until = self._queued, time.monotonic() + _FLUSH_DEADLINE_S
+        while self._written < queued and time.monotonic() < until:
             time.sleep(_FLUSH_POLL_S)
 
     def _run(self) -> None:
@@ -182,8 +187,7 @@ class LogThread(logging.Handler):
             lines = [self._lines.get()]
             lines += [self._lines.get() for _ in range(self._lines.qsize())]
             self._write(lines)
-            for _ in lines:
-                self._lines.task_done()
+            self._written += len(lines)
             time.sleep(_BATCH_S)
 
     def _write(self, lines: list[str]) -> None:
