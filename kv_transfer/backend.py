@@ -205,7 +205,7 @@ class BackendThread:
         # for just so long in the middle of it (CPython 3.10 to 3.12).
         self._todo: collections.deque[BackendJob] = collections.deque()
         self._woken = threading.Event()
-        self._sources: dict[PeerKey, Source] = {}
+        self._sources: dict[str, Source] = {}  # by generation: a process may have two addresses
         self._running: list[_Running] = []
         self._closing = False
         self._interval_s = POLL_MIN_S
@@ -297,15 +297,15 @@ class BackendThread:
             case PeerGone(peer):
                 self._backend.peer_gone(peer.generation)
             case DropPeer(peer):
-                if self._sources.pop(peer, None) is not None:
+                if self._sources.pop(peer.generation, None) is not None:
                     self._backend.drop_peer(peer.generation)
 
     def _add_peer(self, peer: PeerKey, source: Source) -> None:
         started, error = time.monotonic(), None
         try:
-            if peer not in self._sources:
+            if peer.generation not in self._sources:
                 self._backend.add_peer(source)
-                self._sources[peer] = source
+                self._sources[peer.generation] = source
         except TransferError as raised:
             error = raised
         else:
@@ -315,7 +315,7 @@ class BackendThread:
 
     def _post(self, read: Read) -> None:
         try:
-            source = self._sources.get(read.peer)
+            source = self._sources.get(read.peer.generation)
             if source is None:
                 raise TransferError(f"peer {read.peer.generation} is not there any more")
             num_blocks = source.region.num_blocks
