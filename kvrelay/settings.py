@@ -169,7 +169,11 @@ def convert(setting: Setting, raw: object, source: str) -> object:
 
 def _converted(kind: Any, raw: Any) -> object:
     if isinstance(raw, str):
-        if kind is int:
+        if kind is bool:
+            raw = {"yes": True, "on": True, "no": False, "off": False}.get(raw.lower(), raw)
+        elif kind is float:
+            raw = float(raw)
+        elif kind is int:
             raw = _whole(raw)
         elif kind == dict[str, Any]:
             raw = json.loads(raw)
@@ -191,7 +195,7 @@ def _listed(item: object) -> list[object]:
 def _whole(text: str) -> object:
     found = _IN_UNITS.fullmatch(text.strip())
     if found is None:
-        return text
+        return int(text)
     decimal = not found["binary"] and (bool(found["bytes"]) or found["unit"].islower())
     value = Fraction(found["number"]) * (1000 if decimal else 1024) ** (
         1 + "kmgt".index(found["unit"].lower())
