@@ -167,18 +167,29 @@ INDEX = "model.safetensors.index.json"
 
 def weight_files(folder: Path) -> list[str]:
     """Return the names of a model's safetensors: those of its index, if it has one."""
+    listed = _weight_map(folder)
+    return ["model.safetensors"] if listed is None else sorted(set(listed.values()))
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """Return which file has which tensor; None without an index."""
     index = folder / INDEX
     if not index.exists():
-        return ["model.safetensors"]
+        return None
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as why:
+        listed = dict(json.loads(index.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as why:
         raise ConfigError(f"{index} is not a readable safetensors index: {why!r}") from why
-    if not all(isinstance(name, str) and name.endswith(".safetensors") for name in names):
+    others = [
+        each
+        for each in listed.values()
+        if not (isinstance(each, str) and each.endswith(".safetensors"))
+    ]
+    if others:
         raise ConfigError(
-            f"{index} names files that are no safetensors: {', '.join(map(str, names[:3]))}"
+            f"{index} names files that are no safetensors: {', '.join(map(str, others[:3]))}"
         )
-    return names
+    return listed
 
 
 def _safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
@@ -186,9 +197,11 @@ def _safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
 
     in_fp8 = config.quantization is not None
     wanted = {*tensor_shapes(config), *(f"{name}_scale" for name in quantized_weights(config))}
+    listed = _weight_map(folder)
     with contextlib.ExitStack() as stack:
         found: dict[str, tuple[Any, str]] = {}
-        for path in [folder / name for name in weight_files(folder)]:
+        for shard in weight_files(folder):
+            path = folder / shard
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except FileNotFoundError as why:
@@ -198,13 +211,18 @@ def _safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
             except (SafetensorError, OSError) as why:
                 raise ConfigError(f"{path} cannot be read: {why}") from why
             for name in list(file.keys()):
-                if not (in_fp8 and is_passed_over(name)):
+                listed_here = listed is None or listed.get(name) == shard
+                if listed_here and not (in_fp8 and is_passed_over(name)):
                     found[canonical_name(name) if in_fp8 else name] = file, name
         tied = config.tie_embeddings
         check_names([name for name in found if not _is_redundant(name, tied)], wanted, str(folder))
         for name, (file, stored) in found.items():
             if name in wanted:
-                yield name, file.get_tensor(stored)
+                try:
+                    tensor = file.get_tensor(stored)
+                except (SafetensorError, OSError) as why:
+                    raise ConfigError(f"{name} in {folder} cannot be read: {why}") from why
+                yield name, tensor
 
 
 def _is_redundant(name: str, tied: bool) -> bool:
