@@ -77,16 +77,19 @@ class GrammarCompiler:
 
     def _load(self) -> Grammars:
         config = self._engine.model
-        tokenizer = load_tokenizer(self._model)
-        return grammars_for(tokenizer, config.vocab_size, config.eos_token_ids)
+        try:
+            tokenizer = load_tokenizer(self._model)
+            return grammars_for(tokenizer, config.vocab_size, config.eos_token_ids)
+        except Exception:
+            log.exception("no grammar can be followed on this node")
+            raise
 
     def _compile(self, request: Request) -> str | None:
         constraint = request.params.constraint
         assert constraint is not None
         try:
             grammars = self._grammars.result()
-        except Exception as why:
-            log.exception("grammars")
+        except Exception as why:  # noqa: BLE001 - logged once, when it happened
             return f"no grammar can be followed on this node: {why}"
         try:
             matcher = TimedMatcher(grammars.matcher(constraint))

@@ -131,12 +131,17 @@ class EngineClient:
             **child_environ(),
             PARENT_PID: str(os.getpid()),
         }
-        self._process = await asyncio.create_subprocess_exec(
-            *python_command("kvrelay.node.engine_process"),
-            endpoint,
-            stdin=asyncio.subprocess.PIPE,
-            env=environment,
-        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *python_command("kvrelay.node.engine_process"),
+                endpoint,
+                stdin=asyncio.subprocess.PIPE,
+                env=environment,
+            )
+        except OSError:
+            self._socket.close()
+            self._remove_folder()
+            raise
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(self._config))
         self._process.stdin.close()

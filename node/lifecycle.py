@@ -134,13 +134,21 @@ class NodeRole:
         requests = self._engine.queue_depth()
         log.info("flipping from %s to %s: %d requests under way", self.now, wanted, requests)
         self.flips_to = wanted
-        self._flip = asyncio.create_task(self._run(wanted))
+        self._flip = asyncio.create_task(self._run_or_end(wanted))
         self.on_change()
 
     def cancel(self) -> None:
         if self._flip is not None and self.flips_to is not None:
             self._flip.cancel()
             self._end("cancelled")
+
+    async def _run_or_end(self, wanted: Role) -> None:
+        try:
+            await self._run(wanted)
+        except Exception:
+            log.exception("the change to %s broke", wanted)
+            if self.flips_to is not None:
+                self._end("cancelled")
 
     async def _run(self, wanted: Role) -> None:
         began, old = time.monotonic(), self.now
