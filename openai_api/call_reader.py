@@ -25,24 +25,12 @@ __all__ = [
 ]
 
 _MAX_KEY_CHARS = 256
-_MAX_MEMBER_CHARS = 4096
-_STRING = r'"(?:[^"\\]|\\.)*+'
-_MEMBER = {
-    opener: (
-        re.compile(rf'\s*{re.escape(opener)}\s*({_STRING}")\s*:\s*(?=\S)', re.DOTALL),
-        re.compile(
-            rf'\s*(?:{re.escape(opener)}\s*(?:{_STRING}\\?(?:"\s*(?::\s*)?)?)?)?', re.DOTALL
-        ),
-    )
-    for opener in "{,"
-}
-"""A member up to its value, and what can become one."""
-_END = re.compile(r"\s*}")
-_SCALAR = re.compile(rf'{_STRING}"|[\w.+-]+(?=[\s,}}])', re.DOTALL)
-_SCALAR_SO_FAR = re.compile(rf"{_STRING}\\?|[\w.+-]+", re.DOTALL)
 _STRING_MARKS = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 _PYTHON_NAME = re.compile(r"([A-Za-z_][\w.\-]*)\(")
 _PYTHON_NAME_SO_FAR = re.compile(r"[A-Za-z_][\w.\-]*")
+_SCALAR = re.compile(r"[.+\-0-9Eaeflnrstu]*+")
+_FIRST = {"key": '"', "name": '"', "arguments": "{", "other": '"{[-0123456789tfn'}
+"""By what it is, how an item of a call's object may begin."""
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 _UNREADABLE = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 
@@ -79,8 +67,8 @@ class _BracketReader(CallArguments):
         self._quote = ""
         self._escaped = False
 
-    def _to_end(self, text: str, begin: int) -> int:
-        i = begin
+    def _to_end(self, text: str, i: int) -> int:
+        """From an opening bracket or quote, or from within, read to the closing one."""
         while i < len(text):
             if self._escaped:
                 self._escaped = False
@@ -105,9 +93,8 @@ class _BracketReader(CallArguments):
                     self.failed = True
                     break
                 i += 1
-                if not self._depth:
-                    break
-        self._pieces.append(text[begin:i])
+            if not (self._depth or self._quote):
+                break
         return i
 
 
@@ -123,6 +110,7 @@ class ArgumentsReader(_BracketReader):
         if self.failed:
             return i
         end = self._to_end(text, i)
+        self._pieces.append(text[i:end])
         self.done = not self._depth
         return end
 
@@ -133,70 +121,75 @@ class CallReader(_BracketReader):
     def __init__(self, may_lack_arguments: bool) -> None:
         super().__init__()
         self._may_lack = may_lack_arguments
-        self._opener = "{"  # of the next member
         self._have_arguments = False
+        self._item = "key"  # this one or the next, as in `_FIRST`
+        self._raw: list[str] = []  # of a key or the name
+        self._due = "{"  # what may come behind white space; within an item nothing
+        self._step: Callable[[str, int], int] = self._mark
 
     def feed(self, text: str) -> int:
         i = 0
         while i < len(text) and not (self.done or self.failed):
-            end = self._to_end(text, i) if self._depth else self._member(text, i)
-            if end == i:
-                break
-            i = end
+            if self._due and text[i].isspace():
+                i += 1
+            elif self._due and text[i] not in self._due:
+                self.failed = True
+            else:
+                i = self._step(text, i)
         self.begun = bool(self.name) and (self._have_arguments or self.done)
         return i
 
-    def _member(self, text: str, i: int) -> int:
-        if self._opener == "," and (end := _END.match(text, i)):
+    def _mark(self, text: str, i: int) -> int:
+        if text[i] == "}":
             if self._may_lack and not self._have_arguments and self.name:
                 self._have_arguments = True
                 self._pieces.append("{}")
             self.done = bool(self.name) and self._have_arguments
             self.failed = not self.done
-            return i if self.failed else end.end()
-        whole, so_far = _MEMBER[self._opener]
-        window = text[: i + _MAX_MEMBER_CHARS]  # a member that is not whole yet is read again
-        found, next_at = whole.match(window, i), i
-        if found is None:
-            self.failed = so_far.fullmatch(window, i) is None
-        else:
-            try:
-                key = json.loads(found[1], strict=False)
-                if key not in ("arguments", "parameters") or self._have_arguments:
-                    next_at = self._value(key, window, found.end()) or i
-                elif text[found.end()] == "{":
-                    self._have_arguments = True
-                    next_at = self._to_end(text, found.end())
-                else:
-                    self.failed = True
-            except (ValueError, RecursionError):
-                self.failed = True
-        if next_at > i:
-            self._opener = ","
-        elif len(window) == i + _MAX_MEMBER_CHARS:
-            self.failed = True
-        return next_at
+            return i + self.done
+        self._due, self._step = _FIRST[self._item], self._begin
+        return i + 1
 
-    def _value(self, key: str, text: str, i: int) -> int | None:
-        if text[i] in "{[":
-            inner = ArgumentsReader()
-            end = inner._to_end(text, i)
-            self.failed = inner.failed
-            if inner.failed or inner._depth:
-                return None
-        elif (found := _SCALAR.match(text, i)) is None:
-            self.failed = _SCALAR_SO_FAR.fullmatch(text, i) is None
-            return None
-        else:
-            end = found.end()
-        value = json.loads(text[i:end], strict=False)
-        if key == "name" and not self.name:
-            # No tool has an unprintable name, such as half a surrogate pair.
-            self.failed = not (isinstance(value, str) and value and value.isprintable())
-            if self.failed:
-                return None
-            self.name = value
+    def _begin(self, text: str, i: int) -> int:
+        self._have_arguments |= self._item == "arguments"
+        self._raw.clear()
+        self._due, self._step = "", self._nested if text[i] in '"{[' else self._scalar
+        return i
+
+    def _nested(self, text: str, i: int) -> int:
+        end = self._to_end(text, i)
+        if self._item != "other":
+            (self._pieces if self._item == "arguments" else self._raw).append(text[i:end])
+        if not (self._depth or self._quote):
+            self._ended()
         return end
+
+    def _scalar(self, text: str, i: int) -> int:
+        end = _SCALAR.match(text, i).end()  # type: ignore[union-attr]
+        if end < len(text):
+            self._ended()
+        return end
+
+    def _ended(self) -> None:
+        ended, self._item, self._due = self._item, "key", ",}"
+        self._step = self._mark
+        if ended not in ("key", "name"):
+            return
+        try:
+            word = json.loads("".join(self._raw), strict=False)
+        except ValueError:
+            self.failed = True
+            return
+        if ended == "name":
+            # No tool has an unprintable name, such as half a surrogate pair.
+            self.failed = not (word and word.isprintable())
+            self.name = "" if self.failed else word
+            return
+        self._due, self._item = ":", "other"
+        if word == "name" and not self.name:
+            self._item = "name"
+        elif word in ("arguments", "parameters") and not self._have_arguments:
+            self._item = "arguments"
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +307,7 @@ class PythonReader(_BracketReader):
                 return 0
             self.name, i = found[1], found.end() - 1
         end = self._to_end(text, i)
+        self._pieces.append(text[i:end])
         if not self._depth:
             self._end()
         return end

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import SupportsIndex
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.openai_api.call_reader import CallReader
 from kvrelay.openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, merged
 from kvrelay.openai_api.model_formats import TOOL_FORMATS
 from kvrelay.openai_api.tool_parsers import NamedParser, TextParser
@@ -156,8 +158,6 @@ def test_calls_are_found(
         ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", }</tool_call>'),
-        ("hermes", '<tool_call>{"x": [' + "[]," * 2000 + '1], "name": "f", "arguments": {}}'),
-        ("hermes", f'<tool_call>{{"x": "{"y" * 5000}", "name": "f", "arguments": {{}}}}'),
         ("hermes", "<tool_call>"),
         ("hermes", "  <tool_cal \n"),
         ("hermes", '<tool_call>{"name": "f"'),
@@ -194,13 +194,54 @@ def test_what_is_no_call_is_content_to_the_last_character(parser: str, text: str
         ),
         ("llama3_json", '{"name":"f","parameters":{"a" 1}} x', "x", '{"a" 1}'),
         ("mistral", "[TOOL_CALLS]f{'a': 1}", "'a': 1}", "{"),
-        ("json", '{"name":"f","arguments":{}, oops', ", oops", "{}"),
+        ("json", '{"name":"f","arguments":{}, oops', "oops", "{}"),
     ],
 )
 def test_a_call_that_breaks_later_keeps_what_was_told_and_the_rest_is_content(
     parser: str, text: str, content: str, arguments: str
 ) -> None:
     assert message(parser, text) == (content, [("f", arguments)])
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "arguments"),
+    [
+        ("json", '{"name": "f", "arguments": {"a": 1}, "id": "call_1', '{"a": 1}'),
+        ("json", '{"name": "f", "arguments": {"a": 1}, "i', '{"a": 1}'),
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}, "type": "func', "{}"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": [{"a": nul', "{}"),
+        ("granite", '<|tool_call|>[{"name":"f","arguments":{},"id":', "{}"),
+    ],
+)
+def test_the_rest_of_a_call_that_is_cut_off_is_no_content(
+    parser: str, text: str, arguments: str
+) -> None:
+    assert message(parser, text) == ("", [("f", arguments)])
+
+
+@pytest.mark.parametrize("value", [f'"{"x" * 5000}"', f"[{'[],' * 2000}1]", "1" * 5000])
+def test_members_before_the_arguments_may_be_long(value: str) -> None:
+    text = f'<tool_call>{{"thought": {value}, "name": "f", "arguments": {{}}}}</tool_call>'
+    assert message("hermes", text) == ("", [("f", "{}")])
+
+
+class _CountedText(str):
+    __slots__ = ("copied",)
+
+    def __getitem__(self, at: SupportsIndex | slice) -> str:
+        found = super().__getitem__(at)
+        self.copied = getattr(self, "copied", 0) + len(found)
+        return found
+
+
+@pytest.mark.parametrize("members", ['"a":' + "[1," * 1000, '"a":"' + "x" * 4000, '"a":1,' * 1000])
+def test_the_members_of_a_call_are_read_once(members: str) -> None:
+    text = "{" + members
+    reader = CallReader(may_lack_arguments=False)
+    assert all(reader.feed(char) == 1 for char in text), "it wants to see a character again"
+    whole = _CountedText(text)
+    assert CallReader(may_lack_arguments=False).feed(whole) == len(text)
+    assert whole.copied <= 8 * len(text)
 
 
 def test_a_malformed_call_before_a_good_one_hides_nothing() -> None:
