@@ -262,7 +262,6 @@ class NodeStream(asyncio.Protocol):
 class _Link:
     stream: NodeStream | None = None
     generation: str = ""
-    connecting: bool = False
     why: str = "its request stream is being opened"
 
 
@@ -301,13 +300,8 @@ class NodeStreams:
         if link.stream is not None and not link.stream.broken:
             link.stream.ping(time.monotonic(), self._silence_s)
             return None
-        # Checks of a node that is down overlap: an earlier one may still be connecting.
-        if not link.connecting:
-            link.stream, link.generation, link.connecting = None, report.generation, True
-            try:
-                await self._connect(node, link, version)
-            finally:
-                link.connecting = False
+        link.stream, link.generation = None, report.generation
+        await self._connect(node, link, version)
         return None if self.ready(node) else link.why
 
     def forget(self, node: Node) -> None:

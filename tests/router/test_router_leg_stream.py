@@ -365,7 +365,7 @@ class Slow:
         writer.close()
 
 
-async def test_checks_that_overlap_open_one_stream_and_leave_none_behind() -> None:
+async def test_checks_that_are_cancelled_or_late_leave_no_stream_behind() -> None:
     slow = Slow()
     report = HealthReport(Role.DECODE, "tiny", leg_stream=LEGS.oldest)
     async with await asyncio.start_server(slow, "127.0.0.1", 0) as server:
@@ -375,13 +375,10 @@ async def test_checks_that_overlap_open_one_stream_and_leave_none_behind() -> No
         def check() -> asyncio.Task[str | None]:
             return asyncio.ensure_future(streams.heard(node, report))
 
-        checks = [check(), check()]
+        first = check()
         await until(lambda: slow.opened == 1)
-        await asyncio.wait(checks, timeout=0.1)
-        for each in checks:
-            each.cancel()
-        await asyncio.wait(checks)
-        assert slow.opened == 1
+        first.cancel()
+        await asyncio.wait([first])
         last = check()  # the next one tries again, and the node is forgotten meanwhile
         await until(lambda: slow.opened == 2)
         streams.forget(node)
