@@ -198,13 +198,13 @@ class _Follower:
             _log.warning("%s", complaint)
         self._complaints = complaints
         if nodes != self._nodes:
-            self._nodes = nodes
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._tell_pool, list(nodes.values()))
+                self._loop.call_soon_threadsafe(self._tell_pool, nodes)
 
-    def _tell_pool(self, nodes: list[NodeSpec]) -> None:
+    def _tell_pool(self, nodes: dict[str, NodeSpec]) -> None:
         if not self.stopped.is_set():
-            self._pool.set_members(Source.KUBERNETES, nodes, time.monotonic())
+            self._pool.set_members(Source.KUBERNETES, nodes.values(), time.monotonic())
+            self._nodes = nodes
 
     def _complain(self, why: Exception) -> None:
         now = time.monotonic()

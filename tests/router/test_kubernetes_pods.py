@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from router_doubles import cluster, decode, prefill, until
 
 from kvrelay.router.membership import kubernetes_pods
 from kvrelay.router.membership.kubernetes_pods import follow_pods, kubernetes_client, nodes_of
-from kvrelay.router.nodes.members import NodeSpec
+from kvrelay.router.nodes.members import NodeSpec, Source
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
@@ -163,6 +163,25 @@ async def test_pods_come_change_and_go(api: ApiServer, caplog: pytest.LogCapture
         api.delete("d")
         await until(lambda: urls(pool) == [])
     assert sum("pod odd cannot be a node" in line for line in caplog.messages) == 1
+
+
+async def test_a_list_that_the_pool_did_not_take_is_told_again(
+    api: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[str] = []
+    take = Pool.set_members
+
+    def set_members(pool: Pool, source: Source, specs: Iterable[NodeSpec], now: float) -> None:
+        if source is Source.KUBERNETES and not failed:
+            failed.append("once")
+            raise ValueError("a mistake of ours")
+        take(pool, source, specs, now)
+
+    monkeypatch.setattr(Pool, "set_members", set_members)
+    api.put(pod_of("p", P, "prefill"))
+    async with following() as pool:
+        await until(lambda: urls(pool) == [P])
+    assert failed
 
 
 async def test_an_api_server_that_is_slow_or_fails_takes_no_node_down(api: ApiServer) -> None:
