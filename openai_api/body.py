@@ -38,7 +38,6 @@ _TEMPLATE_VARIABLES = (
     "messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "write",
 )  # fmt: skip
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_ADDRESS = "_addr_"  # vLLM's P2pNcclConnector reads addresses of peers in a request's id
 _GREEDY_BELOW = 1e-5  # logits divided by less leave float32
 
 
@@ -62,7 +61,7 @@ def body_request_id(body: bytes) -> str | None:
 
 def is_valid_id(value: str) -> bool:
     """Return whether a client's id may name the request in logs and on nodes."""
-    return _ID.fullmatch(value) is not None and _ADDRESS not in value
+    return _ID.fullmatch(value) is not None
 
 
 def decode_chat(body: bytes) -> ChatRequest:
@@ -281,7 +280,7 @@ def _decode(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     if request.request_id is not None and not is_valid_id(request.request_id):
         raise RequestError(
-            f"request_id must be 1 to 128 letters, digits or any of . _ : -, without {_ADDRESS!r}; "
+            "request_id must be 1 to 128 letters, digits or any of . _ : -; "
             f"got {request.request_id[:40]!r}",
             param="request_id",
         )
