@@ -72,7 +72,7 @@ def decisions_us(nodes: int) -> list[float]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of each GPU: requests per second by kind; their targets, or 0.2 s and 0.1 ms a
+    """The load of each GPU: requests per second by kind; their targets, or 0.2 s and 0.1 ms a
     token, and 15 ms.
     """
 
@@ -80,7 +80,7 @@ class Load:
     rates: dict[str, float]
     targets: Targets | None = None
     shape: float = 1.0
-    """Of the gamma distribution of the gaps between two requests of a kind."""
+    """Shape of the gamma distribution of the gaps between two requests of a kind."""
     spread: float = 0.0
 
     def streams(self, gpus: int, seconds: float, seed: int) -> list[Stream]:

@@ -50,7 +50,7 @@ class Seen(msgspec.Struct, frozen=True):
     own_cpu_s: float
     failed: dict[str, int] = {}
     events: int = 0
-    """Those that came while all streams ran, and what they took of the watched processes' CPU."""
+    """Events that came while all streams ran, and what they took of the watched processes' CPU."""
     watched_cpu_s: list[float] = []
 
 

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 _SPREAD = 0.4
-"""Of the logarithm of lengths."""
+"""Standard deviation of the logarithm of lengths."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class Source:
     region: PoolRegion
     metadata: bytes
     share: Share | None = None
-    """What is read of each block; None: all of it."""
+    """The parts of each block that are read; None: all of it."""
 
     @property
     def part(self) -> Share:
@@ -86,7 +86,7 @@ class TransferBackend(Protocol):
     """
 
     helps_readers: bool
-    """Whether peers that read from here need `progress`."""
+    """True if peers that read from here need `progress`."""
 
     def prepare(self) -> None:
         """Load what `open` will need, without listening. Raises ConfigError."""

@@ -173,11 +173,11 @@ class Backends:
         none of several, or no checksums.
         """
         self.can_sum = checksums
-        """Whether blocks are checked by checksum."""
+        """True if blocks are checked by checksum."""
         self.missing: dict[str, str] = {}
-        """Those left out, and why."""
+        """Backends that are left out, and why."""
         self.wanted = tuple(backends)
-        """Those in it and those left out."""
+        """Backends that were named: those here, and those left out."""
         self._kinds = {kind: AllRanksBackend(partial(self._do, kind)) for kind in backends}
         self._link, self._engine = link, engine
         self._pools = [(heads, region)]  # of each rank

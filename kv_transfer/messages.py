@@ -48,7 +48,7 @@ class RankCard(msgspec.Struct, frozen=True):
     heads: Heads
     region: PoolRegion
     planes: dict[str, bytes]
-    """Its open backends, with what a reader needs to use each."""
+    """Open backends of the rank, with what a reader needs to use each."""
 
 
 class HandshakeReply(msgspec.Struct, tag="welcome", frozen=True):
@@ -61,7 +61,7 @@ class HandshakeReply(msgspec.Struct, tag="welcome", frozen=True):
     lease_words: HostFile | None = None
     """Where a reader on this host finds its leases."""
     checksums: bool = False
-    """Whether it gives checksums of blocks."""
+    """True if the source gives checksums of blocks."""
     on_request: list[str] = []
     """Backends that another HandshakeRequest opens."""
 
@@ -118,7 +118,7 @@ class ChunkProgress(msgspec.Struct, tag="grown", frozen=True):
     ready: int
     completion: Completion | None
     checksums: dict[int, bytes] = {}
-    """By block: 8 bytes for each KV head of each rank."""
+    """Checksums by block: 8 bytes for each KV head of each rank."""
 
 
 Message = (

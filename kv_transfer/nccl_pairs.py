@@ -137,7 +137,7 @@ class Transfer:
     remote_blocks: Sequence[int]
     local_blocks: Sequence[int]
     part: Share
-    """What is moved of each block; a source knows its own end alone."""
+    """The parts of each block that are moved; a source knows its own end alone."""
     done: bool = False
     error: TransferError | None = None
 
@@ -149,7 +149,7 @@ class Move(NamedTuple):
     places: Places
     piece: Slice
     last: bool
-    """Of its transfer."""
+    """True for the last piece of a transfer."""
 
 
 class Pair(abc.ABC):

@@ -62,7 +62,7 @@ class _Peer:
     vanished: bool = False
     """The process is gone for certain."""
     words: HeldWords | None = None
-    """Its leases, if it runs on this host."""
+    """The leases of a peer on this host."""
     welcome: HandshakeReply | None = None
     """The last one."""
     kind: str = ""

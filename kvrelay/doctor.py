@@ -66,7 +66,7 @@ class Sample(msgspec.Struct, frozen=True):
     read_s: float
     gb_s: float
     verified: bool
-    """Whether the bytes of all probes arrived as they were sent."""
+    """True if the bytes of all probes arrived as they were sent."""
 
 
 class PairSeen(msgspec.Struct, frozen=True):

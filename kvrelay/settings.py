@@ -72,7 +72,7 @@ class Setting:
     help: str
     group: str
     secret: bool = False
-    """Its value is shown nowhere (the field has no repr)."""
+    """The value is shown nowhere (the field has no repr)."""
 
     @property
     def flag(self) -> str:

@@ -1,4 +1,4 @@
-"""What a server is asked, the client that asks it, and the figures of what it answers.
+"""The load of a server: workloads, a client, and figures of the answers.
 
 Works for any OpenAI server; knows nothing of nodes and routers.
 """

@@ -1,4 +1,4 @@
-"""What a load asks: sessions of one or several turns, when they begin, and their prompts.
+"""Workloads: sessions of one or several turns, when they begin, and their prompts.
 
 Pure but for the ShareGPT and trace files.
 """
@@ -78,7 +78,7 @@ class Arrival:
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What is asked; lengths are means in tokens, `spread` their standard deviation in means."""
+    """A workload; lengths are means in tokens, `spread` their standard deviation in means."""
 
     prompt: int = 512
     output: int = 256

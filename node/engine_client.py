@@ -94,7 +94,7 @@ class EngineClient:
         self._config = config
         self._queues: dict[str, asyncio.Queue[RequestUpdate | None]] = {}
         self._answers: dict[str | int, asyncio.Future[Any]] = {}
-        """By the id of a probe, an adapter load, a profile or a question for statistics."""
+        """Answers that are due, by the id of a probe, adapter load, profile or question for statistics."""
         self._asked = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)

@@ -97,7 +97,7 @@ class Serving:
         self.role, self.model_name, self.info = role, model_name, info
         self._role_changed = False
         self.adapters = {adapter.name: adapter for adapter in info.adapters}
-        """What clients may name beside the model."""
+        """Names that clients may use beside the model."""
         self._tokenizer = tokenizer
         self._prompts = Prompts(
             tokenizer,

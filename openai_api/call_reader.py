@@ -30,7 +30,7 @@ _PYTHON_NAME = re.compile(r"([A-Za-z_][\w.\-]*)\(")
 _PYTHON_NAME_SO_FAR = re.compile(r"[A-Za-z_][\w.\-]*")
 _SCALAR = re.compile(r"[.+\-0-9Eaeflnrstu]*+")
 _FIRST = {"key": '"', "name": '"', "arguments": "{", "other": '"{[-0123456789tfn'}
-"""By what it is, how an item of a call's object may begin."""
+"""First characters of an item in a call's object, by the kind of the item."""
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 _UNREADABLE = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 

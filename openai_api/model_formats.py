@@ -253,7 +253,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     ),
     "json": ToolFormat(write=_object, parser=ListedParser, marks=CallMarks(bare=True)),
 }
-"""By names of `--tool-call-parser`; the first with its signs in the template is used."""
+"""Formats by names of `--tool-call-parser`; the first with its signs in the template is used."""
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "openai_gptoss": ReasoningFormat(
@@ -289,7 +289,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "deepseek_v3": ReasoningFormat(signs=(("<｜Assistant｜>", "</think>"),)),
     "qwen3": ReasoningFormat(signs=(("<think>",), ("</think>",))),
 }
-"""By names of `--reasoning-parser`."""
+"""Formats by names of `--reasoning-parser`."""
 
 
 def tool_format(asked: str, template: str | None, model_type: str) -> tuple[str, ToolFormat] | None:

@@ -42,7 +42,7 @@ class ToolUse:
 
     choice: Choice = Choice.NONE
     tools: tuple[Mapping[str, Any], ...] = ()
-    """As the client wrote them; empty with NONE."""
+    """The tools as the client wrote them; empty with NONE."""
     name: str = ""
     parallel: bool = True
 

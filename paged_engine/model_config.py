@@ -77,7 +77,7 @@ class Quantization:
     """A description of which linear weights are stored as fp8 * scale."""
 
     scales: str
-    """What has one scale: tensor, channel (an output row) or block."""
+    """The part that shares a scale: tensor, channel (an output row) or block."""
     activations: str
     """dynamic (scale per token), static (one) or none (16 bit)."""
     targets: tuple[str, ...]

@@ -99,7 +99,7 @@ class Speculation:
     longest: int = 1
     shortest: int = 1
     can_speculate: Callable[[Request], bool] = field(default=lambda request: True)
-    """Whether this device's sampler can draw several rows of a request at once."""
+    """True if this device's sampler can draw several rows of a request at once."""
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0

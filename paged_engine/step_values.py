@@ -85,7 +85,7 @@ class PlannedStep:
     values: StepValues
     admitted: list[tuple[int, Request]]
     states: list[SlotState]
-    """What slots must be told, beside `admitted`."""
+    """News for slots, beside `admitted`."""
     sampling: list[Request]
     scored: ScoredRows | None
 

@@ -22,7 +22,7 @@ class BlockCache:
         self.removed: list[int] = []
         self._used: dict[int, int] = {}
         self._coming: set[int] = set()
-        """Of those in use, whose KV is not there yet: each has one user."""
+        """Blocks in use whose KV is not there yet: each has one user."""
         self._unused: OrderedDict[int, None] = OrderedDict()
 
     @property

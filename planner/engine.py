@@ -22,7 +22,7 @@ from kvrelay.wire.step_costs import Pace, StepBudget, StepCosts
 __all__ = ["OVERTAKEN", "Engine"]
 
 OVERTAKEN = 2
-"""As in paged_engine/waiting.py, which would bring numpy along."""
+"""The same as in paged_engine/waiting.py, which would bring numpy along."""
 
 
 _NOTHING = PlacementHints()
@@ -55,7 +55,7 @@ class Engine:
         self.preemptions = 0
         self.pace = 1.0
         self._pace = Pace()
-        """As it follows its steps."""
+        """The pace that the node learns from its steps."""
         self._computed = 0, 0.0
         """Prompt tokens of the step that runs, and each of them times those before it."""
         costs, gap_ms = speeds.card.costs, speeds.card.max_gap_ms

@@ -79,7 +79,7 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
     prefill: list[PrefillPoint]
     decode: list[DecodePoint]
     transfer: dict[str, list[TransferPoint]] = {}
-    """By connector, between nodes on one host unless `hardware` says otherwise."""
+    """Transfer times by connector, between nodes on one host unless `hardware` says otherwise."""
     tensor_parallel_size: int = 1
     mixed: list[MixedPoint] = []
     max_gap_ms: float = 50.0

@@ -17,9 +17,9 @@ class Leg(enum.Enum):
     """A request's wish of a node."""
 
     PREFILL = "prefill"
-    """Its prompt's KV, and a token; the KV is kept until it is released."""
+    """Compute the prompt's KV, and a token; the KV is kept until it is released."""
     DECODE = "decode"
-    """Its tokens, from KV that is fetched."""
+    """Generate tokens from KV that is fetched."""
     WHOLE = "whole"
     """Prompt and tokens."""
 
@@ -63,7 +63,7 @@ class Seat:
     generated: int
     """Tokens that are there; a decode leg counts the one of its prefill node."""
     tpot_ms: float = 0.0
-    """Its target; 0: it does not decode here."""
+    """Target time per token; 0: it does not decode here."""
     expected: int = 0
     """Expected tokens of its answer."""
     came: float = float("-inf")

@@ -138,11 +138,11 @@ class What(enum.StrEnum):
     UP = "up"
     """A new process, with an empty cache; or the same one, if it was away."""
     AWAY = "away"
-    """It takes nothing new, and ends what it has."""
+    """The node takes nothing new, and ends what it has."""
     SLOW = "slow"
     """All its steps take `pace` times as long from now on."""
     ROLE = "role"
-    """It drains, changes its role and announces itself again."""
+    """The node drains, changes its role and announces itself again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class Setting:
     decode_speeds: Speeds | None = None
     events: Sequence[NodeEvent] = ()
     targets: Targets | None = None
-    """What the router takes for everybody's targets: it refuses who would miss them."""
+    """Targets that the router takes for everybody's: it refuses who would miss them."""
     changes_roles: bool = False
 
     def speeds_of(self, role: Role) -> Speeds:

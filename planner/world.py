@@ -63,7 +63,7 @@ class _Walk:
     router: int
     prefill: Lease | None = None
     lease: Lease | None = None
-    """Its place on a decode node; and what that is told."""
+    """The request's place on a decode node."""
     told: PlacementHints = field(default_factory=PlacementHints)
     source: int | None = None
     """The prefill node that has its KV, or computes it."""

@@ -117,11 +117,11 @@ class Cluster:
     prefill: Sequence[NodeLoad]
     decode: Sequence[NodeLoad]
     avoids: Callable[[str, str], bool] | None = None
-    """Whether the last hand-over between two addresses failed; None: between no two."""
+    """Tells if the last hand-over between two addresses failed; None: none did."""
     spills: bool = True
     """Decode nodes may compute prompts though a prefill node could."""
     computes: Callable[[str], bool] | None = None
-    """Whether a decode node computes prompts at all; None: all do."""
+    """Tells if a decode node computes prompts at all; None: all do."""
 
 
 def fitting(

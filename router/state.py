@@ -108,7 +108,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     counts: dict[str, dict[str, float]]
     failed_pairs: list[FailedPair]
     roles: list[RoleStatus] = []
-    """By model; only the process that changes roles has any."""
+    """Roles by model; only the process that changes roles has any."""
 
 
 class Health(enum.StrEnum):

@@ -19,7 +19,7 @@ FIRST_OUTPUT = 128.0
 _OUTPUTS_MEAN = 32
 _LEAST_TPOT_MS = 0.1
 _TPOT_USED = 0.9
-"""Of the strictest time per token: what is measured of a node is not exact."""
+"""Share of the strictest time per token: what is measured of a node is not exact."""
 FIRST_SPILL_MS = 250.0
 """Time for prompts that may spill at once."""
 _MOST_SPILL_MS = 2_000.0

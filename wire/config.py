@@ -342,7 +342,7 @@ class TransferConfig:
     """A node's side of the hand-over."""
 
     kv_connector: Literal["auto", "direct", "nixl", "nccl"] = "auto"
-    """What moves KV: direct (shared memory of one host), nixl, nccl; auto: the first of these that
+    """The connector that moves KV: direct (shared memory of one host), nixl, nccl; auto: the first of these that
     both nodes have.
     """
     kv_host: str = "127.0.0.1"

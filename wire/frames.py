@@ -47,7 +47,7 @@ __all__ = [
 
 LOAD_HEADER = "x-kvrelay-load"
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding raises on malformed or too deeply nested bytes."""
+"""Errors that decoding raises on malformed or too deeply nested bytes."""
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 # What a node may be sent of a hand-over, in JSON and beside the client's own body:
 # log-probabilities of a long prompt are longer than any prompt may be. A number has up to four

@@ -104,13 +104,13 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
     token_ids: list[int] = []
-    """Of all blocks; empty if the node does not tell them."""
+    """Token ids of all blocks; empty if the node does not tell them."""
     block_size: int = 0
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: Any = None
-    """What else the hash of each block depends on: adapter and salt."""
+    """Other parts of each block's hash: adapter and salt."""
     group_idx: int | None = None
 
 

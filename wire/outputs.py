@@ -29,7 +29,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
     rank: int = 0
-    """Of a prompt's token, from 1; 0: unknown."""
+    """Rank of a prompt's token, from 1; 0: unknown."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):

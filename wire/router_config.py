@@ -34,13 +34,13 @@ class KeyConfig:
     """An API key. `kvrelay key NAME` draws one and prints the first two fields."""
 
     name: str
-    """Who it belongs to: for logs, metrics and fair shares."""
+    """The name of its owner: for logs, metrics and fair shares."""
     sha256: str
-    """Of the key, in hexadecimal; a plain hash is enough for a random key."""
+    """SHA-256 of the key, in hexadecimal; a plain hash is enough for a random key."""
     weight: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
-    """Its share of waiting requests, against other keys'."""
+    """The key's share of waiting requests, against other keys'."""
     priority: Annotated[int, Meta(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)] = 0
-    """Of requests that ask for none, and the lowest (most important) that they may ask for."""
+    """Priority of requests that ask for none, and the lowest (most important) that they may ask for."""
     requests_per_minute: _Limit = 0
     """0 is no limit."""
     tokens_per_minute: _Limit = 0

@@ -234,7 +234,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
     min_p: MinP = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
     max_tokens: Positive | None = None
-    """Of a chat; None: as many as fit."""
+    """Tokens of a chat's answer; None: as many as fit."""
     limit: Positive | None = None
     """Most tokens of any answer."""
 

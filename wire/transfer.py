@@ -286,4 +286,4 @@ class KvFacts(msgspec.Struct, frozen=True, cache_hash=True):
     lease_s: float = 0.0
     """Unrenewed KV is held so long."""
     computes_prompts: bool = True
-    """It computes a prompt whose KV does not come."""
+    """The node computes a prompt whose KV does not come."""

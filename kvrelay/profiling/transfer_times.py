@@ -118,7 +118,7 @@ class Pair:
         self._count = 0
         self._block_bytes = 0
         self.num_blocks: list[int] = []
-        """Of either pool, once a connector is open."""
+        """Blocks of either pool, once a connector is open."""
 
     def open(self, kind: str, block_bytes: int, checksums: float = 0.0) -> None:
         """Open a connector on both ends; `checksums` is the share of blocks that are compared."""

@@ -39,7 +39,7 @@ class NodeHealth:
 
     def __init__(self, pool: Pool, rng: random.Random) -> None:
         self._failed_pairs: dict[tuple[str, str], tuple[int, float]] = {}
-        """By processes: how often KV did not come in a row, and until when they are avoided."""
+        """Failures by pairs of processes: how often KV did not come in a row, and until when they are avoided."""
         self._pool = pool
         self._rng = rng
         self._troubled: set[Node] = set()

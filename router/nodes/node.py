@@ -68,7 +68,7 @@ class HealthReport(msgspec.Struct, frozen=True):
     flips: int = 0
     flips_to: Role | None = None
     costs: StepCosts | None = None
-    """What steps cost, measured when the node started."""
+    """Costs of steps, measured when the node started."""
     max_gap_ms: float = 0.0
     """The longest step with prompts beside requests that decode; 0: no limit."""
 

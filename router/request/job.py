@@ -148,7 +148,7 @@ class Job(msgspec.Struct, frozen=True):
     """Common to the requests of one conversation, or of one user."""
     targets: Slo = Slo()
     known: _Fields = _Fields()
-    """What the client said."""
+    """Fields as the client said them."""
     mark: str = ""
     """Makes an id unique that the client chose, in case another router has the same one."""
 

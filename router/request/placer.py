@@ -81,7 +81,7 @@ class Placer:
         self._pool, self._node_health, self._rng = pool, node_health, rng
         self._outputs: dict[str, RunningMean] = {}
         self.waiting: Counter[str] = Counter()
-        """By model, requests that wait for a place after a failed attempt."""
+        """Requests, by model, that wait for a place after a failed attempt."""
         self.take_over(config)
 
     def take_over(self, config: RouterConfig) -> None:

@@ -72,7 +72,7 @@ class Handover(msgspec.Struct, frozen=True):
     params: msgspec.Raw | None
     prompt_tokens: int
     cached_tokens: int | None = None
-    """Of the prompt, in the node's prefix cache; None: it does not say."""
+    """Tokens of the prompt in the node's prefix cache; None: it does not say."""
 
 
 class Ending(msgspec.Struct, frozen=True):

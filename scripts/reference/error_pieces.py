@@ -50,7 +50,7 @@ REMEDIES = {
     "TransferTimeout": "Run `kvrelay doctor`, which measures each pair. Then the network, or "
     "`--transfer-deadline-s`.",
 }
-"""What to do, by the name of the class."""
+"""Remedies by the name of the class."""
 
 
 def tree(
