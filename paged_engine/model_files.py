@@ -167,7 +167,10 @@ INDEX = "model.safetensors.index.json"
 
 def weight_files(folder: Path) -> list[str]:
     """Return the names of a model's safetensors: those of its index, if it has one."""
-    listed = _weight_map(folder)
+    return _files_in(_weight_map(folder))
+
+
+def _files_in(listed: dict[str, str] | None) -> list[str]:
     return ["model.safetensors"] if listed is None else sorted(set(listed.values()))
 
 
@@ -200,7 +203,7 @@ def _safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
     listed = _weight_map(folder)
     with contextlib.ExitStack() as stack:
         found: dict[str, tuple[Any, str]] = {}
-        for shard in weight_files(folder):
+        for shard in _files_in(listed):
             path = folder / shard
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
