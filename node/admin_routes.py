@@ -1,4 +1,4 @@
-"""Admin routes of a node: drain, role, profiles, LoRA adapters, held KV and probes."""
+"""Admin routes of a node: drain, role, profiles, LoRA adapters, and held KV."""
 
 from __future__ import annotations
 
@@ -15,23 +15,17 @@ from kvrelay.openai_api.model_types import AdapterAnswer, LoadAdapterRequest, Un
 from kvrelay.openai_api.routes import server_info
 from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import (
-    PROBE_PREFIX,
     AdapterRefused,
-    FetchProbe,
     LoadAdapter,
-    OfferProbe,
     Release,
     Renew,
     ResetPrefixCache,
     UnloadAdapter,
 )
 from kvrelay.wire.errors import NotFound, RequestError
-from kvrelay.wire.transfer import Ticket
 
 __all__ = [
-    "FetchProbeRequest",
     "HeldRequest",
-    "OfferProbeRequest",
     "RoleRequest",
     "add_admin_routes",
     "load_adapter",
@@ -42,7 +36,6 @@ __all__ = [
 _RESET_DEADLINE_S = 30.0
 _PROFILE_DEADLINE_S = 300.0
 _LOAD_DEADLINE_S = 300.0
-_PROBE_DEADLINE_S = 60.0
 
 log = logging.getLogger("kvrelay.node")
 
@@ -53,15 +46,6 @@ class RoleRequest(msgspec.Struct):
 
 class HeldRequest(msgspec.Struct):
     request_ids: list[str]
-
-
-class OfferProbeRequest(msgspec.Struct):
-    blocks: int
-
-
-class FetchProbeRequest(msgspec.Struct):
-    ticket: Ticket
-    seed: int
 
 
 async def read_admin_body(node: Node, request: Request) -> bytes:
@@ -147,25 +131,6 @@ def _add_kv_routes(app: FastAPI, node: Node) -> None:
             node.engine.send(Renew(request_id) if renews else Release(request_id))
         return json_response({"renewed" if renews else "released": len(held)})
 
-    @app.post("/kv/probe/offer")
-    async def offer(request: Request) -> Response:
-        body = await read_admin_body(node, request)
-        _check_probe_role(node, Role.DECODE, "source")
-        blocks = decode_body(body, OfferProbeRequest).blocks
-        return await _probe(node, OfferProbe(_probe_id(), blocks))
-
-    @app.post("/kv/probe/fetch")
-    async def fetch(request: Request) -> Response:
-        body = await read_admin_body(node, request)
-        _check_probe_role(node, Role.PREFILL, "reader")
-        asked = decode_body(body, FetchProbeRequest)
-        port = asked.ticket.remote_port
-        if not 0 < port < 65536:
-            raise RequestError(
-                f"the ticket's remote_port {port} is none; pass on what the other node has offered"
-            )
-        return await _probe(node, FetchProbe(_probe_id(), asked.ticket, asked.seed))
-
 
 async def load_adapter(node: Node, body: bytes) -> AdapterAnswer:
     """Load an adapter. Raises RequestError, NotFound, EngineDead, DeadlineExceeded."""
@@ -214,19 +179,3 @@ def _check_adapters_allowed(node: Node, path: str) -> None:
             f"there is no route {path} here; a node that is started with --enable-lora "
             f"--allow-runtime-lora has it"
         )
-
-
-async def _probe(node: Node, probe: OfferProbe | FetchProbe) -> Response:
-    failed = "the engine process did not answer a probe"
-    answer = await node.engine.ask(probe.probe_id, probe, _PROBE_DEADLINE_S, failed=failed)
-    return json_response(answer)
-
-
-def _check_probe_role(node: Node, never: Role, part: str) -> None:
-    node.ready()
-    if node.role.now is never:
-        raise RequestError(f"this node's role is {never}: it is never the {part} of a hand-over")
-
-
-def _probe_id() -> str:
-    return f"{PROBE_PREFIX}{uuid.uuid4().hex}"

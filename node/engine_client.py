@@ -29,9 +29,6 @@ from kvrelay.wire.engine_messages import (
     EngineReady,
     EngineStats,
     FromEngine,
-    ProbeFetched,
-    ProbeOffered,
-    ProbeRefused,
     Profile,
     Profiled,
     Release,
@@ -94,7 +91,7 @@ class EngineClient:
         self._config = config
         self._queues: dict[str, asyncio.Queue[RequestUpdate | None]] = {}
         self._answers: dict[str | int, asyncio.Future[Any]] = {}
-        """Answers that are due, by the id of a probe, adapter load, profile or question for statistics."""
+        """Answers that are due, by the id of an adapter load, profile or question for statistics."""
         self._asked = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -312,8 +309,6 @@ class EngineClient:
                 case CacheChanges() as changes:
                     if self.on_cache_changes is not None:
                         self.on_cache_changes(changes)
-                case ProbeOffered() | ProbeFetched() | ProbeRefused() as probe:
-                    self._answer(probe.probe_id, probe)
                 case AdapterLoaded() | AdapterRefused() as load:
                     self._answer(load.load_id, load)
                 case Profiled() as profiled:

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import uuid
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -29,7 +30,6 @@ from kvrelay.node.adapter_loads import AdapterLoads, adapter_of
 from kvrelay.node.compiling import GrammarCompiler
 from kvrelay.node.engine_profile import EngineProfile
 from kvrelay.node.engine_reports import CacheReporter, engine_stats, request_update
-from kvrelay.node.probes import Probes, host_id
 from kvrelay.node.process import (
     crash_report,
     die_with_parent,
@@ -49,10 +49,8 @@ from kvrelay.wire.engine_messages import (
     AskStats,
     EngineFailed,
     EngineReady,
-    FetchProbe,
     FromEngine,
     LoadAdapter,
-    OfferProbe,
     Profile,
     Release,
     Renew,
@@ -73,6 +71,7 @@ __all__ = ["EngineProcess", "connect", "main"]
 
 log = logging.getLogger("kvrelay.engine")
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 STATS_INTERVAL_S = 0.5
 # Sleep of the loop while requests wait for blocks that only a transfer event can free.
 BLOCKED_WAIT_S = 0.02
@@ -110,7 +109,6 @@ class EngineProcess:
             texts=events is not None and events.token_ids,
         )
         self.connector = self._open_connector(ranks)
-        self._probes = Probes(self.engine, self.connector, self._send, ranks)
         self._profile = EngineProfile(
             config.profiler_config, self.engine, ranks, self._send, self.wakeup
         )
@@ -166,7 +164,7 @@ class EngineProcess:
                 kv=KvFacts(
                     self._fingerprint(),
                     self.connector.planes,
-                    host_id(),
+                    _host_id(),
                     host,
                     transfer.lease_s,
                     transfer.kv_load_failure_policy == "recompute",
@@ -228,10 +226,6 @@ class EngineProcess:
                         self.connector.release(held)
                 case Renew(request_id):
                     self.connector.prolong(request_id)
-                case OfferProbe() as probe:
-                    self._probes.offer(probe)
-                case FetchProbe() as probe:
-                    self._probes.fetch(probe)
                 case LoadAdapter() as load:
                     self._adapters.load(load)
                 case UnloadAdapter(name):
@@ -310,8 +304,6 @@ class EngineProcess:
     def _handle_transfer_events(self) -> None:
         scheduler = self.engine.scheduler
         for event in self.connector.events():
-            if self._probes.handle(event):
-                continue
             request = scheduler.get(event.request_id)
             match event:
                 case Fetched():
@@ -420,6 +412,12 @@ class EngineProcess:
 
     def _send(self, message: FromEngine) -> None:
         self._socket.send(self._encoder.encode(message))
+
+
+def _host_id() -> str:
+    with contextlib.suppress(OSError):
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    return ""
 
 
 def main() -> NoReturn:

@@ -18,7 +18,6 @@ from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.rank_backends import LedBackends, join_connector, terms_of
 from kvrelay.kv_transfer.ranks import LinkAddress, RankLink
 from kvrelay.node.engine_profile import ProfileSteps, RankProfiler
-from kvrelay.node.probes import PatternBlocks, ProbePattern
 from kvrelay.node.process import (
     PARENT_PID,
     describe_exit,
@@ -47,7 +46,7 @@ class Meet(msgspec.Struct, tag="meet", frozen=True):
     meeting: LinkAddress
 
 
-_message_decoder = msgspec.msgpack.Decoder(Meet | PatternBlocks | ProfileSteps)
+_message_decoder = msgspec.msgpack.Decoder(Meet | ProfileSteps)
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -157,15 +156,9 @@ class _RankTasks:
         self._pool: KVPool | None = None  # threads of the planes read it until they end
 
     def handle(self, pool: KVPool, message: bytes) -> None:
-        rank, size = self._ranks.rank, self._ranks.size
         match _message_decoder.decode(message):
             case Meet(meeting):
                 self._meet(pool, meeting)
-            case PatternBlocks(seed, blocks, num_kv_heads, compare):
-                pattern = ProbePattern(pool, num_kv_heads, rank, size)
-                if not compare:
-                    pattern.fill(seed, blocks)
-                self._ranks.minimum(int(not compare or pattern.matches(seed, blocks)))
             case ProfileSteps(config, begin):
                 self._profile(config, begin=begin)
 

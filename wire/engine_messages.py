@@ -10,7 +10,6 @@ from kvrelay.wire.step_costs import StepCosts
 from kvrelay.wire.transfer import KvFacts, KvTransferParams, Ticket
 
 __all__ = [
-    "PROBE_PREFIX",
     "Abort",
     "AdapterFacts",
     "AdapterLoaded",
@@ -21,10 +20,8 @@ __all__ = [
     "EngineFailed",
     "EngineReady",
     "EngineStats",
-    "FetchProbe",
     "FromEngine",
     "LoadAdapter",
-    "OfferProbe",
     "ProbeFetched",
     "ProbeOffered",
     "ProbeRefused",
@@ -43,8 +40,6 @@ __all__ = [
     "UnloadAdapter",
 ]
 
-PROBE_PREFIX = "probe-"
-"""Ids of probes begin so. A probe reads only what was offered as one."""
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of the classes in which an engine counts its steps by their tokens."""
 
@@ -105,21 +100,6 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """A command: end the engine process after the current step."""
 
 
-class OfferProbe(msgspec.Struct, frozen=True, tag=True):
-    """A command: fill free blocks with a pattern and offer them; see ProbeOffered."""
-
-    probe_id: str
-    blocks: int
-
-
-class FetchProbe(msgspec.Struct, frozen=True, tag=True):
-    """A command: fetch a probe and compare it with the pattern; see ProbeFetched."""
-
-    probe_id: str
-    ticket: Ticket
-    seed: int
-
-
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
     """A command: read a LoRA adapter and give it a slot; see AdapterLoaded.
 
@@ -164,8 +144,6 @@ ToEngine = (
     | Release
     | Renew
     | Shutdown
-    | OfferProbe
-    | FetchProbe
     | LoadAdapter
     | UnloadAdapter
     | ResetPrefixCache
@@ -387,9 +365,6 @@ FromEngine = (
     | EngineStats
     | CacheChanges
     | EngineFailed
-    | ProbeOffered
-    | ProbeFetched
-    | ProbeRefused
     | Profiled
     | AdapterLoaded
     | AdapterRefused

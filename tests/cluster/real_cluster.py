@@ -330,19 +330,6 @@ class Cluster:
 
             wait_until(healthy, within_s, f"{process.role} on port {process.port} ready", 0.1)
 
-    def wait_met(self, pairs: int, within_s: float = 60.0) -> None:
-        """Until so many pairs of nodes have handed a first block over, or have failed to: no probe
-        is under way.
-        """
-        assert self.router is not None
-        router = self.router
-
-        def met() -> bool:
-            told = (router.health() or {}).get("pairs", {"met": 0, "failed": []})
-            return told["met"] + len(told["failed"]) >= pairs
-
-        wait_until(met, within_s, f"{pairs} pairs of nodes met")
-
     def restored(self, victim: Process) -> None:
         """Start a node again, until the router sees all nodes."""
         self.wait_ready(self.restart(victim))
@@ -384,33 +371,6 @@ class Cluster:
                 process.popen.wait(5)
 
 
-def doctor(
-    *arguments: str, timeout_s: float = 90.0, **more: str
-) -> subprocess.CompletedProcess[str]:
-    """Run `kvrelay doctor` to its end, with `more` variables in its environment."""
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "kvrelay.cli", "doctor", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env={**os.environ, "PYTHONPATH": path, **more},
-        check=False,
-    )
-
-
-def verified_pairs(cluster: Cluster) -> list[dict[str, Any]]:
-    """Have the doctor check all nodes; return what it says of the pairs, whose bytes are right."""
-    urls = [f"--{node.role}={node.url}" for node in cluster.nodes]
-    done = doctor(*urls, "--json", timeout_s=200)
-    assert done.stdout, done.stderr
-    report = json.loads(done.stdout)
-    assert (done.returncode, report["failures"]) == (0, []), done.stderr
-    pairs: list[dict[str, Any]] = report["pairs"]
-    assert all(sample["verified"] for pair in pairs for sample in pair["samples"])
-    return pairs
-
-
 @contextmanager
 def running(
     folder: Path,
@@ -432,7 +392,6 @@ def running(
         # Tests of the hand-over have short prompts, which would stay on their decode node.
         cluster.router = cluster.start("router", [*peers, "--strict-roles", *router_flags])
         cluster.wait_ready(cluster.router)
-        cluster.wait_met(prefill * decode)
         yield cluster
     finally:
         cluster.stop()

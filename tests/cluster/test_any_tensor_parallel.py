@@ -23,7 +23,6 @@ from real_cluster import (
     ticket_of,
     tiny_body,
     tiny_model,
-    verified_pairs,
     wait_until,
 )
 
@@ -44,6 +43,7 @@ def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tp")
     flags = tiny_model(folder)
     flags += ["--lease-s", str(LEASE_S), "--heartbeat-s", "0.3", "--max-num-batched-tokens", "64"]
+    flags += ["--kv-checksums", "1"]
     ours = Cluster(folder, flags)
     try:
         for role, sizes in (("prefill", PREFILL), ("decode", DECODE)):
@@ -77,14 +77,8 @@ def test_tokens_are_those_of_one_rank_alone_and_no_block_is_left(
         assert text_of(ours) == text_of(alone)
     counted([decode], "kvrelay_fetches_total", before + 3)
     counted([decode], "kvrelay_fetches_failed_total", 0)
-
-
-def test_the_bytes_of_every_pair_are_those_that_were_filled_in(cluster):
-    pairs = verified_pairs(cluster)
-    assert {(pair["prefill"], pair["decode"]) for pair in pairs} == {
-        (f"prefill-{p}", f"decode-{d}") for p in range(len(PREFILL)) for d in range(len(DECODE))
-    }
-    assert {pair["plane"] for pair in pairs} == {"direct"}
+    assert decode.metric("kvrelay_fetch_checked_blocks_total") > 0
+    counted([decode], "kvrelay_fetch_wrong_blocks_total", 0)
 
 
 def test_a_rank_that_is_lost_ends_its_node_and_takes_nothing_with_it(cluster):

@@ -30,7 +30,7 @@ ZMQ_GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f"
 
 @contextlib.contextmanager
 def up(folder: Path, *flags: str) -> Iterator[tuple[int, str]]:
-    """Start 1P1D, until the nodes have met; yield the pid of the command and the router's URL."""
+    """Start 1P1D, until the router sees both; yield the pid of the command and the router's URL."""
     (port,) = free_ports(1)
     root = Path(__file__).parents[2]
     argv = [sys.executable, "-m", "kvrelay.cli", "up", f"--port={port}", "--prefill=1"]
@@ -41,14 +41,13 @@ def up(folder: Path, *flags: str) -> Iterator[tuple[int, str]]:
         process = subprocess.Popen(argv, stdout=log, stderr=log, env=env, cwd=folder)
     try:
 
-        def met() -> bool:
+        def ready() -> bool:
             assert process.poll() is None, (folder / "up.log").read_text()
             with contextlib.suppress(httpx2.HTTPError):
-                pairs = httpx2.get(f"{url}/health", timeout=5).json().get("pairs", {})
-                return bool(pairs.get("met"))
+                return httpx2.get(f"{url}/health", timeout=5).is_success
             return False
 
-        wait_until(met, START_DEADLINE_S, "the nodes have met", 0.2)
+        wait_until(ready, START_DEADLINE_S, "the cluster is ready", 0.2)
         yield process.pid, url
     finally:
         process.send_signal(signal.SIGINT)

@@ -39,7 +39,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         others = ["--tpot-target-ms=60000", "--least-decode=1", "--workers=2", "--log-format=json"]
         cluster.router = cluster.start("router", [*listed, *others])
         cluster.wait_ready(*cluster.nodes, cluster.router)
-        cluster.wait_met(2)
         yield cluster
     finally:
         cluster.stop()

@@ -120,7 +120,7 @@ def test_metrics_in_sentences_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", OURS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_routes_in_sentences_exist(page: Path) -> None:
     served = {route.path for route in create_app(RouterConfig()).routes if isinstance(route, Route)}
-    own = {*served, "/kv/legs", "/kv/release", "/kv/renew", "/kv/probe/offer", "/kv/probe/fetch"}
+    own = {*served, "/kv/legs", "/kv/release", "/kv/renew"}
     own |= {"/drain", "/undrain", "/admin/role"}
     known = {re.sub(r"\{[^}]+\}", "{}", path) for path in own} | {"/v1", "/admin", "/proc"}
     for word in words(page):

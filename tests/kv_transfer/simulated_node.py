@@ -148,7 +148,6 @@ class SimulatedNode(EngineProcess):
         self._socket = self._decoder = self._inbox = _Inbox()  # type: ignore[assignment]
         self._updates, self._stopping, self._stats_due = [], False, 0.0
         self.engine = _Engine(self.device)
-        self._probes = SimpleNamespace(handle=lambda event: False)  # type: ignore[assignment]
         no_grammars = SimpleNamespace(ready=lambda now: [], drop=lambda request_id: None)
         self._grammars = no_grammars  # type: ignore[assignment]
         self._adapters = AdapterLoads(self.engine, self._send, self.wakeup)

@@ -160,7 +160,6 @@ def of_node(held: str) -> list[Example]:
             for each in params
         ),
         Example("POST", "/kv/renew", "node", {"request_ids": [held, "b"]}),
-        Example("POST", "/kv/probe/fetch", "node", {"ticket": _TICKET, "seed": 3}),
         *_posts("node", *_ORDERS, "/drain", "/undrain"),
         *_gets("node", "/server_info?config_format=json"),
         *_gets("", "/load"),

@@ -281,7 +281,7 @@ def _program(route: Route, site: Site, program: Program, size: int) -> bytes:
 
 def _server(stand: Stand, rng: random.Random, route: Route) -> Node:
     if route.key == "node":
-        return stand.nodes[1] if route.path == "/kv/probe/fetch" else stand.nodes[0]
+        return stand.nodes[0]
     return (
         stand.router
         if route.key == "admin"

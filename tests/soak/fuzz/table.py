@@ -16,9 +16,7 @@ import msgspec
 from msgspec import inspect
 
 from kvrelay.node.admin_routes import (
-    FetchProbeRequest,
     HeldRequest,
-    OfferProbeRequest,
     RoleRequest,
 )
 from kvrelay.openai_api.dialects.anthropic import MessagesRequest
@@ -385,8 +383,6 @@ ROUTES = (
         for path, asks in (
             ("/kv/release", HeldRequest),
             ("/kv/renew", HeldRequest),
-            ("/kv/probe/offer", OfferProbeRequest),
-            ("/kv/probe/fetch", FetchProbeRequest),
             ("/admin/role", RoleRequest),
         )
     ),
