@@ -52,7 +52,7 @@ NOT_FOR_COMPOSE = (
     *("kv_host", "api_key", "admin_key", "node_api_key", "cluster_secret", "hf_token"),
     *("log_dir", "demo", "demo_exit", "start_deadline_s", "stop_deadline_s"),
     *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"),
-    *("node_ssl_certfile", "node_ssl_keyfile", "tool_parser_plugin", "profiler_config"),
+    *("node_ssl_certfile", "node_ssl_keyfile", "tool_parser_plugin"),
     *("heartbeat_port", "kubernetes_selector", "kubernetes_namespace"),
     *("otlp_traces_endpoint",),
 )

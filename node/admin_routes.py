@@ -1,4 +1,4 @@
-"""Admin routes of a node: drain, role, profiles, LoRA adapters, and held KV."""
+"""Admin routes of a node: drain, role, LoRA adapters, and held KV."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 _RESET_DEADLINE_S = 30.0
-_PROFILE_DEADLINE_S = 300.0
 _LOAD_DEADLINE_S = 300.0
 
 log = logging.getLogger("kvrelay.node")
@@ -88,17 +87,6 @@ def _add_engine_routes(app: FastAPI, node: Node) -> None:
         await node.engine.fresh_stats(_RESET_DEADLINE_S)
         log.info("the prefix cache is reset")
         return json_response({"success": True})
-
-    @app.post("/start_profile")
-    @app.post("/stop_profile")
-    async def profile(request: Request) -> Response:
-        await read_admin_body(node, request)
-        node.ready()
-        if node.config.profiler_config is None:
-            raise NotFound("this node has no profiler; start it with --profiler-config")
-        begin = request.url.path == "/start_profile"
-        await node.engine.profile(begin=begin, deadline_s=_PROFILE_DEADLINE_S)
-        return Response()
 
     @app.get("/server_info")
     async def show_server_info(request: Request) -> Response:

@@ -29,8 +29,6 @@ from kvrelay.wire.engine_messages import (
     EngineReady,
     EngineStats,
     FromEngine,
-    Profile,
-    Profiled,
     Release,
     RequestUpdate,
     Shutdown,
@@ -38,7 +36,7 @@ from kvrelay.wire.engine_messages import (
     Submit,
     ToEngine,
 )
-from kvrelay.wire.errors import DeadlineExceeded, EngineDead, NodeFailed, Overloaded
+from kvrelay.wire.errors import DeadlineExceeded, EngineDead, Overloaded
 from kvrelay.wire.outputs import Load
 
 __all__ = ["EngineClient"]
@@ -91,7 +89,7 @@ class EngineClient:
         self._config = config
         self._queues: dict[str, asyncio.Queue[RequestUpdate | None]] = {}
         self._answers: dict[str | int, asyncio.Future[Any]] = {}
-        """Answers that are due, by the id of an adapter load, profile or question for statistics."""
+        """Answers that are due, by the id of an adapter load or question for statistics."""
         self._asked = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -208,14 +206,6 @@ class EngineClient:
         )
         return stats
 
-    async def profile(self, *, begin: bool, deadline_s: float) -> None:
-        """Begin or end a profile. Raises EngineDead, DeadlineExceeded, NodeFailed."""
-        self._asked += 1
-        failed = f"the engine process did not {'begin' if begin else 'write'} a profile"
-        done = await self.ask(self._asked, Profile(self._asked, begin), deadline_s, failed=failed)
-        if done.refused:
-            raise NodeFailed(done.refused)
-
     def pid(self) -> int:
         return -1 if self._process is None else self._process.pid
 
@@ -311,8 +301,6 @@ class EngineClient:
                         self.on_cache_changes(changes)
                 case AdapterLoaded() | AdapterRefused() as load:
                     self._answer(load.load_id, load)
-                case Profiled() as profiled:
-                    self._answer(profiled.profile_id, profiled)
                 case EngineReady() as info:
                     self.info = info
                     self._remove_folder()  # they are connected, and a kill leaves nothing

@@ -28,7 +28,6 @@ from kvrelay.kv_transfer.connector import (
 from kvrelay.kv_transfer.transfer_engine import TransferEngine, open_connector
 from kvrelay.node.adapter_loads import AdapterLoads, adapter_of
 from kvrelay.node.compiling import GrammarCompiler
-from kvrelay.node.engine_profile import EngineProfile
 from kvrelay.node.engine_reports import CacheReporter, engine_stats, request_update
 from kvrelay.node.process import (
     crash_report,
@@ -51,7 +50,6 @@ from kvrelay.wire.engine_messages import (
     EngineReady,
     FromEngine,
     LoadAdapter,
-    Profile,
     Release,
     Renew,
     RequestUpdate,
@@ -109,9 +107,6 @@ class EngineProcess:
             texts=events is not None and events.token_ids,
         )
         self.connector = self._open_connector(ranks)
-        self._profile = EngineProfile(
-            config.profiler_config, self.engine, ranks, self._send, self.wakeup
-        )
         self._adapters = AdapterLoads(self.engine, self._send, self.wakeup)
         self._grammars = GrammarCompiler(config.engine.model, self.engine, self.wakeup)
         self._announce(time.monotonic() - began)
@@ -183,7 +178,6 @@ class EngineProcess:
             self._handle_transfer_events()
             progressed = self._step()
             self._adapters.poll(self._grammars.waiting)
-            self._profile.poll()
             self._report()
         self.connector.close()
         self.engine.close()
@@ -230,8 +224,6 @@ class EngineProcess:
                     self._adapters.load(load)
                 case UnloadAdapter(name):
                     self._adapters.unload(name)
-                case Profile() as profile:
-                    self._profile.handle(profile)
                 case ResetPrefixCache():
                     self.engine.scheduler.reset_prefix_cache()
                 case AskStats(number):

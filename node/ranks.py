@@ -17,7 +17,6 @@ import torch
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.rank_backends import LedBackends, join_connector, terms_of
 from kvrelay.kv_transfer.ranks import LinkAddress, RankLink
-from kvrelay.node.engine_profile import ProfileSteps, RankProfiler
 from kvrelay.node.process import (
     PARENT_PID,
     describe_exit,
@@ -35,18 +34,10 @@ from kvrelay.paged_engine.ranks import Alone, Ranks, TorchRanks
 from kvrelay.paged_engine.sharding import kv_head_range
 from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig
 from kvrelay.wire.errors import KvrelayError
-from kvrelay.wire.profiler_config import ProfilerConfig
 
-__all__ = ["Meet", "join_as_rank_0", "meet_ranks", "pool_region", "run_ranks"]
+__all__ = ["join_as_rank_0", "meet_ranks", "pool_region", "run_ranks"]
 
 log = logging.getLogger("kvrelay.ranks")
-
-
-class Meet(msgspec.Struct, tag="meet", frozen=True):
-    meeting: LinkAddress
-
-
-_message_decoder = msgspec.msgpack.Decoder(Meet | ProfileSteps)
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -80,7 +71,7 @@ def meet_ranks(
     address = config.engine.tensor_parallel_address
     host = address.rpartition(":")[0] if address else "127.0.0.1"
     link = RankLink(host, heads, engine_id, terms_of(config.transfer, heads[0][1] - heads[0][0]))
-    broadcast_aside(ranks, msgspec.msgpack.encode(Meet(link.address)))
+    broadcast_aside(ranks, msgspec.msgpack.encode(link.address))
     return link
 
 
@@ -148,49 +139,6 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class _RankTasks:
-    def __init__(self, ranks: TorchRanks) -> None:
-        self._ranks = ranks
-        self._planes: LedBackends | None = None
-        self._profiler: RankProfiler | None = None
-        self._pool: KVPool | None = None  # threads of the planes read it until they end
-
-    def handle(self, pool: KVPool, message: bytes) -> None:
-        match _message_decoder.decode(message):
-            case Meet(meeting):
-                self._meet(pool, meeting)
-            case ProfileSteps(config, begin):
-                self._profile(config, begin=begin)
-
-    def close(self) -> None:
-        if self._planes is not None:
-            self._planes.close()
-        self._pool = None
-
-    def _meet(self, pool: KVPool, meeting: LinkAddress) -> None:
-        host = meeting.terms.host
-        if not is_of_this_host(host):
-            host = address_towards(f"{meeting.host}:{meeting.port}")
-        self._pool = pool
-        self._planes = join_connector(
-            self._ranks.rank,
-            pool_region(pool),
-            meeting,
-            host,
-            lambda why: _end_at_once(f"this rank ends: {why}"),
-        )
-
-    def _profile(self, config: ProfilerConfig, *, begin: bool) -> None:
-        if begin:
-            self._profiler = RankProfiler(config, self._ranks.rank)
-            try:
-                self._profiler.start()
-            except (OSError, RuntimeError) as why:
-                log.error("rank %d is not profiled: %s", self._ranks.rank, why)
-        elif self._profiler is not None and self._profiler.running:
-            self._profiler.stop(lambda _: None)
-
-
 def main() -> None:
     if code := _follow():
         exit_now(code)
@@ -204,18 +152,28 @@ def _follow() -> int:
     place = msgspec.json.decode(sys.stdin.buffer.read(), type=_Place)
     log_to_stderr(f"rank {place.rank}")
     config = place.engine
+    joined: list[tuple[KVPool, LedBackends]] = []  # threads of the backends read the pool
+
+    def meet(pool: KVPool, message: bytes) -> None:
+        address = msgspec.msgpack.decode(message, type=LinkAddress)
+        host = address.terms.host
+        if not is_of_this_host(host):
+            host = address_towards(f"{address.host}:{address.port}")
+        region, end = pool_region(pool), lambda why: _end_at_once(f"this rank ends: {why}")
+        joined.append((pool, join_connector(place.rank, region, address, host, end)))
+
     try:
         device = choose_device(config.device, place.device_index)
         ranks = TorchRanks(
             config.tensor_parallel_address, place.rank, config.tensor_parallel_size, device
         )
-        tasks = _RankTasks(ranks)
-        run_follower(config, ranks, device, tasks.handle)
+        run_follower(config, ranks, device, meet)
     except KvrelayError as why:
         log.error("rank %d: %s", place.rank, why)
         return 2
     except (RuntimeError, torch.distributed.DistError):
         log.exception("rank %d lost the others", place.rank)
         return 1
-    tasks.close()
+    for _, backends in joined:
+        backends.close()
     return 0

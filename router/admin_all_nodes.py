@@ -32,8 +32,8 @@ from kvrelay.wire.frames import MALFORMED
 __all__ = ["ADAPTER_PATHS", "add_node_routes"]
 
 ADAPTER_PATHS = _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-_ORDERS = {"/reset_prefix_cache": 35.0, "/start_profile": 60.0, "/stop_profile": 305.0}
-"""Seconds that a node may take: a little more than it allows its engine."""
+_RESET = "/reset_prefix_cache"
+_RESET_S = 35.0  # a little more than a node allows its engine
 _QUESTION_S = 5.0
 
 _log = logging.getLogger("kvrelay.router")
@@ -60,18 +60,16 @@ def add_node_routes(app: FastAPI, router: Router) -> None:
 
         return await asyncio.gather(*map(one, nodes))
 
-    async def order(request: Request) -> Response:
-        path, query = request.url.path, request.url.query
-        said = await tell(pool.nodes, f"{path}?{query}" if query else path, b"", _ORDERS[path])
+    @app.post(_RESET, response_model=None)
+    async def reset(request: Request) -> Response:
+        query = request.url.query
+        said = await tell(pool.nodes, f"{_RESET}?{query}" if query else _RESET, b"", _RESET_S)
         failed = ", ".join(each.url for each in said if each.status != 200) or "none"
-        _log.info("admin: %s asks all nodes for %s, not done: %s", peer_of(request), path, failed)
-        for node in _done(pool, said) if path == "/reset_prefix_cache" else ():
+        _log.info("admin: %s asks all nodes for %s, not done: %s", peer_of(request), _RESET, failed)
+        for node in _done(pool, said):
             pool.note_emptied(node)
         _check_all_done(said)
         return json_response({"success": True, "nodes": said})
-
-    for path in _ORDERS:
-        app.post(path, response_model=None)(order)
 
     async def adapters(request: Request) -> Response:
         caller_of(request).check_admin()

@@ -52,7 +52,7 @@ __all__ = [
 
 OPERATED = (
     *("/admin", "/console/state"),
-    *("/reset_prefix_cache", "/start_profile", "/stop_profile", "/server_info", "/load"),
+    *("/reset_prefix_cache", "/server_info", "/load"),
 )
 """Beginnings of the paths that want the admin key."""
 PEER_HEADER = "x-kvrelay-peer"

@@ -21,7 +21,6 @@ from kvrelay.wire.config_checks import (
 )
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import KvEventsConfig
-from kvrelay.wire.profiler_config import ProfilerConfig
 from kvrelay.wire.sampling import GENERATION_FIELDS, generation_values
 from kvrelay.wire.server_config import ServerConfig
 
@@ -428,10 +427,6 @@ class NodeConfig(ServerConfig):
     kv_events_config: KvEventsConfig | None = None
     """Tell listeners, without a key, which blocks the prefix cache holds: JSON with vLLM's names,
     for example {"enable_kv_cache_events": true, "replay_endpoint": "tcp://127.0.0.1:5558"}.
-    """
-    profiler_config: ProfilerConfig | None = None
-    """Serve POST /start_profile and /stop_profile: JSON with vLLM's names, for example {"profiler":
-    "torch", "torch_profiler_dir": "/traces"}.
     """
 
     def __post_init__(self) -> None:

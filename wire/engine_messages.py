@@ -25,8 +25,6 @@ __all__ = [
     "ProbeFetched",
     "ProbeOffered",
     "ProbeRefused",
-    "Profile",
-    "Profiled",
     "Release",
     "Renew",
     "RequestUpdate",
@@ -125,13 +123,6 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """A command: hide all present blocks from later requests."""
 
 
-class Profile(msgspec.Struct, frozen=True, tag=True):
-    """A command: begin or end a profile."""
-
-    profile_id: int
-    begin: bool
-
-
 class AskStats(msgspec.Struct, frozen=True, tag=True):
     """A command: send EngineStats now."""
 
@@ -147,7 +138,6 @@ ToEngine = (
     | LoadAdapter
     | UnloadAdapter
     | ResetPrefixCache
-    | Profile
     | AskStats
 )
 
@@ -337,13 +327,6 @@ class ProbeRefused(msgspec.Struct, frozen=True, tag=True):
     busy: bool = False
 
 
-class Profiled(msgspec.Struct, frozen=True, tag=True):
-    """An answer: the profile has begun or was written, or why not."""
-
-    profile_id: int
-    refused: str = ""
-
-
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
     """An answer: requests may name this adapter now."""
 
@@ -365,7 +348,6 @@ FromEngine = (
     | EngineStats
     | CacheChanges
     | EngineFailed
-    | Profiled
     | AdapterLoaded
     | AdapterRefused
 )

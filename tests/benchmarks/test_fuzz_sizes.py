@@ -26,8 +26,7 @@ from tests.soak.fuzz.over_sizes import TARGETS, cases
 from tests.soak.fuzz.sizes import generators
 from tests.soak.fuzz.table import INSIDE, OPEN, ROUTES, Route, open_type, places
 
-WITHOUT_BODY = {"/ping", "/drain", "/undrain", "/admin/reload", "/kv/legs"}
-WITHOUT_BODY |= {"/reset_prefix_cache", "/start_profile", "/stop_profile"}
+WITHOUT_BODY = {"/reset_prefix_cache", "/ping", "/drain", "/undrain", "/admin/reload", "/kv/legs"}
 """Nothing in a body, or (leg streams) messages that have a target of their own."""
 
 

@@ -4,10 +4,8 @@ official clients.
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -15,7 +13,7 @@ import httpx2
 import openai
 import pytest
 
-from tests.cluster.real_cluster import Cluster, Process, tiny_model, wait_until
+from tests.cluster.real_cluster import Cluster, Process, tiny_model
 
 pytestmark = pytest.mark.cluster
 
@@ -27,17 +25,13 @@ SAMPLING = {"seed": 5, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory, traces: Path) -> Iterator[Process]:
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("direct")
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)
     cluster = Cluster(folder, tiny_model(folder))
     try:
         flags = ["--chat-template", str(template), "--served-model-name", "tiny", "--api-key", KEY]
-        flags += [
-            "--profiler-config",
-            json.dumps({"torch_profiler_dir": str(traces), "max_iterations": 8}),
-        ]
         cluster.nodes.append(cluster.start("serve", [*cluster.flags, *flags]))
         cluster.wait_ready(*cluster.nodes)
         yield cluster.nodes[0]
@@ -120,11 +114,6 @@ def test_a_message_says_what_the_chat_completion_says(
         anthropic_client.messages.create(**(asked | {"model": "other"}))
 
 
-@pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("traces")
-
-
 def test_an_operator_resets_the_prefix_cache_and_asks_how_the_node_is(node: Process) -> None:
     prompt = {"model": "tiny", "prompt": "once upon a time " * 20, "max_tokens": 1}
 
@@ -146,27 +135,6 @@ def test_an_operator_resets_the_prefix_cache_and_asks_how_the_node_is(node: Proc
     ).json()
     assert told["vllm_config"]["served_model_name"] == "tiny"
     assert KEY not in json.dumps(told)
-
-
-def test_a_profile_of_the_steps_is_written_while_the_node_serves(
-    node: Process, traces: Path
-) -> None:
-    prompt = {"model": "tiny", "prompt": "once", "max_tokens": 4}
-    assert post(node, "/start_profile", {}).status_code == 200
-    assert post(node, "/v1/completions", prompt).status_code == 200
-    told = post(node, "/stop_profile", {})
-    assert (told.status_code, told.content) == (200, b"")
-    (trace,) = traces.iterdir()
-    assert trace.name.endswith(".pt.trace.json.gz")
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    assert any("aten::" in event.get("name", "") for event in events)
-    # It ends by itself after so many steps.
-    assert post(node, "/start_profile", {}).status_code == 200
-    assert (
-        post(node, "/v1/completions", prompt | {"max_tokens": 12, "ignore_eos": True}).status_code
-        == 200
-    )
-    wait_until(lambda: len(list(traces.glob("*.gz"))) == 2, 60, "the second trace")
 
 
 def test_tokens_go_to_text_and_back(node: Process) -> None:

@@ -12,22 +12,15 @@ import signal
 import socket
 import subprocess
 import sys
-import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from benchmarks.local_cluster import free_ports
-from kvrelay.kv_transfer.rank_backends import terms_of
-from kvrelay.kv_transfer.ranks import LinkAddress
 from kvrelay.node import ranks as rank_processes
-from kvrelay.node.ranks import Meet
-from kvrelay.paged_engine.ranks import Alone
-from kvrelay.wire.config import EngineConfig, TransferConfig
+from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "paged_engine"))
@@ -339,24 +332,3 @@ def test_ranks_of_two_hosts_equal_one_alone(tiny, alone, repository):
             subprocess.run(
                 ["ip", "netns", "del", f"{name}{which}"], check=False, capture_output=True
             )
-
-
-class Pool:
-    """As much of a KV pool as its planes are told."""
-
-    address, num_blocks, block_bytes, bytes = 0, 1, 8, torch.zeros(8, dtype=torch.uint8)
-
-
-def test_a_rank_keeps_its_pool_until_its_planes_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their threads read it; the engine lets go of it before."""
-    pool = Pool()
-    kept, at_the_end = weakref.ref(pool), []
-    planes = SimpleNamespace(close=lambda: at_the_end.append(kept()))
-    monkeypatch.setattr(rank_processes, "join_connector", lambda *arguments: planes)
-    beside = rank_processes._RankTasks(Alone())  # type: ignore[arg-type]
-    meeting = LinkAddress("127.0.0.1", 1, b"key", "engine", terms_of(TransferConfig()))
-    beside.handle(pool, msgspec.msgpack.encode(Meet(meeting)))  # type: ignore[arg-type]
-    del pool
-    beside.close()
-    assert at_the_end.pop() is not None
-    assert kept() is None

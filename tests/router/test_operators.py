@@ -35,8 +35,6 @@ def test_these_are_the_routes_of_operators() -> None:
         ("POST", "/admin/reload"),
         ("POST", "/admin/undrain"),
         ("POST", "/reset_prefix_cache"),
-        ("POST", "/start_profile"),
-        ("POST", "/stop_profile"),
     ]
 
 

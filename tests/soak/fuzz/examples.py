@@ -128,15 +128,13 @@ def _of_fields(whose: str, key: str) -> list[Example]:
     ]
 
 
-_ORDERS = ("/reset_prefix_cache", "/start_profile", "/stop_profile")
-
 ROUTER: list[Example] = [
     *asks("user"),
     *_of_fields("user", "user"),
     *_of_fields("admin", "admin"),
     Example("DELETE", "/admin/nodes?url=http://127.0.0.1:9", "admin"),
     Example("POST", "/admin/reload", "admin", {}),
-    *_posts("admin", *_ORDERS),
+    *_posts("admin", "/reset_prefix_cache"),
     *_gets("admin", "/admin/nodes", "/load", "/server_info?config_format=json"),
     *_gets("admin", "/console/state?since=5"),
     *_gets("", "/console", "/console/app.js"),
@@ -160,7 +158,7 @@ def of_node(held: str) -> list[Example]:
             for each in params
         ),
         Example("POST", "/kv/renew", "node", {"request_ids": [held, "b"]}),
-        *_posts("node", *_ORDERS, "/drain", "/undrain"),
+        *_posts("node", "/reset_prefix_cache", "/drain", "/undrain"),
         *_gets("node", "/server_info?config_format=json"),
         *_gets("", "/load"),
         Example("POST", "/kv/legs", "node", None, (("x-kvrelay-legs", "2"),)),
