@@ -1,4 +1,6 @@
-"""The admin routes: nodes are listed, added, removed, drained and given other roles.
+"""Operators' routes: nodes are listed, added, removed, drained and given other roles.
+
+All nodes are told to reset their prefix caches, to load and to unload adapters.
 
 router/guard.py checks who may ask. Changes are logged with their sender and may be repeated. They
 are kept in memory only: a router that is started again knows its flags' nodes, and those that
@@ -7,8 +9,11 @@ announce themselves.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -16,26 +21,35 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from kvrelay.openai_api.json_body import json_response
-from kvrelay.router.guard import peer_of, read_body
+from kvrelay.openai_api.model_types import AdapterAnswer, NodeAnswer, UnloadAdapterRequest
+from kvrelay.router.guard import caller_of, peer_of, read_body
 from kvrelay.router.nodes.members import NodeSpec, Source
 from kvrelay.router.nodes.node import Node, NodeKind
+from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.roles import BEGUN, ask_role
 from kvrelay.router.router import Router
+from kvrelay.router.serve import checked_body
 from kvrelay.router.state import NodeStatus, joined_nodes, node_status
+from kvrelay.router.transport.node_errors import parse_message
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import (
     ConfigError,
     Conflict,
     Forbidden,
     KvrelayError,
+    NodeFailed,
     NotFound,
     RequestError,
     Unavailable,
 )
 from kvrelay.wire.frames import MALFORMED
 
-__all__ = ["add_admin_routes"]
+__all__ = ["ADAPTER_PATHS", "add_admin_routes"]
 
+ADAPTER_PATHS = _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_RESET = "/reset_prefix_cache"
+_RESET_S = 35.0
+"""The seconds that a node may take: a little more than it allows its engine."""
 _NO_SUCH_ROUTE = (404, 405)
 _TELL_DEADLINE_S = 5.0
 _MAX_BODY_BYTES = 1 << 16
@@ -61,6 +75,14 @@ class _Flip(msgspec.Struct, frozen=True):
     force: bool = False
 
 
+class _Adapter(UnloadAdapterRequest, frozen=True):
+    base_model_name: str = ""
+
+
+class _Done(msgspec.Struct):
+    success: bool = True
+
+
 def add_admin_routes(app: FastAPI, router: Router) -> None:
     routes = _AdminRoutes(router)
     app.get("/admin/nodes", response_model=None)(routes.nodes)
@@ -70,6 +92,9 @@ def add_admin_routes(app: FastAPI, router: Router) -> None:
     app.post("/admin/undrain", response_model=None)(routes.drain)
     app.post("/admin/nodes/role", response_model=None)(routes.flip)
     app.post("/admin/reload", response_model=None)(routes.reload)
+    app.post(_RESET, response_model=None)(routes.reset)
+    for path in ADAPTER_PATHS:
+        app.post(path, response_model=None)(routes.adapters)
 
 
 class _AdminRoutes:
@@ -162,6 +187,56 @@ class _AdminRoutes:
         _note(request, "has the configuration reloaded, new: %s", ", ".join(changed) or "nothing")
         return json_response({"changed": changed})
 
+    async def reset(self, request: Request) -> Response:
+        query = request.url.query
+        path, nodes = f"{_RESET}?{query}" if query else _RESET, self._pool.nodes
+        said = await self._tell(nodes, path, b"", _RESET_S, self._pool.note_emptied)
+        failed = ", ".join(each.url for each in said if each.status != 200) or "none"
+        _note(request, "asks all nodes for %s, not done: %s", _RESET, failed)
+        _check_all_done(said)
+        return json_response({"success": True, "nodes": said})
+
+    async def adapters(self, request: Request) -> Response:
+        caller_of(request).check_admin()
+        router, pool, path = self._router, self._pool, request.url.path
+        body = await checked_body(request, router.config)
+        try:
+            asked = msgspec.json.decode(body, type=_Adapter)
+        except MALFORMED as why:
+            raise RequestError(
+                f"the body must be a JSON object with lora_name: {why}", param="lora_name"
+            ) from why
+
+        def done(node: Node) -> None:  # so that nobody waits for the next health check
+            names, name = node.adapters, {asked.lora_name}
+            changed = names | name if path == _LOAD else names - name
+            pool.note_adapters(node, changed, time.monotonic())
+
+        nodes = _nodes_for(pool, asked, loads=path == _LOAD)
+        said = await self._tell(nodes, path, body, router.config.request_deadline_s, done)
+        _check_all_done(said, "lora_name")
+        return json_response(AdapterAnswer(asked.lora_name, "done on all nodes", said))
+
+    async def _tell(
+        self,
+        nodes: Sequence[Node],
+        path: str,
+        body: bytes,
+        deadline_s: float,
+        done: Callable[[Node], None],
+    ) -> list[NodeAnswer]:
+        client = self._router.node_client
+
+        async def one(node: Node) -> NodeAnswer:
+            status, said = await client.call("POST", node, path, body, deadline_s)
+            return _answer_of(node, status, said)
+
+        said = await asyncio.gather(*map(one, nodes))
+        for node, each in zip(nodes, said, strict=True):
+            if each.status == 200:
+                done(node)
+        return said
+
     def _row(self, node: Node) -> NodeStatus:
         return node_status(node, self._pool, time.monotonic())
 
@@ -209,3 +284,41 @@ def _not_flipped(node: Node, status: int, message: str) -> KvrelayError:
     if status == RequestError.status:
         return RequestError(f"{node.url}: {message}", param="role")
     return Unavailable(f"{node.url} answers {status}: {message}")
+
+
+def _answer_of(node: Node, status: int, said: bytes | str) -> NodeAnswer:
+    message = said if isinstance(said, str) else "" if status == 200 else parse_message(said)
+    with contextlib.suppress(*MALFORMED):
+        if status == 200 and not msgspec.json.decode(said, type=_Done).success:
+            status, message = 409, "it did not succeed: some of its blocks are in use; try again"
+    return NodeAnswer(node.url, node.role, status, message)
+
+
+def _nodes_for(pool: Pool, asked: _Adapter, *, loads: bool) -> list[Node]:
+    models = pool.models()
+    base = asked.base_model_name or ("" if loads else pool.base_of(asked.lora_name))
+    if not base and len(models) > 1 and loads:
+        names = ", ".join(map(repr, sorted(models)))
+        raise RequestError(
+            f"base_model_name is missing: name one of {names}", param="base_model_name"
+        )
+    if base and base not in models:
+        raise NotFound(
+            f"model {base!r} is not served here", param="base_model_name", code="model_not_found"
+        )
+    return [node for node in pool.nodes if not base or node.model == base]
+
+
+def _check_all_done(said: Sequence[NodeAnswer], param: str | None = None) -> None:
+    statuses = {each.status for each in said}
+    if not statuses - {200}:
+        return
+    words = "; ".join(
+        f"{each.role} node {each.url} ({each.status}): {each.message}" for each in said
+    )
+    if len(statuses) == 1 and 400 <= min(statuses) < 500:
+        failure = RequestError(words, param=param)
+        failure.status = min(statuses)
+        raise failure
+    done = sum(each.status == 200 for each in said)
+    raise NodeFailed(f"{done} of {len(said)} nodes did it: {words}", param=param)

@@ -17,8 +17,7 @@ from kvrelay.openai_api.front import front_of
 from kvrelay.openai_api.json_body import json_response
 from kvrelay.openai_api.model_types import ModelList
 from kvrelay.openai_api.routes import add_routes
-from kvrelay.router.admin import add_admin_routes
-from kvrelay.router.admin_all_nodes import ADAPTER_PATHS, add_node_routes
+from kvrelay.router.admin import ADAPTER_PATHS, add_admin_routes
 from kvrelay.router.console.routes import add_console_routes
 from kvrelay.router.guard import (
     OPERATED,
@@ -129,7 +128,6 @@ def _add_client_routes(app: _App, router: Router) -> None:
 
 def _add_operator_routes(app: FastAPI, router: Router) -> None:
     add_admin_routes(app, router)
-    add_node_routes(app, router)
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:

@@ -50,10 +50,7 @@ __all__ = [
     "read_body",
 ]
 
-OPERATED = (
-    *("/admin", "/console/state"),
-    *("/reset_prefix_cache", "/server_info", "/load"),
-)
+OPERATED = ("/admin", "/console/state", "/reset_prefix_cache")
 """Beginnings of the paths that want the admin key."""
 PEER_HEADER = "x-kvrelay-peer"
 """From which address a request came that a worker hands on to its parent."""

@@ -208,13 +208,6 @@ class Metrics:
             registry,
             pool.models,
         )
-        self.meetings = self._counter(
-            "kvrelay_router_meetings",
-            "Pairs of nodes asked to hand a block over before a request needs them to, by how it "
-            "went.",
-            "outcome",
-            *("met", "failed", "busy", "never"),
-        )
         self.prefix = PrefixMetrics(registry, pool.prefixes)
         self.undivided = self._counter(
             "kvrelay_router_undivided",

@@ -21,7 +21,6 @@ from kvrelay.router.console.snapshot import ConsoleState
 from kvrelay.router.membership.health_checks import check_nodes
 from kvrelay.router.membership.heartbeats import hear_heartbeats
 from kvrelay.router.membership.kubernetes_pods import follow_pods
-from kvrelay.router.membership.warm_up import WarmUp, WarmUps, warm_up_for_ever
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.members import Source, static_nodes
@@ -73,7 +72,6 @@ class Router:
         self.placer = Placer(config, self.pool, self.node_health, rng)
         self.models = Models(self.pool, config.aliases, int(time.time()))
         self.keyring = Keyring(config.api_key, config.keys)
-        self.warm_ups = WarmUps()
         self.metrics = Metrics(self.pool, [caller.name for caller in self.keyring.callers])
         self.metrics.waiting_for_room.read = lambda: self.placer.waiting
         self.tracing = start_tracing(config.otlp_traces_endpoint, "kvrelay-router")
@@ -83,9 +81,7 @@ class Router:
         """Ids of the requests that are being answered."""
         self.ending = False
         """The router is shutting down, and finishes the requests that it has."""
-        self.console = ConsoleState(
-            self.pool, self.models, self.warm_ups, self.metrics, self.shared
-        )
+        self.console = ConsoleState(self.pool, self.models, self.metrics, self.shared)
         self.log = RequestLog(self.metrics, self.console)
 
     @asynccontextmanager
@@ -115,7 +111,10 @@ class Router:
                 for work in (self.log.tokens.run(), watch_silence(self.run_context.silence)):
                     await stack.enter_async_context(running_task(work))
                 if self.shared.leads:
-                    await self._lead(stack)
+                    roles = self.console.roles = RoleChanger(
+                        lambda: self.config, pool, client, self.metrics, lambda: self.ending
+                    )
+                    await stack.enter_async_context(running_task(roles.look_for_ever()))
                 yield
         finally:
             await self.admission.close()
@@ -125,15 +124,6 @@ class Router:
             await client.close()
             if self.tracing is not None:
                 await asyncio.to_thread(self.tracing.close)
-
-    async def _lead(self, stack: AsyncExitStack) -> None:
-        pool, client = self.pool, self.node_client
-        roles = self.console.roles = RoleChanger(
-            lambda: self.config, pool, client, self.metrics, lambda: self.ending
-        )
-        warm_ups = warm_up_for_ever(pool, self.warm_ups, client, self._warmed_up)
-        await stack.enter_async_context(running_task(warm_ups))
-        await stack.enter_async_context(running_task(roles.look_for_ever()))
 
     def take_over(self, config: RouterConfig) -> None:
         """Use a configuration for new requests; it does not tell the pool which nodes there are."""
@@ -162,12 +152,6 @@ class Router:
             self.pool.set_members(Source.STATIC, nodes, time.monotonic())
         self.take_over(config)
         return changed
-
-    def _warmed_up(self, warm_up: WarmUp) -> None:
-        self.metrics.meetings.labels(warm_up.how).inc()
-        if warm_up.how in ("met", "failed"):
-            failed, now = warm_up.how == "failed", time.monotonic()
-            self.node_health.probed(warm_up.prefill, warm_up.decode, failed=failed, now=now)
 
     async def ask(self, path: str, body: bytes) -> bytes:
         """Return the answer of any node of a model to a short question. Raises KvrelayError."""
@@ -208,8 +192,7 @@ class Router:
 
     def health(self) -> tuple[int, bytes]:
         """Return status (503 if no model can be served) and body of GET /health."""
-        warm = self.warm_ups.pairs() if self.shared.leads else self.shared.warm_pairs
-        ready, body = health_of(self.pool, self.models, warm, len(self.live), time.monotonic())
+        ready, body = health_of(self.pool, self.models, len(self.live), time.monotonic())
         workers = self.shared.workers()
         if workers is not None:
             body["workers"] = workers

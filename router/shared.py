@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from starlette.responses import Response
 
 from kvrelay.openai_api.dialects.response_store import IN_MEMORY, ResponseStore
-from kvrelay.router.membership.warm_up import NO_PAIRS, WarmPairs
 from kvrelay.router.request.poison import Poison
 from kvrelay.router.state import WorkerStatus
 
@@ -22,11 +21,9 @@ __all__ = ["Shared"]
 
 class Shared:
     leads = True
-    """This process looks after nodes: it warms up pairs, and changes roles."""
+    """This process changes the roles of nodes."""
     serves = True
     """This process answers requests, so it follows what nodes have in their caches."""
-    warm_pairs: WarmPairs = NO_PAIRS
-    """The pairs of nodes that are warm, if another process warms them up."""
     index = 0
     forward: Callable[[Request, bytes, float], Awaitable[Response]] | None = None
     """Asks the leading process what operators and scrapers want to know or to change."""

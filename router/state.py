@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from kvrelay.router.ended_request import EndedRequest
-from kvrelay.router.membership.warm_up import WarmPairs
 from kvrelay.router.node_load import UNKNOWN
 from kvrelay.router.nodes.breaker import BreakerState
 from kvrelay.router.nodes.models import Models
@@ -21,12 +20,10 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.step_costs import StepCosts
 
 __all__ = [
-    "FailedPair",
     "Health",
     "NodeStatus",
     "RoleStatus",
     "WorkerStatus",
-    "failed_pairs",
     "health_of",
     "joined_nodes",
     "model_health",
@@ -34,7 +31,6 @@ __all__ = [
     "node_statuses",
 ]
 
-_MOST_SHOWN = 20
 _SEVERITY = {"closed": 0, "half_open": 1, "open": 2}
 
 
@@ -77,14 +73,6 @@ class NodeStatus(msgspec.Struct, frozen=True):
     load: dict[str, float] = {}
 
 
-class FailedPair(msgspec.Struct, frozen=True):
-    """A pair of nodes that could not hand over a block when they were warmed up."""
-
-    prefill: str
-    decode: str
-    reason: str
-
-
 class RoleStatus(msgspec.Struct, frozen=True):
     model: str
     why: str
@@ -106,7 +94,6 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     nodes: list[NodeStatus]
     requests: list[EndedRequest]
     counts: dict[str, dict[str, float]]
-    failed_pairs: list[FailedPair]
     roles: list[RoleStatus] = []
     """Roles by model; only the process that changes roles has any."""
 
@@ -185,11 +172,6 @@ def joined_nodes(own: WorkerStatus, workers: Sequence[WorkerStatus]) -> list[Nod
     return [msgspec.structs.replace(row, up_in=up_in[row.url]) for row in rows.values()]
 
 
-def failed_pairs(pairs: WarmPairs) -> list[FailedPair]:
-    """Return the first of the pairs that could not be warmed up."""
-    return [FailedPair(*pair[:3]) for pair in pairs[1][:_MOST_SHOWN]]
-
-
 def model_health(models: Models) -> tuple[Health, dict[str, bool]]:
     """Return whether requests can be served now: for any model, and for each."""
     by_model = models.ready()
@@ -198,9 +180,7 @@ def model_health(models: Models) -> tuple[Health, dict[str, bool]]:
     return Health.DEGRADED if models.alone() else Health.UNAVAILABLE, by_model
 
 
-def health_of(
-    pool: Pool, models: Models, pairs: WarmPairs, requests: int, now: float
-) -> tuple[bool, dict[str, Any]]:
+def health_of(pool: Pool, models: Models, requests: int, now: float) -> tuple[bool, dict[str, Any]]:
     """Return whether requests for any model can be served, and the body of GET /health."""
     counts = {
         role.value: {
@@ -214,7 +194,6 @@ def health_of(
         "status": status,
         **counts,
         "models": by_model,
-        "pairs": {"met": pairs[0], "failed": failed_pairs(pairs)},
         "requests": requests,
         "nodes": node_statuses(pool, now),
     }

@@ -17,7 +17,6 @@ from prometheus_client.registry import Collector
 from kvrelay.openai_api.routes import version
 from kvrelay.openai_api.stages import MOVED
 from kvrelay.router.ended_request import EndedRequest
-from kvrelay.router.membership.warm_up import WarmUps
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.pool import Pool
@@ -25,12 +24,10 @@ from kvrelay.router.request.run import Run
 from kvrelay.router.roles import RoleChanger
 from kvrelay.router.shared import Shared
 from kvrelay.router.state import (
-    FailedPair,
     Health,
     NodeStatus,
     RoleStatus,
     WorkerStatus,
-    failed_pairs,
     joined_nodes,
     model_health,
     node_statuses,
@@ -82,7 +79,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     total: list[float]
     nodes: list[NodeStatus]
     edges: list[Edge]
-    failed_pairs: list[FailedPair]
     counts: dict[str, dict[str, float]]
     """Since the start of the processes that run: by metric, then by label value."""
     requests: list[EndedRequest]
@@ -129,7 +125,6 @@ def snapshot_of(
         total=_percentiles(each.stages_s["total"] for each in requests if each.status < 400),
         nodes=joined_nodes(own, workers),
         edges=_edges(requests),
-        failed_pairs=own.failed_pairs,
         counts={what: dict(by_label) for what, by_label in counts.items()},
         requests=[each for each in requests if each.ended > since][:KEPT_REQUESTS],
         roles=own.roles,
@@ -165,10 +160,8 @@ class ConsoleState:
     No prompt, answer or body is kept.
     """
 
-    def __init__(
-        self, pool: Pool, models: Models, warm_ups: WarmUps, metrics: Metrics, shared: Shared
-    ) -> None:
-        self._pool, self._models, self._warm_ups = pool, models, warm_ups
+    def __init__(self, pool: Pool, models: Models, metrics: Metrics, shared: Shared) -> None:
+        self._pool, self._models = pool, models
         self._metrics, self._shared = metrics, shared
         self.requests: deque[EndedRequest] = deque(maxlen=KEPT_REQUESTS)
         self._began = time.monotonic()
@@ -223,7 +216,6 @@ class ConsoleState:
                 "failovers": _by(metrics.failovers, "leg"),
                 "kv_failures": _by(metrics.kv_failures, "cause"),
             },
-            failed_pairs(self._warm_ups.pairs()),
             [
                 RoleStatus(name, each.why, each.use, each.changes)
                 for name, each in sorted(roles.items())

@@ -1,1 +1,1 @@
-"""Ways to learn about nodes: heartbeats, Kubernetes pods, health checks, warm-ups."""
+"""Ways to learn about nodes: heartbeats, Kubernetes pods, health checks."""

@@ -28,8 +28,6 @@ _PATIENCE_TIMES = 8.0
 _FADING = 0.999
 _MOST_FAILED_PAIRS = 10_000
 AVOID_S, AVOID_CAP_S = 5.0, 120.0
-# Until two nodes are warmed up again whose probe has failed (router/membership/warm_up.py).
-_UNTIL_NEXT_PROBE_S = 75.0
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -125,22 +123,13 @@ class NodeHealth:
     def kv_failed(self, prefill: Node, decode: Node, cause: str, now: float) -> None:
         _log.warning("%s says that the KV of %s did not come: %s", decode.url, prefill.url, cause)
         if cause != "LeaseLost":  # which says nothing of the way between the two
-            self._avoid(prefill, decode, AVOID_S, now)
-
-    def probed(self, prefill: Node, decode: Node, *, failed: bool, now: float) -> None:
-        if failed:
-            self._avoid(prefill, decode, _UNTIL_NEXT_PROBE_S, now)
-        else:
-            self.kv_came(prefill, decode)
-
-    def _avoid(self, prefill: Node, decode: Node, first_s: float, now: float) -> None:
-        times, _ = self._failed_pairs.get(_pair(prefill, decode), (0, 0.0))
-        until = now + min(AVOID_CAP_S, first_s * 2.0 ** min(times, 32))
-        self._failed_pairs[_pair(prefill, decode)] = times + 1, until
-        if len(self._failed_pairs) > _MOST_FAILED_PAIRS:
-            self._failed_pairs = {
-                pair: each for pair, each in self._failed_pairs.items() if each[1] > now
-            }
+            times, _ = self._failed_pairs.get(_pair(prefill, decode), (0, 0.0))
+            until = now + min(AVOID_CAP_S, AVOID_S * 2.0 ** min(times, 32))
+            self._failed_pairs[_pair(prefill, decode)] = times + 1, until
+            if len(self._failed_pairs) > _MOST_FAILED_PAIRS:
+                self._failed_pairs = {
+                    pair: each for pair, each in self._failed_pairs.items() if each[1] > now
+                }
 
 
 def _to_be_retried(role: Role, after_s: int, *, rest: bool) -> NoNode | Overloaded:

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import msgspec
 
-from kvrelay.router.membership.warm_up import WarmPairs
 from kvrelay.router.nodes.members import NodeSpec, Source
 from kvrelay.router.request.poison import Suspect
 from kvrelay.router.state import WorkerStatus
@@ -59,7 +58,6 @@ class ClusterState(msgspec.Struct, frozen=True, array_like=True):
     adapters: dict[str, list[str]]
     emptied: dict[str, int]
     """How often the prefix cache of each node was reset by an operator."""
-    warm_pairs: WarmPairs
     poison: dict[bytes, Suspect]
     deaths: dict[int, int]
     """How many of each worker's deaths are in `poison`, by its index."""

@@ -186,7 +186,6 @@ class Parent(Shared):
             drained={node.url: node.generation for node in nodes if node.drain_asked},
             adapters={node.url: sorted(node.adapters) for node in nodes},
             emptied={node.url: node.emptied for node in nodes},
-            warm_pairs=router.warm_ups.pairs(),
             poison=dict(self.poison.suspects(now)),
             deaths={peer.index: peer.deaths for peer in self._peers.values()},
         )

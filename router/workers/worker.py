@@ -20,7 +20,6 @@ from fastapi import Request
 from starlette.responses import Response
 
 from kvrelay.router.guard import PEER_HEADER, peer_of
-from kvrelay.router.membership.warm_up import NO_PAIRS
 from kvrelay.router.router import Router
 from kvrelay.router.server import make_server
 from kvrelay.router.shared import Shared
@@ -41,7 +40,7 @@ _BEGIN_S = 30.0
 _TICK_S = 0.005
 _REPORT_S = 1.0
 _RESPONSES = "responses.sqlite"
-_ORDER_S = 320.0  # a node may take 305 s to write a profile
+_ORDER_S = 45.0  # a node may take 35 s to reset its prefix cache
 _QUESTION_S = 20.0
 _FORWARDED = ("authorization", "x-api-key", "content-type")
 _RETURNED = ("content-type", "cache-control", "retry-after", "www-authenticate")
@@ -121,7 +120,7 @@ class Worker(Shared):
         """Take over what the parent says, and leave the rest as this process sees it."""
         router, pool, now = self.router, self.router.pool, time.monotonic()
         # A new process has its configuration, and asks the nodes itself what has become of them.
-        before = self._state or msgspec.structs.replace(state, members={}, warm_pairs=NO_PAIRS)
+        before = self._state or msgspec.structs.replace(state, members={})
         self._state = state
         for source, specs in state.members.items():
             if before.members.get(source) != specs:
@@ -138,12 +137,6 @@ class Worker(Shared):
             elif meant is not None and not node.drain_asked and node.generation in ("", meant):
                 node.generation = meant
                 pool.drain(node, now)
-        self.warm_pairs = state.warm_pairs
-        # Each failure once; that a pair works, its requests will show.
-        for pair in set(state.warm_pairs[1]) - set(before.warm_pairs[1]):
-            prefill, decode = map(pool.find, pair[:2])
-            if prefill is not None and decode is not None:
-                router.node_health.probed(prefill, decode, failed=True, now=now)
         if state.deaths.get(self.index, 0) >= self._deaths:  # else the newest are not in it
             self.poison.take_over(state.poison)
         if before.config != state.config:

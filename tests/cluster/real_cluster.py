@@ -333,12 +333,16 @@ class Cluster:
     def restored(self, victim: Process) -> None:
         """Start a node again, until the router sees all nodes."""
         self.wait_ready(self.restart(victim))
+        self.wait_up()
+
+    def wait_up(self) -> None:
+        """Wait until the router sees all of its nodes up."""
 
         def all_up() -> bool:
             nodes = httpx2.get(f"{self.url}/health", timeout=5).json()["nodes"]
             return all(node["up"] for node in nodes)
 
-        wait_until(all_up, 60, "the router sees the restarted node")
+        wait_until(all_up, 60, "the router sees all nodes up")
 
     def all_blocks_free(self, within_s: float | None = None) -> None:
         """Check that every block of every live node is free within the time.
@@ -392,6 +396,7 @@ def running(
         # Tests of the hand-over have short prompts, which would stay on their decode node.
         cluster.router = cluster.start("router", [*peers, "--strict-roles", *router_flags])
         cluster.wait_ready(cluster.router)
+        cluster.wait_up()
         yield cluster
     finally:
         cluster.stop()

@@ -84,6 +84,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) ->
                 f"udp://127.0.0.1:{heartbeats}",
             ]
         cluster.wait_ready(*cluster.nodes, cluster.router, *cluster.others)
+        cluster.wait_up()
         yield cluster
     finally:
         cluster.stop()
@@ -114,20 +115,6 @@ def health(cluster: Cluster) -> dict[str, Any]:
 def nodes_of(url: str) -> dict[str, Any]:
     """What a router says of itself and its nodes."""
     return json.loads(httpx2.get(f"{url}/health", timeout=5).content)
-
-
-def settled(cluster: Cluster, name: str) -> float:
-    """The sum over all decode nodes. Those of the release before tell their numbers twice a second,
-    whoever asks.
-    """
-    told = [-1.0]
-
-    def same() -> bool:
-        told.append(sum(node.metric(name) for node in cluster.of("decode")))
-        return told[-1] == told[-2]
-
-    wait_until(same, 20, f"{name} stays as it is", 1.0)
-    return told[-1]
 
 
 async def test_a_rolling_restart_under_streams_loses_none(cluster: Cluster) -> None:

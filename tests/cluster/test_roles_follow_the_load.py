@@ -39,6 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         others = ["--tpot-target-ms=60000", "--least-decode=1", "--workers=2", "--log-format=json"]
         cluster.router = cluster.start("router", [*listed, *others])
         cluster.wait_ready(*cluster.nodes, cluster.router)
+        cluster.wait_up()
         yield cluster
     finally:
         cluster.stop()

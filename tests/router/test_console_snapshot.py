@@ -10,7 +10,7 @@ from typing import Any
 from kvrelay.router.console.snapshot import KEPT_REQUESTS, Edge, Snapshot, WorkerRow, snapshot_of
 from kvrelay.router.ended_request import EndedRequest
 from kvrelay.router.nodes.breaker import BreakerState
-from kvrelay.router.state import FailedPair, Health, NodeStatus, WorkerStatus
+from kvrelay.router.state import Health, NodeStatus, WorkerStatus
 from kvrelay.router.workers.messages import WorkerReport, encode_message, read_message
 from kvrelay.wire.config import Role
 
@@ -77,7 +77,6 @@ def worker(index: int = 0, *requests: EndedRequest, **fields: Any) -> WorkerStat
         "nodes": [node()],
         "requests": list(requests),
         "counts": {"requests": {"200": 1.0}},
-        "failed_pairs": [],
     }
     return WorkerStatus(**(every | fields))
 
@@ -122,8 +121,7 @@ def test_of_what_each_finds_out_by_itself_the_worst_is_told() -> None:
 
 
 def test_a_process_that_serves_nobody_shows_what_its_workers_see() -> None:
-    failed = [FailedPair(P, D, "cut")]
-    parent = worker(0, nodes=[node(legs=0), node(D, legs=0)], failed_pairs=failed)
+    parent = worker(0, nodes=[node(legs=0), node(D, legs=0)])
     workers = [
         worker(0, request(4999.0), nodes=[node(legs=3)]),
         worker(1, request(4990.0), nodes=[node(up=False, legs=4)]),
@@ -131,7 +129,7 @@ def test_a_process_that_serves_nobody_shows_what_its_workers_see() -> None:
     seen = shown(parent, *workers, since=4995.0, wanted=2)
     assert [(each.url, each.legs, each.up_in) for each in seen.nodes] == [(P, 7, 1), (D, 0, 0)]
     assert [row.index for row in seen.workers] == [0, 1]
-    assert (seen.failed_pairs, [each.ended for each in seen.requests]) == (failed, [4999.0])
+    assert [each.ended for each in seen.requests] == [4999.0]
 
 
 def test_a_picture_of_nothing_is_one() -> None:

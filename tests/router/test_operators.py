@@ -27,8 +27,6 @@ def test_these_are_the_routes_of_operators() -> None:
         ("DELETE", "/admin/nodes"),
         ("GET", "/admin/nodes"),
         ("GET", "/console/state"),
-        ("GET", "/load"),
-        ("GET", "/server_info"),
         ("POST", "/admin/drain"),
         ("POST", "/admin/nodes"),
         ("POST", "/admin/nodes/role"),

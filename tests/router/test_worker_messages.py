@@ -48,7 +48,6 @@ STATE = ClusterState(
     drained={"http://d:1": "g"},
     adapters={"http://d:1": ["lora"]},
     emptied={"http://d:1": 1},
-    warm_pairs=(1, [(*PAIR, "cut", 60.0)]),
     poison={b"f": Suspect(frozenset({"p"}), 5.0)},
     deaths={0: 2},
 )
@@ -230,30 +229,6 @@ async def test_a_reset_prefix_cache_reaches_all_workers_once(tmp_path: Path) -> 
         c.pool.note_adapters(node, {"lora"}, 0.0)
         await c.parent.settled()
         assert forgotten == [node.url] * 2
-
-
-async def test_pairs_that_failed_to_meet_are_avoided_by_all_for_a_while(tmp_path: Path) -> None:
-    async with cluster(tmp_path, 1) as c:
-        worker, told = c.workers[0], c.parent._state
-        node_health, now = worker.router.node_health, time.monotonic()
-        failed = msgspec.structs.replace(
-            told, warm_pairs=(2, [(*PAIR, "cut", 60.0), ("http://x", "http://d:1", "cut", 60.0)])
-        )
-        for _ in range(3):  # once, however often it is told
-            worker.apply(failed)
-        avoids = node_health.avoids(now + 74)
-        assert avoids is not None
-        assert avoids(*PAIR) is True
-        avoids = node_health.avoids(now + 76)
-        assert avoids is not None
-        assert avoids(*PAIR) is False
-        pairs = msgspec.json.decode(worker.router.health()[1])["pairs"]
-        assert (pairs["met"], len(pairs["failed"])) == (2, 2)
-        # What has failed again is news.
-        worker.apply(msgspec.structs.replace(told, warm_pairs=(1, [(*PAIR, "cut", 120.0)])))
-        avoids = node_health.avoids(now + 76)
-        assert avoids is not None
-        assert avoids(*PAIR) is True
 
 
 async def test_a_parent_that_was_stopped_blames_no_worker(

@@ -128,7 +128,6 @@ function wires(picture, sides, places, height) {
     const width = 1.25 + Math.min(3, Math.log2(1 + edge.handovers) * 0.35);
     drawn.set(`${edge.prefill} ${edge.decode}`, { from: edge.prefill, to: edge.decode, kind: "busy", width });
   }
-  for (const pair of picture.failed_pairs) drawn.set(`${pair.prefill} ${pair.decode}`, { from: pair.prefill, to: pair.decode, kind: "failed", width: 1.5 });
   const visible = [...drawn.values()].filter((wire) => wire.from in places && wire.to in places);
   keyed(svg, visible, (wire) => `${wire.from} ${wire.to}`, () => s("g", {}, s("path", { class: "base" }), s("path", { class: "pulse" })), (group, wire) => {
     const [y1, y2] = [places[wire.from], places[wire.to]];
@@ -142,11 +141,10 @@ function wires(picture, sides, places, height) {
 function edges(picture) {
   const moved = sum(picture.edges.map((edge) => edge.bytes));
   say(byId("moved"), moved ? bytes(moved) : "");
-  const failed = picture.failed_pairs.map((pair) => ({ ...pair, failed: true }));
-  const rows = [...failed, ...picture.edges];
+  const rows = picture.edges;
   const body = byId("edges").tBodies[0];
-  keyed(body, rows.length ? rows : [null], (edge) => (edge ? `${edge.failed} ${edge.prefill} ${edge.decode}` : "none"), makeEdge, (row, edge) => {
-    if (!edge || edge.failed) return;
+  keyed(body, rows.length ? rows : [null], (edge) => (edge ? `${edge.prefill} ${edge.decode}` : "none"), makeEdge, (row, edge) => {
+    if (!edge) return;
     const [, , times, moved, fetch, exposed] = row.cells;
     say(times, count(edge.handovers));
     say(moved, edge.bytes ? bytes(edge.bytes) : "–");
@@ -158,7 +156,6 @@ function edges(picture) {
 function makeEdge(edge) {
   if (!edge) return h("tr.none", {}, h("td", { colspan: "6" }, "No KV was handed over for the last requests."));
   const ends = [h("th", { scope: "row" }, short(edge.prefill)), h("td.name", {}, short(edge.decode))];
-  if (edge.failed) return h("tr", {}, ...ends, h("td.bad", { colspan: "4" }, edge.reason));
   return h("tr", {}, ...ends, h("td.num"), h("td.num"), h("td.num"), h("td.num"));
 }
 

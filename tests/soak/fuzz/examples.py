@@ -135,8 +135,7 @@ ROUTER: list[Example] = [
     Example("DELETE", "/admin/nodes?url=http://127.0.0.1:9", "admin"),
     Example("POST", "/admin/reload", "admin", {}),
     *_posts("admin", "/reset_prefix_cache"),
-    *_gets("admin", "/admin/nodes", "/load", "/server_info?config_format=json"),
-    *_gets("admin", "/console/state?since=5"),
+    *_gets("admin", "/admin/nodes", "/console/state?since=5"),
     *_gets("", "/console", "/console/app.js"),
 ]
 """Every route of the router."""
