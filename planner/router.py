@@ -23,8 +23,7 @@ from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Refuse, Wait
-from kvrelay.router.prefix.index import Prefix
-from kvrelay.router.prefix.text_tree import CHUNK_BYTES
+from kvrelay.router.prefix.index import CHUNK_BYTES, Prefix
 from kvrelay.router.request.job import Job, Slo
 from kvrelay.router.request.placer import ChosenNodes, PlacementQuery, Placer
 from kvrelay.wire.config import Role

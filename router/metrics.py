@@ -14,7 +14,6 @@ from kvrelay.openai_api.stages import STAGES
 from kvrelay.router.ended_request import EndedRequest
 from kvrelay.router.nodes.breaker import State
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.prefix.metrics import PrefixMetrics
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KV_CAUSES
 
@@ -208,7 +207,27 @@ class Metrics:
             registry,
             pool.models,
         )
-        self.prefix = PrefixMetrics(registry, pool.prefixes)
+        self.event_blocks = self._counter(
+            "kvrelay_router_kv_event_blocks", "Blocks that KV events told of, stored or removed."
+        )
+        self.doubted_nodes = Gauge(
+            "kvrelay_router_kv_event_doubted_nodes",
+            "Nodes whose KV events are not to be had, or not complete: the choice goes by what "
+            "was sent there.",
+            registry=registry,
+        )
+        self._cached_tokens = self._counter(
+            "kvrelay_router_cached_prompt_tokens",
+            "Tokens of prompts in prefix caches of prefill nodes: the estimate at the choice, and "
+            "the node's report.",
+            "by",
+        )
+        index = pool.prefixes
+        for name, about, size in (
+            ("texts", "Pieces of prompts whose blocks the prefix index knows.", index.texts),
+            ("blocks", "Blocks of KV that nodes are known to hold, node by node.", index.blocks),
+        ):
+            Gauge(f"kvrelay_router_prefix_{name}", about, registry=registry).set_function(size)
         self.undivided = self._counter(
             "kvrelay_router_undivided",
             "Requests that a vLLM decode node did alone, its prompt too, by why.",
@@ -241,6 +260,11 @@ class Metrics:
     def refused(self, path: str, status: int, asked: str = "") -> None:
         """Count a request that was refused before it ran; `asked` is the model that it named."""
         self.requests.labels(self.model_of(asked), path, str(status)).inc()
+
+    def cached(self, estimate: int, report: int) -> None:
+        """Count a prompt's cached tokens, as they were estimated and as its node has told."""
+        self._cached_tokens.labels("estimate").inc(estimate)
+        self._cached_tokens.labels("report").inc(report)
 
     def handed_over(self, asked: str) -> None:
         """Count a request whose KV goes from one node to another."""

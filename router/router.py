@@ -94,7 +94,8 @@ class Router:
         )
         events = None
         if self.shared.serves:
-            events = KvEvents(pool.prefixes, self.metrics.prefix)
+            events = KvEvents(pool.prefixes, self.metrics.event_blocks)
+            self.metrics.doubted_nodes.set_function(events.doubted)
         try:
             async with AsyncExitStack() as stack:
                 for context in (

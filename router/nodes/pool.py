@@ -369,7 +369,7 @@ class Pool:
         """Note that a node's prefix cache was reset; one with trusted KV events says so itself."""
         node.emptied += 1
         if not self.prefixes.trusts(node.url):
-            self.prefixes.forget(node.url)
+            self.prefixes.clear(node.url)
 
     def note_adapters(self, node: Node, names: Iterable[str], now: float) -> None:
         node.adapters, node.adapters_at = frozenset(names), now

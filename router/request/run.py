@@ -414,7 +414,7 @@ class RequestRun(Run):
     def on_ticket(self, frame: Frame, lease: Lease) -> None:
         """Begin the decode request: the prompt is tokenized, and its cached part is known."""
         if frame.params is not None:
-            self._metrics.prefix.cached(lease.cached_tokens, frame.params.cached_tokens)
+            self._metrics.cached(lease.cached_tokens, frame.params.cached_tokens)
             if frame.blocks is not None:
                 self.prefix = self.prefix.known(frame.blocks, frame.params.num_tokens)
                 self._pool.prefixes.learn(self.prefix)

@@ -150,7 +150,7 @@ class VllmRun(Run):
             self.timeline.end_attempt(times, time.monotonic(), more=True)
         self.prompt_tokens = handover.prompt_tokens or None
         if handover.cached_tokens is not None:
-            self.context.metrics.prefix.cached(lease.cached_tokens, handover.cached_tokens)
+            self.context.metrics.cached(lease.cached_tokens, handover.cached_tokens)
         learn_prefill_cost(node, expected_ms, time.monotonic() - times.began)
         return handover
 

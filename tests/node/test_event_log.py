@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvrelay.node.kv_events import EventLog
 from kvrelay.paged_engine.blocks import BlockPool
-from kvrelay.router.prefix.kv_events import MAX_AHEAD, EventStream
 from kvrelay.wire.engine_messages import BlockText, CacheChanges
 from kvrelay.wire.kv_events import (
     AllBlocksCleared,
@@ -19,6 +18,7 @@ from kvrelay.wire.kv_events import (
     BlockStored,
     EventBatch,
     extend,
+    is_snapshot,
     read_batch,
 )
 
@@ -85,54 +85,42 @@ def test_after_a_replay_the_listener_knows_what_the_node_holds(
     told: list[list[tuple[int, int]]], seed: int, buffer_steps: int, late: bool
 ) -> None:
     rng, cache = random.Random(seed), Cache(buffer_steps)
-    stream, held = EventStream(), set[bytes]()
+    held, taken = set[bytes](), 0
     for at, prompts in enumerate(told):
         for prompt, blocks in prompts:
             cache.serve(prompt, blocks)
         number, payload = cache.tell()
-        arrivals = [(number, payload)] * rng.choice([0, 1, 1, 2])
-        if not late or at > len(told) // 2:
-            for came, batch in rng.sample(arrivals, len(arrivals)):
-                held = applied(held, stream.add(came, read_batch(batch)))
-        if stream.gap and rng.random() < 0.5:
-            held = replayed(cache, stream, held, rng)
-        if stream.complete and stream.next_number == cache.log.next_number:
-            assert held == cache.truth
-    held = replayed(cache, stream, held, rng)
-    assert not stream.gap
-    assert stream.next_number == cache.log.next_number
-    assert held == cache.truth
-
-
-def replayed(cache: Cache, stream: EventStream, held: set[bytes], rng: random.Random) -> set[bytes]:
-    again = cache.log.since(stream.next_number, 1.0)
-    again += rng.sample(again, len(again) // 2)
-    for number, payload in again:
-        held = applied(held, stream.add(number, read_batch(payload)))
-    return applied(held, stream.end_replay())
+        if number == taken and rng.random() < 0.5 and not (late and at < len(told) // 2):
+            held, taken = applied(held, [read_batch(payload)]), number + 1
+        if rng.random() < 0.3 or at == len(told) - 1:
+            for number, payload in cache.log.since(taken, 1.0):
+                batch = read_batch(payload)
+                assert number == taken or is_snapshot(batch)
+                held, taken = applied(held, [batch]), number + 1
+            assert (held, taken) == (cache.truth, cache.log.next_number)
 
 
 def test_a_reset_cache_is_told_as_cleared_and_then_as_what_it_holds_since() -> None:
-    cache, stream = Cache(1 << 20), EventStream()
+    cache = Cache(1 << 20)
     cache.serve(1, 4)
-    held = applied(set(), stream.add(*read(cache.tell())) + stream.end_replay())
+    held = applied(set(), [read(cache.tell())])
     assert len(held) == 4
     cache.pool.reset()
     cache.serve(2, 3)
-    number, batch = read(cache.tell())
+    batch = read(cache.tell())
     assert isinstance(batch.events[0], AllBlocksCleared)
     assert not any(isinstance(event, AllBlocksCleared) for event in batch.events[1:])
-    assert applied(held, stream.add(number, batch)) == cache.truth == set(chain(2, 3))
+    assert applied(held, [batch]) == cache.truth == set(chain(2, 3))
     cache.pool.reset()
     assert cache.pool.changed
-    number, batch = read(cache.tell())
+    batch = read(cache.tell())
     assert batch.events == [AllBlocksCleared()]
-    assert applied(held, stream.add(number, batch)) == set()
+    assert applied(held, [batch]) == set()
     assert cache.log.held == 0
 
 
-def read(told: tuple[int, bytes]) -> tuple[int, EventBatch]:
-    return told[0], read_batch(told[1])
+def read(told: tuple[int, bytes]) -> EventBatch:
+    return read_batch(told[1])
 
 
 def test_what_is_in_blocks_is_told_with_adapter_and_salt_and_told_again() -> None:
@@ -182,12 +170,3 @@ def test_what_is_held_is_told_again_without_being_made_again() -> None:
     ((number, payload),) = log.since(0, 3.0)
     assert (number, payload is first[1]) == (22, False)
     assert log.since(13, 3.0)[0][0] == 13, "the newest ten are kept"
-
-
-def test_what_waits_is_limited() -> None:
-    stream, batch = EventStream(), EventBatch(1.0, [])
-    stream.end_replay()
-    for number in range(1, MAX_AHEAD + 10):
-        assert stream.add(number, batch) == []
-    assert len(stream.add(0, batch)) == MAX_AHEAD + 1
-    assert stream.next_number == MAX_AHEAD + 1

@@ -89,7 +89,7 @@ def test_the_shortest_prompt_goes_first() -> None:
 
 @pytest.mark.parametrize("policy", ["price", "prefix"])
 def test_every_request_ends_once_and_in_order(policy: str) -> None:
-    speeds = Speeds(msgspec.structs.replace(H200, kv_tokens=16_000, max_num_seqs=12))
+    speeds = Speeds(msgspec.structs.replace(H200, kv_tokens=14_000, max_num_seqs=12))
     streams = streams_of(WORKLOADS["sessions"], 300, 2, 1)
     streams = [stream for stream in streams if stream.prompt + stream.output < 10_000]
     result = run(

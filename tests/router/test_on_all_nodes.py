@@ -74,6 +74,6 @@ async def test_a_router_expects_nothing_of_a_cache_that_was_reset() -> None:
         assert sorted(calls) == [0, 4]
         known = nodes[calls.index(4)]
         index = c.router.pool.prefixes
-        assert known.url in index._marks
+        assert index._nodes[known.url].sent
         assert (await said(c, "POST", "/reset_prefix_cache"))[0] == 200
-        assert known.url not in index._marks
+        assert not index._nodes[known.url].sent

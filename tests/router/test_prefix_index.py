@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_doubles import parse_job
@@ -15,19 +16,17 @@ from router_doubles import parse_job
 from kvrelay.router.node_load import Share
 from kvrelay.router.nodes.node import HealthReport
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.prefix.index import CHUNK_BYTES, MAX_TEXT_BYTES, HeldBlocks, Prefix, PrefixIndex
-from kvrelay.router.prefix.text_tree import EDGE_BYTES, Edge, TextTree
+from kvrelay.router.prefix import index as module
+from kvrelay.router.prefix.index import CHUNK_BYTES, MAX_TEXT_BYTES, Prefix, PrefixIndex
 from kvrelay.router.request.job import CHAT_PATH, prefix_of
 from kvrelay.wire.config import Role
 from kvrelay.wire.kv_events import extend
 from kvrelay.wire.outputs import PromptBlocks
 
-texts = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(lambda chunks: array("q", chunks))
 BLOCK = 16
-unhurried = settings(max_examples=60)
 
 
-def common(one: list[int] | array[int], other: list[int] | array[int]) -> int:
+def common(one: array[int], other: array[int]) -> int:
     return next(
         (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),
@@ -49,148 +48,65 @@ def length(index: PrefixIndex, prefix: Prefix) -> int:
     return index.lookup(prefix)[0]
 
 
-def check(tree: TextTree) -> None:
-    """Raise AssertionError if an invariant is broken."""
-    below = list(tree._root.children.values())
-    size, seen = 0, 0
-    order = {edge: at for at, edge in enumerate(tree._edges)}
-    while below:
-        edge = below.pop()
-        seen += 1
-        size += edge.size_bytes
-        assert len(edge.chunks) > 0
-        assert edge.parent is not None
-        assert edge.parent.children[edge.chunks[0]] is edge
-        assert edge.parent is tree._root or order[edge.parent] > order[edge]
-        assert edge.going == sum(edge.under_way)
-        assert edge.parent is tree._root or edge.sent & ~edge.parent.sent == 0
-        below += edge.children.values()
-    assert seen == len(tree._edges)
-    assert size == tree.size_bytes, (size, tree.size_bytes)
-
-
-def depth_of(steps: list[tuple[int, int]], node: int) -> int:
-    return max((depth for depth, marks in steps if marks >> node & 1), default=0)
-
-
-@unhurried
-@given(st.lists(st.tuples(texts, st.integers(0, 3), st.booleans()), max_size=40), texts)
-def test_the_tree_knows_how_much_of_a_text_each_node_was_sent(
-    legs: list[tuple[array[int], int, bool]], asked: array[int]
-) -> None:
-    tree = TextTree()
-    going: list[tuple[array[int], int, Edge]] = []
-    for chunks, node, ends in legs:
-        last = tree.send(chunks, 1 << node)
-        if ends:
-            tree.end(last, 1 << node)
-        else:
-            going.append((chunks, node, last))
-        check(tree)
-    sent_steps, going_steps = tree.steps(tree.path(asked))
-    for node in range(4):
-        sent = max((common(chunks, asked) for chunks, at, _ in legs if at == node), default=0)
-        assert depth_of(sent_steps, node) == sent
-        assert depth_of(going_steps, node) == max(
-            (common(chunks, asked) for chunks, at, _ in going if at == node), default=0
-        )
-    for _, node, last in going:
-        tree.end(last, 1 << node)
-        check(tree)
-    assert tree.steps(tree.path(asked))[1] == []
-
-
-@unhurried
-@given(st.lists(texts, min_size=1, max_size=12), texts)
-def test_blocks_of_a_shared_beginning_are_those_of_the_texts_that_share_it(
-    sent: list[array[int]], asked: array[int]
-) -> None:
-    """Two blocks to each chunk; the key of a block is its text so far. What is learned is a
-    beginning of the truth.
-    """
-
-    def truth(chunks: array[int]) -> array[int]:
-        seen, keys = 0, array("Q")
-        for chunk in chunks:
-            for half in (1, 2):
-                seen = hash((seen, chunk, half))
-                keys.append(seen & (2**64 - 1))
-        return keys
-
-    tree = TextTree()
-    for chunks in sent:
-        tree.send(chunks, 1)
-        tree.learn(chunks, truth(chunks))
-        check(tree)
-        keys, depth = tree.known_keys(tree.path(chunks))
-        assert (keys, depth) == (truth(chunks), len(chunks))
-    shared = max(common(chunks, asked) for chunks in sent)
-    assert tree.known_keys(tree.path(asked))[0] == truth(asked[:shared])
-
-
-@unhurried
-@given(st.lists(st.tuples(texts, st.integers(0, 3)), max_size=40), st.integers(1, 12))
-def test_the_tree_stays_in_its_limit_and_forgets_the_oldest(
-    legs: list[tuple[array[int], int]], edges: int
-) -> None:
-    limit = edges * (EDGE_BYTES + 8 * 8)
-    tree = TextTree(limit)
-    for chunks, node in legs:
-        tree.send(chunks, 1 << node)
-        check(tree)
-        assert tree.size_bytes <= limit
-    if legs and edges >= len(legs[-1][0]):  # a text that grew chunk by chunk has an edge for each
-        assert depth_of(tree.steps(tree.path(legs[-1][0]))[0], legs[-1][1]) == len(legs[-1][0])
-
-
-def test_a_template_that_changes_its_tokens_replaces_what_was_learned() -> None:
-    tree, chunks = TextTree(), array("q", range(8))
-    tree.send(chunks, 1)
-    tree.learn(chunks, array("Q", range(16)))
-    tomorrow = array("Q", range(100, 116))
-    tree.learn(chunks, tomorrow)
-    assert tree.known_keys(tree.path(chunks))[0] == tomorrow
-
-
-@unhurried
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 2), st.booleans(), st.lists(st.integers(0, 9), max_size=4)),
-        max_size=40,
-    ),
-    st.lists(st.integers(0, 9), max_size=8),
-)
-def test_held_blocks_are_what_nodes_have_told(
-    told: list[tuple[int, bool, list[int]]], asked: list[int]
-) -> None:
-    blocks, held = HeldBlocks(), {node: set[int]() for node in range(3)}
-    for node, stored, keys in told:
-        (blocks.stored if stored else blocks.removed)(1 << node, keys)
-        held[node] = held[node] | set(keys) if stored else held[node] - set(keys)
-    steps = blocks.steps(asked, 0b111)
-    for node in range(3):
-        longest = next((at for at, key in enumerate(asked) if key not in held[node]), len(asked))
-        assert depth_of(steps, node) == longest
-    assert len(blocks) == len(set.union(*held.values()))
-
-
-def test_a_full_table_forgets_what_came_first() -> None:
-    blocks = HeldBlocks(limit=80)
-    blocks.stored(1, range(80))
-    blocks.stored(2, [79])
-    blocks.stored(1, [80])
-    assert len(blocks) == 71
-    assert blocks.steps([0], 1) == []
-    assert blocks.steps([79, 80], 0b11) == [(1, 0b11), (2, 1)]
-    blocks.stored(1, range(100, 300))
-    assert len(blocks) <= 80
-    assert blocks.steps([299], 1) == [(1, 1)]
-
-
-def blocks_of(token_ids: list[int]) -> PromptBlocks:
+def blocks_of(ids: list[int]) -> PromptBlocks:
     hashes: list[bytes] = []
-    extend(hashes, token_ids, BLOCK)
+    extend(hashes, ids, BLOCK)
     return PromptBlocks(BLOCK, b"".join(hashes))
+
+
+words = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+
+
+def prefix_of_words(text: list[int]) -> Prefix:
+    return Prefix.of(7, b"".join(bytes([word]) * CHUNK_BYTES for word in text))
+
+
+@given(st.lists(st.tuples(words, st.sampled_from("abc")), max_size=12), words, st.booleans())
+@settings(max_examples=60)
+def test_a_node_has_the_longest_beginning_that_it_was_sent(
+    requests: list[tuple[list[int], str]], text: list[int], ended: bool
+) -> None:
+    """With trust: that runs there now."""
+    index, has = PrefixIndex(), defaultdict[str, int](int)
+    under_way = []
+    for at, (sent, url) in enumerate(requests):
+        going = index.send(prefix_of_words(sent), url)
+        if ended and at % 2:
+            index.trust(url)
+            index.end(going)
+        else:
+            under_way.append((sent, url, going))
+    for _, url in requests:
+        index.trust(url)
+    for sent, url, _ in under_way:
+        depth = common(array("q", sent), array("q", text))
+        if depth:
+            has[url] = max(has[url], depth * CHUNK_BYTES // 4)
+    assert cached(index, prefix_of_words(text)) == has
+    for _, _, going in under_way:
+        index.end(going)
+    assert not cached(index, prefix_of_words(text))
+
+
+@pytest.mark.parametrize("limit", ["MAX_SENT", "MAX_LEARNED", "MAX_BLOCKS"])
+def test_what_is_remembered_is_limited_and_the_newest_stays(
+    monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(module, limit, 64)
+    index = PrefixIndex()
+    for at in range(100):
+        prefix = asked(index, f"{at:03} " + "x" * 8 * CHUNK_BYTES, "a")
+        index.stored("a", prefix.keys or ())
+    node = index._nodes["a"]
+    sizes = {
+        "MAX_SENT": len(node.sent),
+        "MAX_LEARNED": index.texts(),
+        "MAX_BLOCKS": index.blocks(),
+    }
+    assert 48 <= sizes.pop(limit) <= 64
+    assert min(sizes.values()) > 800
+    if limit != "MAX_BLOCKS":
+        assert cached(index, asked(index, "099 " + "x" * 8 * CHUNK_BYTES))["a"] > 250
 
 
 def tokenized(text: str) -> list[int]:
@@ -299,37 +215,24 @@ def test_a_very_long_prompt_is_looked_at_in_part() -> None:
     known = prefix.known(
         PromptBlocks(BLOCK, b"".join(at.to_bytes(16) for at in range(tokens // BLOCK))), tokens
     )
-    with under_way(index, prefix, "a"):
-        index.learn(known)
-    keys, _ = index.texts.known_keys(index.texts.path(prefix.chunks))
-    assert len(keys) == tokens // BLOCK // 2
+    index.learn(known)
+    index.trust("a")
+    index.stored("a", known.keys or ())
+    assert cached(index, prefix) == {"a": tokens // 2}
 
 
-def test_numbers_of_nodes_that_are_gone_are_used_again() -> None:
+def test_a_node_that_is_gone_or_empty_has_nothing() -> None:
     index = PrefixIndex()
-    keys = list(range(50))
-    for at in range(200):
+    prefix = asked(index, SYSTEM, "a")
+    for gone in (index.clear, index.forget):
         index.trust("a")
-        index.stored("a", keys)
-        asked(index, SYSTEM, "a")
-        index.stored("b", [1_000 + at % 3])
-        index.forget("a")
-        assert "a" not in cached(index, asked(index, SYSTEM))
-    assert len(index.blocks) <= 53
-    assert index._mark("new").bit_length() <= 2 * 64 + 2
-
-
-def test_what_is_gone_is_cleared_piece_by_piece() -> None:
-    blocks = HeldBlocks()
-    blocks.stored(1, range(5_000))
-    blocks.stored(2, range(4_000, 6_000))
-    blocks.forget(1)
-    left = []
-    while blocks.sweeping:
-        left.append(len(blocks))
-        blocks.removed(4, ())
-    assert [before - after for before, after in pairwise(left)] == [0, 0, 1_000, 1_000, 1_000]
-    assert (len(blocks), blocks.steps(range(4_000, 5_000), 3)) == (2_000, [(1_000, 2)])
+        index.stored("a", prefix.keys or ())
+        with under_way(index, prefix, "a"):
+            assert cached(index, prefix)
+            gone("a")
+        assert not cached(index, prefix)
+        index.doubt("a")
+        assert not cached(index, prefix)
 
 
 def chat(messages: list[dict[str, str]], **more: object) -> Prefix:

@@ -16,7 +16,6 @@ ADDED = frozenset(
         "kvrelay_router_requests_running",
         "kvrelay_router_queue_waiting",
         "kvrelay_router_waiting_for_room",
-        "kvrelay_router_prefix_text_bytes",
         "process_virtual_memory_bytes",
         "process_resident_memory_bytes",
     }

@@ -32,8 +32,8 @@ _LOOK_S = 0.1
 _ROUTER_S = 1.0
 """After which a router that was started again knows its nodes."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_TEXT_BYTES, _BLOCKS = "kvrelay_router_prefix_text_bytes", "kvrelay_router_prefix_blocks"
-_BLOCK_BYTES = 120  # an entry of a dict, and its key
+_TEXTS, _BLOCKS = "kvrelay_router_prefix_texts", "kvrelay_router_prefix_blocks"
+_TEXT_BYTES, _BLOCK_BYTES = 200, 120  # entries, and their keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ async def sizes_apart(cluster: Cluster) -> tuple[dict[str, Size], int]:
     """
     assert cluster.router is not None
     found, told = await asyncio.to_thread(sizes, cluster), await cluster.metrics(cluster.router)
-    index = int(told.get(_TEXT_BYTES, 0.0) + _BLOCK_BYTES * told.get(_BLOCKS, 0.0))
+    index = int(_TEXT_BYTES * told.get(_TEXTS, 0.0) + _BLOCK_BYTES * told.get(_BLOCKS, 0.0))
     if "router" in found:
         found["router"] = replace(found["router"], memory=found["router"].memory - index)
     return found, index
