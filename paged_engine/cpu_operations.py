@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from kvrelay.kernels.elementwise import act_and_mul, apply_rope, layer_norm, rms_norm, write_kv
+from kvrelay.kernels.elementwise import act_and_mul, apply_rope, rms_norm, write_kv
 from kvrelay.kernels.linear import Linear, fewest_invariant_rows
 from kvrelay.kernels.lora import PackedLora
 from kvrelay.kernels.moe import Experts, route
 from kvrelay.kernels.paged_attention import AttentionPlan, attend
 from kvrelay.paged_engine.adapters import Site, adapter_sites, stack_sites
-from kvrelay.paged_engine.decoder import LayerCache, Norm, QkNorm
+from kvrelay.paged_engine.decoder import LayerCache, QkNorm
 from kvrelay.paged_engine.lora_files import Adapter
 from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.ranks import Ranks
@@ -54,7 +54,7 @@ def fewest_rows(linears: Iterable[Linear], dtype: torch.dtype) -> int:
 class CpuOperations:
     """A CPU's operations for one model; GpuOperations has the same methods.
 
-    Results may be written into `hidden`. A norm of None is no norm.
+    Results may be written into `hidden`.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> None:
@@ -90,25 +90,16 @@ class CpuOperations:
         rows = functional.embedding(step.token_ids, table)
         return rows if self._config.embedding_scale == 1 else rows * self._embedding_scale
 
-    def add_positions(
-        self, step: CpuStep, hidden: torch.Tensor, table: torch.Tensor
-    ) -> torch.Tensor:
-        return hidden + functional.embedding(step.positions, table)
-
     def rotary(self, step: CpuStep, cos_sin: torch.Tensor) -> Rotary:
         """Prepare a table [max_positions, rotary_dim] of fp32 cosines, then sines."""
         cos, sin = cos_sin[step.positions].to(self._dtype)[:, None].chunk(2, dim=-1)
         return cos, sin
 
-    def norm(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        if norm is None:
-            return hidden
-        if norm.bias is not None:
-            return layer_norm(hidden, norm.weight, norm.bias, norm.eps)
-        return rms_norm(hidden, norm.weight, norm.eps, plus_one=norm.plus_one)
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, weight, self._config.rms_norm_eps, plus_one=self._config.gemma_norms)
 
     def normed_linear(
-        self, hidden: torch.Tensor, norm: Norm | None, linear: Linear
+        self, hidden: torch.Tensor, norm: torch.Tensor, linear: Linear
     ) -> torch.Tensor:
         return linear(self.norm(hidden, norm))
 
@@ -116,7 +107,7 @@ class CpuOperations:
         self,
         step: CpuStep,
         qkv: torch.Tensor,
-        rotary: Rotary | None,
+        rotary: Rotary,
         qk_norm: QkNorm | None,
         cache: LayerCache,
     ) -> torch.Tensor:
@@ -129,12 +120,11 @@ class CpuOperations:
         heads = qkv.view(len(qkv), rotated + kv_heads, self._config.head_dim)
         qk = heads[:, :rotated]
         if qk_norm is not None:
-            weight = torch.cat(
-                (qk_norm.query.expand(num_heads, -1), qk_norm.key.expand(kv_heads, -1))
+            of_query, of_key = qk_norm
+            qk = self.norm(
+                qk, torch.cat((of_query.expand(num_heads, -1), of_key.expand(kv_heads, -1)))
             )
-            qk = rms_norm(qk, weight, qk_norm.eps, plus_one=qk_norm.plus_one)
-        if rotary is not None:
-            qk = apply_rope(qk, *rotary)
+        qk = apply_rope(qk, *rotary)
         keys, values = cache
         write_kv(keys, values, qk[:, num_heads:], heads[:, rotated:], step.blocks, step.offsets)
         return qk[:, :num_heads]
@@ -152,18 +142,17 @@ class CpuOperations:
         return hidden + self._ranks.all_reduce(linear(x))
 
     def add_normed_linear(
-        self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: Norm
+        self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: torch.Tensor
     ) -> torch.Tensor:
         return hidden + self.norm(self._ranks.all_reduce(linear(x)), norm)
 
-    def gated_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
+    def gated_linear(
+        self, hidden: torch.Tensor, norm: torch.Tensor, linear: Linear
+    ) -> torch.Tensor:
         return act_and_mul(self.normed_linear(hidden, norm, linear), self._config.activation)
 
-    def relu_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
-        return self.normed_linear(hidden, norm, linear).relu_()
-
     def add_experts(
-        self, hidden: torch.Tensor, norm: Norm, router: Linear, experts: Experts
+        self, hidden: torch.Tensor, norm: torch.Tensor, router: Linear, experts: Experts
     ) -> torch.Tensor:
         mixture = self._config.moe
         assert mixture is not None

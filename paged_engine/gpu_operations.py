@@ -13,7 +13,7 @@ import torch
 
 from kvrelay.kernels.decode_plan import DecodeWorkspace, plan_decode
 from kvrelay.kernels.fp8_linear import Fp8Linear
-from kvrelay.kernels.fused_elementwise import act_and_mul, embed, layer_norm, relu, rms_norm
+from kvrelay.kernels.fused_elementwise import act_and_mul, embed, rms_norm
 from kvrelay.kernels.fused_rope_write import rope_and_write
 from kvrelay.kernels.gpu_linear import GpuLinear
 from kvrelay.kernels.grouped_gemm import moe
@@ -23,7 +23,7 @@ from kvrelay.kernels.paged_decode import paged_decode
 from kvrelay.kernels.paged_prefill import paged_prefill
 from kvrelay.kernels.skinny_gemm import Activation
 from kvrelay.paged_engine.adapters import Site, adapter_sites, stack_sites
-from kvrelay.paged_engine.decoder import LayerCache, Norm, QkNorm
+from kvrelay.paged_engine.decoder import LayerCache, QkNorm
 from kvrelay.paged_engine.lora_files import Adapter, Matrices
 from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.ranks import Ranks
@@ -124,39 +124,33 @@ class GpuOperations:
         scale = self._config.embedding_scale
         return embed(step.token_ids, self._sampled, step.source, table, scale=scale, pdl=self._pdl)
 
-    def add_positions(
-        self, step: GpuStep, hidden: torch.Tensor, table: torch.Tensor
-    ) -> torch.Tensor:
-        return hidden + table[step.positions]
-
     def rotary(self, step: GpuStep, cos_sin: torch.Tensor) -> torch.Tensor:
         return cos_sin
 
-    def norm(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        if norm is None:
-            return hidden
-        if norm.bias is not None:
-            return layer_norm(hidden, norm.weight, norm.bias, norm.eps, pdl=self._pdl)
-        return rms_norm(hidden, norm.weight, norm.eps, plus_one=norm.plus_one, pdl=self._pdl)
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        config = self._config
+        return rms_norm(x, weight, config.rms_norm_eps, plus_one=config.gemma_norms, pdl=self._pdl)
 
     def normed_linear(
-        self, hidden: torch.Tensor, norm: Norm | None, linear: Linear
+        self, hidden: torch.Tensor, norm: torch.Tensor, linear: Linear
     ) -> torch.Tensor:
-        if norm is None or norm.bias is not None:
-            return linear(self.norm(hidden, norm), pdl=self._pdl)
-        return linear.normed(hidden, norm.weight, norm.eps, plus_one=norm.plus_one, pdl=self._pdl)
+        config = self._config
+        return linear.normed(
+            hidden, norm, config.rms_norm_eps, plus_one=config.gemma_norms, pdl=self._pdl
+        )
 
     def rotate_and_write(
         self,
         step: GpuStep,
         qkv: torch.Tensor,
-        rotary: torch.Tensor | None,
+        rotary: torch.Tensor,
         qk_norm: QkNorm | None,
         cache: LayerCache,
     ) -> torch.Tensor:
         config = self._config
         keys, values, *scales = cache
         key_scales, value_scales = scales or (None, None)
+        of_query, of_key = qk_norm or (None, None)
         return rope_and_write(
             qkv,
             step.positions,
@@ -168,10 +162,10 @@ class GpuOperations:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            q_norm=None if qk_norm is None else qk_norm.query,
-            k_norm=None if qk_norm is None else qk_norm.key,
-            eps=0.0 if qk_norm is None else qk_norm.eps,
-            plus_one=qk_norm is not None and qk_norm.plus_one,
+            q_norm=of_query,
+            k_norm=of_key,
+            eps=config.rms_norm_eps,
+            plus_one=config.gemma_norms,
             key_scales=key_scales,
             value_scales=value_scales,
             pdl=self._pdl,
@@ -228,30 +222,27 @@ class GpuOperations:
         return self._ranks.all_reduce(linear(x, residual=added, out=hidden, pdl=self._pdl))
 
     def add_normed_linear(
-        self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: Norm
+        self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: torch.Tensor
     ) -> torch.Tensor:
         return hidden.add_(self.norm(self._ranks.all_reduce(linear(x, pdl=self._pdl)), norm))
 
-    def gated_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
-        act = cast("Activation", self._config.activation)
-        if norm is None or norm.bias is not None:
-            return linear.gated(self.norm(hidden, norm), act, pdl=self._pdl)
+    def gated_linear(
+        self, hidden: torch.Tensor, norm: torch.Tensor, linear: Linear
+    ) -> torch.Tensor:
+        config = self._config
         return linear.gated(
             hidden,
-            act,
-            norm_weight=norm.weight,
-            eps=norm.eps,
-            plus_one=norm.plus_one,
+            cast("Activation", config.activation),
+            norm_weight=norm,
+            eps=config.rms_norm_eps,
+            plus_one=config.gemma_norms,
             pdl=self._pdl,
         )
-
-    def relu_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
-        return relu(self.normed_linear(hidden, norm, linear), pdl=self._pdl)
 
     def add_experts(
         self,
         hidden: torch.Tensor,
-        norm: Norm,
+        norm: torch.Tensor,
         router: Linear,
         experts: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:

@@ -196,7 +196,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def _safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    from kvrelay.paged_engine.quantization import canonical_name, is_passed_over
+    from kvrelay.paged_engine.quantization import canonical_name
 
     in_fp8 = config.quantization is not None
     wanted = {*tensor_shapes(config), *(f"{name}_scale" for name in quantized_weights(config))}
@@ -214,8 +214,7 @@ def _safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
             except (SafetensorError, OSError) as why:
                 raise ConfigError(f"{path} cannot be read: {why}") from why
             for name in list(file.keys()):
-                listed_here = listed is None or listed.get(name) == shard
-                if listed_here and not (in_fp8 and is_passed_over(name)):
+                if listed is None or listed.get(name) == shard:
                     found[canonical_name(name) if in_fp8 else name] = file, name
         tied = config.tie_embeddings
         check_names([name for name in found if not _is_redundant(name, tied)], wanted, str(folder))

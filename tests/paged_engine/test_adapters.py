@@ -25,11 +25,9 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Gemma2ForCausalLM",
     "Phi3ForCausalLM",
-    "OPTForCausalLM",
 )
 SPELLED = {
     "Phi3ForCausalLM": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
-    "OPTForCausalLM": ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
 }
 
 
