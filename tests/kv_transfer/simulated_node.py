@@ -150,7 +150,7 @@ class SimulatedNode(EngineProcess):
         self.engine = _Engine(self.device)
         no_grammars = SimpleNamespace(ready=lambda now: [], drop=lambda request_id: None)
         self._grammars = no_grammars  # type: ignore[assignment]
-        self._adapters = AdapterLoads(self.engine, self._send, self.wakeup)
+        self._adapters = AdapterLoads(self.engine, self._send)
         self._cache = CacheReporter(
             self.engine.scheduler.pool, BLOCK_TOKENS, self._send, enabled=False
         )
