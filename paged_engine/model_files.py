@@ -63,8 +63,8 @@ def read_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for all names of tensor_shapes(config), in their stored dtype.
 
-    load_format dummy puts them on `device`, others in host memory. Quantized GGUF tensors come as
-    float32. Raises ConfigError for a file or tensor that is missing, unknown or misshaped.
+    load_format dummy puts them on `device`, others in host memory. GGUF tensors come as float32.
+    Raises ConfigError for a file or tensor that is missing, unknown or misshaped.
     """
     shapes = tensor_shapes(config)
     stored = _stored(_model_path(model, load_format), config, load_format, device)
