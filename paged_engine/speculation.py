@@ -125,6 +125,6 @@ class Speculation:
             request.accepted_tokens += agreed
             request.failed_drafts = 0 if agreed else request.failed_drafts + 1
             # 0, 2, 6, 14 tokens and so on: with 32 requests drafts that all fail cost 58 % else.
-            wait = min(2**request.failed_drafts - 2, _LONGEST_WAIT)
+            wait = min((1 << request.failed_drafts) - 2, _LONGEST_WAIT)
             request.no_draft_before = request.output_tokens + agreed + 1 + wait
         return drawn[: agreed + 1]
