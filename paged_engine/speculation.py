@@ -29,9 +29,9 @@ class NgramIndex:
 
         `tokens` may only have grown since the last call.
         """
-        for place in range(self._indexed, len(tokens)):
-            for n in range(self._shortest, min(self._longest, place) + 1):
-                self._follower[tuple(tokens[place - n : place])] = place
+        for end in range(self._indexed, len(tokens)):
+            for n in range(self._shortest, min(self._longest, end) + 1):
+                self._follower[tuple(tokens[end - n : end])] = end
         self._indexed = len(tokens)
         for n in range(min(self._longest, len(tokens)), self._shortest - 1, -1):
             place = self._follower.get(tuple(tokens[-n:]))
