@@ -19,10 +19,10 @@ import collections
 import contextlib
 import ctypes
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,7 +41,6 @@ __all__ = [
     "Joined",
     "Open",
     "Opened",
-    "PeerEvent",
     "PeerGone",
     "ReadEnded",
     "BackendThread",
@@ -59,7 +58,7 @@ POLL_MIN_S, POLL_MAX_S, POLL_GROWTH = 0.00005, 0.001, 1.05
 BROKEN_S = 1000.0
 # When a read that hangs is logged.
 HANGING_S = 60.0
-# How often a backend without threads of its own is progressed while peers may read here, and else.
+# How often a backend is progressed that peers need for their reads from here, and any other one.
 SERVE_S, IDLE_S = 0.002, 0.05
 
 
@@ -130,10 +129,11 @@ class Open(msgspec.Struct, tag="open", frozen=True):
 
 
 class AddPeer(msgspec.Struct, tag="add", frozen=True):
-    """A job: get ready to read from a process. Joined follows."""
+    """A job: get ready to read from a process. Joined follows, with the same `attempt`."""
 
     peer: PeerKey
     source: Source
+    attempt: int
 
 
 class PeerGone(msgspec.Struct, tag="gone", frozen=True):
@@ -159,7 +159,8 @@ class Joined(msgspec.Struct, tag="joined", frozen=True):
     """An event: reads from this peer may be posted, or (`error`) never will be."""
 
     peer: PeerKey
-    error: KvrelayError | None
+    attempt: int
+    error: KvrelayError | None = None
 
 
 class ReadEnded(msgspec.Struct, tag="ended", frozen=True):
@@ -175,8 +176,7 @@ class ReadEnded(msgspec.Struct, tag="ended", frozen=True):
 
 
 BackendJob = Open | AddPeer | Read | PeerGone | DropPeer
-PeerEvent = Joined | ReadEnded
-BackendEvent = Opened | PeerEvent
+BackendEvent = Opened | Joined | ReadEnded
 
 
 @dataclass(slots=True)
@@ -195,12 +195,11 @@ class BackendThread:
         self,
         backend: TransferBackend,
         tell: Callable[[BackendEvent], None],
-        serving: Callable[[], bool],
         on_error: Callable[[Exception], None],
     ) -> None:
-        """`serving`: whether peers may be reading from here. `on_error`: the thread has ended."""
+        """`tell` and `on_error`, when the thread has ended, are called from the thread."""
         self._backend = backend
-        self._tell, self._serving, self._on_error = tell, serving, on_error
+        self._tell, self._on_error = tell, on_error
         # No SimpleQueue: its get() with a timeout never returns if the thread was kept from running
         # for just so long in the middle of it (CPython 3.10 to 3.12).
         self._todo: collections.deque[BackendJob] = collections.deque()
@@ -210,31 +209,25 @@ class BackendThread:
         self._closing = False
         self._interval_s = POLL_MIN_S
         self._turned_at = time.monotonic()
-        self._prepared: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._prepared: Future[None] = Future()
         self._metadata: bytes | None = None
         self._thread = threading.Thread(target=self._run, name="kv-backend", daemon=True)
 
     def start(self) -> None:
         """Start the thread and prepare the backend. Raises what its `prepare` raised."""
         self._thread.start()
-        error = self._prepared.get()
-        if error is not None:
-            raise error
+        self._prepared.result()
 
     def do(self, job: BackendJob) -> None:
         self._todo.append(job)
-        self.nudge()
+        self._woken.set()
 
     def silent_s(self) -> float:
         return time.monotonic() - self._turned_at
 
-    def nudge(self) -> None:
-        """Leave the long sleep: somebody may be about to read from here."""
-        self._woken.set()
-
     def stop(self) -> None:
         self._closing = True
-        self.nudge()
+        self._woken.set()
 
     def close(self, timeout_s: float) -> None:
         self.stop()
@@ -245,9 +238,9 @@ class BackendThread:
         try:
             self._backend.prepare()
         except Exception as error:  # noqa: BLE001 - raised again by start(), in the thread that asked
-            self._prepared.put(error)
+            self._prepared.set_exception(error)
             return
-        self._prepared.put(None)
+        self._prepared.set_result(None)
         try:
             while not self._closing:
                 self._turn()
@@ -277,21 +270,20 @@ class BackendThread:
             self._carry_out(self._todo.popleft())
         if self._metadata is not None:
             self._backend.progress()
-            self._poll()
+            self._running = [running for running in self._running if not self._ended(running)]
 
     def _wait_s(self) -> float:
         if self._running:
             self._interval_s = min(POLL_MAX_S, self._interval_s * POLL_GROWTH)
             return self._interval_s
-        helps = self._backend.helps_readers and self._metadata is not None
-        return SERVE_S if helps and self._serving() else IDLE_S
+        return SERVE_S if self._backend.helps_readers and self._metadata is not None else IDLE_S
 
     def _carry_out(self, job: BackendJob) -> None:
         match job:
             case Open():
                 self._tell(self._open())
-            case AddPeer(peer, source):
-                self._add_peer(peer, source)
+            case AddPeer():
+                self._tell(Joined(job.peer, job.attempt, self._add_peer(job)))
             case Read():
                 self._post(job)
             case PeerGone(peer):
@@ -300,18 +292,17 @@ class BackendThread:
                 if self._sources.pop(peer.generation, None) is not None:
                     self._backend.drop_peer(peer.generation)
 
-    def _add_peer(self, peer: PeerKey, source: Source) -> None:
-        started, error = time.monotonic(), None
-        try:
-            if peer.generation not in self._sources:
+    def _add_peer(self, job: AddPeer) -> TransferError | None:
+        peer, source, started = job.peer, job.source, time.monotonic()
+        if peer.generation not in self._sources:
+            try:
                 self._backend.add_peer(source)
-                self._sources[peer.generation] = source
-        except TransferError as raised:
-            error = raised
-        else:
-            took_s = time.monotonic() - started
-            log.info("joined %s at %s:%d in %.3f s", source.engine_id, peer.host, peer.port, took_s)
-        self._tell(Joined(peer, error))
+            except TransferError as error:
+                return error
+            self._sources[peer.generation] = source
+        took_s = time.monotonic() - started
+        log.info("joined %s at %s:%d in %.3f s", source.engine_id, peer.host, peer.port, took_s)
+        return None
 
     def _post(self, read: Read) -> None:
         try:
@@ -329,9 +320,6 @@ class BackendThread:
             return
         self._running.append(_Running(read, handle, time.monotonic()))
         self._interval_s = POLL_MIN_S
-
-    def _poll(self) -> None:
-        self._running = [running for running in self._running if not self._ended(running)]
 
     def _ended(self, running: _Running) -> bool:
         read, now = running.read, time.monotonic()

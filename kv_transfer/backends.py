@@ -1,32 +1,28 @@
 """The backends of an engine over all of its ranks: when each is opened, and what peers read by it.
 
-What is asked goes to the ranks in parts; what they tell becomes one event. A peer is joined when
-all parts are. A read has ended when all its parts have, fails with the first part that does, and is
-in flight until no part is: so long its blocks stay in quarantine.
+A peer is joined when all parts are. A read has ended when all its parts have, fails with the first
+part that does, and is in flight until no part is: so long its blocks stay in quarantine.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import count
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvrelay.kv_transfer.backend import (
     AddPeer,
-    BackendJob,
     DropPeer,
     Joined,
     Open,
     Opened,
-    PeerEvent,
     PeerGone,
     ReadEnded,
     Source,
@@ -37,7 +33,6 @@ from kvrelay.kv_transfer.messages import HandshakeReply, RankCard
 from kvrelay.kv_transfer.rank_backends import RankBackends
 from kvrelay.kv_transfer.ranks import (
     OPEN_S,
-    Broke,
     Do,
     FromRank,
     News,
@@ -53,16 +48,21 @@ from kvrelay.wire.errors import ConfigError, Incompatible, KvrelayError
 if TYPE_CHECKING:
     from kvrelay.kv_transfer.transfer_engine import TransferEngine
 
-__all__ = ["AllRanksBackend", "Backends", "Part"]
+__all__ = ["Backends"]
 
 log = logging.getLogger(__name__)
 
 
-class Part(NamedTuple):
-    """A part: our rank, and the process of the source's rank that it reads from."""
+Part = tuple[int, PeerKey]
+"""A rank of ours, and the process of the source's rank that it reads from."""
 
-    rank: int
-    source: PeerKey
+
+@dataclass(slots=True)
+class _Way:
+    kind: str
+    attempt: int
+    parts: list[Part]
+    missing: set[Part]  # parts that have not joined
 
 
 @dataclass(slots=True)
@@ -72,86 +72,8 @@ class _Read:
     error: KvrelayError | None = None
 
 
-class AllRanksBackend:
-    """A backend on all ranks, as if it were one. Called under the transfer engine's lock.
-
-    A part's events come in order, those of different parts in any order.
-    """
-
-    def __init__(self, do: Callable[[int, BackendJob], None]) -> None:
-        """`do` gives a job to a rank."""
-        self._do = do
-        self._parts: dict[PeerKey, tuple[Part, ...]] = {}
-        self._missing: dict[PeerKey, set[Part]] = {}  # parts that have not joined
-        # Joins that were not answered: only the last answer is about this attempt.
-        self._asked: Counter[Part] = Counter()
-        self._reads: dict[int, _Read] = {}
-
-    def __len__(self) -> int:
-        return len(self._parts) + len(self._reads)
-
-    def add_peer(self, peer: PeerKey, sources: Sequence[tuple[int, Source]]) -> None:
-        """Have each rank get ready to read from its source. Joined follows."""
-        parts = tuple(
-            Part(rank, PeerKey(peer.host, peer.port, source.generation)) for rank, source in sources
-        )
-        self._parts[peer], self._missing[peer] = parts, set(parts)
-        self._asked.update(parts)
-        for part, (_, source) in zip(parts, sources, strict=True):
-            self._do(part.rank, AddPeer(part.source, source))
-
-    def read(self, read: Read) -> None:
-        parts = self._parts[read.peer]
-        self._reads[read.read_id] = _Read(read.peer, set(parts))
-        for part in parts:
-            self._do(part.rank, msgspec.structs.replace(read, peer=part.source))
-
-    def peer_gone(self, peer: PeerKey) -> None:
-        for part in self._parts.get(peer, ()):
-            if part.source == peer:
-                self._do(part.rank, PeerGone(peer))
-
-    def drop_peer(self, peer: PeerKey) -> None:
-        self._missing.pop(peer, None)
-        for part in self._parts.pop(peer, ()):
-            self._do(part.rank, DropPeer(part.source))
-
-    def on_event(self, rank: int, event: PeerEvent) -> PeerEvent | None:
-        """Return the event of the whole; None if there is none yet."""
-        part = Part(rank, event.peer)
-        if isinstance(event, Joined):
-            return self._joined(part, event.error)
-        read = self._reads.get(event.read_id)
-        if read is None:
-            return None
-        first = read.error is None
-        read.error = read.error or event.error
-        if not event.in_flight:
-            read.running.discard(part)
-        if not read.running:
-            del self._reads[event.read_id]
-            return ReadEnded(read.peer, event.read_id, read.error)
-        if event.error is None or not first:
-            return None
-        return ReadEnded(read.peer, event.read_id, event.error, in_flight=True)
-
-    def _joined(self, part: Part, error: KvrelayError | None) -> Joined | None:
-        self._asked[part] -= 1
-        if self._asked[part] > 0:
-            return None
-        del self._asked[part]
-        peer = next((peer for peer, parts in self._parts.items() if part in parts), None)
-        if peer is None:  # given up meanwhile
-            return None
-        if error is not None:
-            self.drop_peer(peer)  # the other parts have joined, or are about to
-            return Joined(peer, error)
-        self._missing[peer].discard(part)
-        return None if self._missing[peer] else Joined(peer, None)
-
-
 class Backends:
-    """An engine's backends, the best first.
+    """An engine's backends on all of its ranks, the best first. Called under the engine's lock.
 
     An open backend listens, and who reaches UCX's listener can write anywhere. So the first is
     opened at start, and another one when a peer asks for it that the earlier ones do not reach.
@@ -167,10 +89,10 @@ class Backends:
         *,
         checksums: bool = False,
     ) -> None:
-        """Prepare all, and open the first; leave out those that some rank cannot have.
+        """Prepare all; leave out those that some rank cannot have.
 
-        `region` and `heads` are rank 0's. Raises ConfigError if the only backend cannot be had, or
-        none of several, or no checksums.
+        `region` and `heads` are rank 0's. `engine.on_rank` hands to `heard` what ranks tell. Raises
+        ConfigError without other ranks, or if no checksums can be had.
         """
         self.can_sum = checksums
         """True if blocks are checked by checksum."""
@@ -178,144 +100,165 @@ class Backends:
         """Backends that are left out, and why."""
         self.wanted = tuple(backends)
         """Backends that were named: those here, and those left out."""
-        self._kinds = {kind: AllRanksBackend(partial(self._do, kind)) for kind in backends}
-        self._link, self._engine = link, engine
+        self._link = link
         self._pools = [(heads, region)]  # of each rank
         self._cards: dict[str, list[bytes]] = {}  # of open backends, by rank
         # What ranks have told of backends that are being opened.
         self._opening: dict[str, dict[int, Opened]] = {}
-        self._open_by: dict[str, float] = {}  # the monotonic second at which these are given up
+        self._ways: dict[PeerKey, _Way] = {}
+        self._reads: dict[int, _Read] = {}
         self._sums: dict[int, tuple[dict[int, list[bytes]], Callable[[list[bytes]], None]]] = {}
-        self._questions = 0
-        self._lock = threading.Lock()  # of the fields above
-        first: queue.Queue[str] = queue.Queue()
-        self._opened: Callable[[str], None] = first.put
+        self._numbers = count(1)  # of attempts and sums
+        self._first: queue.Queue[str] = queue.Queue()
+        self._opened: Callable[[str], None] = self._first.put
         self._local = RankBackends(
             region,
             backends,
             heads[1] - heads[0] if checksums else 0,
-            engine.serving,
-            partial(self._on_message, 0),
+            partial(engine.on_rank, 0),
             engine.on_error,
         )
         missing = [self._local.missing]
         if link is not None:
-            link.serve(self._on_message, engine.serving, engine.on_error)
-            others = link.prepared()
+            others = link.prepared(engine.on_rank, engine.on_error)
             self._pools += [(link.heads[other.rank], other.region) for other in others]
             missing += [other.missing for other in others]
         for rank, lacks in enumerate(missing):
             for kind, why in lacks.items():
                 if kind not in self.missing:
-                    self._leave_out(kind, f"rank {rank}: {why}" if rank else why)
-        self._open_one(first)
-        self._opened = engine.on_backend_opened
+                    self._leave_out(kind, rank, why)
 
-    def _open_one(self, ended: queue.Queue[str]) -> None:
+    def open_first(self, on_opened: Callable[[str], None]) -> None:
+        """Open the first that can be; `on_opened` is called with each that is opened after it.
+
+        Raises ConfigError if the only one cannot be had, or none of several.
+        """
         for kind in list(self):
             self.open(kind)
             try:
-                ended.get(timeout=OPEN_S)
+                self._first.get(timeout=OPEN_S)
             except queue.Empty:
                 raise ConfigError(
                     f"kv_connector {kind} was not opened on all ranks within {OPEN_S:g} s"
                 ) from None
             if self.is_open(kind):
+                self._opened = on_opened
                 return
         why = "; ".join(self.missing.values())
         alone = len(self.wanted) == 1
         raise ConfigError(why if alone else f"no KV can be handed over: {why}")
 
-    def open(self, kind: str) -> None:
-        """Have all ranks open a backend, if it is not open; `on_backend_opened` follows then."""
-        with self._lock:
-            if kind in self._cards or kind in self.missing or kind in self._opening:
-                return
-            self._opening[kind], self._open_by[kind] = {}, time.monotonic() + OPEN_S
-        self._send_all(Do(kind, Open()))
+    def open(self, kind: str) -> bool:
+        """Have all ranks open a backend, if it is not open. Returns whether `on_opened` follows."""
+        if kind in self.on_request and kind not in self._opening:
+            self._opening[kind] = {}
+            self._do_all(Do(kind, Open()))
+        return kind in self._opening
 
-    def _told(self, kind: str, rank: int, card: Opened) -> None:
-        with self._lock:
-            told = self._opening.get(kind)
-            if told is None:
-                return  # it was given up
-            told[rank] = card
-            if len(told) < len(self._pools):
-                return
-            cards = [card.metadata for _, card in sorted(told.items()) if card.metadata is not None]
-            if len(cards) == len(told):
-                self._cards[kind] = cards
-                del self._opening[kind], self._open_by[kind]
-        if len(cards) < len(told):
-            rank = min(rank for rank, card in told.items() if card.metadata is None)
-            why = told[rank].why
-            self._leave_out(kind, f"rank {rank}: {why}" if rank else why)
+    def heard(self, rank: int, message: FromRank) -> Joined | ReadEnded | None:
+        """Take what a rank tells. Returns the event of all ranks that it completes."""
+        match message:
+            case News(kind, Opened() as opened):
+                self._told(kind, rank, opened)
+            case News(_, Joined() as joined):
+                return self._joined(rank, joined)
+            case News(_, ReadEnded() as ended):
+                return self._read_ended(rank, ended)
+            case Summed(number, checksums):
+                self._summed(rank, number, checksums)
+        return None
+
+    def _told(self, kind: str, rank: int, opened: Opened) -> None:
+        told = self._opening[kind]
+        told[rank] = opened
+        if len(told) < len(self._pools):
+            return
+        del self._opening[kind]
+        cards = [each.metadata for _, each in sorted(told.items()) if each.metadata is not None]
+        if len(cards) == len(told):
+            self._cards[kind] = cards
+        else:
+            rank = min(rank for rank, each in told.items() if each.metadata is None)
+            self._leave_out(kind, rank, told[rank].why)
         self._opened(kind)
 
-    def expire(self, now: float) -> None:
-        with self._lock:
-            late = [kind for kind, by in self._open_by.items() if now >= by]
-        for kind in late:
-            self._leave_out(kind, f"it was not opened on all ranks within {OPEN_S:g} s")
-            self._opened(kind)
-
-    def _leave_out(self, kind: str, why: str) -> None:
-        log.info("no KV by %s on this node: %s", kind, why)
-        with self._lock:
-            self.missing[kind] = why
-            self._opening.pop(kind, None)
-            self._open_by.pop(kind, None)
-        self._send_all(Stop(kind))
+    def _leave_out(self, kind: str, rank: int, why: str) -> None:
+        self.missing[kind] = f"rank {rank}: {why}" if rank else why
+        log.info("no KV by %s on this node: %s", kind, self.missing[kind])
+        self._do_all(Stop(kind))
 
     def is_open(self, kind: str) -> bool:
         return kind in self._cards
 
-    def is_opening(self, kind: str) -> bool:
-        """Return whether `on_backend_opened` will be called for this backend."""
-        return kind in self._opening
+    # Peers, in parts: what is asked goes to ranks, what they tell becomes one event. A part's
+    # events come in order, those of different parts in any order.
+
+    def add_peer(self, peer: PeerKey, kind: str, sources: Sequence[tuple[int, Source]]) -> None:
+        """Have each rank get ready to read from its source. Joined follows."""
+        parts = [
+            (rank, PeerKey(peer.host, peer.port, source.generation)) for rank, source in sources
+        ]
+        self._ways[peer] = way = _Way(kind, next(self._numbers), parts, set(parts))
+        for (rank, process), (_, source) in zip(parts, sources, strict=True):
+            self._do(rank, Do(kind, AddPeer(process, source, way.attempt)))
+
+    def read(self, read: Read) -> None:
+        way = self._ways[read.peer]
+        self._reads[read.read_id] = _Read(read.peer, set(way.parts))
+        for rank, process in way.parts:
+            self._do(rank, Do(way.kind, msgspec.structs.replace(read, peer=process)))
+
+    def peer_gone(self, peer: PeerKey) -> None:
+        if (way := self._ways.get(peer)) is not None:
+            for rank, process in way.parts:
+                if process == peer:
+                    self._do(rank, Do(way.kind, PeerGone(peer)))
+
+    def drop_peer(self, peer: PeerKey) -> None:
+        if (way := self._ways.pop(peer, None)) is not None:
+            for rank, process in way.parts:
+                self._do(rank, Do(way.kind, DropPeer(process)))
+
+    def _joined(self, rank: int, joined: Joined) -> Joined | None:
+        ways = self._ways.items()
+        peer, way = next((each for each in ways if each[1].attempt == joined.attempt), (None, None))
+        if peer is None or way is None:  # given up meanwhile
+            return None
+        if joined.error is not None:
+            self.drop_peer(peer)  # the other parts have joined, or are about to
+        else:
+            way.missing.discard((rank, joined.peer))
+            if way.missing:
+                return None
+        return Joined(peer, way.attempt, joined.error)
+
+    def _read_ended(self, rank: int, ended: ReadEnded) -> ReadEnded | None:
+        read = self._reads.get(ended.read_id)
+        if read is None:
+            return None
+        first = read.error is None
+        read.error = read.error or ended.error
+        if not ended.in_flight:
+            read.running.discard((rank, ended.peer))
+        if not read.running:
+            del self._reads[ended.read_id]
+            return ReadEnded(read.peer, ended.read_id, read.error)
+        if ended.error is None or not first:
+            return None
+        return ReadEnded(read.peer, ended.read_id, ended.error, in_flight=True)
 
     @property
     def ranks(self) -> list[RankCard]:
         """Cards of all ranks, with what peers need to read through the open backends."""
-        with self._lock:
-            return [
-                RankCard(heads, region, {kind: cards[rank] for kind, cards in self._cards.items()})
-                for rank, (heads, region) in enumerate(self._pools)
-            ]
+        return [
+            RankCard(heads, region, {kind: cards[rank] for kind, cards in self._cards.items()})
+            for rank, (heads, region) in enumerate(self._pools)
+        ]
 
     @property
     def on_request(self) -> list[str]:
         """Names of backends that are not open, and can be."""
         return [kind for kind in self if not self.is_open(kind)]
-
-    def _on_message(self, rank: int, message: FromRank) -> None:
-        match message:
-            case News(kind, event):
-                if isinstance(event, Opened):
-                    self._told(kind, rank, event)
-                else:
-                    self._engine.on_backend_event(kind, rank, event)
-            case Summed(number, checksums):
-                self._summed(rank, number, checksums)
-            case Broke(reason):
-                self._engine.on_error(KvrelayError(f"rank {rank}: {reason}"))
-
-    def _do(self, kind: str, rank: int, job: BackendJob) -> None:
-        self._send(rank, Do(kind, job))
-
-    def _send(self, rank: int, message: ToRank) -> None:
-        if rank == 0:
-            self._local.do(message)
-        else:
-            assert self._link is not None
-            self._link.send(rank, message)
-
-    def _send_all(self, message: ToRank) -> None:
-        for rank in range(len(self._pools)):
-            self._send(rank, message)
-
-    def __getitem__(self, kind: str) -> AllRanksBackend:
-        return self._kinds[kind]
 
     def __iter__(self) -> Iterator[str]:
         return (kind for kind in self.wanted if kind not in self.missing)
@@ -355,36 +298,38 @@ class Backends:
         )
 
     def sums(self, blocks: Sequence[int], done: Callable[[list[bytes]], None]) -> None:
-        """Call `done` later, from any thread, with a checksum per block: rank 0's heads first."""
-        with self._lock:
-            self._questions += 1
-            number = self._questions
-            self._sums[number] = {}, done
-        self._send_all(Sum(number, list(blocks)))
+        """Call `done` later, under the lock, with a checksum per block: rank 0's heads first."""
+        number = next(self._numbers)
+        self._sums[number] = {}, done
+        self._do_all(Sum(number, list(blocks)))
 
     def _summed(self, rank: int, number: int, checksums: list[bytes]) -> None:
-        with self._lock:
-            parts, done = self._sums[number]
-            parts[rank] = checksums
-            if len(parts) < len(self._pools):
-                return
+        parts, done = self._sums[number]
+        parts[rank] = checksums
+        if len(parts) == len(self._pools):
             del self._sums[number]
-        ordered = [part for _, part in sorted(parts.items())]
-        done([b"".join(of_block) for of_block in zip(*ordered, strict=True)])
+            ordered = [part for _, part in sorted(parts.items())]
+            done([b"".join(of_block) for of_block in zip(*ordered, strict=True)])
 
     def silent_s(self) -> float:
         return self._local.silent_s()
-
-    def nudge(self) -> None:
-        self._local.nudge()
-        if self._link is not None:
-            self._link.nudge()
 
     def close(self, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
         if self._link is not None:
             self._link.close(timeout_s)
         self._local.close(max(0.0, until - time.monotonic()))
+
+    def _do(self, rank: int, message: ToRank) -> None:
+        if rank == 0:
+            self._local.do(message)
+        else:
+            assert self._link is not None
+            self._link.send(rank, message)
+
+    def _do_all(self, message: ToRank) -> None:
+        for rank in range(len(self._pools)):
+            self._do(rank, message)
 
 
 def _head_bytes(card: RankCard) -> int:

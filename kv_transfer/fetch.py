@@ -7,24 +7,15 @@ from dataclasses import dataclass, field
 
 from kvrelay.kv_transfer.checksums import Checks
 from kvrelay.kv_transfer.connector import Completion, LeaseId, PeerKey
+from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import KvrelayError, PeerLost, TransferTimeout
 
-__all__ = ["MARGIN", "Fetch", "FetchLimits", "State"]
+__all__ = ["MARGIN", "NEVER", "Fetch", "State"]
 
 # Part of the lease that the entry fence gives away to clock drift and to the way of an
 # acknowledgement.
 MARGIN = 0.1
 NEVER = float("inf")
-
-
-@dataclass(frozen=True, slots=True)
-class FetchLimits:
-    """A fetch's limits: it may take `deadline_s` plus its size at `floor_bytes_s`."""
-
-    lease_s: float
-    deadline_s: float
-    floor_bytes_s: float
-    block_bytes: int
 
 
 class State(enum.Enum):
@@ -45,7 +36,8 @@ class Fetch:
     request_id: str
     peer: PeerKey
     lease: LeaseId
-    limits: FetchLimits
+    config: TransferConfig
+    block_bytes: int
     growing: int | None  # blocks of a ticket made before its KV was there
     complete: bool
     state: State = State.WATCHED
@@ -85,15 +77,15 @@ class Fetch:
 
     def kept(self, sent_at: float) -> None:
         """Note that the source still held the lease when our renewal of `sent_at` came."""
-        self.held_until = max(self.held_until, sent_at + self.limits.lease_s * (1 - MARGIN))
-        while self.ends and self.ends[0][0] < sent_at:
+        self.held_until = max(self.held_until, sent_at + self.config.lease_s * (1 - MARGIN))
+        while self.ends and self.ends[0][0] <= sent_at:
             self.verified = self.ends.pop(0)[1]
 
     def hurry(self, now: float) -> None:
         """Start the deadline: the KV is complete and asked for."""
-        missing_bytes = (len(self.local_blocks) - self.taken) * self.limits.block_bytes
-        self.exposed_at = now
-        self.deadline = now + self.limits.deadline_s + missing_bytes / self.limits.floor_bytes_s
+        missing_bytes = (len(self.local_blocks) - self.taken) * self.block_bytes
+        missing_s = missing_bytes / self.config.transfer_floor_bytes_s
+        self.exposed_at, self.deadline = now, now + self.config.transfer_deadline_s + missing_s
 
     @property
     def due(self) -> float:
@@ -108,7 +100,7 @@ class Fetch:
         if now >= self._silent_at:
             return PeerLost(
                 f"{where} computes the prompt but has not renewed its lease for "
-                f"{self.limits.lease_s:g} s; it hangs, or the network between us does"
+                f"{self.config.lease_s:g} s; it hangs, or the network between us does"
             )
         doing = {
             State.WAITING: "no renewed lease",
@@ -128,7 +120,7 @@ class Fetch:
     def _silent_at(self) -> float:
         if self.complete or self.state in (State.WATCHED, State.ABANDONED):
             return NEVER
-        lease_s = self.limits.lease_s
+        lease_s = self.config.lease_s
         return max(self.held_until + MARGIN * lease_s, self.asked_at + lease_s)
 
     def check(self) -> None:

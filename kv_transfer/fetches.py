@@ -32,33 +32,12 @@ from kvrelay.kv_transfer.connector import (
     Settled,
     TransferStats,
 )
-from kvrelay.kv_transfer.fetch import NEVER, Fetch, FetchLimits, State
+from kvrelay.kv_transfer.fetch import NEVER, Fetch, State
+from kvrelay.kv_transfer.messages import End, Follow, Message, Renew
+from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import KvCorrupted, KvrelayError, LeaseLost, PeerLost, TransferTimeout
 
-__all__ = ["Ask", "Command", "End", "FetchTable", "PeerCommand", "Sum", "Verify"]
-
-
-class End(NamedTuple):
-    """A command: give a lease back; the peer's answer goes to `confirmed` unless the token is 0."""
-
-    peer: PeerKey
-    lease: LeaseId
-    token: int
-
-
-class Verify(NamedTuple):
-    """A command: renew this lease now; the answer verifies what has been read."""
-
-    peer: PeerKey
-    lease: LeaseId
-
-
-class Ask(NamedTuple):
-    """A command: ask the peer for checksums of blocks, by its own ids, for `vouched`."""
-
-    peer: PeerKey
-    lease: LeaseId
-    blocks: list[int]
+__all__ = ["Command", "FetchTable", "Sum"]
 
 
 class Sum(NamedTuple):
@@ -69,16 +48,16 @@ class Sum(NamedTuple):
     local_blocks: list[int]
 
 
-PeerCommand = Read | End | Verify | Ask
-Command = PeerCommand | Sum
+Command = Read | Sum | tuple[PeerKey, Message]
+"""The last: something to say to a peer."""
 
 
 class FetchTable:
     """A reader's fetches. Each ends once: Fetched, or (FetchFailed or cancel and) Settled."""
 
-    def __init__(self, limits: FetchLimits, checked_share: float = 0.0) -> None:
-        self.limits = limits
-        self._checked_share = checked_share
+    def __init__(self, config: TransferConfig, block_bytes: int) -> None:
+        """`block_bytes`: of all ranks."""
+        self._config, self._block_bytes = config, block_bytes
         self.events: list[Fetched | FetchFailed | Settled] = []
         self.commands: list[Command] = []
         self.stats = TransferStats()
@@ -98,7 +77,13 @@ class FetchTable:
                 f"request {request_id!r} is already {self._fetches[request_id].state.name.lower()}"
             )
         self._fetches[request_id] = Fetch(
-            request_id, peer, lease, self.limits, growing, complete=growing is None
+            request_id,
+            peer,
+            lease,
+            self._config,
+            self._block_bytes,
+            growing,
+            complete=growing is None,
         )
 
     def doom(self, request_id: str, error: KvrelayError) -> None:
@@ -241,7 +226,7 @@ class FetchTable:
         fetch.state = State.WAITING
         self._start(fetch, now)
         if fetch.state is not State.CONFIRMING:  # else the answer to its End is the proof
-            self.commands.append(Verify(fetch.peer, fetch.lease))
+            self.commands.append((fetch.peer, Renew(now, [fetch.lease])))  # verifies what is in
 
     def read_failed(
         self, read_id: int, error: KvrelayError, now: float, *, in_flight: bool
@@ -294,13 +279,6 @@ class FetchTable:
             if f.lost is None and not f.released and f.state is not State.ABANDONED
         ]
 
-    def unanswered(self, peer: PeerKey) -> list[Ask]:
-        return [
-            Ask(peer, f.lease, f.checks.unanswered)
-            for f in self._of(peer)
-            if f.checks.unanswered and f.state is not State.ABANDONED
-        ]
-
     def reading(self, peer: PeerKey) -> bool:
         return any(f.read_id is not None for f in self._of(peer))
 
@@ -338,14 +316,16 @@ class FetchTable:
 
     def _draw(self, fetch: Fetch, part: slice) -> None:
         remote = fetch.remote_blocks[part]
-        chosen = drawn(fetch.lease, remote, self._checked_share)
+        chosen = drawn(fetch.lease, remote, self._config.kv_checksums)
         at = {block: place for place, block in enumerate(remote, part.start)}
         places = {block: at[block] for block in chosen}
         if not self._ready[fetch.peer]:
             fetch.checks.unchecked.update(places.values())
-        elif places:
-            fetch.checks.places.update(places)
-            self.commands.append(Ask(fetch.peer, fetch.lease, chosen))
+            return
+        fetch.checks.places.update(places)
+        for first in range(0, len(chosen), MOST_BLOCKS):
+            asked = Follow(fetch.lease, chosen[first : first + MOST_BLOCKS])
+            self.commands.append((fetch.peer, asked))
 
     def _sum(self, fetch: Fetch, first: int) -> None:
         checks, local = fetch.checks, fetch.local_blocks
@@ -384,13 +364,13 @@ class FetchTable:
 
     def _end_lease(self, fetch: Fetch) -> None:
         if fetch.lost is None:
-            self.commands.append(End(fetch.peer, fetch.lease, fetch.token))
+            self.commands.append((fetch.peer, End(fetch.lease, fetch.token)))
 
     def _lease_lost(self, fetch: Fetch) -> LeaseLost:
         return LeaseLost(
             f"{fetch.peer.host}:{fetch.peer.port} no longer holds the blocks of request "
             f"{fetch.lease.request_id!r}: released there, or not renewed for "
-            f"{self.limits.lease_s:g} s"
+            f"{self._config.lease_s:g} s"
         )
 
     def _lose(self, fetch: Fetch, error: KvrelayError) -> None:
@@ -402,7 +382,7 @@ class FetchTable:
     def _finish(self, fetch: Fetch, now: float) -> None:
         fetched = Fetched(
             fetch.request_id,
-            len(fetch.local_blocks) * self.limits.block_bytes,
+            len(fetch.local_blocks) * self._block_bytes,
             now - fetch.asked_at,
             fetch.completion,
             exposed_s=now - fetch.exposed_at,

@@ -97,29 +97,23 @@ class LeaseWords:
         from kvrelay.kernels.pool_memory import sealed_memory
 
         self.place: HostFile | None = None
-        self._epochs: dict[str, int] = {}
-        self._words: memoryview | None = None
-        proof = generation.encode()
+        self._words = memoryview(bytearray(_WORDS * _WORD_BYTES)).cast("Q")
         with contextlib.suppress(AttributeError, OSError, ValueError):
             size = _GENERATION_BYTES + _WORDS * _WORD_BYTES
             self._file, memory = sealed_memory("kvrelay-leases", size)
-            memory[:_GENERATION_BYTES] = proof
+            memory[:_GENERATION_BYTES] = generation.encode()
             self._words = memoryview(memory)[_GENERATION_BYTES:].cast("Q")
             self.place = place_of(self._file)
 
-    def begin(self, lease: LeaseId) -> None:
-        if self._words is not None:
-            self._epochs[lease.request_id] = lease.epoch
-            self._words[lease.epoch % _WORDS] = lease.epoch
+    def begin(self, epoch: int) -> None:
+        self._words[epoch % _WORDS] = epoch
 
-    def end(self, request_id: str) -> None:
-        epoch = self._epochs.pop(request_id, None)
-        if epoch is not None and self._words is not None and self._words[epoch % _WORDS] == epoch:
+    def end(self, epoch: int) -> None:
+        if self._words[epoch % _WORDS] == epoch:
             self._words[epoch % _WORDS] = 0
 
     def close(self) -> None:
-        for request_id in list(self._epochs):
-            self.end(request_id)
+        self._words[:] = memoryview(bytes(_WORDS * _WORD_BYTES)).cast("Q")
         if self.place is not None:
             self.place = None
             os.close(self._file)

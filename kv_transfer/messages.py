@@ -38,8 +38,8 @@ class HandshakeRequest(msgspec.Struct, tag="hello", frozen=True):
 
     engine_id: str
     fingerprint: Fingerprint
-    opens: list[str] | None = None
-    """Backends to open before the reply; None, of an earlier release: all."""
+    opens: list[str] = []
+    """Backends to open; each that is opened is told by another reply."""
 
 
 class RankCard(msgspec.Struct, frozen=True):

@@ -26,7 +26,6 @@ from kvrelay.kv_transfer.nccl_pairs import (
     MAX_PAIR_MESSAGE_BYTES,
     Address,
     Ask,
-    Leave,
     Meet,
     Pair,
     PairMessage,
@@ -229,7 +228,7 @@ class PairControl(SocketThread):
             pair.abort(PeerLost(f"refused: {error}"))
 
     def _meet(self, sender: bytes, meet: Meet) -> None:
-        limit = self._terms.slice_bytes
+        limit = max(self._terms.slice_bytes, self._terms.pool.block_bytes)
         if not 0 < meet.slice_bytes <= limit or meet.pair in self._readers:
             reason = (
                 f"refused: slices of {meet.slice_bytes} bytes are over the limit of {limit}, "
@@ -264,7 +263,8 @@ class PairControl(SocketThread):
         if source.pair is None or not source.pair.read(transfer):
             say = self._posting(partial(self._send_to_source, generation))
             ended = self._posting(self._forget)
-            source.pair = ReaderPair(os.urandom(16), self._terms, say, ended)
+            slice_bytes = max(self._terms.slice_bytes, transfer.part.num_bytes)
+            source.pair = ReaderPair(os.urandom(16), slice_bytes, self._terms, say, ended)
             source.pair.read(transfer)
             source.pair.thread.start()
 
@@ -281,8 +281,6 @@ class PairControl(SocketThread):
                 continue
             if isinstance(message, Part):
                 self._parted(source, pair, message)
-            elif isinstance(message, Leave):
-                pair.part()
 
     def _parted(self, source: _Source, pair: ReaderPair, message: Part) -> None:
         why = PeerLost(f"{source.where} has ended the pair: {message.reason}")
@@ -311,7 +309,7 @@ class PairControl(SocketThread):
             if (since := pair.idle_since) is not None and pair.over is None
         ]
         for _, pair in sorted(idle, key=lambda at: at[0])[: self._terms.budget.waiting]:
-            pair.part()
+            pair.make_room()
 
     def _pairs(self) -> list[Pair]:
         reading = [source.pair for source in self._sources.values() if source.pair is not None]

@@ -36,7 +36,7 @@ from kvrelay.kv_transfer.nccl_library import (
 )
 from kvrelay.kv_transfer.shares import Share
 from kvrelay.kv_transfer.sockets import Codec
-from kvrelay.kv_transfer.staging import Budget, Lane, Places, Slice, StagedPool, cut
+from kvrelay.kv_transfer.staging import Budget, Lane, Places, StagedPool, cut
 from kvrelay.wire.errors import KvrelayError, PeerLost, TransferError
 
 __all__ = [
@@ -69,7 +69,7 @@ class Meet(msgspec.Struct, tag="meet", frozen=True):
 
     pair: bytes
     slice_bytes: int
-    """Both sides cut transfers into slices of at most this size."""
+    """Both sides cut transfers into slices of at most this size, which holds a block's part."""
     facts: bytes
     """The unique id of an NCCL communicator."""
 
@@ -89,16 +89,10 @@ class Part(msgspec.Struct, tag="part", frozen=True):
     pair: bytes
     reason: str
     idle: bool = False
-    """All that this end has been asked for was sent."""
+    """All that this end has heard of was sent; what it has not may go to another pair."""
 
 
-class Leave(msgspec.Struct, tag="leave", frozen=True):
-    """A source's wish: memory is short; part, unless you have asked for something."""
-
-    pair: bytes
-
-
-PairMessage = Meet | Ask | Part | Leave
+PairMessage = Meet | Ask | Part
 
 _codec: Codec[PairMessage] = Codec(PairMessage, MAX_PAIR_MESSAGE_BYTES)
 encode, decode = _codec.encode, _codec.decode
@@ -143,13 +137,15 @@ class Transfer:
 
 
 class Move(NamedTuple):
-    """A slice of a transfer."""
+    """A slice of a transfer: `rows` of its blocks."""
 
     transfer: Transfer
     places: Places
-    piece: Slice
-    last: bool
-    """True for the last piece of a transfer."""
+    rows: range
+
+    @property
+    def is_last(self) -> bool:
+        return self.rows.stop == len(self.places.blocks)
 
 
 class Pair(abc.ABC):
@@ -179,17 +175,15 @@ class Pair(abc.ABC):
         self._lane: Lane | None = None
         self._jobs: collections.deque[Transfer] = collections.deque()  # not ended
         self._begun = 0  # of these
-        self._unwanted = False
-        self._end_at = float("inf")  # unless there is something to do
+        self._unwanted = False  # unless there is something to do
         self._changed = threading.Condition()  # guards all of the above, and the pool
         self.thread = threading.Thread(target=self._run, name="kv-pair", daemon=True)
         """Meets the other end when it is started."""
 
-    def part(self) -> None:
-        """End soon, unless there is something to do."""
+    def make_room(self) -> None:
+        """End if it is idle."""
         with self._changed:
             self._unwanted = True
-            self._end_at = min(self._end_at, time.monotonic() + self._leave())
             self._changed.notify_all()
 
     def abort(self, error: TransferError) -> None:
@@ -268,7 +262,8 @@ class Pair(abc.ABC):
                     return
             if len(under_way) == STAGES:
                 self._end(*under_way.popleft(), lane)
-            work = self._begin(move, stage[: move.piece.num_bytes], communicator, lane)
+            stage = stage[: len(move.rows) * move.places.row_bytes]
+            work = self._begin(move, stage, communicator, lane)
             under_way.append((move, stage, work))
 
     def _moves(self, job: Transfer, lane: Lane) -> Iterator[Move]:
@@ -278,8 +273,8 @@ class Pair(abc.ABC):
         else:
             blocks, start = job.local_blocks, part.local_start
         places = lane.places(blocks, start, part.num_bytes)
-        pieces = cut(len(blocks), places.row_bytes, self.slice_bytes)
-        return (Move(job, places, piece, piece is pieces[-1]) for piece in pieces)
+        slices = cut(len(blocks), places.row_bytes, self.slice_bytes)
+        return (Move(job, places, rows) for rows in slices)
 
     @abc.abstractmethod
     def _begin(
@@ -291,10 +286,6 @@ class Pair(abc.ABC):
 
     @abc.abstractmethod
     def _meet(self) -> NcclCommunicator: ...
-
-    @abc.abstractmethod
-    def _leave(self) -> float:
-        """Return the seconds in which this end parts."""
 
     def _given_up(self) -> bool:
         return self.over is not None
@@ -311,17 +302,15 @@ class Pair(abc.ABC):
 
     def _idle(self) -> None:
         self.idle_since = time.monotonic()
-        self._end_at = self.idle_since + (IDLE_S if self._rank == RECEIVES else 2 * IDLE_S)
         # Whoever waits for memory gets that of idle pairs.
-        if self._unwanted or self._terms.budget.waiting:
-            self.part()
-        while (
-            not self._jobs and self.over is None and (left_s := self._end_at - time.monotonic()) > 0
-        ):
-            self._changed.wait(left_s)
+        self._unwanted = self._terms.budget.waiting > 0
+        self._changed.wait_for(
+            lambda: self._jobs or self.over or self._unwanted,
+            IDLE_S if self._rank == RECEIVES else 2 * IDLE_S,
+        )
+        self.idle_since = None
         self._check()
         if self._jobs:
-            self.idle_since = None
             return
         self.over = PeerLost("the pair was idle and has been closed")
         self._say(Part(self.name, self.over.message, idle=True))
@@ -381,9 +370,11 @@ class SourcePair(Pair):
                 raise ValueError(
                     f"asked for none, or for some outside a pool of {num_blocks} blocks"
                 )
-            if not 0 <= start < start + num_bytes <= self._terms.pool.block_bytes:
+            block_bytes = self._terms.pool.block_bytes
+            if not 0 <= start < start + num_bytes <= block_bytes or num_bytes > self.slice_bytes:
                 raise ValueError(
-                    f"asked for {num_bytes} bytes from {start} on of {self._terms.pool.block_bytes}"
+                    f"asked for {num_bytes} bytes from {start} on of {block_bytes}, in slices of "
+                    f"{self.slice_bytes}"
                 )
             self._jobs.append(Transfer(blocks, (), Share(start, 0, num_bytes)))
             self._changed.notify_all()
@@ -391,20 +382,16 @@ class SourcePair(Pair):
     def _meet(self) -> NcclCommunicator:
         return self._terms.nccl.open(SENDS, self._facts, self._given_up, self._deadline)
 
-    def _leave(self) -> float:
-        self._say(Leave(self.name))
-        return self._terms.patience_s
-
     def _begin(
         self, move: Move, stage: torch.Tensor, communicator: NcclCommunicator, lane: Lane
     ) -> Work:
         with self._touching():
-            lane.gather(move.places, move.piece, stage)
+            lane.gather(move.places, move.rows, stage)
         return communicator.send(stage)
 
     def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
         work()
-        if move.last:
+        if move.is_last:
             lane.forget(move.places)
             self._done(move.transfer)
 
@@ -415,11 +402,12 @@ class ReaderPair(Pair):
     def __init__(
         self,
         name: bytes,
+        slice_bytes: int,
         terms: Terms,
         say: Callable[[PairMessage], None],
         ended: Callable[[Pair], None],
     ) -> None:
-        super().__init__(name, RECEIVES, terms.slice_bytes, terms, say, ended)
+        super().__init__(name, RECEIVES, slice_bytes, terms, say, ended)
         self._introduced = False
 
     def read(self, transfer: Transfer) -> bool:
@@ -436,9 +424,6 @@ class ReaderPair(Pair):
     def _ask(self, transfer: Transfer) -> None:
         part = transfer.part
         self._say(Ask(self.name, list(transfer.remote_blocks), part.remote_start, part.num_bytes))
-
-    def _leave(self) -> float:
-        return 0.0
 
     def _meet(self) -> NcclCommunicator:
         nccl = self._terms.nccl
@@ -458,8 +443,8 @@ class ReaderPair(Pair):
     def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
         work()
         with self._touching():
-            lane.scatter(move.places, move.piece, stage)
-        if move.last:
+            lane.scatter(move.places, move.rows, stage)
+        if move.is_last:
             if not within(self._terms.patience_s, lambda: lane.settled() or self.over is not None):
                 raise PeerLost(
                     f"copies into the pool have not ended for {self._terms.patience_s:g} s"

@@ -11,23 +11,16 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import msgspec
 
 from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.backends import Backends
-from kvrelay.kv_transfer.checksums import MOST_BLOCKS, in_our_order
-from kvrelay.kv_transfer.connector import (
-    LeaseId,
-    PeerKey,
-    PoolRegion,
-    Read,
-    Way,
-)
+from kvrelay.kv_transfer.checksums import in_our_order
+from kvrelay.kv_transfer.connector import LeaseId, PeerKey, PoolRegion
 from kvrelay.kv_transfer.control import ControlThread
 from kvrelay.kv_transfer.fetch import NEVER
-from kvrelay.kv_transfer.fetches import Ask, FetchTable, PeerCommand, Verify
+from kvrelay.kv_transfer.fetches import FetchTable
 from kvrelay.kv_transfer.host_memory import HeldWords
 from kvrelay.kv_transfer.messages import (
     ChunkProgress,
@@ -59,8 +52,7 @@ class _Peer:
     """When its answer is late, a heartbeat is due, or it is dialled again."""
     welcomed: bool = False
     lost: KvrelayError | None = None
-    vanished: bool = False
-    """The process is gone for certain."""
+    vanished: bool = False  # the process is gone for certain
     words: HeldWords | None = None
     """The leases of a peer on this host."""
     welcome: HandshakeReply | None = None
@@ -75,8 +67,6 @@ class _Peer:
     """The backend can read, as far as is known."""
     choices: list[str] = field(default_factory=list)
     """Backends that were not tried yet, the best first."""
-    missed: dict[str, str] = field(default_factory=dict)
-    """Backends that do not work, and why."""
 
 
 class Peers:
@@ -113,29 +103,13 @@ class Peers:
             self._renew(peer, [lease], now)
             self._control.send(peer, Follow(lease))
 
-    def carry_out(self, command: PeerCommand, now: float) -> None:
-        if isinstance(command, Verify):
-            self._renew(command.peer, [command.lease], now)
-        elif isinstance(command, Read):
-            self._backends[self._peers[command.peer].kind].read(command)
-        elif isinstance(command, Ask):
-            self._ask(command)
-        elif command.token and self._sees_held(command.peer, command.lease):
-            # The answer is there already: a farewell, and nothing to wait for.
-            self._control.send(command.peer, End(command.lease, 0))
-            self._fetches.confirmed(command.peer, command.token, held=True, now=now)
-        else:
-            self._control.send(command.peer, End(command.lease, command.token))
-
-    def way(self, peer: PeerKey) -> Way | None:
-        """Return how this peer's KV is read; None while that is not known, or no more."""
-        known = self._peers.get(peer)
-        if known is None or not known.kind:
-            return None
-        better = takewhile(lambda kind: kind != known.kind, self._backends.wanted)
-        return Way(
-            known.kind, {kind: known.missed[kind] for kind in better if kind in known.missed}
-        )
+    def say(self, peer: PeerKey, message: Message, now: float) -> None:
+        """Send a fetch's message, unless the answer is in sight already."""
+        words = self._peers[peer].words if peer in self._peers else None
+        if isinstance(message, End) and message.token and words and words.held(message.lease):
+            self._fetches.confirmed(peer, message.token, held=True, now=now)
+            message = End(message.lease, 0)
+        self._control.send(peer, message)
 
     def take_leave(self) -> None:
         for peer in self._peers:
@@ -183,7 +157,7 @@ class Peers:
             return
         known.vanished = True
         if known.sources:
-            self._backends[known.kind].peer_gone(peer)
+            self._backends.peer_gone(peer)
         self._lose(peer, PeerLost(f"the process at {peer.host}:{peer.port} is gone"), now)
         known.due = NEVER
 
@@ -236,11 +210,10 @@ class Peers:
             return
         if known.lost is not None:
             del self._peers[peer]
-            if known.sources:
-                self._backends[known.kind].drop_peer(peer)
+            self._backends.drop_peer(peer)
         elif known.welcomed and not known.joined and known.sources:
-            self._backends[known.kind].drop_peer(peer)
-            self._backends[known.kind].add_peer(peer, known.sources)
+            self._backends.drop_peer(peer)
+            self._backends.add_peer(peer, known.kind, known.sources)
 
     # Meeting.
 
@@ -288,12 +261,6 @@ class Peers:
             return
         if welcome.checksums and self._backends.can_sum:
             known.heads = self._backends.order_of_heads(welcome)
-        known.missed = {
-            kind: f"the node that reads: {why}" for kind, why in self._backends.missing.items()
-        }
-        absent = [kind for kind in self._backends if kind not in known.choices]
-        why = "the node that is read does not have it; its log says why"
-        known.missed |= dict.fromkeys(absent, why)
         theirs = ", ".join([*welcome.ranks[0].planes, *welcome.on_request]) or "none"
         both = f"{', '.join(self._backends)} here and {theirs} there"
         none = Incompatible(f"{peer.host}:{peer.port}: there is no common KV connector, {both}")
@@ -304,7 +271,6 @@ class Peers:
             self._lose(peer, error, now)
             return
         if known.kind:
-            known.missed[known.kind] = error.message
             log.info("no KV by %s from %s:%d: %s", known.kind, peer.host, peer.port, error.message)
         known.kind, known.sources = known.choices.pop(0), []
         self._backends.open(known.kind)
@@ -328,20 +294,14 @@ class Peers:
             self._try_next(peer, known, TransferError(why), now)
         else:
             known.sources = self._backends.sources(welcome, kind)
-            self._backends[kind].add_peer(peer, known.sources)
+            self._backends.add_peer(peer, kind, known.sources)
 
     # Caring for leases.
 
     def _renew_all(self, peer: PeerKey, now: float) -> None:
-        leases = self._fetches.leases(peer)
-        self._renew(peer, leases, now)
-        if not leases and self._fetches.reading(peer):
-            # The source must go on helping for as long as the read takes, lease or no lease.
-            self._control.send(peer, Renew(now, []))
+        self._renew(peer, self._fetches.leases(peer), now)
         for lease in self._fetches.growing(peer):
             self._control.send(peer, Follow(lease))  # what was told meanwhile may have been lost
-        for ask in self._fetches.unanswered(peer):
-            self._ask(ask)
         known = self._peers[peer]
         if not known.sources:
             self._ask_to_open(peer, known)
@@ -349,15 +309,6 @@ class Peers:
     def _renew(self, peer: PeerKey, leases: list[LeaseId], now: float) -> None:
         for first in range(0, len(leases), RENEW_BATCH):
             self._control.send(peer, Renew(now, leases[first : first + RENEW_BATCH]))
-
-    def _ask(self, ask: Ask) -> None:
-        for first in range(0, len(ask.blocks), MOST_BLOCKS):
-            some = ask.blocks[first : first + MOST_BLOCKS]
-            self._control.send(ask.peer, Follow(ask.lease, some))
-
-    def _sees_held(self, peer: PeerKey, lease: LeaseId) -> bool:
-        known = self._peers.get(peer)
-        return known is not None and known.words is not None and known.words.held(lease)
 
     # Losing.
 

@@ -6,30 +6,34 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import msgspec
+import zmq
 
 from kvrelay.kv_transfer.backend import BackendEvent, BackendThread, TransferBackend
 from kvrelay.kv_transfer.checksums import Checksums
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.ranks import (
+    MAX_RANK_MESSAGE_BYTES,
     BackendTerms,
     Broke,
     Close,
     Do,
     FromRank,
     LinkAddress,
-    LinkEnd,
     News,
     Prepared,
-    Serve,
     Stop,
     Sum,
     Summed,
     ToRank,
+    from_rank,
+    to_rank,
 )
+from kvrelay.kv_transfer.sockets import Connection, SocketThread, received
 from kvrelay.wire.config import TransferConfig
-from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError, PeerLost
 
 __all__ = ["LedBackends", "RankBackends", "join_connector", "make_backends", "terms_of"]
 
@@ -46,20 +50,19 @@ class RankBackends:
         region: PoolRegion,
         backends: Mapping[str, TransferBackend],
         summed_heads: int,
-        serving: Callable[[], bool],
         tell: Callable[[FromRank], None],
         on_error: Callable[[Exception], None],
     ) -> None:
         """Prepare all. `summed_heads`: this rank's KV heads, if checksums may be asked for; else 0.
 
-        Raises ConfigError if blocks cannot be summed.
+        `tell` is called from threads. Raises ConfigError if blocks cannot be summed.
         """
         self._tell = tell
         self.missing: dict[str, str] = {}
         """Backends that cannot be had, and why."""
         self._threads: dict[str, BackendThread] = {}
         for kind, backend in backends.items():
-            thread = BackendThread(backend, partial(self._news, kind), serving, on_error)
+            thread = BackendThread(backend, partial(self._news, kind), on_error)
             try:
                 thread.start()
             except ConfigError as error:
@@ -70,15 +73,15 @@ class RankBackends:
 
     def do(self, message: ToRank) -> None:
         match message:
-            case Do(kind, job):
-                if (thread := self._threads.get(kind)) is not None:
-                    thread.do(job)
-            case Stop(kind):
-                if (thread := self._threads.pop(kind, None)) is not None:
-                    thread.stop()
+            case Do(kind, job) if kind in self._threads:
+                self._threads[kind].do(job)
+            case Stop(kind) if kind in self._threads:
+                self._threads.pop(kind).stop()
             case Sum(number, blocks):
                 assert self._checksums is not None
                 self._checksums.ask(blocks, lambda sums: self._tell(Summed(number, sums)))
+            case Close():
+                self.close(JOIN_S)
 
     def _news(self, kind: str, event: BackendEvent) -> None:
         self._tell(News(kind, event))
@@ -86,10 +89,6 @@ class RankBackends:
     def silent_s(self) -> float:
         workers = [*self._threads.values(), self._checksums]
         return max((each.silent_s() for each in workers if each is not None), default=0.0)
-
-    def nudge(self) -> None:
-        for thread in list(self._threads.values()):
-            thread.nudge()
 
     def close(self, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
@@ -101,7 +100,7 @@ class RankBackends:
                 each.close(max(0.0, until - time.monotonic()))
 
 
-class LedBackends:
+class LedBackends(SocketThread):
     """A rank's backends that rank 0 leads over the link."""
 
     def __init__(
@@ -112,32 +111,46 @@ class LedBackends:
         address: LinkAddress,
         lost: Callable[[str], None],
     ) -> None:
-        """Prepare them and tell rank 0. `lost` is called, from another thread, if rank 0 is."""
-        self.serving = False
-        self._rank = RankBackends(
+        """Prepare them and tell rank 0.
+
+        `lost` is called once, from another thread, unless the engine ends in order.
+        """
+        super().__init__("kv-rank", MAX_RANK_MESSAGE_BYTES, unbounded=True)
+        self._lost = lost
+        self._backends = RankBackends(
             region,
             backends,
             address.terms.summed_heads,
-            lambda: self.serving,
-            lambda message: self._link.send(message),
-            lambda error: self._link.send(Broke(f"{type(error).__name__}: {error}")),
+            self._send,
+            lambda error: self._send(Broke(f"{type(error).__name__}: {error}")),
         )
-        self._link = LinkEnd(address, self._on_message, lost)
-        self._link.send(Prepared(rank, region, self._rank.missing))
+        self._connection = Connection(self, zmq.curve_keypair(), address.key)
+        self._connection.connect(address.host, address.port)
+        self._send(Prepared(rank, region, self._backends.missing))
+        self.start()
 
-    def close(self) -> None:
-        self._link.close(JOIN_S)
-        self._rank.close(JOIN_S)
+    def close(self, timeout_s: float | None = JOIN_S) -> None:
+        super().close(timeout_s)
+        self._backends.close(JOIN_S)
 
-    def _on_message(self, message: ToRank) -> None:
-        match message:
-            case Serve(on):
-                self.serving = on
-                self._rank.nudge()
-            case Close():
-                self._rank.close(JOIN_S)
-            case _:
-                self._rank.do(message)
+    def on_ready(self, ready: set[Any]) -> None:
+        if self._connection.dealer in ready:
+            for (frame,) in received(self._connection.dealer):
+                message = to_rank.decode(frame)
+                self._backends.do(message)
+                self._closing |= isinstance(message, Close)
+        if self._connection.monitor in ready and not self._closing:
+            self._connection.end_event()
+            raise PeerLost("the connection to rank 0 has ended or was refused")
+
+    def on_error(self, error: Exception) -> None:
+        self._lost(f"{type(error).__name__}: {error}")
+
+    def on_close(self) -> None:
+        self._connection.close()
+
+    def _send(self, message: FromRank) -> None:
+        self.post(partial(self._connection.send, from_rank.encode(message)))
 
 
 def join_connector(

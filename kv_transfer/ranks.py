@@ -12,7 +12,6 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ import zmq
 from kvrelay.kv_transfer.backend import BackendEvent, BackendJob
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.shares import Heads
-from kvrelay.kv_transfer.sockets import LINGER_MS, Codec, Connection, SocketThread, received
+from kvrelay.kv_transfer.sockets import LINGER_MS, Codec, SocketThread, received
 from kvrelay.wire import errors
 from kvrelay.wire.errors import ConfigError, KvrelayError, PeerLost, TransferError
 
@@ -33,21 +32,19 @@ __all__ = [
     "Do",
     "FromRank",
     "LinkAddress",
-    "LinkEnd",
     "News",
     "Prepared",
     "RankLink",
-    "Serve",
     "Stop",
     "Sum",
     "Summed",
     "ToRank",
+    "from_rank",
+    "to_rank",
 ]
 
 # How long ranks may take to prepare their backends, and to open one: on a GPU each compiles.
 OPEN_S = 300.0
-# How often rank 0 looks whether peers still read from here.
-SERVING_MS = 1000
 # A Read names up to 100,000 blocks on either side.
 MAX_RANK_MESSAGE_BYTES = 1 << 20
 
@@ -85,12 +82,6 @@ class Do(msgspec.Struct, tag="do", frozen=True):
 
     kind: str
     job: BackendJob
-
-
-class Serve(msgspec.Struct, tag="serve", frozen=True):
-    """A message whether peers may be reading from the engine."""
-
-    on: bool
 
 
 class Sum(msgspec.Struct, tag="sum", frozen=True):
@@ -132,7 +123,7 @@ class Broke(msgspec.Struct, tag="broke", frozen=True):
     reason: str
 
 
-ToRank = Stop | Do | Serve | Sum | Close
+ToRank = Stop | Do | Sum | Close
 FromRank = Prepared | News | Summed | Broke
 
 
@@ -149,8 +140,8 @@ def _decoded(kind: type, value: tuple[str, str]) -> KvrelayError:
     return TransferError(message)
 
 
-_to_rank: Codec[ToRank] = Codec(ToRank, MAX_RANK_MESSAGE_BYTES, _encoded, _decoded)
-_from_rank: Codec[FromRank] = Codec(FromRank, MAX_RANK_MESSAGE_BYTES, _encoded, _decoded)
+to_rank: Codec[ToRank] = Codec(ToRank, MAX_RANK_MESSAGE_BYTES, _encoded, _decoded)
+from_rank: Codec[FromRank] = Codec(FromRank, MAX_RANK_MESSAGE_BYTES, _encoded, _decoded)
 
 
 class RankLink(SocketThread):
@@ -168,9 +159,7 @@ class RankLink(SocketThread):
         super().__init__("kv-ranks", MAX_RANK_MESSAGE_BYTES, unbounded=True)
         self.heads = tuple(heads)
         self._on_message: Callable[[int, FromRank], None] = lambda _rank, _message: None
-        self._serving: Callable[[], bool] = lambda: False
         self._on_error: Callable[[Exception], None] = lambda _error: None
-        self._told_serving = False
         self._prepared: queue.Queue[Prepared] = queue.Queue()
         self._names: dict[bytes, int] = {}  # of connections
         self._ranks: dict[int, bytes] = {}
@@ -179,17 +168,11 @@ class RankLink(SocketThread):
         self.address = LinkAddress(host, port, keys[0], engine_id, terms)
         self.start()
 
-    def serve(
-        self,
-        on_message: Callable[[int, FromRank], None],
-        serving: Callable[[], bool],
-        on_error: Callable[[Exception], None],
-    ) -> None:
-        """Hand on messages, and have ranks help readers while `serving`."""
-        self._on_message, self._serving, self._on_error = on_message, serving, on_error
-
-    def prepared(self) -> list[Prepared]:
-        """Wait for all other ranks. Raises ConfigError if one does not come."""
+    def prepared(
+        self, on_message: Callable[[int, FromRank], None], on_error: Callable[[Exception], None]
+    ) -> list[Prepared]:
+        """Wait for all other ranks, and hand on what they say. Raises ConfigError without one."""
+        self._on_message, self._on_error = on_message, on_error
         until = time.monotonic() + OPEN_S
         found: dict[int, Prepared] = {}
         while len(found) < len(self.heads) - 1:
@@ -208,22 +191,10 @@ class RankLink(SocketThread):
     def send(self, rank: int, message: ToRank) -> None:
         self.post(lambda: self._send(self._ranks[rank], message))
 
-    def nudge(self) -> None:
-        if not self._told_serving:
-            self.wake()
-
-    def wait_ms(self) -> int | None:
-        serving = self._serving()
-        if serving != self._told_serving:
-            self._told_serving = serving
-            for name in self._ranks.values():
-                self._send(name, Serve(serving))
-        return SERVING_MS if serving else None
-
     def on_ready(self, ready: set[Any]) -> None:
         if self._router in ready:
             for name, frame in received(self._router):
-                self._take(name, _from_rank.decode(frame))
+                self._take(name, from_rank.decode(frame))
 
     def on_error(self, error: Exception) -> None:
         self._on_error(error)
@@ -247,40 +218,4 @@ class RankLink(SocketThread):
     def _send(self, name: bytes, message: ToRank) -> None:
         # A rank that does not take what it is told has hung, and so has the engine.
         with contextlib.suppress(zmq.Again):
-            self._router.send_multipart([name, _to_rank.encode(message)], zmq.NOBLOCK)
-
-
-class LinkEnd(SocketThread):
-    """A link's end at another rank."""
-
-    def __init__(
-        self,
-        address: LinkAddress,
-        on_message: Callable[[ToRank], None],
-        lost: Callable[[str], None],
-    ) -> None:
-        """Dial. `lost` is called once, from the thread, unless the engine ends in order."""
-        super().__init__("kv-rank", MAX_RANK_MESSAGE_BYTES, unbounded=True)
-        self._on_message, self._lost = on_message, lost
-        self._connection = Connection(self, zmq.curve_keypair(), address.key)
-        self._connection.connect(address.host, address.port)
-        self.start()
-
-    def send(self, message: FromRank) -> None:
-        self.post(partial(self._connection.send, _from_rank.encode(message)))
-
-    def on_ready(self, ready: set[Any]) -> None:
-        if self._connection.dealer in ready:
-            for (frame,) in received(self._connection.dealer):
-                message = _to_rank.decode(frame)
-                self._on_message(message)
-                self._closing |= isinstance(message, Close)
-        if self._connection.monitor in ready and not self._closing:
-            self._connection.end_event()
-            raise PeerLost("the connection to rank 0 has ended or was refused")
-
-    def on_error(self, error: Exception) -> None:
-        self._lost(f"{type(error).__name__}: {error}")
-
-    def on_close(self) -> None:
-        self._connection.close()
+            self._router.send_multipart([name, to_rank.encode(message)], zmq.NOBLOCK)

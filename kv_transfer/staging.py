@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,37 +22,17 @@ from kvrelay.kv_transfer.backend import runs
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.wire.errors import PeerLost, TransferError
 
-__all__ = ["Budget", "StagedPool", "Lane", "Places", "Slice", "cut"]
+__all__ = ["Budget", "StagedPool", "Lane", "Places", "cut"]
 
 # The kernel's: twice what a peer's pool is read with; a GPU has ten times NVLink's bandwidth.
 PROGRAMS = 128
 
 
-class Slice(NamedTuple):
-    """A slice of a transfer: bytes `start` to `stop` of `rows` blocks, from the `first` on."""
-
-    first: int
-    rows: int
-    start: int
-    stop: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.rows * (self.stop - self.start)
-
-
-def cut(num_blocks: int, row_bytes: int, slice_bytes: int) -> list[Slice]:
-    """Cut a transfer into slices of at most `slice_bytes`: whole rows, or parts of larger ones."""
-    if row_bytes > slice_bytes:
-        starts = range(0, row_bytes, slice_bytes)
-        return [
-            Slice(i, 1, a, min(a + slice_bytes, row_bytes))
-            for i in range(num_blocks)
-            for a in starts
-        ]
+def cut(num_blocks: int, row_bytes: int, slice_bytes: int) -> list[range]:
+    """Cut a transfer into rows of at most `slice_bytes`, which hold at least one."""
     count = -(-num_blocks // (slice_bytes // row_bytes))
     edges = [num_blocks * k // count for k in range(count + 1)]
-    return [Slice(a, b - a, 0, row_bytes) for a, b in itertools.pairwise(edges)]
+    return [range(first, stop) for first, stop in itertools.pairwise(edges)]
 
 
 class Budget:
@@ -218,26 +198,30 @@ class Lane:
         if places.table is not None:
             self._tables.append(places.table)
 
-    def gather(self, places: Places, piece: Slice, staging: torch.Tensor) -> None:
+    def gather(self, places: Places, rows: range, staging: torch.Tensor) -> None:
         """Copy pool -> staging, in the order of the current stream."""
-        self._copy(places, piece, staging, into_pool=False)
+        self._copy(places, rows, staging, into_pool=False)
 
-    def scatter(self, places: Places, piece: Slice, staging: torch.Tensor) -> None:
+    def scatter(self, places: Places, rows: range, staging: torch.Tensor) -> None:
         """Copy staging -> pool; the bytes are there when all is `settled`."""
-        self._copy(places, piece, staging, into_pool=True)
+        self._copy(places, rows, staging, into_pool=True)
 
-    def _copy(
-        self, places: Places, piece: Slice, staging: torch.Tensor, *, into_pool: bool
-    ) -> None:
-        table = places.table
-        if table is None or piece.stop - piece.start != places.row_bytes:
-            for row, part in self._runs(places, piece, staging):
-                target, source = (row, part) if into_pool else (part, row)
+    def _copy(self, places: Places, rows: range, staging: torch.Tensor, *, into_pool: bool) -> None:
+        table, part = places.table, slice(rows.start, rows.stop)
+        if table is None:
+            packed_rows = staging[: len(rows) * places.row_bytes].view(len(rows), -1)
+            ids, columns = (
+                places.blocks[part],
+                slice(places.offset, places.offset + places.row_bytes),
+            )
+            for first, begin, count in runs(ids, range(len(ids))):
+                in_place = self._pool.rows[first : first + count, columns]
+                row = packed_rows[begin : begin + count]
+                target, source = (in_place, row) if into_pool else (row, in_place)
                 target.copy_(source, non_blocking=True)
             return
-        ids = table.blocks[piece.first : piece.first + piece.rows]
-        in_pool = self._pool.address + places.offset, ids, self._pool.block_bytes
-        packed = staging.data_ptr(), table.counted[: piece.rows], places.row_bytes
+        in_pool = self._pool.address + places.offset, table.blocks[part], self._pool.block_bytes
+        packed = staging.data_ptr(), table.counted[: len(rows)], places.row_bytes
         if into_pool:
             self.run_kernel(packed, in_pool, places)
         else:
@@ -265,16 +249,6 @@ class Lane:
         host = torch.empty(size, dtype=torch.int32, pin_memory=self._stream is not None)
         counted = torch.arange(size, dtype=torch.int32, device=device)
         return Table(host, host.numpy(), torch.empty_like(counted), counted)
-
-    def _runs(
-        self, places: Places, piece: Slice, staging: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        packed = staging[: piece.num_bytes].view(piece.rows, -1)
-        ids = places.blocks[piece.first : piece.first + piece.rows]
-        start, stop = places.offset + piece.start, places.offset + piece.stop
-        for first, begin, count in runs(ids, range(len(ids))):
-            rows = self._pool.rows[first : first + count, start:stop]
-            yield rows, packed[begin : begin + count]
 
 
 def _mapped(region: PoolRegion) -> torch.Tensor:

@@ -13,27 +13,23 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 import msgspec
 
-from kvrelay.kv_transfer.backend import Joined, PeerEvent, ReadEnded, TransferBackend
+from kvrelay.kv_transfer.backend import Joined, ReadEnded, TransferBackend
 from kvrelay.kv_transfer.backends import Backends
-from kvrelay.kv_transfer.chunk_progress import ProgressTable, Question
 from kvrelay.kv_transfer.connector import (
     Completion,
     Event,
     LeaseId,
     PeerKey,
     PoolRegion,
+    Read,
     TransferStats,
-    Way,
 )
 from kvrelay.kv_transfer.control import ControlThread
-from kvrelay.kv_transfer.fetch import FetchLimits
 from kvrelay.kv_transfer.fetches import FetchTable, Sum
 from kvrelay.kv_transfer.host_memory import LeaseWords
-from kvrelay.kv_transfer.leases import LeaseTable
 from kvrelay.kv_transfer.messages import (
     End,
     Ended,
@@ -45,9 +41,10 @@ from kvrelay.kv_transfer.messages import (
     Renew,
     Renewed,
 )
+from kvrelay.kv_transfer.offers import Offers
 from kvrelay.kv_transfer.peers import Peers
 from kvrelay.kv_transfer.rank_backends import make_backends, terms_of
-from kvrelay.kv_transfer.ranks import RankLink
+from kvrelay.kv_transfer.ranks import Broke, FromRank, RankLink
 from kvrelay.kv_transfer.tickets import refusal, signed
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import Incompatible, KvrelayError, PeerLost
@@ -93,18 +90,13 @@ class TransferEngine:
         self._config = config
         self._wake = wake
         self._lock = threading.Lock()
-        self._leases = LeaseTable(config.lease_s)
         self._words = LeaseWords(self.generation)
-        self._growths = ProgressTable()
-        self._growing: dict[str, Ticket] = {}  # as they will be when they are complete
+        self._offers = Offers(config.lease_s, self._words)
         self._stepped_at = time.monotonic()
         heads = ((0, fingerprint.kv_heads),) if link is None else link.heads
-        deadline_s, floor_bytes_s = config.transfer_deadline_s, config.transfer_floor_bytes_s
         # All ranks hold equally many heads.
-        block_bytes = len(heads) * region.block_bytes
-        limits = FetchLimits(config.lease_s, deadline_s, floor_bytes_s, block_bytes)
-        self._fetches = FetchTable(limits, config.kv_checksums)
-        self._heard_at = float("-inf")  # of any reader
+        self._fetches = FetchTable(config, len(heads) * region.block_bytes)
+        self._callers: set[bytes] = set()  # readers that wait for a backend to be opened
         self._broken: Exception | None = None
         self._control = ControlThread(self, config.kv_host, config.kv_port, config.cluster_secret)
         self.address = self._control.address
@@ -113,6 +105,7 @@ class TransferEngine:
             self._backends = Backends(
                 backends, self, region, heads[0], link, checksums=config.kv_checksums > 0
             )
+            self._backends.open_first(self._on_opened)
         except KvrelayError:
             self._control.close(JOIN_S)
             if link is not None:
@@ -120,8 +113,6 @@ class TransferEngine:
             raise
         hello = HandshakeRequest(engine_id, fingerprint, [])
         self._peers = Peers(hello, config, self._fetches, self._control, self._backends)
-        # Readers that wait for a HandshakeReply until these backends are open.
-        self._callers: dict[bytes, list[str]] = {}
         self._beat_at = time.monotonic()  # of the control thread
         self._control.start()
 
@@ -149,11 +140,6 @@ class TransferEngine:
             raise ValueError(
                 f"request id of {len(request_id)} characters is over the limit of {MAX_ID_CHARS}"
             )
-        with self._turn():
-            lease = self._leases.grant(request_id, time.monotonic(), growing=ready is not None)
-            self._words.begin(lease)
-            self._growths.begin(lease, len(block_ids) if ready is None else ready, block_ids)
-        self._backends.nudge()
         host, port = self.address
         ticket = Ticket(
             remote_engine_id=self.engine_id,
@@ -163,48 +149,43 @@ class TransferEngine:
             remote_port=port,
             tp_size=self._fingerprint.tp_size,
             generation=self.generation,
-            lease_epoch=lease.epoch,
             num_tokens=num_tokens,
             growing=ready is not None,
             adapter=adapter[0],
             adapter_digest=adapter[1],
         )
-        secret, now = self._config.cluster_secret, time.time()
-        if ready is not None:  # whether it grows is signed, too
-            whole = msgspec.structs.replace(ticket, growing=False)
-            self._growing[request_id] = signed(whole, secret, now)
-        return signed(ticket, secret, now)
+        with self._turn():
+            readable = len(block_ids) if ready is None else ready
+            ticket = self._offers.add(ticket, readable, time.monotonic())
+        return signed(ticket, self._config.cluster_secret, time.time())
 
     def grow(self, request_id: str, ready: int) -> None:
         """Source: so many blocks of a growing offer can be read. Unknown ids are ignored."""
         with self._turn():
-            self._growths.grow(request_id, ready)
+            self._offers.grow(request_id, ready)
 
     def complete(self, request_id: str, completion: Completion) -> Ticket | None:
         """Source: a growing offer is complete. Returns the ticket; None for unknown ids."""
         with self._turn():
-            if not self._leases.complete(request_id, time.monotonic()):
-                return None
-            ticket = self._growing.pop(request_id)
-            self._growths.grow(request_id, _blocks(ticket), completion)
-        return ticket
+            ticket = self._offers.complete(request_id, completion, time.monotonic())
+        return ticket and signed(ticket, self._config.cluster_secret, time.time())
 
     def prolong(self, request_id: str) -> None:
         """Source: begin the lease anew, for somebody who waits without a connector."""
         with self._turn():
-            self._leases.prolong(request_id, time.monotonic())
+            self._offers.prolong(request_id, time.monotonic())
 
     def release(self, request_id: str) -> None:
         """Source: end the lease now. Unknown ids are ignored."""
         with self._turn():
-            self._leases.release(request_id)
+            self._offers.release(request_id)
 
     def watch(self, request_id: str, ticket: Ticket) -> None:
         """Reader: keep this ticket's lease alive from now on.
 
         Raises ValueError if the request is watched already, or not settled yet.
         """
-        peer = _source(ticket)
+        peer = PeerKey(ticket.remote_host, ticket.remote_port, ticket.generation)
         lease = LeaseId(ticket.remote_request_id, ticket.lease_epoch)
         refused = refusal(ticket, self._config.cluster_secret, time.time())
         now = time.monotonic()
@@ -215,7 +196,7 @@ class TransferEngine:
                 f"{peer.port}, {peer.generation!r} and {lease.request_id[:MAX_ID_CHARS]!r}"
             )
         with self._turn():
-            growing = _blocks(ticket) if ticket.growing else None
+            growing = sum(map(len, ticket.remote_block_ids)) if ticket.growing else None
             self._fetches.watch(request_id, peer, lease, growing)
             # Before anything is dialled: the address is part of what the signature vouches for.
             if refused is not None:
@@ -247,11 +228,6 @@ class TransferEngine:
         with self._turn():
             self._fetches.cancel(request_id)
 
-    def way(self, ticket: Ticket) -> Way | None:
-        """Reader: how this ticket's source is read; None while that is not known, or no more."""
-        with self._lock:
-            return self._peers.way(_source(ticket))
-
     def events(self) -> list[Event]:
         """Return the events since the last call. Raises RuntimeError if a thread has ended."""
         if self._broken is not None:
@@ -259,21 +235,21 @@ class TransferEngine:
             raise RuntimeError(why) from self._broken
         with self._lock:
             self._stepped_at = time.monotonic()
-            news: list[Event] = [*self._leases.events, *self._fetches.events]
-            self._leases.events.clear()
+            news: list[Event] = [*self._offers.events, *self._fetches.events]
+            self._offers.events.clear()
             self._fetches.events.clear()
         return news
 
     def stats(self) -> TransferStats:
         with self._lock:
-            leases, stats = self._leases, self._fetches.stats
+            offers, stats = self._offers, self._fetches.stats
             return replace(
                 stats,
                 failures=stats.failures.copy(),
-                leases_granted=leases.granted,
-                leases_released=leases.released,
-                leases_expired=leases.expired,
-                leases_held=len(leases),
+                leases_granted=offers.granted,
+                leases_released=offers.released,
+                leases_expired=offers.expired,
+                leases_held=len(offers),
                 silent_s=max(time.monotonic() - self._beat_at, self._backends.silent_s()),
             )
 
@@ -291,33 +267,26 @@ class TransferEngine:
 
     def answer(self, sender: bytes, message: Message) -> Message | None:
         now = time.monotonic()
-        if not self.serving():
-            self._backends.nudge()
-        self._heard_at = now
-        if isinstance(message, HandshakeRequest):
-            return self._answer_to(sender, message)
         with self._turn():
-            if isinstance(message, Renew):
-                kept, lost = self._leases.renew(message.leases, now)
-                if now - self._stepped_at > STALL_S:
-                    kept, lost = [], message.leases
-                return Renewed(message.sent_at, kept, lost)
-            if isinstance(message, Follow):
-                lease, blocks = message.lease, message.checksums
-                told: Message | None = None
-                if not blocks:
-                    self._leases.want(lease)
-                    told = self._growths.follow(lease, sender)
-                elif not self._backends.can_sum or self._growths.ask(sender, lease, blocks):
-                    return None  # the checksums come later, or never
-                return told or Renewed(now, [], [lease])
-            if isinstance(message, End):
-                # A reader whose place another one has taken ends nothing; but what it has read
-                # counts while it is held.
-                replaced = self._growths.superseded(message.lease, sender)
-                end = self._leases.holds if replaced else self._leases.end
-                return Ended(message.token, end(message.lease, now))
-        return Refused(f"a source does not expect {type(message).__name__}")
+            match message:
+                case HandshakeRequest():
+                    return self._welcome(sender, message)
+                case Renew(sent_at, leases):
+                    kept, lost = self._offers.renew(leases, now)
+                    if now - self._stepped_at > STALL_S:
+                        kept, lost = [], leases
+                    return Renewed(sent_at, kept, lost)
+                case Follow(lease, []):
+                    return self._offers.follow(lease, sender) or Renewed(now, [], [lease])
+                case Follow(lease, blocks):
+                    asked = self._offers.ask(lease, sender, blocks)
+                    if asked and self._backends.can_sum:
+                        self._backends.sums(asked, partial(self._vouch, sender, lease, asked))
+                    return Renewed(now, [], [lease]) if asked is None else None
+                case End(lease, token):
+                    return Ended(token, self._offers.end(lease, sender, now))
+                case _:
+                    return Refused(f"a source does not expect {type(message).__name__}")
 
     def on_message(self, peer: PeerKey, message: Message) -> None:
         with self._turn():
@@ -333,31 +302,24 @@ class TransferEngine:
 
     def tick(self, now: float) -> float:
         self._beat_at = now
-        self._backends.expire(now)
         with self._turn():
-            self._leases.expire(now)
+            self._offers.expire(now)
             self._fetches.tick(now)
-            expiry = self._leases.next_expiry()
-            due = [self._peers.tick(now), self._fetches.next_deadline()]
+            expiry, deadline = self._offers.next_expiry(), self._fetches.next_deadline()
+            heartbeat = self._peers.tick(now)
         # Never longer than a heartbeat: leases granted meanwhile are longer than that.
-        soonest = min(*due, now + self._config.heartbeat_s)
-        return (soonest if expiry is None else min(soonest, expiry)) - now
+        return min(expiry, deadline, heartbeat, now + self._config.heartbeat_s) - now
 
-    # Called from the threads of backends.
+    # Called from the threads of backends and of the link to other ranks.
 
-    def on_backend_opened(self, kind: str) -> None:
-        with self._turn():
-            self._peers.on_opened(kind, time.monotonic())
-            for caller, kinds in list(self._callers.items()):
-                if not any(map(self._backends.is_opening, kinds)):
-                    del self._callers[caller]
-                    self._control.send_to_reader(caller, self._welcome())
-
-    def on_backend_event(self, kind: str, rank: int, event: PeerEvent) -> None:
+    def on_rank(self, rank: int, message: FromRank) -> None:
         now = time.monotonic()
+        if isinstance(message, Broke):
+            self.on_error(KvrelayError(f"rank {rank}: {message.reason}"))
+            return
         with self._turn():
-            match self._backends[kind].on_event(rank, event):
-                case Joined(peer, error):
+            match self._backends.heard(rank, message):
+                case Joined(peer, _, error):
                     self._peers.on_joined(peer, error, now)
                 case ReadEnded(peer, read_id, None):
                     self._fetches.read_ended(read_id, now)
@@ -367,9 +329,6 @@ class TransferEngine:
                         self._peers.on_way_lost(peer)
                     self._fetches.read_failed(read_id, error, now, in_flight=in_flight)
                     self._peers.on_read_over(peer)
-
-    def serving(self) -> bool:
-        return len(self._leases) > 0 or time.monotonic() - self._heard_at < self._config.lease_s
 
     def on_error(self, error: Exception) -> None:
         self._broken = error
@@ -381,65 +340,58 @@ class TransferEngine:
             yield
             commands, self._fetches.commands = self._fetches.commands, []
             for command in commands:
-                if isinstance(command, Sum):
-                    self._backends.sums(command.local_blocks, partial(self._summed, command))
-                else:
-                    self._peers.carry_out(command, time.monotonic())
-            for ended in self._leases.events:
-                self._words.end(ended.request_id)
-                self._growths.forget(ended.request_id)
-                self._growing.pop(ended.request_id, None)
-            while (question := self._growths.next()) is not None:
-                self._backends.sums(question.blocks, partial(self._vouched, question))
-            growth, self._growths.news = self._growths.news, []
-            for follower, grown in growth:
+                match command:
+                    case Read():
+                        self._backends.read(command)
+                    case Sum(_, _, local_blocks):
+                        self._backends.sums(local_blocks, partial(self._summed, command))
+                    case (peer, message):
+                        self._peers.say(peer, message, time.monotonic())
+            progress, self._offers.news = self._offers.news, []
+            for follower, grown in progress:
                 self._control.send_to_reader(follower, grown)
-            news = any(chain(self._leases.events, self._fetches.events))
+            news = bool(self._offers.events or self._fetches.events)
         if news:
             self._wake()
 
-    def _answer_to(self, caller: bytes, hello: HandshakeRequest) -> Message | None:
+    def _welcome(self, caller: bytes, hello: HandshakeRequest) -> Message:
         difference = hello.fingerprint.difference(self._fingerprint)
         if difference is not None:
             return Refused(f"{difference}; both nodes need the same model and KV settings")
-        with self._lock:
-            kinds = [kind for kind in self._backends if hello.opens is None or kind in hello.opens]
-            for kind in kinds:
-                self._backends.open(kind)
-            if any(map(self._backends.is_opening, kinds)):
-                self._callers[caller] = kinds
-                return None
-        return self._welcome()
+        for kind in hello.opens:
+            if self._backends.open(kind):
+                self._callers.add(caller)
+        return self._reply()
 
-    def _welcome(self) -> HandshakeReply:
-        backends, words = self._backends, self._words.place
+    def _reply(self) -> HandshakeReply:
+        backends = self._backends
         return HandshakeReply(
             self.engine_id,
             self.generation,
             self._fingerprint,
             backends.ranks,
-            words,
+            self._words.place,
             backends.can_sum,
             backends.on_request,
         )
 
-    def _vouched(self, question: Question, checksums: list[bytes]) -> None:
-        with self._turn():
-            told = self._growths.answered(question, checksums)
-        if told is not None:
-            self._control.send_to_reader(question.sender, told)
+    def _on_opened(self, kind: str) -> None:
+        self._peers.on_opened(kind, time.monotonic())
+        for caller in self._callers:
+            self._control.send_to_reader(caller, self._reply())
+        self._callers.clear()
+
+    def _vouch(
+        self, reader: bytes, lease: LeaseId, blocks: list[int], checksums: list[bytes]
+    ) -> None:
+        offer = self._offers.find(lease)
+        if offer is not None:
+            sums = dict(zip(blocks, checksums, strict=True))
+            told = msgspec.structs.replace(offer.progress(), checksums=sums)
+            self._control.send_to_reader(reader, told)
 
     def _summed(self, command: Sum, checksums: list[bytes]) -> None:
-        with self._turn():
-            self._fetches.summed(command, checksums, time.monotonic())
-
-
-def _source(ticket: Ticket) -> PeerKey:
-    return PeerKey(ticket.remote_host, ticket.remote_port, ticket.generation)
-
-
-def _blocks(ticket: Ticket) -> int:
-    return sum(map(len, ticket.remote_block_ids))
+        self._fetches.summed(command, checksums, time.monotonic())
 
 
 def open_connector(

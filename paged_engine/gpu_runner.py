@@ -26,7 +26,12 @@ from kvrelay.paged_engine.before_loading import (
 )
 from kvrelay.paged_engine.decoder import Decoder
 from kvrelay.paged_engine.gpu_graphs import GpuGraphs, StepUploads
-from kvrelay.paged_engine.gpu_operations import GpuOperations, GpuStep
+from kvrelay.paged_engine.gpu_operations import (
+    GpuAdapterOperations,
+    GpuAdapters,
+    GpuOperations,
+    GpuStep,
+)
 from kvrelay.paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan, to_host
 from kvrelay.paged_engine.grammar import row_masks
 from kvrelay.paged_engine.guide import RowMasks
@@ -219,7 +224,7 @@ class GpuRunner:
             device=device,
             spare_slots=self.max_num_seqs if config.speculative_config else 0,
         )
-        self._operations = GpuOperations(
+        self._operations = (GpuAdapterOperations if config.adapter_slots else GpuOperations)(
             model,
             ranks,
             sampled=self._sampler.sampled,
@@ -227,7 +232,6 @@ class GpuRunner:
             kv_dtype=kv_dtype,
             batch_invariant=config.batch_invariant,
             quantize=config.quantization == "fp8",
-            adapted=config.adapter_slots > 0,
         )
         self._decoder = Decoder(
             model,
@@ -240,12 +244,13 @@ class GpuRunner:
         self.rope_variant = self._decoder.rope_variant
         self.adapters: AdapterStore | None = None
         if config.adapter_slots:
-            self.adapters = AdapterStore(
+            self.adapters = GpuAdapters(
                 model,
                 self._decoder.sites(),
                 slots=num_slots(config),
-                max_rank=-(-config.max_lora_rank // 16) * 16,  # a tensor core's tile
+                max_rank=config.max_lora_rank,
                 dtype=dtype,
+                device=device,
             )
         self._chunks_only = config.batch_invariant
         # A step is measured over a pool of two blocks.

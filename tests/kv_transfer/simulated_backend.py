@@ -61,7 +61,7 @@ class SimulatedBackendThread(BackendThread):
         with self._node.at_work():
             while self._todo:
                 self._carry_out(self._todo.popleft())
-            self._poll()
+            self._running = [running for running in self._running if not self._ended(running)]
 
 
 class SimulatedChecksums:

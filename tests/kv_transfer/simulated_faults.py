@@ -224,12 +224,17 @@ class Schedule:
                 if state == "decoding" and (running := node.engine.scheduler._running):
                     return Scene(self.world.nodes[0], node, running[0].request_id)
                 continue
-            leases, waiting = node.connector._leases, node.engine.scheduler._waiting
-            there = {"growing": leases._growing, "held": leases._held}.get(state)
+            waiting = node.engine.scheduler._waiting
+            offers = node.connector._offers._offers.values()
+            there = [
+                offer.ticket.remote_request_id
+                for offer in offers
+                if state == ("growing" if offer.ticket.growing else "held")
+            ]
             if state == "queued" and waiting:
                 return Scene(node, self._any_reader(), waiting.candidates()[0].request_id)
             if there:
-                return Scene(node, self._any_reader(), next(iter(there)))
+                return Scene(node, self._any_reader(), there[0])
         return None
 
     def _any_reader(self) -> SimulatedNode:

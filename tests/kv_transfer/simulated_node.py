@@ -98,21 +98,24 @@ class SimulatedConnector(TransferEngine):
         if not isinstance(message, End):
             return super().answer(sender, message)
         lease = message.lease
-        growth = self._growths._offers.get(lease.request_id)
-        follower = growth.follower if growth is not None and growth.lease == lease else None
-        epoch, _ = self._leases._held.get(lease.request_id, (0, 0.0))
+        offers = self._offers._offers
+        offer = offers.get(lease.request_id)
         answer = super().answer(sender, message)
         assert isinstance(answer, Ended)
-        if answer.held and epoch != lease.epoch:
-            raise Violation(f"{self.node.name}: {lease} was taken for its successor, {epoch}")
-        if answer.held and follower not in (None, sender):
-            if lease.request_id not in self._leases._held:
+        if answer.held and (offer is None or offer.lease != lease):
+            raise Violation(f"{self.node.name}: {lease} was taken for its successor, {offer}")
+        if answer.held and offer is not None and offer.follower not in (None, sender):
+            if lease.request_id not in offers:
                 raise Violation(f"{self.node.name}: a reader that was replaced has ended {lease}")
             # It stays for the other reader, which may not want it any more.
             self.node.world.disturbed_until(self.node.world.now + TRANSFER.lease_s + LATE_S)
-        if not answer.held and self._leases._growing.get(lease.request_id) == lease.epoch:
+        if not answer.held and self.grows(lease.request_id):
             self.given_up.add(lease.request_id)
         return answer
+
+    def grows(self, request_id: str) -> bool:
+        offer = self._offers._offers.get(request_id)
+        return offer is not None and offer.ticket.growing
 
     def complete(self, request_id: str, completion: Completion) -> Ticket | None:
         """See TransferEngine. What a reader gave up while it grew is kept for another one, which
@@ -150,7 +153,7 @@ class SimulatedNode(EngineProcess):
         self.engine = _Engine(self.device)
         no_grammars = SimpleNamespace(ready=lambda now: [], drop=lambda request_id: None)
         self._grammars = no_grammars  # type: ignore[assignment]
-        self._adapters = AdapterLoads(self.engine, self._send)
+        self._adapters = AdapterLoads(self.engine, self._send, self.wakeup)
         self._cache = CacheReporter(
             self.engine.scheduler.pool, BLOCK_TOKENS, self._send, enabled=False
         )
@@ -180,12 +183,12 @@ class SimulatedNode(EngineProcess):
             self.world.here = before
 
     def _watch_expiry(self) -> None:
-        table = self.connector._leases
+        table = self.connector._offers
         close = table._close
 
         def closed(request_id: str, *, expired: bool) -> None:
             if expired:
-                self.expired.add(LeaseId(request_id, table._held[request_id][0]))
+                self.expired.add(table._offers[request_id].lease)
             close(request_id, expired=expired)
 
         table._close = closed  # type: ignore[method-assign]
@@ -256,7 +259,7 @@ class SimulatedNode(EngineProcess):
     # What is watched.
 
     def _handle_transfer_events(self) -> None:
-        for event in [*self.connector._leases.events, *self.connector._fetches.events]:
+        for event in [*self.connector._offers.events, *self.connector._fetches.events]:
             self._see(event)
         super()._handle_transfer_events()
 
@@ -284,7 +287,7 @@ class SimulatedNode(EngineProcess):
         source = self.world.listening.get((ticket.remote_host, ticket.remote_port))
         if source is None or not reason.startswith("PeerLost"):
             return
-        if ticket.remote_request_id in source.connector._leases._growing:
+        if source.connector.grows(ticket.remote_request_id):
             source.connector.given_up.add(ticket.remote_request_id)
         self.world.disturbed_until(self.world.now + TRANSFER.lease_s + LATE_S)
 
@@ -354,9 +357,8 @@ class SimulatedNode(EngineProcess):
         fetch = next(
             f for f in self.connector._fetches._fetches.values() if f.read_id == read.read_id
         )
-        _, expires_at = source.connector._leases._held.get(
-            fetch.lease.request_id, (0, float("inf"))
-        )
+        offer = source.connector._offers._offers.get(fetch.lease.request_id)
+        expires_at = float("inf") if offer is None else offer.expires_at
         silent_s = world.now - source.stopped_at
         if (
             expires_at < world.now + source.offset_s
@@ -384,7 +386,7 @@ class SimulatedNode(EngineProcess):
     def check_all(self) -> None:
         try:
             check_scheduler(self.engine.scheduler)
-            self.connector._leases.check()
+            self.connector._offers.check()
             self.connector._fetches.check()
         except AssertionError as why:
             raise Violation(f"{self.name}: an invariant is broken: {why}") from why
@@ -395,9 +397,7 @@ class SimulatedNode(EngineProcess):
         what = {
             "used blocks": pool.total - pool.free,
             "quarantined blocks": pool.quarantined,
-            "leases": len(connector._leases),
-            "growths": len(connector._growths),
-            "offers": len(connector._growing),
+            "offers": len(connector._offers),
             "fetches": len(connector._fetches._fetches),
             "requests": len(self.engine.scheduler._requests),
         }

@@ -88,10 +88,10 @@ class Scene:
         self.backend, self.clock = Backend(), Clock()
         self.told: list[object] = []
         monkeypatch.setattr(kvrelay.kv_transfer.backend, "time", self.clock)
-        self.thread = BackendThread(self.backend, self.told.append, lambda: True, self.told.append)
+        self.thread = BackendThread(self.backend, self.told.append, self.told.append)
         self.thread.do(Open())
         self.turn()
-        self.thread.do(AddPeer(PEER, Source("e", "g", PoolRegion(0, 8, 1, "cpu"), b"")))
+        self.thread.do(AddPeer(PEER, Source("e", "g", PoolRegion(0, 8, 1, "cpu"), b""), 1))
         self.turn()
         self.thread.do(Read(1, PEER, (1, 2), (3, 4)))
         self.turn()

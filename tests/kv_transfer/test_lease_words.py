@@ -23,15 +23,15 @@ def test_a_lease_is_seen_while_it_is_held(words: LeaseWords) -> None:
     assert words.place is not None
     seen = HeldWords(words.place, GENERATION, "source")
     first, second = LeaseId("a", 1), LeaseId("b", 2)
-    words.begin(first)
-    words.begin(second)
+    words.begin(1)
+    words.begin(2)
     assert seen.held(first)
     assert seen.held(second)
-    words.end("a")
-    words.end("never offered")
+    words.end(1)
+    words.end(3)
     assert not seen.held(first)
     assert seen.held(second)
-    words.begin(LeaseId("a", 3))  # offered again: another lease
+    words.begin(3)  # offered again: another lease
     assert not seen.held(first)
     assert seen.held(LeaseId("a", 3))
 
@@ -40,12 +40,12 @@ def test_leases_that_share_a_word_are_never_taken_for_each_other(words: LeaseWor
     assert words.place is not None
     seen = HeldWords(words.place, GENERATION, "source")
     older, younger = LeaseId("old", 5), LeaseId("young", 5 + (1 << 16))
-    words.begin(older)
-    words.begin(younger)
+    words.begin(older.epoch)
+    words.begin(younger.epoch)
     assert not seen.held(older)  # its reader asks
-    words.end("old")
+    words.end(older.epoch)
     assert seen.held(younger)
-    words.end("young")
+    words.end(younger.epoch)
     assert not seen.held(younger)
 
 
@@ -57,7 +57,7 @@ def test_epoch_0_is_no_lease(words: LeaseWords) -> None:
 def test_a_closed_source_holds_nothing(words: LeaseWords) -> None:
     assert words.place is not None
     seen = HeldWords(words.place, GENERATION, "source")
-    words.begin(LeaseId("a", 1))
+    words.begin(1)
     words.close()
     assert not seen.held(LeaseId("a", 1))
     assert words.place is None

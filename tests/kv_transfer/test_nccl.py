@@ -140,7 +140,7 @@ def test_scattered_blocks_are_equal(
     for seed, count in enumerate((1, 7, 20)):
         remote, local = scattered(count, sizes[0], seed), scattered(count, sizes[0], seed + 100)
         read(reader, source, remote, local)
-    assert reader.backend.budget.used_bytes == nccl_pairs.STAGES * sizes[2]
+    assert reader.backend.budget.used_bytes == nccl_pairs.STAGES * max(sizes[1:])
 
 
 def test_many_transfers_two_readers_and_both_directions_at_once(
@@ -218,7 +218,7 @@ def test_whoever_has_not_been_welcomed_gets_no_answer(start: Callable[..., Backe
         assert isinstance(answer(peer), Part)
 
 
-def test_a_reader_that_asks_for_blocks_outside_the_pool_loses_its_pair_and_nobody_else_does(
+def test_a_reader_that_asks_for_what_none_may_loses_its_pair_and_nobody_else_does(
     start: Callable[..., BackendNode],
 ) -> None:
     source, reader = start(*SMALL), start(*SMALL)
@@ -228,19 +228,22 @@ def test_a_reader_that_asks_for_blocks_outside_the_pool_loses_its_pair_and_nobod
     with dialled(address, address.key) as hostile:
         hostile.send(b"\x00rubbish")
         hostile.send_multipart([b"two", b"frames"])
-        for blocks in ([64], [-1], [1 << 40], []):
+        asks: list[tuple[list[int], int, int]]
+        asks = [([64], 0, 1), ([-1], 0, 1), ([1 << 40], 0, 1), ([], 0, 1)]
+        asks += [([1], -1, 2), ([1], 1, 10_001), ([1], 5, 0), ([1], 0, 1001)]
+        for blocks, start_at, num_bytes in asks:
             name = os.urandom(16)
             hostile.send(encode(Meet(name, 1000, b"nobody waits here")))
-            hostile.send(encode(Ask(name, blocks, 0, 1)))
+            hostile.send(encode(Ask(name, blocks, start_at, num_bytes)))
             assert _parted(hostile, name)
     read(reader, source, [5], [6])
 
 
 def _parted(dealer: zmq.Socket[bytes], name: bytes) -> bool:
-    """Whether this pair was ended for its blocks."""
+    """Whether this pair was ended for what it was asked."""
     while (message := answer(dealer)) is not None:
         if isinstance(message, Part) and message.pair == name:
-            return "a pool of 64 blocks" in message.reason
+            return "refused: asked for" in message.reason
     return False
 
 

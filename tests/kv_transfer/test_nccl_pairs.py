@@ -100,6 +100,9 @@ class Side:
     def on_end(self, pair: Pair) -> None:
         self.ended.set()
 
+    def reader(self) -> ReaderPair:
+        return ReaderPair(b"p", SLICE_BYTES, self.terms, self.said.append, self.on_end)
+
     def begun(self, count: int) -> None:
         wait_until(lambda: len(self.backend.begun) >= count)
         time.sleep(0.02)  # for one too many
@@ -124,7 +127,7 @@ def ask(*blocks: int) -> Ask:
 
 
 def test_a_reader_receives_ahead_across_transfers_and_in_order(side: Side) -> None:
-    pair = ReaderPair(b"p", side.terms, side.said.append, side.on_end)
+    pair = side.reader()
     long, short = transfer(0, 1, 2, 3), transfer(9)
     assert pair.read(long)
     assert pair.read(short)
@@ -150,7 +153,7 @@ def test_a_reader_receives_ahead_across_transfers_and_in_order(side: Side) -> No
 
 
 def test_nothing_lands_after_an_abort(side: Side) -> None:
-    pair = ReaderPair(b"p", side.terms, side.said.append, side.on_end)
+    pair = side.reader()
     one, other = transfer(0, 1, 2, 3), transfer(4)
     pair.read(one)
     pair.read(other)
@@ -169,7 +172,7 @@ def test_nothing_lands_after_an_abort(side: Side) -> None:
 
 
 def test_what_an_idle_source_has_not_heard_of_is_left_for_another_pair(side: Side) -> None:
-    pair = ReaderPair(b"p", side.terms, side.said.append, side.on_end)
+    pair = side.reader()
     begun, waiting = transfer(0), transfer(1)
     pair.read(begun)
     pair.thread.start()
@@ -187,7 +190,7 @@ def test_who_has_lost_its_source_waits_a_moment_for_the_reason(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl_pairs, "HEAR_S", 10.0)
-    pair = ReaderPair(b"p", side.terms, side.said.append, side.on_end)
+    pair = side.reader()
     lost = transfer(0)
     pair.read(lost)
     pair.thread.start()
@@ -204,7 +207,7 @@ def test_a_transfer_whose_copies_are_held_up_is_over_when_its_communicator_is_cl
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Lane, "settled", lambda lane: False)
-    pair = ReaderPair(b"p", side.terms, side.said.append, side.on_end)
+    pair = side.reader()
     held_up = transfer(0)
     pair.read(held_up)
     pair.thread.start()

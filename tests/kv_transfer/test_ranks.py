@@ -5,7 +5,7 @@ this one.
 from __future__ import annotations
 
 import ctypes
-import threading
+import queue
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,12 +14,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from engine_node import CONFIG, EngineNode, wait_until
-from shared_backend import BLOCK_BYTES, BLOCKS, Missing, Refusing, SharedBackend, pattern
+from engine_node import CONFIG, EngineNode
+from shared_backend import BLOCK_BYTES, BLOCKS, REGION, Missing, Refusing, SharedBackend, pattern
 
 from kvrelay.kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released
 from kvrelay.kv_transfer.rank_backends import LedBackends, terms_of
-from kvrelay.kv_transfer.ranks import LinkEnd, RankLink
+from kvrelay.kv_transfer.ranks import RankLink
 from kvrelay.kv_transfer.shares import Heads
 
 KINDS = ("a", "b")
@@ -196,27 +196,11 @@ def test_a_backend_that_ends_on_another_rank_ends_the_engine(make, monkeypatch):
         reader.engine.events()
 
 
-def test_ranks_help_readers_as_long_as_there_are_any(make):
-    source = make("source", 2)
-    assert source.led[0].serving is False
-    source.engine.offer("p", [3], 16)
-    wait_until(lambda: source.led[0].serving)
-    source.engine.release("p")
-    wait_until(lambda: not source.led[0].serving)
-
-
-def test_a_rank_without_the_key_is_not_heard_and_ends():
+def test_a_rank_without_the_key_is_not_heard_and_ends(tmp_path):
     link = RankLink("127.0.0.1", heads_of(2), "e", terms_of(CONFIG))
-    lost: list[str] = []
-    done = threading.Event()
-
-    def say(why: str) -> None:
-        lost.append(why)
-        done.set()
-
+    lost: queue.Queue[str] = queue.Queue()
     stranger = msgspec.structs.replace(link.address, key=zmq.curve_keypair()[0])
-    end = LinkEnd(stranger, lambda _message: None, say)
-    assert done.wait(10)
-    assert "the connection to rank 0 has ended or was refused" in lost[0]
-    end.close(1)
+    led = LedBackends(1, REGION, {"a": SharedBackend(tmp_path / "a")}, stranger, lost.put)
+    assert "the connection to rank 0 has ended or was refused" in lost.get(timeout=10)
+    led.close()
     link.close(1)

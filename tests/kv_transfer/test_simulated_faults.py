@@ -14,12 +14,11 @@ from simulated_faults import FAULTS, STATES, run_many
 from simulated_world import Violation
 
 import kvrelay.kv_transfer.fetch
-from kvrelay.kv_transfer.chunk_progress import ProgressTable
 from kvrelay.kv_transfer.connector import LeaseId, PeerKey
 from kvrelay.kv_transfer.fetch import Fetch
 from kvrelay.kv_transfer.fetches import FetchTable
 from kvrelay.kv_transfer.host_memory import LeaseWords
-from kvrelay.kv_transfer.leases import LeaseTable
+from kvrelay.kv_transfer.offers import Offers
 from kvrelay.kv_transfer.peers import Peers
 from kvrelay.node.engine_process import EngineProcess
 from kvrelay.paged_engine.request import Request
@@ -107,21 +106,15 @@ def no_proof_of_what_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_epochs(patch: pytest.MonkeyPatch) -> None:
-    def newest(real: Callable[..., Any], table: LeaseTable, leases: list[LeaseId]) -> Any:
-        ours, lost = [], []
-        for lease in leases:
-            (
-                ours
-                if lease.request_id in table._held or lease.request_id in table._growing
-                else lost
-            ).append(lease)
-        return ours, lost
-
-    around(patch, LeaseTable, "_split", newest)
+    patch.setattr(Offers, "find", lambda offers, lease: offers._offers.get(lease.request_id))
 
 
 def no_taking_of_places(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ProgressTable, "superseded", lambda *_: False)
+    def last(real: Callable[..., bool], offers: Offers, lease: LeaseId, *rest: Any) -> bool:
+        offer = offers.find(lease)
+        return real(offers, lease, offer.follower if offer else b"", rest[-1])
+
+    around(patch, Offers, "end", last)
 
 
 def no_waiting_for_chunks(patch: pytest.MonkeyPatch) -> None:
@@ -134,7 +127,10 @@ def no_waiting_for_chunks(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_expiry(patch: pytest.MonkeyPatch) -> None:
-    around(patch, LeaseTable, "__init__", lambda real, table, lease_s: real(table, 1000 * lease_s))
+    def longer(real: Callable[..., None], offers: Offers, lease_s: float, words: Any) -> None:
+        real(offers, 1000 * lease_s, words)
+
+    around(patch, Offers, "__init__", longer)
 
 
 def no_deadline(patch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ steps as ever.
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -188,7 +189,10 @@ def test_a_gpu_loads_an_adapter_at_run_time(files):
     )
     assert adapted.adapters is not None
     for path in (one, two):
-        adapted.adapters.load("x", str(path), in_place=True)
+        read = threading.Event()
+        reading = adapted.adapters.begin("x", str(path), in_place=True, done=read.set)
+        assert read.wait(60)
+        adapted.adapters.finish(reading)
         got = answers(adapted, [1], ("x",) * 5)[1]
         assert (
             got
@@ -204,4 +208,4 @@ def test_a_gpu_loads_an_adapter_at_run_time(files):
                 ("x",) * 5,
             )[1]
         )
-        adapted.adapters.free_unused(adapted.scheduler.live)
+        adapted.adapters.remove_unused(adapted.scheduler.live)

@@ -289,14 +289,6 @@ def _ways(value: Any) -> list[tuple[Callable[[Any], bytes], Callable[..., Any]]]
 
 
 @needs_1
-def test_a_reader_of_version_1_wants_all_planes_open() -> None:
-    heard = msgspec.msgpack.decode(
-        msgspec.msgpack.encode(HelloOf1("e", PRINT_OF_1)), type=HandshakeRequest
-    )
-    assert heard.opens is None
-
-
-@needs_1
 def test_a_node_of_version_1_takes_our_fingerprint_and_we_take_its() -> None:
     mine = msgspec.structs.replace(PRINT, protocol=HANDOVER.oldest, protocol_newest=HANDOVER.newest)
     heard_by_1 = msgspec.msgpack.decode(msgspec.msgpack.encode(mine), type=FingerprintOf1)

@@ -1,0 +1,206 @@
+"""Offers of the source side: which blocks are leased to readers, and how far their KV is. Pure.
+
+A lease ends exactly once. While its KV grows it has no end of its own: whoever computes the prompt
+is waited for, as the router waits. A reader that follows an offer hears where it stands, and again
+each time it has grown. One reader at a time follows it: a second one is there because the first has
+failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvrelay.kv_transfer.checksums import MOST_BLOCKS
+from kvrelay.kv_transfer.connector import Completion, LeaseId, Released
+from kvrelay.kv_transfer.fetch import NEVER
+from kvrelay.kv_transfer.host_memory import LeaseWords
+from kvrelay.kv_transfer.messages import ChunkProgress
+from kvrelay.wire.transfer import Ticket
+
+__all__ = ["Offer", "Offers"]
+
+
+@dataclass(slots=True)
+class Offer:
+    """A ticket's blocks, leased; it grows as long as it has no expiry."""
+
+    ticket: Ticket
+    ready: int  # blocks that can be read
+    expires_at: float = NEVER
+    completion: Completion | None = None
+    follower: bytes | None = None
+    asked: set[tuple[bytes, int]] = field(default_factory=set)
+    """Readers and the blocks whose checksums they have asked for."""
+
+    @property
+    def lease(self) -> LeaseId:
+        return LeaseId(self.ticket.remote_request_id, self.ticket.lease_epoch)
+
+    @property
+    def blocks(self) -> list[int]:
+        return self.ticket.remote_block_ids[0]
+
+    def progress(self) -> ChunkProgress:
+        return ChunkProgress(self.lease, self.ready, self.completion)
+
+
+class Offers:
+    """A source's offers. Times are seconds on any one monotonic clock."""
+
+    def __init__(self, lease_s: float, words: LeaseWords) -> None:
+        """`words`: where readers of this host see which leases are held."""
+        self.lease_s = lease_s
+        self.events: list[Released] = []
+        self.news: list[tuple[bytes, ChunkProgress]] = []
+        """Messages to followers, by their connection."""
+        self.granted = 0
+        self.released = 0
+        self.expired = 0
+        self._words = words
+        # By request. Those that expire are in that order: what is prolonged moves to the end, and
+        # all leases are equally long.
+        self._offers: dict[str, Offer] = {}
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+    def add(self, ticket: Ticket, ready: int, now: float) -> Ticket:
+        """Begin a lease on the ticket's blocks; return the ticket with the lease's epoch.
+
+        Raises ValueError if the request has one already.
+        """
+        request_id = ticket.remote_request_id
+        if request_id in self._offers:
+            raise ValueError(
+                f"request {request_id!r} already has a lease; release it before offering it again"
+            )
+        self.granted += 1
+        ticket = msgspec.structs.replace(ticket, lease_epoch=self.granted)
+        expires_at = NEVER if ticket.growing else now + self.lease_s
+        self._offers[request_id] = offer = Offer(ticket, ready, expires_at)
+        self._words.begin(offer.lease.epoch)
+        return ticket
+
+    def grow(self, request_id: str, ready: int) -> None:
+        """Note that so many blocks of a growing offer can be read. Ignores other ids."""
+        offer = self._growing(request_id)
+        if offer is not None and ready > offer.ready:
+            offer.ready = ready
+            self._tell(offer)
+
+    def complete(self, request_id: str, completion: Completion, now: float) -> Ticket | None:
+        """Start the time of a growing lease; return its complete ticket, None for other ids."""
+        offer = self._growing(request_id)
+        if offer is None:
+            return None
+        offer.ticket = msgspec.structs.replace(offer.ticket, growing=False)
+        offer.ready, offer.completion = len(offer.blocks), completion
+        self._prolong(offer, now)
+        self._tell(offer)
+        return offer.ticket
+
+    def follow(self, lease: LeaseId, reader: bytes) -> ChunkProgress | None:
+        """Return where a lease stands, and send `news` to this reader from now on.
+
+        None for an unknown lease.
+        """
+        offer = self.find(lease)
+        if offer is None:
+            return None
+        offer.follower = reader
+        return offer.progress()
+
+    def ask(self, lease: LeaseId, reader: bytes, blocks: Sequence[int]) -> list[int] | None:
+        """Return blocks whose checksums this reader is to hear; None if the lease is over.
+
+        More than `MOST_BLOCKS`, those that cannot be read, and what was asked before are left out.
+        """
+        offer = self.find(lease)
+        if offer is None:
+            return None
+        new = [block for block in dict.fromkeys(blocks) if (reader, block) not in offer.asked]
+        if len(new) > MOST_BLOCKS or not set(new) <= set(offer.blocks[: offer.ready]):
+            return []
+        offer.asked.update((reader, block) for block in new)
+        return new
+
+    def renew(self, leases: Iterable[LeaseId], now: float) -> tuple[list[LeaseId], list[LeaseId]]:
+        """Prolong leases to `now + lease_s`. Returns (kept, lost)."""
+        self.expire(now)
+        kept: list[LeaseId] = []
+        lost: list[LeaseId] = []
+        for lease in dict.fromkeys(leases):
+            (lost if self.find(lease) is None else kept).append(lease)
+        for lease in kept:
+            self.prolong(lease.request_id, now)
+        return kept, lost
+
+    def prolong(self, request_id: str, now: float) -> None:
+        """Begin the time of a lease anew, if it has one."""
+        self.expire(now)
+        offer = self._offers.get(request_id)
+        if offer is not None and offer.expires_at < NEVER:
+            self._prolong(offer, now)
+
+    def end(self, lease: LeaseId, reader: bytes, now: float) -> bool:
+        """End the lease for its reader. Returns whether it was held, complete, until now.
+
+        While it grows it goes on, as another reader may come. A reader whose place another one has
+        taken ends nothing; but what it has read counts.
+        """
+        self.expire(now)
+        offer = self.find(lease)
+        if offer is None or offer.expires_at == NEVER:
+            return False
+        if offer.follower in (None, reader):
+            self.release(lease.request_id)
+        return True
+
+    def release(self, request_id: str) -> None:
+        """End the lease of a request, whatever its epoch. Ignores unknown ids."""
+        if request_id in self._offers:
+            self.released += 1
+            self._close(request_id, expired=False)
+
+    def expire(self, now: float) -> None:
+        while (first := self._first()) is not None and first.expires_at <= now:
+            self.expired += 1
+            self._close(first.lease.request_id, expired=True)
+
+    def next_expiry(self) -> float:
+        """Return when `expire` has something to do."""
+        first = self._first()
+        return NEVER if first is None else first.expires_at
+
+    def find(self, lease: LeaseId) -> Offer | None:
+        """Return the offer under this lease."""
+        offer = self._offers.get(lease.request_id)
+        return offer if offer is not None and offer.lease == lease else None
+
+    def check(self) -> None:
+        assert self.granted == self.released + self.expired + len(self)
+        expiries = [o.expires_at for o in self._offers.values() if o.expires_at < NEVER]
+        assert expiries == sorted(expiries)
+
+    def _growing(self, request_id: str) -> Offer | None:
+        offer = self._offers.get(request_id)
+        return offer if offer is not None and offer.expires_at == NEVER else None
+
+    def _first(self) -> Offer | None:
+        return next((o for o in self._offers.values() if o.expires_at < NEVER), None)
+
+    def _prolong(self, offer: Offer, now: float) -> None:
+        offer.expires_at = now + self.lease_s
+        self._offers[offer.lease.request_id] = self._offers.pop(offer.lease.request_id)
+
+    def _tell(self, offer: Offer) -> None:
+        if offer.follower is not None:
+            self.news.append((offer.follower, offer.progress()))
+
+    def _close(self, request_id: str, *, expired: bool) -> None:
+        # Before the step loop hears of it, and may use the blocks again.
+        self._words.end(self._offers.pop(request_id).lease.epoch)
+        self.events.append(Released(request_id, expired))
