@@ -12,8 +12,7 @@ A request that is served whole has no hand-over.
 - decode: from token 1, or from the last byte of its KV, to the end
 - total: from arrival to end
 
-Of a request that was cut, broke, or runs on vLLM, the router counts what it saw: until the first
-token `prefill` or, with a fetch, `announce`; then `decode`. A wait for another node is `queue`.
+A request that was cut, broke, or runs on vLLM lacks the stages of nodes that did not report.
 """
 
 from __future__ import annotations

@@ -10,10 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.base import RequestResponseEndpoint
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from kvrelay.openai_api.dialects.base import untranslated
-from kvrelay.openai_api.front import front_of
 from kvrelay.openai_api.json_body import json_response
 from kvrelay.openai_api.model_types import ModelList
 from kvrelay.openai_api.routes import add_routes
@@ -22,62 +20,18 @@ from kvrelay.router.console.routes import add_console_routes
 from kvrelay.router.guard import (
     OPERATED,
     add_error_answers,
-    answer_error,
     caller_of,
-    check_key,
-    read_body,
 )
 from kvrelay.router.relay import CLIENT_GONE
 from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH
 from kvrelay.router.router import Reread, Router
-from kvrelay.router.serve import Frontend
+from kvrelay.router.serve import RouterApp, read_body
 from kvrelay.router.shared import Shared
 from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["create_app"]
 
 _READ_DEADLINE_S = 10.0
-
-
-class _App(FastAPI):
-    def __init__(self, router: Router) -> None:
-        super().__init__(
-            title="kvrelay router",
-            lifespan=lambda _: router.running(),
-            openapi_url=None,
-            docs_url=None,
-            redoc_url=None,
-        )
-        self._router = self.state.router = router
-        self.api = Frontend(router)
-        self.front = front_of(router.config) if router.shared.serves else None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.front is not None:
-            entered = await self.front.enter(scope, receive, send)
-            if entered is None:
-                return
-            send = entered
-        answer = await self._early_answer(scope, receive) if scope["type"] == "http" else None
-        await (
-            super().__call__(scope, receive, send)
-            if answer is None
-            else answer(scope, receive, send)
-        )
-
-    async def _early_answer(self, scope: Scope, receive: Receive) -> Response | None:
-        # Refuses requests without a key. Completions need nothing that FastAPI puts around a route.
-        router = self._router
-        try:
-            check_key(scope, router.keyring, router.metrics, router.config.admin_key)
-            completion = (
-                scope["path"] in (CHAT_PATH, COMPLETIONS_PATH) and scope["method"] == "POST"
-            )
-            if completion and router.shared.serves:
-                return await self.api.complete(Request(scope, receive), untranslated)
-        except Exception as why:  # noqa: BLE001 - the edge of a request: it must end, with an honest answer
-            return await answer_error(Request(scope, receive), why)
-        return None
 
 
 def create_app(
@@ -88,7 +42,7 @@ def create_app(
 ) -> FastAPI:
     """Return the router as an ASGI application; `rng` breaks ties between nodes."""
     router = Router(config, rng or random.Random(), shared, reread)
-    app = _App(router)
+    app = RouterApp(router)
     add_error_answers(app)
     if router.shared.forward is None:
         _add_operator_routes(app, router)
@@ -100,13 +54,13 @@ def create_app(
     return app
 
 
-def _add_client_routes(app: _App, router: Router) -> None:
+def _add_client_routes(app: RouterApp, router: Router) -> None:
     async def complete(request: Request) -> Response:
-        return await app.api.complete(request, untranslated)
+        return await app.complete(request, untranslated)
 
     for path in (CHAT_PATH, COMPLETIONS_PATH):  # answers other methods with 405
         app.post(path, response_model=None)(complete)
-    add_routes(app, app.api, router.shared.responses, root_path=router.config.root_path)
+    add_routes(app, app, router.shared.responses, root_path=router.config.root_path)
 
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> Response:

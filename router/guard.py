@@ -7,7 +7,6 @@ itself, and CORS keeps other origins' pages from sending it.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 
@@ -25,16 +24,13 @@ from kvrelay.openai_api.routes import (
     key_of_headers,
 )
 from kvrelay.router.admission.keys import Caller, Keyring
-from kvrelay.router.client_connection import arrived_body, headers_of
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.relay import error_response, id_headers
+from kvrelay.router.relay import error_response, headers_of, id_headers
 from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH
 from kvrelay.wire.errors import (
-    BodyTooLarge,
     KvrelayError,
     NotFound,
     RequestError,
-    RequestTimeout,
     Unauthorized,
 )
 
@@ -47,7 +43,6 @@ __all__ = [
     "check_key",
     "check_operator",
     "peer_of",
-    "read_body",
 ]
 
 OPERATED = ("/admin", "/console/state", "/reset_prefix_cache")
@@ -108,34 +103,6 @@ def peer_of(request: Request) -> str:
         if request.client is not None
         else request.headers.get(PEER_HEADER, "unknown")
     )
-
-
-async def read_body(request: Request, limit_bytes: int, deadline_s: float) -> bytes:
-    """Return the request body. Raises BodyTooLarge before it is held in memory, RequestTimeout."""
-
-    def too_large() -> BodyTooLarge:
-        return BodyTooLarge(f"the request body is longer than {limit_bytes} bytes; send less")
-
-    announced = headers_of(request.scope).get("content-length", "0")
-    if announced.isascii() and announced.isdigit() and int(announced) > limit_bytes:
-        raise too_large()
-    whole = arrived_body(request.scope)  # mostly it has, with the headers: no need to wait then
-    if whole is not None:
-        if len(whole) > limit_bytes:
-            raise too_large()
-        return whole
-    body = bytearray()
-    try:
-        async with asyncio.timeout(deadline_s):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit_bytes:
-                    raise too_large()
-    except TimeoutError as why:
-        raise RequestTimeout(
-            f"the request body did not arrive within {deadline_s:g} s; send it faster"
-        ) from why
-    return bytes(body)
 
 
 def add_error_answers(app: FastAPI) -> None:

@@ -11,9 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvrelay.openai_api.stages import STAGES
-from kvrelay.router.ended_request import EndedRequest
 from kvrelay.router.nodes.breaker import State
 from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.timeline import EndedRequest
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KV_CAUSES
 

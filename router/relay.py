@@ -1,26 +1,44 @@
-"""The answer that a client sees: headers as late as is honest, then bytes, never a silent end."""
+"""The answer that a client sees: headers as late as is honest, then bytes, never a silent end.
+
+A stream's bytes go past ASGI, whose `send` is a coroutine: the pieces of an answer would need a
+task, about 5 us for each.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
+from kvrelay.openai_api.connections import HttpConnection
 from kvrelay.openai_api.dialects.base import AS_IS, Dialect, openai_error
+from kvrelay.openai_api.front import CORS_HEADERS
 from kvrelay.openai_api.sse import error_event
-from kvrelay.router.admission.controller import AdmissionSlot
-from kvrelay.router.client_connection import take_client
-from kvrelay.router.request.run import Run
 from kvrelay.wire.errors import Draining, ErrorBody, KvrelayError, NodeFailed, without_frames
 
-__all__ = ["CLIENT_GONE", "HOLD_S", "Finished", "Relay", "error_response", "id_headers"]
+__all__ = [
+    "CLIENT_GONE",
+    "HOLD_S",
+    "Client",
+    "ClientConnection",
+    "Finished",
+    "Relay",
+    "Reply",
+    "arrived_body",
+    "error_response",
+    "headers_of",
+    "id_headers",
+]
 
 HOLD_S = 10.0
 """Seconds that headers wait for a first payload; afterwards, silence before a keep-alive comment."""
 CLIENT_GONE = 499
+_KEY, _HEADERS = "kvrelay.client", "kvrelay.headers"
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -31,6 +49,155 @@ Finished = Callable[[int, KvrelayError | None], None]
 """Called with the status (that of an in-band error, too) and what went wrong."""
 
 _log = logging.getLogger("kvrelay.router")
+
+
+class Flow(Protocol):
+    write_paused: bool
+
+    def drain(self) -> Awaitable[None]: ...
+
+
+class Reply:
+    """A writer of one answer's bytes: kept, or passed on as they come.
+
+    `put` never waits, so a payload is either counted and put, or neither, whenever the request is
+    cut off. Whoever puts waits for `flow`: a slow client slows its nodes instead of filling memory.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[bytes] = []
+        self.put: Callable[[bytes], None] = self._kept.append
+        self.put_last = self.put
+        self.flow: Flow | None = None
+
+    def pass_on(
+        self, put: Callable[[bytes], None], put_last: Callable[[bytes], None], flow: Flow | None
+    ) -> None:
+        """Give each payload to `put` from now on, the last one to `put_last`."""
+        self.put, self.put_last, self.flow = put, put_last, flow
+
+    def detach(self) -> None:
+        self.pass_on(self._kept.append, self._kept.append, None)
+
+    def kept(self) -> bytes:
+        return b"".join(self._kept)
+
+
+class ClientConnection(HttpConnection):
+    on_gone: Callable[[], None] | None = None
+    streaming = False
+    """A stream may wait for its client for as long as its request may take."""
+
+    def on_headers_complete(self) -> None:
+        """Add the `Client`; the request's task exists and has not begun."""
+        super().on_headers_complete()
+        self.scope[_KEY] = Client(self, self.cycle)  # type: ignore[literal-required]
+
+    def pause_writing(self) -> None:
+        """Give an answer that is no stream a deadline to be read."""
+        super().pause_writing()
+        if not self.streaming:
+            self.flush_in_time()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self.flush_at_leisure()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.on_gone is not None:
+            self.on_gone()
+
+
+class Client:
+    """A client of one request: `begin`, any number of `write`, then `end`.
+
+    Nothing is written to a client that is gone.
+    """
+
+    def __init__(self, connection: ClientConnection, cycle: RequestResponseCycle) -> None:
+        self._connection = connection
+        self.cycle = cycle
+        self.flow: Flow = cycle.flow
+        self._unsent: list[bytes] = []
+        self.headers: Iterable[tuple[bytes, bytes]] = ()
+        self.pieces = 0
+
+    def watch(self, on_gone: Callable[[], None] | None) -> None:
+        """Call `on_gone` if the client goes away; None ends that."""
+        self._connection.on_gone = on_gone
+        if on_gone is not None:
+            # A pipelined request behind this one has paused reading, which would hide a close.
+            self.cycle.flow.resume_reading()
+
+    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        cycle = self.cycle
+        if cycle.disconnected:
+            return
+        cycle.response_started, cycle.waiting_for_100_continue = True, False
+        self._connection.streaming = True
+        self._connection.flush_at_leisure()
+        lines = [
+            b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers, *self.headers)
+        ]
+        close = b"" if cycle.keep_alive else b"connection: close\r\n"
+        self._connection.loop.call_soon(self.flush)
+        self._unsent += (STATUS_LINE[status], *lines, close, b"transfer-encoding: chunked\r\n\r\n")
+
+    def write(self, payload: bytes) -> None:
+        """Write a piece of the body, sent at the next turn of the event loop."""
+        if not self._unsent:
+            self._connection.loop.call_soon(self.flush)
+        self.write_last(payload)
+
+    def write_last(self, payload: bytes) -> None:
+        """Write a piece that is sent with the `end`, which must follow."""
+        if payload and not self.cycle.disconnected:
+            self.pieces += 1
+            self._unsent.append(b"%x\r\n%b\r\n" % (len(payload), payload))
+
+    def end(self) -> None:
+        cycle = self.cycle
+        if cycle.disconnected:
+            return
+        self._unsent.append(b"0\r\n\r\n")
+        self.flush()
+        cycle.response_complete = True
+        cycle.message_event.set()
+        self._connection.streaming = False
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        if cycle.flow.write_paused:
+            self._connection.flush_in_time()
+        cycle.on_response()
+
+    def flush(self) -> None:
+        if self._unsent and not self.cycle.disconnected:
+            self.cycle.transport.write(b"".join(self._unsent))
+        self._unsent.clear()
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    """Return a request's headers by lower-case name, the first of several; cached in the scope."""
+    known: dict[str, str] | None = scope.get(_HEADERS)
+    if known is None:
+        pairs = reversed(scope["headers"])
+        known = scope[_HEADERS] = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in pairs
+        }
+    return known
+
+
+def arrived_body(scope: Scope) -> bytes | None:
+    """Take the body of a request if it has come as a whole; else return None."""
+    client = scope.get(_KEY)
+    cycle = client.cycle if isinstance(client, Client) else None
+    if cycle is None or cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
+        return None
+    body, cycle.body = bytes(cycle.body), bytearray()
+    cycle.message_event.clear()
+    return body
 
 
 def error_response(
@@ -51,14 +218,20 @@ def id_headers(job_id: str) -> dict[str, str]:
 class Relay(Response):
     """An answer that runs its own request, in the client's dialect."""
 
-    def __init__(self, run: Run, slot: AdmissionSlot, finished: Finished, dialect: Dialect) -> None:
-        """`finished` is called once, however the request ends."""
+    def __init__(
+        self,
+        answer: Callable[[], Awaitable[None]],
+        reply: Reply,
+        headers: dict[str, str],
+        finished: Finished,
+        dialect: Dialect,
+        *,
+        stream: bool,
+    ) -> None:
+        """`answer` is awaited once and puts into `reply`; `finished` is called in any case."""
         super().__init__()
-        self._dialect = dialect
-        self._run = run
-        self._slot = slot
-        self._extra = id_headers(run.job.id) | slot.headers
-        self._finished = finished
+        self._answer, self._reply, self._stream = answer, reply, stream
+        self._extra, self._finished, self._dialect = headers, finished, dialect
         self._running = False
         self._left = False  # the client went away before the end
         self._begun = False  # headers were sent
@@ -67,27 +240,30 @@ class Relay(Response):
         self._broken: NodeFailed | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        task = asyncio.current_task()
+        task, client = asyncio.current_task(), scope.pop(_KEY)  # else the two would hold each other
         assert task is not None
-        self._task, self._client = task, take_client(scope)
-        self._client.watch(self._leave)
-        self._left = self._client.gone
+        assert isinstance(client, Client)
+        self._task, self._client = task, client
+        client.headers = scope.get(CORS_HEADERS, ())
+        client.watch(self._leave)
+        self._left = client.cycle.disconnected
         failure: KvrelayError | None = None
         try:
-            if self._run.job.stream:
-                self._run.reply.pass_on(self._pass, self._client.flow)
+            if self._stream:
+                self._reply.pass_on(self._pass, self._pass, client.flow)
                 self._holding = task.get_loop().call_later(HOLD_S, self._hold)
-            failure = None if self._left else await self._failure_of_run()
-            if self._run.job.stream:
+            failure = None if self._left else await self._failure_of_answer()
+            if self._stream:
                 self._holding.cancel()
             if not self._left:
                 failure = await self._end(failure, scope, receive, send)
         finally:
-            self._client.watch(None)
+            client.watch(None)
             status = 200 if failure is None else failure.status
             self._finished(status if self._complete else CLIENT_GONE, failure)
             # Frees a long body now instead of when the collector runs.
-            self._run.reply.detach()
+            self._reply.detach()
+            del self._answer
             if failure is not None:
                 without_frames(failure)
 
@@ -96,12 +272,10 @@ class Relay(Response):
         if self._running:
             self._task.cancel()
 
-    async def _failure_of_run(self) -> KvrelayError | None:
+    async def _failure_of_answer(self) -> KvrelayError | None:
         self._running = True
         try:
-            await self._slot.begun()
-            self._run.placed = self._slot.placed
-            await self._run.run()
+            await self._answer()
         except KvrelayError as why:
             return why
         except asyncio.CancelledError:
@@ -113,7 +287,8 @@ class Relay(Response):
                 )
             return self._broken
         except Exception:  # noqa: BLE001 - the edge of a request: it must end, with an honest answer
-            _log.exception("id=%s: the request failed by an error of the router", self._run.job.id)
+            job_id = self._extra["x-request-id"]
+            _log.exception("id=%s: the request failed by an error of the router", job_id)
             return KvrelayError("the router broke on this request; its log says how")
         finally:
             self._running = False
@@ -137,7 +312,7 @@ class Relay(Response):
             self._client.begin(200, (*_STREAM_HEADERS, *extra))
             if self._dialect is AS_IS:  # the rest needs nothing from here
                 client = self._client
-                self._run.reply.pass_on(client.write, client.flow, client.write_last)
+                self._reply.pass_on(client.write, client.write_last, client.flow)
         self._client.write(events)
 
     def _hold(self) -> None:
@@ -150,14 +325,14 @@ class Relay(Response):
         self, failure: KvrelayError | None, scope: Scope, receive: Receive, send: Send
     ) -> KvrelayError | None:
         # Returns what went wrong in the end.
-        if self._run.job.stream and (failure is None or self._begun):
+        if self._stream and (failure is None or self._begun):
             self._send(self._dialect.events(b"" if failure is None else error_event(failure)))
             self._client.end()
             self._complete = True
             return failure
         if failure is None:
             try:
-                body = self._run.reply.kept()
+                body = self._reply.kept()
                 if not body:
                     raise NodeFailed("a node ended the request without an answer; send it again")
                 answer = Response(self._dialect.whole(body), 200, self._extra, "application/json")

@@ -8,24 +8,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from kvrelay.openai_api.stages import STAGES, StageTime
-from kvrelay.openai_api.tracing import Attribute, RequestSpan, Tracing, trace_headers, trace_id_of
-from kvrelay.router.console.snapshot import ConsoleState
-from kvrelay.router.ended_request import EndedRequest
+from kvrelay.openai_api.stages import MOVED, STAGES, StageTime
+from kvrelay.openai_api.tracing import Attribute, RequestSpan, trace_id_of
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.relay import CLIENT_GONE
 from kvrelay.router.request.job import Job
-from kvrelay.router.request.run import Run
-from kvrelay.router.request.timeline import Timeline
+from kvrelay.router.request.run import Run, last_timeline, prompt_tokens_of
+from kvrelay.router.timeline import EndedRequest, Timeline
+from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.log_lines import Fields
 
-__all__ = ["COUNT_S", "RequestLog", "RequestTrace", "TokenCounter", "shown_error"]
+__all__ = ["COUNT_S", "RequestLog", "shown_error"]
 
 COUNT_S = 1.0
 _SHOWN_CHARS = 200
@@ -34,79 +32,44 @@ _OWN_WORDS = (401, 403, 404, 429)  # their messages have names and numbers, neve
 _log = logging.getLogger("kvrelay.router")
 
 
-class RequestTrace:
-    """A request's trace: the client's, else a new one if there is tracing."""
-
-    def __init__(
-        self,
-        tracing: Tracing | None,
-        path: str,
-        header: Callable[[str], str | None],
-        arrived: float,
-    ) -> None:
-        """`arrived` is in monotonic seconds."""
-        self.headers = trace_headers(header)
-        self.span: RequestSpan | None = None
-        if tracing is not None:
-            self.span = tracing.begin(f"POST {path}", self.headers, arrived)
-            self.headers = self.span.headers
-
-
-class _Counted(Protocol):
-    @property
-    def output_tokens(self) -> int: ...
-
-
 @dataclass(slots=True)
-class _Known:
+class Running:
+    runs: Sequence[Run]
     key: str
     model: str
-    tokens: int = 0
-
-
-class TokenCounter:
-    """A count of the output tokens of all running requests of one process."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._known: dict[_Counted, _Known] = {}
-        metrics.running.read = lambda: Counter(known.model for known in self._known.values())
-
-    def add(self, run: _Counted, key: str, model: str) -> None:
-        """Begin to count a request of this API key and model; `remove` must follow."""
-        self._known[run] = _Known(key, model)
-
-    def remove(self, run: _Counted) -> str:
-        """Count the rest of a request that ended, and return its model."""
-        known = self._known.pop(run)
-        self._count(run, known)
-        return known.model
-
-    def count(self) -> None:
-        """Count the tokens that are new since the last time."""
-        for run, known in self._known.items():
-            self._count(run, known)
-
-    def _count(self, run: _Counted, known: _Known) -> None:
-        more = run.output_tokens - known.tokens
-        if more <= 0:  # also while another node repeats tokens that were counted
-            return
-        known.tokens += more
-        self._metrics.output_tokens.labels(known.model).inc(more)
-        self._metrics.admission.tokens.labels(known.key, "output").inc(more)
-
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(COUNT_S)
-            self.count()
+    counted: int = 0
 
 
 class RequestLog:
-    """A record of requests that are refused or end."""
+    """A record of requests that run, are refused or end."""
 
-    def __init__(self, metrics: Metrics, console: ConsoleState) -> None:
-        self._metrics, self._console = metrics, console
-        self.tokens = TokenCounter(metrics)
+    def __init__(self, metrics: Metrics, ended: deque[EndedRequest]) -> None:
+        self._metrics, self._ended = metrics, ended
+        self.running: dict[str, Running] = {}
+        """By the request's id."""
+        metrics.running.read = lambda: Counter(each.model for each in self.running.values())
+
+    def begin(self, job: Job, runs: Sequence[Run], key: str) -> None:
+        """Note a request that begins, a run for each prompt; `finished` must follow."""
+        self.running[job.id] = Running(runs, key, self._metrics.model_of(job.model))
+
+    def count(self) -> None:
+        """Count the output tokens that are new since the last time."""
+        for each in self.running.values():
+            self._count(each)
+
+    def _count(self, request: Running) -> None:
+        more = sum(run.output_tokens for run in request.runs) - request.counted
+        if more <= 0:  # also while another node repeats tokens that were counted
+            return
+        request.counted += more
+        self._metrics.output_tokens.labels(request.model).inc(more)
+        self._metrics.admission.tokens.labels(request.key, "output").inc(more)
+
+    async def count_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(COUNT_S)
+            self.count()
 
     def refused(
         self,
@@ -114,7 +77,7 @@ class RequestLog:
         path: str,
         key: str,
         why: KvrelayError,
-        trace: RequestTrace | None,
+        span: RequestSpan | None,
         job: Job | None,
     ) -> None:
         """Record a request that was refused before it ran; `job` is None if it was not parsed."""
@@ -122,29 +85,30 @@ class RequestLog:
         more = Fields() if job is None else Fields(model=job.model, prompt_tokens=job.prompt_tokens)
         error = more["error"] = shown_error(why)
         _log.info("id=%s path=%s status=%d key=%s %s", job_id, path, why.status, key, more)
-        if trace is not None and trace.span is not None:
-            about = _attributes(job_id, path, why.status)
-            trace.span.end((), about, time.monotonic(), error)
+        if span is not None:
+            span.end((), _attributes(job_id, path, why.status), time.monotonic(), error)
 
     def finished(
         self,
-        run: Run,
-        key: str,
+        job: Job,
         path: str,
         status: int,
         why: KvrelayError | None,
-        trace: RequestTrace,
+        trace: Mapping[str, str],
+        span: RequestSpan | None,
     ) -> None:
-        timeline, now = run.timeline, time.monotonic()
-        stages_s = timeline.stages_s(now)
+        running, now = self.running.pop(job.id), time.monotonic()
+        self._count(running)
         error = "" if why is None else shown_error(why)
-        model = self.tokens.remove(run)
-        request = self._console.add(run, path, status, key, error, stages_s)
-        self._metrics.finished(model, request)
+        timeline = last_timeline(running.runs)
+        request = _ended(job, running, timeline, path, status, error, now)
+        self._ended.append(request)
+        self._metrics.finished(running.model, request)
+        stages_s = request.stages_s
         more = Fields({f"{name}_ms": stages_s[name] * 1e3 for name in STAGES if name in stages_s})
         more |= {"model": request.model, "client_gone": "yes" if status == CLIENT_GONE else "no"}
-        if trace.headers:
-            more["trace"] = trace_id_of(trace.headers["traceparent"])
+        if trace:
+            more["trace"] = trace_id_of(trace["traceparent"])
         if error:
             more["error"] = error
         more["placed"] = repr(request.placed)
@@ -154,16 +118,52 @@ class RequestLog:
             request.id,
             path,
             status,
-            key,
+            request.key,
             "-" if request.prompt_tokens is None else request.prompt_tokens,
             request.output_tokens,
             request.prefill,
             request.decode,
             more,
         )
-        if trace.span is not None:
-            about = _attributes(request.id, path, status) | _about(request, run.job.max_tokens)
-            trace.span.end(_stage_times(timeline, stages_s, now), about, now, error)
+        if span is not None:
+            about = _attributes(request.id, path, status) | _about(request, job.max_tokens)
+            span.end(_stage_times(timeline, stages_s, now), about, now, error)
+
+
+def _ended(
+    job: Job,
+    running: Running,
+    timeline: Timeline,
+    path: str,
+    status: int,
+    error: str,
+    now: float,
+) -> EndedRequest:
+    runs, first, tokens = running.runs, timeline.first_token, running.counted
+    prefill, decode = (
+        ",".join(sorted({run.nodes[role] for run in runs})) for role in (Role.PREFILL, Role.DECODE)
+    )
+    return EndedRequest(
+        id=job.id,
+        path=path,
+        model=job.model,
+        key=running.key,
+        status=status,
+        error=error,
+        stream=job.stream,
+        local=timeline.local,
+        ended=time.time(),
+        ttft_s=None if first is None else first - timeline.arrived,
+        inter_token_s=timeline.inter_token_s(tokens, job.choices * len(runs)),
+        prompt_tokens=prompt_tokens_of(runs),
+        cached_tokens=sum(run.cached_tokens for run in runs),
+        output_tokens=tokens,
+        prefill=prefill,
+        decode=decode,
+        kv_bytes=sum(int(run.timeline.decode_ms.get(MOVED, 0)) for run in runs),
+        stages_s=timeline.stages_s(now),
+        placed="; ".join(run.placement for run in runs),
+    )
 
 
 def shown_error(why: KvrelayError) -> str:

@@ -27,9 +27,8 @@ from kvrelay.router.nodes.members import Source, static_nodes
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.prefix.kv_events import KvEvents
+from kvrelay.router.request.failures import MAX_LOST, RunContext
 from kvrelay.router.request.placer import Placer
-from kvrelay.router.request.poison import MAX_LOST
-from kvrelay.router.request.retries import RunContext, watch_silence
 from kvrelay.router.request_log import RequestLog
 from kvrelay.router.roles import RoleChanger
 from kvrelay.router.shared import Shared
@@ -77,12 +76,10 @@ class Router:
         self.tracing = start_tracing(config.otlp_traces_endpoint, "kvrelay-router")
         self.admission = AdmissionController(config, self.pool, self.placer, self.metrics.admission)
         self.background = BackgroundTasks()
-        self.live: set[str] = set()
-        """Ids of the requests that are being answered."""
         self.ending = False
         """The router is shutting down, and finishes the requests that it has."""
         self.console = ConsoleState(self.pool, self.models, self.metrics, self.shared)
-        self.log = RequestLog(self.metrics, self.console)
+        self.log = RequestLog(self.metrics, self.console.requests)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -109,8 +106,7 @@ class Router:
                     ),
                 ):
                     await stack.enter_async_context(context)
-                for work in (self.log.tokens.run(), watch_silence(self.run_context.silence)):
-                    await stack.enter_async_context(running_task(work))
+                await stack.enter_async_context(running_task(self.log.count_for_ever()))
                 if self.shared.leads:
                     roles = self.console.roles = RoleChanger(
                         lambda: self.config, pool, client, self.metrics, lambda: self.ending
@@ -193,7 +189,7 @@ class Router:
 
     def health(self) -> tuple[int, bytes]:
         """Return status (503 if no model can be served) and body of GET /health."""
-        ready, body = health_of(self.pool, self.models, len(self.live), time.monotonic())
+        ready, body = health_of(self.pool, self.models, len(self.log.running), time.monotonic())
         workers = self.shared.workers()
         if workers is not None:
             body["workers"] = workers

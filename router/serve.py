@@ -1,7 +1,8 @@
-"""How a request begins: its body is checked, admitted, and run by the answer (Relay)."""
+"""How a request begins: its key and body are checked, it is admitted, and run by its answer."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import random
@@ -10,41 +11,41 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from kvrelay.openai_api.body import is_valid_id
-from kvrelay.openai_api.dialects.base import AS_IS, Dialect, Translate
+from kvrelay.openai_api.dialects.base import AS_IS, Dialect, Translate, untranslated
 from kvrelay.openai_api.dialects.responses import Recall, translate_body
+from kvrelay.openai_api.front import front_of
 from kvrelay.openai_api.json_body import check_shape, off_loop, unless_disconnected
 from kvrelay.openai_api.routes import body_excerpt
+from kvrelay.openai_api.tracing import RequestSpan, trace_headers
 from kvrelay.router.admission.keys import Caller
-from kvrelay.router.client_connection import Reply, headers_of
-from kvrelay.router.guard import caller_of, read_body
+from kvrelay.router.guard import answer_error, caller_of, check_key
 from kvrelay.router.nodes.node import NodeKind
-from kvrelay.router.relay import CLIENT_GONE, Relay
+from kvrelay.router.relay import CLIENT_GONE, Relay, Reply, arrived_body, headers_of, id_headers
+from kvrelay.router.request.failures import CrashRecord, fingerprint_of
 from kvrelay.router.request.job import (
     CHAT_PATH,
     COMPLETIONS_PATH,
     SESSION_HEADER,
     Job,
-    ParsedBody,
     job_of,
     parse_body,
     parts_of,
 )
-from kvrelay.router.request.multi_prompt import MultiPromptRun
-from kvrelay.router.request.poison import CrashRecord, fingerprint_of
-from kvrelay.router.request.run import RequestRun, Run
-from kvrelay.router.request.timeline import Timeline
+from kvrelay.router.request.multi_prompt import run_together
+from kvrelay.router.request.run import RequestRun, Run, prompt_tokens_of
 from kvrelay.router.request.vllm_run import VllmRun
-from kvrelay.router.request_log import RequestTrace
 from kvrelay.router.router import Router
-from kvrelay.wire.errors import KvrelayError, RequestError
+from kvrelay.router.timeline import Timeline
+from kvrelay.wire.errors import BodyTooLarge, KvrelayError, RequestError, RequestTimeout
 from kvrelay.wire.router_config import RouterConfig
 
-__all__ = ["Frontend", "checked_body", "slo_of_headers"]
+__all__ = ["RouterApp", "checked_body", "read_body", "slo_of_headers"]
 
 _BODY_DEADLINE_S = 60.0
 _TTFT, _TPOT = "x-slo-ttft-ms", "x-slo-tpot-ms"  # as llm-d's gateway has them
@@ -54,11 +55,46 @@ _ids = random.Random(secrets.randbits(256))  # unlike those of other routers, bu
 _log = logging.getLogger("kvrelay.router")
 
 
-class Frontend:
-    """A router as the routes of the OpenAI API see it."""
+class RouterApp(FastAPI):
+    """A router as an ASGI application, and as the routes of the OpenAI API see it."""
 
     def __init__(self, router: Router) -> None:
-        self._router = router
+        super().__init__(
+            title="kvrelay router",
+            lifespan=lambda _: router.running(),
+            openapi_url=None,
+            docs_url=None,
+            redoc_url=None,
+        )
+        self._router = self.state.router = router
+        self._front = front_of(router.config) if router.shared.serves else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._front is not None:
+            entered = await self._front.enter(scope, receive, send)
+            if entered is None:
+                return
+            send = entered
+        answer = await self._early_answer(scope, receive) if scope["type"] == "http" else None
+        await (
+            super().__call__(scope, receive, send)
+            if answer is None
+            else answer(scope, receive, send)
+        )
+
+    async def _early_answer(self, scope: Scope, receive: Receive) -> Response | None:
+        # Refuses requests without a key. Completions need nothing that FastAPI puts around a route.
+        router, request = self._router, Request(scope, receive)
+        try:
+            check_key(scope, router.keyring, router.metrics, router.config.admin_key)
+            completion = (
+                scope["path"] in (CHAT_PATH, COMPLETIONS_PATH) and scope["method"] == "POST"
+            )
+            if completion and router.shared.serves:
+                return await self.complete(request, untranslated)
+        except Exception as why:  # noqa: BLE001 - the edge of a request: it must end, with an honest answer
+            return await answer_error(request, why)
+        return None
 
     async def complete(
         self, request: Request, translate: Translate, recall: Recall | None = None
@@ -67,87 +103,99 @@ class Frontend:
 
         Raises KvrelayError.
         """
-        router = self._router
-        path, timeline = request.scope["path"], Timeline(time.monotonic())
+        router, path, arrived = self._router, request.scope["path"], time.monotonic()
         caller, header = caller_of(request), headers_of(request.scope).get
         request.state.job_id = self._new_id(header("x-request-id", ""))
-        trace: RequestTrace | None = None
-        run: Run | None = None
+        span: RequestSpan | None = None
+        job: Job | None = None
         try:
             body = await checked_body(request, router.config)
             fingerprint = partial(fingerprint_of, caller.sha256, body)
             crashes = CrashRecord(router.shared.poison, router.metrics, fingerprint)
             crashes.check()
-            limit_bytes = router.config.max_body_bytes
-            body, dialect = await translate_body(body, translate, recall, limit_bytes)
-            parsed = parse_body(body, _path_on_nodes(path, dialect))
-            job = self._job(request, caller, parsed)
-            trace = RequestTrace(router.tracing, path, header, timeline.arrived)
-            headers = {"x-request-id": job.node_id, **trace.headers}
-            run = self._run_of(job, headers, timeline, crashes)
-            slot = await router.admission.admit(caller, job, run.wanted(), timeline.arrived)
+            dialect = AS_IS
+            if translate is not untranslated:
+                limit_bytes = router.config.max_body_bytes
+                body, dialect = await translate_body(body, translate, recall, limit_bytes)
+            known = self._job(request, caller, parse_body(body, _path_on_nodes(path, dialect)))
+            trace = trace_headers(header)
+            if router.tracing is not None:
+                span = router.tracing.begin(f"POST {path}", trace, arrived)
+                trace = span.headers
+            reply, headers = Reply(), {"x-request-id": known.node_id, **trace}
+            runs = self._runs_of(known, headers, arrived, crashes, reply)
+            job = known
+            slot = await router.admission.admit(caller, job, runs[0].wanted(), arrived)
         except KvrelayError as why:
-            known = None if run is None else run.job
-            router.log.refused(request.state.job_id, path, caller.name, why, trace, known)
+            router.log.refused(request.state.job_id, path, caller.name, why, span, job)
             raise
         except ClientDisconnect:
             router.metrics.refused(path, CLIENT_GONE)
             return Response(status_code=CLIENT_GONE)
         if router.config.log_bodies:
             _log.info("id=%s body=%s", job.id, body_excerpt(body))
-        router.live.add(job.id)
-        router.log.tokens.add(run, caller.name, router.metrics.model_of(job.model))
+        router.log.begin(job, runs, caller.name)
+
+        async def answer() -> None:
+            await slot.begun()
+            runs[0].placed = slot.placed
+            await (runs[0].run() if len(runs) == 1 else run_together(known, runs, reply))
 
         def finished(status: int, why: KvrelayError | None) -> None:
-            sent = run.timeline.sent is not None
-            prompt_tokens = run.prompt_tokens or (job.prompt_tokens if sent else 0)
-            router.admission.release(slot, prompt_tokens, run.output_tokens)
-            router.live.discard(job.id)
+            sent = any(run.timeline.sent is not None for run in runs)
+            prompt_tokens = prompt_tokens_of(runs) or (known.prompt_tokens if sent else 0)
+            output_tokens = sum(run.output_tokens for run in runs)
+            router.admission.release(slot, prompt_tokens, output_tokens)
             if status == 200 and why is None:
                 crashes.answered()
-            router.log.finished(run, caller.name, path, status, why, trace)
+            router.log.finished(known, path, status, why, trace, span)
 
-        return Relay(run, slot, finished, dialect)
+        extra = id_headers(job.id) | slot.headers
+        return Relay(answer, reply, extra, finished, dialect, stream=job.stream)
 
-    def _job(self, request: Request, caller: Caller, parsed: ParsedBody) -> Job:
+    def _job(self, request: Request, caller: Caller, job: Job) -> Job:
         router, header = self._router, headers_of(request.scope).get
-        own_ids = header("x-request-id"), parsed.request_id
-        wanted = parsed.request_id if own_ids[0] is None and own_ids[1] else request.state.job_id
+        own_ids = header("x-request-id"), job.known.request_id or ""
+        wanted = own_ids[1] if own_ids[0] is None and own_ids[1] else request.state.job_id
         # Another request may have taken the id while the body was awaited.
         job_id = request.state.job_id = self._new_id(wanted)
         slo = router.admission.slo(*slo_of_headers(header))
-        caller.check_model(parsed.model)
+        caller.check_model(job.model)
         return job_of(
-            parsed,
+            job,
             job_id,
             int(time.time()),
             _ids.getrandbits(53),
             session=header(SESSION_HEADER, ""),
             targets=slo,
-            model=router.models.named(parsed.model),
-            priority=caller.check_priority(parsed.priority),
+            model=router.models.named(job.model),
+            priority=caller.check_priority(job.known.priority),
             key_hash=caller.sha256 if router.config.isolate_keys else "",
             mark=secrets.token_hex(4) if job_id in own_ids else "",
         )
 
-    def _run_of(
-        self, job: Job, headers: dict[str, str], timeline: Timeline, crashes: CrashRecord
-    ) -> Run:
+    def _runs_of(
+        self,
+        job: Job,
+        headers: dict[str, str],
+        arrived: float,
+        crashes: CrashRecord,
+        reply: Reply,
+    ) -> list[Run]:
         context = self._router.run_context
-        kind = self._router.pool.kind_for(job.model)
-        if kind is not NodeKind.KVRELAY:
-            return VllmRun(job, kind, headers, timeline, context, crashes)
-
-        def run_of(part: Job, its: Timeline, reply: Reply | None = None) -> RequestRun:
-            return RequestRun(part, headers, its, context, crashes, reply)
-
+        if self._router.pool.kind_for(job.model) is not NodeKind.KVRELAY:
+            return [VllmRun(job, headers, Timeline(arrived), context, crashes, reply)]
         parts = parts_of(job)
-        if len(parts) == 1:
-            return run_of(job, timeline)
-        return MultiPromptRun(job, parts, timeline.arrived, run_of)
+        joined = job.stream or len(parts) == 1
+        return [
+            RequestRun(
+                part, headers, Timeline(arrived), context, crashes, reply if joined else Reply()
+            )
+            for part in parts
+        ]
 
     def _new_id(self, wanted: str) -> str:
-        free = is_valid_id(wanted) and wanted not in self._router.live
+        free = is_valid_id(wanted) and wanted not in self._router.log.running
         return wanted if free else f"{_ids.getrandbits(128):032x}"
 
     async def tokenized(
@@ -165,7 +213,7 @@ class Frontend:
             return await unless_disconnected(request, router.ask(path, body))
 
     def check_key(self, request: Request) -> None:
-        """Do nothing: keys are checked before routes are chosen (router/guard.py)."""
+        """Do nothing: keys are checked before routes are chosen."""
 
     def owner(self, request: Request) -> str:
         return caller_of(request).sha256
@@ -191,6 +239,34 @@ async def checked_body(request: Request, config: RouterConfig) -> bytes:
     body = await read_body(request, config.max_body_bytes, deadline_s)
     await off_loop(len(body), check_shape, body)
     return body
+
+
+async def read_body(request: Request, limit_bytes: int, deadline_s: float) -> bytes:
+    """Return the request body. Raises BodyTooLarge before it is held in memory, RequestTimeout."""
+
+    def too_large() -> BodyTooLarge:
+        return BodyTooLarge(f"the request body is longer than {limit_bytes} bytes; send less")
+
+    announced = headers_of(request.scope).get("content-length", "0")
+    if announced.isascii() and announced.isdigit() and int(announced) > limit_bytes:
+        raise too_large()
+    whole = arrived_body(request.scope)  # mostly it has, with the headers: no need to wait then
+    if whole is not None:
+        if len(whole) > limit_bytes:
+            raise too_large()
+        return whole
+    body = bytearray()
+    try:
+        async with asyncio.timeout(deadline_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit_bytes:
+                    raise too_large()
+    except TimeoutError as why:
+        raise RequestTimeout(
+            f"the request body did not arrive within {deadline_s:g} s; send it faster"
+        ) from why
+    return bytes(body)
 
 
 def slo_of_headers(header: Callable[[str], str | None]) -> tuple[float | None, float | None]:

@@ -20,7 +20,7 @@ from kvrelay.openai_api.connections import connection_class
 from kvrelay.openai_api.json_body import return_large_blocks
 from kvrelay.openai_api.tls import server_context
 from kvrelay.router.app import create_app
-from kvrelay.router.client_connection import ClientConnection
+from kvrelay.router.relay import ClientConnection
 from kvrelay.router.router import Reread, Router, reload_on_hangup
 from kvrelay.router.shared import Shared
 from kvrelay.router.transport.node_client import node_tls

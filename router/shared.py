@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from starlette.responses import Response
 
 from kvrelay.openai_api.dialects.response_store import IN_MEMORY, ResponseStore
-from kvrelay.router.request.poison import Poison
+from kvrelay.router.request.failures import Poison
 from kvrelay.router.state import WorkerStatus
 
 __all__ = ["Shared"]

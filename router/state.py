@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.router.ended_request import EndedRequest
 from kvrelay.router.node_load import UNKNOWN
 from kvrelay.router.nodes.breaker import BreakerState
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.node import Node
 from kvrelay.router.nodes.pool import DRAINS, Pool
 from kvrelay.router.roles import RoleChange
+from kvrelay.router.timeline import EndedRequest
 from kvrelay.wire.config import Role
 from kvrelay.wire.step_costs import StepCosts
 

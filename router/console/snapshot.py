@@ -15,12 +15,9 @@ import msgspec
 from prometheus_client.registry import Collector
 
 from kvrelay.openai_api.routes import version
-from kvrelay.openai_api.stages import MOVED
-from kvrelay.router.ended_request import EndedRequest
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.request.run import Run
 from kvrelay.router.roles import RoleChanger
 from kvrelay.router.shared import Shared
 from kvrelay.router.state import (
@@ -32,6 +29,7 @@ from kvrelay.router.state import (
     model_health,
     node_statuses,
 )
+from kvrelay.router.timeline import EndedRequest
 
 __all__ = ["KEPT_REQUESTS", "ConsoleState", "Edge", "Snapshot", "WorkerRow", "snapshot_of"]
 
@@ -167,35 +165,6 @@ class ConsoleState:
         self._began = time.monotonic()
         self.roles: RoleChanger | None = None
         """Set in the process that changes the roles of nodes."""
-
-    def add(
-        self, run: Run, path: str, status: int, key: str, error: str, stages_s: dict[str, float]
-    ) -> EndedRequest:
-        timeline, job, (prefill, decode) = run.timeline, run.job, run.nodes
-        first, tokens = timeline.first_token, run.output_tokens
-        request = EndedRequest(
-            id=job.id,
-            path=path,
-            model=job.model,
-            key=key,
-            status=status,
-            error=error,
-            stream=job.stream,
-            local=timeline.local,
-            ended=time.time(),
-            ttft_s=None if first is None else first - timeline.arrived,
-            inter_token_s=timeline.inter_token_s(tokens, run.answers),
-            prompt_tokens=run.prompt_tokens,
-            cached_tokens=sum(part.cached_tokens or 0 for part in run.parts),
-            output_tokens=tokens,
-            prefill=prefill,
-            decode=decode,
-            kv_bytes=sum(int(part.timeline.decode_ms.get(MOVED, 0)) for part in run.parts),
-            stages_s=stages_s,
-            placed=run.placement,
-        )
-        self.requests.append(request)
-        return request
 
     def status(self) -> WorkerStatus:
         now, metrics = time.monotonic(), self._metrics

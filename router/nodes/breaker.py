@@ -140,22 +140,14 @@ class BreakerCall:
     """
 
     def __init__(self, first: Breaker, then: Breaker, now: float) -> None:
-        self.first_s: float | None = None  # until the first frame
-        self.heard_at = now  # when the last frame came
         self.answered = False  # the node has sent tokens
-        self.steady = False  # further tokens only move `heard_at`; read for every token
+        self.steady = False  # further tokens say nothing new; read for every token
         self._first, self._then = first, then
         first.enter(self, now)
         then.enter(self, now)
-        self._began = now
 
-    def heard(self, now: float, *, tokens: bool) -> bool:
-        """Note a frame, with tokens or without; return whether it has the first tokens."""
-        self.heard_at = now
-        if self.first_s is None:
-            self.first_s = now - self._began
-        if not tokens:
-            return False
+    def heard(self, now: float) -> bool:
+        """Note a frame with tokens; return whether it is the first one."""
         (self._then if self.answered else self._first).answered(self, now)
         self.steady, self.answered = self.answered, True
         return not self.steady

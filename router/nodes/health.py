@@ -20,12 +20,6 @@ from kvrelay.wire.errors import NoNode, Overloaded
 __all__ = ["AVOID_S", "NodeHealth"]
 
 _REST_CAP_S = 30.0
-# A request without a frame for so long is lost. Only a backstop: health checks see a node that
-# hangs.
-_PATIENCE_S = 60.0
-_PATIENCE_S_PER_TOKEN = 0.01
-_PATIENCE_TIMES = 8.0
-_FADING = 0.999
 _MOST_FAILED_PAIRS = 10_000
 AVOID_S, AVOID_CAP_S = 5.0, 120.0
 
@@ -42,7 +36,6 @@ class NodeHealth:
         self._rng = rng
         self._troubled: set[Node] = set()
         """Nodes with a breaker that is not closed, or that rest: all others need no look."""
-        self._slowest_s = 0.0
 
     def breaker(self, node: Node, role: Role) -> Breaker:
         if role not in node.breakers:
@@ -95,13 +88,6 @@ class NodeHealth:
     def begin(self, node: Node, role: Role, now: float, *, computes: bool) -> BreakerCall:
         first = self.breaker(node, Role.PREFILL if computes else role)
         return BreakerCall(first, self.breaker(node, role), now)
-
-    def patience_s(self, tokens: int) -> float:
-        """Return after how many silent seconds a request that computes `tokens` counts as lost."""
-        return max(_PATIENCE_S + tokens * _PATIENCE_S_PER_TOKEN, _PATIENCE_TIMES * self._slowest_s)
-
-    def answered(self, call: BreakerCall) -> None:
-        self._slowest_s = max(call.first_s or 0.0, self._slowest_s * _FADING)
 
     def rest(self, node: Node, role: Role, seconds: float | None, now: float) -> None:
         rest_s = min(_REST_CAP_S, 1.0 if seconds is None else max(0.1, seconds))

@@ -6,14 +6,14 @@ The fields that decide nothing here stay the client's bytes; the nodes check eve
 from __future__ import annotations
 
 import hmac
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 
 from kvrelay.openai_api.body import check_choices
+from kvrelay.openai_api.json_body import read_json
 from kvrelay.router.prefix.index import Prefix
 from kvrelay.wire.errors import RequestError
-from kvrelay.wire.frames import MALFORMED
 from kvrelay.wire.transfer import AnswerState, HandoverRequest, KvTransferParams
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "COMPLETIONS_PATH",
     "SESSION_HEADER",
     "Job",
-    "ParsedBody",
     "Slo",
     "decode_body",
     "job_of",
@@ -42,8 +41,7 @@ _MAX_INT = 2**63 - 1
 _MAX_MODEL_CHARS = 256
 _MAX_SESSION_CHARS = 256
 # With these a client could point a node at an address.
-_HANDOVER_FIELD = "kv_transfer_params"
-_HANDOVER_FIELDS = ("remote_", "do_remote_")
+_HANDOVER_FIELDS = ("kv_transfer_params", "remote_", "do_remote_")
 
 # Fields that decide the prompt's tokens, or the names of their KV blocks, beside the prompt.
 _CONTEXT_FIELDS = (
@@ -62,7 +60,7 @@ _CONTEXT_FIELDS = (
     "suffix",
 )
 
-_T = TypeVar("_T")
+_Limit = Annotated[int, msgspec.Meta(le=_MAX_INT)]
 
 
 class _StreamOptions(msgspec.Struct):
@@ -72,11 +70,12 @@ class _StreamOptions(msgspec.Struct):
 class _Fields(msgspec.Struct, frozen=True):
     model: str | None = None
     stream: bool | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    min_tokens: int | None = None
+    # Nodes do not see these as the client gave them, because the prefill request changes them.
+    max_tokens: _Limit | None = None
+    max_completion_tokens: _Limit | None = None
+    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-_MAX_INT - 1, le=_MAX_INT)] | None = None
     fit_max_tokens: bool | None = None
-    seed: int | None = None
     priority: int | None = None
     include_metrics: bool | None = None
     n: int | None = None
@@ -92,6 +91,10 @@ class _Fields(msgspec.Struct, frozen=True):
     stream_options: _StreamOptions | None = None
 
 
+_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_known_fields = msgspec.json.Decoder(_Fields)
+
+
 class Slo(msgspec.Struct, frozen=True):
     """A request's targets in seconds; None is no target."""
 
@@ -99,35 +102,15 @@ class Slo(msgspec.Struct, frozen=True):
     tpot_s: float | None = None
 
 
-class ParsedBody(msgspec.Struct, frozen=True):
-    path: str
-    fields: dict[str, msgspec.Raw]
-    known: _Fields
-    max_tokens: int
-    """The limit for this path; 0 if the client gave none."""
-
-    @property
-    def model(self) -> str:
-        return self.known.model or ""
-
-    @property
-    def priority(self) -> int | None:
-        return self.known.priority
-
-    @property
-    def request_id(self) -> str:
-        return self.known.request_id or ""
-
-
-class Job(msgspec.Struct, frozen=True):
-    id: str
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    id: str = ""
     path: str
     model: str
     stream: bool
     seed: int
-    created: int
+    created: int = 0
     max_tokens: int
-    """0: the client did not say."""
+    """The limit for this path; 0 if the client gave none."""
     prompt_tokens: int
     """An estimate unless `counted`."""
     counted: bool
@@ -200,17 +183,15 @@ def parts_of(job: Job) -> list[Job]:
     return parts
 
 
-def parse_body(body: bytes, path: str) -> ParsedBody:
-    """Read and check a client's body. Raises RequestError."""
-    fields = _decode(body, dict[str, msgspec.Raw])
-    for name in fields:
-        if name != _HANDOVER_FIELD and not name.startswith(_HANDOVER_FIELDS):
-            continue
-        if bytes(fields[name]).strip() != b"null":
+def parse_body(body: bytes, path: str) -> Job:
+    """Read and check a client's body, without what `job_of` adds. Raises RequestError."""
+    fields = read_json(body, _raw_fields)
+    for name, value in fields.items():
+        if name.startswith(_HANDOVER_FIELDS) and bytes(value).strip() != b"null":
             raise RequestError(
                 f"{name} is set by the router and refused from clients; leave it out", param=name
             )
-    known = _decode(body, _Fields)
+    known = read_json(body, _known_fields)
     if not known.model:
         raise RequestError("model is missing; GET /v1/models lists the names", param="model")
     if len(known.model) > _MAX_MODEL_CHARS:
@@ -219,21 +200,54 @@ def parse_body(body: bytes, path: str) -> ParsedBody:
             f"/v1/models lists names",
             param="model",
         )
+    if known.cache_salt == "":
+        raise RequestError("cache_salt must not be empty; leave it out", param="cache_salt")
+    choices, best_of = known.n or 1, known.best_of or 1
+    # Before admission counts its tokens against its key.
+    check_choices(1, max(choices, best_of))
     limit_field, limit = "max_tokens", known.max_tokens
     if path == CHAT_PATH and known.max_completion_tokens is not None:
         limit_field, limit = "max_completion_tokens", known.max_completion_tokens
-    default = None if path == CHAT_PATH or known.fit_max_tokens else _DEFAULT_COMPLETION_TOKENS
-    checked = 1 if _prompt_only(path, known, limit) else default if limit is None else limit
-    _check_limits(known, limit_field, checked)
-    if known.cache_salt == "":
-        raise RequestError("cache_salt must not be empty; leave it out", param="cache_salt")
-    # Before admission counts its tokens against its key.
-    check_choices(1, max(known.n or 1, known.best_of or 1))
-    return ParsedBody(path, fields, known, limit or 0)
+    prompt_only = limit == 0 and path != CHAT_PATH and bool(known.echo)
+    if not prompt_only:
+        _check_limit(known, path, limit_field, limit)
+    prompt_tokens, counted = _length(bytes(fields.get(_prompt_field(path), b"")))
+    options = known.stream_options
+    return Job(
+        path=path,
+        model=known.model,
+        stream=bool(known.stream),
+        seed=known.seed or 0,
+        max_tokens=limit or 0,
+        prompt_tokens=prompt_tokens,
+        counted=counted,
+        wants_stages=bool(known.include_metrics),
+        include_usage=options is not None and bool(options.include_usage),
+        choices=max(1, choices),
+        best_of=best_of,
+        prompt_only=prompt_only,
+        fields=fields,
+        priority=known.priority or 0,
+        cache_salt=known.cache_salt or "",
+        session=known.session_id or known.prompt_cache_key or known.user or "",
+        known=known,
+    )
+
+
+def _check_limit(known: _Fields, path: str, name: str, limit: int | None) -> None:
+    if limit is None and path != CHAT_PATH and not known.fit_max_tokens:
+        limit = _DEFAULT_COMPLETION_TOKENS
+    if limit is not None and limit < 1:
+        raise RequestError(f"{name} must be at least 1, got {limit}", param=name)
+    if limit is not None and known.min_tokens is not None and known.min_tokens > limit:
+        raise RequestError(
+            f"min_tokens must be at most {name} ({limit}), got {known.min_tokens}",
+            param="min_tokens",
+        )
 
 
 def job_of(
-    parsed: ParsedBody,
+    job: Job,
     job_id: str,
     created: int,
     drawn_seed: int,
@@ -250,43 +264,26 @@ def job_of(
     `drawn_seed` is taken if the client gave none, `session` is what its headers name, and with
     `key_hash` the KV is kept for requests of that API key alone.
     """
-    known, path = parsed.known, parsed.path
-    model = model or parsed.model
-    priority = known.priority if priority is None else priority
-    salt = _salt(known.cache_salt or "", key_hash) if key_hash else known.cache_salt or ""
-    fields = parsed.fields
-    given = {"model": parsed.model, "priority": known.priority or 0}
-    given["cache_salt"] = known.cache_salt or ""
-    wanted = {"model": model, "priority": priority or 0, "cache_salt": salt}
-    if wanted != given:
-        changed = {name: value for name, value in wanted.items() if value != given[name]}
-        encoded = {name: msgspec.Raw(msgspec.json.encode(each)) for name, each in changed.items()}
-        fields = fields | encoded
-    prompt_tokens, counted = _length(bytes(fields.get(_prompt_field(path), b"")))
-    options = known.stream_options
-    session = session or known.session_id or known.prompt_cache_key or known.user or ""
-    return Job(
+    nodes_see = {
+        "model": model or job.model,
+        "priority": job.priority if priority is None else priority,
+        "cache_salt": _salt(job.cache_salt, key_hash) if key_hash else job.cache_salt,
+    }
+    changed = {
+        name: msgspec.Raw(msgspec.json.encode(value))
+        for name, value in nodes_see.items()
+        if value != getattr(job, name)
+    }
+    return msgspec.structs.replace(
+        job,
         id=job_id,
-        path=path,
-        model=model,
-        stream=bool(known.stream),
-        seed=drawn_seed if known.seed is None else known.seed,
+        seed=drawn_seed if job.known.seed is None else job.seed,
         created=created,
-        max_tokens=parsed.max_tokens,
-        known=known,
-        prompt_tokens=prompt_tokens,
-        counted=counted,
-        wants_stages=bool(known.include_metrics),
-        include_usage=options is not None and bool(options.include_usage),
-        choices=max(1, known.n or 1),
-        best_of=known.best_of or 1,
-        prompt_only=_prompt_only(path, known, known.max_tokens),
-        fields=fields,
-        priority=priority or 0,
-        cache_salt=salt,
-        session=session[:_MAX_SESSION_CHARS],
+        fields=job.fields | changed,
+        session=(session or job.session)[:_MAX_SESSION_CHARS],
         targets=targets,
         mark=mark,
+        **nodes_see,
     )
 
 
@@ -344,47 +341,9 @@ def _prompt_field(path: str) -> str:
     return "messages" if path == CHAT_PATH else "prompt"
 
 
-def _prompt_only(path: str, known: _Fields, limit: int | None) -> bool:
-    return limit == 0 and path != CHAT_PATH and bool(known.echo)
-
-
 def _length(prompt: bytes) -> tuple[int, bool]:
     # Tokens of a prompt in JSON, and whether they are counted: all but token ids is estimated.
     raw = prompt.strip()
     if raw[:1] == b"[" and raw[1:32].lstrip()[:1].isdigit():
         return raw.count(b",") + 1, True
     return len(raw) // _BYTES_PER_TOKEN, False
-
-
-def _decode(body: bytes, kind: type[_T]) -> _T:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as why:
-        message, _, where = str(why).partition(" - at `$")
-        name = where.strip("`.") or None
-        if name is None:
-            raise RequestError(
-                f"the body must be a JSON object of request fields: {message}"
-            ) from why
-        raise RequestError(f"{name} is of a wrong type: {message}", param=name) from why
-    except MALFORMED as why:
-        raise RequestError(f"the body is not valid JSON: {why}", code="invalid_json") from why
-
-
-def _check_limits(known: _Fields, limit_field: str, limit: int | None) -> None:
-    # Nodes do not see these as the client gave them, because the prefill request changes them.
-    if limit is not None and not 1 <= limit <= _MAX_INT:
-        raise RequestError(
-            f"{limit_field} must be at least 1 and fit in 64 bits, got {limit}", param=limit_field
-        )
-    if known.min_tokens is not None and known.min_tokens < 0:
-        raise RequestError(
-            f"min_tokens must not be negative, got {known.min_tokens}", param="min_tokens"
-        )
-    if limit is not None and known.min_tokens is not None and known.min_tokens > limit:
-        raise RequestError(
-            f"min_tokens must be at most {limit_field} ({limit}), got {known.min_tokens}",
-            param="min_tokens",
-        )
-    if known.seed is not None and not -_MAX_INT - 1 <= known.seed <= _MAX_INT:
-        raise RequestError(f"seed must fit in 64 bits, got {known.seed}", param="seed")

@@ -15,25 +15,23 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from kvrelay.router.background import cancel_and_wait
-from kvrelay.router.client_connection import Reply
 from kvrelay.router.nodes.node import Lease, Node, kv_mismatch
-from kvrelay.router.request.attempt import Attempt
+from kvrelay.router.relay import Reply
+from kvrelay.router.request.failures import Attempts, CrashRecord, RunContext
 from kvrelay.router.request.job import Job, decode_body, prefill_body, prefix_of
 from kvrelay.router.request.placer import ChosenNodes, PlacementLeases, PlacementQuery
-from kvrelay.router.request.poison import CrashRecord
 from kvrelay.router.request.progress import AnswerProgress, Diverged, FramePosition
-from kvrelay.router.request.retries import Attempts, RunContext
-from kvrelay.router.request.timeline import Timeline
+from kvrelay.router.timeline import Timeline
 from kvrelay.router.transport.node_errors import AttemptFailed, Refused
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import (
     DeadlineExceeded,
-    KvrelayError,
     NodeFailed,
     NoNode,
     Overloaded,
@@ -44,7 +42,7 @@ from kvrelay.wire.errors import (
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.transfer import SPILL_REFUSED, KvTransferParams
 
-__all__ = ["ROOM_DEADLINE_S", "RequestRun", "Run"]
+__all__ = ["ROOM_DEADLINE_S", "RequestRun", "Run", "last_timeline", "prompt_tokens_of"]
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -55,41 +53,34 @@ _RENEW_S = 1.0  # where a node does not tell how long its leases are
 _RENEWALS_PER_LEASE = 4.0
 
 
+@dataclass(eq=False)
 class Run:
-    """A request on its way through nodes: ours, or vLLM's."""
+    """A prompt on its way through nodes: ours, or vLLM's."""
 
-    parts: Sequence[Run] = ()
-    """Prompts with their transfers; none where nodes tell nothing of these."""
+    job: Job
+    headers: Mapping[str, str]
+    timeline: Timeline
+    context: RunContext
+    crashes: CrashRecord
+    """The record of the client's request, which may have more prompts."""
+    reply: Reply
+    placed: PlacementLeases | None = None
+    """Where the request was placed last; admission may set it before `run`."""
+    placement: str = "-"
     prompt_tokens: int | None = None
-    """Tokens of all prompts, once nodes have told."""
+    """None until a node has told."""
+    cached_tokens: int = 0
     output_tokens: int = 0
     """Tokens of all choices so far."""
-    cached_tokens: int = 0
-    """Tokens of the prompt that its node had cached, once it has told."""
-    nodes: tuple[str, str] = ("-", "-")
-    """URLs of the last prefill and decode node."""
-    placement: str = "-"
-    """Where the request was placed last, and at what price."""
+    usage: tuple[int, int, int] = (0, 0, 0)
+    """Prompt, generated and cached tokens of the whole answer."""
+    nodes: dict[Role, str] = field(
+        default_factory=lambda: {Role.PREFILL: "-", Role.DECODE: "-"}, init=False
+    )
+    """URLs of the last nodes."""
 
-    def __init__(
-        self,
-        job: Job,
-        headers: Mapping[str, str],
-        timeline: Timeline,
-        context: RunContext,
-        crashes: CrashRecord,
-        reply: Reply | None = None,
-    ) -> None:
-        """`crashes` and `headers` are those of the client's request, which may have more prompts."""
-        self.job, self.headers, self.timeline = job, headers, timeline
-        self.context, self.crashes = context, crashes
-        self.reply = reply or Reply()
-        self.placed: PlacementLeases | None = None
-        """Where the request was placed last; admission may set it before `run`."""
-
-    @property
-    def answers(self) -> int:
-        return self.job.choices
+    def __post_init__(self) -> None:
+        self._pool, self._prefix = self.context.pool, prefix_of(self.job)
 
     def wanted(self) -> PlacementQuery:
         raise NotImplementedError
@@ -112,70 +103,39 @@ class Run:
         raise NotImplementedError
 
 
+def last_timeline(runs: Sequence[Run]) -> Timeline:
+    """Return the times of the prompt that was answered last."""
+    times = (run.timeline for run in runs)
+    return max(times, key=lambda each: each.last_token or each.arrived)
+
+
+def prompt_tokens_of(runs: Sequence[Run]) -> int | None:
+    """Return the tokens of all prompts; None until nodes have told."""
+    counts = [run.prompt_tokens for run in runs]
+    return None if None in counts else sum(count or 0 for count in counts)
+
+
 class RequestRun(Run):
     """A prompt on its way through two of our nodes."""
 
-    def __init__(
-        self,
-        job: Job,
-        headers: Mapping[str, str],
-        timeline: Timeline,
-        context: RunContext,
-        crashes: CrashRecord,
-        reply: Reply | None = None,
-    ) -> None:
-        super().__init__(job, headers, timeline, context, crashes, reply)
-        self.progress = AnswerProgress(job)
-        self.prefill_node: Node | None = None
-        self.decode_node: Node | None = None
-        self.usage = (0, 0, 0)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.progress = AnswerProgress(self.job)
         self.kv_failed = False
         """A decode node could not get the KV."""
+        self._metrics = self.context.metrics
         self.unread: list[Lease] = []
         """Attempts that failed while their nodes read the request."""
-        self.prefix = prefix_of(job)
-        self._pool, self._metrics = context.pool, context.metrics
+        self._prefill_node: Node | None = None
         self._handover_counted = False
         self._kv_unused = False  # a decode node computes what the prefill node holds
         self._spills = True  # until a decode node has refused to compute the prompt
-        self._prefills = Attempts(context, Role.PREFILL)
+        self._prefills = Attempts(self.context, Role.PREFILL)
         self._prefilling: asyncio.Task[bool] | None = None
         self._early_decode: asyncio.Task[bool] | None = None
 
     def wanted(self) -> PlacementQuery:
-        return self.context.placer.wanted(self.job, self.prefix)
-
-    @property
-    def prompt_tokens(self) -> int | None:  # type: ignore[override]
-        told = self.progress.told
-        return self.usage[0] or (told.answer().prompt_tokens or None if told else None)
-
-    @property
-    def output_tokens(self) -> int:  # type: ignore[override]
-        return self.progress.output_tokens
-
-    @property
-    def cached_tokens(self) -> int:  # type: ignore[override]
-        if self.usage[0] or self.progress.told is None:
-            return self.usage[2]
-        return self.progress.told.cached_tokens
-
-    @property
-    def placement(self) -> str:  # type: ignore[override]
-        return "-" if self.placed is None else str(self.placed.placement)
-
-    @property
-    def parts(self) -> Sequence[Run]:  # type: ignore[override]
-        return (self,)
-
-    @property
-    def nodes(self) -> tuple[str, str]:  # type: ignore[override]
-        prefill, decode = self.prefill_node, self.decode_node
-        return prefill.url if prefill else "-", decode.url if decode else "-"
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self._prefilling is not None and not self._prefilling.done()
+        return self.context.placer.wanted(self.job, self._prefix)
 
     async def run(self) -> None:
         try:
@@ -189,15 +149,19 @@ class RequestRun(Run):
             self._release_kv()
 
     async def _answer(self) -> None:
-        self.placed = self.placed or await self._place()
+        self._go_to(self.placed or await self._place())
         while True:
+            assert self.placed is not None
             if self.placed.prefill is None:
                 self._count_local(self.placed)
             elif await self._prefill_and_decode():
                 return
             if await self._decode():
                 return
-            self.placed = await self._place()
+            self._go_to(await self._place())
+
+    def _go_to(self, placed: PlacementLeases) -> None:
+        self.placed, self.placement = placed, str(placed.placement)
 
     async def _prefill_and_decode(self) -> bool:
         # Returns whether the answer is complete; else a decode request must follow.
@@ -224,19 +188,11 @@ class RequestRun(Run):
                 prefilling.cancel()
 
     async def _prefill(self) -> bool:
-        try:
-            return await self._attempt_prefill()
-        except KvrelayError:
-            if self.progress.ended:  # by the decode request
-                return False
-            raise
-
-    async def _attempt_prefill(self) -> bool:
         # Returns whether the answer is complete.
         attempts, until = self._prefills, time.monotonic() + ROOM_DEADLINE_S
         assert self.placed is not None
         while (lease := self.placed.prefill) is not None:
-            self.prefill_node, self.timeline.prefilled = lease.node, None
+            self._prefill_node, self.timeline.prefilled = lease.node, None
             failure: AttemptFailed | Refused
             try:
                 end = await Attempt(self, lease, FramePosition()).run(prefill_body(self.job))
@@ -246,9 +202,15 @@ class RequestRun(Run):
                 failure = without_frames(why)
                 attempts.failed(lease.node, failure)
             except Refused as why:
+                if self.progress.ended:  # by the decode request
+                    return False
                 if not self.context.note_if_full(lease, why) or time.monotonic() > until:
                     raise
                 failure = without_frames(why)
+            except PoisonRequest:
+                if self.progress.ended:
+                    return False
+                raise
             finally:
                 self._pool.give_back(lease)
             if self._early_decode is not None or self.progress.forwarded:
@@ -260,7 +222,7 @@ class RequestRun(Run):
                 attempts.require_another(failure)
             self.context.placer.give_back(self.placed)
             try:
-                self.placed = await self._place(patient=False)
+                self._go_to(await self._place(patient=False))
             except (NoNode, Overloaded):
                 raise attempts.failure(failure) from None
         self._count_local(self.placed)
@@ -281,12 +243,8 @@ class RequestRun(Run):
                     return True
             except Diverged as why:
                 # Nobody's fault; the next request begins behind what the client has.
-                _log.warning(
-                    "id=%s: the decode request on %s starts again: %s",
-                    self.job.id,
-                    lease.node.url,
-                    why,
-                )
+                again = "id=%s: the decode request on %s starts again: %s"
+                _log.warning(again, self.job.id, lease.node.url, why)
             except AttemptFailed as why:
                 failure, until = without_frames(why), time.monotonic() + ROOM_DEADLINE_S
                 progressed = self.progress.output_tokens > known
@@ -304,21 +262,19 @@ class RequestRun(Run):
                 self._pool.give_back(lease)
             # Where the KV can be fetched, if there is any; else the next node computes the prompt.
             told = self.progress.decode_params().remote_engine_id is not None
-            source = self.prefill_node if told and not self.kv_failed else None
+            source = self._prefill_node if told and not self.kv_failed else None
             try:
-                self.placed = await self._place(attempts, source)
+                self._go_to(await self._place(attempts, source))
             except (NoNode, Overloaded):
                 if failure is None:
                     raise
                 raise attempts.failure(failure) from None
 
     async def _attempt_decode(self, placed: PlacementLeases) -> None:
-        lease = placed.decode
-        self.decode_node = lease.node
         params = self._decode_params(placed)
-        source = None if params.remote_engine_id is None else self.prefill_node
+        source = None if params.remote_engine_id is None else self._prefill_node
         body = decode_body(self.job, params)
-        await Attempt(self, lease, FramePosition.behind(params), source).run(body)
+        await Attempt(self, placed.decode, FramePosition.behind(params), source).run(body)
 
     async def _place(
         self, decode: Attempts | None = None, source: Node | None = None, *, patient: bool = True
@@ -333,9 +289,9 @@ class RequestRun(Run):
         placer.waiting[model] += 1
         try:
             while True:
-                prompt, output, found = self.prompt_tokens, self.progress.output_tokens, None
-                tokens = prompt + output if prompt else 0
-                query = placer.wanted(self.job, self.prefix, tokens, source)
+                output, found = self.progress.output_tokens, None
+                tokens = self.prompt_tokens + output if self.prompt_tokens else 0
+                query = placer.wanted(self.job, self._prefix, tokens, source)
                 begun = output > 0
                 tried = [] if decode is None else decode.nodes()
                 try:
@@ -374,7 +330,7 @@ class RequestRun(Run):
 
     def _release_kv(self) -> None:
         # A prefill node that was cut before it told of any KV has ended the request itself.
-        node, held = self.prefill_node, self.progress.held
+        node, held = self._prefill_node, self.progress.held
         unfetched = self._kv_unused or not self.progress.settled
         if node is not None and held is not None and unfetched:
             self.context.background.spawn(self.context.release_kv(node, held))
@@ -400,8 +356,8 @@ class RequestRun(Run):
 
     def _can_fetch(self, node: Node) -> bool:
         # Whether a decode node can take the KV that is held for it; else it computes the prompt.
-        assert self.prefill_node is not None
-        if kv_mismatch(self.prefill_node.kv, node.kv) is None and not self.kv_failed:
+        assert self._prefill_node is not None
+        if kv_mismatch(self._prefill_node.kv, node.kv) is None and not self.kv_failed:
             if not self._handover_counted:
                 self._handover_counted = True
                 self._metrics.handed_over(self.job.model)
@@ -411,30 +367,129 @@ class RequestRun(Run):
         self._kv_unused = True
         return False
 
-    def on_ticket(self, frame: Frame, lease: Lease) -> None:
+    def on_ticket(self, params: KvTransferParams, frame: Frame, lease: Lease) -> None:
         """Begin the decode request: the prompt is tokenized, and its cached part is known."""
-        if frame.params is not None:
-            self._metrics.cached(lease.cached_tokens, frame.params.cached_tokens)
-            if frame.blocks is not None:
-                self.prefix = self.prefix.known(frame.blocks, frame.params.num_tokens)
-                self._pool.prefixes.learn(self.prefix)
+        self._metrics.cached(lease.cached_tokens, params.cached_tokens)
+        if frame.blocks is not None:
+            self._prefix = self._prefix.known(frame.blocks, params.num_tokens)
+            self._pool.prefixes.learn(self._prefix)
         if self._early_decode is None:
             self._early_decode = asyncio.create_task(self._decode_early())
 
-    def on_end(self, frame: Frame, now: float) -> bytes:
-        """Note the usage of a whole answer, and return its bytes for the client."""
+    def on_end(self, usage: tuple[int, int, int]) -> None:
+        """Note the usage of a whole answer, and which nodes could not read the request."""
+        self.usage = usage
+        self.prompt_tokens, output, self.cached_tokens = usage
+        per_choice = output // max(1, self.job.choices)
+        self.context.placer.answered(self.job.model, per_choice, self._prefix, usage[0])
+        while self.unread:
+            node, role = (lease := self.unread.pop()).node, lease.role
+            self.context.node_health.could_not_read(node, role, time.monotonic())
+
+
+class Attempt:
+    """A prefill or decode request on one node; `source` has the KV that a decode node fetches."""
+
+    __slots__ = ("_call", "_lease", "_position", "_run", "_source", "_untimed")
+
+    def __init__(
+        self, run: RequestRun, lease: Lease, position: FramePosition, source: Node | None = None
+    ) -> None:
+        now, computes = time.monotonic(), position.decoding and source is None
+        self._run, self._lease, self._position, self._source = run, lease, position, source
+        self._call = run.context.node_health.begin(lease.node, lease.role, now, computes=computes)
+        self._untimed = True
+        timeline = run.timeline
+        timeline.sent = timeline.sent or now
+        if position.decoding:
+            timeline.stepped = None
+        run.nodes[lease.role] = lease.node.url
+
+    async def run(self, body: bytes) -> FrameKind:
+        """Run the request to its last frame.
+
+        Raises AttemptFailed, Refused, Diverged, PoisonRequest.
+        """
+        run, lease, call, context = self._run, self._lease, self._call, self._run.context
+        try:
+            end = await context.node_client.run(
+                lease, run.job.path, body, run.headers, self.on_frame
+            )
+            if self._position.decoding and end is FrameKind.HANDOVER:
+                raise AttemptFailed("the node handed a decode request over")
+            call.succeeded(time.monotonic())
+            return end
+        except AttemptFailed as why:
+            context.note_failure(run.job.id, lease, call, why)
+            if why.reading:
+                run.unread.append(lease)
+            if why.lost and why.reached and not call.answered:
+                await run.crashes.lost(lease)
+            raise
+        except Refused as why:
+            if why.kv_error and self._source is not None:
+                context.note_kv_failure(self._source, lease.node, why.kv_error)
+            raise
+        finally:
+            call.close()
+
+    def on_frame(self, frame: Frame) -> Awaitable[None] | None:
+        """Pass a frame on; return what to wait for if the client does not read."""
+        # For every token of every answer: each call in here is 1 % of what the router costs.
+        run, call = self._run, self._call
+        now, ids, payload = time.monotonic(), frame.token_ids, frame.payload
+        if frame.kind is not FrameKind.TOKENS:
+            payload = self._on_other_frame(frame, now)
+        if frame.kv_error and self._source is not None:
+            run.kv_failed = True
+            run.context.note_kv_failure(self._source, self._lease.node, frame.kv_error)
+        timeline, progress, reply = run.timeline, run.progress, run.reply
+        if progress.take(frame, self._position):
+            run.output_tokens = progress.output_tokens
+            if ids:
+                timeline.last_token = now
+                if timeline.first_token is None:
+                    timeline.first_token = now
+            if payload:
+                last = progress.ended and not run.job.part
+                (reply.put_last if last else reply.put)(payload)
+        if ids and self._untimed and not frame.choice:
+            self._note_time(now)
+        if ids and not call.steady and call.heard(now):
+            run.crashes.first_token.set()
+            self._lease.answered()
+            if self._source is not None and not run.kv_failed:
+                run.context.node_health.kv_came(self._source, self._lease.node)
+        flow = reply.flow
+        if flow is None or not flow.write_paused:
+            return None
+        return flow.drain()
+
+    def _note_time(self, now: float) -> None:
+        # Of the first token; where KV is fetched, of the first after the prefill node's.
+        timeline = self._run.timeline
+        if not self._position.decoding:
+            timeline.prefilled = now
+        elif self._source is None or self._position.at[0] > 1:
+            timeline.stepped = now
+        else:
+            return
+        self._untimed = False
+
+    def _on_other_frame(self, frame: Frame, now: float) -> bytes:
+        run, timeline, params = self._run, self._run.timeline, frame.params
+        if frame.timing is not None:
+            timeline.note_report(frame.timing, decoding=self._position.decoding)
+        if params is not None:
+            run.prompt_tokens = params.answer().prompt_tokens or run.prompt_tokens
+            run.cached_tokens = params.cached_tokens
+            if frame.kind is FrameKind.TICKET and not self._position.decoding:
+                run.on_ticket(params, frame, self._lease)
+        if frame.kind is not FrameKind.END:
+            return frame.payload
         if frame.usage is not None:
-            self.usage = prompt, output, _ = frame.usage
-            per_choice = output // max(1, self.job.choices)
-            self.context.placer.answered(self.job.model, per_choice, self.prefix, prompt)
-        for other in self.unread:  # the node that answered could read the request
-            self.context.node_health.could_not_read(other.node, other.role, now)
-        self.unread.clear()
-        return (
-            self.timeline.with_stages(frame.payload, now)
-            if self.job.wants_stages
-            else frame.payload
-        )
+            run.on_end(frame.usage)
+        return timeline.with_stages(frame.payload, now) if run.job.wants_stages else frame.payload
 
 
 def _no_room() -> Overloaded:

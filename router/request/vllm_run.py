@@ -1,57 +1,88 @@
 """One request on two vLLM nodes: prefill request, hand-over, decode request, and failures.
 
-A failed request is tried on other nodes until the client has bytes; then it ends with an error,
-because a vLLM node does not tell the state that another one would go on from.
+The contract is that of vLLM's NixlConnector: the prefill request asks for one token with
+`do_remote_decode`; the answer's `kv_transfer_params`, which differ between versions, go to the
+decode node unchanged, which draws the token again.
 
-KV that a decode node may have read is offered to no other: vLLM frees a prompt's blocks after the
-first read without a fence, so a second reader could get another request's KV. KV that nobody
-fetches stays until its node lets go of it (after 30 s, in older versions 480).
+A failed request is tried on other nodes until the client has bytes; then it ends with an error,
+because a vLLM node does not tell the state that another one would go on from. KV that a decode node
+may have read is offered to no other: vLLM frees a prompt's blocks after the first read without a
+fence, so a second reader could get another request's KV. KV that nobody fetches stays until its
+node lets go of it (after 30 s, in older versions 480).
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from itertools import count
+from typing import Annotated, Any
 
 import msgspec
 
 from kvrelay.openai_api.sse import DONE
-from kvrelay.router.nodes.node import Lease, Node, NodeKind
-from kvrelay.router.request.job import CHAT_PATH, Job, prefix_of
+from kvrelay.router.nodes.node import Lease
+from kvrelay.router.request.failures import Attempts
+from kvrelay.router.request.job import CHAT_PATH, Job
 from kvrelay.router.request.placer import PlacementQuery
-from kvrelay.router.request.poison import CrashRecord
-from kvrelay.router.request.retries import Attempts, RunContext
 from kvrelay.router.request.run import Run
-from kvrelay.router.request.timeline import AttemptTimes, Timeline
-from kvrelay.router.request.vllm_bodies import (
-    Handover,
-    check_fields,
-    decode_body,
-    error_in,
-    forces_tools,
-    handover_of,
-    plain_answer,
-    prefill_body,
-    undivided_because,
-)
 from kvrelay.router.transport.node_client import NodeClient
-from kvrelay.router.transport.node_errors import AttemptFailed, error_of_status
+from kvrelay.router.transport.node_errors import AttemptFailed, error_of_status, parse_error
 from kvrelay.wire.config import Role
-from kvrelay.wire.errors import NodeFailed
-from kvrelay.wire.step_costs import StepCosts
+from kvrelay.wire.errors import ErrorBody, NodeFailed, RequestError
+from kvrelay.wire.frames import MALFORMED
 
-__all__ = ["VllmRun", "learn_prefill_cost", "learn_step_cost", "whole_answer"]
+__all__ = [
+    "VllmRun",
+    "decode_body",
+    "error_in",
+    "handover_of",
+    "plain_answer",
+    "prefill_body",
+    "undivided_because",
+    "whole_answer",
+]
 
 _log = logging.getLogger("kvrelay.router")
 
 _MAX_ANSWER_BYTES = 64 << 20
-_WEIGHT = 1 / 16
-_MAX_FACTOR = 4.0
-_MIN_STEP_MS, _MIN_TOKEN_MS = 0.1, 0.001
-_REQUEST_SHARE = 0.01  # of a step, for each request: so that requests spread
-_MIN_STEPS = 4  # in a shorter answer, what was not a step weighs too much
+_ASK_TO_HOLD = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+# Both forms in which versions begin an error event. Inside a string of another event its quotes are
+# escaped.
+_ERROR_EVENT = re.compile(rb'data: (\{"(?:error"|object": ?"error")[^\n]*)')
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: _Details | None = None
+    """If the node was started with --enable-prompt-tokens-details."""
+
+
+class _Answer(msgspec.Struct):
+    """A whole answer as far as the router reads it. Decoding it proves that the rest is JSON."""
+
+    choices: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
+    usage: _Usage | None = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Held(msgspec.Struct):
+    do_remote_prefill: bool
 
 
 class VllmRun(Run):
@@ -60,154 +91,107 @@ class VllmRun(Run):
     `output_tokens` are as the node counts them; in a stream its events, about one for each token.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        kind: NodeKind,
-        headers: Mapping[str, str],
-        timeline: Timeline,
-        context: RunContext,
-        crashes: CrashRecord,
-    ) -> None:
-        """`kind` is that of all nodes that the request may go to. Raises RequestError."""
-        check_fields(job)
-        super().__init__(job, headers, timeline, context, crashes)
-        self._kind = kind
-        self._prefix = prefix_of(job)
-        self._pool = context.pool
-        self._attempts = {role: Attempts(context, role) for role in (Role.PREFILL, Role.DECODE)}
-        self._source: Node | None = None  # whose KV the decode request fetches
-        self._round = 0
+    def __post_init__(self) -> None:
+        """Raise RequestError for what would reach a node's KV transfer past the router's check."""
+        # vLLM merges this object with kv_transfer_params; a client could point a node at an address
+        # with it.
+        if b"kv_transfer_params" in bytes(self.job.fields.get("vllm_xargs", b"")):
+            raise RequestError(
+                "kv_transfer_params is set by the router; leave it out of vllm_xargs",
+                param="vllm_xargs",
+            )
+        super().__post_init__()
+        self._kind = self._pool.kind_for(self.job.model)
+        self._attempts = {role: Attempts(self.context, role) for role in Role}
         self._handover_counted = False
 
     def wanted(self) -> PlacementQuery:
         return self.context.placer.wanted(self.job, self._prefix, self.prompt_tokens or 0)
 
     async def _answer(self) -> None:
-        while not await self._prefill_and_decode():
-            self._round += 1
+        unique = self.job.node_id
+        for again in count(1):
+            # An id is used for one hand-over, so that nothing left by another is found.
+            if await self._prefill_and_decode({**self.headers, "x-request-id": unique}):
+                return
+            unique = f"{self.job.node_id}-{again}"
 
-    async def _prefill_and_decode(self) -> bool:
+    async def _prefill_and_decode(self, headers: Mapping[str, str]) -> bool:
         # Runs one prefill request, and decode requests while its KV is good; returns whether one
         # has answered.
-        headers, params = self._request_headers(), None
-        self._source = None
-        alone = undivided_because(self.job)
+        params, alone = None, undivided_because(self.job)
         if alone is None:
-            params, alone = await self._prefill(headers)
+            params = await self._prefill(headers)
+            alone = "no_kv" if params is None else None
         if alone is not None:
             self.context.metrics.undivided.labels(alone).inc()
+        elif not self._handover_counted:
+            self._handover_counted = True
+            self.context.metrics.handed_over(self.job.model)
+        body, tokens = decode_body(self.job, params), self.job.prompt_tokens if alone else 0
         while True:
-            with self._lease(Role.DECODE, self.job.prompt_tokens if alone else 0) as lease:
+            with self._lease(Role.DECODE, tokens) as lease:
                 try:
-                    await self._decode(lease, decode_body(self.job, params), headers)
+                    await self._decode(lease, body, headers)
                     return True
                 except AttemptFailed as why:
-                    await self._note_failure(lease, Role.DECODE, why)
+                    await self._note_failure(lease, why)
                     if why.reached or not why.lost:
                         return False
                     # Nobody listens there, so the KV is still good for another node.
 
-    async def _prefill(self, headers: Mapping[str, str]) -> tuple[msgspec.Raw | None, str | None]:
-        # Returns the hand-over, or why there is none.
+    async def _prefill(self, headers: Mapping[str, str]) -> msgspec.Raw | None:
         while True:
             with self._lease(Role.PREFILL, self.job.prompt_tokens) as lease:
-                node, process = lease.node, (lease.node.url, lease.generation)
-                forced = forces_tools(self.job)
-                if forced and process in self.context.fails_on_forced_tools:
-                    return None, "forced_tools"
+                client, body = self.context.node_client, prefill_body(self.job)
+                self.timeline.prefilled = None
                 try:
-                    handover = await self._attempt_prefill(lease, headers)
+                    answer = await whole_answer(client, lease, self.job.path, body, headers)
+                    params, usage = handover_of(answer)
                 except AttemptFailed as why:
-                    failure = why
-                else:
-                    if handover.params is not None:
-                        self._source = node
-                        return handover.params, None
-                    _log.warning(
-                        "prefill node %s hands no KV over; start it with a NixlConnector", node.url
-                    )
-                    return None, "no_kv"
-            if failure.status == 500 and forced:
-                _log.warning(
-                    "prefill node %s fails on forced tool calls, so decode nodes do those alone",
-                    node.url,
-                )
-                self.context.fails_on_forced_tools.add(process)
-                return None, "forced_tools"
-            await self._note_failure(lease, Role.PREFILL, failure)
-
-    async def _attempt_prefill(self, lease: Lease, headers: Mapping[str, str]) -> Handover:
-        node, expected_ms = lease.node, lease.node.state.wait_ms  # this prompt is in it
-        body = prefill_body(self.job)
-        self.timeline.prefilled = None
-        times = self.timeline.begin_attempt(time.monotonic(), decoding=False)
-        client, path = self.context.node_client, self.job.path
-        try:
-            handover = handover_of(await whole_answer(client, lease, path, body, headers))
-            self.timeline.note_first_token(times, 1, time.monotonic())
-        finally:
-            self.timeline.end_attempt(times, time.monotonic(), more=True)
-        self.prompt_tokens = handover.prompt_tokens or None
-        if handover.cached_tokens is not None:
-            self.context.metrics.cached(lease.cached_tokens, handover.cached_tokens)
-        learn_prefill_cost(node, expected_ms, time.monotonic() - times.began)
-        return handover
+                    await self._note_failure(lease, why)
+                    continue
+                self.timeline.prefilled = time.monotonic()
+                self.prompt_tokens = usage.prompt_tokens or None
+                if usage.prompt_tokens_details is not None:
+                    cached = usage.prompt_tokens_details.cached_tokens
+                    self.context.metrics.cached(lease.cached_tokens, cached)
+                if params is None:
+                    told = "prefill node %s hands no KV over; start it with a NixlConnector"
+                    _log.warning(told, lease.node.url)
+                return params
 
     async def _decode(self, lease: Lease, body: bytes, headers: Mapping[str, str]) -> None:
         # Raises Refused; AttemptFailed while the client has nothing, else NodeFailed.
-        job = self.job
-        if self._source is not None and not self._handover_counted:
-            self._handover_counted = True
-            self.context.metrics.handed_over(job.model)
-        fetches = self._source is not None
-        times = self.timeline.begin_attempt(time.monotonic(), decoding=True, fetches=fetches)
-        complete = False
-        try:
-            await (self._decode_stream if job.stream else self._decode_whole)(
-                lease, times, body, headers
-            )
-            complete = True
-        finally:
-            self.timeline.end_attempt(times, time.monotonic(), more=not complete)
+        job, client = self.job, self.context.node_client
+        if job.stream:
+            await self._decode_stream(lease, body, headers)
+        else:
+            answer = await whole_answer(client, lease, job.path, body, headers)
+            plain, usage = plain_answer(answer)
+            if self.timeline.prefilled is not None:  # when the first token was computed
+                self.timeline.note_tokens(self.timeline.prefilled)
+                self.timeline.note_tokens(time.monotonic())
+            self.prompt_tokens = usage.prompt_tokens
+            self.output_tokens = usage.completion_tokens or 0
+            self.reply.put(plain)
         if max(job.choices, job.best_of) == 1:
             self.context.placer.answered(
                 job.model, self.output_tokens, self._prefix, self.prompt_tokens or 0
             )
 
-    async def _decode_whole(
-        self, lease: Lease, times: AttemptTimes, body: bytes, headers: Mapping[str, str]
-    ) -> None:
-        times.tokens = times.began  # the first token is not seen; most of an answer are its steps
-        client, path = self.context.node_client, self.job.path
-        answer = plain_answer(await whole_answer(client, lease, path, body, headers))
-        if self.timeline.prefilled is not None:  # when the first token was computed
-            self.timeline.note_tokens(self.timeline.prefilled)
-            self.timeline.note_tokens(time.monotonic())
-        self.prompt_tokens, self.output_tokens = answer.prompt_tokens, answer.output_tokens
-        self.reply.put(self._with_stages(answer.body, times))
-
-    async def _decode_stream(
-        self, lease: Lease, times: AttemptTimes, body: bytes, headers: Mapping[str, str]
-    ) -> None:
-        job, newest, held_up = self.job, 0.0, False
-
-        async def on_events(events: bytes) -> None:
-            nonlocal newest, held_up
-            if not self.output_tokens:
-                lease.answered()
-            self.timeline.note_tokens(now := time.monotonic())
-            times.tokens = times.tokens or now
-            if count := events.count(b"data: {"):
-                self.output_tokens, newest = self.output_tokens + count, now
-            self.reply.put(self._with_stages(events, times))
-            if (room := self.reply.room()) is not None:
-                held_up = True  # the client decides when events come
-                await room
-
+    async def _decode_stream(self, lease: Lease, body: bytes, headers: Mapping[str, str]) -> None:
         client = self.context.node_client
         try:
-            await stream_events(client, lease, job.path, body, headers, on_events)
+            async with aclosing(_events(client, lease, self.job.path, body, headers)) as stream:
+                async for events in stream:
+                    if not self.output_tokens:
+                        lease.answered()
+                    self.timeline.note_tokens(time.monotonic())
+                    self.output_tokens += events.count(b"data: {")
+                    self.reply.put(events)
+                    if (flow := self.reply.flow) is not None and flow.write_paused:
+                        await flow.drain()
         except AttemptFailed as why:
             if not self.output_tokens:
                 raise
@@ -216,45 +200,26 @@ class VllmRun(Run):
                 "the decode node broke in the middle of the answer, which a vLLM node's answer "
                 f"cannot be continued after; send the request again ({why.message})"
             ) from why
-        if max(job.choices, job.best_of) == 1 and times.tokens is not None and not held_up:
-            steps = self.output_tokens - (job.path == CHAT_PATH) - job.include_usage - 1
-            learn_step_cost(lease.node, steps, newest - times.tokens)
-
-    def _with_stages(self, end: bytes, times: AttemptTimes) -> bytes:
-        if not self.job.wants_stages or (self.job.stream and not end.endswith(DONE)):
-            return end
-        now = time.monotonic()
-        self.timeline.count_unreported(times, now)
-        return self.timeline.with_stages(end, now)
 
     @contextmanager
-    def _lease(self, role: Role, tokens: int = 0) -> Iterator[Lease]:
+    def _lease(self, role: Role, tokens: int) -> Iterator[Lease]:
         tried = self._attempts[role].nodes()
         lease = self.context.placer.hold_alone(role, self.wanted(), tried, self._kind, tokens)
-        url, (prefill, decode) = lease.node.url, self.nodes
-        self.nodes = (url, decode) if role is Role.PREFILL else (prefill, url)
+        self.nodes[role] = lease.node.url
+        self.timeline.sent = self.timeline.sent or time.monotonic()
         try:
             yield lease
         finally:
             self._pool.give_back(lease)
 
-    def _request_headers(self) -> dict[str, str]:
-        # An id is used for one hand-over, so that nothing left by another is found.
-        unique = self.job.node_id if not self._round else f"{self.job.node_id}-{self._round}"
-        return {**self.headers, "x-request-id": unique}
-
-    async def _note_failure(self, lease: Lease, role: Role, why: AttemptFailed) -> None:
+    async def _note_failure(self, lease: Lease, why: AttemptFailed) -> None:
         # Raises what the client is told when there is nowhere to go.
-        node, attempts, now = lease.node, self._attempts[role], time.monotonic()
-        _log.warning(
-            "id=%s: the %s request failed on %s: %s", self.job.id, role, node.url, why.detail
-        )
-        self._pool.blame(node, f"a request failed on it: {why.detail}", now)
+        attempts = self._attempts[lease.role]
+        self.context.note_failure(self.job.id, lease, None, why)
         if why.lost and why.reached:
-            self.crashes.lost(lease, now)
-            await self.crashes.may_go_on()
-        attempts.failed(node, why)
-        if not self._pool.up(role, attempts.nodes(), self.job.model, self._kind):
+            await self.crashes.lost(lease)
+        attempts.failed(lease.node, why)
+        if not self._pool.up(lease.role, attempts.nodes(), self.job.model, self._kind):
             raise attempts.failure(why) from why
         attempts.require_another(why)
 
@@ -275,18 +240,12 @@ async def whole_answer(
         return bytes(held)
 
 
-async def stream_events(
-    client: NodeClient,
-    lease: Lease,
-    path: str,
-    body: bytes,
-    headers: Mapping[str, str],
-    on_events: Callable[[bytes], Awaitable[None]],
-) -> None:
-    """Pass on a stream's events to its [DONE]. Raises AttemptFailed, Refused; so does an error
-    event.
+async def _events(
+    client: NodeClient, lease: Lease, path: str, body: bytes, headers: Mapping[str, str]
+) -> AsyncGenerator[bytes]:
+    """Yield a stream's whole events to its [DONE].
 
-    Cancelling closes the connection, which aborts the request on the node.
+    Raises AttemptFailed, Refused; so does an error event.
     """
     async with client.posted(lease, path, body, headers) as answer:
         if answer.content_type != "text/event-stream":
@@ -298,40 +257,93 @@ async def stream_events(
                 raise AttemptFailed(
                     f"the node sent an event of more than {_MAX_ANSWER_BYTES} bytes"
                 )
-            if not end:
-                continue
             events = last + end
-            if (found := error_in(events)) is not None:
-                at, error, status = found
-                if at:
-                    await on_events(events[:at])
+            at, error, status = error_in(events)
+            if events[:at]:
+                yield events[:at]
+            if error is not None:
                 raise error_of_status(status, error, None)
-            await on_events(events)
             if events.endswith(DONE):
                 return
         raise AttemptFailed(f"the stream was cut before its end, {len(held)} bytes into an event")
 
 
-def learn_prefill_cost(node: Node, expected_ms: float, took_s: float) -> None:
-    """Learn from a prompt's time, and the time that it and those before it were expected to take."""
-    costs = node.state.costs
-    factor = _moved(1.0, took_s * 1e3 / max(1e-3, expected_ms))
-    _set_costs(node, costs.step, costs.prompt_token * factor)
+def undivided_because(job: Job) -> str | None:
+    """Return why the decode node must do the request alone, as a metric's label; None if not.
+
+    One hand-over is for one sequence. And fetched KV has no logits, which log-probabilities of a
+    prompt are made of.
+    """
+    given = {
+        name
+        for name, value in job.fields.items()
+        if bytes(value).strip() not in (b"null", b"false")
+    }
+    prompt = bytes(job.fields.get("prompt", b"")).strip()
+    several = prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
+    if max(job.choices, job.best_of) > 1:
+        return "choices"
+    if job.path != CHAT_PATH and several:
+        return "prompts"
+    for name in ("use_beam_search", "prompt_embeds", "prompt_logprobs"):
+        if name in given:
+            return name.removeprefix("use_")
+    return "prompt_logprobs" if job.prompt_only or {"echo", "logprobs"} <= given else None
 
 
-def learn_step_cost(node: Node, steps: int, took_s: float) -> None:
-    """Learn from the steps behind a stream's first token."""
-    costs = node.state.costs
-    if steps >= _MIN_STEPS:
-        _set_costs(node, _moved(costs.step, took_s / steps * 1e3), costs.prompt_token)
+def prefill_body(job: Job) -> bytes:
+    """Return the body of the prefill request.
+
+    Fields that do not go with one token are left out, and those by which older versions hold
+    nothing: KV of a request that a token has stopped is freed at once.
+    """
+    fields: dict[str, Any] = dict(job.fields)
+    if "max_completion_tokens" in fields:
+        fields["max_completion_tokens"] = 1
+    for name in ("stream_options", "min_tokens", "stop_token_ids", "return_token_ids"):
+        fields.pop(name, None)
+    fields |= {"max_tokens": 1, "stream": False, "ignore_eos": True}
+    return msgspec.json.encode(fields | {"kv_transfer_params": _ASK_TO_HOLD})
 
 
-def _moved(known: float, seen: float) -> float:
-    # A running mean that one outlier moves little.
-    return known + _WEIGHT * (min(max(seen, known / _MAX_FACTOR), known * _MAX_FACTOR) - known)
+def decode_body(job: Job, params: msgspec.Raw | None) -> bytes:
+    fields = dict(job.fields)
+    fields.pop("kv_transfer_params", None)
+    return msgspec.json.encode(
+        fields if params is None else fields | {"kv_transfer_params": params}
+    )
 
 
-def _set_costs(node: Node, step_ms: float, prompt_token_ms: float) -> None:
-    step_ms, prompt_token_ms = max(_MIN_STEP_MS, step_ms), max(_MIN_TOKEN_MS, prompt_token_ms)
-    costs = StepCosts(step_ms, step_ms * _REQUEST_SHARE, 0.0, 0.0, prompt_token_ms, 0.0)
-    node.state.set_costs(costs, node.state.gap_ms)
+def handover_of(body: bytes) -> tuple[msgspec.Raw | None, _Usage]:
+    """Return what a prefill node offers, None if it holds nothing. Raises AttemptFailed."""
+    answer = _decoded(body)
+    try:
+        held = msgspec.json.decode(answer.kv_transfer_params, type=_Held).do_remote_prefill
+    except MALFORMED:
+        held = False
+    return answer.kv_transfer_params if held else None, answer.usage or _Usage()
+
+
+def plain_answer(body: bytes) -> tuple[bytes, _Usage]:
+    """Return a decode node's whole answer without its KV fields. Raises AttemptFailed."""
+    answer = _decoded(body)
+    if bytes(answer.kv_transfer_params).strip() != b"null":
+        # Of a node that offers its KV back to prefill nodes: addresses, which are no business of a
+        # client.
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        del fields["kv_transfer_params"]
+        body = msgspec.json.encode(fields)
+    return body, answer.usage or _Usage()
+
+
+def _decoded(body: bytes) -> _Answer:
+    try:
+        return msgspec.json.decode(body, type=_Answer)
+    except MALFORMED as why:
+        raise AttemptFailed(f"the node's answer is malformed: {why}") from why
+
+
+def error_in(events: bytes) -> tuple[int, ErrorBody | None, int]:
+    """Return place, body and status of an error in whole events; the end and None without one."""
+    found = _ERROR_EVENT.search(events)
+    return (len(events), None, 200) if found is None else (found.start(), *parse_error(found[1]))

@@ -62,10 +62,8 @@ class Refused(KvrelayError):
 
 
 class AttemptFailed(NodeFailed):
-    """A request that a node broke: no connection, a 5xx, a cut stream, or silence."""
+    """A request that a node broke: no connection, a 5xx, or a cut stream."""
 
-    paid = False
-    """Cutting it took from the retry budget, so the next attempt takes nothing."""
     reading = False
     """The node failed while it read the request; another node will show whose fault that is."""
     draining = False

@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from kvrelay.router.client_connection import send_written
 from kvrelay.router.nodes.node import HealthReport, Lease, Node
 from kvrelay.router.transport.node_errors import (
     LOST,
@@ -210,7 +209,6 @@ class NodeStream(asyncio.Protocol):
                 "the node's answer is malformed", f"the request stream is malformed: {why}"
             )
         self._parts.clear()
-        send_written()
 
     def _read_on(self) -> None:
         if not self.broken:

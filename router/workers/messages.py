@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from kvrelay.router.nodes.members import NodeSpec, Source
-from kvrelay.router.request.poison import Suspect
+from kvrelay.router.request.failures import Suspect
 from kvrelay.router.state import WorkerStatus
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.frames import MALFORMED

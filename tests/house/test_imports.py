@@ -64,10 +64,10 @@ NEVER = {
 
 ROUTER_ORDER = (
     "background",
-    "client_connection",
+    "relay",
     "node_load",
     "prefix",
-    "ended_request",
+    "timeline",
     "reload",
     "placement",
     "nodes",
@@ -79,7 +79,6 @@ ROUTER_ORDER = (
     "roles",
     "admission",
     "state",
-    "relay",
     "shared",
     "console",
     "guard",

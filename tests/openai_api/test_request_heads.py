@@ -20,7 +20,7 @@ from kvrelay.node.lifecycle import Node
 from kvrelay.openai_api.connections import HttpConnection, connection_class
 from kvrelay.openai_api.routes import key_of_headers
 from kvrelay.router.app import create_app as create_router
-from kvrelay.router.client_connection import ClientConnection
+from kvrelay.router.relay import ClientConnection
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.router_config import RouterConfig
 

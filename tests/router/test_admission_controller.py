@@ -279,7 +279,7 @@ async def test_several_prompts_are_one_turn() -> None:
         body = {"prompt": ["a", "b"], "stream": True}
         for _ in range(2):
             assert "[DONE]" in await c.text(body, path="/v1/completions", headers=ALICE)
-            await until(lambda: not c.router.live)
+            await until(lambda: not c.router.log.running)
 
 
 @pytest.mark.parametrize("how", ["one token", "local", "ahead"])

@@ -184,7 +184,7 @@ def call(prefill: Breaker, decode: Breaker, now: float = NOW, tokens: int = 0) -
     """A decode request that computes its prompt itself, after so many frames with tokens."""
     request = BreakerCall(prefill, decode, now)
     for _ in range(tokens):
-        request.heard(now, tokens=True)
+        request.heard(now)
     return request
 
 

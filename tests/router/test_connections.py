@@ -237,7 +237,7 @@ async def test_a_client_that_leaves_with_a_second_request_behind_the_first_ends_
             writer.write(2 * (CHAT + LENGTH + b"\r\n" + BODY))
             await until(lambda: len(d.calls) == 1)
         await asyncio.wait_for(d.aborted.wait(), 5)
-        await until(lambda: not c.router.live)
+        await until(lambda: not c.router.log.running)
 
 
 async def test_a_client_that_leaves_while_a_node_tokenizes_for_it_ends_that() -> None:
@@ -281,7 +281,7 @@ async def test_a_client_that_does_not_read_holds_nothing_for_ever(
             length = b"content-length: %d\r\n" % len(body)
             client.sendall(CHAT + length + b"\r\n" + body + CHAT + LENGTH + last + b"\r\n" + BODY)
             await until(lambda: len(d.calls) == 2)
-            await until(lambda: not c.router.live, 5)
+            await until(lambda: not c.router.log.running, 5)
             assert not c.router.admission.waiting()
             async with asyncio.timeout(5):
                 while status(await said(c, b"GET /ping HTTP/1.0\r\n\r\n")) != 200:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.router.console.snapshot import KEPT_REQUESTS, Edge, Snapshot, WorkerRow, snapshot_of
-from kvrelay.router.ended_request import EndedRequest
 from kvrelay.router.nodes.breaker import BreakerState
 from kvrelay.router.state import Health, NodeStatus, WorkerStatus
+from kvrelay.router.timeline import EndedRequest
 from kvrelay.router.workers.messages import WorkerReport, encode_message, read_message
 from kvrelay.wire.config import Role
 

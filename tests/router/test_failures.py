@@ -1,4 +1,4 @@
-"""What follows when a request's node breaks, refuses, dies or falls silent, over fake nodes."""
+"""What follows when a request's node breaks, refuses, or dies, over fake nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from router_doubles import (
     decode,
     decode_ok,
     event,
-    handover,
     hold,
     other_kind,
     params_of,
@@ -33,7 +32,6 @@ from router_doubles import (
     until,
 )
 
-import kvrelay.router.nodes.health
 import kvrelay.router.request.run
 from kvrelay.router.nodes.breaker import FAILURES_IN_A_ROW, State
 from kvrelay.wire.config import Role
@@ -68,13 +66,6 @@ async def not_loaded(call: Call) -> None:
     )
 
 
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node may be silent for 0.2 s."""
-    monkeypatch.setattr(kvrelay.router.nodes.health, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr("kvrelay.router.request.retries._CHECK_SILENCE_S", 0.02)
-
-
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
     ("role", "script", "says", "calls", "up"),
@@ -85,7 +76,6 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
         ("prefill", broken(502), "", (1, 1, 1), True),
         ("prefill", BROKE, "", (1, 1, 1), True),
         ("prefill", FULL, "", (1, 1, 1), True),
-        ("prefill", hold, "", (1, 1, 1), True),
         ("prefill", cut, "", (1, 1, 1), False),
         ("prefill", refuse(400, "top_p is wrong"), "top_p is wrong", (1, 0, 0), True),
         ("prefill", broken(400), "it broke", (1, 0, 0), True),
@@ -94,7 +84,6 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
         ("decode", refuse(503), "", (1, 1, 1), True),
         ("decode", broken(500), "", (1, 1, 1), True),
         ("decode", FULL, "", (1, 1, 1), True),
-        ("decode", hold, "", (1, 1, 1), True),
         ("decode", cut, "", (1, 1, 1), False),
         ("decode", cut_after_token, "", (1, 1, 1), False),
         ("decode", refuse(400, "top_p is wrong"), "top_p is wrong", (1, 0, 1), True),
@@ -109,7 +98,6 @@ async def test_a_request_goes_on_elsewhere_or_ends_with_the_nodes_error(
     calls: tuple[int, int, int],
     up: bool,
     stream: bool,
-    hasty: None,
 ) -> None:
     bad = FakeNode(role, script)
     next_one, other = (
@@ -417,7 +405,7 @@ def test_the_error_of_kv_that_was_not_loaded_names_cause_and_remedy_and_no_addre
     assert "the transfer broke (TransferError)" in KvNotLoaded.because("TransferError").message
 
 
-# --- breakers, lost processes, the retry budget, silence
+# --- breakers, lost processes, the retry budget
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -532,29 +520,6 @@ async def test_retries_do_not_multiply_the_load_of_a_cluster_in_trouble() -> Non
         asked = sum(len(node.calls) for node in nodes)
         assert asked <= 40 + 10 + 0.2 * 40 + 1  # three times as many without a budget
         assert c.metric("kvrelay_router_retries_refused_total") > 0
-
-
-async def test_a_silent_decode_request_is_waited_for_as_long_as_the_prompt_is_computed(
-    hasty: None,
-) -> None:
-    async def slow_prompt(call: Call) -> None:
-        early = handover(call, generated=[], generated_logprobs=[], sent_text=None, growing=True)
-        for _ in range(8):
-            await call.send(Frame(FrameKind.TICKET, params=early))  # a sign of life
-            await asyncio.sleep(0.05)
-        computed.set()
-        await prefill_ok(call)
-
-    async def wait_for_it(call: Call) -> None:
-        await call.send()
-        await asyncio.wait_for(computed.wait(), 5)
-        await decode_ok(call)
-
-    computed = asyncio.Event()
-    p, d = prefill(slow_prompt), decode(wait_for_it)
-    async with cluster(p, d) as c:
-        assert await c.text({"stream": True}) == STREAMED
-        assert (len(p.calls), len(d.calls)) == (1, 1)
 
 
 async def test_a_node_that_is_down_is_asked_again_while_the_last_question_is_not_answered() -> None:

@@ -91,7 +91,7 @@ async def test_a_client_that_goes_leaves_nothing_for_the_collector() -> None:
             with pytest.raises(asyncio.TimeoutError):
                 async with asyncio.timeout(0.1):
                     await _ask(c, stream=True)
-            await until(lambda: not c.router.live)
+            await until(lambda: not c.router.log.running)
 
         assert await _left_by(goes) == Counter()
 

@@ -14,7 +14,6 @@ from starlette.testclient import TestClient
 from kvrelay.node.app import create_app as create_node
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.lifecycle import Node
-from kvrelay.router.app import create_app
 from kvrelay.settings import merge, settings_of
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.errors import ConfigError
@@ -141,7 +140,6 @@ def test_a_node_has_the_same_front() -> None:
     assert ALLOW not in client.get("/version", headers={"origin": "https://evil"}).headers
     wants = {"origin": PAGE, "access-control-request-method": "POST"}
     assert client.options("/n/v1/chat/completions", headers=wants).headers[ALLOW] == PAGE
-    assert create_app(RouterConfig()).front is None  # type: ignore[attr-defined] # where nothing is configured
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from router_doubles import MODEL, Cluster, cluster, decode, parse_job, prefill, router_over, until
 
 from kvrelay.router.admission.keys import hash_of
-from kvrelay.router.request import vllm_bodies as vllm
+from kvrelay.router.request import vllm_run as vllm
 from kvrelay.router.request.job import (
     CHAT_PATH,
     COMPLETIONS_PATH,

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from router_doubles import MODEL, cluster, decode, prefill, until
 
+from kvrelay.router.request_log import Running
+
 
 async def error_of(answer: Any) -> dict[str, Any]:
     error = (await answer.json())["error"]
@@ -171,7 +173,7 @@ async def test_bodies_are_logged_only_when_asked(
 async def test_ids_in_use_or_insane_are_replaced() -> None:
     p, d = prefill(), decode()
     async with cluster(p, d) as c:
-        c.router.live.add("taken")
+        c.router.log.running["taken"] = Running([], "", "")
         for wanted in ("taken", "a b", "x" * 200):
             async with c.post(headers={"x-request-id": wanted}) as answer:
                 given = answer.headers["x-request-id"]
@@ -195,6 +197,6 @@ async def test_a_body_names_its_request_where_no_header_does() -> None:
                 ) as answer:
                     assert answer.headers["x-request-id"] == given
                 assert d.calls[-1].headers["x-request-id"].startswith(f"{given}.")
-        c.router.live.add("mine")
+        c.router.log.running["mine"] = Running([], "", "")
         async with c.post({"prompt": "x", "request_id": "mine"}, "/v1/completions") as answer:
             assert answer.headers["x-request-id"] != "mine"

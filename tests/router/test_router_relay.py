@@ -16,7 +16,6 @@ from router_doubles import (
 )
 
 import kvrelay.router.relay
-from kvrelay.router.client_connection import Reply
 from kvrelay.wire.frames import Frame, FrameKind
 
 
@@ -62,29 +61,3 @@ async def test_before_the_first_payload_a_failure_is_an_honest_status() -> None:
     async with cluster(p, decode(kv=NO_PROMPTS)) as c, c.post({"stream": True}) as answer:
         assert (answer.status, answer.headers["retry-after"]) == (503, "3")
         assert answer.content_type == "application/json"
-
-
-def test_a_reply_keeps_what_nobody_takes() -> None:
-    reply = Reply()
-    for payload in (b"a", b"b"):
-        reply.put(payload)
-    assert (reply.kept(), reply.room()) == (b"ab", None)
-
-
-async def test_a_reply_is_passed_on_as_it_comes_and_waits_for_room() -> None:
-    class Paused:
-        write_paused = True
-
-        async def drain(self) -> None:
-            self.write_paused = False
-
-    reply, passed = Reply(), list[bytes]()
-    reply.pass_on(passed.append, Paused())
-    for payload in (b"a", b"b"):
-        reply.put(payload)
-    assert passed == [b"a", b"b"]
-    room = reply.room()
-    assert room is not None
-    await room
-    assert reply.room() is None
-    assert reply.kept() == b""

@@ -10,35 +10,11 @@ import pytest
 from router_doubles import MODEL, Call, cluster, decode, event, prefill, until
 
 from kvrelay.router.admission.keys import hash_of
-from kvrelay.router.metrics import Metrics
-from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.request_log import TokenCounter
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.router_config import KeyConfig
 
 TOKENS = "kvrelay_router_output_tokens_total"
 OF_ALICE = "kvrelay_router_key_tokens_total"
-
-
-class Growing:
-    output_tokens = 0
-
-
-def test_each_token_is_counted_once_also_where_an_answer_begins_anew() -> None:
-    pool = Pool([], [])
-    metrics, answer = Metrics(pool, []), Growing()
-    counter = TokenCounter(metrics)
-    counter.add(answer, "alice", "m")
-    told = metrics.registry.get_sample_value
-    for tokens, counted in ((0, None), (5, 5), (0, 5), (4, 5), (9, 9)):
-        answer.output_tokens = tokens
-        counter.count()
-        assert told(TOKENS, {"model_name": "m"}) == counted
-    answer.output_tokens = 12
-    assert counter.remove(answer) == "m"
-    counter.count()
-    assert told(TOKENS, {"model_name": "m"}) == 12
-    assert told(OF_ALICE, {"key": "alice", "kind": "output"}) == 12
 
 
 async def test_tokens_are_counted_before_the_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,9 @@ from router_doubles import parse_job
 
 from kvrelay.router.nodes.node import HealthReport, NodeKind
 from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH, Job
-from kvrelay.router.request.vllm_bodies import (
+from kvrelay.router.request.vllm_run import (
     decode_body,
     error_in,
-    forces_tools,
     handover_of,
     plain_answer,
     prefill_body,
@@ -82,15 +81,15 @@ def test_a_hand_over_is_passed_on_byte_for_byte(extra: dict[str, Any]) -> None:
         + given_away.encode()
         + b"}"
     )
-    handover = handover_of(body)
-    assert handover.prompt_tokens == 7
-    assert given_away.encode() in decode_body(job(messages=[]), handover.params)
+    params, usage = handover_of(body)
+    assert usage.prompt_tokens == 7
+    assert given_away.encode() in decode_body(job(messages=[]), params)
 
 
 @pytest.mark.parametrize("params", [b"null", b"{}", b'{"do_remote_prefill":false}', b"[1]", b'"x"'])
 def test_what_is_no_hand_over_is_not_passed_on(params: bytes) -> None:
-    assert handover_of(b'{"choices":[{}],"kv_transfer_params":' + params + b"}").params is None
-    assert handover_of(b'{"choices":[{}]}').params is None
+    assert handover_of(b'{"choices":[{}],"kv_transfer_params":' + params + b"}")[0] is None
+    assert handover_of(b'{"choices":[{}]}')[0] is None
 
 
 @pytest.mark.parametrize(
@@ -119,26 +118,15 @@ def test_one_hand_over_is_for_one_sequence_without_log_probabilities_of_its_prom
     assert undivided_because(job(COMPLETIONS_PATH, prompt_embeds="x")) == "prompt_embeds"
 
 
-def test_forced_tool_calls_are_known() -> None:
-    named = {"type": "function", "function": {"name": "f"}}
-    assert [
-        forces_tools(job(messages=[], tool_choice=choice)) for choice in ("required", named)
-    ] == [True, True]
-    assert [
-        forces_tools(job(messages=[], tool_choice=choice)) for choice in ("auto", "none", None)
-    ] == [False] * 3
-
-
 @given(st.integers(0, 4), st.booleans(), st.integers(400, 599))
 def test_an_error_event_is_found_wherever_it_stands(
     before: int, wrapped: bool, status: int
 ) -> None:
     events = b'data: {"choices":[{"delta":{"content":"data: {\\"error\\""}}]}\n\n' * before
-    assert error_in(events + DONE.encode()) is None
+    assert error_in(events + DONE.encode())[1] is None
     told = b"data: " + json.dumps(error(status, "why", wrapped=wrapped)).encode() + b"\n\n"
-    found = error_in(events + told + DONE.encode())
-    assert found is not None
-    at, what, told_status = found
+    at, what, told_status = error_in(events + told + DONE.encode())
+    assert what is not None
     assert (at, what.message, told_status) == (len(events), "why", status)
 
 

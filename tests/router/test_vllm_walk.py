@@ -38,9 +38,6 @@ def cluster(*nodes: Any, **config: Any) -> AbstractAsyncContextManager[Cluster]:
     return start_cluster(*nodes, **({"health_deadline_s": 2.0} | config))
 
 
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-
-
 async def said(
     started: Cluster, body: dict[str, Any] | None = None, path: str = "/v1/chat/completions"
 ) -> str:
@@ -134,23 +131,6 @@ async def test_the_first_token_of_a_whole_answer_is_that_of_the_prefill_leg() ->
         assert c.metric("kvrelay_router_inter_token_latency_seconds_sum") > 0.02
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_that_one_node_gives_alone_is_no_wait(stream: bool) -> None:
-    async def slow(call: Call) -> web.StreamResponse:
-        await asyncio.sleep(0.3)
-        return await ok(call)
-
-    p, d = pair()
-    d.script = slow
-    async with cluster(p, d) as c:
-        await c.text({"stream": stream, "prompt": ["a", "b"]}, path="/v1/completions")
-        await until(lambda: c.router.console.status().requests)
-        (ended,) = c.router.console.status().requests
-        assert ended.prefill == "-"
-        assert ended.stages_s["queue"] < 0.2
-        assert ended.stages_s.get("prefill", 0.0) + ended.stages_s.get("decode", 0.0) > 0.25
-
-
 async def test_other_apis_are_served_too() -> None:
     p, d = pair()
     async with cluster(p, d) as c:
@@ -196,18 +176,6 @@ async def test_a_prefill_node_without_a_connector_is_noticed(
             assert await said(c) == "abc"
         assert c.metric("kvrelay_router_undivided_total", why="no_kv") == 1
         assert "NixlConnector" in caplog.text
-
-
-async def test_a_version_that_fails_on_forced_tools_is_asked_for_them_once() -> None:
-    p, d = pair(fails_forced_tools=True)
-    async with cluster(p, d) as c:
-        for _ in range(2):
-            assert await said(c, {"tools": TOOLS, "tool_choice": "required"}) == "abc"
-        assert len(p.calls) == 1
-        assert c.metric("kvrelay_router_undivided_total", why="forced_tools") == 2
-        assert c.node(p).up
-        assert await said(c, {"tools": TOOLS}) == "abc"
-        assert len(p.calls) == 2
 
 
 async def test_kv_offered_back_by_a_decode_node_is_kept_from_clients() -> None:

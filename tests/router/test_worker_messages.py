@@ -19,7 +19,6 @@ from router_doubles import until
 from kvrelay.router.nodes.members import NodeSpec, Source
 from kvrelay.router.nodes.node import Node
 from kvrelay.router.nodes.pool import DRAINS, Pool
-from kvrelay.router.request.poison import Suspect
 from kvrelay.router.router import Router
 from kvrelay.router.workers import parent as parent_module
 from kvrelay.router.workers.messages import (
@@ -48,7 +47,7 @@ STATE = ClusterState(
     drained={"http://d:1": "g"},
     adapters={"http://d:1": ["lora"]},
     emptied={"http://d:1": 1},
-    poison={b"f": Suspect(frozenset({"p"}), 5.0)},
+    poison={b"f": (frozenset({"p"}), 5.0)},
     deaths={0: 2},
 )
 

@@ -208,8 +208,6 @@ async def ok(call: Call) -> web.StreamResponse:
         return web.json_response(error(400, why), status=400)
     asked = body.get("kv_transfer_params") or {}
     if asked.get("do_remote_decode"):
-        if node.fails_forced_tools and body.get("tool_choice") == "required":
-            return web.json_response(error(500, "Internal Server Error"), status=500)
         stopped = not body.get("ignore_eos")  # our first token is one that ends
         given = None if stopped and node.version == "0.9.2" else node.give_away(call.request_id)
         if given is not None:
@@ -230,7 +228,6 @@ class VllmNode:
     version: str = "0.25.1"
     engine: str = "engine-1"
     hands_over: bool = True
-    fails_forced_tools: bool = False
     health_status: int = 200
     health_hangs: bool = False
     running_requests: int = 0

@@ -1,0 +1,115 @@
+"""The times of one request, and what is kept of it when it has ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvrelay.openai_api.stages import STAGES, TOLD, with_stages
+
+__all__ = ["EndedRequest", "Timeline"]
+
+
+@dataclass(slots=True)
+class Timeline:
+    """A request's times in monotonic seconds; None is a point that was not reached.
+
+    Nodes report the stages inside them (openai_api/stages.py), each by its own clock; the router
+    sees what lies between.
+    """
+
+    arrived: float
+    sent: float | None = None
+    prefilled: float | None = None
+    """When the KV was complete, as far as the router sees, and the hand-over began."""
+    stepped: float | None = None
+    """When the newest decode request sent a token that is not the answer's first."""
+    first_token: float | None = None
+    last_token: float | None = None
+    local: bool = False
+    """A decode node computed the prompt, and no other node had."""
+    prefill_ms: dict[str, float] = field(default_factory=dict)
+    """Stages that the nodes of all prefill requests reported."""
+    decode_ms: dict[str, float] = field(default_factory=dict)
+    """Stages that the node of the last decode request reported."""
+
+    def note_tokens(self, now: float) -> None:
+        self.last_token = now
+        if self.first_token is None:
+            self.first_token = now
+
+    def note_report(self, timing_ms: dict[str, float], *, decoding: bool) -> None:
+        if decoding:
+            self.decode_ms = timing_ms
+            return
+        known = self.prefill_ms.items()
+        self.prefill_ms = timing_ms | {
+            name: took + timing_ms.get(name, 0.0) for name, took in known
+        }
+
+    def stages_s(self, now: float) -> dict[str, float]:
+        """Return seconds in each stage that a node reported, if the request ended now."""
+        stages = {name: took / 1e3 for name, took in self.decode_ms.items() if name in STAGES}
+        waited = stages.pop("queue", 0.0)
+        stages["queue"] = (now if self.sent is None else self.sent) - self.arrived
+        if self.local:
+            stages["queue"] += waited
+        elif self.decode_ms:
+            # A decode request without a ticket waited to compute the prompt itself.
+            stages["decode_queue"] = stages.get("decode_queue", 0.0) + waited
+        if self.prefill_ms:
+            stages["queue"] += self.prefill_ms.get("queue", 0.0) / 1e3
+            prefill_s = self.prefill_ms.get("prefill", 0.0) / 1e3
+            stages["prefill"] = stages.get("prefill", 0.0) + prefill_s
+        if self.prefilled is not None and self.stepped is not None and TOLD in self.decode_ms:
+            # Both ways lead through a node's HTTP process and one connection: they cancel out.
+            announce_s = self.stepped - self.prefilled - self.decode_ms[TOLD] / 1e3
+            stages["announce"] = max(0.0, announce_s)
+        stages["total"] = now - self.arrived
+        return stages
+
+    def with_stages(self, end: bytes, now: float) -> bytes:
+        return with_stages(end, {name: took * 1e3 for name, took in self.stages_s(now).items()})
+
+    def inter_token_s(self, tokens: int, answers: int) -> float | None:
+        """Return the mean time between an answer's tokens, where `answers` have `tokens` in all.
+
+        None if each has fewer than two.
+        """
+        each = tokens / answers
+        if each < 2 or self.first_token is None or self.last_token is None:
+            return None
+        return (self.last_token - self.first_token) / (each - 1)
+
+
+class EndedRequest(msgspec.Struct, frozen=True):
+    """A request that has ended. `ended` is a Unix time; unknown figures are None."""
+
+    id: str
+    path: str
+    model: str
+    key: str
+    """The name of its API key."""
+    status: int
+    """499: the client went away. A stream that broke has the status it would have had."""
+    error: str
+    stream: bool
+    local: bool
+    """A decode node has computed the prompt."""
+    ended: float
+    ttft_s: float | None
+    inter_token_s: float | None
+    """The mean time between tokens."""
+    prompt_tokens: int | None
+    cached_tokens: int
+    output_tokens: int
+    prefill: str
+    decode: str
+    """The addresses of the last nodes; `-` is none."""
+    kv_bytes: int
+    """Bytes that the decode node has fetched; 0 if none, or if it does not say."""
+    stages_s: dict[str, float]
+    """Stages as openai_api/stages.py names them."""
+    placed: str = "-"
+    """Where the request was placed, at what price, and the best other way."""
