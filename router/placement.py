@@ -29,7 +29,6 @@ __all__ = [
     "fitting",
     "place",
     "place_decode",
-    "place_prefill",
     "shares_of",
 ]
 
@@ -199,10 +198,6 @@ def place_decode(
         targets = [each for each in targets if not avoids(peer, each[1].name)] or targets
     price, target = _cheapest(targets, request.tie)
     return Placement(peer, target.name, price, None, math.inf, spills=False)
-
-
-def place_prefill(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> NodeLoad:
-    return _cheapest(_sources(request, nodes), request.tie)[1]
 
 
 def _sources(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple[float, NodeLoad]]:

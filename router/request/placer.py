@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from zlib import crc32
 
@@ -24,7 +24,6 @@ from kvrelay.router.placement import (
     fitting,
     place,
     place_decode,
-    place_prefill,
     shares_of,
 )
 from kvrelay.router.policies import POLICIES
@@ -35,7 +34,6 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode, Overloaded
 from kvrelay.wire.router_config import PRICE, RouterConfig
 from kvrelay.wire.step_costs import RunningMean
-from kvrelay.wire.transfer import KvFacts
 
 __all__ = ["ChosenNodes", "PlacementLeases", "Placer", "PlacementQuery"]
 
@@ -43,6 +41,9 @@ _OUTPUTS_MEAN = 64
 _MOST_OUTPUT = 16_384.0
 # A target counts within these factors of what such nodes' users expect, or it would buy priority.
 _LEAST_TARGET, _MOST_TARGET = 0.5, 10.0
+
+
+Avoids = Callable[[str, str], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,40 +157,36 @@ class Placer:
             request = replace(
                 request, ignores_room=True, ttft_limit_ms=math.inf, tpot_limit_ms=math.inf
             )
-        decode = self._takers(Role.DECODE, wanted, tried_decode, now)
+        available, peer, mixed = self._node_health.available, wanted.peer, self._pool.kv_mixed
+        decode: Sequence[Node] = available(Role.DECODE, wanted.model, tried_decode, now)
         able = self._computing(wanted, decode, tried_decode, now, anyway=anyway)
-        groups = (
-            []
-            if alone and wanted.peer is None
-            else self._groups(self._sources(wanted, tried_prefill, now), decode)
-        )
-        if not groups:
+        sources: Sequence[Node] = () if peer is None else (peer,)
+        if peer is None and not alone:
+            with suppress(NoNode):
+                sources = available(Role.PREFILL, wanted.model, tried_prefill, now)
+        if mixed:
+            sources = [source for source in sources if _takers(source, decode)]
+        if not sources:
             if not able:
                 return self._nowhere(wanted, tried_prefill, now)
-            groups = [([], able)]
+            decode = able
+        sources = self._by_policy(Role.PREFILL, wanted, sources)
+        if mixed and len(sources) == 1:
+            decode = _takers(sources[0], decode)
+        targets = [node.state for node in self._by_policy(Role.DECODE, wanted, decode)]
         avoids = self._node_health.avoids(now)
-        if wanted.peer is not None:
-            states = [node.state for node in self._by_policy(Role.DECODE, wanted, groups[0][1])]
-            placed = place_decode(request, states, wanted.peer.url, avoids)
+        if peer is not None:
+            placed = place_decode(request, targets, peer.url, avoids)
             return placed if isinstance(placed, Wait) else self._found(wanted, placed)
-        computes = None if len(able) == len(decode) else {node.url for node in able}.__contains__
-        ways, others = list[Placement](), list[Wait | Refuse]()
-        for sources, targets in groups:
-            cluster = Cluster(
-                [node.state for node in self._by_policy(Role.PREFILL, wanted, sources)],
-                [node.state for node in self._by_policy(Role.DECODE, wanted, targets)],
-                avoids,
-                self._spills and spills,
-                computes,
-            )
-            way = place(request, cluster)
-            if isinstance(way, Placement):
-                ways.append(way)
-            else:
-                others.append(way)
-        if ways:
-            return self._found(wanted, min(ways, key=lambda way: way.price))
-        return next((other for other in others if isinstance(other, Wait)), others[0])
+        cluster = Cluster(
+            [node.state for node in sources],
+            targets,
+            self._unlike_or(avoids) if mixed else avoids,
+            self._spills and spills,
+            None if len(able) == len(decode) else {node.url for node in able}.__contains__,
+        )
+        way = place(request, cluster)
+        return self._found(wanted, way) if isinstance(way, Placement) else way
 
     def take(self, found: ChosenNodes) -> PlacementLeases:
         """Lease what a placement takes, until `give_back`."""
@@ -219,18 +216,10 @@ class Placer:
         nodes = self._pool.up(role, tried, wanted.model, kind)
         if not nodes:
             raise self._pool.no_node(role, wanted.model)
-        states = [node.state for node in self._by_policy(role, wanted, nodes)]
-        request = replace(wanted.request, ignores_room=True)
-        if role is Role.PREFILL:
-            name = place_prefill(request, states).name
-        else:
-            placed = place_decode(request, states, "")
-            assert isinstance(placed, Placement)
-            name = placed.decode
-        node = self._named(name)
-        share = Share(
-            prompt_ms=node.state.prompt_ms(tokens, request.cached.get(name, 0)) if tokens else 0.0
-        )
+        request, policy = wanted.request, self._policies[role]
+        node = POLICIES["prefix" if policy == PRICE else policy](request, nodes, self._rng)
+        cached = request.cached.get(node.url, 0)
+        share = Share(prompt_ms=node.state.prompt_ms(tokens, cached) if tokens else 0.0)
         if role is Role.DECODE:
             share.context, share.output = request.tokens + request.output / 2, request.output
         return self._pool.hold(node, share, tokens, wanted.prefix, request.cached)
@@ -251,25 +240,6 @@ class Placer:
             wanted, placed, wanted.peer or self._named(placed.prefill), self._named(placed.decode)
         )
 
-    def _takers(
-        self,
-        role: Role,
-        wanted: PlacementQuery,
-        tried: Collection[Node],
-        now: float,
-        *,
-        computes: bool = False,
-    ) -> list[Node]:
-        return self._node_health.available(role, wanted.model, tried, now, computes=computes)
-
-    def _sources(self, wanted: PlacementQuery, tried: Collection[Node], now: float) -> list[Node]:
-        if wanted.peer is not None:
-            return [wanted.peer]
-        try:
-            return self._takers(Role.PREFILL, wanted, tried, now)
-        except NoNode:
-            return []
-
     def _computing(
         self,
         wanted: PlacementQuery,
@@ -280,30 +250,29 @@ class Placer:
         anyway: bool,
     ) -> Sequence[Node]:
         try:
-            sound = self._takers(Role.DECODE, wanted, tried, now, computes=True)
+            sound = self._node_health.available(
+                Role.DECODE, wanted.model, tried, now, computes=True
+            )
         except (NoNode, Overloaded):
             return decode if anyway else []
         return [node for node in sound if anyway or node.computes_prompts]
 
-    def _groups(
-        self, prefill: Sequence[Node], decode: Sequence[Node]
-    ) -> list[tuple[Sequence[Node], Sequence[Node]]]:
-        if not self._pool.kv_mixed:
-            return [(prefill, decode)] if prefill and decode else []
-        kinds = [tuple(dict.fromkeys(node.kv for node in nodes)) for nodes in (prefill, decode)]
-        return [
-            (
-                [node for node in prefill if node.kv in sources],
-                [node for node in decode if node.kv in targets],
-            )
-            for sources, targets in _divided(*kinds)
-        ]
+    def _unlike_or(self, avoids: Avoids | None) -> Avoids:
+        def unlike_or_avoided(prefill: str, decode: str) -> bool:
+            source, target = self._named(prefill), self._named(decode)
+            unlike = kv_mismatch(source.kv, target.kv) is not None
+            return unlike or (avoids is not None and avoids(prefill, decode))
+
+        return unlike_or_avoided
 
     def _nowhere(self, wanted: PlacementQuery, tried: Collection[Node], now: float) -> Wait:
-        peer = wanted.peer
-        prefill = [peer] if peer is not None else self._takers(Role.PREFILL, wanted, tried, now)
+        prefill: Sequence[Node] = (
+            self._node_health.available(Role.PREFILL, wanted.model, tried, now)
+            if wanted.peer is None
+            else (wanted.peer,)
+        )
         decode = self._pool.up(Role.DECODE, model=wanted.model, kind=NodeKind.KVRELAY)
-        if peer is None and self._groups(prefill, decode):
+        if wanted.peer is None and any(_takers(source, decode) for source in prefill):
             return Wait("no decode node that could take its KV takes legs now")
         unlikes = (kv_mismatch(source.kv, target.kv) for source in prefill for target in decode)
         raise KvNotLoaded.because("Incompatible", next(filter(None, unlikes), ""))
@@ -314,25 +283,18 @@ class Placer:
         name = self._policies[role]
         if name == PRICE or len(nodes) < 2:
             return nodes
-        states = [node.state for node in nodes]
-        fit = set(fitting(wanted.request, states, decodes=role is Role.DECODE))
+        fit = set(
+            fitting(wanted.request, [node.state for node in nodes], decodes=role is Role.DECODE)
+        )
         roomy = [node for node in nodes if node.state in fit]
         return [POLICIES[name](wanted.request, roomy or nodes, self._rng)]
+
+
+def _takers(source: Node, decode: Sequence[Node]) -> list[Node]:
+    return [node for node in decode if kv_mismatch(source.kv, node.kv) is None]
 
 
 def _bounded(told_s: float | None, expected_ms: float) -> float:
     if told_s is None:
         return expected_ms
     return min(max(told_s * 1e3, _LEAST_TARGET * expected_ms), _MOST_TARGET * expected_ms)
-
-
-@functools.lru_cache(64)
-def _divided(
-    sources: tuple[KvFacts | None, ...], targets: tuple[KvFacts | None, ...]
-) -> list[tuple[frozenset[KvFacts | None], frozenset[KvFacts | None]]]:
-    parts: dict[frozenset[KvFacts | None], list[KvFacts | None]] = {}
-    for kv in sources:
-        able = frozenset(each for each in targets if kv_mismatch(kv, each) is None)
-        if able:
-            parts.setdefault(able, []).append(kv)
-    return [(frozenset(alike), able) for able, alike in parts.items()]

@@ -376,15 +376,16 @@ class RequestRun(Run):
         if self._early_decode is None:
             self._early_decode = asyncio.create_task(self._decode_early())
 
-    def on_end(self, usage: tuple[int, int, int]) -> None:
+    def on_end(self, usage: tuple[int, int, int] | None) -> None:
         """Note the usage of a whole answer, and which nodes could not read the request."""
-        self.usage = usage
-        self.prompt_tokens, output, self.cached_tokens = usage
-        per_choice = output // max(1, self.job.choices)
-        self.context.placer.answered(self.job.model, per_choice, self._prefix, usage[0])
-        while self.unread:
-            node, role = (lease := self.unread.pop()).node, lease.role
-            self.context.node_health.could_not_read(node, role, time.monotonic())
+        if usage is not None:
+            self.usage = usage
+            self.prompt_tokens, output, self.cached_tokens = usage
+            per_choice = output // max(1, self.job.choices)
+            self.context.placer.answered(self.job.model, per_choice, self._prefix, usage[0])
+        for lease in self.unread:
+            self.context.node_health.could_not_read(lease.node, lease.role, time.monotonic())
+        self.unread.clear()
 
 
 class Attempt:
@@ -487,8 +488,7 @@ class Attempt:
                 run.on_ticket(params, frame, self._lease)
         if frame.kind is not FrameKind.END:
             return frame.payload
-        if frame.usage is not None:
-            run.on_end(frame.usage)
+        run.on_end(frame.usage)
         return timeline.with_stages(frame.payload, now) if run.job.wants_stages else frame.payload
 
 

@@ -43,7 +43,7 @@ def test_the_spine_is_short(page: str, repository: Path) -> None:
     section = page.partition("## The spine")[2].partition("\n## ")[0]
     spine = re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)
     lines = sum((repository / name).read_text(encoding="utf-8").count("\n") for name in spine)
-    assert len(spine) == 14
+    assert 1 < len(spine) <= 14
     assert lines <= 4_400
 
 
