@@ -1,4 +1,4 @@
-"""What follows when a request fails on a node: whose fault it was, and whether it is tried again.
+"""Decisions on a request that failed on a node: whose fault it was, and whether it is tried again.
 
 A request's fingerprint is a hash of its API key and whole body, so that sending it again gives it
 no fresh nodes. A process that is lost counts once. A request that is answered to its end is
