@@ -10,7 +10,6 @@ __all__ = [
     "apply_rope",
     "dequantize",
     "embed",
-    "layer_norm",
     "quantize_e4m3",
     "rms_norm",
     "rope_and_write",
@@ -32,14 +31,6 @@ def rms_norm(
         return (wide * scale * (1 + weight.float())).to(x.dtype)
     normed = (wide * scale).to(x.dtype)
     return normed if weight is None else normed * weight
-
-
-def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """Return (x - mean) / sqrt(variance + eps) * weight + bias, in fp32 and rounded once."""
-    wide = functional.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps)
-    return wide.to(x.dtype)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Norms, activations and embedding in Triton; torch twins in `kernels/elementwise.py`.
 
 Grids: norms one program per row (H <= 16384); activations and embedding one per row and tile of
-columns; relu one per tile. Arithmetic is fp32. A norm's warps follow from H alone, so a row is
+columns. Arithmetic is fp32. A norm's warps follow from H alone, so a row is
 summed in one order in every batch.
 """
 
@@ -18,8 +18,6 @@ __all__ = [
     "activate",
     "e4m3_scale",
     "embed",
-    "layer_norm",
-    "relu",
     "rms_norm",
     "warps_for",
 ]
@@ -44,28 +42,6 @@ def rms_norm(
     before and after the weight. scales_out [T, 1] fp32: the result is float8_e4m3fn, with its row's
     largest magnitude / 448 written here.
     """
-    return _norm(x, weight, None, eps, residual, scales_out, pdl, plus_one=plus_one)
-
-
-def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, *, pdl: bool = False
-) -> torch.Tensor:
-    """Return (x - mean) / sqrt(variance + eps) * weight + bias, [T, H], rounded once."""
-    return _norm(x, weight, bias, eps, None, None, pdl, centered=True)
-
-
-def _norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None,
-    scales_out: torch.Tensor | None,
-    pdl: bool,
-    *,
-    plus_one: bool = False,
-    centered: bool = False,
-) -> torch.Tensor:
     tokens, hidden = x.shape
     if hidden > MAX_H:
         raise ValueError(f"rows of {hidden} elements, at most {MAX_H} fit one program")
@@ -85,7 +61,6 @@ def _norm(
             x,
             residual,
             weight,
-            bias,
             out,
             scales_out,
             eps,
@@ -93,7 +68,6 @@ def _norm(
             0 if residual is None else residual.stride(0),
             H=hidden,
             BLOCK=block,
-            CENTERED=centered,
             PLUS_ONE=plus_one and weight is not None,
             PDL=pdl,
             num_warps=warps_for(block),
@@ -140,18 +114,6 @@ def act_and_mul(
             launch_pdl=pdl,
         )
     return out
-
-
-def relu(x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
-    """Replace x, contiguous, by max(x, 0) in place; NaN stays NaN."""
-    if not x.is_contiguous():
-        raise ValueError("relu works in place on contiguous tensors")
-    if x.numel():
-        pdl = pdl and pdl_works(x.device)
-        _relu[(cdiv(x.numel(), 1024),)](
-            x, x.numel(), BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl
-        )
-    return x
 
 
 def embed(
@@ -214,7 +176,6 @@ def _norm_rows(
     x,
     residual,
     weight,
-    bias,
     out,
     scales,
     eps,
@@ -222,7 +183,6 @@ def _norm_rows(
     residual_stride,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
-    CENTERED: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -233,8 +193,6 @@ def _norm_rows(
         tl.extra.cuda.gdc_launch_dependents()
     if weight is not None:
         gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if bias is not None:
-        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -246,12 +204,8 @@ def _norm_rows(
         tl.store(stream, total, mask=inside)
         wide = total.to(tl.float32)
 
-    if CENTERED:
-        wide = tl.where(inside, wide - tl.sum(wide) / H, 0.0)
     normed = wide * tl.rsqrt(tl.sum(wide * wide) / H + eps)
-    if CENTERED:
-        normed = normed * gain + shift
-    elif PLUS_ONE:
+    if PLUS_ONE:
         normed = normed * (1.0 + gain)
     elif weight is not None:
         normed = normed.to(dtype).to(tl.float32) * gain
@@ -286,14 +240,6 @@ def _act_and_mul(
     up = tl.load(gate + I + column, mask=inside, other=0.0).to(tl.float32)
     value = activate(g, ACT) * up
     tl.store(out + row * out_stride + column, value.to(gate_up.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _relu(x, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    wait_for_previous(PDL)
-    value = tl.load(x + place, mask=place < count)
-    tl.store(x + place, tl.where(value < 0, 0.0, value), mask=place < count)
 
 
 @triton.jit(do_not_specialize_on_alignment=["token_ids", "sampled", "source"])

@@ -105,7 +105,7 @@ def with_model_here(config: Config) -> Config:
 
     Raises ConfigError.
     """
-    from kvrelay.paged_engine.hub import PrefetchFailed, model_files, resolve_model
+    from kvrelay.paged_engine.hub import model_files, resolve_model
 
     engine = _node_of(config).engine
 
@@ -120,8 +120,6 @@ def with_model_here(config: Config) -> Config:
         found = at(str(path))
         check_start(found)
         model_files(path, _node_of(found).engine, tokenizer=not isinstance(config, RanksConfig))
-    except PrefetchFailed as why:
-        raise ConfigError(why.message) from why
     except OSError as why:  # nobody lets us look into the folder
         raise ConfigError(f"model {engine.model!r} cannot be read: {why}") from why
     return found

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import queue
 from collections.abc import Callable, Collection
 
-from kvrelay.paged_engine.adapters import Reading, slots_in_use
+from kvrelay.paged_engine.adapters import slots_in_use
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.engine_messages import (
@@ -22,60 +22,41 @@ __all__ = ["AdapterLoads", "adapter_of"]
 
 
 class AdapterLoads:
-    """A loader of adapters: threads read files, and `poll` does the rest between two steps."""
+    """A loader of adapters between two steps."""
 
-    def __init__(
-        self, engine: Engine, send: Callable[[FromEngine], None], wakeup: Callable[[], None]
-    ) -> None:
-        self._engine, self._send, self._wakeup = engine, send, wakeup
-        self._pending: dict[str, tuple[LoadAdapter, Reading]] = {}
-        self._read: queue.SimpleQueue[str] = queue.SimpleQueue()
+    def __init__(self, engine: Engine, send: Callable[[FromEngine], None]) -> None:
+        self._engine, self._send = engine, send
         self.mismatched_kv = 0
 
     def load(self, load: LoadAdapter) -> None:
-        if self._engine.adapters is None:
+        adapters = self._engine.adapters
+        if adapters is None:
             self._refuse(load, "this node has no slots for adapters; start it with --max-loras")
             return
-
-        def done() -> None:
-            self._read.put(load.load_id)
-            self._wakeup()
-
         try:
-            reading = self._engine.adapters.begin(
-                load.name, load.path, in_place=load.in_place, done=done
-            )
-        except ValueError as why:
-            self._refuse(load, str(why))
+            facts = adapters.load(load.name, load.path, in_place=load.in_place)
+        except ConfigError as why:
+            self._refuse(load, why.message)
             return
-        self._pending[load.load_id] = load, reading
+        self._send(AdapterLoaded(load.load_id, facts))
 
     def unload(self, name: str) -> None:
         if self._engine.adapters is not None:
-            self._engine.adapters.slots.retire(name)
+            self._engine.adapters.retire(name)
 
     def poll(self, waiting: Collection[Request] = ()) -> None:
-        """Put read adapters into slots, and free those of unloaded ones that no request uses."""
-        adapters = self._engine.adapters
-        if adapters is None:
-            return
-        while not self._read.empty():
-            load, reading = self._pending.pop(self._read.get())
-            try:
-                self._send(AdapterLoaded(load.load_id, adapters.finish(reading)))
-            except ConfigError as why:
-                self._refuse(load, why.message)
-        live = [*self._engine.scheduler.live, *waiting] if adapters.slots.ending else ()
-        adapters.remove_unused(live)
+        """Free slots of unloaded adapters that no request uses."""
+        if self._engine.adapters is not None:
+            self._engine.adapters.free_unused(itertools.chain(self._engine.scheduler.live, waiting))
 
     @property
     def loaded(self) -> list[AdapterFacts]:
-        return [] if self._engine.adapters is None else self._engine.adapters.slots.loaded
+        return [] if self._engine.adapters is None else self._engine.adapters.loaded
 
     def in_use(self) -> tuple[list[str], list[str]]:
         if self._engine.adapters is None:
             return [], []
-        found = [self._engine.adapters.slots.named(facts.name) for facts in self.loaded]
+        found = [self._engine.adapters.named(facts.name) for facts in self.loaded]
         running, waiting = (
             sorted(each.facts.name for each in found if each is not None and each.slot in slots)
             for slots in slots_in_use(self._engine.scheduler.live)

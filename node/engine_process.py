@@ -107,7 +107,7 @@ class EngineProcess:
             texts=events is not None and events.token_ids,
         )
         self.connector = self._open_connector(ranks)
-        self._adapters = AdapterLoads(self.engine, self._send, self.wakeup)
+        self._adapters = AdapterLoads(self.engine, self._send)
         self._grammars = GrammarCompiler(config.engine.model, self.engine, self.wakeup)
         self._announce(time.monotonic() - began)
 

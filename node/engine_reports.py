@@ -96,7 +96,6 @@ def engine_stats(
         cached_prompt_tokens=counters.cached_prompt_tokens,
         generated_tokens=counters.generated_tokens,
         preemptions=scheduler.preemptions,
-        forked_blocks=scheduler.forked_blocks,
         drafts=scheduler.speculation.drafts,
         draft_tokens=scheduler.speculation.draft_tokens,
         accepted_tokens=scheduler.speculation.accepted_tokens,

@@ -162,10 +162,6 @@ _ENGINE_COUNTERS = {
         "Requests whose KV nobody fetched in time",
         "leases_expired",
     ),
-    "kvrelay_forked_blocks": (
-        "KV blocks of prompts that further choices have shared",
-        "forked_blocks",
-    ),
     "kvrelay_engine_steps": ("Engine steps", "steps"),
     "kvrelay_engine_step_seconds": ("Time inside engine steps", "step_s"),
     "kvrelay_fetches": ("KV fetches started", "fetches"),

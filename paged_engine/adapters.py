@@ -1,16 +1,15 @@
-"""LoRA adapters of an engine: read at start or beside the steps, put into slots, taken out.
+"""LoRA adapters of an engine: read at start or between two steps, put into slots, taken out.
 
 A retired adapter keeps its slot until its last request is done, so one slot is spare where adapters
-load at run time. A thread of each rank reads files; an adapter is in a slot on every rank or on
-none.
+load at run time. An adapter is in a slot on every rank or on none.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any
 
 import msgspec
 import torch
@@ -25,25 +24,15 @@ from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.engine_messages import AdapterFacts
 from kvrelay.wire.errors import ConfigError
 
-if TYPE_CHECKING:
-    from kvrelay.paged_engine.cpu_operations import CpuAdapters
-    from kvrelay.paged_engine.gpu_operations import GpuAdapters
-
 __all__ = [
     "ABOUT_ADAPTERS",
-    "AdapterReader",
-    "AdapterSlots",
     "AdapterStore",
     "Adapters",
-    "FollowerAdapters",
     "Loaded",
-    "Reading",
     "Site",
-    "shard_adapter",
-    "adapter_sites",
-    "slots_in_use",
     "num_slots",
-    "stack_sites",
+    "read_given",
+    "slots_in_use",
 ]
 
 
@@ -56,70 +45,6 @@ class Loaded:
     def identity(self) -> str:
         """Return name and digest: what its KV is hashed with."""
         return f"{self.facts.name}@{self.facts.digest}"
-
-
-class AdapterSlots:
-    """A table of which adapter is in which slot; at most `limit` are loaded."""
-
-    def __init__(self, limit: int, slots: int) -> None:
-        self.limit = limit
-        self._free = list(reversed(range(slots)))
-        self._loading: dict[int, str] = {}
-        self._named: dict[str, Loaded] = {}
-        self._ending: set[int] = set()
-
-    @property
-    def loaded(self) -> list[AdapterFacts]:
-        return [loaded.facts for loaded in self._named.values()]
-
-    def named(self, name: str) -> Loaded | None:
-        return self._named.get(name)
-
-    def reserve(self, name: str, *, in_place: bool) -> int:
-        """Return a slot for an adapter to be read. Raises ValueError if there is none."""
-        if name in self._loading.values():
-            raise ValueError(f"adapter {name!r} is being loaded already; wait for that")
-        if name in self._named and not in_place:
-            raise ValueError(
-                f"adapter {name!r} is loaded already; unload it first, or set load_inplace"
-            )
-        if len({*self._named, *self._loading.values(), name}) > self.limit:
-            raise ValueError(
-                f"{len(self._named) + len(self._loading)} adapters are loaded and max_loras is "
-                f"{self.limit}; unload one or start the node with more"
-            )
-        if not self._free:
-            raise ValueError(
-                "requests of an adapter that was unloaded still run in the last slot; try again"
-            )
-        slot = self._free.pop()
-        self._loading[slot] = name
-        return slot
-
-    def fill(self, slot: int, facts: AdapterFacts) -> None:
-        del self._loading[slot]
-        self.retire(facts.name)
-        self._named[facts.name] = Loaded(slot, facts)
-
-    def cancel(self, slot: int) -> None:
-        del self._loading[slot]
-        self._free.append(slot)
-
-    def retire(self, name: str) -> None:
-        """Let no request begin with this adapter any more."""
-        loaded = self._named.pop(name, None)
-        if loaded is not None:
-            self._ending.add(loaded.slot)
-
-    @property
-    def ending(self) -> bool:
-        return bool(self._ending)
-
-    def free_unused(self, used: Collection[int]) -> list[int]:
-        freed = sorted(self._ending.difference(used))
-        self._ending.difference_update(freed)
-        self._free += freed
-        return freed
 
 
 _SITES = {
@@ -144,8 +69,7 @@ class Site:
     rows: tuple[int, ...]
 
 
-def adapter_sites(model: ModelConfig) -> list[dict[str, Site]]:
-    """Return each layer's sites by the names of `Decoder.sites`; experts have none."""
+def _sites_of(model: ModelConfig) -> list[dict[str, Site]]:
     shapes = weight_shapes(replace(model, quantization=None))
     layers = []
     for index in range(model.num_layers):
@@ -160,7 +84,7 @@ def adapter_sites(model: ModelConfig) -> list[dict[str, Site]]:
     return layers
 
 
-def shard_adapter(adapter: Adapter, model: ModelConfig, rank: int, size: int) -> Adapter:
+def _share(adapter: Adapter, model: ModelConfig, rank: int, size: int) -> Adapter:
     """Return a rank's share: B's rows for its outputs, A's columns for its inputs."""
 
     def cut(module: str, matrix: torch.Tensor) -> torch.Tensor:
@@ -176,26 +100,15 @@ def shard_adapter(adapter: Adapter, model: ModelConfig, rank: int, size: int) ->
     )
 
 
-def stack_sites(
-    adapter: Adapter, layers: Sequence[Mapping[str, Site]], rank: int, dtype: torch.dtype
-) -> list[dict[str, Matrices]]:
-    """Return each layer's adapted sites: A [projections * rank, in] and B [outputs, rank].
+def _stacked(
+    modules: Mapping[str, Matrices], site: Site, rank: int, dtype: torch.dtype
+) -> Matrices | None:
+    """Return A [projections * rank, in] and B [outputs, rank]; None where nothing is adapted.
 
     Lower ranks are padded with zeros; B's rows for projection i belong to A's i-th `rank` rows.
     """
-    return [
-        {
-            name: _stacked(adapter.modules, site, rank, dtype)
-            for name, site in sites.items()
-            if any(module in adapter.modules for module in site.modules)
-        }
-        for sites in layers
-    ]
-
-
-def _stacked(
-    modules: Mapping[str, Matrices], site: Site, rank: int, dtype: torch.dtype
-) -> Matrices:
+    if not any(module in modules for module in site.modules):
+        return None
     a = torch.zeros(len(site.modules) * rank, site.in_features, dtype=dtype)
     b = torch.zeros(sum(site.rows), rank, dtype=dtype)
     for index, (module, ours) in enumerate(
@@ -208,16 +121,36 @@ def _stacked(
     return a, b
 
 
-AdapterStore: TypeAlias = "CpuAdapters | GpuAdapters"
-"""A rank's slots on its device."""
+class AdapterStore:
+    """A rank's slots on its device; `linears` are `Decoder.sites`."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        linears: Sequence[Mapping[str, Any]],
+        *,
+        slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """Allocate the slots. Raise ConfigError where a CPU's products are not batch-invariant."""
+        self._rank, self._dtype = max_rank, dtype
+        self._sites = [
+            (site, layer[name])
+            for sites, layer in zip(_sites_of(model), linears, strict=True)
+            for name, site in sites.items()
+        ]
+        for site, linear in self._sites:
+            linear.make_room(site, slots, max_rank, dtype)
+
+    def install(self, slot: int, adapter: Adapter) -> None:
+        """Put this rank's share into an unused slot, behind the steps so far."""
+        for site, linear in self._sites:
+            linear.put(slot, _stacked(adapter.modules, site, self._rank, self._dtype))
+
+
 # Before rank 0's messages about adapters; see `_ASIDE` in paged_engine/engine.py.
 ABOUT_ADAPTERS = b"\xc1\xc1"
-
-
-class _Message(msgspec.Struct, frozen=True, array_like=True):
-    verb: Literal["read", "install", "remove"]
-    slot: int
-    detail: str = ""  # read: the path; install: the digest, empty if rank 0 failed
 
 
 def num_slots(config: EngineConfig) -> int:
@@ -225,142 +158,106 @@ def num_slots(config: EngineConfig) -> int:
     return config.adapter_slots + config.allow_runtime_lora
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterReader:
-    """A reader for one rank; `model` is the whole model."""
-
-    model: ModelConfig
-    dtype: torch.dtype
-    max_rank: int
-    ranks: Ranks
-
-    def read(self, path: str) -> Adapter:
-        whole = read_adapter(path, self.model, self.max_rank, self.dtype)
-        return shard_adapter(whole, self.model, self.ranks.rank, self.ranks.size)
-
-    def given(self, config: EngineConfig) -> list[Adapter]:
-        """Read the adapters named at start. Raises ConfigError, also if ranks differ."""
-        adapters = [self.read(path) for _, path in config.adapters]
-        if adapters:
-            self.ranks.require_equal(
-                {
-                    f"lora_modules {text}": each.digest
-                    for text, each in zip(config.lora_modules, adapters, strict=True)
-                }
-            )
-        return adapters
-
-
-@dataclass(slots=True)
-class Reading:
-    name: str
-    slot: int
-    done: Callable[[], None] | None = None
-    thread: threading.Thread | None = None
-    facts: AdapterFacts | None = None
-    prepared: Any = None
-    failure: str = "reading it broke; the log of this node says how"
-
-    def begin(self, path: str, reader: AdapterReader, store: AdapterStore) -> None:
-        self.thread = threading.Thread(
-            target=self._read, args=(path, reader, store), name=f"adapter-{self.slot}", daemon=True
-        )
-        self.thread.start()
-
-    def _read(self, path: str, reader: AdapterReader, store: AdapterStore) -> None:
-        try:
-            adapter = reader.read(path)
-            self.prepared = store.prepare(adapter)
-            self.facts = AdapterFacts(self.name, adapter.digest, adapter.rank)
-        except ConfigError as why:
-            self.failure = why.message
-        finally:
-            if self.done is not None:
-                self.done()
-
-    @property
-    def digest(self) -> str:
-        assert self.thread is not None
-        self.thread.join()
-        return "" if self.facts is None else self.facts.digest
+def read_given(config: EngineConfig, model: ModelConfig, ranks: Ranks) -> list[Adapter]:
+    """Read the adapters named at start. Raises ConfigError, also if ranks differ."""
+    given = [read_adapter(path, model, config.max_lora_rank) for _, path in config.adapters]
+    named = zip(config.lora_modules, given, strict=True)
+    if given:
+        ranks.require_equal({f"lora_modules {text}": each.digest for text, each in named})
+    return given
 
 
 class Adapters:
-    """A holder of rank 0's adapters, for the thread that steps."""
+    """A table of a rank's adapters; rank 0's `load` reads a folder on all of them."""
 
     def __init__(
         self,
         config: EngineConfig,
-        reader: AdapterReader,
+        model: ModelConfig,
+        ranks: Ranks,
         store: AdapterStore,
         given: Sequence[Adapter],
     ) -> None:
-        self._reader, self._store, self._ranks = reader, store, reader.ranks
-        self.slots = AdapterSlots(config.adapter_slots, num_slots(config))
-        for slot, ((name, _), adapter) in enumerate(zip(config.adapters, given, strict=True)):
-            assert self.slots.reserve(name, in_place=False) == slot
-            self.slots.fill(slot, AdapterFacts(name, adapter.digest, adapter.rank))
-        _install_given(store, given)
+        """Put `given` into slots; `model` is the whole model."""
+        self._model, self._ranks, self._store = model, ranks, store
+        self._limit, self._max_rank = config.adapter_slots, config.max_lora_rank
+        self._free = list(reversed(range(num_slots(config))))
+        self._named: dict[str, Loaded] = {}
+        self._ending: set[int] = set()
+        for (name, _), adapter in zip(config.adapters, given, strict=True):
+            self._install(self._free.pop(), name, adapter)
 
-    def begin(self, name: str, path: str, *, in_place: bool, done: Callable[[], None]) -> Reading:
-        """Begin to read an adapter; `done` is called from a thread when `finish` is due.
+    @property
+    def loaded(self) -> list[AdapterFacts]:
+        return [loaded.facts for loaded in self._named.values()]
 
-        Raises ValueError if there is no slot for it.
-        """
-        reading = Reading(name, self.slots.reserve(name, in_place=in_place), done)
-        self._broadcast(_Message("read", reading.slot, path))
-        reading.begin(path, self._reader, self._store)
-        return reading
+    def named(self, name: str) -> Loaded | None:
+        return self._named.get(name)
 
-    def finish(self, reading: Reading) -> AdapterFacts:
-        """Install what was read. Raises ConfigError if a rank has not read the same."""
-        digest = reading.digest
-        self._broadcast(_Message("install", reading.slot, digest))
-        if not self._ranks.minimum(int(bool(digest))):
-            self.slots.cancel(reading.slot)
+    def load(self, name: str, path: str, *, in_place: bool) -> AdapterFacts:
+        """Read an adapter on all ranks; steps wait. Raises ConfigError."""
+        if name in self._named and not in_place:
             raise ConfigError(
-                "another rank has not read the same adapter there; see its log"
-                if digest
-                else reading.failure
+                f"adapter {name!r} is loaded already; unload it first, or set load_inplace"
             )
-        assert reading.facts is not None
-        self._store.install(reading.slot, reading.prepared)
-        self.slots.fill(reading.slot, reading.facts)
-        return reading.facts
+        if len({*self._named, name}) > self._limit:
+            raise ConfigError(
+                f"{len(self._named)} adapters are loaded and max_loras is {self._limit}; unload "
+                "one or start the node with more"
+            )
+        if not self._free:
+            raise ConfigError(
+                "requests of an adapter that was unloaded still run in the last slot; try again"
+            )
+        slot = self._free[-1]
+        self._ranks.broadcast(ABOUT_ADAPTERS + msgspec.msgpack.encode((slot, name, path)))
+        self._read(slot, name, path)
+        self._free.pop()
+        return self._named[name].facts
 
-    def remove_unused(self, live: Iterable[Request]) -> None:
-        if not self.slots.ending:
-            return
-        for slot in self.slots.free_unused(set.union(*slots_in_use(live))):
-            self._broadcast(_Message("remove", slot))
-            self._store.remove(slot)
+    def follow(self, message: bytes) -> None:
+        """Load what rank 0 loads; a failure is told to it alone."""
+        slot, name, path = msgspec.msgpack.decode(
+            message.removeprefix(ABOUT_ADAPTERS), type=tuple[int, str, str]
+        )
+        with contextlib.suppress(ConfigError):
+            self._read(slot, name, path)
 
-    def _broadcast(self, message: _Message) -> None:
-        if self._ranks.size > 1:
-            self._ranks.broadcast(ABOUT_ADAPTERS + msgspec.msgpack.encode(message))
+    def _read(self, slot: int, name: str, path: str) -> None:
+        failure: ConfigError | None = None
+        adapter, digest = None, ""
+        try:
+            adapter = read_adapter(path, self._model, self._max_rank)
+            digest = adapter.digest
+        except ConfigError as why:
+            failure = why
+        try:
+            self._ranks.require_equal({f"adapter {path}": digest})
+        except ConfigError as why:
+            failure = failure or why
+        if failure is not None:
+            raise failure
+        assert adapter is not None
+        self._install(slot, name, adapter)
 
+    def _install(self, slot: int, name: str, adapter: Adapter) -> None:
+        share = _share(adapter, self._model, self._ranks.rank, self._ranks.size)
+        self._store.install(slot, share)
+        self.retire(name)
+        self._named[name] = Loaded(slot, AdapterFacts(name, adapter.digest, adapter.rank))
 
-class FollowerAdapters:
-    def __init__(
-        self, reader: AdapterReader, store: AdapterStore, given: Sequence[Adapter]
-    ) -> None:
-        self._reader, self._store = reader, store
-        _install_given(store, given)
-        self._readings: dict[int, Reading] = {}
+    def retire(self, name: str) -> None:
+        """Let no request begin with this adapter any more."""
+        loaded = self._named.pop(name, None)
+        if loaded is not None:
+            self._ending.add(loaded.slot)
 
-    def on_message(self, message: bytes) -> None:
-        todo = msgspec.msgpack.decode(message.removeprefix(ABOUT_ADAPTERS), type=_Message)
-        slot = todo.slot
-        if todo.verb == "read":
-            reading = self._readings[slot] = Reading("", slot)
-            reading.begin(todo.detail, self._reader, self._store)
-        elif todo.verb == "install":
-            reading = self._readings.pop(slot)
-            same = bool(todo.detail) and reading.digest == todo.detail
-            if self._reader.ranks.minimum(int(same)):
-                self._store.install(slot, reading.prepared)
-        else:
-            self._store.remove(slot)
+    def free_unused(self, live: Iterable[Request]) -> None:
+        """Free slots of retired adapters that no request uses."""
+        if self._ending:
+            freed = self._ending.difference(*slots_in_use(live))
+            self._ending -= freed
+            self._free += freed
 
 
 def slots_in_use(requests: Iterable[Request]) -> tuple[set[int], set[int]]:
@@ -371,9 +268,3 @@ def slots_in_use(requests: Iterable[Request]) -> tuple[set[int], set[int]]:
         if request.adapter is not None:
             (waiting if request.state is State.WAITING else running).add(request.adapter.slot)
     return running, waiting
-
-
-def _install_given(store: AdapterStore, given: Sequence[Adapter]) -> None:
-    for slot, adapter in enumerate(given):
-        prepared: Any = store.prepare(adapter)
-        store.install(slot, prepared)

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from kvrelay.kernels.elementwise import act_and_mul, apply_rope, layer_norm, rms_norm, write_kv
+from kvrelay.kernels.elementwise import act_and_mul, apply_rope, rms_norm, write_kv
 from kvrelay.kernels.linear import Linear, fewest_invariant_rows
 from kvrelay.kernels.lora import PackedLora
 from kvrelay.kernels.moe import Experts, route
 from kvrelay.kernels.paged_attention import AttentionPlan, attend
-from kvrelay.paged_engine.adapters import Site, adapter_sites, stack_sites
-from kvrelay.paged_engine.decoder import LayerCache, Norm, QkNorm
-from kvrelay.paged_engine.lora_files import Adapter
+from kvrelay.paged_engine.adapters import Site
+from kvrelay.paged_engine.decoder import LayerCache, QkNorm
+from kvrelay.paged_engine.lora_files import Matrices
 from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.paged_engine.sharding import vocab_shard
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["CpuAdapterOperations", "CpuAdapters", "CpuOperations", "CpuStep", "fewest_rows"]
+__all__ = ["CpuOperations", "CpuStep", "fewest_rows"]
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of the step's tokens, [T, 1, rotary_dim / 2]."""
@@ -54,12 +54,16 @@ def fewest_rows(linears: Iterable[Linear], dtype: torch.dtype) -> int:
 class CpuOperations:
     """A CPU's operations for one model; GpuOperations has the same methods.
 
-    Results may be written into `hidden`. A norm of None is no norm.
+    Results may be written into `hidden`.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._expert_rows: dict[tuple[torch.Size, torch.Size], int] = {}
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, ranks: Ranks, *, adapted: bool
+    ) -> None:
+        self._ranks, self._adapted = ranks, adapted
+        self.adapted_rows: Sequence[tuple[int, torch.Tensor]] = ()
+        """Adapter slots and their rows in the layer being computed."""
+        self._fewest: dict[tuple[int, ...], int] = {}
         self._config, self._dtype = config, dtype
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype)
         self._scores: dict[str, Any] = {}
@@ -72,43 +76,40 @@ class CpuOperations:
         """Prepare y = x W^T + b; weight [out, in]. `scale` fp32 [out] makes the weight fp8."""
         if scale is not None:
             weight = (weight.float() * scale[:, None]).to(self._dtype)
-        return Linear(weight, bias)
+        linear = Linear(weight, bias)
+        return AdaptedLinear(linear, self) if self._adapted else linear
+
+    def fewest_rows(self, *shapes: tuple[int, ...]) -> int:
+        """Do what `fewest_rows` does for weights of these shapes."""
+        generator = torch.Generator().manual_seed(0)
+        for shape in shapes:
+            if shape not in self._fewest:
+                weight = torch.randn(shape, generator=generator).to(self._dtype)
+                self._fewest[shape] = fewest_rows([Linear(weight)], self._dtype)
+        return max(self._fewest[shape] for shape in shapes)
 
     def output_layer(self, weight: torch.Tensor) -> Linear:
         return Linear(weight[vocab_shard(len(weight), self._ranks.rank, self._ranks.size)], None)
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
         """Prepare gate_up [experts, 2 * inner, hidden] and down [experts, hidden, inner]."""
-        shapes = (gate_up.shape[1:], down.shape[1:])
-        if shapes not in self._expert_rows:
-            self._expert_rows[shapes] = fewest_rows(
-                [Linear(gate_up[0]), Linear(down[0])], self._dtype
-            )
-        return Experts(gate_up, down, self._expert_rows[shapes])
+        return Experts(gate_up, down, self.fewest_rows(gate_up.shape[1:], down.shape[1:]))
 
     def embed(self, step: CpuStep, table: torch.Tensor) -> torch.Tensor:
+        self.adapted_rows = step.adapted
         rows = functional.embedding(step.token_ids, table)
         return rows if self._config.embedding_scale == 1 else rows * self._embedding_scale
-
-    def add_positions(
-        self, step: CpuStep, hidden: torch.Tensor, table: torch.Tensor
-    ) -> torch.Tensor:
-        return hidden + functional.embedding(step.positions, table)
 
     def rotary(self, step: CpuStep, cos_sin: torch.Tensor) -> Rotary:
         """Prepare a table [max_positions, rotary_dim] of fp32 cosines, then sines."""
         cos, sin = cos_sin[step.positions].to(self._dtype)[:, None].chunk(2, dim=-1)
         return cos, sin
 
-    def norm(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        if norm is None:
-            return hidden
-        if norm.bias is not None:
-            return layer_norm(hidden, norm.weight, norm.bias, norm.eps)
-        return rms_norm(hidden, norm.weight, norm.eps, plus_one=norm.plus_one)
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, weight, self._config.rms_norm_eps, plus_one=self._config.gemma_norms)
 
     def normed_linear(
-        self, hidden: torch.Tensor, norm: Norm | None, linear: Linear
+        self, hidden: torch.Tensor, norm: torch.Tensor, linear: Linear
     ) -> torch.Tensor:
         return linear(self.norm(hidden, norm))
 
@@ -116,7 +117,7 @@ class CpuOperations:
         self,
         step: CpuStep,
         qkv: torch.Tensor,
-        rotary: Rotary | None,
+        rotary: Rotary,
         qk_norm: QkNorm | None,
         cache: LayerCache,
     ) -> torch.Tensor:
@@ -129,12 +130,11 @@ class CpuOperations:
         heads = qkv.view(len(qkv), rotated + kv_heads, self._config.head_dim)
         qk = heads[:, :rotated]
         if qk_norm is not None:
-            weight = torch.cat(
-                (qk_norm.query.expand(num_heads, -1), qk_norm.key.expand(kv_heads, -1))
+            of_query, of_key = qk_norm
+            qk = self.norm(
+                qk, torch.cat((of_query.expand(num_heads, -1), of_key.expand(kv_heads, -1)))
             )
-            qk = rms_norm(qk, weight, qk_norm.eps, plus_one=qk_norm.plus_one)
-        if rotary is not None:
-            qk = apply_rope(qk, *rotary)
+        qk = apply_rope(qk, *rotary)
         keys, values = cache
         write_kv(keys, values, qk[:, num_heads:], heads[:, rotated:], step.blocks, step.offsets)
         return qk[:, :num_heads]
@@ -152,18 +152,17 @@ class CpuOperations:
         return hidden + self._ranks.all_reduce(linear(x))
 
     def add_normed_linear(
-        self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: Norm
+        self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: torch.Tensor
     ) -> torch.Tensor:
         return hidden + self.norm(self._ranks.all_reduce(linear(x)), norm)
 
-    def gated_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
+    def gated_linear(
+        self, hidden: torch.Tensor, norm: torch.Tensor, linear: Linear
+    ) -> torch.Tensor:
         return act_and_mul(self.normed_linear(hidden, norm, linear), self._config.activation)
 
-    def relu_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
-        return self.normed_linear(hidden, norm, linear).relu_()
-
     def add_experts(
-        self, hidden: torch.Tensor, norm: Norm, router: Linear, experts: Experts
+        self, hidden: torch.Tensor, norm: torch.Tensor, router: Linear, experts: Experts
     ) -> torch.Tensor:
         mixture = self._config.moe
         assert mixture is not None
@@ -172,6 +171,7 @@ class CpuOperations:
         return hidden + self._ranks.all_reduce(experts(x, chosen, weights, self._config.activation))
 
     def sampled(self, step: CpuStep, x: torch.Tensor) -> torch.Tensor:
+        self.adapted_rows = step.adapted_samples
         return x[step.sampled_rows]
 
     def barrier(self, x: torch.Tensor) -> None:
@@ -185,86 +185,29 @@ class CpuOperations:
         return logits if cap is None else (logits / cap).tanh_() * cap
 
 
-Prepared = list[dict[str, PackedLora]]
-
-
 class AdaptedLinear(Linear):
-    def __init__(self, base: Linear, operations: CpuAdapterOperations) -> None:
+    """A linear layer with its rows' adapters; AdapterStore fills the slots."""
+
+    def __init__(self, base: Linear, operations: CpuOperations) -> None:
         self.out_features, self.in_features = base.out_features, base.in_features
         self.device = base.device
         self.bias, self._base, self._operations = base.bias, base, operations
-        self.slots: dict[int, PackedLora] = {}
+        self._slots: dict[int, PackedLora] = {}
+
+    def make_room(self, site: Site, slots: int, rank: int, dtype: torch.dtype) -> None:
+        """Prepare for adapters. Raise ConfigError where products are not batch-invariant."""
+        self._widths = site.rows
+        shapes = [(len(site.rows) * rank, site.in_features), *((rows, rank) for rows in site.rows)]
+        self._min_rows = self._operations.fewest_rows(*shapes)
+
+    def put(self, slot: int, matrices: Matrices | None) -> None:
+        self._slots.pop(slot, None)
+        if matrices is not None:
+            self._slots[slot] = PackedLora(*matrices, self._widths, self._min_rows)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = self._base(x)
         for slot, rows in self._operations.adapted_rows:
-            if slot in self.slots:
-                self.slots[slot].add(y, x, rows)
+            if slot in self._slots:
+                self._slots[slot].add(y, x, rows)
         return y
-
-
-class CpuAdapterOperations(CpuOperations):
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> None:
-        super().__init__(config, dtype, ranks)
-        self.adapted_rows: Sequence[tuple[int, torch.Tensor]] = ()
-
-    def linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
-    ) -> Linear:
-        return AdaptedLinear(super().linear(weight, bias, scale), self)
-
-    def embed(self, step: CpuStep, table: torch.Tensor) -> torch.Tensor:
-        self.adapted_rows = step.adapted
-        return super().embed(step, table)
-
-    def sampled(self, step: CpuStep, x: torch.Tensor) -> torch.Tensor:
-        self.adapted_rows = step.adapted_samples
-        return super().sampled(step, x)
-
-
-class CpuAdapters:
-    """A CPU's adapters; `linears` are `Decoder.sites`."""
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        linears: Sequence[Mapping[str, AdaptedLinear]],
-        max_rank: int,
-        dtype: torch.dtype,
-    ) -> None:
-        """Raise ConfigError where products are not batch-invariant."""
-        self._sites, self._linears = adapter_sites(model), linears
-        self._rank, self._dtype = max_rank, dtype
-        self._min_rows = fewest_rows(_one_of_each(self._sites, max_rank, dtype), dtype)
-
-    def prepare(self, adapter: Adapter) -> Prepared:
-        """Return this rank's matrices for `install`. May run in a thread beside the steps."""
-        found = stack_sites(adapter, self._sites, self._rank, self._dtype)
-        return [
-            {
-                name: PackedLora(*matrices, sites[name].rows, self._min_rows)
-                for name, matrices in layer.items()
-            }
-            for sites, layer in zip(self._sites, found, strict=True)
-        ]
-
-    def install(self, slot: int, prepared: Prepared) -> None:
-        """Put matrices into an unused slot, before the next step."""
-        for linears, packed in zip(self._linears, prepared, strict=True):
-            for name, lora in packed.items():
-                linears[name].slots[slot] = lora
-
-    def remove(self, slot: int) -> None:
-        for linears in self._linears:
-            for linear in linears.values():
-                linear.slots.pop(slot, None)
-
-
-def _one_of_each(
-    layers: Iterable[Mapping[str, Site]], rank: int, dtype: torch.dtype
-) -> list[Linear]:
-    shapes: set[tuple[int, int]] = set()
-    for site in (site for sites in layers for site in sites.values()):
-        shapes |= {(len(site.rows) * rank, site.in_features), *((rows, rank) for rows in site.rows)}
-    generator = torch.Generator().manual_seed(0)
-    return [Linear(torch.randn(shape, generator=generator).to(dtype)) for shape in sorted(shapes)]

@@ -14,85 +14,46 @@ import torch
 
 from kvrelay.paged_engine.kv_pool import KVPool
 from kvrelay.paged_engine.model_config import ModelConfig
-from kvrelay.paged_engine.model_tensors import (
-    POSITION_OFFSET,
-    stored_weights,
-    weight_shapes,
-)
+from kvrelay.paged_engine.model_tensors import stored_weights, weight_shapes
 from kvrelay.paged_engine.rope import rope_frequencies, rope_variant
 
 if TYPE_CHECKING:
     from kvrelay.paged_engine.cpu_operations import CpuOperations
     from kvrelay.paged_engine.gpu_operations import GpuOperations
 
-__all__ = ["Decoder", "LayerCache", "Norm", "QkNorm", "split_fused"]
+__all__ = ["Decoder", "LayerCache", "QkNorm", "split_fused"]
 
 Operations: TypeAlias = "CpuOperations | GpuOperations"
 LayerCache = tuple[torch.Tensor, ...]
 """One layer's keys and values, [num_blocks, kv_heads, block_size, head_dim], and in fp8 scales."""
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """An RMS norm over the features, or with `bias` a layer norm.
-
-    With `plus_one` the factor is 1 + weight.
-    """
-
-    weight: torch.Tensor
-    eps: float
-    bias: torch.Tensor | None = None
-    plus_one: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class QkNorm:
-    """A pair of RMS norms of query and key heads, [head_dim] each."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    eps: float
-    plus_one: bool = False
-
+QkNorm = tuple[torch.Tensor, torch.Tensor]
+"""Weights [head_dim] of the RMS norms of query and key heads."""
 
 _LAYERS = "model.layers."
-# By norm_places: the norms of attention's input and output, of the MLP's input and output.
-_NORMS = {
-    "before": ("input_layernorm", None, "post_attention_layernorm", None),
-    "around": (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
-    "after": (None, "input_layernorm", None, "post_attention_layernorm"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Mlp:
-    up: Any  # the gate's rows, if any, then those of up
-    down: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Experts:
-    router: Any
-    experts: Any
+# The norms of attention's input and output, of the MLP's input and output.
+_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
+_GEMMA_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
     window: int
     rope: int  # which of the rotary tables
-    input_norm: Norm | None
+    input_norm: torch.Tensor
     qkv: Any
     qk_norm: QkNorm | None
     o: Any
-    o_norm: Norm | None
-    mlp_norm: Norm | None
-    mlp: _Mlp | _Experts
-    down_norm: Norm | None
+    o_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    router: Any  # None in a dense layer
+    up: Any  # the gate's rows, then those of up; with a router those of all experts and down
+    down: Any
+    down_norm: torch.Tensor | None
 
 
 def split_fused(
@@ -125,17 +86,12 @@ class Decoder:
         self._operations = operations
         self._layers, parts = self._load(weights)
         self._embedding = parts["model.embed_tokens.weight"]
-        self._positions = (
-            parts["model.embed_positions.weight"][POSITION_OFFSET:]
-            if config.learned_positions
-            else None
-        )
         head = self._embedding if config.tie_embeddings else parts["lm_head.weight"]
-        self._norm = self._norm_at(parts, "model.norm")
+        self._norm = parts["model.norm.weight"]
         self._lm_head: Any = operations.output_layer(head)
         self.rope_variant = rope_variant(config.rope_scaling, max_positions)
         tables = _rotary_tables(config, max_positions)
-        self._cos_sin = [None if table is None else table.to(device) for table in tables]
+        self._cos_sin = [table.to(device) for table in tables]
 
     def _load(
         self, weights: Iterable[tuple[str, torch.Tensor]]
@@ -157,53 +113,44 @@ class Decoder:
         return [packed[index] for index in range(self.config.num_layers)], parts
 
     def _pack(self, index: int, have: dict[str, torch.Tensor]) -> _Layer:
-        config = self.config
+        config, ops = self.config, self._operations
         input_norm, o_norm, mlp_norm, down_norm = (
-            None if name is None else self._norm_at(have, name)
-            for name in _NORMS[config.norm_places]
+            None if name is None else have[f"{name}.weight"]
+            for name in (_GEMMA_NORMS if config.gemma_norms else _NORMS)
         )
+        assert input_norm is not None
+        assert mlp_norm is not None
         qk_norm = None
         if config.qk_norm:
-            query, key = have["self_attn.q_norm.weight"], have["self_attn.k_norm.weight"]
-            qk_norm = QkNorm(query, key, config.rms_norm_eps, config.norm == "rms_plus_one")
+            qk_norm = have["self_attn.q_norm.weight"], have["self_attn.k_norm.weight"]
         qkv = _fused(have, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        window = config.layer_window(index)
+        window, mixture = config.layer_window(index), config.layer_experts(index)
+        router: Any = None
+        up: Any
+        down: Any = None
+        if mixture is None:
+            up = ops.linear(*_fused(have, "mlp.gate_proj", "mlp.up_proj"))
+            down = ops.linear(*_fused(have, "mlp.down_proj"))
+        else:
+            experts = [f"mlp.experts.{expert}" for expert in range(mixture.experts)]
+            router = ops.linear(have["mlp.router.weight"], None)
+            up = ops.experts(
+                torch.stack([_fused(have, f"{e}.gate_proj", f"{e}.up_proj")[0] for e in experts]),
+                torch.stack([have[f"{e}.down_proj.weight"] for e in experts]),
+            )
         return _Layer(
             window=window,
             rope=1 if window and config.local_rope_theta else 0,
             input_norm=input_norm,
-            qkv=self._operations.linear(*qkv),
+            qkv=ops.linear(*qkv),
             qk_norm=qk_norm,
-            o=self._operations.linear(*_fused(have, "self_attn.o_proj")),
+            o=ops.linear(*_fused(have, "self_attn.o_proj")),
             o_norm=o_norm,
             mlp_norm=mlp_norm,
-            mlp=self._pack_mlp(index, have),
+            router=router,
+            up=up,
+            down=down,
             down_norm=down_norm,
-        )
-
-    def _pack_mlp(self, index: int, have: dict[str, torch.Tensor]) -> _Mlp | _Experts:
-        mixture = self.config.layer_experts(index)
-        halves = ("gate_proj", "up_proj") if self.config.gated else ("up_proj",)
-        if mixture is None:
-            up = _fused(have, *(f"mlp.{half}" for half in halves))
-            return _Mlp(
-                self._operations.linear(*up),
-                self._operations.linear(*_fused(have, "mlp.down_proj")),
-            )
-        experts = [f"mlp.experts.{expert}" for expert in range(mixture.experts)]
-        gate_up = torch.stack(
-            [_fused(have, *(f"{expert}.{half}" for half in halves))[0] for expert in experts]
-        )
-        down = torch.stack([have[f"{expert}.down_proj.weight"] for expert in experts])
-        router = self._operations.linear(have["mlp.router.weight"], None)
-        return _Experts(router, self._operations.experts(gate_up, down))
-
-    def _norm_at(self, have: dict[str, torch.Tensor], name: str) -> Norm | None:
-        if f"{name}.weight" not in have:
-            return None
-        plus_one = self.config.norm == "rms_plus_one"
-        return Norm(
-            have[f"{name}.weight"], self.config.rms_norm_eps, have.get(f"{name}.bias"), plus_one
         )
 
     @torch.inference_mode()
@@ -216,12 +163,8 @@ class Decoder:
     def hidden(self, step: Any, pool: KVPool) -> torch.Tensor:
         """Write the step's KV; return hidden states [S, hidden] of the sampled rows."""
         ops = self._operations
-        rotaries: list[Any] = [
-            None if table is None else ops.rotary(step, table) for table in self._cos_sin
-        ]
+        rotaries: list[Any] = [ops.rotary(step, table) for table in self._cos_sin]
         hidden = ops.embed(step, self._embedding)
-        if self._positions is not None:
-            hidden = ops.add_positions(step, hidden, self._positions)
         for layer, cache in zip(self._layers, pool.layers, strict=True):
             qkv = ops.normed_linear(hidden, layer.input_norm, layer.qkv)
             query = ops.rotate_and_write(step, qkv, rotaries[layer.rope], layer.qk_norm, cache)
@@ -233,44 +176,31 @@ class Decoder:
                     ops.barrier(qkv)  # see ranks.py
                     return hidden
             hidden = self._add(hidden, mixed, layer.o, layer.o_norm)
-            hidden = self._add_mlp(hidden, layer)
+            if layer.router is not None:
+                hidden = ops.add_experts(hidden, layer.mlp_norm, layer.router, layer.up)
+            else:
+                activated = ops.gated_linear(hidden, layer.mlp_norm, layer.up)
+                hidden = self._add(hidden, activated, layer.down, layer.down_norm)
         return hidden
 
     def _add(
-        self, hidden: torch.Tensor, x: torch.Tensor, linear: Any, norm: Norm | None
+        self, hidden: torch.Tensor, x: torch.Tensor, linear: Any, norm: torch.Tensor | None
     ) -> torch.Tensor:
-        ops = self._operations
         if norm is None:
-            return ops.add_linear(hidden, x, linear)
-        if self.config.norm_places == "around":
-            return ops.add_normed_linear(hidden, x, linear, norm)
-        return ops.norm(ops.add_linear(hidden, x, linear), norm)
-
-    def _add_mlp(self, hidden: torch.Tensor, layer: _Layer) -> torch.Tensor:
-        ops, mlp = self._operations, layer.mlp
-        if isinstance(mlp, _Experts):
-            assert layer.mlp_norm is not None
-            return ops.add_experts(hidden, layer.mlp_norm, mlp.router, mlp.experts)
-        activated = ops.gated_linear if self.config.gated else ops.relu_linear
-        return self._add(
-            hidden, activated(hidden, layer.mlp_norm, mlp.up), mlp.down, layer.down_norm
-        )
+            return self._operations.add_linear(hidden, x, linear)
+        return self._operations.add_normed_linear(hidden, x, linear, norm)
 
     def sites(self) -> list[dict[str, Any]]:
         """Return each layer's linear layers that take adapters: qkv, o, up and down."""
         return [
             {"qkv": layer.qkv, "o": layer.o}
-            | (
-                {}
-                if isinstance(layer.mlp, _Experts)
-                else {"up": layer.mlp.up, "down": layer.mlp.down}
-            )
+            | ({"up": layer.up, "down": layer.down} if layer.router is None else {})
             for layer in self._layers
         ]
 
     def linears(self) -> list[Any]:
         linears = [linear for sites in self.sites() for linear in sites.values()]
-        linears += [layer.mlp.router for layer in self._layers if isinstance(layer.mlp, _Experts)]
+        linears += [layer.router for layer in self._layers if layer.router is not None]
         linears.append(self._lm_head)
         return list({(each.out_features, each.in_features): each for each in linears}.values())
 
@@ -294,9 +224,7 @@ def _fused(
     return weight, joined("bias"), joined("weight_scale")
 
 
-def _rotary_tables(config: ModelConfig, max_positions: int) -> list[torch.Tensor] | list[None]:
-    if config.learned_positions:
-        return [None]
+def _rotary_tables(config: ModelConfig, max_positions: int) -> list[torch.Tensor]:
     kinds = [(config.rope_scaling, config.rope_theta)]
     if config.local_rope_theta is not None:
         kinds.append((None, config.local_rope_theta))

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
-from kvrelay.paged_engine.adapters import ABOUT_ADAPTERS, AdapterReader, Adapters, FollowerAdapters
-from kvrelay.paged_engine.before_loading import checked_model, choose_device, compute_dtype
+from kvrelay.paged_engine.adapters import ABOUT_ADAPTERS, Adapters, read_given
+from kvrelay.paged_engine.before_loading import checked_model, choose_device
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.decoder import split_fused
 from kvrelay.paged_engine.guide import Guide, Matcher
 from kvrelay.paged_engine.kv_pool import KVPool
-from kvrelay.paged_engine.lora_files import Adapter
 from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.model_files import read_tensors
 from kvrelay.paged_engine.quantization import dequantized
@@ -124,12 +123,9 @@ class Engine:
         self._clock = clock
         self.device = choose_device(config.device)
         self.model: ModelConfig = checked_model(config, self.device.type)
-        self._runner, reader, given = _open_runner(
+        self._runner, self.adapters = _open_runner(
             config, self.model, self.device, ranks or Alone()
         )
-        self.adapters: Adapters | None = None
-        if self._runner.adapters is not None:
-            self.adapters = Adapters(config, reader, self._runner.adapters, given)
         self.pool, self.max_model_len = self._runner.pool, self._runner.max_model_len
         self.rope_variant = self._runner.rope_variant
         self.max_num_batched_tokens = self._runner.max_num_batched_tokens
@@ -216,7 +212,7 @@ class Engine:
         """Return a request with its adapter. Raises AdapterNotLoaded."""
         adapter = None
         if submit.adapter:
-            adapter = None if self.adapters is None else self.adapters.slots.named(submit.adapter)
+            adapter = None if self.adapters is None else self.adapters.named(submit.adapter)
             if adapter is None:
                 raise AdapterNotLoaded(f"adapter {submit.adapter!r} is not loaded here any more")
         return Request.from_submit(submit, now, adapter)
@@ -342,12 +338,11 @@ def run_follower(
 
     Raises PeerLost if it is lost.
     """
-    runner, reader, given = _open_runner(config, checked_model(config, device.type), device, ranks)
-    adapters = None if runner.adapters is None else FollowerAdapters(reader, runner.adapters, given)
+    runner, adapters = _open_runner(config, checked_model(config, device.type), device, ranks)
     while message := ranks.receive():
         if message.startswith(ABOUT_ADAPTERS):
             assert adapters is not None
-            adapters.on_message(message)
+            adapters.follow(message)
         elif message.startswith(_ASIDE):
             on_aside(runner.pool, message[len(_ASIDE) :])
         else:
@@ -357,15 +352,15 @@ def run_follower(
 
 def _open_runner(
     config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks
-) -> tuple[Runner, AdapterReader, list[Adapter]]:
+) -> tuple[Runner, Adapters | None]:
     alike = {name: str(getattr(config, name)) for name in _EQUAL_SETTINGS}
     ranks.require_equal(
         {"release of kvrelay": RELEASE, "model": str(replace(model, name="")), **alike}
     )
-    dtype = getattr(torch, compute_dtype(config, model, device.type))
-    reader = AdapterReader(model, dtype, config.max_lora_rank, ranks)
-    given = reader.given(config)
-    return _loaded_runner(config, model, device, ranks), reader, given
+    given = read_given(config, model, ranks)
+    runner = _loaded_runner(config, model, device, ranks)
+    store = runner.adapters
+    return runner, None if store is None else Adapters(config, model, ranks, store, given)
 
 
 def _loaded_runner(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import mmap
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,8 +28,6 @@ __all__ = ["GgufFile", "gguf_model_config", "gguf_tensors"]
 
 # The gguf package takes 16 rows at a time; longer rows take a third of the time.
 _ROW_BLOCKS = 128
-
-_DENSE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class GgufFile:
@@ -56,21 +53,10 @@ class GgufFile:
             raise ConfigError(f"{path} is not a readable GGUF file: {why}") from why
 
     def load(self, name: str) -> torch.Tensor:
-        """Return a tensor: F32, F16 and BF16 as stored, others as float32."""
+        """Return a tensor as float32."""
         import torch  # the header needs none
 
         place = self.tensors[name]
-        if dtype := _DENSE.get(_kind(place)):
-            with warnings.catch_warnings():
-                # torch warns that the mapped file is read-only; clone() is not.
-                warnings.filterwarnings("ignore", message="The given buffer is not writable")
-                dense = torch.frombuffer(
-                    self._bytes,
-                    dtype=getattr(torch, dtype),
-                    count=math.prod(place.shape),
-                    offset=place.start,
-                )
-                return dense.clone().view(place.shape)
         packed = np.frombuffer(self._bytes, np.uint8, _num_bytes(place), place.start)
         quantization = GGMLQuantizationType(place.kind)
         _, block_bytes = GGML_QUANT_SIZES[quantization]
@@ -81,7 +67,8 @@ class GgufFile:
             raise ConfigError(
                 f"{self.path}: tensor {name} has type {_kind(place)}, which cannot be read: {why}"
             ) from why
-        return torch.from_numpy(values).view(place.shape)
+        # A copy, as F32 is a view of the read-only file.
+        return torch.from_numpy(np.array(values, np.float32)).view(place.shape)
 
 
 def _kind(place: TensorPlace) -> str:

@@ -5,15 +5,14 @@ Without an adapter in any row, a step runs the kernels of an engine without adap
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from kvrelay.kernels.decode_plan import DecodeWorkspace, plan_decode
 from kvrelay.kernels.fp8_linear import Fp8Linear
-from kvrelay.kernels.fused_elementwise import act_and_mul, embed, layer_norm, relu, rms_norm
+from kvrelay.kernels.fused_elementwise import act_and_mul, embed, rms_norm
 from kvrelay.kernels.fused_rope_write import rope_and_write
 from kvrelay.kernels.gpu_linear import GpuLinear
 from kvrelay.kernels.grouped_gemm import moe
@@ -22,14 +21,14 @@ from kvrelay.kernels.launch import pdl_works
 from kvrelay.kernels.paged_decode import paged_decode
 from kvrelay.kernels.paged_prefill import paged_prefill
 from kvrelay.kernels.skinny_gemm import Activation
-from kvrelay.paged_engine.adapters import Site, adapter_sites, stack_sites
-from kvrelay.paged_engine.decoder import LayerCache, Norm, QkNorm
-from kvrelay.paged_engine.lora_files import Adapter, Matrices
+from kvrelay.paged_engine.adapters import Site
+from kvrelay.paged_engine.decoder import LayerCache, QkNorm
+from kvrelay.paged_engine.lora_files import Matrices
 from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.paged_engine.sharding import vocab_shard
 
-__all__ = ["GpuAdapterOperations", "GpuAdapters", "GpuOperations", "GpuStep", "Linear"]
+__all__ = ["AdaptedLinear", "GpuOperations", "GpuStep", "Linear"]
 
 Linear = GpuLinear | Fp8Linear
 
@@ -68,8 +67,12 @@ class GpuOperations:
         kv_dtype: torch.dtype,
         batch_invariant: bool,
         quantize: bool,
+        adapted: bool,
     ) -> None:
-        self._config, self._ranks = config, ranks
+        self._config, self._ranks, self._adapted = config, ranks, adapted
+        self.row_adapters: torch.Tensor | None = None
+        """[rows] adapter slots in the layer being computed, if any."""
+        self._sample_adapters: torch.Tensor | None = None
         self._sampled = sampled
         self.batch_invariant, self._quantize = batch_invariant, quantize
         # Programmatic dependent launch: see kernels/skinny_gemm.py.
@@ -98,9 +101,18 @@ class GpuOperations:
                     block_size=block_size,
                     window=window,
                 )
+        self.row_adapters = self._sample_adapters = step.adapters
+        if step.adapters is not None and step.sampled_rows is not None:
+            self._sample_adapters = step.adapters[step.sampled_rows]
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
+    ) -> Linear:
+        linear = self._plain_linear(weight, bias, scale)
+        return cast("Linear", AdaptedLinear(linear, self)) if self._adapted else linear
+
+    def _plain_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None
     ) -> Linear:
         if scale is not None:
             return Fp8Linear(weight, scale, bias)
@@ -124,39 +136,33 @@ class GpuOperations:
         scale = self._config.embedding_scale
         return embed(step.token_ids, self._sampled, step.source, table, scale=scale, pdl=self._pdl)
 
-    def add_positions(
-        self, step: GpuStep, hidden: torch.Tensor, table: torch.Tensor
-    ) -> torch.Tensor:
-        return hidden + table[step.positions]
-
     def rotary(self, step: GpuStep, cos_sin: torch.Tensor) -> torch.Tensor:
         return cos_sin
 
-    def norm(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        if norm is None:
-            return hidden
-        if norm.bias is not None:
-            return layer_norm(hidden, norm.weight, norm.bias, norm.eps, pdl=self._pdl)
-        return rms_norm(hidden, norm.weight, norm.eps, plus_one=norm.plus_one, pdl=self._pdl)
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        config = self._config
+        return rms_norm(x, weight, config.rms_norm_eps, plus_one=config.gemma_norms, pdl=self._pdl)
 
     def normed_linear(
-        self, hidden: torch.Tensor, norm: Norm | None, linear: Linear
+        self, hidden: torch.Tensor, norm: torch.Tensor, linear: Linear
     ) -> torch.Tensor:
-        if norm is None or norm.bias is not None:
-            return linear(self.norm(hidden, norm), pdl=self._pdl)
-        return linear.normed(hidden, norm.weight, norm.eps, plus_one=norm.plus_one, pdl=self._pdl)
+        config = self._config
+        return linear.normed(
+            hidden, norm, config.rms_norm_eps, plus_one=config.gemma_norms, pdl=self._pdl
+        )
 
     def rotate_and_write(
         self,
         step: GpuStep,
         qkv: torch.Tensor,
-        rotary: torch.Tensor | None,
+        rotary: torch.Tensor,
         qk_norm: QkNorm | None,
         cache: LayerCache,
     ) -> torch.Tensor:
         config = self._config
         keys, values, *scales = cache
         key_scales, value_scales = scales or (None, None)
+        of_query, of_key = qk_norm or (None, None)
         return rope_and_write(
             qkv,
             step.positions,
@@ -168,10 +174,10 @@ class GpuOperations:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            q_norm=None if qk_norm is None else qk_norm.query,
-            k_norm=None if qk_norm is None else qk_norm.key,
-            eps=0.0 if qk_norm is None else qk_norm.eps,
-            plus_one=qk_norm is not None and qk_norm.plus_one,
+            q_norm=of_query,
+            k_norm=of_key,
+            eps=config.rms_norm_eps,
+            plus_one=config.gemma_norms,
             key_scales=key_scales,
             value_scales=value_scales,
             pdl=self._pdl,
@@ -228,30 +234,27 @@ class GpuOperations:
         return self._ranks.all_reduce(linear(x, residual=added, out=hidden, pdl=self._pdl))
 
     def add_normed_linear(
-        self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: Norm
+        self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: torch.Tensor
     ) -> torch.Tensor:
         return hidden.add_(self.norm(self._ranks.all_reduce(linear(x, pdl=self._pdl)), norm))
 
-    def gated_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
-        act = cast("Activation", self._config.activation)
-        if norm is None or norm.bias is not None:
-            return linear.gated(self.norm(hidden, norm), act, pdl=self._pdl)
+    def gated_linear(
+        self, hidden: torch.Tensor, norm: torch.Tensor, linear: Linear
+    ) -> torch.Tensor:
+        config = self._config
         return linear.gated(
             hidden,
-            act,
-            norm_weight=norm.weight,
-            eps=norm.eps,
-            plus_one=norm.plus_one,
+            cast("Activation", config.activation),
+            norm_weight=norm,
+            eps=config.rms_norm_eps,
+            plus_one=config.gemma_norms,
             pdl=self._pdl,
         )
-
-    def relu_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
-        return relu(self.normed_linear(hidden, norm, linear), pdl=self._pdl)
 
     def add_experts(
         self,
         hidden: torch.Tensor,
-        norm: Norm,
+        norm: torch.Tensor,
         router: Linear,
         experts: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
@@ -273,6 +276,7 @@ class GpuOperations:
         return ranks.all_reduce(summed)
 
     def sampled(self, step: GpuStep, x: torch.Tensor) -> torch.Tensor:
+        self.row_adapters = self._sample_adapters
         return x if step.sampled_rows is None else x[step.sampled_rows]
 
     def barrier(self, x: torch.Tensor) -> None:
@@ -294,13 +298,10 @@ class GpuOperations:
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
-Prepared = list[dict[str, Matrices]]
-
-
 class AdaptedLinear:
     """A linear layer with its rows' adapters, and GpuLinear's methods."""
 
-    def __init__(self, base: Linear, operations: GpuAdapterOperations) -> None:
+    def __init__(self, base: Linear, operations: GpuOperations) -> None:
         self.out_features, self.in_features = base.out_features, base.in_features
         self._base, self._operations = base, operations
         self._widths: tuple[int, ...] = ()
@@ -321,7 +322,7 @@ class AdaptedLinear:
             if given is None:
                 held[slot].zero_()
             else:
-                held[slot].copy_(given, non_blocking=True)
+                held[slot].copy_(given.pin_memory() if held.is_cuda else given, non_blocking=True)
 
     def __call__(
         self,
@@ -374,64 +375,3 @@ class AdaptedLinear:
             x = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
         # Adapters add before the activation.
         return act_and_mul(self(x, pdl=pdl), act, out=out, pdl=pdl)
-
-
-class GpuAdapterOperations(GpuOperations):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.row_adapters: torch.Tensor | None = None
-        """[rows] adapter slots in the layer being computed, if any."""
-        self._sample_adapters: torch.Tensor | None = None
-
-    def plan(self, step: GpuStep, block_size: int) -> None:
-        super().plan(step, block_size)
-        self.row_adapters = self._sample_adapters = step.adapters
-        if step.adapters is not None and step.sampled_rows is not None:
-            self._sample_adapters = step.adapters[step.sampled_rows]
-
-    def linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
-    ) -> Linear:
-        base = super().linear(weight, bias, scale)
-        return cast("Linear", AdaptedLinear(base, self))
-
-    def sampled(self, step: GpuStep, x: torch.Tensor) -> torch.Tensor:
-        self.row_adapters = self._sample_adapters
-        return super().sampled(step, x)
-
-
-class GpuAdapters:
-    """A GPU's adapters; `linears` are `Decoder.sites`."""
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        linears: Sequence[Mapping[str, AdaptedLinear]],
-        *,
-        slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._sites, self._linears = adapter_sites(model), linears
-        self._dtype, self._device = dtype, device
-        self._rank = -(-max_rank // 16) * 16  # a tensor core's tile
-        for sites, layer in zip(self._sites, linears, strict=True):
-            for name, site in sites.items():
-                layer[name].make_room(site, slots, self._rank, dtype)
-
-    def prepare(self, adapter: Adapter) -> Prepared:
-        found = stack_sites(adapter, self._sites, self._rank, self._dtype)
-        with torch.cuda.device(self._device):  # a thread begins on the first GPU
-            return [
-                {name: (a.pin_memory(), b.pin_memory()) for name, (a, b) in layer.items()}
-                for layer in found
-            ]
-
-    def install(self, slot: int, prepared: Prepared) -> None:
-        for linears, sites, given in zip(self._linears, self._sites, prepared, strict=True):
-            for name in sites:
-                linears[name].put(slot, given.get(name))
-
-    def remove(self, slot: int) -> None:
-        """Do nothing: the next adapter overwrites the slot."""

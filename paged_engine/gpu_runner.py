@@ -26,12 +26,7 @@ from kvrelay.paged_engine.before_loading import (
 )
 from kvrelay.paged_engine.decoder import Decoder
 from kvrelay.paged_engine.gpu_graphs import GpuGraphs, StepUploads
-from kvrelay.paged_engine.gpu_operations import (
-    GpuAdapterOperations,
-    GpuAdapters,
-    GpuOperations,
-    GpuStep,
-)
+from kvrelay.paged_engine.gpu_operations import GpuOperations, GpuStep
 from kvrelay.paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan, to_host
 from kvrelay.paged_engine.grammar import row_masks
 from kvrelay.paged_engine.guide import RowMasks
@@ -224,7 +219,7 @@ class GpuRunner:
             device=device,
             spare_slots=self.max_num_seqs if config.speculative_config else 0,
         )
-        self._operations = (GpuAdapterOperations if config.adapter_slots else GpuOperations)(
+        self._operations = GpuOperations(
             model,
             ranks,
             sampled=self._sampler.sampled,
@@ -232,6 +227,7 @@ class GpuRunner:
             kv_dtype=kv_dtype,
             batch_invariant=config.batch_invariant,
             quantize=config.quantization == "fp8",
+            adapted=config.adapter_slots > 0,
         )
         self._decoder = Decoder(
             model,
@@ -244,13 +240,12 @@ class GpuRunner:
         self.rope_variant = self._decoder.rope_variant
         self.adapters: AdapterStore | None = None
         if config.adapter_slots:
-            self.adapters = GpuAdapters(
+            self.adapters = AdapterStore(
                 model,
                 self._decoder.sites(),
                 slots=num_slots(config),
-                max_rank=config.max_lora_rank,
+                max_rank=-(-config.max_lora_rank // 16) * 16,  # a tensor core's tile
                 dtype=dtype,
-                device=device,
             )
         self._chunks_only = config.batch_invariant
         # A step is measured over a pool of two blocks.

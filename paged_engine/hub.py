@@ -9,11 +9,10 @@ from __future__ import annotations
 import errno
 import logging
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 
 from kvrelay.paged_engine.model_files import INDEX, read_model_config, weight_files
 from kvrelay.wire.config import EngineConfig
-from kvrelay.wire.errors import ConfigError, KvrelayError
+from kvrelay.wire.errors import ConfigError
 
-__all__ = ["DownloadFailed", "PrefetchFailed", "model_files", "prefetch", "resolve_model"]
+__all__ = ["DownloadFailed", "model_files", "prefetch", "resolve_model"]
 
 log = logging.getLogger("kvrelay.engine")
 
@@ -44,19 +43,9 @@ _SMALL_FILES = (
 
 
 class DownloadFailed(ConfigError):
-    """A download that failed; another try may help."""
+    """A file that is missing or damaged; another download may help."""
 
     exit_code = 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    repo: str
-    revision: str
-    token: str | None
-
-    def __str__(self) -> str:
-        return self.repo if self.revision == "main" else f"{self.repo}@{self.revision}"
 
 
 def resolve_model(config: EngineConfig, check: Callable[[EngineConfig], None]) -> Path:
@@ -88,125 +77,91 @@ def resolve_model(config: EngineConfig, check: Callable[[EngineConfig], None]) -
     id_revision = found["revision"] or ""
     if revision and id_revision and revision != id_revision:
         raise ConfigError(f"model {model!r} and revision {revision!r} name two revisions; give one")
-    if found["file"] and config.load_format == "safetensors":
+    if config.load_format == ("safetensors" if found["file"] else "gguf"):
         raise ConfigError(
-            f"load_format safetensors does not read the GGUF file {model!r}; gguf and auto do"
+            f"load_format {config.load_format} does not read {model!r}: gguf reads one file "
+            "(org/name/file.gguf), safetensors a repository, auto both"
         )
-    source = _Source(found["repo"], revision or id_revision or "main", config.hf_token or None)
-    _quiet_library()
-    with _readable_errors(source):
-        if found["file"]:
-            return _gguf_file(source, found["file"][1:])
-        return _folder(source, config, check)
+    return _download(config, found["repo"], revision or id_revision or "main", found["file"], check)
 
 
-def _quiet_library() -> None:
-    try:
-        from huggingface_hub.utils import disable_progress_bars
-    except ModuleNotFoundError as why:
-        raise ConfigError(
-            "a model on the Hub needs huggingface_hub, which is not installed; "
-            "pip install huggingface_hub, or pass a path"
-        ) from why
+def _download(
+    config: EngineConfig,
+    repo: str,
+    revision: str,
+    file: str | None,
+    check: Callable[[EngineConfig], None],
+) -> Path:
+    from huggingface_hub import errors, hf_hub_download, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
     if not sys.stderr.isatty():
         disable_progress_bars()
     for library in ("httpx", "httpx2"):
         logging.getLogger(library).setLevel(logging.WARNING)
-
-
-def _folder(source: _Source, config: EngineConfig, check: Callable[[EngineConfig], None]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    if config.load_format == "gguf":
-        raise ConfigError(
-            f"load_format gguf reads one file, and {source} is a repository; name a file of it "
-            "(org/name/file.gguf), or leave load_format out"
-        )
+    token = config.hf_token or None
 
     def download(revision: str, names: Sequence[str]) -> Path:
+        options: dict[str, Any] = {"token": token, "max_workers": _DOWNLOADS_AT_A_TIME}
         return Path(
-            snapshot_download(
-                source.repo,
-                revision=revision,
-                token=source.token,
-                allow_patterns=list(names),
-                max_workers=_DOWNLOADS_AT_A_TIME,
-            )
+            snapshot_download(repo, revision=revision, allow_patterns=list(names), **options)
         )
 
-    # Small files tell whether the large ones are of use.
-    folder = download(source.revision, _SMALL_FILES)
-    commit = folder.name  # the branch may move meanwhile
-    if not (folder / "config.json").exists():
-        raise _lacks(source, "config.json", commit)
-    if config.load_format == "dummy":
-        return folder
-    missing = [name for name in weight_files(folder) if not (folder / name).exists()]
-    if missing:
-        size = _size(source, missing, commit)
+    with _readable_errors(repo, revision):
+        if file:
+            try:
+                return Path(hf_hub_download(repo, file[1:], revision=revision, token=token))
+            except errors.LocalEntryNotFoundError:
+                raise
+            except errors.EntryNotFoundError as why:
+                _require(repo, [file[1:]], revision, token)
+                raise DownloadFailed(f"{repo} cannot be downloaded: {why}") from why
+        # Small files tell whether the large ones are of use.
+        folder = download(revision, _SMALL_FILES)
+        commit = folder.name  # the branch may move meanwhile
+        if not (folder / "config.json").exists():
+            _require(repo, ["config.json"], commit, token)
+        if config.load_format == "dummy":
+            return folder
+        weights = weight_files(folder)
+        if all((folder / name).exists() for name in weights):
+            return folder
+        _require(repo, weights, commit, token)
         check(replace(config, model=str(folder)))
-        if not (folder / "tokenizer.json").exists():
-            raise ConfigError(
-                f"{source} on the Hub holds no tokenizer.json; download it, add one (transformers' "
-                "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it) and pass the "
-                "folder"
-            )
-        _check_disk(source, size)
-        download(commit, missing)
-        log.info("%s is in %s", source, folder)
-    return folder
+        _tokenizer(folder)
+        log.info("downloading the weights of %s to %s", repo, folder)
+        download(commit, weights)
+        return folder
 
 
-def _gguf_file(source: _Source, name: str) -> Path:
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-
-    revision = source.revision
-    if not isinstance(try_to_load_from_cache(source.repo, name, revision=revision), str):
-        _check_disk(source, _size(source, [name], revision))
-    return Path(hf_hub_download(source.repo, name, revision=revision, token=source.token))
-
-
-def _size(source: _Source, names: Sequence[str], revision: str) -> int:
-    from huggingface_hub import HfApi
-    from huggingface_hub.hf_api import RepoFile
-
-    api = HfApi(token=source.token)
-    found = api.get_paths_info(source.repo, list(names), revision=revision)
-    sizes = {file.path: file.size for file in found if isinstance(file, RepoFile)}
-    for name in names:
-        if name not in sizes:
-            raise _lacks(source, name, revision)
-    return sum(sizes.values())
-
-
-def _check_disk(source: _Source, size: int) -> None:
-    cache = _cache()
-    free = shutil.disk_usage(next(each for each in (cache, *cache.parents) if each.exists())).free
-    if size > free:
+def _tokenizer(folder: Path) -> Path:
+    if not (folder / "tokenizer.json").exists():
         raise ConfigError(
-            f"{source} needs {_gb(size)}, and {cache} has {_gb(free)} free; make room, or set "
-            f"HF_HOME to a larger disk"
+            f"{folder} holds no tokenizer.json; add one (transformers' "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it)"
         )
-    log.info("%s: downloading %s to %s", source, _gb(size), cache)
+    return folder / "tokenizer.json"
 
 
-def _lacks(source: _Source, name: str, revision: str) -> ConfigError:
+def _require(repo: str, names: Sequence[str], revision: str, token: str | None) -> None:
     from huggingface_hub import HfApi
 
-    files = HfApi(token=source.token).list_repo_files(source.repo, revision=revision)
-    hint = ""
+    files = HfApi(token=token).list_repo_files(repo, revision=revision)
+    missing, hint = sorted({*names}.difference(files)), ""
+    if not missing:
+        return
     if gguf := next((file for file in files if file.endswith(".gguf")), None):
-        hint = f"; it holds GGUF files, for example --model {source.repo}/{gguf}"
+        hint = f"; it holds GGUF files, for example --model {repo}/{gguf}"
     elif any(file.endswith((".bin", ".pt", ".pth")) for file in files):
         hint = (
             "; it holds pickled weights, which are programs and never loaded: convert them to "
             "safetensors"
         )
-    return ConfigError(f"{source} on the Hub holds no {name}{hint}")
+    raise ConfigError(f"{repo} on the Hub holds no {missing[0]}{hint}")
 
 
 @contextmanager
-def _readable_errors(source: _Source) -> Iterator[None]:
+def _readable_errors(repo: str, revision: str) -> Iterator[None]:
     from huggingface_hub import errors
 
     # The bases are the root of what any HTTP library raises; RuntimeError is Xet's.
@@ -217,30 +172,30 @@ def _readable_errors(source: _Source) -> Iterator[None]:
         yield
     except errors.GatedRepoError as why:
         raise ConfigError(
-            f"{source} is gated; accept its terms on https://huggingface.co/{source.repo}, then "
+            f"{repo} is gated; accept its terms on https://huggingface.co/{repo}, then "
             f"give a token of that account with --hf-token or in HF_TOKEN"
         ) from why
     except errors.RepositoryNotFoundError as why:
         raise ConfigError(
-            f"there is no folder {source.repo!r} here and no such model on the Hub; if it is "
+            f"there is no folder {repo!r} here and no such model on the Hub; if it is "
             "private, give a token with --hf-token or in HF_TOKEN"
         ) from why
     except errors.RevisionNotFoundError as why:
-        raise ConfigError(f"{source.repo} on the Hub has no revision {source.revision!r}") from why
+        raise ConfigError(f"{repo} on the Hub has no revision {revision!r}") from why
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as why:
         offline = isinstance(why, errors.OfflineModeIsEnabled) or isinstance(
             why.__cause__, errors.OfflineModeIsEnabled
         )
         reason = "HF_HUB_OFFLINE forbids to download it" if offline else "the Hub cannot be reached"
         raise DownloadFailed(
-            f"{source} is not, or not wholly, in the cache {_cache()}, and {reason}"
+            f"{repo} is not, or not wholly, in the cache {_cache()}, and {reason}"
         ) from why
     except errors.HFValidationError as why:
         raise ConfigError(
-            f"model {source.repo!r} is neither a path that exists nor a Hub id: {why}"
+            f"model {repo!r} is neither a path that exists nor a Hub id: {why}"
         ) from why
     except failures as why:
-        raise DownloadFailed(f"{source} cannot be downloaded: {_reason(why)}") from why
+        raise DownloadFailed(f"{repo} cannot be downloaded: {_reason(why)}") from why
 
 
 def _reason(why: BaseException) -> str:
@@ -258,18 +213,10 @@ def _cache() -> Path:
     return Path(HF_HUB_CACHE)
 
 
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
-
-
-class PrefetchFailed(KvrelayError):
-    """A file of a model is missing or damaged; another download may help."""
-
-
 def prefetch(config: EngineConfig) -> dict[str, Any]:
     """Download a model and return its `path`, its size in `bytes` and its `files`.
 
-    Raises ConfigError for a model that no node would serve, else DownloadFailed or PrefetchFailed.
+    Raises ConfigError for a model that no node would serve, DownloadFailed if another try may help.
     """
     path = resolve_model(config, _check_config)
     files = model_files(path, config)
@@ -284,7 +231,7 @@ def prefetch(config: EngineConfig) -> dict[str, Any]:
 def model_files(path: Path, config: EngineConfig, *, tokenizer: bool = True) -> list[Path]:
     """Return the files of a model that a node would read; a rank reads no `tokenizer`.
 
-    Raises ConfigError, and PrefetchFailed if one is missing or damaged.
+    Raises ConfigError, and DownloadFailed if one is missing or damaged.
     """
     dummy = config.load_format == "dummy"
     if not path.is_dir():
@@ -299,15 +246,12 @@ def model_files(path: Path, config: EngineConfig, *, tokenizer: bool = True) -> 
     files = [path / name for name in _SMALL_FILES if (path / name).exists()]
     if dummy:
         return files
-    if tokenizer and path / "tokenizer.json" not in files:
-        raise ConfigError(
-            f"{path} holds no tokenizer.json; add one (transformers' "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it)"
-        )
+    if tokenizer:
+        _tokenizer(path)
     weights = [path / name for name in weight_files(path)]
     missing = [file.name for file in weights if not file.exists()]
     if missing:
-        raise PrefetchFailed(f"{path} lacks {', '.join(missing)}; download it again")
+        raise DownloadFailed(f"{path} lacks {', '.join(missing)}; download it again")
     for file in weights:
         try:
             safe_open(file, framework="np")  # compares the header with the file's size
@@ -320,5 +264,5 @@ def _check_config(config: EngineConfig) -> None:
     read_model_config(config.model, config.load_format)
 
 
-def _damaged(file: Path, why: Exception) -> PrefetchFailed:
-    return PrefetchFailed(f"{file} is damaged ({why}); delete it and start again")
+def _damaged(file: Path, why: Exception) -> DownloadFailed:
+    return DownloadFailed(f"{file} is damaged ({why}); delete it and start again")

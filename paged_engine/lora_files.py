@@ -69,11 +69,8 @@ def check_adapter(path: str, max_rank: int) -> None:
         raise _rank_above(path, rank, max_rank)
 
 
-def read_adapter(path: str, model: ModelConfig, max_rank: int, dtype: torch.dtype) -> Adapter:
-    """Return the adapter in a folder, checked against the whole model, in `dtype`.
-
-    Raises ConfigError.
-    """
+def read_adapter(path: str, model: ModelConfig, max_rank: int) -> Adapter:
+    """Return the adapter in a folder, checked against the whole model. Raises ConfigError."""
     folder = Path(path)
     config = _read_config(folder)
     digest = blake2b(json.dumps(_decisive(config), sort_keys=True).encode(), digest_size=16)
@@ -82,14 +79,13 @@ def read_adapter(path: str, model: ModelConfig, max_rank: int, dtype: torch.dtyp
         with safe_open(folder / _WEIGHTS, framework="pt") as file:
             for module, pair in _pairs(list(file.keys()), folder).items():
                 read = {half: file.get_tensor(key) for half, key in pair.items()}
-                modules |= _placed(
-                    module, read["A"], read["B"], config, model, max_rank, dtype, folder
-                )
+                modules |= _placed(module, read["A"], read["B"], config, model, max_rank, folder)
         with (folder / _WEIGHTS).open("rb") as raw:
             while piece := raw.read(1 << 22):
                 digest.update(piece)
-    except (SafetensorError, OSError) as why:
-        raise ConfigError(f"{folder / _WEIGHTS} cannot be read: {why}") from why
+    except (SafetensorError, OSError, ArithmeticError, RuntimeError, TypeError, ValueError) as why:
+        # Also numbers of the config that are none: an engine survives whatever a folder holds.
+        raise ConfigError(f"adapter {folder} cannot be read: {why}") from why
     if not modules:
         raise ConfigError(f"adapter {folder} holds no matrices")
     return Adapter(digest.hexdigest(), max(len(a) for a, _ in modules.values()), modules)
@@ -175,7 +171,6 @@ def _placed(
     config: Mapping[str, Any],
     model: ModelConfig,
     max_rank: int,
-    dtype: torch.dtype,
     folder: Path,
 ) -> dict[str, Matrices]:
     ours = _our_names(module, model, folder)
@@ -207,8 +202,7 @@ def _placed(
         )
     alpha = _by_pattern(config, "alpha_pattern", module, config["lora_alpha"])
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    scaled = (b.float() * scale).to(dtype)
-    return dict(zip(ours, ((a.to(dtype), part) for part in scaled.split(rows)), strict=True))
+    return dict(zip(ours, ((a, part) for part in (b.float() * scale).split(rows)), strict=True))
 
 
 def _our_names(module: str, model: ModelConfig, folder: Path) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 DTYPES = ("float32", "bfloat16", "float16")
-ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_KINDS = ("linear", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,35 +76,22 @@ class RopeScaling:
 class Quantization:
     """A description of which linear weights are stored as fp8 * scale."""
 
-    scales: str
-    """The part that shares a scale: tensor, channel (an output row) or block."""
-    activations: str
-    """dynamic (scale per token), static (one) or none (16 bit)."""
-    targets: tuple[str, ...]
     ignored: tuple[str, ...]
     """Names, parts of names at dots, or re:REGEX."""
-    block: tuple[int, int] = (0, 0)
+    block: tuple[int, int] | None = None
+    """Rows and columns that share a scale; None: an output row."""
 
     def keeps(self, weight: str) -> bool:
-        """Return whether an fp8 weight stays fp8 in memory, with a scale per row.
-
-        Experts, the output layer, blocks and weights for 16-bit activations become plain.
-        """
-        per_row = self.scales != "block" and self.activations != "none"
-        return per_row and "lm_head" not in weight and ".experts." not in weight
+        """Return whether an fp8 weight stays fp8 in memory; others become plain."""
+        return self.block is None and "lm_head" not in weight and ".experts." not in weight
 
     def covers(self, module: str) -> bool:
-        targeted = "Linear" in self.targets or _is_named(module, self.targets)
-        return targeted and not _is_named(module, self.ignored)
-
-
-def _is_named(module: str, patterns: Iterable[str]) -> bool:
-    return any(
-        re.match(pattern[3:], module)
-        if pattern.startswith("re:")
-        else f".{pattern}." in f".{module}."
-        for pattern in patterns
-    )
+        return not any(
+            re.match(pattern[3:], module)
+            if pattern.startswith("re:")
+            else f".{pattern}." in f".{module}."
+            for pattern in self.ignored
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +161,11 @@ class ModelConfig:
     local_rope_theta: float | None = None
     """Rotary base of layers with a window; None: as all others."""
     partial_rotary_factor: float = 1.0
-    learned_positions: bool = False
     embedding_scale: float = 1.0
-    norm: str = "rms"
-    """rms; rms_plus_one: the weight is stored less one; layer: less the mean, with bias."""
-    norm_places: str = "before"
-    """before: inputs; around: inputs and outputs; after: the sum with the residual."""
+    gemma_norms: bool = False
+    """Weights of norms are stored less one, and outputs of attention and MLP are normed too."""
     activation: str = "silu"
-    """silu or gelu_tanh of the gate, times the other half; relu has no gate."""
+    """silu or gelu_tanh of the gate, times the other half."""
     query_pre_attn_scalar: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -231,10 +215,6 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         return int(self.head_dim * self.partial_rotary_factor)
-
-    @property
-    def gated(self) -> bool:
-        return self.activation != "relu"
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -63,8 +63,8 @@ def read_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for all names of tensor_shapes(config), in their stored dtype.
 
-    load_format dummy puts them on `device`, others in host memory. Quantized GGUF tensors come as
-    float32. Raises ConfigError for a file or tensor that is missing, unknown or misshaped.
+    load_format dummy puts them on `device`, others in host memory. GGUF tensors come as float32.
+    Raises ConfigError for a file or tensor that is missing, unknown or misshaped.
     """
     shapes = tensor_shapes(config)
     stored = _stored(_model_path(model, load_format), config, load_format, device)
@@ -196,7 +196,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def _safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    from kvrelay.paged_engine.quantization import canonical_name, is_passed_over
+    from kvrelay.paged_engine.quantization import canonical_name
 
     in_fp8 = config.quantization is not None
     wanted = {*tensor_shapes(config), *(f"{name}_scale" for name in quantized_weights(config))}
@@ -214,8 +214,7 @@ def _safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
             except (SafetensorError, OSError) as why:
                 raise ConfigError(f"{path} cannot be read: {why}") from why
             for name in list(file.keys()):
-                listed_here = listed is None or listed.get(name) == shard
-                if listed_here and not (in_fp8 and is_passed_over(name)):
+                if listed is None or listed.get(name) == shard:
                     found[canonical_name(name) if in_fp8 else name] = file, name
         tied = config.tie_embeddings
         check_names([name for name in found if not _is_redundant(name, tied)], wanted, str(folder))

@@ -12,7 +12,6 @@ from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.wire.errors import ConfigError
 
 __all__ = [
-    "POSITION_OFFSET",
     "check_names",
     "quantized_weights",
     "stored_weights",
@@ -38,20 +37,9 @@ _SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
         (".gate_proj.", ".gate_up_proj."),
         (".up_proj.", ".gate_up_proj."),
     ),
-    "OPTForCausalLM": (
-        ("model.", "model.decoder."),
-        ("decoder.norm.", "decoder.final_layer_norm."),
-        (".input_layernorm.", ".self_attn_layer_norm."),
-        (".post_attention_layernorm.", ".final_layer_norm."),
-        (".o_proj.", ".out_proj."),
-        (".mlp.up_proj.", ".fc1."),
-        (".mlp.down_proj.", ".fc2."),
-    ),
 }
 # Beside the text model that we serve.
 _OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")
-# OPT's first two rows stand for padding.
-POSITION_OFFSET = 2
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -61,26 +49,18 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    if config.learned_positions:
-        shapes["model.embed_positions.weight"] = (config.max_position + POSITION_OFFSET, hidden)
     for index in range(config.num_layers):
         shapes |= {
             f"model.layers.{index}.{name}": shape
             for name, shape in _layer_shapes(config, index).items()
         }
-    if config.norm_places != "after":
-        shapes |= _norm_shapes(config, "model.norm", hidden)
+    shapes["model.norm.weight"] = (hidden,)
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return _with_scales(config, shapes)
-
-
-def _with_scales(
-    config: ModelConfig, shapes: dict[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
-    if config.quantization is None:
+    quantization = config.quantization
+    if quantization is None:
         return shapes
-    kept, both = {name for name in quantized_weights(config) if config.quantization.keeps(name)}, {}
+    kept, both = {name for name in quantized_weights(config) if quantization.keeps(name)}, {}
     for name, shape in shapes.items():
         both[name] = shape
         if _stored_name(config, name) in kept:
@@ -118,16 +98,13 @@ def _layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]
             f"mlp.experts.{expert}": experts.intermediate_size for expert in range(experts.experts)
         }
     for mlp, inner in mlps.items():
-        if config.gated:
-            linears[f"{mlp}.gate_proj"] = (inner, hidden, config.mlp_bias)
+        linears[f"{mlp}.gate_proj"] = (inner, hidden, config.mlp_bias)
         linears[f"{mlp}.up_proj"] = (inner, hidden, config.mlp_bias)
         linears[f"{mlp}.down_proj"] = (hidden, inner, config.mlp_bias)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        shapes |= _norm_shapes(config, norm, hidden)
-    if config.norm_places == "around":
-        for norm in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
-            shapes |= _norm_shapes(config, norm, hidden)
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if config.gemma_norms:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (hidden,) for norm in norms}
     if config.qk_norm:
         shapes |= {
             "self_attn.q_norm.weight": (config.head_dim,),
@@ -138,11 +115,6 @@ def _layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]
         if bias:
             shapes[f"{name}.bias"] = (rows,)
     return shapes
-
-
-def _norm_shapes(config: ModelConfig, name: str, size: int) -> dict[str, tuple[int, ...]]:
-    kinds = ("weight", "bias") if config.norm == "layer" else ("weight",)
-    return {f"{name}.{kind}": (size,) for kind in kinds}
 
 
 def stored_weights(config: ModelConfig) -> dict[str, tuple[str, ...]]:

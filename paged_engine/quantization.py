@@ -1,13 +1,12 @@
 """fp8 checkpoints: how their scales are stored, and the way back to plain weights.
 
-Two layouts are read: compressed-tensors (llm-compressor) and fp8 (AutoFP8, vLLM, DeepSeek and Qwen
-with blocks). The real weight is fp8 * scale, also where that is called weight_scale_inv. Scales of
-activations and of the KV cache are passed over: both are scaled per token here.
+Two layouts are read: compressed-tensors with a scale per output row, and fp8 with a scale per block
+(DeepSeek, Qwen). The real weight is fp8 * scale, also where that is called weight_scale_inv.
+Activations are scaled per token.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
@@ -21,24 +20,15 @@ from kvrelay.wire.errors import ConfigError
 __all__ = [
     "canonical_name",
     "dequantized",
-    "is_passed_over",
     "quantized",
     "unpacked",
 ]
 
 FP8 = torch.float8_e4m3fn
-_PASSED_OVER = re.compile(
-    r"\.(input_scale|activation_scale)$"
-    r"|\.self_attn\.([qkv]_proj\.)?(([qkv]|kv|prob_output|output)_scale)$"
-)
 
 
 def canonical_name(name: str) -> str:
     return name.removesuffix("_inv") if name.endswith(".weight_scale_inv") else name
-
-
-def is_passed_over(name: str) -> bool:
-    return _PASSED_OVER.search(name) is not None
 
 
 def unpacked(
@@ -46,8 +36,8 @@ def unpacked(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a checkpoint's tensors as tensor_shapes(config) has them.
 
-    A kept weight_scale becomes fp32 [out]; a single number is repeated. Other fp8 weights get the
-    config's dtype. Raises ConfigError if a weight is not fp8 or its scale has a wrong shape.
+    A kept weight_scale becomes fp32 [out]. Other fp8 weights get the config's dtype. Raises
+    ConfigError if a weight is not fp8 or its scale has a wrong shape.
     """
     quantization = config.quantization
     assert quantization is not None
@@ -74,22 +64,13 @@ def unpacked(
 def _scale(
     name: str, scale: torch.Tensor, shape: tuple[int, ...], quantization: Quantization
 ) -> torch.Tensor:
-    rows, columns = shape
-    scale = scale.float()
-    if quantization.scales == "block":
-        wanted = tuple(
-            -(-size // step) for size, step in zip(shape, quantization.block, strict=True)
+    block = quantization.block or (1, shape[1])
+    wanted = [-(-size // step) for size, step in zip(shape, block, strict=True)]
+    if list(scale.shape) not in ([wanted] if quantization.block else [wanted, wanted[:1]]):
+        raise ConfigError(
+            f"tensor {name} is {tuple(scale.shape)}; for a weight {list(shape)} it must be {wanted}"
         )
-        if tuple(scale.shape) == wanted:
-            return scale
-    elif scale.numel() == 1:
-        return scale.reshape(1).repeat(rows)
-    elif scale.numel() == rows:
-        return scale.reshape(rows)
-    raise ConfigError(
-        f"tensor {name} is {tuple(scale.shape)}, which is no scale per {quantization.scales} of a "
-        f"weight [{rows}, {columns}]"
-    )
+    return scale.float().view(wanted if quantization.block else -1)
 
 
 def dequantized(
@@ -99,14 +80,14 @@ def dequantized(
     if config.quantization is None:
         return iter(tensors), config
     kept = {name for name in quantized_weights(config) if config.quantization.keeps(name)}
-    return _joined(tensors, kept, dtype, (0, 0)), replace(config, quantization=None)
+    return _joined(tensors, kept, dtype, None), replace(config, quantization=None)
 
 
 def _joined(
     tensors: Iterable[tuple[str, torch.Tensor]],
     fp8: Collection[str],
     dtype: torch.dtype,
-    block: tuple[int, int],
+    block: tuple[int, int] | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     waiting: dict[str, torch.Tensor] = {}  # by the weight's name
     for name, tensor in tensors:
@@ -125,9 +106,9 @@ def _joined(
 
 
 def _plain(
-    weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: tuple[int, int]
+    weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: tuple[int, int] | None
 ) -> torch.Tensor:
-    if not block[0]:
+    if block is None:
         return dequantize(weight, scale, dtype)
     rows, columns = weight.shape
     scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]

@@ -16,7 +16,7 @@ from kvrelay.wire.transfer import Ticket
 
 if TYPE_CHECKING:
     from kvrelay.paged_engine.adapters import Loaded
-    from kvrelay.paged_engine.speculation import DraftPace, NgramIndex
+    from kvrelay.paged_engine.speculation import NgramIndex
 
 __all__ = ["Chunk", "Fetch", "Request", "ScoredRows", "State", "StepPlan", "StopConditions"]
 
@@ -71,7 +71,8 @@ class Request:
     num_pending: int = 0  # tokens of launched steps, unknown to the host
     proposals: tuple[int, ...] = ()  # taken for the next tokens; not pending
     lookup: NgramIndex | None = None
-    draft_pace: DraftPace | None = None
+    failed_drafts: int = 0  # in a row
+    no_draft_before: int = 0  # so many output tokens
     draft_tokens: int = 0
     accepted_tokens: int = 0
     new_tokens: list[int] = field(default_factory=list)

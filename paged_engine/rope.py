@@ -1,7 +1,7 @@
 """Frequencies of the rotary embedding, under every context extension that checkpoints name.
 
-Computed once, for the node's own limit. transformers changes dynamic and longrope while a context
-grows, which would mix frequencies in one KV cache; vLLM does as we do.
+Computed once, for the node's own limit. transformers changes longrope while a context grows, which
+would mix frequencies in one KV cache; vLLM does as we do.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ def rope_frequencies(
     match scaling.kind:
         case "linear":
             return frequencies / scaling.factor, 1.0
-        case "dynamic":
-            theta = _stretched(theta, scaling, rotary_dim, max_positions)
-            return rope_frequencies(None, theta, rotary_dim, max_positions)
         case "llama3":
             return _llama3(frequencies, scaling), 1.0
         case "yarn":
@@ -48,18 +45,9 @@ def rope_frequencies(
 
 def rope_variant(scaling: RopeScaling | None, max_positions: int) -> str:
     """Return what depends on a node's own limit; KV moves only between equal ones."""
-    if scaling is None or max_positions <= scaling.original_max_position:
+    if scaling is None or scaling.kind != "longrope":
         return ""
-    return {"dynamic": f"dynamic for {max_positions} tokens", "longrope": "longrope, long"}.get(
-        scaling.kind, ""
-    )
-
-
-def _stretched(theta: float, scaling: RopeScaling, rotary_dim: int, max_positions: int) -> float:
-    longer = max(max_positions, scaling.original_max_position) / scaling.original_max_position
-    return float(
-        theta * (scaling.factor * longer - (scaling.factor - 1)) ** (rotary_dim / (rotary_dim - 2))
-    )
+    return "longrope, long" if max_positions > scaling.original_max_position else ""
 
 
 def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from kvrelay.kernels.linear import computed_rows
 from kvrelay.kernels.paged_attention import SequenceSpan, plan_attention
-from kvrelay.paged_engine.adapters import AdapterStore
+from kvrelay.paged_engine.adapters import AdapterStore, num_slots
 from kvrelay.paged_engine.before_loading import (
     CPU_POOL_BYTES,
     compute_dtype,
@@ -20,13 +20,7 @@ from kvrelay.paged_engine.before_loading import (
     fit_pool,
 )
 from kvrelay.paged_engine.blocks import NULL_BLOCK
-from kvrelay.paged_engine.cpu_operations import (
-    CpuAdapterOperations,
-    CpuAdapters,
-    CpuOperations,
-    CpuStep,
-    fewest_rows,
-)
+from kvrelay.paged_engine.cpu_operations import CpuOperations, CpuStep, fewest_rows
 from kvrelay.paged_engine.decoder import Decoder
 from kvrelay.paged_engine.kv_pool import KVPool
 from kvrelay.paged_engine.model_config import ModelConfig
@@ -117,7 +111,7 @@ class CpuRunner:
             config, model, device.type, config.kv_cache_memory_bytes or CPU_POOL_BYTES
         )
         adapted = config.adapter_slots > 0
-        operations = (CpuAdapterOperations if adapted else CpuOperations)(model, dtype, ranks)
+        operations = CpuOperations(model, dtype, ranks, adapted=adapted)
         decoder = Decoder(
             model, weights, operations, device=device, dtype=dtype, max_positions=max_model_len
         )
@@ -126,7 +120,13 @@ class CpuRunner:
         )
         runner = cls(decoder, pool, Sampler(model.eos_token_ids), config, max_model_len, ranks)
         if adapted:
-            runner.adapters = CpuAdapters(model, decoder.sites(), config.max_lora_rank, dtype)
+            runner.adapters = AdapterStore(
+                model,
+                decoder.sites(),
+                slots=num_slots(config),
+                max_rank=config.max_lora_rank,
+                dtype=dtype,
+            )
         return runner
 
     def __init__(

@@ -2,8 +2,8 @@
 
 Pure Python; `now` is an argument. Decodes come first; wire/step_costs.py says how much of prompts
 fits beside them. A step may be scheduled while the previous one's tokens are *pending*. A request
-without a block for its next token preempts the last in order. A fork shares full blocks of its
-parent's prompt, so no block has two writers, and none that a transfer may touch is given away.
+without a block for its next token preempts the last in order. No block has two writers, and none
+that a transfer may touch is given away.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class Scheduler:
         self.preemptions = 0
         self.kept_blocks = 0
         """Blocks of failed fetches that need not be computed again."""
-        self.forked_blocks = 0
 
     def reset_prefix_cache(self) -> None:
         """Let no later request find a block whose KV derives from what is there now."""
@@ -248,16 +247,11 @@ class Scheduler:
         if request.num_pending:
             return False
         shared = self._cached_prefix(request, len(request.token_ids) - 1)
-        forked = self._waiting.parent_blocks(request)
-        if forked and len(forked) >= len(shared):
-            shared = forked
         needed = self._blocks_for(len(request.token_ids)) - len(shared)
         if needed > self.pool.free_after(shared):
             return False
         self._waiting.remove(request)
         self.pool.share(shared)
-        if shared is forked:
-            self.forked_blocks += len(forked)
         request.blocks = shared
         request.num_computed = len(shared) * self._block_size
         request.num_published = len(shared)

@@ -2,7 +2,8 @@
 
 Among equal priorities the shortest prompt goes first, with ageing: later requests that overtake one
 have together less than OVERTAKEN times its own tokens. Fetches keep the order of arrival. A *fork*
-waits until its parent's prompt is computed or fetched, or its parent is gone.
+waits until its parent's prompt is computed or fetched and so in the prefix cache, or its parent is
+gone.
 """
 
 from __future__ import annotations
@@ -60,11 +61,6 @@ class WaitingQueue:
         if before is not None:
             end = bisect.bisect_left(self._line, before.turn, key=lambda each: each.turn)
         return [request for request in self._line[:end] if not self._held_back(request)]
-
-    def parent_blocks(self, request: Request) -> list[int]:
-        """Return the blocks that a fork shares with its parent."""
-        parent = self._parent(request)
-        return [] if parent is None else parent.blocks[: self._forked(request)]
 
     def _count(self, request: Request, by: int) -> None:
         self.tokens += by * request.work

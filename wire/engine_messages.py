@@ -238,7 +238,6 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
-    forked_blocks: int = 0
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0

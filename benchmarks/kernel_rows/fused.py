@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.gpu_timing import Row, median_us
-from kvrelay.kernels.fused_elementwise import act_and_mul, embed, relu, rms_norm
+from kvrelay.kernels.fused_elementwise import act_and_mul, embed, rms_norm
 from kvrelay.kernels.fused_rope_write import rope_and_write
 
 __all__ = ["rows"]
@@ -49,7 +49,6 @@ class _Bench:
             "rope_write qk_norm": lambda tokens, **o: self._rope(tokens, norm=True, **o),
             "rope_write fp8": lambda tokens, **o: self._rope(tokens, fp8=True, **o),
             "silu_mul": self._act,
-            "relu": self._relu,
             "embed": self._embed,
         }
         self._made: dict[tuple[object, ...], torch.Tensor] = {}
@@ -146,10 +145,6 @@ class _Bench:
             return lambda: act_and_mul(gate_up[i], "silu", out=out[i], **options)  # type: ignore[arg-type]
 
         return [call(i) for i in range(copies)], moved
-
-    def _relu(self, tokens: int, **options: object) -> Work:
-        x = self._normal(_copies(tokens * I * 6), tokens, I, use="inner")
-        return [lambda i=i: relu(x[i], **options) for i in range(len(x))], tokens * I * 4  # type: ignore[misc,arg-type]
 
     def _embed(self, tokens: int, **options: object) -> Work:
         moved = tokens * H * 4

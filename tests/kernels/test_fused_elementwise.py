@@ -70,8 +70,7 @@ def _inputs(tokens, hidden, dtype, device, seed):
     x = randn(tokens, hidden, seed=seed, dtype=dtype, device=device)
     residual = randn(tokens, hidden, seed=seed + 1, dtype=dtype, device=device, scale=3.0)
     weight = randn(hidden, seed=seed + 2, dtype=dtype, device=device)
-    bias = randn(hidden, seed=seed + 3, dtype=dtype, device=device)
-    return x, residual, weight, bias
+    return x, residual, weight
 
 
 @in_poisoned_memory
@@ -79,7 +78,7 @@ def _inputs(tokens, hidden, dtype, device, seed):
 @pytest.mark.parametrize("plus_one", [False, True])
 @pytest.mark.parametrize(("tokens", "hidden"), NORM_SHAPES)
 def test_rms_norm_adds_to_the_residual_in_place(device, tokens, hidden, plus_one, dtype):
-    x, residual, weight, _ = _inputs(tokens, hidden, dtype, device, seed=tokens * hidden)
+    x, residual, weight = _inputs(tokens, hidden, dtype, device, seed=tokens * hidden)
     before, total = x.clone(), residual + x
     out = fused.rms_norm(x, weight, EPS, residual=residual, plus_one=plus_one)
     assert torch.equal(residual, total)
@@ -91,12 +90,10 @@ def test_rms_norm_adds_to_the_residual_in_place(device, tokens, hidden, plus_one
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "hidden"), NORM_SHAPES)
 def test_norms_without_a_residual(device, tokens, hidden, dtype):
-    x, _, weight, bias = _inputs(tokens, hidden, dtype, device, seed=3)
+    x, _, weight = _inputs(tokens, hidden, dtype, device, seed=3)
     for given in (None, weight):
         assert_same(fused.rms_norm(x, given, EPS), twin.rms_norm(x, given, EPS))
     assert_same(fused.rms_norm(x, None, EPS, plus_one=True), twin.rms_norm(x, None, EPS))
-    x = x + 5  # a mean that matters
-    assert_same(fused.layer_norm(x, weight, bias, EPS), twin.layer_norm(x, weight, bias, EPS))
 
 
 @in_poisoned_memory
@@ -117,7 +114,7 @@ def test_norms_of_rows_of_wider_tensors(device):
     ("tokens", "hidden"), [(3, 70), (4, 256), pytest.param(64, 4096, marks=gpu)]
 )
 def test_fp8_output_is_the_rounded_row_quantized(device, tokens, hidden, dtype):
-    x, _, weight, _ = _inputs(tokens, hidden, dtype, device, seed=9)
+    x, _, weight = _inputs(tokens, hidden, dtype, device, seed=9)
     x[0] *= 1e-3
     plain = fused.rms_norm(x, weight, EPS)
     scales = poisoned(tokens, 1, dtype=torch.float32, device=device)
@@ -158,7 +155,7 @@ def test_norms_refuse_what_does_not_fit(device):
 @gpu
 @pytest.mark.parametrize("hidden", [576, 4096, 5120])
 def test_a_normed_row_is_the_same_in_every_batch(device, hidden):
-    x, residual, weight, _ = _inputs(8192, hidden, torch.bfloat16, device, seed=10)
+    x, residual, weight = _inputs(8192, hidden, torch.bfloat16, device, seed=10)
     alone = torch.cat(
         [
             fused.rms_norm(x[i : i + 1], weight, EPS, residual=residual[i : i + 1].clone())
@@ -230,24 +227,12 @@ def test_activations_of_rows_of_wider_tensors(device, act):
     assert torch.equal(target[:, 100:], beside)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_relu_in_place(device, dtype):
-    x = randn(3, 777, seed=6, dtype=dtype, device=device)
-    x[0, :3] = torch.tensor([torch.inf, -torch.inf, -0.0], dtype=dtype, device=device)
-    x[2, 776] = torch.nan
-    expected = x.relu()
-    assert fused.relu(x) is x
-    torch.testing.assert_close(x, expected, rtol=0, atol=0, equal_nan=True)
-
-
 def test_activations_refuse_what_does_not_fit(device):
     gate_up = torch.zeros(2, 64, device=device)
     with pytest.raises(ValueError, match="activation"):
         fused.act_and_mul(gate_up, "gelu")
     with pytest.raises(ValueError, match="fit"):
         fused.act_and_mul(gate_up, "silu", out=torch.empty(2, 64, device=device))
-    with pytest.raises(ValueError, match="contiguous"):
-        fused.relu(gate_up[:, :5])
     assert fused.act_and_mul(gate_up[:0], "silu").shape == (0, 32)
 
 
@@ -257,8 +242,6 @@ def test_activations_beyond_4_gib(device):
     gate_up[-1] = randn(28672, seed=7, dtype=gate_up.dtype, device=device)
     expected = twin.act_and_mul(gate_up[-1:].float(), "silu").bfloat16()
     assert_same(fused.act_and_mul(gate_up, "silu")[-1:], expected)
-    wanted = gate_up[-1].relu()
-    assert torch.equal(fused.relu(gate_up)[-1], wanted)
 
 
 def _ids(tokens, device, seed, index=torch.int64):

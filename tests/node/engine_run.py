@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import threading
 
 import msgspec
 
@@ -26,11 +25,8 @@ def load(engine: Engine, path: str) -> None:
     """An adapter while the engine runs, behind one that no rank can read."""
     assert engine.adapters is not None
     for given in ("/nowhere", path):
-        done = threading.Event()
-        reading = engine.adapters.begin("late", given, in_place=False, done=done.set)
-        assert done.wait(60)
         try:
-            engine.adapters.finish(reading)
+            engine.adapters.load("late", given, in_place=False)
         except ConfigError:
             assert given == "/nowhere"
 
@@ -70,10 +66,10 @@ def main() -> None:
             logprobs[request.request_id] += [entry.logprob for entry in entries]
             request.prompt_logprobs, request.new_logprobs = [], []
     if engine.adapters is not None:
-        for facts in engine.adapters.slots.loaded:
-            engine.adapters.slots.retire(facts.name)
-        engine.adapters.remove_unused(engine.scheduler.live)
-        assert not engine.adapters.slots.ending
+        for facts in engine.adapters.loaded:
+            engine.adapters.retire(facts.name)
+        engine.adapters.free_unused(engine.scheduler.live)
+        assert not engine.adapters._ending
     engine.close()
     print(
         json.dumps(

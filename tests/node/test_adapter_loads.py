@@ -110,7 +110,7 @@ def asked(adapter: AdapterFacts | None, name: str, digest: str) -> Request:
 
 
 def test_kv_is_taken_of_the_same_name_and_content_alone():
-    loads = AdapterLoads(SimpleNamespace(adapters=None), lambda _: None, lambda: None)  # type: ignore[arg-type]
+    loads = AdapterLoads(SimpleNamespace(adapters=None), lambda _: None)  # type: ignore[arg-type]
     assert loads.mismatch(asked(None, "", "")) is None
     assert loads.mismatch(asked(FACTS, "a", FACTS.digest)) is None
     assert "'a' of content d1d1" in (loads.mismatch(asked(FACTS, "a", "e2" * 16)) or "")
@@ -124,7 +124,7 @@ def test_kv_is_taken_of_the_same_name_and_content_alone():
 
 def test_an_engine_without_slots_refuses_what_it_is_asked():
     said: list[Any] = []
-    loads = AdapterLoads(SimpleNamespace(adapters=None), said.append, lambda: None)  # type: ignore[arg-type]
+    loads = AdapterLoads(SimpleNamespace(adapters=None), said.append)  # type: ignore[arg-type]
     for path in ("/nowhere", "~nobody-at-all", "x" * 5000, "\0", ""):
         loads.load(LoadAdapter("1", "a", path))
         reason = "this node has no slots for adapters; start it with --max-loras"

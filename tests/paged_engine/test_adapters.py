@@ -4,7 +4,6 @@ whose.
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,10 @@ from engines import drain, make, prompt
 from tiny_adapters import make_adapter, merged
 from tiny_models import make_tiny
 
-from kvrelay.paged_engine.adapters import AdapterSlots
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.config import SpeculativeConfig
-from kvrelay.wire.engine_messages import AdapterFacts, Submit
+from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.sampling import SamplingParams
 
@@ -25,11 +23,9 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Gemma2ForCausalLM",
     "Phi3ForCausalLM",
-    "OPTForCausalLM",
 )
 SPELLED = {
     "Phi3ForCausalLM": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
-    "OPTForCausalLM": ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
 }
 
 
@@ -162,7 +158,7 @@ def test_no_kv_is_shared_between_adapters(base, two, tmp_path):
         assert answer(again) == answer(fresh)
     # A salt that spells an adapter's identity is a salt.
     assert engine.adapters is not None
-    identity = engine.adapters.slots.named("one").identity
+    identity = engine.adapters.named("one").identity
     salted = Submit("salted", tokens, SamplingParams(1, seed=0), cache_salt=identity)
     req = add(engine, salted)
     drain(engine)
@@ -170,15 +166,7 @@ def test_no_kv_is_shared_between_adapters(base, two, tmp_path):
     # The same name with other content is another adapter.
     other = make(base, enable_lora=True, lora_modules=(f"one={two[1]}",))
     assert other.adapters is not None
-    assert other.adapters.slots.named("one").identity != identity
-
-
-def load(engine: Engine, name: str, path: Path, *, in_place: bool = False) -> AdapterFacts:
-    done = threading.Event()
-    assert engine.adapters is not None
-    reading = engine.adapters.begin(name, str(path), in_place=in_place, done=done.set)
-    assert done.wait(60)
-    return engine.adapters.finish(reading)
+    assert other.adapters.named("one").identity != identity
 
 
 def test_loaded_and_unloaded_while_requests_run(base, two):
@@ -186,29 +174,26 @@ def test_loaded_and_unloaded_while_requests_run(base, two):
     adapters, live = engine.adapters, engine.scheduler.live
     assert adapters is not None
     plain = ask(engine, "plain", prompt(40), max_tokens=60)
-    load(engine, "x", two[0])
-    with pytest.raises(ValueError, match="loaded already"):
-        adapters.begin("x", str(two[0]), in_place=False, done=lambda: None)
-    with pytest.raises(ValueError, match="max_loras is 1"):
-        adapters.begin("y", str(two[1]), in_place=False, done=lambda: None)
+    adapters.load("x", str(two[0]), in_place=False)
+    with pytest.raises(ConfigError, match="loaded already"):
+        adapters.load("x", str(two[0]), in_place=False)
+    with pytest.raises(ConfigError, match="max_loras is 1"):
+        adapters.load("y", str(two[1]), in_place=False)
     old = ask(engine, "old", prompt(40), "x")
     engine.step()
-    load(engine, "x", two[1], in_place=True)
+    adapters.load("x", str(two[1]), in_place=True)
     new = ask(engine, "new", prompt(40), "x")
-    with pytest.raises(ValueError, match="still run"):
-        adapters.begin("x", str(two[0]), in_place=True, done=lambda: None)
-    adapters.remove_unused(live)
-    assert adapters.slots.ending
-    adapters.slots.retire("x")
+    with pytest.raises(ConfigError, match="still run"):
+        adapters.load("x", str(two[0]), in_place=True)
+    adapters.free_unused(live)
+    assert adapters._ending
+    adapters.retire("x")
     with pytest.raises(LookupError, match="not loaded"):
         ask(engine, "late", prompt(4), "x")
     drain(engine)
-    adapters.remove_unused(live)
-    assert not adapters.slots.ending
-    assert sorted(adapters.slots._free) == [0, 1]
-    assert not any(
-        linear.slots for sites in engine._runner._decoder.sites() for linear in sites.values()
-    )
+    adapters.free_unused(live)
+    assert not adapters._ending
+    assert sorted(adapters._free) == [0, 1]
     reference = with_two(base, two)
     for req, name in ((old, "one"), (new, "two"), (plain, "")):
         same = ask(reference, req.request_id, prompt(40), name, max_tokens=req.output_tokens)
@@ -218,15 +203,8 @@ def test_loaded_and_unloaded_while_requests_run(base, two):
 
 def test_a_broken_adapter_gives_its_slot_back(base, two, tmp_path):
     engine = make(base, enable_lora=True, allow_runtime_lora=True)
-    with pytest.raises(ConfigError, match="adapter_config"):
-        load(engine, "x", tmp_path / "nothing")
-    assert load(engine, "x", two[0]).rank == 4
     assert engine.adapters is not None
-    assert [facts.name for facts in engine.adapters.slots.loaded] == ["x"]
-
-
-def test_a_name_is_loaded_once_at_a_time():
-    slots = AdapterSlots(limit=2, slots=3)
-    slots.reserve("a", in_place=False)
-    with pytest.raises(ValueError, match="being loaded"):
-        slots.reserve("a", in_place=True)
+    with pytest.raises(ConfigError, match="adapter_config"):
+        engine.adapters.load("x", str(tmp_path / "nothing"), in_place=False)
+    assert engine.adapters.load("x", str(two[0]), in_place=False).rank == 4
+    assert [facts.name for facts in engine.adapters.loaded] == ["x"]

@@ -33,8 +33,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3ForCausalLM", {}),
     "gemma3-with-images": ("Gemma3ForConditionalGeneration", {}),
     "phi3": ("Phi3ForCausalLM", {}),
-    "opt": ("OPTForCausalLM", {}),
-    "opt-norm-after": ("OPTForCausalLM", {"do_layer_norm_before": False}),
     "qwen3-mixed-windows": (
         "Qwen3ForCausalLM",
         {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},

@@ -50,7 +50,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": GEMMA
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2},
     "Phi3ForCausalLM": {"partial_rotary_factor": 0.75, "sliding_window": 90},
-    "OPTForCausalLM": {"ffn_dim": 512, "num_key_value_heads": 4},
 }
 
 
@@ -61,7 +60,7 @@ def weights_of(config: ModelConfig) -> dict[str, torch.Tensor]:
         seed = int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")
         values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         if name.endswith("norm.weight"):
-            weights[name] = 0.3 * values + (0.0 if config.norm == "rms_plus_one" else 1.0)
+            weights[name] = 0.3 * values + (0.0 if config.gemma_norms else 1.0)
         elif "embed_tokens" in name and config.tie_embeddings:
             # It is the output layer too, and larger values would make the token before the
             # likeliest one.
@@ -88,7 +87,6 @@ def cases() -> Iterator[Any]:
         "LlamaForCausalLM",
         "Qwen3MoeForCausalLM",
         "Gemma2ForCausalLM",
-        "OPTForCausalLM",
     ):
         yield pytest.param(architecture, "cuda", "float16", marks=pytest.mark.gpu)
 

@@ -5,7 +5,6 @@ steps as ever.
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -189,10 +188,7 @@ def test_a_gpu_loads_an_adapter_at_run_time(files):
     )
     assert adapted.adapters is not None
     for path in (one, two):
-        read = threading.Event()
-        reading = adapted.adapters.begin("x", str(path), in_place=True, done=read.set)
-        assert read.wait(60)
-        adapted.adapters.finish(reading)
+        adapted.adapters.load("x", str(path), in_place=True)
         got = answers(adapted, [1], ("x",) * 5)[1]
         assert (
             got
@@ -208,4 +204,4 @@ def test_a_gpu_loads_an_adapter_at_run_time(files):
                 ("x",) * 5,
             )[1]
         )
-        adapted.adapters.remove_unused(adapted.scheduler.live)
+        adapted.adapters.free_unused(adapted.scheduler.live)

@@ -25,7 +25,7 @@ def base(tmp_path_factory) -> Path:
 
 
 def read(adapter: Path, base: Path, max_rank: int = 16) -> Adapter:
-    return read_adapter(str(adapter), read_model_config(str(base)), max_rank, torch.float32)
+    return read_adapter(str(adapter), read_model_config(str(base)), max_rank)
 
 
 def rewrite(adapter: Path, **tensors: torch.Tensor) -> None:
@@ -72,6 +72,7 @@ def test_the_digest_is_of_the_content(base, tmp_path):
         ({"r": 0}, "r must be a positive number"),
         ({"r": 8}, "says 8"),
         ({"lora_alpha": None}, "lora_alpha"),
+        ({"alpha_pattern": {".*": "8"}}, "cannot be read"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(base, tmp_path, fields, words):

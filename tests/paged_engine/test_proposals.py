@@ -1,14 +1,12 @@
-"""What is proposed: n-grams against a search of the whole text, and how many by what came true."""
+"""What is proposed: n-grams against a search of the whole text."""
 
 from __future__ import annotations
 
-import itertools
-
 from hypothesis import given
 from hypothesis import strategies as st
+from scheduling import request
 
-import kvrelay.paged_engine.speculation
-from kvrelay.paged_engine.speculation import DraftPace, NgramIndex
+from kvrelay.paged_engine.speculation import NgramIndex, Speculation
 
 
 def searched(tokens: list[int], longest: int, shortest: int, count: int) -> list[int]:
@@ -43,46 +41,18 @@ def test_a_short_loop_is_proposed_for_as_long_as_is_asked():
     assert NgramIndex(3, 2).propose([9, 5, 6, 5, 6], 7) == [5, 6, 5, 6, 5, 6, 5]
 
 
-def test_a_long_text_is_taken_in_over_several_calls(monkeypatch):
-    monkeypatch.setattr(kvrelay.paged_engine.speculation, "_INDEXED_PER_CALL", 10)
-    index = NgramIndex(2, 2)
-    tokens = [*range(100, 120), 7, 8, 9, *range(200, 220), 7, 8]
-    found = [index.propose(tokens, 2) for _ in range(6)]
-    assert found == [[], [], [9, 200], [9, 200], [9, 200], [9, 200]]
-
-
-def drafts(pace: DraftPace, agrees: list[int], longest: int) -> list[int]:
-    """The output lengths at which proposals were made, a token per step besides those that came
-    true.
-    """
-    tokens, at, made = 0, 0, []
-    while at < len(agrees):
-        allowed = pace.allowed(tokens)
-        if allowed:
-            agreed = min(agrees[at], allowed)
-            made.append(tokens)
-            tokens += agreed
-            at += 1
-            pace.note(allowed, agreed, tokens + 1, longest)
-        tokens += 1
-    return made
-
-
-def test_what_came_true_decides_the_next_length() -> None:
-    pace = DraftPace(4)
-    for proposed, agreed, then in ((4, 2, 3), (3, 3, 4), (4, 0, 2), (2, 0, 1), (1, 1, 2)):
-        pace.note(proposed, agreed, 10, 4)
-        assert pace.allowed(10) == then
-
-
-def test_after_misses_it_waits_twice_as_long_each_time_and_not_for_ever() -> None:
-    made = drafts(DraftPace(4), [0] * 12, 4)
-    waits = [later - sooner - 1 for sooner, later in itertools.pairwise(made)]
-    assert waits == [0, 0, 2, 4, 8, 16, 32, 64, 64, 64, 64]
-
-
-@given(st.lists(st.integers(0, 8), min_size=1, max_size=60), st.integers(1, 8))
-def test_the_length_is_within_its_limits(agrees: list[int], longest: int) -> None:
-    pace = DraftPace(longest)
-    drafts(pace, agrees, longest)
-    assert 1 <= pace.reach <= longest
+def test_after_failed_drafts_it_waits_longer_each_time_and_not_for_ever() -> None:
+    speculation, req, waits = Speculation(4, 3, 1), request("r", [7, 8] * 10, 10_000), []
+    for _ in range(9):
+        wait = 0
+        while not (proposals := speculation.proposals(req, 4)):
+            req.token_ids.append(7 + len(req.token_ids) % 2)
+            wait += 1
+        waits.append(wait)
+        req.proposals = proposals
+        req.token_ids += speculation.accept(req, [1000 + len(req.token_ids)] * 5)
+        req.token_ids += [7 + (len(req.token_ids) + 1) % 2, 7 + len(req.token_ids) % 2]
+    assert waits[0] == 0
+    assert waits[-2:] == [waits[-1]] * 2
+    assert waits == sorted(waits)
+    assert 50 < waits[-1] < 70

@@ -29,7 +29,6 @@ PHI3 = {"hidden_size": 3072, "num_attention_heads": 32, "max_position_embeddings
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "default": ({"rope_type": "default"}, {}),
     "linear": ({"rope_type": "linear", "factor": 8.0}, {}),
-    "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, {}),
     "llama3": (
         {
             "rope_type": "llama3",
@@ -70,12 +69,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def config_of(case: str) -> transformers.PretrainedConfig:
     rope, fields = CASES[case]
     fields = {"max_position_embeddings": 16_384, "pad_token_id": 0} | fields
-    kind = (
-        transformers.Phi3Config
-        if fields.pop("model_type", "llama") == "phi3"
-        else transformers.LlamaConfig
+    family = "Phi3" if fields.pop("model_type", "llama") == "phi3" else "Llama"
+    return getattr(transformers, f"{family}Config")(
+        rope_parameters={"rope_theta": 10_000.0} | rope,
+        architectures=[f"{family}ForCausalLM"],
+        **fields,
     )
-    return kind(rope_parameters={"rope_theta": 10_000.0} | rope, **fields)
 
 
 def theirs_for(config: transformers.PretrainedConfig, length: int) -> tuple[torch.Tensor, float]:
@@ -108,7 +107,7 @@ def test_frequencies_are_those_of_transformers_at_the_nodes_limit(
     assert attention_factor == pytest.approx(expected_factor, rel=1e-12)
 
 
-def test_only_two_kinds_depend_on_the_nodes_limit_and_say_so(tmp_path: Path) -> None:
+def test_only_longrope_depends_on_the_nodes_limit_and_says_so(tmp_path: Path) -> None:
     for case in CASES:
         config_of(case).save_pretrained(tmp_path)
         config = read_model_config(str(tmp_path), "dummy")
@@ -119,5 +118,4 @@ def test_only_two_kinds_depend_on_the_nodes_limit_and_say_so(tmp_path: Path) -> 
             )
             variants.setdefault(rope_variant(config.rope_scaling, length), []).append(frequencies)
         assert all(torch.equal(group[0], other) for group in variants.values() for other in group)
-        several = {"dynamic": 3, "longrope": 2}
-        assert len(variants) == several.get(case.split()[0], 1)
+        assert len(variants) == (2 if case.startswith("longrope") else 1)

@@ -211,7 +211,7 @@ def test_a_probe_takes_half_of_the_free_blocks_at_most_and_none_while_somebody_w
 
 
 def test_forks_wait_for_the_prompt_and_share_its_blocks():
-    scheduler = make(max_num_batched_tokens=32, prefix_cache=False)
+    scheduler = make(max_num_batched_tokens=32)
     prompt = list(range(40))
     parent = request("r", prompt)
     forks = [request(f"r.{i}", prompt, choice=i, fork_of="r") for i in (1, 2)]
@@ -221,7 +221,6 @@ def test_forks_wait_for_the_prompt_and_share_its_blocks():
     # A step computes little more than half of its budget of prompts, if there are several of them.
     assert step(scheduler) == [("r", 32, 8), ("r.1", 32, 8)]
     assert step(scheduler) == [("r", 40, 1), ("r.1", 40, 1), ("r.2", 32, 8), ("other", 0, 24)]
-    assert scheduler.forked_blocks == 4
     assert [each.blocks[:2] for each in forks] == [parent.blocks[:2]] * 2
     assert len({each.blocks[2] for each in (parent, *forks)}) == 3
     assert (scheduler.pool.total - scheduler.pool.free) == 2 + 3 + 2
@@ -263,7 +262,6 @@ def test_a_fork_without_its_parent_starts_by_itself(how):
     drain(scheduler)
     assert fork.token_ids == expected(prompt, 5)
     assert fork.cached_tokens == (32 if how == "ended" else 0)
-    assert scheduler.forked_blocks == 0
 
 
 def test_a_lower_priority_number_is_admitted_first_and_preempted_last():

@@ -70,7 +70,6 @@ FURTHER_DIFFERENCES: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.5,
         },
     },
-    "OPTForCausalLM": {"ffn_dim": 96, "num_key_value_heads": 4, "pad_token_id": 1},
 }
 FURTHER_DIFFERENCES["Gemma3ForConditionalGeneration"] = FURTHER_DIFFERENCES["Gemma3ForCausalLM"]
 _VISION: dict[str, Any] = {
@@ -131,6 +130,6 @@ def _random(name: str, shape: torch.Size, norm: float) -> torch.Tensor:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     if name.endswith("norm.weight"):
         return norm + 0.3 * values
-    if name.endswith("bias") or "embed_tokens" in name or "embed_positions" in name:
+    if name.endswith("bias") or "embed_tokens" in name:
         return 0.5 * values
     return values / shape[-1] ** 0.5
