@@ -84,24 +84,18 @@ def engine_stats(
     engine: Engine, connector: TransferEngine, adapters: AdapterLoads, now: float, asked: int = 0
 ) -> EngineStats:
     scheduler, counters, transfers = engine.scheduler, engine.counters, connector.stats()
-    running_adapters, waiting_adapters = adapters.in_use()
     return EngineStats(
         load=engine.load(now),
         held_blocks=scheduler.kept.num_held,
         quarantined_blocks=scheduler.pool.quarantined,
-        cached_blocks=scheduler.pool.cached,
         steps=counters.steps,
         step_s=counters.step_s,
         prompt_tokens=counters.prompt_tokens,
         cached_prompt_tokens=counters.cached_prompt_tokens,
         generated_tokens=counters.generated_tokens,
         preemptions=scheduler.preemptions,
-        drafts=scheduler.speculation.drafts,
         draft_tokens=scheduler.speculation.draft_tokens,
         accepted_tokens=scheduler.speculation.accepted_tokens,
-        accepted_at=list(scheduler.speculation.accepted_at),
-        step_sizes=list(counters.step_sizes),
-        step_tokens=counters.step_tokens,
         fetches=transfers.fetches,
         fetch_failures=dict(
             Counter(transfers.failures) + Counter(Incompatible=adapters.mismatched_kv)
@@ -116,8 +110,6 @@ def engine_stats(
         leases_granted=transfers.leases_granted,
         leases_released=transfers.leases_released,
         leases_expired=transfers.leases_expired,
-        running_adapters=running_adapters,
-        waiting_adapters=waiting_adapters,
         asked=asked,
         kv_silent_s=transfers.silent_s,
     )

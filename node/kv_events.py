@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import zmq
 import zmq.asyncio
@@ -143,7 +143,6 @@ class KvEvents:
     """A publisher of KV events, with replays. Raises ConfigError if a socket cannot be opened."""
 
     def __init__(self, config: KvEventsConfig, block_size: int) -> None:
-        self.on_replay: Callable[[str], None] = lambda outcome: None
         self._log = EventLog(block_size, config.buffer_steps, maps=config.event_format == "map")
         self._malformed = Seldom()
         self._turn_s = 0.0
@@ -204,7 +203,6 @@ class KvEvents:
                 self._note_malformed()
                 await self._rest(began)
                 continue
-            self.on_replay("ok")
             for number, payload in self._log.since(int.from_bytes(frames[1], "big"), time.time()):
                 await self._replays.send_multipart(
                     (listener, b"", packed_number(number), payload), copy=False
@@ -214,7 +212,6 @@ class KvEvents:
             await self._rest(began)
 
     def _note_malformed(self) -> None:
-        self.on_replay("malformed")
         if times := self._malformed.times(time.monotonic()):
             log.warning(
                 "malformed asks for replays of KV events, times=%d since the last line", times

@@ -47,12 +47,8 @@ class RequestRecord:
     def submit(self) -> None:
         submits = self._request.submits
         if self._metrics is not None and submits:
-            self._metrics.count_submit(
-                len(submits[0].prompt_token_ids),
-                submits[0].params.max_tokens,
-                len(self._request.writer.choices),
-                fetches=submits[0].fetch is not None,
-            )
+            prompt, params = submits[0].prompt_token_ids, submits[0].params
+            self._metrics.count_submit(len(prompt), params.max_tokens)
 
     def update(self, update: RequestUpdate) -> None:
         self.last = update

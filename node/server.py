@@ -172,11 +172,9 @@ async def _load_and_watch(
         end()
         return
     node.metrics = NodeMetrics(
-        lambda: node.engine.stats, config, serving.info, serving.model_name, node.engine.pid
+        lambda: node.engine.stats, config.role, serving.info, serving.model_name, node.engine.pid
     )
     node.role.on_flip_end = node.metrics.count_flip
-    if node.kv_events is not None:
-        node.kv_events.on_replay = node.metrics.count_replay
     node.serving = serving
     on_ready()
     _log_ready(config, serving)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
@@ -30,7 +29,7 @@ from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.paged_engine.sharding import shard_config, shard_weights
 from kvrelay.paged_engine.speculation import Speculation
 from kvrelay.wire.config import EngineConfig
-from kvrelay.wire.engine_messages import STEP_TOKENS, Submit
+from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.step_costs import Pace, StepCosts
@@ -78,12 +77,6 @@ class Counters:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
-    step_sizes: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
-    step_tokens: int = 0
-
-    def count_step(self, tokens: int) -> None:
-        self.step_sizes[bisect_left(STEP_TOKENS, tokens)] += 1
-        self.step_tokens += tokens
 
 
 class AdapterNotLoaded(LookupError):
@@ -275,7 +268,6 @@ class Engine:
         if not chunks:
             return
         self._in_flight = _InFlight(self._runner.launch(chunks), chunks, now)
-        self.counters.count_step(sum([chunk.count for chunk in chunks]))
         for chunk in chunks:
             self._count(chunk)
             chunk.request.mark_launched(chunk.start, now)

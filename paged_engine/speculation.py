@@ -62,10 +62,6 @@ class Speculation:
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    accepted_at: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.accepted_at = [0] * self.tokens
 
     def proposals(self, request: Request, limit: int) -> tuple[int, ...]:
         """Return up to `limit` tokens that may follow the known ones."""
@@ -119,8 +115,6 @@ class Speculation:
             self.drafts += 1
             self.draft_tokens += len(proposals)
             self.accepted_tokens += agreed
-            for place in range(agreed):
-                self.accepted_at[place] += 1
             request.draft_tokens += len(proposals)
             request.accepted_tokens += agreed
             request.failed_drafts = 0 if agreed else request.failed_drafts + 1

@@ -29,7 +29,6 @@ __all__ = [
     "Renew",
     "RequestUpdate",
     "ResetPrefixCache",
-    "STEP_TOKENS",
     "Shutdown",
     "StepOutputs",
     "Submit",
@@ -37,9 +36,6 @@ __all__ = [
     "ToEngine",
     "UnloadAdapter",
 ]
-
-STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Upper bounds of the classes in which an engine counts its steps by their tokens."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -231,21 +227,14 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     load: Load
     held_blocks: int = 0
     quarantined_blocks: int = 0
-    cached_blocks: int = 0
     steps: int = 0
     step_s: float = 0.0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
-    drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    accepted_at: list[int] = []
-    """accepted_tokens by place in the proposal."""
-    step_sizes: list[int] = []
-    """Steps by class of STEP_TOKENS, and above."""
-    step_tokens: int = 0
     fetches: int = 0
     fetch_failures: dict[str, int] = {}
     fetch_retries: int = 0
@@ -258,12 +247,14 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     leases_granted: int = 0
     leases_released: int = 0
     leases_expired: int = 0
-    running_adapters: list[str] = []
-    waiting_adapters: list[str] = []
     asked: int = 0
     """Number of the newest AskStats that these answer."""
     kv_silent_s: float = 0.0
     """Seconds since the slowest thread of the KV link was seen at work."""
+
+    @property
+    def looked_up_tokens(self) -> int:
+        return self.prompt_tokens + self.cached_prompt_tokens
 
 
 class BlockText(msgspec.Struct, frozen=True, array_like=True):

@@ -70,6 +70,11 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Most running requests; 0: unknown."""
 
     @property
+    def kv_usage(self) -> float:
+        """Return the share of KV blocks in use, 0 to 1."""
+        return 1 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
+
+    @property
     def retry_after_s(self) -> int:
         """Return the seconds until waiting prompts are computed, 1 to 60."""
         return min(60, max(1, math.ceil(self.backlog_ms / 1e3)))

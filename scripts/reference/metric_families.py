@@ -18,7 +18,7 @@ from kvrelay.router.membership.kubernetes_pods import listed_gauge
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.workers.parent import WorkerMetrics
-from kvrelay.wire.config import EngineConfig, NodeConfig, Role, SpeculativeConfig
+from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import EngineReady, EngineStats
 from kvrelay.wire.outputs import Load
 
@@ -63,12 +63,8 @@ def _router_registries() -> list[CollectorRegistry]:
 
 
 def _node_registry() -> CollectorRegistry:
-    config = NodeConfig(
-        EngineConfig("model", enable_lora=True, speculative_config=SpeculativeConfig(1)),
-        Role.DECODE,
-    )  # with all that a node may have
     info = EngineReady("", "", "model", 1, 1, 16, 1, 1, [], "", 0, 0.0)
-    return NodeMetrics(lambda: EngineStats(Load()), config, info, "model", os.getpid).registry
+    return NodeMetrics(lambda: EngineStats(Load()), Role.DECODE, info, "model", os.getpid).registry
 
 
 def _facts(registry: CollectorRegistry, where: str) -> Iterator[MetricFact]:

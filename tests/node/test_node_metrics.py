@@ -9,8 +9,8 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.node.metrics import NodeMetrics
-from kvrelay.wire.config import EngineConfig, NodeConfig, Role, SpeculativeConfig
-from kvrelay.wire.engine_messages import STEP_TOKENS, EngineReady, EngineStats, Timing
+from kvrelay.wire.config import Role
+from kvrelay.wire.engine_messages import EngineReady, EngineStats, Timing
 from kvrelay.wire.outputs import Finish, Load
 
 INFO = EngineReady("e", "g", "tiny", 320, 1000, 16, 101, 64, [1], "", 0, 1.0)
@@ -18,8 +18,7 @@ P, D = Role.PREFILL, Role.DECODE
 
 
 def metrics(stats: Any = None, role: Role = D) -> NodeMetrics:
-    config = NodeConfig(EngineConfig("tiny", speculative_config=SpeculativeConfig(2)), role)
-    return NodeMetrics(stats or (lambda: EngineStats(Load())), config, INFO, "tiny", os.getpid)
+    return NodeMetrics(stats or (lambda: EngineStats(Load())), role, INFO, "tiny", os.getpid)
 
 
 def samples(ours: NodeMetrics) -> list[Any]:
@@ -28,10 +27,10 @@ def samples(ours: NodeMetrics) -> list[Any]:
 
 
 def values(ours: NodeMetrics) -> dict[str, float]:
-    """Sums over all labels but those that tell buckets, reasons and places apart."""
+    """Sums over all labels but those that tell buckets, reasons and causes apart."""
     found: dict[str, float] = {}
     for sample in samples(ours):
-        apart = (sample.labels.get(name) for name in ("le", "finished_reason", "position"))
+        apart = (sample.labels.get(name) for name in ("le", "finished_reason", "cause"))
         name = " ".join([sample.name, *filter(None, apart)])
         found[name] = found.get(name, 0.0) + sample.value
     return found
@@ -43,7 +42,7 @@ def by_role(ours: NodeMetrics, name: str) -> dict[str, float]:
 
 def test_a_request_that_fetched_its_kv() -> None:
     ours = metrics()
-    ours.count_submit(200, 12, 1, fetches=True)
+    ours.count_submit(200, 12)
     ours.observe_first_token(0.05)
     ours.observe_next_tokens(0.02)
     timing = Timing(
@@ -59,13 +58,9 @@ def test_a_request_that_fetched_its_kv() -> None:
         "vllm:request_prompt_tokens_sum": 200,
         "vllm:request_generation_tokens_sum": 11,
         "vllm:request_max_num_generation_tokens_sum": 12,
-        "vllm:external_prefix_cache_queries_total": 200,
-        "vllm:external_prefix_cache_hits_total": 192,
-        "vllm:nixl_bytes_transferred_sum": 192 * 64,
         "kvrelay_transfer_seconds_sum": 0.03,
         "vllm:time_to_first_token_seconds_sum": 0.05,
         "vllm:inter_token_latency_seconds_sum": 0.02,
-        "vllm:request_time_per_output_token_seconds_sum": 0.02,
         "vllm:request_success_total length": 1,
         "vllm:request_success_total stop": 0,
     }
@@ -73,23 +68,20 @@ def test_a_request_that_fetched_its_kv() -> None:
 
 
 def test_what_the_engine_reports() -> None:
-    sizes = [0] * (len(STEP_TOKENS) + 1)
-    sizes[0], sizes[2], sizes[-1] = 3, 4, 1
     load = Load(running=2, waiting=1, free_blocks=25, total_blocks=100)
-    stats = EngineStats(
-        load, step_sizes=sizes, step_tokens=99, accepted_at=[5, 2], accepted_tokens=7
+    stats = [EngineStats(load, prompt_tokens=7, cached_prompt_tokens=2)]
+    ours = metrics(lambda: stats[-1])
+    assert values(ours)["vllm:prefix_cache_queries_total"] == 9
+    stats.append(
+        EngineStats(load, prompt_tokens=9, cached_prompt_tokens=2, fetch_failures={"PeerLost": 2})
     )
-    found = values(metrics(lambda: stats))
+    found = values(ours)
     expected = {
         "vllm:num_requests_running": 2,
         "vllm:kv_cache_usage_perc": 0.75,
-        "vllm:gpu_cache_usage_perc": 0.75,
-        "vllm:iteration_tokens_total_bucket 1.0": 3,
-        "vllm:iteration_tokens_total_bucket 16.0": 7,
-        "vllm:iteration_tokens_total_count": 8,
-        "vllm:iteration_tokens_total_sum": 99,
-        "vllm:spec_decode_num_accepted_tokens_per_pos_total 0": 5,
-        "vllm:cache_config_info": 1,
+        "vllm:prompt_tokens_total": 9,
+        "kvrelay_fetches_failed_total PeerLost": 2,
+        "kvrelay_fetches_failed_total LeaseLost": 0,
     }
     assert {name: found[name] for name in expected} == expected
     assert found["process_resident_memory_bytes"] > 1e6
