@@ -98,13 +98,11 @@ class EngineProcess:
         ranks = join_as_rank_0(config.engine)
         self.engine = Engine(config.engine, ranks)
         self._costs = measure_steps(self.engine, config.engine)
-        events = config.told_events
         self._cache = CacheReporter(
             self.engine.scheduler.pool,
             self.engine.pool.block_size,
             self._send,
-            enabled=events is not None,
-            texts=events is not None and events.token_ids,
+            enabled=config.told_events is not None,
         )
         self.connector = self._open_connector(ranks)
         self._adapters = AdapterLoads(self.engine, self._send)

@@ -21,7 +21,7 @@ _CACHE_INTERVAL_S = 0.05
 
 
 class CacheReporter:
-    """A reporter of prefix cache changes, silent unless `enabled`; with `texts` also of tokens."""
+    """A reporter of prefix cache changes, silent unless `enabled`."""
 
     def __init__(
         self,
@@ -30,21 +30,18 @@ class CacheReporter:
         send: Callable[[CacheChanges], None],
         *,
         enabled: bool,
-        texts: bool = False,
     ) -> None:
         self._pool, self._block_size, self._send, self._enabled = pool, block_size, send, enabled
         self._due = 0.0
         if enabled:
-            pool.note_changes(texts=texts)
+            pool.note_changes()
 
     def poll(self, now: float, *, idle: bool) -> None:
         if self._pool.changed and (idle or now >= self._due):
             self._due = now + _CACHE_INTERVAL_S
             changes = self._pool.changes()
-            removed = list(changes.removed)
-            self._send(
-                CacheChanges(changes.stored, removed, changes.texts, cleared=changes.cleared)
-            )
+            stored, removed = list(changes.stored), list(changes.removed)
+            self._send(CacheChanges(stored, removed, cleared=changes.cleared))
 
     def prompt_blocks(self, request: Request) -> PromptBlocks | None:
         """Return the hashes by which a router finds this prompt in KV events."""

@@ -161,7 +161,7 @@ async def _load_and_watch(
     try:
         serving = await load_serving(config, node.engine, node.sandbox)
         if config.told_events is not None:
-            node.kv_events = KvEvents(config.told_events, serving.info.block_size)
+            node.kv_events = KvEvents(config.told_events)
             node.engine.on_cache_changes = node.kv_events.publish
     except Exception as why:
         ours = isinstance(why, KvrelayError)

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.wire.engine_messages import BlockText
 from kvrelay.wire.kv_events import BlockHash
 
 __all__ = ["BlockPool", "Changes", "KeptBlocks", "NULL_BLOCK"]
@@ -21,11 +20,10 @@ NULL_BLOCK = 0
 
 @dataclass(slots=True)
 class Changes:
-    """A record of hashes that became findable (with parents) or no longer are."""
+    """A record of hashes that became findable or no longer are."""
 
-    stored: dict[BlockHash, BlockHash | None] = field(default_factory=dict)
+    stored: set[BlockHash] = field(default_factory=set)
     removed: set[BlockHash] = field(default_factory=set)
-    texts: dict[BlockHash, BlockText] = field(default_factory=dict)
     cleared: bool = False
 
     def __bool__(self) -> bool:
@@ -44,7 +42,6 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._quarantined: set[int] = set()
         self._changes: Changes | None = None
-        self.notes_texts = False
 
     @property
     def total(self) -> int:
@@ -92,22 +89,14 @@ class BlockPool:
             self._forget(block)
         return taken
 
-    def publish(
-        self,
-        block: int,
-        block_hash: BlockHash,
-        parent: BlockHash | None = None,
-        text: BlockText | None = None,
-    ) -> None:
+    def publish(self, block: int, block_hash: BlockHash) -> None:
         """Make a full, used block findable. Of equal blocks the first wins."""
         if block_hash not in self._block_of and self._hash_of[block] is None:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
             if self._changes is not None:
-                self._changes.stored[block_hash] = parent
+                self._changes.stored.add(block_hash)
                 self._changes.removed.discard(block_hash)
-                if text is not None:
-                    self._changes.texts[block_hash] = text
 
     def reset(self) -> None:
         for block in self._block_of.values():
@@ -116,8 +105,8 @@ class BlockPool:
         if self._changes is not None:
             self._changes = Changes(cleared=True)
 
-    def note_changes(self, *, texts: bool = False) -> None:
-        self._changes, self.notes_texts = Changes(), texts
+    def note_changes(self) -> None:
+        self._changes = Changes()
 
     @property
     def changed(self) -> bool:
@@ -151,8 +140,7 @@ class BlockPool:
             del self._block_of[block_hash]
             self._hash_of[block] = None
             if self._changes is not None:
-                self._changes.stored.pop(block_hash, None)
-                self._changes.texts.pop(block_hash, None)
+                self._changes.stored.discard(block_hash)
                 self._changes.removed.add(block_hash)
 
 

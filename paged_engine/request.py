@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvrelay.paged_engine.guide import Guide
-from kvrelay.wire.engine_messages import BlockText, Submit, Timing
+from kvrelay.wire.engine_messages import Submit, Timing
 from kvrelay.wire.kv_events import BlockHash, extend, root_of
 from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.sampling import SamplingParams
@@ -149,11 +149,6 @@ class Request:
     def block_hashes(self, block_size: int) -> list[BlockHash]:
         extend(self.hashes, self.token_ids, block_size, self.root)
         return self.hashes
-
-    def block_text(self, index: int, block_size: int) -> BlockText:
-        tokens = self.token_ids[index * block_size : (index + 1) * block_size]
-        adapter = "" if self.adapter is None else self.adapter.facts.name
-        return BlockText(tokens, adapter, "" if index else self.salt)
 
     def mark_launched(self, start: int, now: float) -> None:
         handed_over = self.fetched_s is not None and self.fetch_error is None

@@ -383,12 +383,7 @@ class Scheduler:
         if self._prefix_cache and not request.unfindable and full > request.num_published:
             hashes = request.block_hashes(self._block_size)
             for index in range(request.num_published, full):
-                text = (
-                    request.block_text(index, self._block_size) if self.pool.notes_texts else None
-                )
-                self.pool.publish(
-                    request.blocks[index], hashes[index], hashes[index - 1] if index else None, text
-                )
+                self.pool.publish(request.blocks[index], hashes[index])
         request.num_published = max(request.num_published, full)
 
     def _blocks_for(self, tokens: int) -> int:

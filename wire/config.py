@@ -425,8 +425,9 @@ class NodeConfig(ServerConfig):
     for more.
     """
     kv_events_config: KvEventsConfig | None = None
-    """Tell listeners, without a key, which blocks the prefix cache holds: JSON with vLLM's names,
-    for example {"enable_kv_cache_events": true, "replay_endpoint": "tcp://127.0.0.1:5558"}.
+    """Tell routers, without a key, which blocks the prefix cache holds: JSON with vLLM's names, for
+    example {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint":
+    "tcp://*:5558"}.
     """
 
     def __post_init__(self) -> None:
@@ -460,9 +461,10 @@ class NodeConfig(ServerConfig):
 
     @property
     def told_events(self) -> KvEventsConfig | None:
-        """Return how others hear of its prefix cache, if they do."""
+        """Return how routers hear of its prefix cache, if they do."""
         told = self.kv_events_config
-        return told if told is not None and told.on and self.engine.enable_prefix_caching else None
+        on = told is not None and told.enable_kv_cache_events and self.engine.enable_prefix_caching
+        return told if on else None
 
     @property
     def url(self) -> str:

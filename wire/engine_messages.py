@@ -15,7 +15,6 @@ __all__ = [
     "AdapterLoaded",
     "AdapterRefused",
     "AskStats",
-    "BlockText",
     "CacheChanges",
     "EngineFailed",
     "EngineReady",
@@ -257,21 +256,11 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
         return self.prompt_tokens + self.cached_prompt_tokens
 
 
-class BlockText(msgspec.Struct, frozen=True, array_like=True):
-    """A block's tokens, adapter and salt."""
-
-    token_ids: list[int]
-    adapter: str = ""
-    salt: str = ""
-
-
 class CacheChanges(msgspec.Struct, frozen=True, tag=True):
     """A message with the block hashes that the prefix cache gained and lost."""
 
-    stored: dict[bytes, bytes | None]
+    stored: list[bytes]
     removed: list[bytes]
-    texts: dict[bytes, BlockText] = {}
-    """Texts of stored blocks, if the node tells token ids."""
     cleared: bool = False
     """All earlier blocks are gone."""
 

@@ -6,7 +6,6 @@ import pytest
 from invariants import check_pool
 
 from kvrelay.paged_engine.blocks import BlockPool
-from kvrelay.wire.engine_messages import BlockText
 from kvrelay.wire.kv_events import ROOT, chain, extend, root_of
 
 
@@ -104,21 +103,3 @@ def test_a_reset_pool_finds_nothing_and_gives_every_block_again():
     pool.release([first])
     assert sorted(pool.allocate(3) or []) == [1, 2, 3]
     check_pool(pool)
-
-
-def test_what_is_in_a_block_is_noted_until_it_is_forgotten_and_only_where_somebody_wants_it():
-    pool = BlockPool(3)
-    hashes, text = _hashes(2), BlockText([1, 2], "lora", "salt")
-    pool.note_changes(texts=True)
-    assert pool.notes_texts
-    blocks = pool.allocate(2) or []
-    for block, block_hash in zip(blocks, hashes, strict=True):
-        pool.publish(block, block_hash, None, text)
-    pool.release(blocks)
-    pool.allocate(1)
-    changes = pool.changes()
-    assert changes.texts.keys() == changes.stored.keys()
-    assert list(changes.texts.values()) == [text]
-    assert not pool.changes().texts
-    pool.note_changes()
-    assert not pool.notes_texts
