@@ -138,7 +138,6 @@ def test_the_command_line_takes_every_containers_arguments(overlay: str, configs
                 POD_IP,
                 pod.ports["kv-replay"],
             )
-            assert not config.told_events.token_ids, "nobody who listens reads prompts"
             assert pod.labels["kvrelay/role"] == config.role
 
 
