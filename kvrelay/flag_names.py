@@ -86,7 +86,7 @@ VLLM: dict[str, tuple[str, str]] = {
         "",
         "leave it out; an engine is always a process of its own",
     ),
-    "--enable-server-load-tracking": ("", "leave it out; /load always counts"),
+    "--enable-server-load-tracking": ("", "leave it out; GET /health counts requests"),
     "--enable-force-include-usage": ("", "leave it out; clients ask with stream_options"),
     "--enable-ssl-refresh": ("", "leave it out; certificates are always read again"),
     "--shutdown-timeout": ("--drain-deadline-s", "of `kvrelay router`"),

@@ -12,7 +12,6 @@ from kvrelay.node.http_edge import authorize, decode_body, read_body
 from kvrelay.node.lifecycle import Node
 from kvrelay.openai_api.json_body import json_response
 from kvrelay.openai_api.model_types import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
-from kvrelay.openai_api.routes import server_info
 from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import (
     AdapterRefused,
@@ -87,16 +86,6 @@ def _add_engine_routes(app: FastAPI, node: Node) -> None:
         await node.engine.fresh_stats(_RESET_DEADLINE_S)
         log.info("the prefix cache is reset")
         return json_response({"success": True})
-
-    @app.get("/server_info")
-    async def show_server_info(request: Request) -> Response:
-        await read_admin_body(node, request)
-        form = request.query_params.get("config_format", "text")
-        return json_response(server_info(node.config, form))
-
-    @app.get("/load")
-    async def load() -> Response:
-        return json_response({"server_load": node.engine.queue_depth()})
 
 
 def _add_adapter_routes(app: FastAPI, node: Node) -> None:

@@ -5,15 +5,11 @@ Chat and text completions have their own in router/app.py and node/app.py.
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.metadata
-import os
-import platform
 import time
 import uuid
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -33,6 +29,7 @@ from kvrelay.openai_api.dialects.responses import (
 from kvrelay.openai_api.json_body import json_response, off_loop
 from kvrelay.openai_api.model_types import TokenizeResponse
 from kvrelay.wire.errors import ErrorBody, RequestError
+from kvrelay.wire.versions import RELEASE
 
 __all__ = [
     "ANTHROPIC_PATH",
@@ -43,8 +40,6 @@ __all__ = [
     "body_excerpt",
     "error_shape",
     "key_of_headers",
-    "server_info",
-    "version",
 ]
 
 RESPONSES_PATH = "/v1/responses"
@@ -54,9 +49,6 @@ GUARDED = ("/v1", "/tokenize", "/detokenize", "/inference")
 
 _EXCERPT_BYTES = 2000
 _MAX_PAGE = 100  # items of a list, in the OpenAI API
-_ENV_PREFIXES = ("KVRELAY_", "VLLM_")
-_SECRET_WORDS = ("KEY", "SECRET", "TOKEN")
-_PACKAGES = ("kvrelay", "torch", "triton", "transformers", "fastapi", "uvicorn")
 
 
 class Server(Protocol):
@@ -115,10 +107,6 @@ def body_excerpt(body: bytes) -> str:
     return repr(body[:_EXCERPT_BYTES].decode("utf-8", "replace"))
 
 
-def version() -> str:
-    return _version("kvrelay") or "unknown"
-
-
 def add_routes(
     app: FastAPI, server: Server, responses: ResponseStore | None = None, *, root_path: str = ""
 ) -> None:
@@ -142,7 +130,7 @@ def add_routes(
 
     @app.get("/version", response_model=None)
     async def get_version() -> Response:
-        return json_response({"version": version()})
+        return json_response({"version": RELEASE})
 
     @app.api_route("/ping", methods=["GET", "POST"], response_model=None)
     async def ping() -> Response:
@@ -221,51 +209,8 @@ def _add_docs(app: FastAPI, server: Server, root_path: str) -> None:
         # Imported here, because a router starts 10 ms faster without it.
         from kvrelay.openai_api.openapi import document
 
-        return json_response(document(app.title, version(), server.served(), root_path))
+        return json_response(document(app.title, RELEASE, server.served(), root_path))
 
     @app.get("/docs", response_model=None)
     async def docs() -> Response:
         return get_swagger_ui_html(openapi_url="openapi.json", title=app.title)
-
-
-def server_info(config: Any, config_format: str) -> dict[str, Any]:
-    """Return the answer of GET /server_info, with vLLM's names. Raises RequestError.
-
-    Fields without a repr are secrets and left out.
-    """
-    if config_format not in ("text", "json"):
-        raise RequestError(
-            f"config_format must be text or json, got {config_format[:40]!r}",
-            param="config_format",
-        )
-    return {
-        "vllm_config": str(config) if config_format == "text" else _builtins(config),
-        "vllm_env": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(_ENV_PREFIXES) and not any(word in name for word in _SECRET_WORDS)
-        },
-        "system_env": {
-            "os": platform.platform(),
-            "libc_version": "-".join(platform.libc_ver()),
-            "python_version": platform.python_version(),
-            "cpu_count": os.cpu_count(),
-            **{f"{name}_version": _version(name) for name in _PACKAGES},
-        },
-    }
-
-
-def _builtins(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        fields = [each.name for each in dataclasses.fields(value) if each.repr]
-        return {name: _builtins(getattr(value, name)) for name in fields}
-    if isinstance(value, tuple):
-        return [_builtins(item) for item in value]
-    return msgspec.to_builtins(value)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from prometheus_client.registry import Collector
 
-from kvrelay.openai_api.routes import version
+from kvrelay.wire.versions import RELEASE
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.pool import Pool
@@ -107,7 +107,7 @@ def snapshot_of(
             counts.setdefault(what, Counter()).update(by_label)
     return Snapshot(
         now=now,
-        version=version(),
+        version=RELEASE,
         health=health,
         models=models,
         wanted=wanted,

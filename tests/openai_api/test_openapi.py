@@ -23,7 +23,7 @@ from kvrelay.wire.router_config import RouterConfig
 
 NOT_FOR_CLIENTS = (
     *("/kv/", "/admin/", "/drain", "/undrain", "/console"),
-    *("/reset_prefix_cache", "/server_info", "/load"),
+    "/reset_prefix_cache",
 )
 """What the cluster itself asks, and who runs it; the document is of what clients may."""
 

@@ -158,7 +158,5 @@ def of_node(held: str) -> list[Example]:
         ),
         Example("POST", "/kv/renew", "node", {"request_ids": [held, "b"]}),
         *_posts("node", "/reset_prefix_cache", "/drain", "/undrain"),
-        *_gets("node", "/server_info?config_format=json"),
-        *_gets("", "/load"),
         Example("POST", "/kv/legs", "node", None, (("x-kvrelay-legs", "2"),)),
     ]
