@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Callable, Collection
 
-from kvrelay.paged_engine.adapters import slots_in_use
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.engine_messages import (
@@ -52,16 +51,6 @@ class AdapterLoads:
     @property
     def loaded(self) -> list[AdapterFacts]:
         return [] if self._engine.adapters is None else self._engine.adapters.loaded
-
-    def in_use(self) -> tuple[list[str], list[str]]:
-        if self._engine.adapters is None:
-            return [], []
-        found = [self._engine.adapters.named(facts.name) for facts in self.loaded]
-        running, waiting = (
-            sorted(each.facts.name for each in found if each is not None and each.slot in slots)
-            for slots in slots_in_use(self._engine.scheduler.live)
-        )
-        return running, waiting
 
     def mismatch(self, request: Request) -> str | None:
         fetch, (name, digest) = request.fetch, adapter_of(request)

@@ -18,7 +18,7 @@ from kvrelay.paged_engine.lora_files import Adapter, Matrices, read_adapter
 from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.model_tensors import weight_shapes
 from kvrelay.paged_engine.ranks import Ranks
-from kvrelay.paged_engine.request import Request, State
+from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.sharding import shard_weights
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.engine_messages import AdapterFacts
@@ -32,7 +32,6 @@ __all__ = [
     "Site",
     "num_slots",
     "read_given",
-    "slots_in_use",
 ]
 
 
@@ -255,16 +254,7 @@ class Adapters:
     def free_unused(self, live: Iterable[Request]) -> None:
         """Free slots of retired adapters that no request uses."""
         if self._ending:
-            freed = self._ending.difference(*slots_in_use(live))
+            used = {each.adapter.slot for each in live if each.adapter is not None}
+            freed = self._ending - used
             self._ending -= freed
             self._free += freed
-
-
-def slots_in_use(requests: Iterable[Request]) -> tuple[set[int], set[int]]:
-    """Return the slots of running or fetching requests, and those of waiting ones."""
-    running: set[int] = set()
-    waiting: set[int] = set()
-    for request in requests:
-        if request.adapter is not None:
-            (waiting if request.state is State.WAITING else running).add(request.adapter.slot)
-    return running, waiting

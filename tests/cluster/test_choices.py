@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import complete, counted, running, tiny_body, tiny_model
+from real_cluster import Cluster, complete, counted, running, tiny_body, tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_lost")]
 
