@@ -133,7 +133,7 @@ _decoder = msgspec.msgpack.Decoder(EventBatch)
 
 
 def read_batch(payload: bytes) -> EventBatch:
-    """Raises NodeFailed."""
+    """Read a batch. Raises NodeFailed."""
     try:
         return _decoder.decode(payload)
     except MALFORMED as why:
