@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from prometheus_client.registry import Collector
 
-from kvrelay.wire.versions import RELEASE
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.pool import Pool
@@ -30,6 +29,7 @@ from kvrelay.router.state import (
     node_statuses,
 )
 from kvrelay.router.timeline import EndedRequest
+from kvrelay.wire.versions import RELEASE
 
 __all__ = ["KEPT_REQUESTS", "ConsoleState", "Edge", "Snapshot", "WorkerRow", "snapshot_of"]
 
