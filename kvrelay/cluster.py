@@ -7,7 +7,6 @@ import secrets
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +14,13 @@ import aiohttp
 from rich.console import Console
 from rich.text import Text
 
-from kvrelay.chat import Endpoint, open_session, proof
+from kvrelay.chat import answer, first_model, http_session
 from kvrelay.cluster_plan import (
     ClusterConfig,
     plan,
     reachable,
     waves,
 )
-from kvrelay.drawn_keys import Kind, drawn_key
 from kvrelay.machine import this_machine
 from kvrelay.node.process import private_folder
 from kvrelay.supervisor import Child, ChildSpec, Supervisor
@@ -30,6 +28,7 @@ from kvrelay.supervisor import Child, ChildSpec, Supervisor
 __all__ = ["up"]
 
 _HEALTH_DEADLINE_S = 2.0
+_PROOF = "In one or two sentences: what is a key-value cache?"
 
 
 def up(config: ClusterConfig, planned: Callable[..., list[ChildSpec]] = plan) -> int:
@@ -39,27 +38,21 @@ def up(config: ClusterConfig, planned: Callable[..., list[ChildSpec]] = plan) ->
     """
     machine, console = this_machine(config), Console(highlight=False, soft_wrap=True)
     log_dir, router = _log_dir(config), config.router
-
-    def drawn(kind: Kind, given: str) -> AbstractContextManager[str]:
-        return nullcontext("") if given else drawn_key(kind, machine.ports[0])
-
+    drawn = "" if router.admin_key else secrets.token_urlsafe(24)
     # They are drawn here: a process that is started again keeps them.
-    with drawn("admin", router.admin_key) as admin, drawn("nodes", router.node_api_key) as nodes:
-        router = replace(
-            router,
-            port=machine.ports[0],
-            admin_key=router.admin_key or admin,
-            node_api_key=router.node_api_key or nodes or secrets.token_urlsafe(24),
-        )
-        config = replace(config, router=router)
-        specs = planned(config, machine, log_dir)
-        console.print(
-            f"starting {config.prefill} prefill, {config.decode} decode and a router; logs in "
-            f"{log_dir}"
-        )
-        # The router comes last, so that it need not warn of nodes that still load.
-        steps = [*waves(specs[:-1], machine), specs[-1:]]
-        return asyncio.run(_run(config, steps, admin, console))
+    router = replace(
+        router,
+        port=machine.ports[0],
+        admin_key=router.admin_key or drawn,
+        node_api_key=router.node_api_key or secrets.token_urlsafe(24),
+    )
+    config = replace(config, router=router)
+    specs = planned(config, machine, log_dir)
+    console.print(
+        f"starting {config.prefill} prefill, {config.decode} decode and a router; logs in {log_dir}"
+    )
+    # The router comes last, so that it need not warn of nodes that still load.
+    return asyncio.run(_run(config, [*waves(specs[:-1], machine), specs[-1:]], drawn, console))
 
 
 async def _run(
@@ -75,7 +68,7 @@ async def _run(
     def say(line: str) -> None:
         console.print(Text(line))
 
-    async with open_session(verify=False) as session:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=False)) as session:
 
         async def healthy(url: str) -> bool:
             return await _answers(session, url)
@@ -107,11 +100,13 @@ async def _serve(
 ) -> None:
     for step in steps:
         await _all_ready(console, [supervisor.start(spec) for spec in step])
-    endpoint = Endpoint(reachable(config.router), config.router.api_key)
-    async with open_session(verify=False) as session:
-        _invite(console, endpoint, await endpoint.model(session), drawn)
+    url, key = reachable(config.router), config.router.api_key
+    async with http_session(url, key, verify=False) as http:
+        model = await first_model(http)
+        _invite(console, url, model, drawn, has_key=bool(key))
         if config.demo or config.demo_exit:
-            await proof(session, endpoint, console)
+            console.print(f"[bold]>[/] {_PROOF}")
+            await answer(http, model, [{"role": "user", "content": _PROOF}])
     if not config.demo_exit:
         console.print("Ctrl-C stops everything.")
         await asyncio.Event().wait()
@@ -138,19 +133,17 @@ async def _all_ready(console: Console, children: Sequence[Child]) -> None:
                 task.cancel()
 
 
-def _invite(console: Console, endpoint: Endpoint, model: str, drawn: str) -> None:
-    watch = f"{endpoint.url}/console" + (f"#key={drawn}" if drawn and console.is_terminal else "")
-    key = "  -H 'Authorization: Bearer YOUR_KEY' \\\n" if endpoint.api_key else ""
-    body = (
-        f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": '
-        f'"Hello!"}}]}}'
+def _invite(console: Console, url: str, model: str, drawn: str, *, has_key: bool) -> None:
+    watch = f"{url}/console" + (f"#key={drawn}" if drawn and console.is_terminal else "")
+    key = "  -H 'Authorization: Bearer YOUR_KEY' \\\n" if has_key else ""
+    body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    console.print(
+        Text(
+            f"\nkvrelay is ready: {url}/v1 (model {model})\nwatch it, chat with it: {watch}\n\n"
+            f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+            f"{key}  -d '{body}'\n"
+        )
     )
-    lines = (
-        f"\nkvrelay is ready: {endpoint.url}/v1 (model {model})\nwatch it, chat with it: "
-        f"{watch}\n\ncurl -N {endpoint.url}/v1/chat/completions -H 'content-type: "
-        f"application/json' \\\n{key}  -d '{body}'\n"
-    )
-    console.print(Text(lines))
 
 
 async def _answers(session: aiohttp.ClientSession, url: str) -> bool:

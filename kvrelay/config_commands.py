@@ -12,7 +12,6 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -38,14 +37,7 @@ from kvrelay.wire.config import NodeConfig, RanksConfig, Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.router_config import RouterConfig
 
-__all__ = [
-    "EXPLAINED",
-    "MODEL_ARGUMENT",
-    "SERVING",
-    "add_config_commands",
-    "given_settings",
-    "with_model",
-]
+__all__ = ["add_config_commands"]
 
 _WithEngine = TypeVar("_WithEngine", NodeConfig, RanksConfig, ClusterConfig)
 _TEXT_METAVARS = {
@@ -56,10 +48,7 @@ _TEXT_METAVARS = {
 }
 _METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
 
-SERVING = ("up", "serve", "prefill", "decode", "router", "rank")
-MODEL_ARGUMENT = "model_argument"
-EXPLAINED: dict[str, tuple[type, dict[str, Setting]]] = {}
-"""The config type and settings of each command that serves, for `kvrelay config`."""
+_MODEL_ARGUMENT = "model_argument"
 
 
 def _serve_node(role: Role, values: dict[str, object]) -> int:
@@ -79,8 +68,6 @@ def _serve_node(role: Role, values: dict[str, object]) -> int:
 
 def _serve_router(values: dict[str, object], again: Callable[[], dict[str, object]] | None) -> int:
     config = _router_config(values)
-    from kvrelay.drawn_keys import drawn_key
-
     port = _check_router(config)
     log_to_stderr("router", config.log_format)
     raise_file_limit()
@@ -88,16 +75,13 @@ def _serve_router(values: dict[str, object], again: Callable[[], dict[str, objec
         from kvrelay.workers import run_workers as run_router
     else:
         from kvrelay.router.server import run as run_router
-    with nullcontext("") if config.admin_key else drawn_key("admin", port) as drawn:
 
-        def settled(read: RouterConfig) -> RouterConfig:
-            return dataclasses.replace(
-                read, port=read.port or port, admin_key=read.admin_key or drawn
-            )
+    def settled(read: RouterConfig) -> RouterConfig:
+        return dataclasses.replace(read, port=read.port or port)
 
-        return run_router(
-            settled(config), None if again is None else lambda: settled(_router_config(again()))
-        )
+    return run_router(
+        settled(config), None if again is None else lambda: settled(_router_config(again()))
+    )
 
 
 def _check_router(config: RouterConfig) -> int:
@@ -178,14 +162,9 @@ def _run_profile(values: dict[str, object]) -> int:
     return run(config, out, seconds, Console(highlight=False, soft_wrap=True))
 
 
-def with_model(values: dict[str, object]) -> dict[str, object]:
-    """Return the values with the embedded model where none is named. Raises ConfigError."""
-    return values if values.get("model") else values | {"model": str(embedded_model())}
-
-
 def _for_engine(values: dict[str, object]) -> dict[str, object]:
     check_node_extra()  # before anything that needs it is imported
-    return with_model(values)
+    return values if values.get("model") else values | {"model": str(embedded_model())}
 
 
 def _with_model_here(config: _WithEngine) -> _WithEngine:
@@ -211,14 +190,12 @@ def _add(
     # join the others. `reloads`: `run` is also given how to read its settings again, None without a
     # config file.
     known = settings_of(config, skip)
-    if name in SERVING:
-        EXPLAINED[name] = config, known
     own_names = {parameter.name for parameter in own}
 
     def command(**given: Any) -> int:
         mine = {name: given.pop(name) for name in own_names}
         file = given.pop("config")
-        flags = given_settings(given)
+        flags = _given_settings(given)
 
         def read() -> dict[str, object]:
             return merge(known, flags, file) | mine
@@ -241,12 +218,8 @@ def _add(
     app.command(name, cls=GroupedCommand)(command)
 
 
-def given_settings(typed: dict[str, Any]) -> dict[str, object]:
-    """Return the settings that flags, variables and the model argument set; None for the others.
-
-    Raises ConfigError if two models are named.
-    """
-    if (model := typed.pop(MODEL_ARGUMENT, None)) is not None:
+def _given_settings(typed: dict[str, Any]) -> dict[str, object]:
+    if (model := typed.pop(_MODEL_ARGUMENT, None)) is not None:
         if typed["model"] not in (None, model):
             raise ConfigError(
                 f"two models are named, {model} and --model {typed['model']}; leave one of them "
@@ -306,7 +279,7 @@ def _shown(setting: Setting) -> str | bool:
 
 
 _MODEL = _argument(
-    MODEL_ARGUMENT, str | None, None, metavar="MODEL", help="The same as --model, as in vLLM."
+    _MODEL_ARGUMENT, str | None, None, metavar="MODEL", help="The same as --model, as in vLLM."
 )
 # Each node needs its own; and all their ranks run on this machine.
 _CLUSTER_SKIP = ("kv_port", "tensor_parallel_address", "tensor_parallel_size_local")

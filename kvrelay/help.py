@@ -11,8 +11,8 @@ __all__ = ["ALL", "COMMON", "GROUPS", "GroupedCommand", "GroupedCommands"]
 ALL = "--help-all"
 GROUPS = {
     "Serve": ("up", "serve", "prefill", "decode", "router", "rank"),
-    "Prepare": ("config", "key", "prefetch", "compose", "version"),
-    "Watch and steer": ("chat", "doctor", "drain", "role"),
+    "Prepare": ("key", "prefetch", "compose"),
+    "Watch and steer": ("chat", "drain", "role"),
     "Measure and plan": ("bench", "profile", "plan", "replay"),
 }
 """Every command, as `kvrelay --help` lists them."""

@@ -35,7 +35,6 @@ __all__ = [
     "build",
     "convert",
     "flags_of",
-    "lines_in",
     "merge",
     "nearest",
     "read_file",
@@ -252,13 +251,6 @@ def read_file(path: str, known: Mapping[str, Setting]) -> dict[str, object]:
             f"config file {path} must hold `key: value` lines, got a {type(content).__name__}"
         )
     return _mapping(content, known, path)
-
-
-def lines_in(path: str) -> dict[str, int]:
-    """Return the line on which each key of a YAML file stands."""
-    node = yaml.compose(Path(path).read_text(encoding="utf-8"))
-    pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    return {str(key.value).replace("-", "_"): key.start_mark.line + 1 for key, _ in pairs}
 
 
 def _mapping(

@@ -34,9 +34,9 @@ Taken = Mapping[str, Mapping[str, Parameter]]
 def setting_pieces() -> dict[str, str]:
     """Return a table for each config type, and one of names that are not ours."""
     taken = {each.name: {one.name: one for one in each.parameters} for each in commands()}
-    others = ([code(theirs), code(ours), note] for theirs, (ours, note) in VLLM.items())
+    others = ([code(theirs), answer] for theirs, answer in VLLM.items())
     return {name: _settings(config, taken) for name, config in CONFIGS.items()} | {
-        "vllm-flags": table(["vLLM", "kvrelay", ""], others)
+        "vllm-flags": table(["vLLM", "kvrelay"], others)
     }
 
 
