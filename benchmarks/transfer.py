@@ -14,14 +14,34 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
+import os
 import random
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
 
-from kvrelay.profiling.transfer_times import Pair, open_pair
-from kvrelay.wire.errors import TransferError
+import msgspec
+import torch
+
+from kvrelay.kernels.pool_memory import zeros
+from kvrelay.kv_transfer.connector import (
+    Completion,
+    Fetched,
+    FetchFailed,
+    PoolRegion,
+    Released,
+)
+from kvrelay.kv_transfer.transfer_engine import TransferEngine, open_connector
+from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.errors import ConfigError, KvrelayError, TransferError
+from kvrelay.wire.transfer import Fingerprint, Ticket
+from kvrelay.wire.versions import HANDOVER
 
 WARM_UPS = 2
 # A row has at least 7 transfers and goes on for a while, up to 21; if they are slow, it has fewer.
@@ -30,6 +50,170 @@ FEWEST, MOST, MORE_S, ROW_S = 7, 21, 0.3, 10.0
 # takes longer than that.
 CHUNKS, SPACING = 4, 5.0
 MIB = 1 << 20
+LEAD_S = 0.01
+# Both ends may be in the same memory.
+POOL_SHARE = 0.3
+# Llama-3.1-8B: 32 layers of 8 heads of 128 elements of 2 bytes, keys and values.
+TOKEN_BYTES = 131_072
+# The start of a process, and a transfer beyond the time at 100 MB/s.
+START_S, FETCH_S, FLOOR_BYTES_S = 60.0, 12.0, 100e6
+
+
+class End:
+    """One end of hand-overs, in a process of its own: a pool, and a connector over it."""
+
+    def __init__(
+        self, name: str, device: str, kind: str, pool_bytes: int, block_bytes: int, checksums: float
+    ) -> None:
+        on = torch.device(device)
+        if on.type == "cuda":
+            if (on.index or 0) >= torch.cuda.device_count():
+                raise ConfigError(f"no device {device}")
+            torch.cuda.set_device(on)
+            free = int(torch.cuda.mem_get_info(on)[0])
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.num_blocks = int(min(pool_bytes, free * POOL_SHARE)) // block_bytes
+        self._pool = zeros(self.num_blocks * block_bytes, on)
+        self._woken = threading.Event()
+        self._block_size = max(1, block_bytes // TOKEN_BYTES)
+        fingerprint = Fingerprint(
+            HANDOVER.newest, "measured", "bfloat16", self._block_size,
+            kv_heads=8, head_dim=128, layers=32, window=0, tp_size=1,
+        )  # fmt: skip
+        region = PoolRegion(self._pool.data_ptr(), self.num_blocks, block_bytes, device)
+        config = msgspec.convert({"kv_connector": kind, "kv_checksums": checksums}, TransferConfig)
+        self.connector: TransferEngine = open_connector(
+            name, fingerprint, region, config, self._woken.set
+        )
+
+    def offer(self, name: str, blocks: list[int], growing: bool) -> Any:
+        """Lease blocks, none readable yet if `growing`; return the ticket."""
+        tokens = len(blocks) * self._block_size
+        return msgspec.to_builtins(
+            self.connector.offer(name, blocks, tokens, 0 if growing else None)
+        )
+
+    def announce(self, name: str, ready: Sequence[int], spacing_s: float) -> None:
+        """Announce the blocks of a growing offer, one chunk after the other."""
+        time.sleep(LEAD_S)
+        for blocks in ready:
+            time.sleep(spacing_s)
+            if blocks < ready[-1]:
+                self.connector.grow(name, blocks)
+        self.connector.complete(name, Completion([1]))
+
+    def released(self) -> None:
+        """Wait until the lease has ended. Raises TransferError if it has run out."""
+        event = self._event(FETCH_S)
+        if not isinstance(event, Released) or event.expired:
+            raise TransferError(f"the source lost a lease during the transfer: {event}")
+
+    def take(self, name: str, ticket: Any, blocks: list[int], within_s: float) -> tuple[float, int]:
+        """Fetch a watched ticket; return the exposed seconds, and how many blocks were checked."""
+        claim = msgspec.convert(ticket, Ticket)
+        self.connector.watch(name, claim)
+        time.sleep(LEAD_S)
+        before = self.connector.stats().checked_blocks
+        self.connector.fetch(name, claim.remote_block_ids[0], blocks)
+        event = self._event(within_s)
+        if not isinstance(event, Fetched):
+            raise TransferError(event.reason if isinstance(event, FetchFailed) else f"{event}")
+        return event.exposed_s, self.connector.stats().checked_blocks - before
+
+    def _event(self, within_s: float) -> Any:
+        until = time.monotonic() + within_s
+        while not (got := self.connector.events()):
+            if not self._woken.wait(max(0.0, until - time.monotonic())):
+                raise TransferError(f"no event within {within_s:.0f} s")
+            self._woken.clear()
+        return got[0]
+
+
+def serve(pipe: Connection, *arguments: Any) -> None:
+    """Answer the parent's calls of an End until it hangs up."""
+    try:
+        end = End(*arguments)
+    except KvrelayError as why:
+        pipe.send((None, why.message))
+        return
+    pipe.send((end.num_blocks, ""))
+    try:
+        while True:
+            method, *given = pipe.recv()
+            try:
+                pipe.send((getattr(end, method)(*given), ""))
+            except KvrelayError as why:
+                pipe.send((None, why.message))
+    except EOFError:
+        end.connector.close()
+
+
+class Pair:
+    """A source and a reader."""
+
+    def __init__(self, pipes: Sequence[Connection], block_bytes: int) -> None:
+        self._source, self._reader = pipes
+        self._block_bytes, self._count = block_bytes, 0
+        self.num_blocks = [heard(pipe, START_S) for pipe in pipes]
+
+    def hand_over(
+        self, remote: list[int], local: list[int], chunks: int, spacing_s: float
+    ) -> tuple[float, int]:
+        """Hand blocks over, with a ticket that grows in `chunks` if there are several.
+
+        Returns the seconds that were exposed, and how many blocks were checked.
+        """
+        self._count += 1
+        name, source = f"transfer-{self._count}", self._source
+        within_s = FETCH_S + len(local) * self._block_bytes / FLOOR_BYTES_S + chunks * spacing_s
+        source.send(("offer", name, remote, chunks > 1))
+        self._reader.send(("take", name, heard(source, FETCH_S), local, within_s))
+        if chunks > 1:
+            ready = [len(local) * (chunk + 1) // chunks for chunk in range(chunks)]
+            source.send(("announce", name, ready, spacing_s))
+            heard(source, within_s)
+        exposed: tuple[float, int] = heard(self._reader, within_s + FETCH_S)
+        source.send(("released",))
+        heard(source, 2 * FETCH_S)
+        return exposed
+
+
+def heard(pipe: Connection, within_s: float) -> Any:
+    """Return an end's answer. Raises TransferError."""
+    try:
+        if not pipe.poll(within_s):
+            raise TransferError(f"an end gave no answer within {within_s:.0f} s")
+        answer, error = pipe.recv()
+    except EOFError as why:
+        raise TransferError("an end has ended") from why
+    if error:
+        raise TransferError(error)
+    return answer
+
+
+@contextmanager
+def open_pair(
+    kind: str, devices: Sequence[str], pool_bytes: int, block_bytes: int, checksums: float
+) -> Iterator[Pair]:
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    try:
+        for name, device in zip(("source", "reader"), devices, strict=True):
+            ours, its = context.Pipe()
+            pipes.append(ours)
+            arguments = (its, name, device, kind, pool_bytes, block_bytes, checksums)
+            processes.append(context.Process(target=serve, args=arguments))
+            processes[-1].start()
+            its.close()
+        yield Pair(pipes, block_bytes)
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        for process in processes:
+            process.join(FETCH_S)
+            process.kill()
+            process.join()
 
 
 def run(
@@ -40,9 +224,7 @@ def run(
     Raises TransferError.
     """
     rows, median_s = 0, 0.0
-    until = time.monotonic() + 60.0 + 2 * ROW_S * len(sizes)
-    with open_pair(devices, 2 * max(sizes), block_bytes, until) as pair:
-        pair.open(connector, block_bytes, checksums)
+    with open_pair(connector, devices, 2 * max(sizes), block_bytes, checksums) as pair:
         for size, chunks in [*((size, 1) for size in sizes), (max(sizes), CHUNKS)]:
             blocks = size // block_bytes
             if not chunks <= blocks < min(pair.num_blocks):

@@ -1,16 +1,13 @@
-"""Which sizes of steps to measure for a rate card, coarse ones first, so that one may stop
-anywhere.
+"""Which steps to measure for a rate card, coarse ones first, so that one may stop anywhere.
 
 Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-__all__ = ["Limits", "Unit", "mixed_sizes", "sizes_of_transfers", "units"]
+__all__ = ["Limits", "Step", "plan"]
 
 _FEWEST_TOKENS = 16
 _FEWEST_CONTEXT = 32
@@ -23,8 +20,9 @@ a tile more: on an H200 64, 72 and 128 requests of 640 tokens take 5.5, 6.4 and 
 _LEAP = 8
 _MIXED_CONTEXT = 1_024
 _MIXED_PARTS = (128, 16, 4)  # of a step's tokens; and all of them
-_LONGEST_TRANSFER = 32_768
-_TRANSFER_STEP = 4
+
+Step = tuple[int, int, int]
+"""Requests that decode, tokens of KV of each (or before the chunk), tokens of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,38 +40,24 @@ class Limits:
     """Tokens by which contexts grow while a decode is measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A set of points measured together; every card has level 0, higher levels refine it."""
-
-    level: int
-    kind: Literal["prefill", "decode"]
-    points: tuple[tuple[int, int], ...]
-    """(tokens, context) of a prefill, (requests, context of each) of a decode."""
-
-
-def units(limits: Limits) -> list[Unit]:
-    prefill = [
-        Unit(level, "prefill", tuple((tokens, context) for tokens in those))
-        for level, context, those in _refined(_prefill_lines(limits))
-    ]
-    decode = [
-        Unit(level, "decode", tuple((requests, context) for context in those))
-        for level, requests, those in _refined(_decode_lines(limits))
-    ]
-    return sorted([*prefill, *decode], key=lambda unit: unit.level)
+def plan(limits: Limits) -> list[tuple[int, list[Step]]]:
+    """Return steps to measure together, by level: each card has level 0, higher ones refine it."""
+    found = [(1, [step]) for step in _mixed(limits)]
+    for lines in (_prefill(limits), _decode(limits)):
+        for at, line in enumerate(lines):
+            level = _level(at, lines)
+            found.append((level, list(dict.fromkeys((line[0], line[-1])))))
+            found += [(level + _level(of, line), [line[of]]) for of in range(1, len(line) - 1)]
+    return sorted(found, key=lambda each: each[0])
 
 
-def sizes_of_transfers(block_size: int, longest: int, most_blocks: int) -> list[int]:
-    most = max(1, min(-(-min(longest, _LONGEST_TRANSFER) // block_size), most_blocks))
-    sizes = [1]
-    while sizes[-1] * _TRANSFER_STEP < most:
-        sizes.append(sizes[-1] * _TRANSFER_STEP)
-    return sorted({*sizes, most})
+def _level(at: int, values: list[list[Step]] | list[Step]) -> int:
+    # Both ends, then the middle, then the middles of both halves ...
+    last = len(values) - 1
+    return 0 if at in (0, last) else max(1, last.bit_length() - (at & -at).bit_length())
 
 
-def mixed_sizes(limits: Limits) -> list[tuple[int, int, int]]:
-    """Return (requests, context of each, tokens of a prompt beside them) to measure."""
+def _mixed(limits: Limits) -> list[Step]:
     found = []
     for requests in sorted({max(1, limits.max_num_seqs // 16), max(1, limits.max_num_seqs // 2)}):
         most = min(limits.step_tokens, limits.max_model_len - 1, limits.kv_tokens // 4)
@@ -89,34 +73,31 @@ def mixed_sizes(limits: Limits) -> list[tuple[int, int, int]]:
     return found
 
 
-def _prefill_lines(limits: Limits) -> dict[int, list[int]]:
+def _prefill(limits: Limits) -> list[list[Step]]:
     blocks = (limits.kv_tokens // limits.block_size) // limits.prompts_at_once
     room = max(1, min(limits.max_model_len - 1, blocks * limits.block_size - 1))
     top = room - min(limits.step_tokens, room // 2)
     top -= top % limits.block_size
-    contexts = sorted({0, top, *(each for each in _CONTEXTS if each < top)})
-    return {
-        context: _doubling(_FEWEST_TOKENS, min(limits.step_tokens, room - context))
-        for context in contexts
-    }
+    return [
+        [
+            (0, context, tokens)
+            for tokens in _doubling(_FEWEST_TOKENS, min(limits.step_tokens, room - context))
+        ]
+        for context in sorted({0, top, *(each for each in _CONTEXTS if each < top)})
+    ]
 
 
-def _decode_lines(limits: Limits) -> dict[int, list[int]]:
-    lines: dict[int, list[int]] = {}
+def _decode(limits: Limits) -> list[list[Step]]:
+    lines: list[list[Step]] = []
     blocks = limits.kv_tokens // limits.block_size
     sizes = _doubling(1, limits.max_num_seqs)
-    behind_leaps = [
-        size + _LEAP for size in sizes if size >= _TILES and size + _LEAP < limits.max_num_seqs
-    ]
-    for requests in sorted({*sizes, *behind_leaps}):
-        longest = (
-            min(blocks // requests * limits.block_size, limits.max_model_len)
-            - limits.decode_steps
-            - 1
-        )
+    leaps = {size + _LEAP for size in sizes if size >= _TILES}
+    for requests in sorted({*sizes, *(each for each in leaps if each < limits.max_num_seqs)}):
+        most = min(blocks // requests * limits.block_size, limits.max_model_len)
+        longest = most - limits.decode_steps - 1
         contexts = [size for size in _doubling(_FEWEST_CONTEXT, longest) if size == _power(size)]
         if len(contexts) > 1 or not lines:
-            lines[requests] = contexts or [max(1, longest)]
+            lines.append([(requests, each, 0) for each in contexts or [max(1, longest)]])
     return lines
 
 
@@ -129,26 +110,3 @@ def _doubling(first: int, most: int) -> list[int]:
 
 def _power(size: int) -> int:
     return int(1 << (size.bit_length() - 1))
-
-
-def _refined(lines: dict[int, list[int]]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    for line, line_level in _levels(sorted(lines)):
-        sizes = lines[line]
-        yield line_level, line, tuple(sorted({sizes[0], sizes[-1]}))
-        for size, level in _levels(sizes):
-            if level:
-                yield line_level + level, line, (size,)
-
-
-def _levels(values: Sequence[int]) -> Iterator[tuple[int, int]]:
-    spans = [(0, len(values) - 1)]
-    for at in sorted({0, len(values) - 1}):
-        yield values[at], 0
-    level = 1
-    while spans := [span for span in spans if span[1] - span[0] > 1]:
-        halves = []
-        for first, last in spans:
-            middle = (first + last) // 2
-            yield values[middle], level
-            halves += [(first, middle), (middle, last)]
-        spans, level = halves, level + 1

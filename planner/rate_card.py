@@ -6,7 +6,7 @@ Times are linear between two measured points, and beyond the last two.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -16,51 +16,23 @@ from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.frames import MALFORMED
 from kvrelay.wire.step_costs import StepCosts, fitted_costs
 
-__all__ = [
-    "DecodePoint",
-    "MixedPoint",
-    "PrefillPoint",
-    "RateCard",
-    "TransferPoint",
-    "read_card",
-    "write_card",
-]
+__all__ = ["Lines", "Point", "RateCard", "along", "lines_of", "plane", "read_card", "write_card"]
 
 _VERSION = 1
 _LEAST_CHUNK = 256
 _BYTES = 1 << 20
 
 
-class PrefillPoint(msgspec.Struct, frozen=True):
-    """A step that computes `tokens` of one prompt behind `context` tokens."""
+class Point(msgspec.Struct, frozen=True):
+    """A step: `requests` that decode with `context` tokens each, `tokens` of a prompt, or both.
 
-    tokens: int
-    context: int
+    Of a prompt alone `context` is before it; of a transfer there are `tokens`.
+    """
+
     ms: float
-
-
-class DecodePoint(msgspec.Struct, frozen=True):
-    """A step of `requests` that decode, each with `context` tokens of KV."""
-
-    requests: int
-    context: int
-    ms: float
-
-
-class MixedPoint(msgspec.Struct, frozen=True):
-    """A step of `requests` that decode with `context` tokens each, and of `tokens` of a prompt."""
-
-    requests: int
-    context: int
-    tokens: int
-    ms: float
-
-
-class TransferPoint(msgspec.Struct, frozen=True):
-    """A transfer of the KV of `tokens` from one node to another, alone on its way."""
-
-    tokens: int
-    ms: float
+    tokens: int = 0
+    context: int = 0
+    requests: int = 0
 
 
 class RateCard(msgspec.Struct, frozen=True, dict=True):
@@ -76,12 +48,12 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
     max_num_seqs: int
     step_tokens: int
     """Prompt tokens that a step computes at most, beside decodes."""
-    prefill: list[PrefillPoint]
-    decode: list[DecodePoint]
-    transfer: dict[str, list[TransferPoint]] = {}
-    """Transfer times by connector, between nodes on one host unless `hardware` says otherwise."""
+    prefill: list[Point]
+    decode: list[Point]
+    transfer: dict[str, list[Point]] = {}
+    """Transfer times by connector; edit them for another network."""
     tensor_parallel_size: int = 1
-    mixed: list[MixedPoint] = []
+    mixed: list[Point] = []
     max_gap_ms: float = 50.0
     ahead: bool = False
     """Steps are launched while the ones before them run, as on a GPU: a step takes as long as the
@@ -109,47 +81,25 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
     def gpus(self) -> int:
         return self.tensor_parallel_size
 
-    def chunk_ms(self, tokens: int, context: int = 0) -> float:
-        """Return the time of a step of `tokens` of a prompt behind `context` others."""
-        return _plane(self._prefill_lines, context, tokens)
-
-    def prompt_ms(self, tokens: int, cached: int = 0) -> float:
-        """Return the time of a prompt alone, of which some is cached."""
-        total = 0.0
-        while cached < tokens:
-            count = min(self.step_tokens, tokens - cached)
-            total += self.chunk_ms(count, cached)
-            cached += count
-        return total
-
     def step_ms(self, requests: float, context: float) -> float:
         """Return the time of a decode step of so many requests with so much KV together."""
-        return _plane(self._decode_lines, requests, context / requests) if requests else 0.0
+        return plane(self._decode_lines, requests, context / requests) if requests else 0.0
 
-    def fetch_ms(self, tokens: int, connector: str = "") -> float:
-        """Return the time of a transfer by a connector, or by the fastest; 0 if none was measured."""
-        measured = [
-            points for name, points in self.transfer.items() if points and connector in ("", name)
+    def fetch_ms(self, tokens: int) -> float:
+        """Return the time of a transfer by the fastest connector; 0 if the card has none."""
+        return min((along(*line, tokens) for line in self._transfer_lines), default=0.0)
+
+    @cached_property
+    def _transfer_lines(self) -> list[tuple[list[float], list[float]]]:
+        return [
+            lines_of((0, each.tokens, each.ms) for each in points)[1][0]
+            for points in self.transfer.values()
+            if points
         ]
-        lines = [points for points in measured if len(points) > 1]
-        if lines:
-            return min(
-                _line([(point.tokens, point.ms) for point in points], tokens) for points in lines
-            )
-        # Of one size nobody knows what a longer transfer takes: no less than in proportion, as far
-        # as anybody can tell.
-        alone = [points[0] for points in measured]
-        return min(
-            (each.ms * max(1.0, tokens / max(1, each.tokens)) for each in alone), default=0.0
-        )
 
     @cached_property
-    def _prefill_lines(self) -> list[tuple[float, list[tuple[float, float]]]]:
-        return _lines([(point.context, point.tokens, point.ms) for point in self.prefill])
-
-    @cached_property
-    def _decode_lines(self) -> list[tuple[float, list[tuple[float, float]]]]:
-        return _lines([(point.requests, point.context, point.ms) for point in self.decode])
+    def _decode_lines(self) -> Lines:
+        return lines_of((each.requests, each.context, each.ms) for each in self.decode)
 
 
 def read_card(path: Path) -> RateCard:
@@ -180,24 +130,37 @@ def write_card(card: RateCard, path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(card), indent=1) + b"\n")
 
 
-def _lines(
-    points: Sequence[tuple[float, float, float]],
-) -> list[tuple[float, list[tuple[float, float]]]]:
+Lines = tuple[list[float], list[tuple[list[float], list[float]]]]
+"""Numbers of lines; for each its places, and the values there."""
+
+
+def lines_of(points: Iterable[tuple[float, float, float]]) -> Lines:
+    """Return (line, place, value) as lines."""
     lines: dict[float, dict[float, float]] = {}
     for line, place, ms in points:
         lines.setdefault(line, {})[place] = ms
-    return [(line, sorted(of.items())) for line, of in sorted(lines.items())]
+    numbers = sorted(lines)
+    places = [sorted(lines[line]) for line in numbers]
+    return numbers, [
+        (those, [lines[line][place] for place in those])
+        for line, those in zip(numbers, places, strict=True)
+    ]
 
 
-def _line(points: Sequence[tuple[float, float]], at: float) -> float:
-    if len(points) == 1 or at <= points[0][0]:
-        return points[0][1]
-    right = min(max(1, bisect_right(points, (at, float("inf")))), len(points) - 1)
-    (x0, y0), (x1, y1) = points[right - 1], points[right]
-    return max(0.0, y0 + (y1 - y0) * (at - x0) / (x1 - x0))
+def along(places: Sequence[float], values: Sequence[float], at: float, least: float = 0.0) -> float:
+    """Return the value at a place: linear between two places, and beyond the last two."""
+    if at <= places[0] or len(places) == 1:
+        return values[0]
+    right = min(max(1, bisect_right(places, at)), len(places) - 1)
+    left, low = places[right - 1], values[right - 1]
+    return max(least, low + (values[right] - low) * (at - left) / (places[right] - left))
 
 
-def _plane(
-    lines: Sequence[tuple[float, Sequence[tuple[float, float]]]], line: float, at: float
-) -> float:
-    return _line([(place, _line(points, at)) for place, points in lines], line)
+def plane(lines: Lines, line: float, at: float) -> float:
+    """Return the value at a place of a line, which may lie between two lines or beyond the last."""
+    numbers, of = lines
+    right = min(max(1, bisect_right(numbers, line)), len(numbers) - 1)
+    if line <= numbers[0] or right < 1:
+        return max(0.0, along(*of[0], at))
+    near = slice(right - 1, right + 1)
+    return along(numbers[near], [along(*each, at) for each in of[near]], line)

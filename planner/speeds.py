@@ -6,12 +6,12 @@ itself. Where steps are launched ahead, the longer of the device's and the launc
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
 from collections.abc import Sequence
 
 import msgspec
 
-from kvrelay.planner.rate_card import DecodePoint, PrefillPoint, RateCard, TransferPoint
+from kvrelay.planner.rate_card import Lines, Point, RateCard, along, lines_of, plane
 
 __all__ = ["H200", "Speeds", "slowed"]
 
@@ -30,11 +30,11 @@ class Speeds:
             card.step_tokens,
             card.max_num_seqs,
         )
-        self._decode = _lines([(each.requests, each.context, each.ms) for each in card.decode])
+        self._contexts: list[float] = sorted({each.context for each in card.decode})
         self._steps: dict[int, tuple[list[float], list[float]]] = {}
         needed = [self._of_device(each) for each in card.prefill]
         measured = list(zip(card.prefill, needed, strict=True))
-        self._prefill = _lines([(each.context, each.tokens, ms) for each, ms in measured])
+        self._prefill = lines_of([(each.context, each.tokens, ms) for each, ms in measured])
         # Of steps that wait for their launch, how long that takes; None: none of them does.
         self._launches = _lines_if(
             [
@@ -47,7 +47,7 @@ class Speeds:
         self._pair = self._attention()
         self._seams, self._mixed_launches = self._measured_mixed()
 
-    def _of_device(self, point: PrefillPoint) -> float:
+    def _of_device(self, point: Point) -> float:
         if not self.ahead:
             return point.ms
         longer = [
@@ -113,42 +113,30 @@ class Speeds:
         if running <= 0:
             return 0.0
         below = int(running)
-        ms = _on(*self._line_of(max(1, below)), context / running)
+        ms = along(*self._line_of(max(1, below)), context / running)
         part = running - below
         return (
             ms
             if not part or not below
-            else ms + (_on(*self._line_of(below + 1), context / running) - ms) * part
+            else ms + (along(*self._line_of(below + 1), context / running) - ms) * part
         )
 
     def fetch_ms(self, tokens: int) -> float:
         return self.card.fetch_ms(tokens)
 
     def _piece_ms(self, count: int, behind: int) -> float:
-        lines, (places, values) = self._prefill
-        if len(lines) == 1 or behind <= lines[0]:
-            return max(0.0, _on(places[0], values[0], count))
-        right = min(max(1, bisect_right(lines, behind)), len(lines) - 1)
-        low, high = (
-            _on(places[right - 1], values[right - 1], count),
-            _on(places[right], values[right], count),
-        )
-        return max(
-            0.0,
-            low + (high - low) * (behind - lines[right - 1]) / (lines[right] - lines[right - 1]),
-        )
+        return plane(self._prefill, behind, count)
 
     def _line_of(self, running: int) -> tuple[list[float], list[float]]:
         found = self._steps.get(running)
         if found is None:
-            places = sorted({place for line in self._decode[1][0] for place in line})
             found = self._steps[running] = (
-                places,
-                [self.card.step_ms(running, running * at) for at in places],
+                self._contexts,
+                [self.card.step_ms(running, running * at) for at in self._contexts],
             )
         return found
 
-    def _measured_mixed(self) -> tuple[_Lines | None, _Lines | None]:
+    def _measured_mixed(self) -> tuple[Lines | None, Lines | None]:
         seams, launches = [], []
         for each in self.card.mixed:
             parts = self.step_ms(each.requests, each.requests * each.context) + self.beside_ms(
@@ -161,72 +149,37 @@ class Speeds:
         return _lines_if(seams), _lines_if(launches)
 
     def _attention(self) -> float:
-        lines, (places, values) = self._prefill
+        lines, of = self._prefill
         if len(lines) < 2:
             return 0.0
-        count = places[-1][-1]
-        more = values[-1][-1] - _on(places[0], values[0], count)
-        return max(0.0, more / (count * (lines[-1] - lines[0])))
+        places, values = of[-1]
+        more = values[-1] - along(*of[0], places[-1])
+        return max(0.0, more / (places[-1] * (lines[-1] - lines[0])))
 
 
-_Lines = tuple[list[float], tuple[list[list[float]], list[list[float]]]]
+def _lines_if(points: Sequence[tuple[float, float, float]]) -> Lines | None:
+    return lines_of(points) if points else None
 
 
-def _lines(points: Sequence[tuple[float, float, float]]) -> _Lines:
-    lines: dict[float, dict[float, float]] = {}
-    for line, place, ms in points:
-        lines.setdefault(line, {})[place] = ms
-    ordered = [(line, sorted(of.items())) for line, of in sorted(lines.items())]
-    return (
-        [line for line, _ in ordered],
-        (
-            [[place for place, _ in of] for _, of in ordered],
-            [[ms for _, ms in of] for _, of in ordered],
-        ),
-    )
-
-
-def _lines_if(points: Sequence[tuple[float, float, float]]) -> _Lines | None:
-    return _lines(points) if points else None
-
-
-def _between(lines: _Lines, line: float, at: float) -> float:
-    numbers, (places, values) = lines
-    right = bisect_right(numbers, line)
-    low, high = max(0, right - 1), min(right, len(numbers) - 1)
-    first, last = (_within(at, places[each], values[each]) for each in (low, high))
-    span = numbers[high] - numbers[low]
-    return first + (last - first) * (line - numbers[low]) / span if span else first
-
-
-def _on(places: Sequence[float], values: Sequence[float], at: float) -> float:
-    if at <= places[0] or len(places) == 1:
-        return values[0]
-    right = min(max(1, bisect_right(places, at)), len(places) - 1)
-    left, low = places[right - 1], values[right - 1]
-    return max(0.0, low + (values[right] - low) * (at - left) / (places[right] - left))
-
-
-def _within(at: float, places: Sequence[float], values: Sequence[float]) -> float:
-    clamped = min(at, places[-1])
-    right = min(max(1, bisect_right(places, clamped)), len(places) - 1)
-    if clamped <= places[0] or right == 0:
-        return values[0]
-    left, low = places[right - 1], values[right - 1]
-    return low + (values[right] - low) * (clamped - left) / (places[right] - left)
+def _between(lines: Lines, line: float, at: float) -> float:
+    # Between two lines and two places, or at the nearest of them.
+    numbers, of = lines
+    each = [along(*those, min(at, those[0][-1]), -math.inf) for those in of]
+    return along(numbers, each, min(line, numbers[-1]), -math.inf)
 
 
 def slowed(card: RateCard, factor: float) -> RateCard:
     """Return the card of a node on which everything takes so many times as long."""
+
+    def times(points: Sequence[Point]) -> list[Point]:
+        return [msgspec.structs.replace(each, ms=each.ms * factor) for each in points]
+
     return msgspec.structs.replace(
         card,
-        prefill=[msgspec.structs.replace(each, ms=each.ms * factor) for each in card.prefill],
-        decode=[msgspec.structs.replace(each, ms=each.ms * factor) for each in card.decode],
-        mixed=[msgspec.structs.replace(each, ms=each.ms * factor) for each in card.mixed],
-        transfer={
-            name: [msgspec.structs.replace(each, ms=each.ms * factor) for each in points]
-            for name, points in card.transfer.items()
-        },
+        prefill=times(card.prefill),
+        decode=times(card.decode),
+        mixed=times(card.mixed),
+        transfer={name: times(points) for name, points in card.transfer.items()},
         max_gap_ms=card.max_gap_ms * factor,
     )
 
@@ -251,15 +204,19 @@ H200 = RateCard(
     max_num_seqs=256,
     step_tokens=8_192,
     prefill=[
-        PrefillPoint(tokens, context, _h200_chunk_ms(tokens, context))
+        Point(_h200_chunk_ms(tokens, context), tokens, context)
         for context in (0, 131_072)
         for tokens in (1, 122, 256, *range(512, 8_193, 512))
     ],
     decode=[
-        DecodePoint(requests, context, 3.95 + 0.0105 * requests + 3.1e-5 * requests * context)
+        Point(
+            3.95 + 0.0105 * requests + 3.1e-5 * requests * context,
+            context=context,
+            requests=requests,
+        )
         for requests in (1, 256)
         for context in (0, 131_072)
     ],
     # 512 MiB, 4,096 tokens, in 2 ms.
-    transfer={"direct": [TransferPoint(0, 0.5), TransferPoint(65_536, 0.5 + 0.00037 * 65_536)]},
+    transfer={"direct": [Point(0.5), Point(0.5 + 0.00037 * 65_536, 65_536)]},
 )

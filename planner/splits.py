@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvrelay.load.workloads import Asked
 from kvrelay.planner.rate_card import RateCard
+from kvrelay.planner.speeds import Speeds
 from kvrelay.wire.errors import ConfigError
 
 __all__ = ["Bound", "Split", "bound_of", "splits"]
@@ -75,6 +76,7 @@ class Bound:
 
 def bound_of(split: Split, asks: Sequence[Asked], block_size: int, tpot_ms: float) -> Bound:
     """Return the bound for these requests, as if all earlier ones were cached."""
+    speeds = Speeds(split.prefill_card)
     prompt_ms = output = context = 0.0
     seen: set[int] = set()
     for each in asks:
@@ -85,7 +87,7 @@ def bound_of(split: Split, asks: Sequence[Asked], block_size: int, tpot_ms: floa
             known += 1
         seen.update(each.blocks)
         cached = min(known * block_size, each.prompt - 1)
-        prompt_ms += split.prefill_card.prompt_ms(each.prompt, cached) / len(asks)
+        prompt_ms += speeds.prompt_ms(each.prompt, cached) / len(asks)
         output += each.output / len(asks)
         context += each.output * (each.prompt + each.output / 2) / len(asks)
     decode_ms = output * _token_ms(split.decode_card, context / output, tpot_ms)

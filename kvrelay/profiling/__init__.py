@@ -1,1 +1,0 @@
-"""Measurements for `kvrelay profile` and benchmarks: engine steps, and transfers of KV."""
