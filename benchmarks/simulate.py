@@ -27,7 +27,7 @@ from kvrelay.load.measures import percentile
 from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, read_trace
 from kvrelay.planner.setting import NETWORK_MS, Result, Setting, Stream, at_load, streams_of
 from kvrelay.planner.speeds import Speeds
-from kvrelay.planner.workloads import SCALE, WORKLOADS
+from kvrelay.planner.workloads import BLOCK_TOKENS, WORKLOADS
 from kvrelay.planner.world import simulate
 from kvrelay.wire.router_config import POLICY_NAMES, PRICE
 
@@ -36,6 +36,7 @@ __all__ = ["main"]
 _SCALE_POLICIES = (PRICE, "least_queue")
 _AGES_MS = (0.0, 100.0, 500.0, 1_000.0, 2_000.0)
 _REPLICAS = (1, 8)
+_NAMES = [name for name in WORKLOADS if name != "scale"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,8 +56,9 @@ def run(each: Run) -> Summary:
         work_ms = sum(setting.speeds.prompt_ms(asked.prompt) for asked in asks)
         streams = at_load(asks, work_ms / setting.prefill)
     else:
-        workload = SCALE if each.workload == SCALE.name else WORKLOADS[each.workload]
-        streams = streams_of(workload, each.requests, setting.prefill, setting.seed, setting.speeds)
+        streams = streams_of(
+            each.workload, each.requests, setting.prefill, setting.seed, setting.speeds
+        )
     # Looking for cycles among a million living objects would take a third of the time.
     gc.disable()
     try:
@@ -69,13 +71,13 @@ def run(each: Run) -> Summary:
 def comparison(arguments: argparse.Namespace) -> list[Run]:
     runs = []
     names = (
-        [*WORKLOADS, *(["trace"] if arguments.trace else [])]
+        [*_NAMES, *(["trace"] if arguments.trace else [])]
         if arguments.workloads is None
         else arguments.workloads
     )
     for name in names:
         traced = name == "trace"
-        block_size = TRACE_BLOCK_TOKENS if traced else WORKLOADS[name].block_size
+        block_size = TRACE_BLOCK_TOKENS if traced else BLOCK_TOKENS
         for policy in arguments.policies or POLICY_NAMES:
             setting = dataclasses.replace(_setting(arguments), policy=policy, block_size=block_size)
             requests = arguments.requests or (0 if traced else 4_000)
@@ -95,7 +97,7 @@ def scale(arguments: argparse.Namespace) -> list[Run]:
         for routers in ([arguments.routers] if arguments.routers else _REPLICAS)
         for stale_ms in _AGES_MS
     ]
-    return [Run(SCALE.name, requests, setting) for setting in settings]
+    return [Run("scale", requests, setting) for setting in settings]
 
 
 def _setting(arguments: argparse.Namespace) -> Setting:
@@ -122,7 +124,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--scale", action="store_true", help="1,000 nodes, 100,000 streams, old reports, replicas"
     )
-    names = [*WORKLOADS, "trace"]
+    names = [*_NAMES, "trace"]
     parser.add_argument(
         "--workloads", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}"
     )

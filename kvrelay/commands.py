@@ -122,24 +122,19 @@ def _plan(
 
 
 def _replay(
-    incident: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A router's log in JSON, or a recorded incident.")
-    ],
+    incident: Annotated[Path, typer.Argument(metavar="FILE", help="A router's log in JSON.")],
     card: Annotated[Path, typer.Option(help="The rate card of the nodes, of `kvrelay profile`.")],
     nodes: Annotated[
         str, typer.Option(metavar="P:D", help="Prefill and decode nodes. [default: as there were]")
     ] = "",
     policy: Annotated[str, typer.Option(help="By which the router chooses nodes.")] = "price",
-    record: Annotated[
-        Path | None, typer.Option(help="Write the incident there, to be edited and replayed.")
-    ] = None,
 ) -> int:
     """Replay what a router has logged in the simulator, with other nodes or another policy."""
     from kvrelay.planner.rate_card import read_card
     from kvrelay.replay import run as run_replay
 
     return run_replay(
-        incident, read_card(card), nodes, policy, record, Console(highlight=False, soft_wrap=True)
+        incident, read_card(card), nodes, policy, Console(highlight=False, soft_wrap=True)
     )
 
 

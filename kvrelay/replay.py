@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrelay.load.measures import percentile
-from kvrelay.load.workloads import TRACE_BLOCK_TOKENS
 from kvrelay.planner.incident import Incident, events_of, read_incident, streams_of_incident
 from kvrelay.planner.rate_card import RateCard
 from kvrelay.planner.setting import NETWORK_MS, Setting
@@ -31,7 +30,6 @@ class Replayed:
 
     ttft: Sequence[float]
     tpot: Sequence[float]
-    longest: Sequence[float]
     refused: int
     failed: int
     moved: int
@@ -41,7 +39,7 @@ class Replayed:
 def size_of(incident: Incident, nodes: str) -> tuple[int, int]:
     """Return how many prefill and decode nodes P:D names, or there were. Raises ConfigError."""
     if not nodes:
-        count = sum(node.role is Role.PREFILL for node in incident.nodes)
+        count = sum(role is Role.PREFILL for role in incident.nodes.values())
         return count, len(incident.nodes) - count
     prefill, _, decode = nodes.partition(":")
     if not (prefill.isdigit() and decode.isdigit() and int(decode)):
@@ -57,35 +55,28 @@ def replayed(incident: Incident, card: RateCard, size: tuple[int, int], policy: 
         raise ConfigError(f"--policy {policy!r} is none of {', '.join(POLICY_NAMES)}")
     streams = streams_of_incident(incident)
     prefill, decode = size
-    prefixes = any(stream.blocks for stream in streams)
     events = events_of(incident, prefill, decode)
-    named, speeds = TRACE_BLOCK_TOKENS, Speeds(card)
-    setting = Setting(
-        policy, prefill, decode, block_size=named, prefixes=prefixes, speeds=speeds, events=events
+    simulate(
+        streams,
+        Setting(policy, prefill, decode, prefixes=False, speeds=Speeds(card), events=events),
     )
-    simulate(streams, setting)
     answered = [stream for stream in streams if stream.answered]
     return Replayed(
         sorted(stream.ttft + NETWORK_MS for stream in answered),
         sorted(stream.tpot for stream in answered if stream.output > 1),
-        sorted(stream.longest for stream in answered if stream.output > 1),
         sum(stream.refused for stream in streams),
         sum(stream.failed for stream in streams),
         sum(stream.moved > 0 for stream in streams),
     )
 
 
-def run(
-    path: Path, card: RateCard, nodes: str, policy: str, record: Path | None, console: Console
-) -> int:
+def run(path: Path, card: RateCard, nodes: str, policy: str, console: Console) -> int:
     """Replay an incident and print it beside what happened. Raises ConfigError."""
     try:
         with path.open("rb") as lines:
             incident = read_incident(lines)
-        if record is not None:
-            record.write_bytes(b"".join(incident.lines()))
     except OSError as why:
-        raise ConfigError(f"{why.filename} cannot be read or written: {why.strerror}") from why
+        raise ConfigError(f"{why.filename} cannot be read: {why.strerror}") from why
     whole, incident = incident, incident.of_model(card.model)
     size = size_of(incident, nodes)
     found = replayed(incident, card, size, policy)
@@ -102,11 +93,12 @@ def run(
 
 
 def _left_out(whole: Incident, replayed: Incident) -> list[str]:
-    told, left = [], whole.left_out
-    if left.refused or left.unanswered:
+    told = []
+    if whole.refused or whole.unanswered:
         told.append(
-            f"Left out: {left.refused} requests that were refused then, with about {left.tokens} "
-            f"tokens of prompts, and {left.unanswered} that began and had no answer; the log "
+            f"Left out: {whole.refused} requests that were refused then, with about "
+            f"{whole.refused_tokens} tokens of prompts, and {whole.unanswered} that began and had no "
+            "answer; the log "
             "cannot say how long those would have been."
         )
     others = len(whole.requests) - len(replayed.requests)
@@ -120,11 +112,11 @@ def _left_out(whole: Incident, replayed: Incident) -> list[str]:
 
 
 def _table(incident: Incident, found: Replayed, size: tuple[int, int], policy: str) -> Table:
-    ttft = sorted(each.ttft_ms for each in incident.requests if each.ttft_ms is not None)
+    ttft = sorted(each.ttft_ms for each in incident.requests)
     tpot = sorted(
         (each.total_ms - each.ttft_ms) / (each.output - 1)
         for each in incident.requests
-        if each.total_ms is not None and each.ttft_ms is not None and each.output > 1
+        if each.output > 1
     )
     table = Table(title="milliseconds", title_justify="left")
     for name in ("", *(f"p{share * 100:g}" for share in _SHARES)):
@@ -135,7 +127,6 @@ def _table(incident: Incident, found: Replayed, size: tuple[int, int], policy: s
         (f"TTFT {replay}", found.ttft),
         ("TPOT then", tpot),
         (f"TPOT {replay}", found.tpot),
-        (f"longest gap {replay}", found.longest),
     ):
         if values:
             table.add_row(name, *(f"{percentile(values, share):,.1f}" for share in _SHARES))

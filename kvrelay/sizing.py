@@ -23,7 +23,7 @@ from kvrelay.planner.rate_card import RateCard, read_card
 from kvrelay.planner.setting import Setting, Targets
 from kvrelay.planner.speeds import Speeds
 from kvrelay.planner.splits import Bound, Split, bound_of, splits
-from kvrelay.planner.workloads import WORKLOADS
+from kvrelay.planner.workloads import BLOCK_TOKENS, WORKLOADS
 from kvrelay.wire.errors import ConfigError
 
 __all__ = ["Asking", "Sized", "Wanted", "read_cards", "run", "sized", "workload_of"]
@@ -32,8 +32,8 @@ _SAMPLE = 4_000
 _LENGTHS = re.compile(r"(\d{1,7}):(\d{1,7})")
 _TRACED = (".jsonl", ".gz")
 _CAPTION = (
-    "requests/s in time for each GPU and asked in all; p90 of TTFT, TPOT and the longest "
-    "gap of an answer, in ms"
+    "requests/s in time for each GPU and asked in all; p90 of TTFT and TPOT, p99 of the time "
+    "between two tokens, in ms"
 )
 ATTAINMENT = 0.9
 """Share of requests that should keep both targets."""
@@ -53,10 +53,8 @@ class Asking:
 def workload_of(name: str) -> Asking:
     """Return a workload by its name, as IN:OUT, or from a trace. Raises ConfigError."""
     if name in WORKLOADS:
-        workload = WORKLOADS[name]
-        return Asking(
-            lambda count: workload.make(Random(f"{name} plan"), count), workload.block_size
-        )
+        make = WORKLOADS[name].make
+        return Asking(lambda count: make(Random(f"{name} plan"), count), BLOCK_TOKENS)
     lengths = _LENGTHS.fullmatch(name)
     if lengths:
         prompt, output = int(lengths[1]), int(lengths[2])
@@ -229,7 +227,7 @@ def _table(found: Sequence[Sized], wanted: Wanted) -> Table:
                 f"{served.attained:.0%}",
                 f"{served.ttft_p90:,.0f}",
                 f"{served.tpot_p90:.1f}",
-                f"{served.longest_p90:,.0f}",
+                f"{served.itl_p99:,.0f}",
             ]
         table.add_row(split.name, *cells, each.bound.short)
     return table
@@ -243,8 +241,8 @@ def _why(best: Sized) -> str:
     )
     if best.served is not None and not split.prefill:
         told += (
-            f". Answers wait for prompts beside them, {best.served.longest_p90:,.0f} ms at a time "
-            "at p90"
+            f". Answers wait for prompts beside them, {best.served.itl_p99:,.0f} ms between two "
+            "tokens at p99"
         )
     return f"{told}."
 

@@ -196,7 +196,6 @@ class Asked:
     output: int
     blocks: tuple[int, ...] = ()
     session: str = ""
-    priority: int = 0
     tail: int | None = None
 
 

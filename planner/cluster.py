@@ -8,13 +8,14 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from kvrelay.planner.engine import Engine
 from kvrelay.planner.router import Router
-from kvrelay.planner.seat import Leg, NodeListener
-from kvrelay.planner.setting import NodeEvent, Setting, Stream, What
+from kvrelay.planner.seat import Leg
+from kvrelay.planner.setting import NodeEvent, Setting, Stream
 from kvrelay.router.nodes.node import Lease
 from kvrelay.wire.config import Role
 from kvrelay.wire.outputs import Load
@@ -58,7 +59,7 @@ class Clock:
 class Cluster:
     """A cluster's nodes and routers; `lost` is told of all legs of a node whose process has ended."""
 
-    def __init__(self, setting: Setting, clock: Clock, hears: NodeListener, lost: Lost) -> None:
+    def __init__(self, setting: Setting, clock: Clock, hears: Any, lost: Lost) -> None:
         self.roles = [Role.PREFILL] * setting.prefill + [Role.DECODE] * setting.decode
         self.nodes = [
             Engine(
@@ -142,14 +143,12 @@ class Cluster:
     def _happening(self, event: NodeEvent) -> Call:
         def happens(now: float) -> None:
             at = event.node
-            if event.what is What.DOWN:
+            if event.what == "down":
                 self._end(at, now)
-            elif event.what is What.UP:
+            elif event.what == "up":
                 self._comes(at, now)
-            elif event.what is What.AWAY:
+            elif event.what == "away":
                 self._goes(at, now)
-            elif event.what is What.SLOW:
-                self.nodes[at].pace = event.pace
             elif event.role is not None:
                 self.change_role(at, event.role, now)
 

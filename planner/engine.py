@@ -10,9 +10,10 @@ import bisect
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from kvrelay.planner.block_cache import BlockCache
-from kvrelay.planner.seat import Leg, NodeListener, PlacementHints, Planned, Seat, SlowSteps
+from kvrelay.planner.seat import Leg, PlacementHints, Planned, Seat
 from kvrelay.planner.setting import Stream
 from kvrelay.planner.speeds import Speeds
 from kvrelay.wire.announced import Announced
@@ -34,7 +35,7 @@ _NO_LIMIT = 1 << 30
 class Engine:
     """A simulated node; `later(ms, call)` makes a call at a time.
 
-    A `pace` of 2 makes all steps take twice as long.
+    `hears` is told what happens, as planner/world.py is.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Engine:
         speeds: Speeds,
         block_size: int,
         later: Callable[[float, Callable[[float], None]], None],
-        hears: NodeListener,
+        hears: Any,
     ) -> None:
         self.speeds = speeds
         self.cache = BlockCache(speeds.kv_tokens, block_size)
@@ -53,7 +54,6 @@ class Engine:
         self.legs = 1
         """That came, and one."""
         self.preemptions = 0
-        self.pace = 1.0
         self._pace = Pace()
         """The pace that the node learns from its steps."""
         self._computed = 0, 0.0
@@ -65,23 +65,20 @@ class Engine:
         """Each of `tokens` times those before it in its request, summed up."""
         self._later, self._hears = later, hears
         self._seats: dict[Stream, Seat] = {}
-        self._line: list[tuple[int, int, int, Seat]] = []
+        self._line: list[tuple[int, int, Seat]] = []
         self._arrivals = self._arrived_tokens = 0
         self._ready: list[Seat] = []
         self._batch: list[tuple[int, int, Seat]] = []
         self._computing: list[Seat] = []
         """Whose last chunk is in the step that runs."""
         self._joined: list[tuple[Seat, float]] = []
-        """Whose first step is the next one that ends, and how long they have waited for it to
-        begin.
-        """
+        """Whose first step is the next one that ends, and how long they waited for it to begin."""
         self._steps = self._context = self._plan = 0
         self._planned = Planned()
         self._ahead = speeds.ahead
         self._launched = self._launching = float("-inf")
         """When the launch of the step that runs had ended; and when that of the next one began."""
         self._changing = self._again = False
-        self._slow = SlowSteps()
 
     # --- what others see
     # -----------------------------------------------------------------------------------------
@@ -180,7 +177,7 @@ class Engine:
             self._announced.prompt(ms, spills=tokens > 0)
         self._arrivals += 1
         self._arrived_tokens += arrives
-        seat.turn = (stream.priority, self._arrived_tokens + OVERTAKEN * work, self._arrivals)
+        seat.turn = (self._arrived_tokens + OVERTAKEN * work, self._arrivals)
         self._wait(seat, work)
         if self._planned.count and not self._changing and leg is Leg.DECODE and self.waiting == 1:
             self._begin_beside(seat, now)
@@ -225,7 +222,7 @@ class Engine:
             generated = seat.generated
             if seat.running:
                 generated = seat.stream.output - (seat.ends_at - steps)
-                self._stopped(seat)
+                seat.running = False
             lost.append((seat.stream, seat.leg, generated))
         self.cache = BlockCache(self.speeds.kv_tokens, self.cache.block_size)
         for emptied in (
@@ -259,7 +256,7 @@ class Engine:
             self._announced.left(seat.tpot_ms, seat.expected, tokens, complete=complete)
 
     def _leave(self, seat: Seat) -> None:
-        del self._line[bisect.bisect_left(self._line, seat.turn, key=lambda each: each[:3])]
+        del self._line[bisect.bisect_left(self._line, seat.turn, key=lambda each: each[:2])]
 
     def _wake(self, now: float) -> None:
         if self._changing:
@@ -366,13 +363,13 @@ class Engine:
         speeds = self.speeds
         if pieces:
             before = now - self._launching
-            self._launched = self._launching + speeds.launch_ms(running, pieces) * self.pace
+            self._launched = self._launching + speeds.launch_ms(running, pieces)
             ms = (
                 speeds.mixed_ms(running, self._context, pieces, before)
                 if running
                 else speeds.chunk_ms(pieces, before)
             )
-            self._planned = Planned(1, now, ms * self.pace)
+            self._planned = Planned(1, now, ms)
             self._computed = (
                 sum(count for count, _ in pieces),
                 sum(count * (at + count / 2) for count, at in pieces),
@@ -384,9 +381,7 @@ class Engine:
             steps = max(1, min(steps, self.cache.free // running)) if running > 1 else steps
             first = speeds.step_ms(running, self._context)
             last = speeds.step_ms(running, self._context + running * steps)
-            self._planned = Planned(
-                steps, now, first * self.pace, (last - first) / steps * self.pace
-            )
+            self._planned = Planned(steps, now, first, (last - first) / steps)
         self._schedule()
 
     def _made_up(self, now: float) -> list[tuple[int, int]]:
@@ -402,7 +397,7 @@ class Engine:
         return self._ahead and next(self._came_late(), None) is not None
 
     def _came_late(self) -> Iterator[float]:
-        came = (seat.came for seat in (*self._ready, *(entry[3] for entry in self._line)))
+        came = (seat.came for seat in (*self._ready, *(entry[2] for entry in self._line)))
         return (at for at in came if at > self._launching)
 
     def _settle(self, now: float) -> None:
@@ -416,15 +411,13 @@ class Engine:
             self.cache.shrink()
             gap = (now - self._planned.began) / steps
             first_ms = self._planned.took(1)
-            for seat, waited in self._joined:
-                self._waited(seat, waited + first_ms)
+            for _, waited in self._joined:
+                self._waited(waited + first_ms)
             self._hears.gap(gap, running * steps - len(self._joined))
             self._joined.clear()
-            self._slow.note(self._steps, gap)
         while self._batch and self._batch[0][0] <= self._steps:
             seat = heapq.heappop(self._batch)[2]
             self._context -= seat.stream.prompt + seat.stream.output - 1
-            self._stopped(seat)
             self._end(seat, seat.private + seat.stream.output - seat.generated, now)
         computing, self._computing = self._computing, []
         for seat in computing:
@@ -455,7 +448,7 @@ class Engine:
         else:
             seat.generated += 1
         if seat.told:
-            self._waited(seat, now - seat.stopped)
+            self._waited(now - seat.stopped)
             seat.stopped = now
         else:
             seat.told = True
@@ -472,27 +465,26 @@ class Engine:
         stream = seat.stream
         seat.ends_at = self._steps + stream.output - seat.generated
         seat.due = seat.ends_at - stream.output + seat.expected
-        seat.joined_step, seat.running = self._steps, True
+        seat.running = True
         self._context += stream.prompt + seat.generated - 1
         waited = now - (seat.stopped if seat.stopped >= 0 else stream.told)
         if waited > 0:
             self._joined.append((seat, waited))
-        heapq.heappush(self._batch, (seat.ends_at, seat.turn[2], seat))
+        heapq.heappush(self._batch, (seat.ends_at, seat.turn[1], seat))
 
-    def _waited(self, seat: Seat, ms: float) -> None:
+    def _waited(self, ms: float) -> None:
         if ms > 0:
             self._hears.gap(ms, 1)
-            seat.longest = max(seat.longest, ms)
 
     def _chunks(self, now: float) -> list[tuple[int, int]]:
         reserved = len(self._batch)
         room = self._budget.room(reserved, self.context(now) if reserved else 0)
         pieces: list[tuple[int, int]] = []
         ready: list[int] = []
-        kept: list[tuple[int, int, int, Seat]] = []
+        kept: list[tuple[int, int, Seat]] = []
         admits, at = True, 0
         for at, entry in enumerate(self._line):  # noqa: B007
-            seat = entry[3]
+            seat = entry[2]
             if not room.is_open:
                 break
             if seat.came > self._launching:
@@ -536,23 +528,12 @@ class Engine:
         generated = stream.output - (seat.ends_at - self._steps)
         self._context -= stream.prompt + generated - 1
         self.cache.give_back(seat.blocks, seat.private + generated - seat.generated)
-        self._stopped(seat)
-        seat.generated, seat.private, seat.stopped = generated, 0, now
+        seat.generated, seat.private, seat.stopped, seat.running = generated, 0, now, False
         seat.known = stream.prompt + generated  # with nothing left: all of it was computed
         stream.preempted += 1
         self.preemptions += 1
         self.running -= 1
         self._wait(seat, seat.known - self._cached(seat))
-
-    # --- who leaves
-    # ------------------------------------------------------------------------------------------------
-
-    def _stopped(self, seat: Seat) -> None:
-        seat.running = False
-        seat.longest = max(seat.longest, self._slow.since(seat.joined_step))
-        seat.stream.longest = max(seat.stream.longest, seat.longest)
-        if not self._batch:
-            self._slow.clear()
 
 
 def _pairs(known: int, left: int) -> float:

@@ -48,7 +48,6 @@ class Served:
     ttft_p90: float
     tpot_p50: float
     tpot_p90: float
-    longest_p90: float
     itl_p99: float
 
 
@@ -76,7 +75,6 @@ def served(result: Result, targets: Targets, rate: float) -> Served:
     whole = [stream for stream in counted if stream.answered] or list(counted)
     ttft = sorted(stream.ttft + NETWORK_MS for stream in whole)
     tpot = sorted(stream.tpot for stream in whole)
-    longest = sorted(stream.longest for stream in whole)
     return Served(
         rate,
         attained(counted, targets),
@@ -84,7 +82,6 @@ def served(result: Result, targets: Targets, rate: float) -> Served:
         percentile(ttft, 0.9),
         percentile(tpot, 0.5),
         percentile(tpot, 0.9),
-        percentile(longest, 0.9),
         result.gap_ms(0.99),
     )
 

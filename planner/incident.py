@@ -1,5 +1,4 @@
-"""A recorded incident: what was asked of a cluster and what happened to its nodes, as JSON lines or
-of a router's log.
+"""An incident: what was asked of a cluster and what happened to its nodes, from a router's log.
 
 Times are milliseconds from the first request.
 """
@@ -7,8 +6,8 @@ Times are milliseconds from the first request.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 import msgspec
@@ -18,19 +17,8 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.frames import MALFORMED
 
-__all__ = [
-    "Happened",
-    "Incident",
-    "LeftOut",
-    "NodeNamed",
-    "Requested",
-    "events_of",
-    "of_log",
-    "read_incident",
-    "streams_of_incident",
-]
+__all__ = ["Incident", "Requested", "events_of", "read_incident", "streams_of_incident"]
 
-_VERSION = 1
 _UP = re.compile(r"(prefill|decode) node (\S+) is up")
 _OUT = re.compile(r"(prefill|decode) node (\S+) is kept out: (.*)")
 _FLIPS = re.compile(r"it changes its role from \w+ to (prefill|decode)$")
@@ -38,123 +26,46 @@ _STILL_THERE = ("it is draining", "it was removed")
 """Reasons of a node that takes no legs but ends those which it has."""
 
 
-class NodeNamed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A node as it began, and the models that it has served."""
-
-    name: str
-    role: Role
-    models: list[str] = []
-
-
-class _Nodes(msgspec.Struct, frozen=True, tag="nodes", tag_field="kind"):
-    nodes: list[NodeNamed]
-    version: int = _VERSION
-
-
-class Requested(msgspec.Struct, frozen=True, tag="request", tag_field="kind", omit_defaults=True):
-    """A request; `blocks` name the full blocks of its prompt as in a trace."""
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """A request that was answered."""
 
     at_ms: float
     prompt: int
     output: int
-    session: str = ""
-    priority: int = 0
-    blocks: list[int] = []
-    ttft_ms: float | None = None
+    ttft_ms: float
+    total_ms: float
     model: str = ""
-    total_ms: float | None = None
-
-
-class Happened(msgspec.Struct, frozen=True, tag="node", tag_field="kind", omit_defaults=True):
-    """An event of a node (see NodeEvent)."""
-
-    at_ms: float
-    name: str
-    what: What
-    role: Role | None = None
-    pace: float = 1.0
-
-
-_LINE: msgspec.json.Decoder[_Nodes | Requested | Happened] = msgspec.json.Decoder(
-    _Nodes | Requested | Happened
-)
 
 
 @dataclass(slots=True)
-class LeftOut:
-    """A count of a log's requests that cannot be replayed."""
-
-    refused: int = 0
-    tokens: int = 0
-    """Tokens of their prompts, as the router guessed."""
-    unanswered: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Incident:
     """An incident, in the order of time."""
 
-    nodes: Sequence[NodeNamed]
-    requests: Sequence[Requested]
-    happened: Sequence[Happened]
-    left_out: LeftOut = field(default_factory=LeftOut)
+    nodes: dict[str, Role] = field(default_factory=dict)
+    """The role of each node as it began, prefill nodes first."""
+    models: dict[str, set[str]] = field(default_factory=dict)
+    """What each node has served."""
+    requests: list[Requested] = field(default_factory=list)
+    happened: list[tuple[float, str, What, Role | None]] = field(default_factory=list)
+    """Time, node, what, and its new role."""
+    refused: int = 0
+    refused_tokens: int = 0
+    """Tokens of prompts that were refused, as the router guessed."""
+    unanswered: int = 0
 
     def of_model(self, model: str) -> Incident:
         """Return what concerns a model: its nodes and all that they have served."""
-        if not any(model in node.models for node in self.nodes):
+        if not any(model in theirs for theirs in self.models.values()):
             return self
-        nodes = [node for node in self.nodes if model in node.models or not node.models]
-        names = {node.name for node in nodes}
-        theirs = {"", *(each for node in nodes for each in node.models)}
-        return Incident(
-            nodes,
-            [each for each in self.requests if each.model in theirs],
-            [each for each in self.happened if each.name in names],
-            self.left_out,
+        names = [name for name in self.nodes if model in self.models.get(name, {model})]
+        theirs = {"", *(each for name in names for each in self.models.get(name, ()))}
+        return replace(
+            self,
+            nodes={name: self.nodes[name] for name in names},
+            requests=[each for each in self.requests if each.model in theirs],
+            happened=[each for each in self.happened if each[1] in names],
         )
-
-    def lines(self) -> list[bytes]:
-        later: list[Requested | Happened] = [*self.requests, *self.happened]
-        later.sort(key=lambda each: each.at_ms)
-        return [msgspec.json.encode(each) + b"\n" for each in (_Nodes(list(self.nodes)), *later)]
-
-
-def read_incident(lines: Iterable[bytes]) -> Incident:
-    """Read an incident's own lines or a router's log. Raises ConfigError."""
-    rows = [line for line in lines if line.strip()]
-    if rows and b'"kind"' not in rows[0]:
-        return of_log(rows)
-    nodes: list[NodeNamed] = []
-    requests: list[Requested] = []
-    happened: list[Happened] = []
-    for number, row in enumerate(rows, 1):
-        try:
-            line = _LINE.decode(row)
-        except MALFORMED as why:
-            raise ConfigError(f"line {number} of the incident is none: {why}") from why
-        if isinstance(line, Requested):
-            requests.append(line)
-        elif isinstance(line, Happened):
-            happened.append(line)
-        elif line.version != _VERSION:
-            raise ConfigError(
-                f"the incident has version {line.version}, and this release reads {_VERSION}"
-            )
-        else:
-            nodes = line.nodes
-    known = {node.name for node in nodes}
-    unknown = next((each.name for each in happened if each.name not in known), None)
-    if unknown is not None:
-        raise ConfigError(
-            f"something happened to {unknown}, which the incident's first line does not name"
-        )
-    if not requests or not any(node.role is Role.DECODE for node in nodes):
-        raise ConfigError("an incident needs a request and a decode node at least")
-    return Incident(
-        nodes,
-        sorted(requests, key=lambda each: each.at_ms),
-        sorted(happened, key=lambda each: each.at_ms),
-    )
 
 
 class _Logged(msgspec.Struct, frozen=True):
@@ -166,144 +77,101 @@ class _Logged(msgspec.Struct, frozen=True):
     output_tokens: int = 0
     prefill: str = "-"
     decode: str = "-"
-    key: str = ""
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     total_ms: float | None = None
 
-    @property
-    def tokens(self) -> int:
-        return self.prompt_tokens if isinstance(self.prompt_tokens, int) else 0
 
-    @property
-    def ran_on(self) -> list[tuple[str, Role]]:
-        named = ((self.prefill, Role.PREFILL), (self.decode, Role.DECODE))
-        return [
-            (name, role)
-            for names, role in named
-            for name in names.split(",")
-            if name not in ("", "-")
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    at: float
-    name: str
-    role: Role
-    kept_out: str | None = None
-    served: bool = False
-
-
-def of_log(lines: Iterable[bytes]) -> Incident:
+def read_incident(lines: Iterable[bytes]) -> Incident:
     """Read the log of a router with `--log-format json`. Raises ConfigError if no line tells."""
-    decoder = msgspec.json.Decoder(_Logged)
-    requests: list[Requested] = []
-    told: list[_Told] = []
-    models: dict[str, set[str]] = {}
-    left_out = LeftOut()
+    decoder, found = msgspec.json.Decoder(_Logged), Incident()
+    ups: dict[str, float] = {}
+    now_is: dict[str, Role] = {}
+    out: set[str] = set()
+
+    def known(name: str, role: str) -> Role:
+        return now_is.setdefault(name, found.nodes.setdefault(name, Role(role)))
+
     for line in lines:
         try:
             logged = decoder.decode(line)
         except MALFORMED:
             continue
         now = logged.time.timestamp() * 1e3
+        tokens = logged.prompt_tokens if isinstance(logged.prompt_tokens, int) else 0
         if logged.total_ms is not None:
-            for name, role in logged.ran_on:
-                told.append(_Told(now, name, role, served=True))
-                models.setdefault(name, set()).update(filter(None, [logged.model]))
-            if logged.tokens and logged.output_tokens:
-                requests.append(_requested(logged, now, logged.total_ms))
+            for role, names in ((Role.PREFILL, logged.prefill), (Role.DECODE, logged.decode)):
+                for name in names.split(","):
+                    if name not in ("", "-"):
+                        known(name, role)
+                        found.models.setdefault(name, set()).update({logged.model} - {""})
+            if tokens and logged.output_tokens:
+                ttft_ms, total_ms = logged.queue_ms + logged.prefill_ms, logged.total_ms
+                asked = now - total_ms, tokens, logged.output_tokens, ttft_ms, total_ms
+                found.requests.append(Requested(*asked, logged.model))
             else:
-                left_out.unanswered += 1
+                found.unanswered += 1
         elif logged.status:
-            left_out.refused += 1
-            left_out.tokens += logged.tokens
-        elif found := _UP.match(logged.message):
-            told.append(_Told(now, found[2], Role(found[1])))
-        elif found := _OUT.match(logged.message):
-            told.append(_Told(now, found[2], Role(found[1]), found[3]))
-    if not requests:
+            found.refused += 1
+            found.refused_tokens += tokens
+        elif up := _UP.match(logged.message):
+            role, name = Role(up[1]), up[2]
+            if name not in now_is:
+                ups[name] = now
+            if name in out:
+                found.happened.append((now, name, "up", None))
+            if known(name, role) is not role:
+                found.happened.append((now, name, "role", role))
+            now_is[name] = role
+            out.discard(name)
+        elif (gone := _OUT.match(logged.message)) and gone[2] not in out:
+            name, why = gone[2], gone[3]
+            known(name, gone[1])
+            if flips := _FLIPS.match(why):
+                now_is[name] = Role(flips[1])
+                found.happened.append((now, name, "role", now_is[name]))
+            else:
+                what: What = "away" if why in _STILL_THERE else "down"
+                found.happened.append((now, name, what, None))
+                out.add(name)
+    if not found.requests:
         raise ConfigError(
             "the log tells of no request that was answered; it must be a router's, with "
             "--log-format json"
         )
-    begins = min(each.at_ms for each in requests)
-    roles, happened = _happened(told, begins)
-    ordered = sorted(roles.items(), key=lambda each: (each[1] is Role.DECODE, each[0]))
-    nodes = [NodeNamed(name, role, sorted(models.get(name, ()))) for name, role in ordered]
-    moved = [
-        msgspec.structs.replace(each, at_ms=round(each.at_ms - begins, 3)) for each in requests
-    ]
-    return Incident(nodes, sorted(moved, key=lambda each: each.at_ms), happened, left_out)
+    return _from_the_first(found, ups)
 
 
-def _requested(logged: _Logged, now: float, total_ms: float) -> Requested:
-    return Requested(
-        now - total_ms,
-        logged.tokens,
-        logged.output_tokens,
-        ttft_ms=round(logged.queue_ms + logged.prefill_ms, 3),
-        total_ms=total_ms,
-        model=logged.model,
+def _from_the_first(found: Incident, ups: dict[str, float]) -> Incident:
+    begins = min(each.at_ms for each in found.requests)
+    for name, at in ups.items():
+        if at > begins:  # it was not there at first
+            found.happened += [(begins, name, "down", None), (at, name, "up", None)]
+    in_order = sorted(found.nodes.items(), key=lambda each: (each[1] is Role.DECODE, each[0]))
+    requests = [replace(each, at_ms=round(each.at_ms - begins, 3)) for each in found.requests]
+    return replace(
+        found,
+        nodes=dict(in_order),
+        requests=sorted(requests, key=lambda each: each.at_ms),
+        happened=[
+            (max(0.0, round(at - begins, 3)), name, what, role)
+            for at, name, what, role in sorted(found.happened, key=lambda each: each[0])
+        ],
     )
 
 
-def _happened(told: Sequence[_Told], begins: float) -> tuple[dict[str, Role], list[Happened]]:
-    first: dict[str, _Told] = {}
-    for each in told:
-        first.setdefault(each.name, each)
-    roles = {name: each.role for name, each in first.items()}
-    # Of which the first that is heard is that it has come.
-    later = [
-        each
-        for each in first.values()
-        if each.at > begins and each.kept_out is None and not each.served
-    ]
-    happened = [Happened(0.0, each.name, What.DOWN) for each in later]
-    out = {each.name for each in later}
-    now_is = dict(roles)
-    for each in told:
-        at_ms, name = max(0.0, round(each.at - begins, 3)), each.name
-        if each.served:
-            continue
-        if each.kept_out is None:
-            if name in out:
-                happened.append(Happened(at_ms, name, What.UP))
-            if each.role is not now_is[name]:
-                happened.append(Happened(at_ms, name, What.ROLE, each.role))
-            now_is[name] = each.role
-            out.discard(name)
-        elif name in out:
-            continue
-        elif flips := _FLIPS.match(each.kept_out):
-            now_is[name] = Role(flips[1])
-            happened.append(Happened(at_ms, name, What.ROLE, now_is[name]))
-        else:
-            happened.append(
-                Happened(at_ms, name, What.AWAY if each.kept_out in _STILL_THERE else What.DOWN)
-            )
-            out.add(name)
-    return roles, happened
-
-
 def streams_of_incident(incident: Incident) -> list[Stream]:
-    return [
-        Stream(
-            each.at_ms, each.prompt, each.output, tuple(each.blocks), each.session, each.priority
-        )
-        for each in incident.requests
-    ]
+    return [Stream(each.at_ms, each.prompt, each.output) for each in incident.requests]
 
 
 def events_of(incident: Incident, prefill: int, decode: int) -> list[NodeEvent]:
     """Return what happened to those of its nodes that a cluster of this size has."""
     numbers: dict[str, int] = {}
     for role, first, many in ((Role.PREFILL, 0, prefill), (Role.DECODE, prefill, decode)):
-        names = [node.name for node in incident.nodes if node.role is role]
+        names = [name for name, began in incident.nodes.items() if began is role]
         numbers.update(zip(names, range(first, first + many), strict=False))
     return [
-        NodeEvent(each.at_ms, numbers[each.name], each.what, each.role, each.pace)
-        for each in incident.happened
-        if each.name in numbers
+        NodeEvent(at, numbers[name], what, role)
+        for at, name, what, role in incident.happened
+        if name in numbers
     ]

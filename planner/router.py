@@ -205,7 +205,6 @@ class SimulatedAdmission:
         request = QueuedRequest(
             "",
             now / 1e3,
-            priority=stream.priority,
             tokens=stream.prompt + round(wanted.request.output),
             ttft_s=targets.ttft_s,
             deadline=(now + DEADLINE_MS) / 1e3,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import bisect
 import enum
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvrelay.planner.setting import Stream
 
-__all__ = ["NodeListener", "Leg", "Planned", "Seat", "SlowSteps", "PlacementHints"]
+__all__ = ["Leg", "PlacementHints", "Planned", "Seat"]
 
 
 class Leg(enum.Enum):
@@ -35,25 +33,6 @@ class PlacementHints:
     """Prompt tokens to compute that a prefill node could."""
 
 
-class NodeListener(Protocol):
-    """A listener to what happens on a node; times are milliseconds."""
-
-    def begins(self, stream: Stream, now: float) -> None:
-        """Note that a prefill request begins to be computed."""
-
-    def computed(self, stream: Stream, now: float, last_chunk: int) -> None:
-        """Note that a prompt is computed, with a last chunk of so many tokens."""
-
-    def fetched(self, stream: Stream, now: float) -> None:
-        """Note that the request's KV need not be kept any more."""
-
-    def ended(self, stream: Stream, now: float) -> None:
-        """Note the last token."""
-
-    def gap(self, ms: float, times: int) -> None:
-        """Note a gap between two tokens, and how often it came."""
-
-
 @dataclass(eq=False, slots=True)
 class Seat:
     """A leg on a node; `ends_at` is the number of the step with its last token."""
@@ -68,7 +47,7 @@ class Seat:
     """Expected tokens of its answer."""
     came: float = float("-inf")
     """When it was ready for a step to be launched with it."""
-    turn: tuple[int, int, int] = (0, 0, 0)
+    turn: tuple[int, int] = (0, 0)
     known: int = 0
     """Tokens whose KV is to be computed here."""
     left: int = 0
@@ -81,12 +60,10 @@ class Seat:
     missing: int = 0
     computed_at: float = -1.0
     last_chunk: int = 0
-    joined_step: int = 0
     ends_at: int = 0
     due: int = 0
     """The number of the step with the last expected token."""
     stopped: float = -1.0
-    longest: float = 0.0
     running: bool = False
 
 
@@ -119,30 +96,3 @@ class Planned:
         if growth * steps > 1e-6 * linear:
             steps = (math.sqrt(linear * linear + 2 * growth * passed) - linear) / growth
         return min(self.count, int(steps + 1e-6))
-
-
-class SlowSteps:
-    """A record of slow steps: those that no later step exceeds."""
-
-    __slots__ = ("_ms", "_numbers")
-
-    def __init__(self) -> None:
-        self._numbers: list[int] = []
-        self._ms: list[float] = []
-
-    def note(self, number: int, ms: float) -> None:
-        numbers, longest = self._numbers, self._ms
-        while longest and longest[-1] <= ms:
-            numbers.pop()
-            longest.pop()
-        numbers.append(number)
-        longest.append(ms)
-
-    def since(self, number: int) -> float:
-        """Return the longest step behind this one; 0 if there was none."""
-        at = bisect.bisect_right(self._numbers, number)
-        return self._ms[at] if at < len(self._ms) else 0.0
-
-    def clear(self) -> None:
-        self._numbers.clear()
-        self._ms.clear()

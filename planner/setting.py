@@ -5,29 +5,27 @@ Times are milliseconds.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Literal
 
 from kvrelay.load.workloads import Asked
 from kvrelay.planner.speeds import H200, Speeds
-from kvrelay.planner.workloads import Workload
+from kvrelay.planner.workloads import BLOCK_TOKENS, WORKLOADS
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.router_config import PRICE
 
 __all__ = [
     "NETWORK_MS",
-    "Flipped",
     "NodeEvent",
     "Result",
     "Setting",
     "Stream",
     "Targets",
-    "What",
     "at_load",
     "streams_at",
     "streams_of",
@@ -61,7 +59,6 @@ class Stream:
     output: int
     blocks: tuple[int, ...] = ()
     session: str = ""
-    priority: int = 0
     targets: Targets | None = None
 
     number: int = 0
@@ -75,8 +72,6 @@ class Stream:
     """When its newest token was there, at its last hand-over or loss."""
     done: int = 0
     """Tokens that its client had then."""
-    longest: float = 0.0
-    """The longest time between two tokens."""
     preempted: int = 0
     moved: int = 0
     """How often a node was lost that had it."""
@@ -110,19 +105,17 @@ def streams_at(asks: Sequence[Asked], rate_s: float) -> list[Stream]:
 
 def _streams(asks: Sequence[Asked], stretched: float) -> list[Stream]:
     return [
-        Stream(
-            each.at * stretched, each.prompt, each.output, each.blocks, each.session, each.priority
-        )
+        Stream(each.at * stretched, each.prompt, each.output, each.blocks, each.session)
         for each in sorted(asks, key=lambda each: each.at)
     ]
 
 
 def streams_of(
-    workload: Workload, count: int, prefill_nodes: int, seed: int, speeds: Speeds | None = None
+    name: str, count: int, prefill_nodes: int, seed: int, speeds: Speeds | None = None
 ) -> list[Stream]:
-    """Return so many requests, at the rate that gives the workload's load."""
-    speeds = speeds or Speeds(H200)
-    asks = workload.make(Random(f"{workload.name} {seed}"), count)
+    """Return so many requests of a workload, at the rate that gives its load."""
+    speeds, workload = speeds or Speeds(H200), WORKLOADS[name]
+    asks = workload.make(Random(f"{name} {seed}"), count)
     return at_load(
         asks, sum(speeds.prompt_ms(each.prompt) for each in asks) / prefill_nodes / workload.load
     )
@@ -131,29 +124,22 @@ def streams_of(
 _PERCENT = math.log(1.01)
 
 
-class What(enum.StrEnum):
-    """An event of a node."""
-
-    DOWN = "down"
-    UP = "up"
-    """A new process, with an empty cache; or the same one, if it was away."""
-    AWAY = "away"
-    """The node takes nothing new, and ends what it has."""
-    SLOW = "slow"
-    """All its steps take `pace` times as long from now on."""
-    ROLE = "role"
-    """The node drains, changes its role and announces itself again."""
+What = Literal["down", "up", "away", "role"]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeEvent:
-    """An event of the node of this number; prefill nodes are counted first."""
+    """An event of the node of this number; prefill nodes are counted first.
+
+    `up` is a new process with an empty cache, or the same one if it was `away`: it took nothing new
+    and ended what it had. For a `role` the node drains, changes it and announces itself again.
+    """
 
     at: float
     node: int
     what: What
     role: Role | None = None
-    pace: float = 1.0
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +152,7 @@ class Setting:
     routers: int = 1
     stale_ms: float = 0.0
     seed: int = 0
-    block_size: int = 128
+    block_size: int = BLOCK_TOKENS
     prefixes: bool = True
     strict_roles: bool = False
     """Decode nodes compute no prompt that a prefill node can."""
@@ -182,16 +168,6 @@ class Setting:
         return self.decode_speeds or self.speeds if role is Role.DECODE else self.speeds
 
 
-@dataclass(frozen=True, slots=True)
-class Flipped:
-    """A decision to change a node's role, and why."""
-
-    at: float
-    node: int
-    role: Role
-    why: str
-
-
 @dataclass(slots=True)
 class Result:
     """A result: all streams, and a histogram of the times between tokens."""
@@ -201,7 +177,7 @@ class Result:
     gaps: dict[int, int] = field(default_factory=dict)
     preemptions: int = 0
     events: int = 0
-    flips: list[Flipped] = field(default_factory=list)
+    flips: list[NodeEvent] = field(default_factory=list)
     local: Counter[str] = field(default_factory=Counter)
 
     def add_gap(self, ms: float, times: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvrelay.planner.cluster import Clock, Cluster
 from kvrelay.planner.router import DEADLINE_MS, SimulatedAdmission
 from kvrelay.planner.seat import Leg, PlacementHints
-from kvrelay.planner.setting import Flipped, Result, Setting, Stream
+from kvrelay.planner.setting import NodeEvent, Result, Setting, Stream
 from kvrelay.router.nodes.node import Lease
 from kvrelay.router.request.placer import ChosenNodes
 from kvrelay.router.roles import EVERY_S, OTHER, RolePlanner, work_of
@@ -38,13 +38,15 @@ class RoleController:
         )
         hindered = "a node is changing its role" if cluster.switching else ""
         if self._becoming and not cluster.switching:
-            roles.changed(self._result.flips[-1].role, now / 1e3)
+            role = self._result.flips[-1].role
+            assert role is not None
+            roles.changed(role, now / 1e3)
         self._becoming = cluster.switching
         up = {role: len(of) for role, of in nodes.items()}
         role = roles.look(up, work, now / 1e3, hindered, left)
         if role is not None:
             at = router.number(max(nodes[OTHER[role]], key=lambda node: node.url))
-            self._result.flips.append(Flipped(now, at, role, roles.why))
+            self._result.flips.append(NodeEvent(now, at, "role", role, roles.why))
             cluster.change_role(at, role, now)
             self._becoming = True
         self._clock.later(now + EVERY_S * 1e3, self._look)
@@ -220,7 +222,6 @@ class _World:
         walk = self._walks[stream]
         if stream.done:  # its client has waited since a node was lost
             self.gap(now - stream.told, 1)
-            stream.longest = max(stream.longest, now - stream.told)
         stream.done += 1
         stream.told = now
         if stream.first < 0:
