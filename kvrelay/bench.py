@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib.metadata
 import os
 import platform
 import shlex
@@ -41,10 +42,10 @@ from kvrelay.load.results import (
     warnings_of,
     write_result,
 )
-from kvrelay.machine import installed
 from kvrelay.settings import build
 from kvrelay.wire.config_checks import is_loopback
 from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.versions import RELEASE
 
 __all__ = ["result_of", "run"]
 
@@ -174,9 +175,11 @@ def _machine() -> str:
 
 
 def _versions(server: str) -> dict[str, str]:
-    known = installed()
-    return {name: known[name] or "" for name in ("kvrelay", "python", "uvloop")} | {
-        "server": server
+    return {
+        "kvrelay": RELEASE,
+        "python": platform.python_version(),
+        "uvloop": importlib.metadata.version("uvloop"),
+        "server": server,
     }
 
 

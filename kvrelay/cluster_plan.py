@@ -31,12 +31,9 @@ __all__ = [
     "RUNTIME_LORA",
     "ClusterConfig",
     "Machine",
-    "NodeGpus",
-    "cores_of",
-    "gpus_of_nodes",
+    "nodes_of",
     "plan",
     "reachable",
-    "sharing_memory",
     "waves",
 ]
 
@@ -129,29 +126,43 @@ class Machine:
     """The environment that the children start from."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeGpus:
-    """A node's GPUs (for CUDA_VISIBLE_DEVICES); `sharers` nodes are on its busiest one."""
+def nodes_of(
+    config: ClusterConfig, cores: int, gpus: Sequence[str]
+) -> list[tuple[str, NodeConfig, str]]:
+    """Return name, config and GPUs (for CUDA_VISIBLE_DEVICES) of each node, prefill nodes first.
 
-    visible: str
-    sharers: int
-
-
-def gpus_of_nodes(ranks: Sequence[int], gpus: Sequence[str]) -> list[NodeGpus]:
-    """Return GPUs for each of the nodes, in turn. Raises ConfigError if one needs more than all."""
-    taken: list[list[str]] = []
+    Nodes share `cores` (0 leaves each of them all), and the default share of a GPU's memory. On two
+    cores 1P1D makes 248 tokens/s for 16 clients with a thread each, and 223 if the decode node has
+    both. Raises ConfigError if a node needs more than all GPUs.
+    """
+    roles = config.roles
+    nodes = [config.node_of(role) for role in roles]
+    taken: list[Sequence[str]] = []
     first = 0
-    for count in ranks:
+    for node in nodes:
+        count = node.engine.tensor_parallel_size if gpus else 0
         if count > len(gpus):
             raise ConfigError(
                 f"tensor_parallel_size {count} needs {count} GPUs for each node, and this machine "
                 f"shows {len(gpus)}; lower it, or start ranks on other hosts with `kvrelay rank`"
             )
         first = first if first + count <= len(gpus) else 0
-        taken.append(list(gpus[first : first + count]))
+        taken.append(gpus[first : first + count])
         first += count
     users = Counter(gpu for own in taken for gpu in own)
-    return [NodeGpus(",".join(own), max(users[gpu] for gpu in own)) for own in taken]
+    found = []
+    for at, (role, node, own) in enumerate(zip(roles, nodes, taken, strict=True)):
+        engine = node.engine
+        default = EngineConfig(engine.model).gpu_memory_utilization
+        if engine.gpu_memory_utilization == default:
+            sharers = max((users[gpu] for gpu in own), default=1)
+            engine = replace(engine, gpu_memory_utilization=round(default / sharers, 3))
+        if cores and not engine.threads:
+            share = max(1, cores // len(roles)) // engine.tensor_parallel_size
+            engine = replace(engine, threads=max(1, share))
+        name = f"{role}-{at - (config.prefill if role is Role.DECODE else 0)}"
+        found.append((name, replace(node, engine=engine), ",".join(own)))
+    return found
 
 
 def plan(config: ClusterConfig, machine: Machine, log_dir: Path) -> list[ChildSpec]:
@@ -181,35 +192,26 @@ def plan(config: ClusterConfig, machine: Machine, log_dir: Path) -> list[ChildSp
 
 
 def _node_specs(config: ClusterConfig, machine: Machine, log_dir: Path) -> list[ChildSpec]:
-    roles = config.roles
-    nodes = [config.node_of(role) for role in roles]
     # Only nodes sign tickets: the router, which carries them, need not know the secret.
     secrets = {
         NODE_API_KEY: config.router.node_api_key,
         CLUSTER_SECRET: config.node.transfer.cluster_secret,
     }
-    gpus = None
-    if machine.gpus and config.node.engine.device != "cpu":
-        ranks = [node.engine.tensor_parallel_size for node in nodes]
-        gpus = gpus_of_nodes(ranks, machine.gpus)
+    gpus = () if config.node.engine.device == "cpu" else machine.gpus
     specs: list[ChildSpec] = []
-    for at, (node, port) in enumerate(zip(nodes, machine.ports[1:], strict=True)):
-        share = cores_of(config, machine.cores) // node.engine.tensor_parallel_size
-        engine = replace(node.engine, threads=node.engine.threads or max(1, share))
+    nodes = nodes_of(config, machine.cores, gpus)
+    for (name, node, visible), port in zip(nodes, machine.ports[1:], strict=True):
         # A waiting thread that spins for long steals the core that another process needs, one that
         # never spins wakes too late. Decode step of SmolLM2, batch 8, two threads on two cores,
         # alone / beside another such engine: spinning 0: 105 ms / -; 3,000: 78 / 135; 30,000 (GNU
         # OpenMP's own is 300,000): 63 / 429.
         env = {"GOMP_SPINCOUNT": "3000"} | _environ(machine, secrets)
-        env["OMP_NUM_THREADS"] = str(engine.threads)
-        if gpus:
-            env["CUDA_VISIBLE_DEVICES"] = gpus[at].visible
-            engine = sharing_memory(engine, gpus[at].sharers)
-        role = node.role
-        name = f"{role}-{at - (config.prefill if role is Role.DECODE else 0)}"
-        node = replace(node, engine=engine, port=port, kv_events_config=_KV_EVENTS)
-        flags = flags_of(node, skip=NOT_FLAGS)
-        specs.append(_spec(name, role.value, flags, f"http://127.0.0.1:{port}", log_dir, env))
+        env["OMP_NUM_THREADS"] = str(node.engine.threads)
+        if visible:
+            env["CUDA_VISIBLE_DEVICES"] = visible
+        flags = flags_of(replace(node, port=port, kv_events_config=_KV_EVENTS), skip=NOT_FLAGS)
+        url = f"http://127.0.0.1:{port}"
+        specs.append(_spec(name, node.role.value, flags, url, log_dir, env))
     return specs
 
 
@@ -237,23 +239,6 @@ def reachable(config: RouterConfig | NodeConfig) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     scheme = "https" if config.ssl_certfile else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.port}"
-
-
-def cores_of(config: ClusterConfig, cores: int) -> int:
-    """Return how many of a machine's cores each node computes on: its share.
-
-    On two cores 1P1D makes 248 tokens/s for 16 clients with a thread each, and 223 if the decode
-    node has both cores, which the prefill node then wants, too.
-    """
-    return max(1, cores // (config.prefill + config.decode))
-
-
-def sharing_memory(engine: EngineConfig, sharers: int) -> EngineConfig:
-    """Divide the default share of a GPU's memory among the nodes on it; another share stays."""
-    default = EngineConfig(engine.model).gpu_memory_utilization
-    if sharers == 1 or engine.gpu_memory_utilization != default:
-        return engine
-    return replace(engine, gpu_memory_utilization=round(default / sharers, 3))
 
 
 def _spec(

