@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -22,11 +22,11 @@ from kvrelay.planner.goodput import Served, at_rate, highest_rate, requests_need
 from kvrelay.planner.rate_card import RateCard, read_card
 from kvrelay.planner.setting import Setting, Targets
 from kvrelay.planner.speeds import Speeds
-from kvrelay.planner.splits import Bound, Split, bound_of, splits
+from kvrelay.planner.splits import Split, bound_of, splits
 from kvrelay.planner.workloads import BLOCK_TOKENS, WORKLOADS
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["Asking", "Sized", "Wanted", "read_cards", "run", "sized", "workload_of"]
+__all__ = ["Sized", "Wanted", "read_cards", "run", "sized", "workload_of"]
 
 _SAMPLE = 4_000
 _LENGTHS = re.compile(r"(\d{1,7}):(\d{1,7})")
@@ -41,30 +41,25 @@ _FIRST = 0.8
 """Share of a split's bound at which its highest rate is looked for first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asking:
-    """A sample of requests that stand for a workload, and the size of their named blocks in tokens."""
-
-    make: Callable[[int], Sequence[Asked]]
-    """Make so many requests; no more than a trace has."""
-    block_size: int
+Asking = tuple[Callable[[int], Sequence[Asked]], int]
+"""A function that makes so many requests, or as many as a trace has; tokens of named blocks."""
 
 
 def workload_of(name: str) -> Asking:
     """Return a workload by its name, as IN:OUT, or from a trace. Raises ConfigError."""
     if name in WORKLOADS:
         make = WORKLOADS[name].make
-        return Asking(lambda count: make(Random(f"{name} plan"), count), BLOCK_TOKENS)
+        return lambda count: make(Random(f"{name} plan"), count), BLOCK_TOKENS
     lengths = _LENGTHS.fullmatch(name)
     if lengths:
         prompt, output = int(lengths[1]), int(lengths[2])
         if not prompt or not output:
             raise ConfigError(f"--workload {name} asks for no tokens; give at least 1:1")
-        return Asking(lambda count: _alike(prompt, output, count), TRACE_BLOCK_TOKENS)
+        return lambda count: _alike(prompt, output, count), TRACE_BLOCK_TOKENS
     if name.endswith(_TRACED):
         try:
             traced = read_trace(Path(name))
-            return Asking(lambda count: traced[:count], TRACE_BLOCK_TOKENS)
+            return lambda count: traced[:count], TRACE_BLOCK_TOKENS
         except (OSError, ValueError, KeyError, TypeError) as why:
             raise ConfigError(
                 f"the trace {name} cannot be read: {why}; it has a JSON object a line"
@@ -95,21 +90,23 @@ class Wanted:
     rate: float
     """Requests a second; 0: as many as can be."""
 
-    def requests(self, rate: float) -> Sequence[Asked]:
-        """Return as many requests as a run at this rate needs, or as there are."""
-        return self.asking.make(requests_needed(self.asking.make(_SAMPLE), self.targets, rate))
+    def requests(self, rate: float) -> tuple[int, Sequence[Asked]]:
+        """Return how many requests a run at this rate needs, and as many, or as there are."""
+        make, _ = self.asking
+        needed = requests_needed(make(_SAMPLE), self.targets, rate)
+        return needed, make(needed)
 
 
 @dataclass(frozen=True, slots=True)
 class Sized:
     """A split with its bound, and the simulation of it, if it was worth one."""
 
-    bound: Bound
-    served: Served | None
-
-    @property
-    def split(self) -> Split:
-        return self.bound.split
+    split: Split
+    bound: float
+    """Requests a second at which its nodes have no time left."""
+    short: str
+    """The role that is short first."""
+    served: Served | None = None
 
     @property
     def goodput(self) -> float:
@@ -125,20 +122,20 @@ class Sized:
 
 def sized(wanted: Wanted, tried: Callable[[str], None] = lambda _: None) -> list[Sized]:
     """Return all splits, the best first; `tried` is told of each simulation. Raises ConfigError."""
-    targets, sample = wanted.targets, wanted.asking.make(_SAMPLE)
-    block_size = wanted.asking.block_size
+    targets, (make, block_size) = wanted.targets, wanted.asking
+    sample = make(_SAMPLE)[:_SAMPLE]
     bounds = [
-        bound_of(split, sample[:_SAMPLE], block_size, targets.tpot_ms)
+        Sized(split, *bound_of(split, sample, block_size, targets.tpot_ms))
         for split in splits(wanted.gpus, wanted.cards)
     ]
-    bounds.sort(key=lambda each: -each.rate)
+    bounds.sort(key=lambda each: -each.bound)
     # The same requests for all splits.
-    asks = wanted.requests(wanted.rate or bounds[0].rate)
+    _, asks = wanted.requests(wanted.rate or bounds[0].bound)
     prefixes = any(each.blocks for each in asks)
     apart = next((each for each in bounds if each.split.prefill), None)
     found, best = [], 0.0
-    for bound in bounds:
-        split, served = bound.split, None
+    for each in bounds:
+        split = each.split
         setting = Setting(
             prefill=split.prefill,
             decode=split.decode,
@@ -147,15 +144,17 @@ def sized(wanted: Wanted, tried: Callable[[str], None] = lambda _: None) -> list
             speeds=Speeds(split.prefill_card),
             decode_speeds=Speeds(split.decode_card),
         )
-        if wanted.rate:
+        if wanted.rate or each.bound > best or each is apart:
             tried(split.name)
-            served = at_rate(asks, setting, targets, wanted.rate)
-        elif bound.rate > best or bound is apart:
-            tried(split.name)
-            served = highest_rate(asks, setting, targets, ATTAINMENT, _FIRST * bound.rate)
-        found.append(Sized(bound, served))
-        best = max(best, found[-1].goodput)
-    return sorted(found, key=lambda each: (each.served is None, -each.goodput, -each.bound.rate))
+            served = (
+                at_rate(asks, setting, targets, wanted.rate)
+                if wanted.rate
+                else highest_rate(asks, setting, targets, ATTAINMENT, _FIRST * each.bound)
+            )
+            each = replace(each, served=served)
+        found.append(each)
+        best = max(best, each.goodput)
+    return sorted(found, key=lambda each: (each.served is None, -each.goodput, -each.bound))
 
 
 def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
@@ -168,14 +167,11 @@ def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
         console.print_json(json.dumps({"keeps_targets": best is not None, "splits": rows}))
         return int(best is None)
     console.print(_table(found, wanted))
-    rate = wanted.rate or max(each.bound.rate for each in found)
-    there, needed = (
-        len(wanted.requests(rate)),
-        requests_needed(wanted.asking.make(_SAMPLE), wanted.targets, rate),
-    )
-    if there < needed:
+    rate = wanted.rate or max(each.bound for each in found)
+    needed, asks = wanted.requests(rate)
+    if len(asks) < needed:
         console.print(
-            f"The trace has {there} requests, and at {rate:.1f} requests/s a run needs {needed} to "
+            f"The trace has {len(asks)} requests, and at {rate:.1f} requests/s a run needs {needed} to "
             f"tell what lasts."
         )
     if best is None:
@@ -200,8 +196,8 @@ def _row(each: Sized) -> dict[str, object]:
         "gpus": split.gpus,
         "goodput": round(each.goodput, 3),
         "goodput_per_gpu": round(each.goodput / split.gpus, 3),
-        "bound": round(each.bound.rate, 3),
-        "short": each.bound.short,
+        "bound": round(each.bound, 3),
+        "short": each.short,
         "simulated": None if each.served is None else dataclasses.asdict(each.served),
     }
 
@@ -218,7 +214,7 @@ def _table(found: Sequence[Sized], wanted: Wanted) -> Table:
     for each in found:
         split, served = each.split, each.served
         if served is None:
-            most = each.bound.rate
+            most = each.bound
             cells = [f"< {most / split.gpus:.2f}", f"< {most:.1f}", *[""] * 4]
         else:
             cells = [
@@ -229,7 +225,7 @@ def _table(found: Sequence[Sized], wanted: Wanted) -> Table:
                 f"{served.tpot_p90:.1f}",
                 f"{served.itl_p99:,.0f}",
             ]
-        table.add_row(split.name, *cells, each.bound.short)
+        table.add_row(split.name, *cells, each.short)
     return table
 
 
@@ -237,7 +233,7 @@ def _why(best: Sized) -> str:
     split = best.split
     told = (
         f"{split.name}, {best.goodput:.1f} requests/s in time, {best.goodput / split.gpus:.2f} "
-        f"for each GPU; it is short of {best.bound.short} first"
+        f"for each GPU; it is short of {best.short} first"
     )
     if best.served is not None and not split.prefill:
         told += (

@@ -13,7 +13,7 @@ from kvrelay.planner.rate_card import RateCard
 from kvrelay.planner.speeds import Speeds
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["Bound", "Split", "bound_of", "splits"]
+__all__ = ["Split", "bound_of", "splits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +65,13 @@ def splits(gpus: int, cards: Sequence[RateCard]) -> list[Split]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A split, the rate at which its nodes have no time left, and the role that is short first."""
+def bound_of(
+    split: Split, asks: Sequence[Asked], block_size: int, tpot_ms: float
+) -> tuple[float, str]:
+    """Return the rate at which nodes have no time left, and the role that is short first.
 
-    split: Split
-    rate: float
-    short: str
-
-
-def bound_of(split: Split, asks: Sequence[Asked], block_size: int, tpot_ms: float) -> Bound:
-    """Return the bound for these requests, as if all earlier ones were cached."""
+    For these requests, as if all earlier ones were cached.
+    """
     speeds = Speeds(split.prefill_card)
     prompt_ms = output = context = 0.0
     seen: set[int] = set()
@@ -94,7 +90,7 @@ def bound_of(split: Split, asks: Sequence[Asked], block_size: int, tpot_ms: floa
     by_decode = split.decode / decode_ms * 1e3
     by_all = (split.prefill + split.decode) / (prompt_ms + decode_ms) * 1e3
     short = "prefill" if split.prefill / prompt_ms < split.decode / decode_ms else "decode"
-    return Bound(split, min(by_decode, by_all), short if split.prefill else "time")
+    return min(by_decode, by_all), short if split.prefill else "time"
 
 
 def _token_ms(card: RateCard, context: float, tpot_ms: float) -> float:
