@@ -9,8 +9,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.planner.grid import Limits, units
-from kvrelay.planner.rate_card import DecodePoint, PrefillPoint, RateCard
+from kvrelay.planner.grid import Limits, Step, plan
+from kvrelay.planner.rate_card import Point, RateCard
+from kvrelay.planner.speeds import Speeds
 
 H200 = Limits(131_072, 800_000, 64, 256, 8192, prompts_at_once=3, decode_steps=24)
 
@@ -26,60 +27,69 @@ limits = st.builds(
 )
 
 
-def points(kind: str, of: Limits) -> list[tuple[int, int]]:
-    return [point for unit in units(of) if unit.kind == kind for point in unit.points]
+def steps(of: Limits) -> list[Step]:
+    return [step for _, group in plan(of) for step in group]
 
 
 @given(limits)
-def test_all_points_fit_and_none_is_measured_twice(of: Limits) -> None:
-    for kind in ("prefill", "decode"):
-        assert max(Counter(points(kind, of)).values()) == 1
-    for tokens, context in points("prefill", of):
-        assert 0 < tokens <= of.step_tokens
-        assert context + tokens < of.max_model_len
-        assert -(-(context + tokens + 1) // 16) * 3 <= of.kv_tokens // 16
-    for requests, context in points("decode", of):
-        assert 0 < requests <= of.max_num_seqs
-        assert context + of.decode_steps < of.max_model_len
-        # Even the smallest pool has room for one request.
-        assert (
-            requests == 1
-            or -(-(context + of.decode_steps + 1) // 16) * requests <= of.kv_tokens // 16
-        )
+def test_all_steps_fit_and_none_is_measured_twice(of: Limits) -> None:
+    assert max(Counter(steps(of)).values()) == 1
+    for requests, context, tokens in steps(of):
+        assert 0 <= tokens <= of.step_tokens
+        assert 0 <= requests <= of.max_num_seqs
+        if not requests:
+            assert tokens > 0
+            assert context + tokens < of.max_model_len
+            assert -(-(context + tokens + 1) // 16) * 3 <= of.kv_tokens // 16
+        else:
+            assert context + of.decode_steps < of.max_model_len
+            # Even the smallest pool has room for one request.
+            assert (
+                requests == 1
+                or -(-(context + of.decode_steps + 1) // 16) * requests <= of.kv_tokens // 16
+            )
+
+
+def line_of(step: Step) -> tuple[bool, int]:
+    requests, context, _ = step
+    return (True, requests) if requests else (False, context)
 
 
 @given(limits)
-def test_coarse_points_come_first_and_a_line_begins_with_both_of_its_ends(of: Limits) -> None:
-    plan = units(of)
-    assert [unit.level for unit in plan] == sorted(unit.level for unit in plan)
-    assert {unit.kind for unit in plan if not unit.level} == {"prefill", "decode"}
+def test_coarse_steps_come_first_and_a_line_begins_with_both_of_its_ends(of: Limits) -> None:
+    groups = [
+        (level, group) for level, group in plan(of) if not (group[0][0] and group[0][2])
+    ]  # of prompts or of decodes alone
+    assert [level for level, _ in groups] == sorted(level for level, _ in groups)
+    assert {line_of(group[0])[0] for level, group in groups if not level} == {True, False}
+    whole = [step for _, group in groups for step in group]
     seen = set()
-    for unit in plan:
-        line = (unit.kind, unit.points[0][1] if unit.kind == "prefill" else unit.points[0][0])
+    for _, group in groups:
+        line = line_of(group[0])
         if line not in seen:
             seen.add(line)
-            whole = [
-                at
-                for at in points(unit.kind, of)
-                if at[1 if unit.kind == "prefill" else 0] == line[1]
-            ]
-            assert {min(whole), max(whole)} == set(unit.points)
+            own = [step for step in whole if line_of(step) == line]
+            assert {min(own), max(own)} == set(group)
 
 
 def test_the_first_level_alone_is_a_card_that_is_exact_for_linear_times() -> None:
-    def prefill_ms(tokens: int, context: int) -> float:
-        return 5 + 0.1 * tokens + 0.001 * context
+    def ms(requests: int, context: int, tokens: int) -> float:
+        return 5 + 0.1 * requests + 0.1 * tokens + 0.001 * context
 
-    def decode_ms(requests: int, context: float) -> float:
-        return 4 + 0.1 * requests + 0.002 * context
-
-    first = [unit for unit in units(H200) if not unit.level]
+    first = [
+        Point(ms(*step), step[2], step[1], step[0])
+        for level, group in plan(H200)
+        for step in group
+        if not level
+    ]
     card = RateCard(
         "m", "h", "0", "", H200.kv_tokens, 64, 256, 8192,
-        [PrefillPoint(*at, prefill_ms(*at)) for unit in first if unit.kind == "prefill" for at in unit.points],
-        [DecodePoint(*at, decode_ms(*at)) for unit in first if unit.kind == "decode" for at in unit.points],
+        [each for each in first if not each.requests], [each for each in first if each.requests],
     )  # fmt: skip
-    for tokens, context in points("prefill", H200):
-        assert abs(card.chunk_ms(tokens, context) - prefill_ms(tokens, context)) < 1e-6
-    for requests, context in points("decode", H200):
-        assert abs(card.step_ms(requests, requests * context) - decode_ms(requests, context)) < 1e-6
+    for requests, context, tokens in steps(H200):
+        if not requests:
+            found = Speeds(card).chunk_ms([(tokens, context)])
+            assert abs(found - ms(0, context, tokens)) < 1e-6
+        elif not tokens:
+            found = card.step_ms(requests, requests * context)
+            assert abs(found - ms(requests, context, 0)) < 1e-6

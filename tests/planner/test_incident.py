@@ -9,21 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvrelay.planner.incident import (
-    Incident,
-    LeftOut,
-    NodeNamed,
-    Requested,
-    events_of,
-    of_log,
-    read_incident,
-    streams_of_incident,
-)
+from kvrelay.planner.incident import events_of, read_incident, streams_of_incident
 from kvrelay.planner.rate_card import write_card
-from kvrelay.planner.setting import NodeEvent, Setting, Stream, What
+from kvrelay.planner.setting import NodeEvent, Setting, Stream
 from kvrelay.planner.speeds import H200
 from kvrelay.planner.world import simulate
-from kvrelay.replay import replayed, run, size_of
+from kvrelay.replay import run, size_of
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.log_lines import Fields, JsonLines
@@ -92,12 +83,10 @@ LOG = [
 
 
 def test_a_log_tells_of_requests_and_nodes() -> None:
-    incident = of_log(LOG)
-    assert incident.nodes == [
-        NodeNamed(P, Role.PREFILL),
-        NodeNamed(D, Role.DECODE),
-        NodeNamed(E, Role.DECODE),
-    ]
+    incident = read_incident(LOG)
+    assert list(incident.nodes.items()) == [
+        (P, Role.PREFILL), (D, Role.DECODE), (E, Role.DECODE),
+    ]  # fmt: skip
     first, second = incident.requests
     assert (first.at_ms, first.prompt, first.output, first.ttft_ms, first.total_ms) == (
         0.0,
@@ -107,47 +96,44 @@ def test_a_log_tells_of_requests_and_nodes() -> None:
         1_000.0,
     )
     assert (second.at_ms, second.prompt) == (500.0, 500)
-    told = [(each.at_ms, each.name, each.what, each.role) for each in incident.happened]
-    assert told == [
-        (2_000.0, E, What.DOWN, None),
-        (4_000.0, E, What.UP, None),
-        (5_000.0, E, What.AWAY, None),
-        (6_000.0, E, What.UP, None),
-        (6_000.0, E, What.ROLE, Role.PREFILL),
+    assert incident.happened == [
+        (2_000.0, E, "down", None),
+        (4_000.0, E, "up", None),
+        (5_000.0, E, "away", None),
+        (6_000.0, E, "up", None),
+        (6_000.0, E, "role", Role.PREFILL),
     ]
-    assert incident.left_out == LeftOut(refused=1, tokens=700, unanswered=1)
+    left_out = incident.refused, incident.refused_tokens, incident.unanswered
+    assert left_out == (1, 700, 1)
+    assert events_of(incident, 1, 2)[0] == NodeEvent(2_000.0, 2, "down")
+    assert events_of(incident, 1, 1) == []
+    assert [stream.at for stream in streams_of_incident(incident)] == [0.0, 500.0]
 
 
-def told_of(
-    *lines: bytes,
-) -> tuple[list[tuple[str, Role]], list[tuple[float, str, What, Role | None]]]:
-    """The nodes, and what happened, of a log with these lines about nodes and a request before."""
-    incident = of_log([line(-1.0, "%s node %s is up", "prefill", P), line(-1.0, "%s node %s is up", "decode", D),
-                       request(1.0, 100, 5, 1_000.0), *lines])  # fmt: skip
-    happened = [(each.at_ms, each.name, each.what, each.role) for each in incident.happened]
-    return [(node.name, node.role) for node in incident.nodes], happened
+def test_a_node_that_comes_later_is_away_until_then() -> None:
+    incident = read_incident([*LOG[:5], line(3.0, "%s node %s is up", "decode", "http://x:1")])
+    assert incident.happened == [
+        (0.0, "http://x:1", "down", None), (2_000.0, "http://x:1", "up", None),
+    ]  # fmt: skip
 
 
 def test_a_node_that_is_told_to_change_its_role_is_not_lost() -> None:
-    nodes, happened = told_of(
-        line(
-            2.0,
-            "%s node %s is kept out: %s",
-            "decode",
-            D,
-            "it changes its role from decode to prefill",
-        ),
+    why = "it changes its role from decode to prefill"
+    incident = read_incident([
+        line(-1.0, "%s node %s is up", "prefill", P), line(-1.0, "%s node %s is up", "decode", D),
+        request(1.0, 100, 5, 1_000.0),
+        line(2.0, "%s node %s is kept out: %s", "decode", D, why),
         line(3.0, "%s node %s is up", "prefill", D),
-    )
-    assert nodes == [(P, Role.PREFILL), (D, Role.DECODE)]
-    assert happened == [(2_000.0, D, What.ROLE, Role.PREFILL)]
+    ])  # fmt: skip
+    assert incident.nodes == {P: Role.PREFILL, D: Role.DECODE}
+    assert incident.happened == [(2_000.0, D, "role", Role.PREFILL)]
 
 
 def test_a_drained_node_takes_nothing_new_until_it_is_back() -> None:
     events = [
-        NodeEvent(0.0, 2, What.AWAY),
-        NodeEvent(0.0, 0, What.AWAY),
-        NodeEvent(9_000.0, 0, What.UP),
+        NodeEvent(0.0, 2, "away"),
+        NodeEvent(0.0, 0, "away"),
+        NodeEvent(9_000.0, 0, "up"),
     ]
     streams = [Stream(1.0 + at, 500, 400) for at in range(0, 20_000, 500)]
     for policy in ("round_robin", "price"):
@@ -159,75 +145,35 @@ def test_a_drained_node_takes_nothing_new_until_it_is_back() -> None:
             stream.local == (stream.at < 9_500) or 9_000 < stream.at < 10_000
             for stream in result.streams
         )
-    events.append(NodeEvent(0.0, 1, What.AWAY))
+    events.append(NodeEvent(0.0, 1, "away"))
     gone = simulate(copy.deepcopy(streams), Setting(prefill=1, decode=2, events=events))
     assert all(stream.refused for stream in gone.streams)
 
 
 def test_models_on_other_nodes_are_left_out_and_adapters_stay() -> None:
     other = "http://o:1"
-    incident = of_log([
+    incident = read_incident([
         request(1.0, 100, 5, 900.0, model="m"),
         request(1.1, 100, 5, 900.0, model="m-adapter"),
         request(1.2, 100, 5, 900.0, model="n", decode=other),
         line(2.0, "%s node %s is kept out: %s", "decode", other, "it does not answer"),
     ])  # fmt: skip
     mine = incident.of_model("m")
-    assert [node.name for node in mine.nodes] == [P, D]
+    assert list(mine.nodes) == [P, D]
     assert [each.model for each in mine.requests] == ["m", "m-adapter"]
     assert not mine.happened
     assert incident.of_model("unheard of") is incident
 
 
-def test_blocks_of_an_incident_are_those_of_a_trace() -> None:
-    """Of 512 tokens: the second prompt begins with what the first one was."""
-    nodes = [NodeNamed(P, Role.PREFILL), NodeNamed(D, Role.DECODE)]
-    asked = [Requested(at * 5_000.0, 8_192, 5, blocks=list(range(16))) for at in range(2)]
-    ttft = replayed(Incident(nodes, asked, []), H200, (1, 1), "price").ttft
-    assert ttft[0] < ttft[1] / 5
-
-
-def test_an_incident_is_what_it_was_when_it_is_read_again() -> None:
-    incident = of_log(LOG)
-    again = read_incident(incident.lines())
-    assert (again.nodes, again.requests, again.happened) == (
-        incident.nodes,
-        incident.requests,
-        incident.happened,
-    )
-    assert (again.of_model("any"), read_incident(LOG)) == (again, incident)
-    assert events_of(again, 1, 2)[0] == NodeEvent(2_000.0, 2, What.DOWN)
-    assert events_of(again, 1, 1) == []
-    assert [stream.at for stream in streams_of_incident(again)] == [0.0, 500.0]
-
-
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        ([b'{"kind":"nodes","nodes":[]}', b'{"kind":"request"}'], "line 2"),
-        ([b'{"kind":"nodes","nodes":[],"version":9}'], "version 9"),
-        ([b'{"kind":"nodes","nodes":[{"name":"a","role":"decode"}]}'], "needs a request"),
-        (
-            [b'{"kind":"nodes","nodes":[]}', b'{"kind":"node","at_ms":1,"name":"x","what":"down"}'],
-            "happened to x",
-        ),
-        ([b"{}"], "no request"),
-    ],
-)
-def test_what_is_no_incident_is_refused_with_a_reason(rows: list[bytes], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        read_incident(rows)
-
-
 def test_the_command_replays_with_other_nodes_and_another_policy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log, card, record = tmp_path / "router.log", tmp_path / "card.json", tmp_path / "incident.jsonl"
+    log, card = tmp_path / "router.log", tmp_path / "card.json"
     log.write_bytes(b"\n".join(LOG))
     write_card(H200, card)
     console = Console(width=120, soft_wrap=True)
-    assert run(log, H200, "", "price", record, console) == 0
-    assert run(record, H200, "2:3", "round_robin", None, console) == 0
+    assert run(log, H200, "", "price", console) == 0
+    assert run(log, H200, "2:3", "round_robin", console) == 0
     out = capsys.readouterr().out
     assert "TTFT then" in out
     assert "TTFT 2P3D, round_robin" in out
@@ -237,6 +183,9 @@ def test_the_command_replays_with_other_nodes_and_another_policy(
         in out
     )
     with pytest.raises(ConfigError, match="P:D"):
-        size_of(of_log(LOG), "2:0")
+        size_of(read_incident(LOG), "2:0")
     with pytest.raises(ConfigError, match="none of least_queue"):
-        run(record, H200, "", "best", None, console)
+        run(log, H200, "", "best", console)
+    log.write_text("{}")
+    with pytest.raises(ConfigError, match="no request"):
+        run(log, H200, "", "price", console)

@@ -6,14 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.planner.rate_card import (
-    DecodePoint,
-    PrefillPoint,
-    RateCard,
-    TransferPoint,
-    read_card,
-    write_card,
-)
+from kvrelay.planner.rate_card import Point, RateCard, read_card, write_card
+from kvrelay.planner.speeds import Speeds
 from kvrelay.wire.errors import ConfigError
 
 
@@ -22,42 +16,38 @@ def card(**changes: object) -> RateCard:
         "model": "tiny", "hardware": "CPU, 2 cores", "kvrelay": "0.1.0", "measured_at": "2026-11-22T00:00:00Z",
         "kv_tokens": 10_000, "block_size": 16, "max_num_seqs": 8, "step_tokens": 1_000,
         "prefill": [
-            PrefillPoint(100, 0, 10.0), PrefillPoint(1_000, 0, 100.0), PrefillPoint(100, 1_000, 20.0),
-            PrefillPoint(1_000, 1_000, 200.0),
+            Point(10.0, 100), Point(100.0, 1_000), Point(20.0, 100, 1_000), Point(200.0, 1_000, 1_000),
         ],
         "decode": [
-            DecodePoint(1, 0, 4.0), DecodePoint(1, 1_000, 5.0), DecodePoint(8, 0, 6.0), DecodePoint(8, 1_000, 14.0),
+            Point(4.0, 0, 0, 1), Point(5.0, 0, 1_000, 1), Point(6.0, 0, 0, 8), Point(14.0, 0, 1_000, 8),
         ],
-        "transfer": {"direct": [TransferPoint(100, 1.0), TransferPoint(1_000, 2.0)], "nixl": [TransferPoint(100, 9.0)]},
+        "transfer": {"direct": [Point(1.0, 100), Point(2.0, 1_000)], "nixl": [Point(9.0, 100)]},
     }  # fmt: skip
     return RateCard(**(whole | changes))  # type: ignore[arg-type]
 
 
 def test_what_was_measured_is_said_as_it_is() -> None:
-    it = card()
-    assert [it.chunk_ms(point.tokens, point.context) for point in it.prefill] == [
-        point.ms for point in it.prefill
-    ]
-    assert [it.step_ms(point.requests, point.requests * point.context) for point in it.decode] == [
-        point.ms for point in it.decode
-    ]
+    it = Speeds(card())
+    for point in it.card.prefill:
+        assert it.chunk_ms([(point.tokens, point.context)]) == point.ms
+    for point in it.card.decode:
+        assert it.card.step_ms(point.requests, point.requests * point.context) == point.ms
     assert it.fetch_ms(1_000) == 2.0
-    assert it.fetch_ms(100, "nixl") == 9.0
 
 
 def test_between_points_and_beyond_them_times_are_linear() -> None:
-    it = card()
-    assert it.chunk_ms(550) == pytest.approx(55.0)
-    assert it.chunk_ms(550, 500) == pytest.approx((55.0 + 110.0) / 2)
-    assert it.chunk_ms(10) == 10.0  # a step has a least time
+    it = Speeds(card())
+    assert it.chunk_ms([(550, 0)]) == pytest.approx(55.0)
+    assert it.chunk_ms([(550, 500)]) == pytest.approx((55.0 + 110.0) / 2)
+    assert it.chunk_ms([(10, 0)]) == 10.0  # a step has a least time
     assert it.step_ms(16, 0) == pytest.approx(6.0 + 2.0 * 8 / 7)
-    assert it.fetch_ms(1_900, "direct") == pytest.approx(3.0)
-    assert it.fetch_ms(5, "nccl") == 0.0
+    assert it.fetch_ms(1_900) == pytest.approx(3.0)
+    assert card(transfer={}).fetch_ms(5) == 0.0
     assert it.step_ms(0, 0) == 0.0
 
 
 def test_a_long_prompt_is_computed_in_chunks_behind_each_other() -> None:
-    it = card()
+    it = Speeds(card())
     assert it.prompt_ms(2_000) == pytest.approx(100.0 + 200.0)
     assert it.prompt_ms(2_000, cached=1_000) == pytest.approx(200.0)
     assert it.prompt_ms(500, cached=500) == 0.0

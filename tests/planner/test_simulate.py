@@ -22,8 +22,7 @@ from kvrelay.planner.block_cache import BlockCache
 from kvrelay.planner.engine import OVERTAKEN, Engine
 from kvrelay.planner.seat import Leg, PlacementHints
 from kvrelay.planner.setting import Result, Setting, Stream, streams_of
-from kvrelay.planner.speeds import H200, Speeds
-from kvrelay.planner.workloads import WORKLOADS
+from kvrelay.planner.speeds import H200, Speeds, slowed
 from kvrelay.planner.world import simulate
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.kv_events import root_of
@@ -31,6 +30,12 @@ from kvrelay.wire.router_config import POLICY_NAMES
 from kvrelay.wire.sampling import SamplingParams
 
 SPEEDS = Speeds(H200)
+
+
+class Deaf:
+    """Who hears nothing of a node."""
+
+    begins = fetched = ended = gap = computed = staticmethod(lambda *_: None)
 
 
 def run(streams: list[Stream], **setting: object) -> Result:
@@ -90,7 +95,7 @@ def test_the_shortest_prompt_goes_first() -> None:
 @pytest.mark.parametrize("policy", ["price", "prefix"])
 def test_every_request_ends_once_and_in_order(policy: str) -> None:
     speeds = Speeds(msgspec.structs.replace(H200, kv_tokens=14_000, max_num_seqs=12))
-    streams = streams_of(WORKLOADS["sessions"], 300, 2, 1)
+    streams = streams_of("sessions", 300, 2, 1)
     streams = [stream for stream in streams if stream.prompt + stream.output < 10_000]
     result = run(
         streams, policy=policy, prefill=2, decode=2, routers=2, stale_ms=50.0, speeds=speeds
@@ -106,7 +111,7 @@ def test_every_request_ends_once_and_in_order(policy: str) -> None:
 
 def test_equal_seeds_give_equal_figures_and_others_do_not() -> None:
     def ends(seed: int) -> list[float]:
-        streams = streams_of(WORKLOADS["chat"], 200, 4, 3)
+        streams = streams_of("chat", 200, 4, 3)
         run(streams, prefill=4, decode=4, routers=3, stale_ms=100.0, seed=seed)
         return [stream.last for stream in streams]
 
@@ -129,14 +134,12 @@ def test_prompts_end_in_the_order_in_which_the_engines_scheduler_ends_them(share
     order: list[tuple[int, int]] = []
     waiting: list[tuple[float, object]] = []
 
-    class NodeListener:
-        begins = fetched = ended = gap = staticmethod(lambda *_: None)
-
+    class Hears(Deaf):
         @staticmethod
         def computed(stream: Stream, *_: object) -> None:
             order.append((stream.number, stream.cached))
 
-    node = Engine(speeds, 16, lambda at, call: waiting.append((at, call)), NodeListener())
+    node = Engine(speeds, 16, lambda at, call: waiting.append((at, call)), Hears())
     scheduler = Scheduler(
         BlockPool(20_000), block_size=16, max_num_batched_tokens=speeds.step_tokens, max_num_seqs=256,
         max_model_len=1 << 20, eos_token_ids=(),
@@ -175,10 +178,7 @@ def test_prompts_end_in_the_order_in_which_the_engines_scheduler_ends_them(share
 def test_a_node_announces_what_the_engines_scheduler_does() -> None:
     """Of prompts that wait, of one that runs, and of what is fetched; five seconds later, too."""
 
-    class NodeListener:
-        begins = fetched = ended = gap = computed = staticmethod(lambda *_: None)
-
-    node = Engine(SPEEDS, 16, lambda *_: None, NodeListener())
+    node = Engine(SPEEDS, 16, lambda *_: None, Deaf())
     scheduler = Scheduler(
         BlockPool(50_000), block_size=16, max_num_batched_tokens=SPEEDS.step_tokens, max_num_seqs=256,
         max_model_len=1 << 20, eos_token_ids=(),
@@ -218,11 +218,9 @@ def test_a_node_announces_what_the_engines_scheduler_does() -> None:
 def test_a_node_announces_how_long_its_steps_take_now() -> None:
     calls: list[tuple[float, Callable[[float], None]]] = []
 
-    class NodeListener:
-        begins = fetched = ended = gap = computed = staticmethod(lambda *_: None)
-
-    node = Engine(SPEEDS, 16, lambda at, call: calls.append((at, call)), NodeListener())
-    node.pace = 1.5
+    speeds = Speeds(slowed(H200, 1.5))
+    speeds.card = H200
+    node = Engine(speeds, 16, lambda at, call: calls.append((at, call)), Deaf())
     node.submit(Stream(0.0, 1_000, 300), Leg.WHOLE, 0.0)
     while calls:
         at, call = calls.pop(0)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.load.workloads import Asked
-from kvrelay.planner.rate_card import DecodePoint, PrefillPoint, RateCard
+from kvrelay.planner.rate_card import Point, RateCard
 from kvrelay.planner.setting import Targets
 from kvrelay.planner.splits import Split, bound_of, splits
 from kvrelay.wire.errors import ConfigError
@@ -16,15 +16,14 @@ from kvrelay.wire.errors import ConfigError
 # A prompt takes 0.02 ms a token, a step of n requests 5 ms and 0.05 each, whatever their context.
 CARD = RateCard(
     "m", "h", "0", "", kv_tokens=1_000_000, block_size=16, max_num_seqs=256, step_tokens=8_192,
-    prefill=[PrefillPoint(1, 0, 0.02), PrefillPoint(8_192, 0, 163.84)],
-    decode=[DecodePoint(requests, at, 5 + 0.05 * requests) for requests in (1, 256) for at in (0, 99_999)],
+    prefill=[Point(0.02, 1), Point(163.84, 8_192)],
+    decode=[Point(5 + 0.05 * requests, 0, at, requests) for requests in (1, 256) for at in (0, 99_999)],
 )  # fmt: skip
 TWO = msgspec.structs.replace(CARD, tensor_parallel_size=2)
 
 
 def rate(prefill: int, decode: int, *asks: Asked, tpot_ms: float = 10.0) -> tuple[float, str]:
-    found = bound_of(Split(prefill, decode, CARD, CARD), asks, 128, tpot_ms)
-    return found.rate, found.short
+    return bound_of(Split(prefill, decode, CARD, CARD), asks, 128, tpot_ms)
 
 
 def test_a_bound_is_the_time_of_nodes_by_the_time_of_a_request() -> None:
