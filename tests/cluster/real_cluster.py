@@ -21,7 +21,6 @@ import httpx2
 import msgspec
 
 from benchmarks.local_cluster import free_ports, kv_events
-from kvrelay.drawn_keys import stored_key
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.outputs import Load
 
@@ -30,6 +29,7 @@ SHORT_LEASE = ["--lease-s", "1.5", "--heartbeat-s", "0.3"]
 # Settings of clusters that modules share (conftest.py); the body is one of the decode node.
 SMALL_LEASE_S, SMALL_LONGEST_BODY = 2.5, 10_000
 EMBEDDED_KEY = "token-abc123"
+ADMIN_KEY = "an-operator"
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -268,8 +268,8 @@ class Cluster:
 
     @property
     def operator(self) -> dict[str, str]:
-        """The headers of an operator of the router, which has drawn its admin key."""
-        return {"authorization": f"Bearer {stored_key('admin', self.url)}"}
+        """The headers of an operator of the router."""
+        return {"authorization": f"Bearer {ADMIN_KEY}"}
 
     def of(self, role: str) -> list[Process]:
         return [node for node in self.nodes if node.role == role]
@@ -312,7 +312,9 @@ class Cluster:
             "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
         }
         environment.pop("KVRELAY_CLUSTER_SECRET", None)
-        if role != "router":
+        if role == "router":
+            environment["KVRELAY_ADMIN_KEY"] = ADMIN_KEY
+        else:
             environment["KVRELAY_CLUSTER_SECRET"] = self.secret
         environment |= env or {}
         with log.open("ab") as out:

@@ -18,9 +18,8 @@ from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import EMBEDDED_KEY, Cluster, running, wait_until
+from real_cluster import ADMIN_KEY, EMBEDDED_KEY, Cluster, running, wait_until
 
-from kvrelay.drawn_keys import stored_key
 from kvrelay.machine import embedded_model
 
 CHROMIUM = (
@@ -93,7 +92,7 @@ def page_of(browser: Any, cluster: Cluster, **context: Any) -> Iterator[Any]:
         )
         page.on("pageerror", lambda why: wrong.append(str(why)))
         page.on("request", lambda request: asked.append(request.url))
-        page.goto(f"{cluster.url}/console#key={stored_key('admin', cluster.url)}")
+        page.goto(f"{cluster.url}/console#key={ADMIN_KEY}")
         page.locator("#health[data-state=ok]").wait_for()
         yield page
         assert not wrong

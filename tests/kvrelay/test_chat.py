@@ -13,12 +13,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from rich.console import Console
 from stand_in_server import StandIn
 
 from kvrelay import chat as chat_module
 from kvrelay import cli
-from kvrelay.chat import Endpoint, open_session, proof
 
 ANSWER = "A cache of keys and values."
 
@@ -49,22 +47,13 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-async def test_the_proof_shows_question_and_answer(url: str) -> None:
-    console = Console(file=io.StringIO(), highlight=False, soft_wrap=True)
-    async with open_session() as session:
-        await proof(session, Endpoint(url), console)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert shown.startswith("> In one or two sentences")
-    assert f"\n{ANSWER} (1)\n" in shown
-
-
 @pytest.mark.parametrize(
     ("typed", "code", "out", "err"),
     [
-        ("one\n\ntwo\n/exit\nnever\n", 0, [f"{ANSWER} (1)", f"{ANSWER} (3)"], "7 tokens, TTFT"),
-        ("think\n", 0, [f"Let me see.{ANSWER} (1)"], "7 tokens, TTFT"),
-        ("refuse\none\n", 1, [f"{ANSWER} (1)"], "the server refused with 429: not today"),
-        ("break\none\n", 1, [f"A{ANSWER} (1)"], "the answer broke off: node lost"),
+        ("one\ntwo\n", 0, [f"{ANSWER} (1)", f"{ANSWER} (3)"], ""),
+        ("think\n", 0, [f"Let me see.{ANSWER} (1)"], ""),
+        ("refuse\none\n", 1, [], "the server refused with 429: "),
+        ("break\n", 1, ["A"], "the answer broke off: "),
     ],
 )
 def test_piped_questions_are_answered_line_by_line_with_history(
@@ -90,21 +79,7 @@ def test_an_address_may_be_typed_as_people_have_it(
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
     host = url.removeprefix("http://")
     assert cli.run(["chat", "--url", typed.format(url=url, host=host)]) == 0
-    assert [set(body) for body in asked] == [{"model", "messages", "stream", "stream_options"}]
-
-
-def test_what_is_given_goes_into_every_request(
-    url: str, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
-    flags = ["--temperature", "0", "--max-tokens", "5", "--system", "Brief.", "--model", "stand-in"]
-    assert cli.run(["chat", "--url", url, *flags]) == 0
-    (body,) = asked
-    assert (body["temperature"], body["max_tokens"], body["model"]) == (0, 5, "stand-in")
-    assert body["messages"] == [
-        {"role": "system", "content": "Brief."},
-        {"role": "user", "content": "one"},
-    ]
+    assert [set(body) for body in asked] == [{"model", "messages", "stream"}]
 
 
 @pytest.mark.parametrize(
@@ -113,9 +88,7 @@ def test_what_is_given_goes_into_every_request(
         (["--url", "ftp://r"], 2, "'ftp://r' is no address of a server"),
         (["--url", "10.0.0.1/v1"], 2, "no address of a server; give one like 10.0.0.1:8000"),
         (["--url", ""], 2, "'' is no address of a server"),
-        (["--url", "127.0.0.1:1"], 1, "no server answers at http://127.0.0.1:1"),
-        (["--temperature", "-1"], 2, "temperature"),
-        (["--model", "other"], 1, "does not serve 'other'; it serves stand-in"),
+        (["--url", "127.0.0.1:1"], 1, "no OpenAI server answers at http://127.0.0.1:1 ("),
     ],
 )
 def test_what_is_wrong_is_one_line_and_no_question_is_asked(
@@ -130,8 +103,8 @@ def test_what_is_wrong_is_one_line_and_no_question_is_asked(
 def test_a_server_that_says_nothing_is_given_up(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(chat_module, "_MODELS_DEADLINE", aiohttp.ClientTimeout(total=0.2))
+    monkeypatch.setattr(chat_module, "_DEADLINE", aiohttp.ClientTimeout(total=0.2))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         assert cli.run(["chat", "--url", url]) == 1
-    assert capfd.readouterr().err == f"{url}/v1/models did not answer in time\n"
+    assert f"no OpenAI server answers at {url} (TimeoutError())" in capfd.readouterr().err

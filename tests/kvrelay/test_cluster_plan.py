@@ -11,8 +11,6 @@ import pytest
 from kvrelay.cluster_plan import (
     ClusterConfig,
     Machine,
-    NodeGpus,
-    gpus_of_nodes,
     plan,
     reachable,
     waves,
@@ -101,11 +99,14 @@ def test_cores_are_shared_out_among_the_engines(cores: int, given: int, threads:
 
 
 def test_tensor_parallel_nodes_get_as_many_gpus_as_they_have_ranks() -> None:
+    def visible(gpus: tuple[str, ...], **settings: int) -> list[str]:
+        return [spec.env["CUDA_VISIBLE_DEVICES"] for spec in planned(gpus=gpus, **settings)[:-1]]
+
     gpus = ("0", "2", "5", "6", "7")
-    assert [each.visible for each in gpus_of_nodes([2, 2, 2], gpus)] == ["0,2", "5,6", "0,2"]
-    assert gpus_of_nodes([5], gpus) == [NodeGpus("0,2,5,6,7", 1)]
+    assert visible(gpus, tensor_parallel_size=2, prefill=2) == ["0,2", "5,6", "0,2"]
+    assert visible(gpus, tensor_parallel_size=5) == ["0,2,5,6,7"] * 2
     with pytest.raises(ConfigError, match="4 needs 4 GPUs for each node, and this machine shows 2"):
-        gpus_of_nodes([1, 4], ("0", "1"))
+        visible(("0", "1"), decode_tensor_parallel_size=4)
 
 
 def test_nodes_on_one_gpu_share_its_memory_unless_a_share_was_typed() -> None:

@@ -11,6 +11,7 @@ import pytest
 from kvrelay import profile
 from kvrelay.cli import run
 from kvrelay.planner.rate_card import read_card
+from kvrelay.planner.speeds import Speeds
 from kvrelay.profile import spread_of
 from tests.cluster.real_cluster import tiny_model
 
@@ -35,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_model(tmp_path_factory.mktemp("profile"))[1]
 
 
-def test_a_card_has_prefill_decode_and_transfers_and_is_shown(
+def test_a_card_has_prefill_decode_and_mixed_steps_and_is_shown(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile, "spread_of", lambda times: 101.0)
@@ -43,7 +44,6 @@ def test_a_card_has_prefill_decode_and_transfers_and_is_shown(
     arguments = (
         "--seconds=9",
         f"--out={file}",
-        "--kv-connector=direct",
         "--served-model-name=mine",
     )
     assert run(["profile", *ON_CPU, f"--model={model}", *arguments]) == 1
@@ -55,18 +55,16 @@ def test_a_card_has_prefill_decode_and_transfers_and_is_shown(
     assert {(16, 0), (128, 0)} <= prefill
     assert max(context for _, context in prefill) > 0
     assert {1, 16} <= {point.requests for point in card.decode}
-    assert list(card.transfer) == ["direct"]
-    assert card.transfer["direct"]  # of how many sizes is a matter of time
+    assert card.fetch_ms(1_000) > card.fetch_ms(0) > 0  # not measured
     assert {(1, 16), (8, 16)} <= {(point.requests, point.tokens) for point in card.mixed}
-    everything = [*card.prefill, *card.decode, *card.mixed, *card.transfer["direct"]]
+    everything = [*card.prefill, *card.decode, *card.mixed]
     assert all(point.ms > 0 for point in everything)
-    assert card.prompt_ms(300) > card.chunk_ms(128) > 0
+    assert Speeds(card).prompt_ms(300) > Speeds(card).prompt_ms(128) > 0
     shown = capsys.readouterr().out
     for title in (
         "prefill: ms of a step",
         "decode: ms of a step",
         "decodes beside a chunk",
-        "transfer: ms that a request waits",
     ):
         assert title in shown
     assert f"written to {file}" in shown
@@ -75,14 +73,12 @@ def test_a_card_has_prefill_decode_and_transfers_and_is_shown(
 
 def test_the_spread_is_the_middle_half_of_runs_of_the_step_that_three_in_four_stay_below() -> None:
     alike, unlike = [10.0, 10.1, 9.9, 10.0, 90.0], [10.0, 14.0, 6.0]
-    assert spread_of({("prefill", 16, 0): alike}) == pytest.approx(0.01)
-    steps = {("decode", requests, 32): alike for requests in (1, 2, 4)}
-    assert spread_of({**steps, ("decode", 8, 32): unlike}) == pytest.approx(0.01)
-    assert spread_of(
-        {**steps, ("decode", 8, 32): unlike, ("decode", 16, 32): unlike}
-    ) == pytest.approx(0.4)
-    assert spread_of({("prefill", 16, 0): [234.7, 310.2]}) > 0.1
-    assert spread_of({("prefill", 16, 0): [9.0]}) == 0
+    assert spread_of({(0, 0, 16): alike}) == pytest.approx(0.01)
+    steps = {(requests, 32, 0): alike for requests in (1, 2, 4)}
+    assert spread_of({**steps, (8, 32, 0): unlike}) == pytest.approx(0.01)
+    assert spread_of({**steps, (8, 32, 0): unlike, (16, 32, 0): unlike}) == pytest.approx(0.4)
+    assert spread_of({(0, 0, 16): [234.7, 310.2]}) > 0.1
+    assert spread_of({(0, 0, 16): [9.0]}) == 0
 
 
 @pytest.mark.parametrize(
@@ -101,9 +97,7 @@ def test_what_is_typed_wrong_is_refused(
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_whole_card_within_its_time(
-    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_a_gpu_a_whole_card_within_its_time(repository: Path, tmp_path: Path) -> None:
     shape = repository / "benchmarks" / "models" / "llama-3.1-8b.json"
     file = tmp_path / "card.json"
     small = ("--max-model-len=8192", "--gpu-memory-utilization=0.5", "--max-num-seqs=32")
@@ -121,6 +115,5 @@ def test_on_a_gpu_a_whole_card_within_its_time(
         == 0
     )
     card = read_card(file)
-    assert card.chunk_ms(4096) > card.chunk_ms(64)
+    assert Speeds(card).prompt_ms(4096) > Speeds(card).prompt_ms(64)
     assert card.step_ms(32, 32 * 2048) > card.step_ms(1, 2048)
-    assert {"direct"} <= set(card.transfer), capsys.readouterr().out

@@ -35,8 +35,8 @@ def test_the_simulated_best_is_below_its_bound_and_never_breaks_the_goal() -> No
     apart = next(each for each in found if each.split.name == "1P1D")
     assert apart.served is not None
     assert apart.served.attained >= 0.9
-    assert 0.5 * apart.bound.rate <= apart.served.rate <= 1.1 * apart.bound.rate
-    assert apart.bound.short == "prefill"
+    assert 0.5 * apart.bound <= apart.served.rate <= 1.1 * apart.bound
+    assert apart.short == "prefill"
 
 
 def test_splits_without_time_for_the_rate_of_another_are_not_simulated(
@@ -48,14 +48,14 @@ def test_splits_without_time_for_the_rate_of_another_are_not_simulated(
         asks: list[object], setting: Setting, targets: Targets, attainment: float, guess: float
     ) -> Served:
         asked[setting.prefill] = asks
-        return Served(guess, attainment, *(1.0,) * 6)
+        return Served(guess, attainment, *(1.0,) * 5)
 
     monkeypatch.setattr(sizing, "highest_rate", tried)
     found = sized(Wanted(8, [H200], workload_of("512:256"), Targets(200.0, 15.0), 0.0))
     assert max(asked.values(), key=len) == min(asked.values(), key=len)  # all the same requests
     assert 2 < len(asked) < len(found)
     best = found[0].goodput
-    assert all(each.bound.rate <= best for each in found if each.served is None)
+    assert all(each.bound <= best for each in found if each.served is None)
     assert [each.served is None for each in found] == sorted(each.served is None for each in found)
 
 
@@ -113,14 +113,14 @@ def test_a_trace_that_is_too_short_is_said_to_be(
 
 
 def test_a_workload_is_a_name_lengths_or_a_trace(tmp_path: Path) -> None:
-    assert workload_of("chat").block_size == 128
-    fixed = workload_of("512:256").make(50)
+    assert workload_of("chat")[1] == 128
+    fixed = workload_of("512:256")[0](50)
     assert [(each.prompt, each.output) for each in fixed] == [(512, 256)] * 50
     trace = tmp_path / "trace.jsonl"
     trace.write_text(
         '{"timestamp": 1, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]}\n' * 3
     )
-    assert [each.blocks for each in workload_of(str(trace)).make(2)] == [(7,), (7,)]
+    assert [each.blocks for each in workload_of(str(trace))[0](2)] == [(7,), (7,)]
     trace.write_text("nonsense\n")
     for wrong, says in (
         ("0:5", "no tokens"),

@@ -22,7 +22,6 @@ from aiohttp import web
 from yarl import URL
 
 from kvrelay import workers
-from kvrelay.drawn_keys import stored_key
 from kvrelay.router.admission.keys import hash_of
 from kvrelay.router.guard import OPERATED
 from kvrelay.router.nodes.pool import DRAINS
@@ -35,6 +34,7 @@ from kvrelay.wire.versions import RELEASE
 from tests.router.router_doubles import MODEL, Call, FakeNode, decode, decode_ok, prefill
 
 PATH = "/v1/chat/completions"
+OPERATOR = "the admin key"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 ALICE, BOB = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
 
@@ -87,7 +87,7 @@ class Router:
     ) -> Any:
         method = method or ("GET" if body is None else "POST")
         if path.startswith(OPERATED):
-            headers |= {"authorization": f"Bearer {stored_key('admin', self.url)}"}
+            headers |= {"authorization": f"Bearer {OPERATOR}"}
         async with self.http[worker].request(method, path, json=body, headers=headers) as answer:
             return await answer.json()
 
@@ -106,6 +106,7 @@ def write(folder: Path, *nodes: FakeNode, **more: Any) -> Path:
     config = {
         "workers": 2,
         "port": 0,
+        "admin_key": OPERATOR,
         "prefill": [node.url for node in nodes if node.role == "prefill"],
         "decode": [node.url for node in nodes if node.role == "decode"],
         "health_interval_s": 0.05,
@@ -222,7 +223,7 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
             ("POST", "/admin/%2e%2e/v1/chat/completions", b"{}", 404),
             ("POST", "/v1/load_lora_adapter", b"{}", 400),
         ):
-            for key, expected in ((stored_key("admin", r.url), status), ("wrong", 401)):
+            for key, expected in ((OPERATOR, status), ("wrong", 401)):
                 with_key = {
                     "authorization": f"Bearer {'b' if path.startswith('/v1') and key != 'wrong' else key}"
                 }

@@ -64,7 +64,7 @@ WRONG = [
         "4 query heads cannot be shared by 3 ranks; choose a divisor of 4",
     ),
     (
-        'config up --override-generation-config {"temperature":"x"}',
+        'up --override-generation-config {"temperature":"x"}',
         "temperature is of a wrong type",
     ),
     # models
