@@ -255,7 +255,7 @@ class _AdminRoutes:
         }
         raise Conflict(
             f"{node.url} is the last {node.role} node that is up: without it {without[node.role]}; "
-            "add another one first, or send force: true (kvrelay role --force)",
+            "add another one first, or send force: true",
             param="force",
             code="last_of_role",
         )
