@@ -58,7 +58,7 @@ def decisions_us(nodes: int) -> list[float]:
     """Return the microseconds of decisions over so many nodes with work, in order."""
     half, speeds = nodes // 2, Speeds(H200)
     roles = [Role.PREFILL] * half + [Role.DECODE] * (nodes - half)
-    engines = [Engine(speeds, 128, lambda *_: None, None) for _ in roles]  # type: ignore[arg-type]
+    engines = [Engine(speeds, 128, lambda *_: None, None) for _ in roles]
     router, took = Router(Setting(prefixes=False), roles, engines, "growth"), []
     for at in range(_CALLS):
         began = time.process_time()

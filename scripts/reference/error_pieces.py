@@ -47,8 +47,7 @@ REMEDIES = {
     "LeaseLost": "Raise `--lease-s` if heartbeats are lost under load.",
     "KvCorrupted": "Take the node that the log names out, then test its memory, GPU and network "
     "card.",
-    "TransferTimeout": "The message names the node. Check the network, or "
-    "`--transfer-deadline-s`.",
+    "TransferTimeout": "The message names the node. Check the network, or `--transfer-deadline-s`.",
 }
 """Remedies by the name of the class."""
 

@@ -46,7 +46,6 @@ def as_script(text: str, url: str) -> str:
     for command, flags in (
         ("up", "--port 0"),
         ("chat", f"--url {url}"),
-        ("doctor", f"--router {url}"),
     ):
         text = text.replace(
             f".venv/bin/kvrelay {command}", f"{sys.executable} -m kvrelay.cli {command} {flags}"

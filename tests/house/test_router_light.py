@@ -29,7 +29,7 @@ import importlib, json, pkgutil, sys
 package = importlib.import_module(sys.argv[1])
 walk = pkgutil.iter_modules if package.__name__ == "kvrelay" else pkgutil.walk_packages
 for module in walk(package.__path__, package.__name__ + "."):
-    if not (module.ispkg and walk is pkgutil.iter_modules) and not module.name.endswith("__main__"):
+    if not (module.ispkg and walk is pkgutil.iter_modules) and not module.name.endswith(("__main__", ".profile")):
         importlib.import_module(module.name)
 print(json.dumps(sorted(sys.modules)))
 """
