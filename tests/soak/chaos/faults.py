@@ -1,11 +1,10 @@
-"""Which faults come when, drawn from a seed or read from a file. Pure: strikes.py does them."""
+"""Which faults come when, drawn from a seed. Pure: strikes.py does them."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -17,8 +16,6 @@ __all__ = [
     "PROCESS",
     "ROUTER",
     "Fault",
-    "Schedule",
-    "drawn",
     "endless",
     "once",
 ]
@@ -37,18 +34,10 @@ MACHINE = {"log stall": 2, "clock jump": 2}
 """log stall: nobody takes what a process logs; clock jump: the wall clock of a process is another
 one for a while.
 """
-CLIENTS = {
-    "leavers": 2,
-    "slow readers": 2,
-    "malformed": 2,
-    "oversized": 1,
-    "crush": 2,
-    "full KV": 2,
-}
-"""leavers: clients go away in the middle; slow readers: they read a little at a time; malformed,
-oversized: what no client should send; crush: long prompts, more than the nodes have KV for; full
-KV: long answers, all from one decode node, past the router, which would let in only as many as it
-has room for: requests are preempted.
+CLIENTS = {"leavers": 2, "slow readers": 2, "crush": 2, "full KV": 2}
+"""leavers: clients go away in the middle; slow readers: they read a little at a time; crush: long
+prompts, more than the nodes have KV for; full KV: long answers, all from one decode node, past the
+router, which would let in only as many as it has room for: requests are preempted.
 """
 KINDS = PROCESS | ROUTER | NETWORK | MACHINE | CLIENTS
 AT_ONCE = 0.2
@@ -90,24 +79,8 @@ class Fault(msgspec.Struct, frozen=True):
     """Of what else is drawn when it happens."""
 
 
-class Schedule(msgspec.Struct, frozen=True):
-    """All that a run needs to happen again: its seed, its options and its faults."""
-
-    seed: int
-    options: dict[str, object]
-    faults: list[Fault]
-
-    def write(self, file: Path) -> None:
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
-
-    @classmethod
-    def read(cls, file: Path) -> Schedule:
-        """Raises OSError, msgspec.DecodeError."""
-        return msgspec.json.decode(file.read_bytes(), type=cls)
-
-
 def endless(
-    seed: int, every_s: float, nodes: Sequence[int], kinds: Collection[str] = tuple(PROCESS)
+    seed: int, every_s: float, nodes: Sequence[int], kinds: Collection[str]
 ) -> Iterator[Fault]:
     rng = random.Random(seed)
     weights = {kind: weight for kind, weight in KINDS.items() if kind in kinds}
@@ -118,30 +91,12 @@ def endless(
         at += every_s * rng.uniform(0.2, 1.8)
 
 
-def drawn(
-    seed: int,
-    seconds: float,
-    every_s: float,
-    nodes: Sequence[int],
-    kinds: Collection[str] = tuple(PROCESS),
-) -> list[Fault]:
-    faults: list[Fault] = []
-    for fault in endless(seed, min(every_s, seconds / 4), nodes, kinds):
-        if fault.at >= seconds:
-            return faults
-        for_s = min(fault.for_s, max(SHORTEST_S, seconds - fault.at)) if fault.for_s else 0.0
-        faults.append(msgspec.structs.replace(fault, for_s=for_s))
-    raise AssertionError("endless")
-
-
-def once(
-    seed: int, every_s: float, nodes: Sequence[int], kinds: Collection[str], longest_s: float
-) -> list[Fault]:
-    """Each kind once, in a random order, `every_s` apart, none longer than `longest_s`."""
+def once(seed: int, nodes: Sequence[int], kinds: Collection[str], longest_s: float) -> list[Fault]:
+    """Draw each kind once, in a random order, none longer than `longest_s`."""
     rng = random.Random(seed)
     order = [kind for kind in KINDS if kind in kinds]
     rng.shuffle(order)
-    faults = [_fault(rng, (at + 1) * every_s, kind, nodes) for at, kind in enumerate(order)]
+    faults = [_fault(rng, 0.0, kind, nodes) for kind in order]
     return [msgspec.structs.replace(fault, for_s=min(fault.for_s, longest_s)) for fault in faults]
 
 
@@ -160,12 +115,9 @@ def _fault(rng: random.Random, at: float, kind: str, nodes: Sequence[int]) -> Fa
         "delay": round(rng.uniform(0.01, 0.3), 3),
         "clock jump": rng.choice(_CLOCKS_S),
         **{kind: float(rng.randint(5, 25)) for kind in CLIENTS},
-        "oversized": 2.0,
     }
-    rest_s, way = (
-        rng.uniform(0.0, 1.0),
-        rng.choice(["in", "out"]) if kind == "one-way cut" else "both",
-    )
+    rest_s = rng.uniform(0.0, 1.0)
+    way = rng.choice(["in", "out"]) if kind == "one-way cut" else "both"
     return Fault(
         at, kind, struck, for_s, rest_s, amounts.get(kind, 0.0), way, rng.randrange(1 << 30)
     )

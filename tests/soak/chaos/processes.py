@@ -103,7 +103,7 @@ class Cluster:
         self.shim, self.logs = shim, Logs()
         self.proxies = Proxies() if shim is not None and shim.there else None
         self.nodes: list[Node] = []
-        self.router: Node | None = None
+        self.router: Node
         self.struck: list[Struck] = []
         self.surprises: list[str] = []
         """Processes that ended though nobody had struck them."""
@@ -118,6 +118,11 @@ class Cluster:
         self.secret = secrets.token_urlsafe()
         self._tasks: list[asyncio.Task[None]] = []
         self._supervised = False
+
+    @property
+    def every(self) -> list[Node]:
+        """The nodes, and the router as soon as there is one."""
+        return [*self.nodes, *([self.router] if hasattr(self, "router") else [])]
 
     async def start(self, prefill: int, decode: int, session: aiohttp.ClientSession) -> None:
         """Start all, and wait until the router serves. Raises RuntimeError."""
@@ -147,10 +152,8 @@ class Cluster:
 
     def supervise(self) -> None:
         self._supervised = True
-        assert self.router is not None
         self._tasks += [
-            asyncio.create_task(self._keep(node), name=node.name)
-            for node in (*self.nodes, self.router)
+            asyncio.create_task(self._keep(node), name=node.name) for node in self.every
         ]
 
     async def strike(self, fault: Fault) -> None:
@@ -159,7 +162,6 @@ class Cluster:
 
     def struck_by(self, fault: Fault) -> list[Node]:
         """Return whom it concerns: the router without a number of a node, and for number -1."""
-        assert self.router is not None
         return [self.nodes[index] if index >= 0 else self.router for index in fault.nodes or (-1,)]
 
     def note(self, fault: Fault, nodes: Sequence[Node], *, missed: bool | None = None) -> None:
@@ -176,10 +178,8 @@ class Cluster:
 
     async def whole(self) -> None:
         """Wait until every node is up again, and the router knows it. Raises RuntimeError."""
-        assert self.router is not None
-        every = (*self.nodes, self.router)
         while (told := self.lost()) or any(
-            node.process.poll() is not None or node.down_since for node in every
+            node.process.poll() is not None or node.down_since for node in self.every
         ):
             if told:
                 raise RuntimeError(told)
@@ -191,7 +191,7 @@ class Cluster:
         for task in self._tasks:
             if task.done():
                 return f"the supervisor of {task.get_name()} has failed: {task.exception()!r}"
-        for node in (*self.nodes, *([self.router] if self.router else [])):
+        for node in self.every:
             if (
                 node.down_since is not None
                 and time.monotonic() - node.down_since > START_DEADLINE_S
@@ -204,7 +204,6 @@ class Cluster:
         """Wait until the router says that all nodes are up. Raises RuntimeError."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
-            assert self.router is not None
             told = await self.health(self.router)
             if told is not None and all(node["up"] for node in told["nodes"]):
                 return
@@ -239,14 +238,13 @@ class Cluster:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        every = [*self.nodes, *([self.router] if self.router else [])]
-        for node in every:
+        for node in self.every:
             if node.process.poll() is None:
                 for pid in family(node.process.pid):
                     _signal(pid, signal.SIGCONT)
                 node.process.terminate()
         deadline = time.monotonic() + STOP_DEADLINE_S
-        for node in every:
+        for node in self.every:
             try:
                 await asyncio.to_thread(node.process.wait, max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:

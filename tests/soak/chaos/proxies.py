@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -56,39 +56,35 @@ class Proxies:
 
         Raises OSError.
         """
-        made: list[tuple[str, str, int, int, socket.socket]] = []
+        listeners, told = list[socket.socket](), []
         for name in names:
             for other, ports in names.items():
                 for port in ports if other != name else ():
-                    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-                    made.append((name, other, port, listener.getsockname()[1], listener))
-                    self._links.setdefault(name, {})[port] = made[-1][3]
-        told = [(name, other, port, listener.fileno()) for name, other, port, _, listener in made]
+                    listeners.append(socket.create_server(("127.0.0.1", 0), backlog=512))
+                    told.append((name, other, port, listeners[-1].fileno()))
+                    self._links.setdefault(name, {})[port] = listeners[-1].getsockname()[1]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.soak.chaos.proxies"],
             stdin=subprocess.PIPE,
-            pass_fds=[listener.fileno() for *_, listener in made],
+            pass_fds=[listener.fileno() for listener in listeners],
         )
-        self._tell(told)
-        for *_, listener in made:
+        self._write(told)
+        for listener in listeners:
             listener.close()
 
     def links(self, name: str) -> dict[int, int]:
         """Return the port of the proxy for each port to which a process connects."""
         return self._links.get(name, {})
 
-    def begin(self, bad: Bad) -> None:
-        self._tell(("begin", bad))
-
-    def end(self, bad: Bad) -> None:
-        self._tell(("end", bad))
+    def tell(self, what: Literal["begin", "end"], bad: Bad) -> None:
+        self._write((what, bad))
 
     async def close(self) -> None:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             await asyncio.to_thread(self._process.wait, 10)
 
-    def _tell(self, what: object) -> None:
+    def _write(self, what: object) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(what) + b"\n")

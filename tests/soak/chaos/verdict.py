@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from typing import NamedTuple
 
 from kvrelay.load.measures import percentile
@@ -18,7 +19,6 @@ __all__ = [
     "MARGIN_S",
     "Outage",
     "Span",
-    "Times",
     "Verdict",
     "broken_legs",
     "joined",
@@ -26,6 +26,7 @@ __all__ = [
     "logged_ends",
     "meets",
     "none_up",
+    "times_ms",
 ]
 
 MARGIN_S = 2.5
@@ -52,36 +53,20 @@ class Outage(NamedTuple):
     drained: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Milliseconds."""
-
-    p50: float
-    p99: float
-    max: float
-
-    @classmethod
-    def of(cls, seconds: Iterable[float]) -> Times:
-        ms = [second * 1e3 for second in seconds]
-        return cls(percentile(ms, 0.5), percentile(ms, 0.99), max(ms, default=float("nan")))
-
-
 @dataclass(slots=True)
 class Verdict:
     """What became of the streams. `broken`: promises that were not kept, each in a sentence."""
 
     ends: Counter[str] = field(default_factory=Counter)
-    equal_by_kind: Counter[str] = field(default_factory=Counter)
     honest: Counter[str] = field(default_factory=Counter)
     """Errors that clients were told, by status and message."""
     failed_over: int = 0
-    gap_ms: Times = field(default_factory=lambda: Times.of([]))
+    gap_ms: dict[str, float] = field(default_factory=dict)
     """At a fail-over: between the two parts of a stream around the moment at which its decode leg
     broke.
     """
-    undisturbed_gap_ms: Times = field(default_factory=lambda: Times.of([]))
+    undisturbed_gap_ms: dict[str, float] = field(default_factory=dict)
     """The longest wait of each stream of which no leg broke."""
-    first_token_ms: Times = field(default_factory=lambda: Times.of([]))
     broken: list[str] = field(default_factory=list)
 
 
@@ -134,15 +119,14 @@ def judged(
     )
     gaps: list[float] = []
     others: list[float] = []
-    firsts: list[float] = []
     for each in seen:
         verdict.ends[each.end] += 1
         broke = legs.get(each.id, [])
         told = f"{each.kind} {each.number}, id {each.id}"
-        if each.end == "done":
-            verdict.equal_by_kind[each.kind] += 1
-        elif each.end == "left":
+        if each.end == "left":
             continue
+        if each.end == "done":
+            pass
         elif not each.past_router and _lost_with(each, no_router):
             verdict.honest["lost with the router"] += 1
         elif each.honest:
@@ -162,7 +146,6 @@ def judged(
                     gaps.append(gap)
             if not broke:
                 others.append(max(b - a for a, b in each.gaps()))
-            firsts.append(each.times[0] - each.began)
         waits = (
             [] if each.slow else [(begin, end) for begin, end in each.gaps() if end - begin > gap_s]
         )
@@ -172,9 +155,13 @@ def judged(
             if end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in excused) > gap_s
         ]
     verdict.failed_over = sum(bool(legs.get(each.id)) for each in seen)
-    verdict.gap_ms, verdict.undisturbed_gap_ms = Times.of(gaps), Times.of(others)
-    verdict.first_token_ms = Times.of(firsts)
+    verdict.gap_ms, verdict.undisturbed_gap_ms = times_ms(gaps), times_ms(others)
     return verdict
+
+
+def times_ms(seconds: Iterable[float]) -> dict[str, float]:
+    ms = [second * 1e3 for second in seconds]
+    return {"p50": percentile(ms, 0.5), "p99": percentile(ms, 0.99), "max": max(ms, default=nan)}
 
 
 def meets(began: float, ended: float, spans: Iterable[Span]) -> bool:

@@ -38,7 +38,7 @@ from typing import Any
 import aiohttp
 
 from kvrelay.kv_transfer.connector import LeaseId
-from tests.soak.chaos.lookout import Size, grown
+from tests.soak.chaos.left_behind import Size, grown
 from tests.soak.fuzz import over_http, over_sizes, over_sockets
 from tests.soak.fuzz.sizes import MAX_BODY
 from tests.soak.fuzz.stand import Stand

@@ -48,6 +48,17 @@ _MOST_BYTES = 4 << 20
 MOST_HEARD = 1 << 16
 """Beyond so many bytes no answer need be heard."""
 _SLOW_S = 0.05
+_ODD_HEADERS = [
+    "x-request-id",
+    "traceparent",
+    "tracestate",
+    "accept",
+    "x-session-id",
+    "x-kvrelay-ttft-ms",
+    "expect",
+]
+_TRACE = "00-" + "f" * 32 + "-0000000000000001-01"
+_ODD_VALUES = ("\xff\xfe", "a" * 3000, "-1", "nan", "1e999", _TRACE, "{}", "")
 _NOWHERE = b"127.0.0.1:9 "
 """A node that an operator's request has named, and that is none: an answer may say that it could
 not be reached.
@@ -138,47 +149,39 @@ async def fields(
         # With its id a member may give this KV back: only strangers try.
         if example.path in ("/kv/release", "/kv/renew") and key == "node":
             example = Example(example.method, example.path, "node", {"request_ids": ["unknown"]})
-        asked.append((example, key, _request(stand, rng, example, key)))
-    found: list[str] = []
-    for at in range(0, len(asked), AT_ONCE):
-        some = asked[at : at + AT_ONCE]
-        answers = await asyncio.gather(*(exchange(process.ports[0], [data]) for _, _, data in some))
-        for (example, key, data), answer in zip(some, answers, strict=True):
-            what = f"{process.role} {example.method} {example.path} (key: {key or 'none'})"
-            # A refused body may still be coming when the connection is closed.
-            wrong = judged(
-                answer,
-                strange=bool(example.key) and not _opens(stand, example, key),
-                may_be_silent=len(data) > MOST_HEARD,
-            )
-            if wrong:
-                found.append(f"{what}: {wrong}; sent {_shown(data)}")
-    return found
+        what = f"{example.method} {example.path} (key: {key or 'none'})"
+        asked.append((what, [_request(stand, rng, example, key)], _opens(stand, example, key)))
+    return await _wrong(process, asked)
 
 
 async def framing(rng: random.Random, process: Node, cases: int, key: str) -> list[str]:
-    asked = [_raw(rng, key) for _ in range(cases)]
+    # An ended half shows that nothing follows: what is incomplete is closed without an answer.
+    asked = [("raw bytes", _raw(rng, key), True) for _ in range(cases)]
+    return await _wrong(process, asked, half_close=True)
+
+
+async def _wrong(
+    process: Node, asked: Sequence[tuple[str, list[bytes], bool]], *, half_close: bool = False
+) -> list[str]:
+    """Send requests, each with its name, pieces, and whether its key opens; name wrong answers."""
     found: list[str] = []
-    for at in range(0, cases, AT_ONCE):
+    for at in range(0, len(asked), AT_ONCE):
         some = asked[at : at + AT_ONCE]
-        # An ended half shows that nothing follows: what is incomplete is closed without an answer.
         answers = await asyncio.gather(
-            *(exchange(process.ports[0], pieces, half_close=True) for pieces in some)
+            *(exchange(process.ports[0], pieces, half_close=half_close) for _, pieces, _ in some)
         )
-        for pieces, answer in zip(some, answers, strict=True):
-            wrong = judged(answer, may_be_silent=True)
-            if wrong:
-                found.append(f"{process.role} raw bytes: {wrong}; sent {_shown(b''.join(pieces))}")
+        for (what, pieces, opens), answer in zip(some, answers, strict=True):
+            sent = b"".join(pieces)
+            # A refused body may still be coming when the connection is closed.
+            silent = half_close or len(sent) > MOST_HEARD
+            if wrong := judged(answer, strange=not opens, may_be_silent=silent):
+                found.append(f"{process.role} {what}: {wrong}; sent {_shown(sent)}")
     return found
 
 
 async def half_open(process: Node, key: str, head_s: float, body_s: float) -> list[Half]:
     """Requests that never end: nothing, half a head, half a body, half a chunk."""
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer "
-        + key.encode()
-        + b"\r\n"
-    )
+    head = _head(key)
     ways = {
         "nothing": (b"", head_s),
         "half a line": (b"GET /hea", head_s),
@@ -203,9 +206,7 @@ async def _end_of(reader: asyncio.StreamReader) -> float:
 
 
 async def still_open(halves: Sequence[Half], margin_s: float) -> list[str]:
-    """Waits for those whose time comes within the margin; names who was closed later, or is open,
-    and closes all.
-    """
+    """Wait for those whose time comes within the margin; name who was closed later, or is open."""
     wrong = []
     for half in halves:
         left_s = half.until + margin_s - time.monotonic()
@@ -214,7 +215,6 @@ async def still_open(halves: Sequence[Half], margin_s: float) -> list[str]:
             wrong.append(f"{half.what} is still open {margin_s:g} s after its deadline")
         elif (late_s := half.ended.result() - half.until) > margin_s:
             wrong.append(f"{half.what} was closed {late_s:.0f} s after its deadline")
-        half.writer.close()
     return wrong
 
 
@@ -228,9 +228,8 @@ async def leg_streams(
         key = rng.choice(("node", "node", "node", "", "user"))
         head = (
             f"POST /kv/legs HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer "
-            f"{stand.keys[key]}\r\n"
+            f"{stand.keys[key]}\r\nx-kvrelay-legs: {version}\r\ntransfer-encoding: chunked\r\n\r\n"
         )
-        head += f"x-kvrelay-legs: {version}\r\ntransfer-encoding: chunked\r\n\r\n"
         said = [_leg_message(rng, held) for _ in range(rng.randrange(1, 12))]
         body = b"".join(said)
         if rng.random() < 0.3:
@@ -256,23 +255,12 @@ def _request(stand: Stand, rng: random.Random, example: Example, key: str) -> by
         body = as_json(value)
         if rng.random() < 0.15:
             body = garbled(rng, body)
-    path = example.path
+    method, path = example.method, example.path
     if rng.random() < 0.1:
-        path = rng.choice(
-            (
-                path + "/",
-                path + "?%ff=%00",
-                path + "%00",
-                "/" + path,
-                path.replace("/", "%2f"),
-                path * 9,
-            )
-        )
-    method = (
-        example.method
-        if rng.random() < 0.95
-        else rng.choice(("GET", "POST", "PUT", "DELETE", "HEAD", "BREW"))
-    )
+        ways = ("{}/", "{}?%ff=%00", "{}%00", "/{}", "{}" * 9)
+        path = rng.choice([*(way.replace("{}", path) for way in ways), path.replace("/", "%2f")])
+    if rng.random() < 0.05:
+        method = rng.choice(("GET", "POST", "PUT", "DELETE", "HEAD", "BREW"))
     token = stand.keys.get(key, "f" * 64)
     lines = [
         f"{method} {path} HTTP/1.1",
@@ -284,93 +272,46 @@ def _request(stand: Stand, rng: random.Random, example: Example, key: str) -> by
         lines.append(rng.choice((f"authorization: Bearer {token}", f"x-api-key: {token}")))
     lines += [f"{name}: {value}" for name, value in example.headers]
     if rng.random() < 0.2:
-        odd = (
-            "\xff\xfe",
-            "a" * 3000,
-            "-1",
-            "nan",
-            "1e999",
-            "00-" + "f" * 32 + "-0000000000000001-01",
-            "{}",
-            "",
-        )
-        names = (
-            "x-request-id",
-            "traceparent",
-            "tracestate",
-            "accept",
-            "x-session-id",
-            "x-kvrelay-ttft-ms",
-            "expect",
-        )
-        lines.append(f"{rng.choice(names)}: {rng.choice(odd)}")
+        lines.append(f"{rng.choice(_ODD_HEADERS)}: {rng.choice(_ODD_VALUES)}")
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
 
 def _raw(rng: random.Random, key: str) -> list[bytes]:
     body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 1}).encode()
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer "
-        + key.encode()
-        + b"\r\n"
-    )
+    head = _head(key)
     sized = head + b"content-length: %d\r\n\r\n" % len(body) + body
-    chunked = head + b"transfer-encoding: chunked\r\n\r\n" + _chunk(body) + b"0\r\n\r\n"
+    in_chunks = b"transfer-encoding: chunked\r\n\r\n"
+    chunked = head + in_chunks + _chunk(body) + b"0\r\n\r\n"
     simple = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-    match rng.randrange(14):
-        case 0:
-            return [noise(rng, 400)]
-        case 1:
-            return [garbled(rng, sized)]
-        case 2:
-            return [garbled(rng, chunked)]
-        case 3:
-            return [simple * rng.choice((2, 30))]
-        case 4:
-            return [sized + chunked + simple + sized]
-        case 5:  # two lengths
-            return [head + b"content-length: 3\r\ncontent-length: %d\r\n\r\n" % len(body) + body]
-        case 6:  # a length beside chunks
-            return [
-                head
-                + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n"
-                + _chunk(body)
-                + b"0\r\n\r\n"
-            ]
-        case 7:
-            odd = rng.choice((b"-1", b"0x10", b"1e3", b"9" * 40, b"", b"+5", b" 5 6"))
-            return [head + b"content-length: " + odd + b"\r\n\r\n" + body]
-        case 8:
-            odd = rng.choice((b"ffffffffffffffffff", b"-5", b"g", b"", b"5;x=" + b"y" * 70_000))
-            return [
-                head
-                + b"transfer-encoding: chunked\r\n\r\n"
-                + odd
-                + b"\r\n"
-                + body
-                + b"\r\n0\r\n\r\n"
-            ]
-        case 9:
-            return [sized[at : at + 1] for at in range(len(sized))]
-        case 10:
-            return [head + b"x: " + b"a" * rng.choice((60_000, 70_000, 900_000)) + b"\r\n\r\n"]
-        case 11:
-            return [
-                head
-                + b"".join(b"h%d: 1\r\n" % at for at in range(rng.choice((100, 200, 5000))))
-                + b"\r\n"
-            ]
-        case 12:
-            return [
-                b"GET /"
-                + b"a" * rng.choice((5000, 9000, 200_000))
-                + b" HTTP/1.1\r\nhost: x\r\n\r\n"
-            ]
-        case _:
-            first = rng.choice(
-                (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /health\r\n")
-            )
-            return [first, b"\x16\x03\x01\x02\x00", b"\r\n" * 50]
+    length = rng.choice((b"-1", b"0x10", b"1e3", b"9" * 40, b"", b"+5", b" 5 6"))
+    size = rng.choice((b"ffffffffffffffffff", b"-5", b"g", b"", b"5;x=" + b"y" * 70_000))
+    header = b"x: " + b"a" * rng.choice((60_000, 70_000, 900_000)) + b"\r\n"
+    headers = b"".join(b"h%d: 1\r\n" % at for at in range(rng.choice((100, 200, 5000))))
+    path = b"a" * rng.choice((5000, 9000, 200_000))
+    other = rng.choice(
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /health\r\n")
+    )
+    ways = (
+        [noise(rng, 400)],
+        [garbled(rng, sized)],
+        [garbled(rng, chunked)],
+        [simple * rng.choice((2, 30))],
+        [sized + chunked + simple + sized],
+        [head + b"content-length: 3\r\ncontent-length: %d\r\n\r\n" % len(body) + body],
+        [head + b"content-length: 4\r\n" + chunked[len(head) :]],
+        [head + b"content-length: " + length + b"\r\n\r\n" + body],
+        [head + in_chunks + size + b"\r\n" + body + b"\r\n0\r\n\r\n"],
+        [sized[at : at + 1] for at in range(len(sized))],
+        [head + header + b"\r\n"],
+        [head + headers + b"\r\n"],
+        [b"GET /" + path + b" HTTP/1.1\r\nhost: x\r\n\r\n"],
+        [other, b"\x16\x03\x01\x02\x00", b"\r\n" * 50],
+    )
+    return rng.choice(ways)
+
+
+def _head(key: str) -> bytes:
+    return f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n".encode()
 
 
 def _leg_message(rng: random.Random, held: str) -> bytes:
@@ -416,7 +357,11 @@ def written(method: str, path: str, key: str, body: bytes) -> bytes:
 
 
 def _opens(stand: Stand, example: Example, key: str) -> bool:
-    return key == example.key or (bool(key) and stand.keys.get(key) == stand.keys[example.key])
+    return (
+        not example.key
+        or key == example.key
+        or (bool(key) and stand.keys.get(key) == stand.keys[example.key])
+    )
 
 
 def judged(answer: bytes | None, *, strange: bool = False, may_be_silent: bool = False) -> str:

@@ -10,7 +10,7 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -33,6 +33,7 @@ from kvrelay.kv_transfer.messages import (
 from kvrelay.wire.heartbeat import Heartbeat, NodeState, _mac, sealed
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.transfer import KvFacts
+from tests.soak.chaos.processes import Node
 from tests.soak.fuzz.examples import LEADS_AWAY
 from tests.soak.fuzz.mutations import as_msgpack, garbled, mutated, noise
 from tests.soak.fuzz.stand import Stand
@@ -75,13 +76,26 @@ async def open_planes(stand: Stand) -> None:
     Then it has what it will always have. Raises RuntimeError if one does not.
     """
     for node in stand.nodes:
-        facts = await _kv_of(stand, node.url)
-        async with _Peer(zmq.DEALER, facts.address, node.ports[1], stand.secret) as peer:
-            await peer.send(encode(HandshakeRequest("reader-0", facts.fingerprint)))
-            heard = await peer.hear()
-        said = None if heard is None else decode(heard[-1])
+        facts = await _kv_of(stand, node)
+        said = await _asked(stand, node, facts, HandshakeRequest("reader-0", facts.fingerprint))
         if not isinstance(said, HandshakeReply) or said.on_request:
             raise RuntimeError(f"{node.role} does not open its data planes: {said}")
+
+
+async def holds(stand: Stand, lease: LeaseId) -> bool:
+    """Ask whether the prefill node still holds KV under this lease, as it says on its control
+    channel.
+    """
+    node = stand.nodes[0]
+    said = await _asked(stand, node, await _kv_of(stand, node), Renew(1.0, [lease]))
+    return isinstance(said, Renewed) and lease in said.kept
+
+
+async def _asked(stand: Stand, node: Node, facts: KvFacts, message: Message) -> Message | None:
+    async with _Peer(zmq.DEALER, facts.address, node.ports[1], stand.secret) as peer:
+        await peer.send(encode(message))
+        heard = await peer.hear()
+    return None if heard is None else decode(heard[-1])
 
 
 async def every_port(stand: Stand, rng: random.Random, cases: int) -> list[str]:
@@ -112,76 +126,50 @@ async def heartbeats(stand: Stand, rng: random.Random, cases: int) -> list[str]:
     """Announcements: of strangers, forged, old, changed. Returns what those of strangers have
     changed.
     """
-    before = await stand.state()
-    decode_node = stand.nodes[1]
-    real = Heartbeat(
-        decode_node.url,
-        "decode",  # type: ignore[arg-type]
-        "tiny",
-        "f" * 32,
-        Load(),
-        time.time(),
-        NodeState.LEAVING,
+    before, key = await stand.state(), stand.keys["node"]
+    of_kind: Any = "decode"
+    gone = Heartbeat(
+        stand.nodes[1].url, of_kind, "tiny", "f" * 32, Load(), time.time(), NodeState.LEAVING
     )
-    theirs = msgspec.structs.replace(real, url="http://127.0.0.1:9", state=NodeState.OK)
-    key = stand.keys["node"]
-    with _datagrams(stand.heartbeat_port) as send:
-        for _ in range(cases):
-            old = msgspec.structs.replace(
-                real, sent_at=rng.choice((0.0, time.time() - 90, time.time() + 90))
-            )
-            changed = as_msgpack(mutated(rng, msgspec.to_builtins(theirs), LEADS_AWAY))
-            await send(
-                rng.choice(
-                    (
-                        noise(rng, 5000),
-                        rng.randbytes(60_000),
-                        sealed(real, secrets.token_hex()),
-                        sealed(real, ""),
-                        garbled(rng, sealed(real, key)[:32] + noise(rng, 9)),
-                        sealed(old, key),
-                        _mac(changed, key) + changed,
-                    )
-                )
-            )
-        # One of ours may be there now, and would be for three more beats.
-        over = msgspec.structs.replace(theirs, state=NodeState.LEAVING, sent_at=time.time() + 5)
-        await send(sealed(over, key))
-        return await _forged(stand, send, real, before)
-
-
-@contextlib.contextmanager
-def _datagrams(port: int) -> Iterator[Callable[[bytes], Awaitable[None]]]:
+    changing = partial(msgspec.structs.replace, gone)
+    theirs = changing(url="http://127.0.0.1:9", state=NodeState.OK)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ours:
 
         async def send(said: bytes) -> None:
-            ours.sendto(said[:_LONGEST_DATAGRAM], ("127.0.0.1", port))
+            ours.sendto(said[:_LONGEST_DATAGRAM], ("127.0.0.1", stand.heartbeat_port))
             await asyncio.sleep(_READ_S)
 
-        yield send
-
-
-async def _forged(
-    stand: Stand, send: Callable[[bytes], Awaitable[None]], real: Heartbeat, before: dict[str, Any]
-) -> list[str]:
-    key, now = stand.keys["node"], time.time()
-    mark = msgspec.structs.replace(real, url="http://127.0.0.1:10", sent_at=now, state=NodeState.OK)
-    for wrong_key in (secrets.token_hex(), ""):
-        await send(sealed(msgspec.structs.replace(real, sent_at=now), wrong_key))
-    await send(sealed(msgspec.structs.replace(real, sent_at=now - 90), key))
-    await send(sealed(mark, key))
-    until = time.monotonic() + _ANSWER_S
-    while mark.url not in (seen := await stand.state()):
-        if time.monotonic() > until:
-            return ["a heartbeat with the key is not heard any more"]
-    await send(
-        sealed(msgspec.structs.replace(mark, state=NodeState.LEAVING, sent_at=now + 0.001), key)
-    )
-    urls = [node.url for node in stand.nodes]
+        for _ in range(cases):
+            late_s = rng.choice((-time.time(), -90, 90))
+            changed = as_msgpack(mutated(rng, msgspec.to_builtins(theirs), LEADS_AWAY))
+            ways = (
+                noise(rng, 5000),
+                rng.randbytes(60_000),
+                sealed(gone, secrets.token_hex()),
+                sealed(gone, ""),
+                garbled(rng, sealed(gone, key)[:32] + noise(rng, 9)),
+                sealed(changing(sent_at=time.time() + late_s), key),
+                _mac(changed, key) + changed,
+            )
+            await send(rng.choice(ways))
+        # One of ours may be there now, and would be for three more beats.
+        leaves = changing(url=theirs.url, sent_at=time.time() + 5)
+        await send(sealed(leaves, key))
+        now = time.time()
+        for wrong_key in (secrets.token_hex(), ""):
+            await send(sealed(changing(sent_at=now), wrong_key))
+        await send(sealed(changing(sent_at=now - 90), key))
+        mark = changing(url="http://127.0.0.1:10", sent_at=now, state=NodeState.OK)
+        await send(sealed(mark, key))
+        until = time.monotonic() + _ANSWER_S
+        while mark.url not in (seen := await stand.state()):
+            if time.monotonic() > until:
+                return ["a heartbeat with the key is not heard any more"]
+        await send(sealed(changing(url=mark.url, sent_at=now + 0.001), key))
     return [
-        f"strangers' heartbeats have made {seen.get(url)} of {before.get(url)}"
-        for url in urls
-        if seen.get(url) != before.get(url)
+        f"strangers' heartbeats have made {seen.get(node.url)} of {before.get(node.url)}"
+        for node in stand.nodes
+        if seen.get(node.url) != before.get(node.url)
     ]
 
 
@@ -218,7 +206,7 @@ async def control(stand: Stand, rng: random.Random, cases: int, held: LeaseId) -
     """The control channel of the hand-over: without the secret, with another, and with it."""
     wrong = []
     for node in stand.nodes:
-        facts = await _kv_of(stand, node.url)
+        facts = await _kv_of(stand, node)
         host, port = facts.address, node.ports[1]
         messages: list[Message] = [
             HandshakeRequest("reader-1", facts.fingerprint, []),
@@ -254,29 +242,14 @@ async def control(stand: Stand, rng: random.Random, cases: int, held: LeaseId) -
     return wrong
 
 
-async def holds(stand: Stand, lease: LeaseId) -> bool:
-    """Ask whether the prefill node still holds KV under this lease, as it says on its control
-    channel.
-    """
-    facts = await _kv_of(stand, stand.nodes[0].url)
-    async with _Peer(zmq.DEALER, facts.address, stand.nodes[0].ports[1], stand.secret) as peer:
-        await peer.send(encode(Renew(1.0, [lease])))
-        heard = await peer.hear()
-    said = None if heard is None else decode(heard[-1])
-    return isinstance(said, Renewed) and lease in said.kept
-
-
 class _Peer:
-    def __init__(self, kind: int, host: str, port: int, secret: str = "", key: bytes = b"") -> None:
+    def __init__(self, kind: int, host: str, port: int, secret: str = "") -> None:
         self.socket = zmq.asyncio.Context.instance().socket(kind)
         self.socket.setsockopt(zmq.LINGER, 200)
         self._cut = False
         if secret:
             key, mine = _keys(secret)
             self.socket.curve_publickey, self.socket.curve_secretkey = key, mine
-        elif key:
-            self.socket.curve_publickey, self.socket.curve_secretkey = zmq.curve_keypair()
-        if key:
             self.socket.curve_serverkey = key
         self.socket.connect(f"tcp://{host}:{port}")
 
@@ -308,6 +281,6 @@ class _Peer:
         return False
 
 
-async def _kv_of(stand: Stand, url: str) -> KvFacts:
-    async with stand.session.get(f"{url}/health") as answer:
-        return msgspec.convert((await answer.json())["kv"], KvFacts)
+async def _kv_of(stand: Stand, node: Node) -> KvFacts:
+    _, told = await stand.ask(node, "/health", "")
+    return msgspec.convert(told["kv"], KvFacts)

@@ -17,7 +17,7 @@ import aiohttp
 from benchmarks.local_cluster import family, free_ports
 from kvrelay.kv_transfer.connector import LeaseId
 from tests.listening import Port, listening
-from tests.soak.chaos.lookout import Size, size_of
+from tests.soak.chaos.left_behind import Size, size_of
 from tests.soak.chaos.model import flags_of
 from tests.soak.chaos.processes import Cluster, Node
 
