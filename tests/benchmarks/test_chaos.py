@@ -17,22 +17,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.chaos.__main__ import _recorded
+from benchmarks import local_cluster
+from tests.soak.chaos import processes
 from tests.soak.chaos.crowd import Seen
-from tests.soak.chaos.faults import (
-    CLIENTS,
-    ROUTER,
-    Schedule,
-    once,
-)
-from tests.soak.chaos.faults import KINDS as FAULTS
+from tests.soak.chaos.faults import Fault
+from tests.soak.chaos.logs import Logs
+from tests.soak.chaos.lookout import LATEST_S, recoveries
+from tests.soak.chaos.processes import Cluster, Node, Struck
 from tests.soak.chaos.proxies import Bad, Proxies
+from tests.soak.chaos.run import _strike_all
 from tests.soak.chaos.shim import Shim
 from tests.soak.chaos.streams import Heard, difference
-from tests.soak.chaos.verdict import (
-    Outage,
-    judged,
-)
+from tests.soak.chaos.verdict import Outage, judged
 
 
 def event(*choices: dict[str, object], **fields: object) -> bytes:
@@ -93,39 +89,26 @@ def test_what_an_answer_may_not_do_is_named(lines: tuple[bytes, ...], end: str) 
     assert bool(end) == bool(heard(*lines).end)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("abd", "other from 2 on: 'd', not 'c'"),
-        ("ab", "2 instead of 3 long"),
-        ("abbc", "4 instead of 3 long"),
-    ],
-)
-def test_a_token_that_is_lost_or_doubled_is_named(text: str, says: str) -> None:
-    twin = heard(event({"text": "abc", "token_ids": [1, 2, 3]}), END, DONE)
-    got = heard(event({"text": text, "token_ids": [1, 2, 3]}), END, DONE)
-    assert says in difference(twin.answer(), got.answer())
+TWIN = event({"text": "abc", "token_ids": [1, 2, 3], "logprobs": {"tokens": ["a", "b", "c"]}})
 
 
 @pytest.mark.parametrize(
-    ("lines", "differs"),
+    ("fields", "ended", "differs"),
     [
-        ((), ""),
-        ((event({"text": "ab", "token_ids": [1, 2]}),), ""),
-        ((event({"text": "ab", "token_ids": [1, 3]}),), "other from 1 on"),
-        ((event({"text": "abcd"}),), "4 instead of 3 long"),
-        ((event({"index": 1, "text": "a"}),), "choice 1"),
+        ({"text": "abd"}, True, "other from 2 on: 'd', not 'c'"),
+        ({"text": "ab"}, True, "2 instead of 3 long"),
+        ({"text": "abbc"}, True, "4 instead of 3 long"),
+        ({"text": "ab", "token_ids": [1, 2]}, False, ""),
+        ({"text": "ab", "token_ids": [1, 3]}, False, "other from 1 on"),
+        ({"text": "abcd"}, False, "4 instead of 3 long"),
+        ({"index": 1, "text": "a"}, False, "choice 1"),
     ],
 )
-def test_what_has_come_of_an_answer_is_how_its_twin_begins(
-    lines: tuple[bytes, ...], differs: str
+def test_where_an_answer_differs_from_its_twin_is_named(
+    fields: dict[str, object], ended: bool, differs: str
 ) -> None:
-    twin = heard(
-        event({"text": "abc", "token_ids": [1, 2, 3], "logprobs": {"tokens": ["a", "b", "c"]}}),
-        END,
-        DONE,
-    )
-    told = difference(twin.answer(), heard(*lines).answer(), ended=False)
+    got = {"token_ids": [1, 2, 3], **fields} if ended else fields
+    told = difference(heard(TWIN, END, DONE).answer(), heard(event(got)).answer(), ended=ended)
     assert bool(told) == bool(differs)
     assert differs in told
 
@@ -243,10 +226,10 @@ async def test_a_cut_link_passes_nothing_and_then_what_it_was_given(way: str) ->
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         assert await answered(reader, writer, 20)
         cut = Bad("cut", "b", "a", way)
-        proxies.begin(cut)
+        proxies.tell("begin", cut)
         while await answered(reader, writer, 0.3):
             pass
-        proxies.end(cut)
+        proxies.tell("end", cut)
         async with asyncio.timeout(20):
             await reader.readexactly(1)
         writer.close()
@@ -256,22 +239,128 @@ async def test_all_connections_of_a_process_are_reset() -> None:
     async with proxied() as (proxies, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         assert await answered(reader, writer, 20)
-        proxies.begin(Bad("resets", "b"))
+        proxies.tell("begin", Bad("resets", "b"))
         with pytest.raises(ConnectionResetError):
             async with asyncio.timeout(20):
                 await reader.readexactly(1)
 
 
-def test_a_run_that_is_played_again_leaves_its_schedule_as_it_is(tmp_path: Path) -> None:
-    first = argparse.Namespace(
-        seed=3, streams=9, record=tmp_path / "one.json", schedule=None, json=None
-    )
-    faults = once(3, 2.0, range(4), FAULTS, longest_s=5.0)
-    assert sorted(fault.kind for fault in faults) == sorted(FAULTS)
-    assert all(fault.for_s <= 5.0 for fault in faults)
-    assert all(bool(fault.nodes) == (fault.kind not in {*ROUTER, *CLIENTS}) for fault in faults)
-    assert _recorded(first, faults) == first.record
-    assert Schedule.read(first.record) == Schedule(3, {"seed": 3, "streams": 9}, faults)
-    again = argparse.Namespace(seed=3, streams=9, record=None, schedule=first.record)
-    assert _recorded(again, faults[:1]) == first.record
-    assert Schedule.read(first.record).faults == faults
+def test_a_log_that_is_stalled_twice_comes_after_both(tmp_path: Path) -> None:
+    logs, log = Logs(), tmp_path / "log"
+    theirs = logs.pipe(log)
+    try:
+        logs.stall(log)
+        logs.stall(log)
+        os.write(theirs, b"one\n")
+        logs.go_on(log)
+        time.sleep(0.1)
+        assert not log.exists()
+        logs.go_on(log)
+        deadline = time.monotonic() + 20
+        while not log.exists() or b" one\n" not in log.read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        os.close(theirs)
+        logs.close()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    """A router, a prefill and a decode node whose processes have ended."""
+    made = Cluster(tmp_path, [], [])
+    made.logs.close()
+    (tmp_path / "log").write_text("its log\n")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    made.router, *made.nodes = [
+        Node(name, name.rstrip("0"), (1,), [], tmp_path / "log", ended)
+        for name in ("router", "prefill0", "decode0")
+    ]
+    return made
+
+
+async def test_a_node_that_does_not_come_back_ends_the_wait(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "START_DEADLINE_S", 0.2)
+    cluster.nodes[1].falls(time.monotonic())
+    assert not cluster.lost()
+    async with asyncio.timeout(20):
+        with pytest.raises(RuntimeError, match=r"decode0 is down for more than 0.2 s, 1 .*its log"):
+            await cluster.whole()
+
+
+@pytest.mark.parametrize(
+    ("ups", "until", "up_s", "late"),
+    [
+        ({15.0: False, 20.5: False, 21.5: True}, 60.0, 1.5, False),
+        ({20.125: True, 20.9: True}, 60.0, 0.125, False),
+        # The first was from before the cut.
+        ({20.125: True, 21.0: False, 24.0: True, 25.0: True}, 60.0, 4.0, False),
+        ({20.125: True, 21.0: True, 50.0: False, 51.0: True}, 60.0, 0.125, False),
+        ({20.125: False, 50.0: True}, 60.0, 30.0, True),
+        ({20.125: False, 59.0: False}, 60.0, None, True),  # it never was
+        ({20.125: False}, 20.0 + LATEST_S, None, False),  # nobody knows
+        ({}, 60.0, None, True),
+    ],
+)
+@pytest.mark.parametrize("kind", ["cut", "stop"])
+def test_a_node_is_up_again_when_it_stays_up(
+    cluster: Cluster, kind: str, ups: dict[float, bool], until: float, up_s: float, late: bool
+) -> None:
+    fault, node = Fault(10.0, kind, (1,)), cluster.nodes[1]
+    if kind == "stop":
+        node.down.append((10.0, 21.0))  # healthy only a second after it went on
+    cluster.struck.append(Struck(10.0, fault, node.name))
+    cluster.over.append((20.0, fault, node))
+    (found,) = recoveries(cluster, {"decode0": list(ups.items())}, until)
+    assert (found.kind, found.up_s, found.late) == (kind, up_s, late)
+
+
+class Failing:
+    """The first one fails, the second one finds nobody to strike."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    async def strike(self, fault: Fault) -> None:
+        if fault.kind == "cut":
+            raise OSError("no such rule")
+        self._cluster.note(fault, self._cluster.nodes, missed=fault.kind == "kill")
+
+
+async def test_a_strike_that_fails_and_a_kind_that_never_happens_are_told(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def whole() -> None:
+        pass
+
+    monkeypatch.setattr(cluster, "whole", whole)
+    faults = (Fault(0.0, kind, (0,)) for kind in ("cut", "kill", "stop"))
+    options = argparse.Namespace(each_once=True, rolling=False, faults=0, every_s=0.0, seconds=0.0)
+    await _strike_all(options, cluster, Failing(cluster), faults, 0.0)  # type: ignore[arg-type]
+    first, *others = cluster.surprises
+    assert first == "cut at 0.0 s failed: OSError('no such rule')"
+    assert others == ["cut has not happened", "kill has not happened"]
+
+
+class Started(Exception):
+    """Instead of a process."""
+
+
+def test_no_benchmark_leaves_its_processes_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tied = []
+
+    def started(*_: object, env: dict[str, str], **__: object) -> None:
+        tied.append(env.get("KVRELAY_PARENT_PID"))
+        raise Started
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    with pytest.raises(Started):
+        Cluster(tmp_path, [], [])._launched("router", "router", (1,), [])
+    with pytest.raises(Started), local_cluster.running("up"):
+        pass
+    assert tied == [str(os.getpid())] * 2

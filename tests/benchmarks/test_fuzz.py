@@ -13,15 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.soak.fuzz.__main__ import TARGETS, Options, fuzzed
+from tests.soak.fuzz.__main__ import TARGETS, fuzzed, parsed
 from tests.soak.fuzz.examples import LEADS_AWAY, ROUTER, of_node
 from tests.soak.fuzz.mutations import as_json, as_msgpack, garbled, mutated
 from tests.soak.fuzz.over_sizes import cases
 
 EXAMPLES = [*ROUTER, *of_node("held")]
-SECONDS = 10
-MOST_BYTES = 4096
-"""Of a body: the whole range takes an hour."""
+OPTIONS = "--seconds 10 --seed 7 --most-bytes 4096"
+"""The whole range of bodies takes an hour."""
 
 
 @given(st.integers(0, 2**32))
@@ -40,7 +39,7 @@ def test_a_seed_makes_the_same_message_again_and_leads_nowhere_else(seed: int) -
 
 @pytest.mark.cluster
 def test_wrong_messages_on_every_port_change_nothing(tmp_path: Path) -> None:
-    report = asyncio.run(fuzzed(tmp_path, Options(SECONDS, 7, most_bytes=MOST_BYTES)))
+    report = asyncio.run(fuzzed(tmp_path, parsed(OPTIONS.split())))
     assert report["broken"] == []
     assert set(report["rounds"]) == set(TARGETS)
     assert report["generators"] == len(

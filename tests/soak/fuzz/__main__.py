@@ -22,16 +22,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import random
 import secrets
-import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +41,13 @@ from tests.soak.fuzz import over_http, over_sizes, over_sockets
 from tests.soak.fuzz.sizes import MAX_BODY
 from tests.soak.fuzz.stand import Stand
 from tests.soak.fuzz.watch import Watch, still_busy
+from tests.soak.report import reported
 
-__all__ = ["TARGETS", "Options", "fuzzed"]
+__all__ = ["TARGETS", "fuzzed", "parsed"]
 
+_ROLES = ("router", "prefill", "decode")
 TARGETS = (
-    "router fields",
-    "prefill fields",
-    "decode fields",
-    "router framing",
-    "prefill framing",
-    "decode framing",
+    *(f"{role} {what}" for what in ("fields", "framing") for role in _ROLES),
     "prefill legs",
     "decode legs",
     "heartbeats",
@@ -73,21 +68,23 @@ _SMALL_BODIES = 1 << 20
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """A choice of what is played, for how long, and on what."""
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--seconds", type=float, default=60.0, help="rounds begin for so long")
+    add("--seed", type=int, default=0)
+    add("--target", choices=TARGETS, help="this one alone")
+    add("--round", type=int, default=0, help="begin with this round")
+    add("--only", default="", help="cases of sizes and languages with this in their name")
+    add("--most-bytes", type=int, default=MAX_BODY, help="of a body of sizes and languages")
+    add("--memory-gib", type=float, default=8.0, help="the cluster is ended if it has more")
+    add("--trust-templates", action="store_true", help="nodes take requests' chat templates")
+    return parser.parse_args(argv)
 
-    seconds: float = 60.0
-    seed: int = 0
-    target: str | None = None
-    round: int = 0
-    only: str = ""
-    most_bytes: int = MAX_BODY
-    memory_gib: float = 8.0
-    trust_templates: bool = False
 
-
-async def fuzzed(folder: Path, options: Options) -> dict[str, Any]:
+async def fuzzed(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The report of a run: what was sent, and what was `broken`. Raises RuntimeError if the cluster
     does not start.
     """
@@ -123,7 +120,11 @@ async def fuzzed(folder: Path, options: Options) -> dict[str, Any]:
 
 
 async def _rounds(
-    stand: Stand, watch: Watch, options: Options, state: dict[str, Any], report: dict[str, Any]
+    stand: Stand,
+    watch: Watch,
+    options: argparse.Namespace,
+    state: dict[str, Any],
+    report: dict[str, Any],
 ) -> dict[str, Size]:
     targets = [options.target] if options.target else TARGETS
     usage = stand.usage()
@@ -144,7 +145,12 @@ async def _rounds(
 
 
 async def _played(
-    stand: Stand, watch: Watch, options: Options, target: str, number: int, state: dict[str, Any]
+    stand: Stand,
+    watch: Watch,
+    options: argparse.Namespace,
+    target: str,
+    number: int,
+    state: dict[str, Any],
 ) -> list[str]:
     rng, wrong = random.Random(f"{options.seed} {number} {target}"), []
     try:
@@ -227,45 +233,6 @@ async def _grown(stand: Stand, usage: dict[str, Size], *, memory: bool) -> list[
     return wrong
 
 
-def main() -> int:
-    """Command line. Exit code 1 if something is broken; then the logs stay."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=60.0, help="rounds begin for so long")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--target", choices=TARGETS, help="this one alone")
-    parser.add_argument("--round", type=int, default=0, help="begin with this round")
-    parser.add_argument(
-        "--only", default="", help="cases of sizes and languages with this in their name"
-    )
-    parser.add_argument(
-        "--most-bytes", type=int, default=MAX_BODY, help="of a body of sizes and languages"
-    )
-    parser.add_argument(
-        "--memory-gib", type=float, default=8.0, help="the cluster is ended if it has more"
-    )
-    parser.add_argument(
-        "--trust-templates", action="store_true", help="nodes take the chat templates of requests"
-    )
-    given = vars(parser.parse_args())
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
-    report = asyncio.run(fuzzed(folder, Options(**given)))
-    print(
-        json.dumps(
-            {name: value for name, value in report.items() if name != "broken"},
-            indent=2,
-            default=str,
-        )
-    )
-    for one in report["broken"]:
-        print(f"BROKEN: {one}")
-    if report["broken"]:
-        print(f"again: --seed {report['seed']} --target ... --round ...; logs: {folder}")
-        return 1
-    shutil.rmtree(folder)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    options = parsed(sys.argv[1:])
+    sys.exit(reported("fuzz", lambda folder: asyncio.run(fuzzed(folder, options))))

@@ -8,8 +8,7 @@ looked at five times a second, and not an RLIMIT_AS.
 
 A stall of `/live` is the time of an answer less what the machine has taken: the larger of the lag
 of this process' own idle loop and of what the asked process' main threads have waited for a core
-meanwhile, a wait that goes on among it. A machine that is busy by our own work is not blamed so,
-either: work that nobody waits for is looked for by itself.
+meanwhile. Work that nobody waits for is looked for by itself (`still_busy`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -82,7 +80,6 @@ class Seen(msgspec.Struct):
 
     live: dict[str, Live] = {}
     memory: dict[str, Memory] = {}
-    total: int = 0
     over: int = 0
 
     def wrong(self) -> list[str]:
@@ -189,29 +186,11 @@ def _cpu_s(processes: list[Node]) -> dict[str, float]:
     return used
 
 
-class _Thread:
-    def __init__(self, at: Path) -> None:
-        self._at = at
-        self._ran, self._since = "", 0.0
-        """CPU time when it was looked at last, and since when it has been seen to want more and to
-        get none.
-        """
-
-    def waited_s(self) -> float:
-        """Add up its waits for a core since its start."""
-        ran, waited, _ = (self._at / "schedstat").read_text().split()
-        state = (self._at / "stat").read_text().rpartition(")")[2].split()[0]
-        now = time.monotonic()
-        if state != "R" or ran != self._ran:
-            self._ran, self._since = ran, now
-        return int(waited) / 1e9 + now - self._since
-
-
 class _Family:
     def __init__(self, told: str) -> None:
         self.role, pid, port, threads = told.split(":")
         self.pid, self.port = int(pid), int(port)
-        self._main = [_Thread(Path(f"/proc/{each}/task/{each}")) for each in threads.split(",")]
+        self._main = [Path(f"/proc/{each}/task/{each}/schedstat") for each in threads.split(",")]
         self.asked: dict[float, float] = {}
         """When those were asked that have not answered yet, and what had been waited then."""
         self.worst = Live()
@@ -219,9 +198,9 @@ class _Family:
     def waited_s(self) -> float:
         """For a core, since their start: the main threads of those who may answer, together."""
         waited = 0.0
-        for thread in self._main:
+        for at in self._main:
             with contextlib.suppress(OSError, ValueError):
-                waited += thread.waited_s()
+                waited += int(at.read_text().split()[1]) / 1e9
         return waited
 
 
@@ -232,7 +211,7 @@ class _Watcher:
         self._warm: dict[str, int] = {}
         self._peaks: dict[str, int] = {}
         self._limits: dict[str, int] = {}
-        self._total = self._over = 0
+        self._over = 0
         self._asking: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -307,7 +286,6 @@ class _Watcher:
                     _address_space(who.rpartition(" ")[2]), self._limits.get(who, 0)
                 )
         total = sum(found.values())
-        self._total = max(self._total, total)
         if total > self._limit:
             self._over = total
             for who in found:
@@ -324,10 +302,9 @@ class _Watcher:
                 who: Memory(peak, self._warm.get(who, 0), self._limits.get(who, 0))
                 for who, peak in self._peaks.items()
             },
-            self._total,
             self._over,
         )
-        self._peaks, self._limits, self._total = {}, {}, 0
+        self._peaks, self._limits = {}, {}
         for each in self._families:
             each.worst = Live()
         return seen
@@ -344,12 +321,6 @@ def _address_space(pid: str) -> int:
     return 0
 
 
-def main(argv: list[str]) -> None:
-    """The limit in bytes, then `role:pid:port:listeners` of each family."""
-    limit, *told = argv
-    watcher: Any = _Watcher(int(limit), [_Family(each) for each in told])
-    asyncio.run(watcher.run())
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+if __name__ == "__main__":  # a limit in bytes, then `role:pid:port:listeners` of each family
+    limit_bytes, *told = sys.argv[1:]
+    asyncio.run(_Watcher(int(limit_bytes), [_Family(each) for each in told]).run())
