@@ -54,16 +54,9 @@ class DecodeWorkspace:
         device: torch.device | str,
         element_bytes: int = 2,
     ) -> None:
-        if num_heads % num_kv_heads:
-            raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
-        self.max_batch, self.num_heads, self.num_kv_heads, self.head_dim = (
-            max_batch,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-        )
-        self.device = torch.device(device)
-        self.element_bytes = element_bytes
+        assert num_heads % num_kv_heads == 0
+        self.max_batch, self.num_kv_heads = max_batch, num_kv_heads
+        self.device, self.element_bytes = torch.device(device), element_bytes
         self.tiling, self.resident = _launch_shape(head_dim, element_bytes, self.device)
         # batch size and window
         self.planned: tuple[int, int] | None = None
@@ -122,10 +115,8 @@ def plan_decode(
     context_lens [B] int32: keys of each sequence, its newest token's included; 0 is a padding row.
     """
     (batch,) = context_lens.shape
-    if batch > workspace.max_batch:
-        raise ValueError(f"{batch} sequences, but the workspace is for {workspace.max_batch}")
-    if block_size not in (16, 32, 64):
-        raise ValueError(f"block_size must be 16, 32 or 64, got {block_size}")
+    assert batch <= workspace.max_batch
+    assert block_size in (16, 32, 64)
     programs = decode_programs(batch, workspace)
     _plan_kernel[(triton.cdiv(programs, PLAN_ROWS.value),)](
         context_lens,

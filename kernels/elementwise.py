@@ -1,4 +1,4 @@
-"""Small steps of a decoder layer in torch: the CPU path, and twins of the fused kernels."""
+"""Small steps of a decoder layer in torch: the CPU path, and what twins of kernels consist of."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ __all__ = [
     "act_and_mul",
     "apply_rope",
     "dequantize",
-    "embed",
     "quantize_e4m3",
     "rms_norm",
-    "rope_and_write",
     "write_kv",
 ]
 
@@ -57,19 +55,6 @@ def act_and_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     return (0.5 * wide * (1 + bend)).to(gate.dtype) * up
 
 
-def embed(
-    token_ids: torch.Tensor,
-    sampled: torch.Tensor,
-    source: torch.Tensor,
-    table: torch.Tensor,
-    *,
-    scale: float = 1.0,
-) -> torch.Tensor:
-    """Return rows of `table` [V, H] for ids sampled[source] where source >= 0, else token_ids."""
-    ids = torch.where(source >= 0, sampled[source.clamp(min=0).long()], token_ids.long())
-    return table[ids] * torch.tensor(scale, dtype=table.dtype, device=table.device)
-
-
 def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return vectors x [..., dim] as float8_e4m3fn, and their fp32 scales [..., 1].
 
@@ -101,49 +86,3 @@ def write_kv(
     """
     key_cache[blocks, :, offsets] = key
     value_cache[blocks, :, offsets] = value
-
-
-def rope_and_write(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor | None,
-    blocks: torch.Tensor,
-    offsets: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-    plus_one: bool = False,
-    key_scales: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Do what `fused_rope_write.rope_and_write` does."""
-    heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
-    query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1)
-    rotated = query
-    if q_norm is not None:
-        rotated = rms_norm(query, q_norm, eps, plus_one=plus_one)
-        key = rms_norm(key, k_norm, eps, plus_one=plus_one)
-    if cos_sin is not None:
-        cos, sin = cos_sin[positions.long()][:, None].chunk(2, dim=-1)
-        rotated = apply_rope(rotated.float(), cos, sin)
-        key = apply_rope(key.float(), cos, sin).to(qkv.dtype)
-    query.copy_(rotated)
-    blocks, offsets = blocks.long(), offsets.long()
-    if key_scales is None or value_scales is None:
-        write_kv(key_cache, value_cache, key, value, blocks, offsets)
-        return query
-    for cache, scales, vectors in (
-        (key_cache, key_scales, key),
-        (value_cache, value_scales, value),
-    ):
-        stored, scale = quantize_e4m3(vectors)
-        # As bytes: torch has no indexed copy of fp8 on all devices.
-        cache.view(torch.uint8)[blocks, :, offsets] = stored.view(torch.uint8)
-        scales[blocks, :, offsets] = scale.squeeze(-1)
-    return query

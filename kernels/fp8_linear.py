@@ -86,7 +86,6 @@ class Fp8Linear:
         norm_weight: torch.Tensor | None = None,
         eps: float = 1e-6,
         plus_one: bool = False,
-        out: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> torch.Tensor:
         """Return act(gate) * up of x, or of RMSNorm(x), [rows, out_features / 2].
@@ -99,8 +98,8 @@ class Fp8Linear:
             else _normed_rows(x, norm_weight, eps, plus_one, pdl)
         )
         if 0 < len(x) <= SKINNY_ROWS:
-            return self._product(rows, x.dtype, gate=act, out=out, pdl=pdl)
-        return act_and_mul(self._product(rows, x.dtype, pdl=pdl), act, out=out, pdl=pdl)
+            return self._product(rows, x.dtype, gate=act, pdl=pdl)
+        return act_and_mul(self._product(rows, x.dtype, pdl=pdl), act, pdl=pdl)
 
     def _product(
         self,
@@ -172,16 +171,13 @@ def _normed_rows(
     return rms_norm(x, weight, eps, plus_one=plus_one, scales_out=scales, pdl=pdl), scales
 
 
-def quantize_rows(
-    x: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize x [M, K] to float8_e4m3fn and fp32 scales [M, 1]; twin: `quantize_e4m3`.
 
     Rows of x may be strided.
     """
     m, k = x.shape
-    if out is None:
-        out = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
+    out = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(m, 1, dtype=torch.float32, device=x.device)
     pdl = pdl and pdl_works(x.device)
     if m:

@@ -19,9 +19,6 @@ from kvrelay.kernels.launch import cdiv, pdl_works, power_of_2
 
 __all__ = ["rope_and_write"]
 
-# (tokens per program as a multiple of the fewest, heads per program, warps)
-Tile = tuple[int, int, int]
-
 
 def rope_and_write(
     qkv: torch.Tensor,
@@ -42,7 +39,6 @@ def rope_and_write(
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
     pdl: bool = False,
-    tile: Tile | None = None,
 ) -> torch.Tensor:
     """Rotate Q in place, write rotated K and V, return Q as a view [T, num_heads, head_dim].
 
@@ -56,37 +52,30 @@ def rope_and_write(
     """
     tokens, q_heads, kv_heads = qkv.shape[0], num_heads, num_kv_heads
     rotary_dims = head_dim if cos_sin is None else cos_sin.shape[1]
-    if qkv.shape[1] != (q_heads + 2 * kv_heads) * head_dim or qkv.stride(1) != 1:
-        raise ValueError(
-            f"qkv {tuple(qkv.shape)} is not {q_heads} + 2 * {kv_heads} heads of {head_dim}, "
-            f"contiguous"
-        )
+    assert qkv.shape[1] == (q_heads + 2 * kv_heads) * head_dim
+    assert qkv.stride(1) == 1
     if head_dim % 2 or rotary_dims % 2 or rotary_dims > head_dim:
         raise ValueError(f"{rotary_dims} rotary dimensions of {head_dim}: both must be even")
-    if cos_sin is not None and (cos_sin.dtype != torch.float32 or cos_sin.stride(1) != 1):
-        raise ValueError("cos_sin must be fp32 with contiguous rows")
-    if key_cache.stride() != value_cache.stride() or key_cache.stride()[2:] != (head_dim, 1):
-        raise ValueError(f"caches with strides {key_cache.stride()} and {value_cache.stride()}")
-    if (key_scales is None) != (value_scales is None) or (q_norm is None) != (k_norm is None):
-        raise ValueError("scales and norms are given for both or for none")
+    assert cos_sin is None or (cos_sin.dtype == torch.float32 and cos_sin.stride(1) == 1)
+    assert key_cache.stride() == value_cache.stride()
+    assert key_cache.stride()[2:] == (head_dim, 1)
+    assert (key_scales is None) == (value_scales is None)
+    assert (q_norm is None) == (k_norm is None)
+    assert key_cache.dtype == (qkv.dtype if key_scales is None else torch.float8_e4m3fn)
     scale_strides = (0, 0, 1) if key_scales is None else key_scales.stride()
-    if key_scales is not None and (
-        value_scales is None or scale_strides != value_scales.stride() or scale_strides[2] != 1
-    ):
-        raise ValueError(f"scales with strides {key_scales.stride()}")
-    if key_cache.dtype != (qkv.dtype if key_scales is None else torch.float8_e4m3fn):
-        raise ValueError(
-            f"cache of {key_cache.dtype} for {qkv.dtype}, "
-            f"{'no' if key_scales is None else 'with'} scales"
-        )
+    assert value_scales is None or scale_strides == value_scales.stride()
+    assert scale_strides[2] == 1
 
     query = qkv[:, : q_heads * head_dim].view(tokens, q_heads, head_dim)
     if not tokens:
         return query
     first_head = q_heads if cos_sin is None and q_norm is None else 0
     pairs = power_of_2(head_dim // 2)
-    token_multiple, heads, warps = tile or _tile(tokens, math.gcd(q_heads, kv_heads))
-    tile_tokens = max(1, 256 * warps // pairs) * token_multiple
+    heads, warps = 1, 1  # few tokens: one head per warp
+    if tokens > 512:  # heads in turn share cosines and sines
+        heads = max(n for n in range(1, 5) if math.gcd(q_heads, kv_heads) % n == 0)
+        warps = 4
+    tile_tokens = max(1, 256 * warps // pairs)
     groups = (q_heads + 2 * kv_heads - first_head) // heads
     pdl = pdl and pdl_works(qkv.device)
     _rope_and_write[(cdiv(tokens, tile_tokens) * groups,)](
@@ -123,13 +112,6 @@ def rope_and_write(
         launch_pdl=pdl,
     )
     return query
-
-
-def _tile(tokens: int, common_heads: int) -> Tile:
-    # Few tokens: one head per warp. Many: heads in turn share cosines and sines.
-    if tokens <= 512:
-        return 1, 1, 1
-    return 1, max(n for n in range(1, 5) if common_heads % n == 0), 4
 
 
 @triton.jit

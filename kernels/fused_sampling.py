@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.launch import pdl_works, wait_for_previous
 from kvrelay.kernels.sampling_floors import find_floors
 from kvrelay.kernels.sampling_slots import (
     CHOICE,
@@ -52,7 +51,6 @@ def sample(
     cut: bool = True,
     adjusted: bool = True,
     mask: TokenMask | None = None,
-    pdl: bool = False,
 ) -> torch.Tensor:
     """Return each row's next token, int64 [rows], 0 for padding; its slot has one token more.
 
@@ -60,10 +58,9 @@ def sample(
     adjusted: whether any row has top-k, top-p or min-p; bias, min_tokens or penalties.
     """
     count, vocab = slots.shape[0], tables.notes.shape[1]
-    if logits.shape[0] < count or logits.shape[1] != vocab or logits.stride(1) != 1:
-        raise ValueError(
-            f"logits {tuple(logits.shape)} do not fit {count} rows of a vocabulary of {vocab}"
-        )
+    assert logits.shape[0] >= count
+    assert logits.shape[1] == vocab
+    assert logits.stride(1) == 1
     num_tiles = triton.cdiv(vocab, TILE)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -90,14 +87,8 @@ def sample(
         minima=scratch(count, num_tiles) if cut else None,
     )
     floors = scratch(count) if cut else None
-    pdl = pdl and pdl_works(logits.device)
     # Rounded one by one, as torch does.
-    options: dict[str, Any] = {
-        "TILE": TILE,
-        "PDL": pdl,
-        "launch_pdl": pdl,
-        "enable_fp_fusion": False,
-    }
+    options: dict[str, Any] = {"TILE": TILE, "enable_fp_fusion": False}
     each = 1 if count <= 16 else 4
     num_warps = 1 if rows.notes is None and rows.mask_words is None else 4
     grid = (triton.cdiv(num_tiles, each), count)
@@ -136,8 +127,7 @@ def _sum(x):
 
 
 @triton.jit(do_not_specialize=["each"])
-def _summarize(rows, tiles, each, SUBTILE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
-    wait_for_previous(PDL)
+def _summarize(rows, tiles, each, SUBTILE: tl.constexpr, TILE: tl.constexpr):
     row = tl.program_id(1)
     slot = tl.load(rows.slots + row)
     if slot < 0:
@@ -166,8 +156,7 @@ def _summarize(rows, tiles, each, SUBTILE: tl.constexpr, TILE: tl.constexpr, PDL
 
 
 @triton.jit(do_not_specialize=["each"])
-def _weigh_kept(rows, tiles, floors, each, TILE: tl.constexpr, PDL: tl.constexpr):
-    wait_for_previous(PDL)
+def _weigh_kept(rows, tiles, floors, each, TILE: tl.constexpr):
     row = tl.program_id(1)
     slot = tl.load(rows.slots + row)
     if slot < 0:
@@ -221,9 +210,7 @@ def _choose(
     notes,
     ALL_TILES: tl.constexpr,
     TILE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
     row = tl.program_id(0)
     slot = tl.load(rows.slots + row)
     if slot < 0:

@@ -74,8 +74,8 @@ def gather_blocks(
     *,
     block_bytes: int,
     tiles: range,
-    source_stride: int | None = None,
-    target_stride: int | None = None,
+    source_stride: int,
+    target_stride: int,
     programs: int = PROGRAMS,
 ) -> None:
     """Copy `tiles` of the transfer from source_blocks[i] to target_blocks[i] of two pools.
@@ -83,8 +83,8 @@ def gather_blocks(
     `source`, `target`: addresses in the first blocks; `block_bytes` are copied of each; strides
     lead to the next block. All are multiples of 16. Block ids int32 [blocks], on the GPU.
     """
-    strides = source_stride or block_bytes, target_stride or block_bytes
-    assert not any(number % VECTOR_BYTES for number in (block_bytes, source, target, *strides))
+    numbers = (block_bytes, source, target, source_stride, target_stride)
+    assert not any(number % VECTOR_BYTES for number in numbers)
     assert source_blocks.dtype == target_blocks.dtype == torch.int32
     assert tiles.stop <= tiles_in(source_blocks.numel(), block_bytes)
     if not tiles:
@@ -97,8 +97,8 @@ def gather_blocks(
         tiles.start,
         tiles.stop,
         block_bytes // VECTOR_BYTES,
-        strides[0] // VECTOR_BYTES,
-        strides[1] // VECTOR_BYTES,
+        source_stride // VECTOR_BYTES,
+        target_stride // VECTOR_BYTES,
         TILE_WORDS=TILE_BYTES // _WORD_BYTES,
         num_warps=_WARPS,
     )

@@ -58,7 +58,7 @@ def _checksums(
 
 
 def gpu_block_checksums(
-    pool: int, blocks: torch.Tensor, *, kv_heads: int, slice_bytes: int, programs: int = PROGRAMS
+    pool: int, blocks: torch.Tensor, *, kv_heads: int, slice_bytes: int
 ) -> torch.Tensor:
     """Return checksums of these blocks of the pool at this address, int64 [blocks, kv_heads].
 
@@ -68,7 +68,7 @@ def gpu_block_checksums(
     items = blocks.numel() * kv_heads * pieces
     sums = torch.empty(items, dtype=torch.int64, device=blocks.device)
     if items:
-        _checksums[(min(programs, items),)](
+        _checksums[(min(PROGRAMS, items),)](
             pool,
             blocks,
             sums,

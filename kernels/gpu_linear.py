@@ -95,7 +95,6 @@ class GpuLinear:
         norm_weight: torch.Tensor | None = None,
         eps: float = 1e-6,
         plus_one: bool = False,
-        out: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> torch.Tensor:
         """Return act(gate) * up of x, or of RMSNorm(x), [rows, out_features / 2].
@@ -105,8 +104,8 @@ class GpuLinear:
         if norm_weight is not None:
             x = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
         if 0 < len(x) <= self._gated_rows:
-            return skinny_linear(x, self.weight, bias=self.bias, gate=act, out=out, pdl=pdl)
-        return act_and_mul(self(x, pdl=pdl), act, out=out, pdl=pdl)
+            return skinny_linear(x, self.weight, bias=self.bias, gate=act, pdl=pdl)
+        return act_and_mul(self(x, pdl=pdl), act, pdl=pdl)
 
     def _cublas(
         self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None

@@ -70,25 +70,17 @@ def moe(
     experts, _, inner = down.shape
     if act not in ("silu", "gelu_tanh"):
         raise ValueError(f"activation {act!r}, must be 'silu' or 'gelu_tanh'")
-    if gate_up.shape != (experts, 2 * inner, hidden) or down.shape[1] != hidden:
-        raise ValueError(
-            f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} do not fit x of {hidden}"
-        )
-    if router_logits.shape != (tokens, experts) or not 0 < top_k <= experts:
-        raise ValueError(
-            f"router_logits {tuple(router_logits.shape)}, top_k {top_k}: {tokens} tokens, "
-            f"{experts} experts"
-        )
+    assert gate_up.shape == (experts, 2 * inner, hidden)
+    assert down.shape[1] == hidden
+    assert router_logits.shape == (tokens, experts)
+    assert 0 < top_k <= experts
     if x.dtype not in DTYPES or gate_up.dtype != x.dtype or down.dtype != x.dtype:
         raise ValueError(
             f"x {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; all must be fp16 or all bf16"
         )
-    if (
-        x.stride(1) != 1
-        or router_logits.stride(1) != 1
-        or not (gate_up.is_contiguous() and down.is_contiguous())
-    ):
-        raise ValueError("weights must be contiguous, and so must the elements of a row")
+    assert x.stride(1) == router_logits.stride(1) == 1
+    assert gate_up.is_contiguous()
+    assert down.is_contiguous()
     if out is None:
         out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     if not tokens:

@@ -36,7 +36,6 @@ class LoraTiles:
     rows: int
     split: int
     columns: int
-    warps: int = 4
 
 
 def default_tiles(rows: int, k: int) -> LoraTiles:
@@ -52,8 +51,8 @@ def shrink(
     down: torch.Tensor,
     adapters: torch.Tensor,
     *,
+    tiles: LoraTiles,
     pdl: bool = False,
-    tiles: LoraTiles | None = None,
 ) -> torch.Tensor:
     """Return down[a] x of rows with adapter a, fp32 [parts, T, C], to be added up by `expand`.
 
@@ -62,17 +61,11 @@ def shrink(
     """
     count, k = x.shape
     stacked = down.shape[1]
-    if (
-        down.shape[2] != k
-        or stacked % 16
-        or x.stride(1) != 1
-        or not down.is_contiguous()
-        or down.dtype != x.dtype
-    ):
-        raise ValueError(
-            f"x {tuple(x.shape)} and down {tuple(down.shape)} do not fit, or are not contiguous"
-        )
-    tiles = tiles or default_tiles(count, k)
+    assert down.shape[2] == k
+    assert stacked % 16 == 0
+    assert down.dtype == x.dtype
+    assert x.stride(1) == 1
+    assert down.is_contiguous()
     low = torch.empty(tiles.split, count, stacked, dtype=torch.float32, device=x.device)
     columns = _divisor(stacked)
     pdl = pdl and pdl_works(x.device)
@@ -91,7 +84,7 @@ def shrink(
             BC=columns,
             BK=max(16, min(128, power_of_2(k))),
             PDL=pdl,
-            num_warps=tiles.warps,
+            num_warps=4,
             num_stages=3,
             launch_pdl=pdl,
         )
@@ -105,8 +98,8 @@ def expand(
     y: torch.Tensor,
     widths: Sequence[int],
     *,
+    tiles: LoraTiles,
     pdl: bool = False,
-    tiles: LoraTiles | None = None,
 ) -> torch.Tensor:
     """Add up[a] low to rows of y [T, N] with adapter a, in place; fp32 sums rounded once.
 
@@ -115,21 +108,14 @@ def expand(
     """
     split, count, stacked = low.shape
     _, n, rank = up.shape
-    if (
-        sum(widths) != n
-        or y.shape != (count, n)
-        or y.stride(1) != 1
-        or not up.is_contiguous()
-        or up.dtype != y.dtype
-    ):
-        raise ValueError(
-            f"up {tuple(up.shape)}, widths {list(widths)} and y {tuple(y.shape)} do not fit"
-        )
-    if len(widths) > 3 or stacked != len(widths) * rank or rank % 16:
-        raise ValueError(
-            f"{stacked} sums a row are not those of {len(widths)} projections of rank {rank}"
-        )
-    tiles = tiles or default_tiles(count, split)
+    assert sum(widths) == n
+    assert y.shape == (count, n)
+    assert up.dtype == y.dtype
+    assert y.stride(1) == 1
+    assert up.is_contiguous()
+    assert len(widths) <= 3
+    assert stacked == len(widths) * rank
+    assert rank % 16 == 0
     first, second, third = (*widths, 0, 0)[:3]
     programs = sum(cdiv(width, tiles.columns) for width in widths)
     pdl = pdl and pdl_works(y.device)
@@ -151,7 +137,7 @@ def expand(
             BN=tiles.columns,
             BR=_divisor(rank),
             PDL=pdl,
-            num_warps=tiles.warps,
+            num_warps=4,
             num_stages=1,
             launch_pdl=pdl,
         )

@@ -65,11 +65,11 @@ def invariant_linear(
         raise ValueError(
             f"x {x.dtype} and weight {weight.dtype} must be both bfloat16 or both float16"
         )
-    if weight.shape[1] != k or k % 8 or x.stride(1) != 1 or not weight.is_contiguous():
-        raise ValueError(
-            f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: K must be equal, contiguous, 8 "
-            f"* n"
-        )
+    if k % 8:
+        raise ValueError(f"{k} columns of a weight, must be a multiple of 8")
+    assert weight.shape[1] == k
+    assert x.stride(1) == 1
+    assert weight.is_contiguous()
     if out is None:
         out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if m == 0:

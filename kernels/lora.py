@@ -1,4 +1,4 @@
-"""Low-rank adapters in torch, y += B (A x): the CPU path, and the twin of grouped_lora.py.
+"""Low-rank adapters in torch, y += B (A x): the CPU path.
 
 A layer's projections are side by side: `down` holds their A's one above the other, `rank` rows
 each, `up` their B's. Source: Hu et al., "LoRA: Low-rank adaptation of large language models", 2021.
@@ -14,31 +14,7 @@ from torch.nn import functional
 
 from kvrelay.kernels.linear import Linear
 
-__all__ = ["PackedLora", "add_lora"]
-
-
-def add_lora(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    down: torch.Tensor,
-    up: torch.Tensor,
-    adapters: torch.Tensor,
-    widths: Sequence[int],
-) -> torch.Tensor:
-    """Add up[a] (down[a] x) to y [T, N] in place, a = adapters[t] of each row, -1 for none.
-
-    x [T, K], down [adapters, projections * rank, K], up [adapters, N, rank], adapters [T] int;
-    `widths`: y's columns of each projection. What A gives is rounded to up's dtype.
-    """
-    rank = up.shape[-1]
-    for adapter in sorted(set(adapters.tolist()) - {-1}):
-        rows = (adapters == adapter).nonzero()[:, 0]
-        low = (x[rows].float() @ down[adapter].float().T).to(up.dtype).float()
-        parts = zip(
-            torch.split(low, rank, 1), torch.split(up[adapter].float(), list(widths)), strict=True
-        )
-        y[rows] = (y[rows].float() + torch.cat([part @ b.T for part, b in parts], 1)).to(y.dtype)
-    return y
+__all__ = ["PackedLora"]
 
 
 @dataclass(frozen=True, slots=True)

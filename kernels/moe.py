@@ -12,27 +12,7 @@ from torch.nn import functional
 from kvrelay.kernels.elementwise import act_and_mul
 from kvrelay.kernels.linear import Linear
 
-__all__ = ["Experts", "moe", "route"]
-
-
-def moe(
-    x: torch.Tensor,
-    router_logits: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    *,
-    top_k: int,
-    renormalize: bool,
-    act: str = "silu",
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the sum over experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)), [T, H].
-
-    x [T, H], router_logits [T, E], gate_up [E, 2 * I, H] (gate's rows first), down [E, H, I]; `act`
-    is silu or gelu_tanh. Source: Jiang et al., "Mixtral of experts", 2024.
-    """
-    y = Experts(gate_up, down)(x, *route(router_logits, top_k, renormalize), act)
-    return y if out is None else out.copy_(y)
+__all__ = ["Experts", "route"]
 
 
 def route(

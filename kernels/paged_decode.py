@@ -60,24 +60,11 @@ def paged_decode(
     """
     batch, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
-    if (heads, kv_heads, head_dim) != (
-        workspace.num_heads,
-        workspace.num_kv_heads,
-        workspace.head_dim,
-    ):
-        raise ValueError(
-            f"the workspace is not for {heads} query heads and {kv_heads} KV heads of {head_dim}"
-        )
-    if workspace.planned != (batch, window):
-        raise ValueError(
-            f"planned for (batch, window) {workspace.planned}, called for {(batch, window)}"
-        )
+    assert kv_heads == workspace.num_kv_heads
+    assert workspace.part_mixed.shape[1:] == (heads // kv_heads, head_dim)
+    assert workspace.planned == (batch, window)
     tiling = workspace.tiling
-    if key_cache.element_size() != workspace.element_bytes:
-        raise ValueError(
-            f"the workspace is for elements of {workspace.element_bytes} bytes, not "
-            f"{key_cache.dtype}"
-        )
+    assert key_cache.element_size() == workspace.element_bytes
     if key_scales is not None:
         key_cache, value_cache = key_cache.view(torch.int16), value_cache.view(torch.int16)
     _decode_kernel[(decode_programs(batch, workspace),)](

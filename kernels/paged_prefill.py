@@ -36,9 +36,6 @@ __all__ = [
     "tile_tokens",
 ]
 
-# auto: the Hopper kernel where it serves; portable: never; hopper: that or an error
-PREFILL_PATH = "auto"
-
 TILE_ROWS = 128
 LOG2_E = 1 / math.log(2)
 # Finite: a row that has seen no key gets no NaN.
@@ -105,10 +102,20 @@ def paged_prefill(
     context_lens [S], tiles of `prefill_tiles`. Rows from query_starts[S] on are padding: `out`
     stays. `window` keys are seen (0: all); `softcap` c makes a score c * tanh(score / c) (0: none).
     """
-    _check(query, key_cache, value_cache, out, key_scales, value_scales)
+    heads, head_dim = query.shape[1:]
+    kv_heads, block_size, cache_dim = key_cache.shape[1:]
+    assert heads % kv_heads == 0
+    assert head_dim == cache_dim
+    assert block_size in (16, 32, 64)
+    assert key_cache.stride()[2:] == (head_dim, 1)
+    assert value_cache.shape == key_cache.shape
+    assert value_cache.stride() == key_cache.stride()
+    assert out.shape == query.shape
+    assert query.stride(2) == out.stride(2) == 1
+    assert (key_scales is None) == (value_scales is None) == (key_cache.dtype == query.dtype)
     if len(tiles) == 0:
         return out
-    if _takes_hopper_path(query, key_cache, out):
+    if hopper_serves(query, key_cache, out):
         from kvrelay.kernels.paged_prefill_hopper import hopper_prefill
 
         return hopper_prefill(
@@ -124,11 +131,10 @@ def paged_prefill(
             window=window,
             softcap=softcap,
         )
-    heads, head_dim = query.shape[1:]
-    kv_heads, block_size = key_cache.shape[1:3]
     group = heads // kv_heads
     shape = launch_shape(query, key_cache)
     if key_scales is not None and value_scales is not None:
+        assert key_scales.stride() == value_scales.stride()
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
         scale_strides = key_scales.stride()[:2]
     else:
@@ -186,11 +192,10 @@ def launch_shape(query: torch.Tensor, key_cache: torch.Tensor) -> LaunchShape:
     return LaunchShape(strip=64, warps=8, stages=3 if hopper else 2)
 
 
-def _takes_hopper_path(query: torch.Tensor, key_cache: torch.Tensor, out: torch.Tensor) -> bool:
-    if PREFILL_PATH == "portable":
-        return False
+def hopper_serves(query: torch.Tensor, key_cache: torch.Tensor, out: torch.Tensor) -> bool:
+    """Return whether Hopper's kernel takes a call; else the portable one does."""
     head_dim = query.shape[2]
-    serves = (
+    return (
         capability(query.device) == (9, 0)
         and key_cache.dtype == query.dtype
         # TMA sees the pool as rows of one size, with strides of whole 16 bytes.
@@ -198,44 +203,6 @@ def _takes_hopper_path(query: torch.Tensor, key_cache: torch.Tensor, out: torch.
         and all(stride % 8 == 0 for stride in (head_dim, *query.stride()[:2], *out.stride()[:2]))
         and all(tensor.data_ptr() % 16 == 0 for tensor in (query, key_cache, out))
     )
-    if PREFILL_PATH == "hopper" and not serves:
-        raise ValueError("the Hopper kernel does not serve this call")
-    return serves
-
-
-def _check(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    out: torch.Tensor,
-    key_scales: torch.Tensor | None,
-    value_scales: torch.Tensor | None,
-) -> None:
-    _, heads, head_dim = query.shape
-    _, kv_heads, block_size, cache_dim = key_cache.shape
-    if heads % kv_heads or head_dim != cache_dim:
-        raise ValueError(
-            f"queries {tuple(query.shape)} do not fit a cache of {tuple(key_cache.shape)}"
-        )
-    if value_cache.shape != key_cache.shape or value_cache.stride() != key_cache.stride():
-        raise ValueError("value_cache must have the shape and the strides of key_cache")
-    if block_size not in (16, 32, 64) or key_cache.stride()[2:] != (head_dim, 1):
-        raise ValueError("a block must hold 16, 32 or 64 tokens, one after the other")
-    if out.shape != query.shape or query.stride(2) != 1 or out.stride(2) != 1:
-        raise ValueError("query and out must have one shape and a contiguous last dim")
-    if (key_scales is None) != (value_scales is None) or (key_scales is None) != (
-        key_cache.dtype == query.dtype
-    ):
-        raise ValueError(
-            f"KV in {key_cache.dtype} for queries in {query.dtype}: fp8 needs both scales, 16 "
-            f"bits none"
-        )
-    if (
-        key_scales is not None
-        and value_scales is not None
-        and key_scales.stride() != value_scales.stride()
-    ):
-        raise ValueError("key_scales and value_scales must have the same strides")
 
 
 @triton.jit

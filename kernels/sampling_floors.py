@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.launch import wait_for_previous
 from kvrelay.kernels.sampling_slots import (
     FLOOR,
     IS_ADJUSTED,
@@ -156,9 +155,7 @@ def _bracket(
     ALL_SUBTILES: tl.constexpr,
     ALL_TILES: tl.constexpr,
     TILE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
     row = tl.program_id(0)
     slot = tl.load(rows.slots + row)
     if slot < 0:
@@ -304,10 +301,8 @@ def _narrow(
     PIVOTS: tl.constexpr,
     ROOM: tl.constexpr,
     TILE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     # Narrows the bracket by the pass before; counts or weighs above new pivots.
-    wait_for_previous(PDL)
     row, split = tl.program_id(1), tl.program_id(0)
     slot = tl.load(rows.slots + row)
     if slot < 0:
@@ -357,10 +352,8 @@ def _gather(
     PIVOTS: tl.constexpr,
     ROOM: tl.constexpr,
     TILE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     # The logits in the bracket to `candidates` [rows, ROOM]; `held` counts them.
-    wait_for_previous(PDL)
     row, split = tl.program_id(1), tl.program_id(0)
     slot = tl.load(rows.slots + row)
     if slot < 0:
@@ -392,11 +385,9 @@ def _cut(
     floors,
     ROOM: tl.constexpr,
     TILE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     # The lowest logit that stays, or min-p's floor if higher. Above `low` there is too much for
     # `low` to stay, above `high` there is not.
-    wait_for_previous(PDL)
     row = tl.program_id(0)
     slot = tl.load(rows.slots + row)
     if slot < 0:

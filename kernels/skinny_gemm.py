@@ -113,8 +113,6 @@ def default_tile(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> Tile:
         if rows <= 32:
             return TensorTile(64, 128, stages=3, tma=tma)
         return TensorTile(128, 64, warps=8, stages=4, tma=tma)
-    if rows > 64:
-        return TensorTile(64, 64, stages=4, split=_split(n, k, 64, 64, 4, device), tma=tma)
     if rows > 32:
         return TensorTile(64, 64, stages=5, split=_split(n, k, 64, 64, 4, device))
     if rows > 16:
@@ -159,7 +157,7 @@ def _fp8_tile(rows: int, n: int, k: int, gated: bool, device: torch.device) -> T
             return TensorTile(64, 256, stages=3, tma=tma)
         if rows <= 32:
             return TensorTile(64, 128, stages=5, tma=tma)
-        return TensorTile(64, 128, warps=8, stages=4 if rows <= 64 else 3, tma=tma)
+        return TensorTile(64, 128, warps=8, stages=4, tma=tma)
     if rows <= 32:
         return TensorTile(64, 256, stages=3, split=_split(n, k, 64, 256, 4, device), tma=tma)
     return TensorTile(64, 128, stages=4, split=_split(n, k, 64, 128, 4, device), tma=tma)
@@ -294,47 +292,27 @@ def _check(
     tile: Tile,
 ) -> None:
     rows, k = x.shape
-    vector = isinstance(tile, VectorTile)
-    most = 1 if vector else RING_ROWS if isinstance(tile, RingTile) else MAX_ROWS
-    if not 1 <= rows <= most:
-        raise ValueError(f"a skinny product with {tile} takes 1 to {most} rows, not {rows}")
-    fp8 = x.dtype == torch.float8_e4m3fn
-    if x.dtype not in (torch.bfloat16, torch.float16) and (not fp8 or vector):
-        raise ValueError(f"x is {x.dtype}, must be bfloat16 or float16, or fp8 with a TensorTile")
-    if weight.dtype != x.dtype and not (vector and weight.dtype == torch.float8_e4m3fn):
-        raise ValueError(
-            f"weight is {weight.dtype}, must be as x, {x.dtype}, or fp8 with a VectorTile"
-        )
-    if fp8 != (x_scale is not None) or (fp8 and out is None):
-        raise ValueError("fp8 rows come with x_scale and out, others without x_scale")
-    if weight.shape[1] != k or k % 8 or x.stride(1) != 1 or not weight.is_contiguous():
-        raise ValueError(
-            f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: K must be equal, contiguous, 8 "
-            f"* n"
-        )
-    if weight.dtype == torch.float8_e4m3fn and k % 16:
-        raise ValueError(f"{k} columns of an fp8 weight, must be 16 * n")
-    if vector and (x.data_ptr() | weight.data_ptr()) % 8:
-        raise ValueError("one row of x and the weight must begin at a multiple of 8 bytes")
-    if gate is not None and residual is not None:
-        raise ValueError("a gated product takes no residual")
-    if isinstance(tile, RingTile) and not fits_ring(weight):
-        raise ValueError(
-            f"{tile} is not for a weight {tuple(weight.shape)} of {weight.dtype} on {weight.device}"
-        )
+    vector, ring = isinstance(tile, VectorTile), isinstance(tile, RingTile)
+    fp8, fp8_weight = (each.dtype == torch.float8_e4m3fn for each in (x, weight))
+    assert 1 <= rows <= (1 if vector else RING_ROWS if ring else MAX_ROWS)
+    assert x.dtype in (torch.bfloat16, torch.float16) or (fp8 and not vector)
+    assert weight.dtype == x.dtype or (vector and fp8_weight)
+    assert fp8 == (x_scale is not None)
+    assert not fp8 or out is not None
+    assert weight.shape[1] == k
+    assert k % (16 if fp8_weight else 8) == 0
+    assert x.stride(1) == 1
+    assert weight.is_contiguous()
+    assert not vector or (x.data_ptr() | weight.data_ptr()) % 8 == 0
+    assert gate is None or residual is None
+    assert not ring or fits_ring(weight)
     if not isinstance(tile, VectorTile) and tile.split > 1:
-        of, space = (
-            (tile.rows, _space(tile.rows))
-            if isinstance(tile, RingTile)
-            else (tile.block_n, tile.block_n)
-        )
+        of = tile.rows if isinstance(tile, RingTile) else tile.block_n
+        space = _space(of) if isinstance(tile, RingTile) else of
         tiles = cdiv(weight.shape[0], of)
-        sums = tiles * tile.split * space * max(16, power_of_2(rows))
-        if gate is not None or tiles > _MOST_TILES or sums > _PARTIAL_SUMS:
-            raise ValueError(
-                f"{tile} is not for a gate, or too large for {rows} rows and {weight.shape[0]} "
-                f"outputs"
-            )
+        assert gate is None
+        assert tiles <= _MOST_TILES
+        assert tiles * tile.split * space * max(16, power_of_2(rows)) <= _PARTIAL_SUMS
 
 
 def _descriptors(

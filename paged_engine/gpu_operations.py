@@ -364,14 +364,13 @@ class AdaptedLinear:
         norm_weight: torch.Tensor | None = None,
         eps: float = 1e-6,
         plus_one: bool = False,
-        out: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> torch.Tensor:
         if self._operations.row_adapters is None:
             return self._base.gated(
-                x, act, norm_weight=norm_weight, eps=eps, plus_one=plus_one, out=out, pdl=pdl
+                x, act, norm_weight=norm_weight, eps=eps, plus_one=plus_one, pdl=pdl
             )
         if norm_weight is not None:
             x = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
         # Adapters add before the activation.
-        return act_and_mul(self(x, pdl=pdl), act, out=out, pdl=pdl)
+        return act_and_mul(self(x, pdl=pdl), act, pdl=pdl)

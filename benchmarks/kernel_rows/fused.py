@@ -65,8 +65,8 @@ class _Bench:
         return self._made[key]
 
     def _norm(self, tokens: int, *, fp8: bool = False, **options: object) -> Work:
-        moved, copies = tokens * H * (2 + 2 + 2 + (1 if fp8 else 2)), _copies(tokens * H * 8)
-        x, residual = (self._normal(copies, tokens, H, use=use) for use in ("x", "residual"))
+        moved, copies = tokens * H * (2 + (1 if fp8 else 2)), _copies(tokens * H * 4)
+        x = self._normal(copies, tokens, H, use="x")
         weight, scales = (
             self._normal(H, use="weight"),
             torch.empty(tokens, 1, device="cuda") if fp8 else None,
@@ -77,7 +77,6 @@ class _Bench:
                 x[i],
                 weight,
                 1e-5,
-                residual=residual[i],
                 scales_out=scales,
                 **options,  # type: ignore[arg-type]
             )
@@ -136,13 +135,10 @@ class _Bench:
 
     def _act(self, tokens: int, **options: object) -> Work:
         moved, copies = tokens * I * 6, _copies(tokens * I * 6)
-        gate_up, out = (
-            self._normal(copies, tokens, 2 * I, use="gate_up"),
-            self._normal(copies, tokens, I, use="inner"),
-        )
+        gate_up = self._normal(copies, tokens, 2 * I, use="gate_up")
 
         def call(i: int) -> Callable[[], object]:
-            return lambda: act_and_mul(gate_up[i], "silu", out=out[i], **options)  # type: ignore[arg-type]
+            return lambda: act_and_mul(gate_up[i], "silu", **options)  # type: ignore[arg-type]
 
         return [call(i) for i in range(copies)], moved
 

@@ -52,6 +52,8 @@ def _measure(pools: tuple[torch.Tensor, torch.Tensor], name: str) -> Row:
                 source,
                 target,
                 block_bytes=block_bytes,
+                source_stride=block_bytes,
+                target_stride=block_bytes,
                 tiles=tiles,
             )
         )

@@ -63,7 +63,7 @@ def _product_rows(name: str, n: int, k: int) -> Iterator[Row]:
         if m <= MAX_ROWS:
             calls["skinny pdl"] = [partial(skinny_linear, x, w, out=out, pdl=True) for w in weights]
         if name == "gate_up":
-            calls["cublas + act"] = [partial(_cublas_and_act, x, w, out, act) for w in weights]
+            calls["cublas + act"] = [partial(_cublas_and_act, x, w, out) for w in weights]
             if m <= MAX_ROWS:
                 calls["skinny gate pdl"] = [
                     partial(skinny_linear, x, w, gate="silu", out=act, pdl=True) for w in weights
@@ -81,10 +81,8 @@ def _row(kernel: str, name: str, m: int, calls: list[Call], moved: float) -> Row
     return Row(kernel, work, median_us(calls), bytes_moved=moved, flop=2.0 * m * n * k)
 
 
-def _cublas_and_act(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, act: torch.Tensor
-) -> None:
-    act_and_mul(torch.mm(x, weight.T, out=out), "silu", out=act)
+def _cublas_and_act(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    act_and_mul(torch.mm(x, weight.T, out=out), "silu")
 
 
 def _chain_rows() -> Iterator[Row]:
@@ -179,7 +177,7 @@ def _fp8_rows() -> Iterator[Row]:
                 calls["Fp8Linear"] = [partial(f, x, out=out, pdl=True) for f in linears]
             if name == "gate_up":
                 calls["Fp8Linear gate pdl"] = [
-                    partial(f.gated, x, "silu", out=act, pdl=True) for f in linears
+                    partial(f.gated, x, "silu", pdl=True) for f in linears
                 ]
             for kernel, of_kernel in calls.items():
                 moved = n * k + 2.0 * (m * k + (act if "gate" in kernel else out).numel())
