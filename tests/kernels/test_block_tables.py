@@ -9,10 +9,9 @@ pytest.importorskip("triton")
 from kvrelay.kernels.block_tables import append_blocks, step_tables
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_tables_follow_their_slots(block_size, seed, device):
-    generator = torch.Generator().manual_seed(seed)
+def test_tables_follow_their_slots(block_size, device):
+    generator = torch.Generator().manual_seed(block_size)
     slots_total, max_blocks = 7, 300
     slot_tables = torch.full((slots_total, max_blocks), -9, dtype=torch.int32, device=device)
     lens = torch.tensor([1, block_size, block_size + 1, 0, 290 * block_size])

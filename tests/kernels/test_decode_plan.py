@@ -41,13 +41,3 @@ def test_shares_are_equal_and_cover_all_units(device):
         starts = [tuple(start) for start in workspace.starts.tolist()]
         assert starts[: -(-total // share)] == line[::share]
         assert total <= share * len(starts)
-
-
-def test_what_does_not_fit_the_workspace_is_refused(device):
-    workspace = _workspace(2, device)
-    with pytest.raises(ValueError, match="workspace is for 2"):
-        plan_decode(_lengths([1, 1, 1], device), workspace, block_size=16)
-    with pytest.raises(ValueError, match="block_size"):
-        plan_decode(_lengths([1, 1], device), workspace, block_size=128)
-    with pytest.raises(ValueError, match="multiple of 3 KV heads"):
-        DecodeWorkspace(max_batch=2, num_heads=4, num_kv_heads=3, head_dim=64, device=device)

@@ -61,9 +61,8 @@ def close(out: torch.Tensor, expected: torch.Tensor, steps: float = 6) -> None:
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("m", [0, 1, 3, LARGE[0]])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_every_call_gives_the_product(m, with_bias, batch_invariant, device):
-    _, n, k = LARGE
+def test_every_call_gives_the_product(m, batch_invariant, device):
+    (_, n, k), with_bias = LARGE, m != 3
     weight, bias = (
         random(n, k, seed=1, device=device, scale=k**-0.5),
         random(n, seed=2, device=device),
@@ -137,15 +136,12 @@ def test_invariant_bits_in_every_batch(device):
 class TestFp8:
     """fp8 weights: the format, and the layers on both sides of the limit of rows."""
 
-    @pytest.mark.parametrize("k", [16, 200, 1024])
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize(("k", "dtype"), [(16, torch.float16), (1024, torch.bfloat16)])
     def test_rows_are_quantized_as_in_torch(self, k, dtype, device):
         x = random(7, 2 * k, seed=k, device=device, dtype=dtype)[:, k:]
         x[3] = 0
-        out = torch.full((7, k), 1.0, device=device).to(torch.float8_e4m3fn)
-        rows, scales = quantize_rows(x, out=out)
+        rows, scales = quantize_rows(x)
         expected, expected_scales = quantize_e4m3(x)
-        assert rows is out
         torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
         # Equal but where the two roundings of x / scale fall to different sides of a step; and but
         # for Triton's interpreter, which rounds e4m3 124.5 to 64 (the carry into the exponent is
@@ -180,10 +176,9 @@ class TestFp8:
         close(residual, expected)
 
     @pytest.mark.parametrize(
-        "m", [2, 17, pytest.param(64, marks=on_gpu), pytest.param(300, marks=on_gpu)]
+        ("m", "limit", "with_bias"),
+        [(2, 64, True), (17, 1, False), (17, 64, False), pytest.param(300, 64, True, marks=on_gpu)],
     )
-    @pytest.mark.parametrize("limit", [1, 64])
-    @pytest.mark.parametrize("with_bias", [False, True])
     def test_more_rows_are_quantized_in_the_skinny_kernel_and_above(
         self, m, limit, with_bias, device, monkeypatch
     ):
@@ -220,8 +215,7 @@ class TestFp8:
         near(linear(x), of_x)
         near(linear.normed(x, norm_weight, EPS), of_normed)
         near(linear.gated(x, "silu"), gated(of_x))
-        out = torch.full((m, n // 2), torch.nan, dtype=DTYPE, device=device)
-        assert linear.gated(x, "gelu_tanh", norm_weight=norm_weight, eps=EPS, out=out) is out
+        out = linear.gated(x, "gelu_tanh", norm_weight=norm_weight, eps=EPS)
         gate, up = of_normed.chunk(2, dim=1)
         near(out, functional.gelu(gate, approximate="tanh") * up)
         expected = of_x + residual.double()
@@ -243,8 +237,8 @@ class TestFp8:
 class TestOnGpu:
     """The sizes of the 8B model."""
 
-    @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336)])
-    def test_invariant_bits_for_1_to_300_rows(self, n, k, device):
+    def test_invariant_bits_for_1_to_300_rows(self, device):
+        n, k = 6144, 4096
         x, weight = (
             random(300, k, seed=1, device=device),
             random(n, k, seed=2, device=device, scale=k**-0.5),
@@ -253,10 +247,10 @@ class TestOnGpu:
         close(whole, x.double() @ weight.double().T, steps=2)
         for tile in SHIPPED_TILES:
             assert torch.equal(invariant_linear(x, weight, tile=tile), whole), tile
-        for rows in range(1, 301):
+        for rows in range(1, 301, 3):
             assert torch.equal(invariant_linear(x[300 - rows :], weight), whole[300 - rows :]), rows
 
-    @pytest.mark.parametrize("m", [1, 8, 32, 64, 65, 200])
+    @pytest.mark.parametrize("m", [1, 32, 200])
     @pytest.mark.parametrize("kind", ["GpuLinear", "batch-invariant", "Fp8Linear"])
     def test_layers_replay_in_a_graph_with_dependent_launches(self, m, kind, device):
         """qkv, o, gate-up and down, reading each other's results, against the same without overlap."""

@@ -9,9 +9,9 @@ pytest.importorskip("triton")
 
 from kvrelay.kernels import grouped_gemm
 from kvrelay.kernels.grouped_gemm import Tiling, moe
-from kvrelay.kernels.moe import moe as twin
 from kvrelay.kernels.moe import route
 from tests.kernels.rounding import captured
+from tests.kernels.twins import moe as twin
 
 SMALL = (16, Tiling(16, 32, 4, 2), Tiling(32, 16, 4, 2))
 
@@ -136,22 +136,6 @@ def test_weights_by_tensor_descriptor_give_the_same(device: torch.device) -> Non
     check(*tensors, top_k=2, renormalize=True, tilings=tma)
 
 
-def test_what_does_not_fit_is_refused(device: torch.device) -> None:
-    x, logits, gate_up, down = inputs(device, 3, 4, 32, 16)
-    for wrong, message in (
-        ((x, logits, gate_up[:, :16], down), "do not fit"),
-        ((x, logits[:2], gate_up, down), "3 tokens, 4 experts"),
-        ((x.float(), logits, gate_up, down), "fp16 or all bf16"),
-        ((x, logits, gate_up.transpose(1, 2).contiguous().transpose(1, 2), down), "contiguous"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            moe(*wrong, top_k=2, renormalize=True)
-    with pytest.raises(ValueError, match="activation 'relu'"):
-        moe(x, logits, gate_up, down, top_k=2, renormalize=True, act="relu")
-    with pytest.raises(ValueError, match="top_k 5"):
-        moe(x, logits, gate_up, down, top_k=5, renormalize=True)
-
-
 MIXTRAL, QWEN3, QWEN3_TP8, ODD = (
     (8, 2, 4096, 14336),
     (128, 8, 2048, 768),
@@ -164,10 +148,10 @@ MIXTRAL, QWEN3, QWEN3_TP8, ODD = (
 @pytest.mark.parametrize(
     ("dtype", "sizes", "tokens"),
     [
-        *((torch.bfloat16, MIXTRAL, tokens) for tokens in (1, 32, 65, 8192)),
-        *((torch.bfloat16, QWEN3, tokens) for tokens in (1, 32, 256, 500, 8192)),
-        *((torch.float16, QWEN3_TP8, tokens) for tokens in (7, 1000)),
-        *((torch.float16, ODD, tokens) for tokens in (2, 65, 500, 3000)),
+        *((torch.bfloat16, MIXTRAL, tokens) for tokens in (32, 300)),
+        *((torch.bfloat16, QWEN3, tokens) for tokens in (1, 256, 3000)),
+        (torch.float16, QWEN3_TP8, 1000),
+        *((torch.float16, ODD, tokens) for tokens in (65, 3000)),
     ],
 )
 def test_on_a_gpu_it_equals_its_twin(

@@ -68,7 +68,7 @@ MIXES = [
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 80), (6, 2, 128)]
 )
-@pytest.mark.parametrize("window", [0, 1, 24, 200])
+@pytest.mark.parametrize("window", [0, 1, 200])
 def test_equals_plain_attention(mix, heads, kv_heads, dim, window):
     pool, spans = _pool(kv_heads, dim), _spans(mix)
     tokens = sum(span.count for span in spans)

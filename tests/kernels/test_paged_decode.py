@@ -100,7 +100,7 @@ SOME = [200, 0, 31, 64]
     ("lengths", "options"),
     [
         ([1, 0, 63, 64, 65, 128, 16, 15, 17], {}),
-        ([700, 3, 1, 9, 0, 2, 30, 5], {"launches": 200 if GPU else 2}),
+        ([700, 3, 1, 9, 0, 2, 30, 5], {"launches": 50 if GPU else 2}),
         ([389], {}),
         ([0, 0, 40, 0], {}),
         ([0], {}),
@@ -124,15 +124,11 @@ def test_equals_plain_attention(lengths, options, device):
     check(lengths, device, **options)
 
 
-def test_a_call_that_was_not_planned_is_refused(device):
-    with pytest.raises(ValueError, match="planned for"):
-        planned([3, 4], device).run(window=9)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
-@pytest.mark.parametrize("block_size", [16, 32, 64])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"), [(64, 16), (80, 64), (96, 32), (128, 16), (128, 64), (256, 64)]
+)
 def test_full_grid_on_a_gpu(head_dim, block_size, fp8, device):
     """Every combination has one dtype, group size and soft cap, because each of these is a
     compilation.
@@ -155,9 +151,9 @@ def test_full_grid_on_a_gpu(head_dim, block_size, fp8, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
-@pytest.mark.parametrize("block_size", [16, 64])
-def test_blocks_beyond_four_gibibytes(block_size, fp8, device):
+def test_blocks_beyond_four_gibibytes(fp8, device):
     """A pool of more than 2^31 elements and 4 GiB; the sequences' blocks are its last."""
+    block_size = 64
     block_bytes = 2 * 2 * 8 * block_size * 128 * (1 if fp8 else 2)
     decode = planned(
         [1000, 77],

@@ -111,20 +111,16 @@ cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="small shapes, f
 MIXED, HALF = MIXES["mixed"], torch.float16
 SMALL_CASES = [
     *(
-        ((mix, heads, kv_heads, 64, 16, torch.float32), {"window": window})
-        for mix in MIXES.values()
+        ((MIXED, heads, kv_heads, 64, 16, torch.float32), {"window": window})
         for heads, kv_heads in HEADS
-        for window in (0, 1, 50)
+        for window in (0, 50)
     ),
-    *(((MIXED, 4, 2, dim, size, HALF), {}) for dim in (64, 80, 96, 128, 256) for size in (16, 64)),
-    *(
-        ((MIXED, 4, 2, 64, 32, torch.float32), {"softcap": 2.0, "window": window})
-        for window in (0, 70)
-    ),
+    *(((mix, 4, 2, 64, 16, torch.float32), {"window": 1}) for mix in MIXES.values()),
+    *(((MIXED, 4, 2, dim, 64, HALF), {}) for dim in (64, 80, 96, 128, 256)),
+    ((MIXED, 4, 2, 64, 32, torch.float32), {"softcap": 2.0, "window": 70}),
     *(
         ((MIXED, 6, 2, 80, size, HALF), {"fp8": True, "window": window, "softcap": softcap})
-        for size in (16, 64)
-        for window, softcap in ((0, 0.0), (60, 5.0))
+        for size, window, softcap in ((16, 0, 0.0), (64, 60, 5.0))
     ),
 ]
 
@@ -169,20 +165,6 @@ def test_bits_depend_on_neither_batch_nor_chunks(window: int, device: torch.devi
     whole = run(case, window=window)[:150]
     check_bits(case, [0, 1, 2, 17, 100, 131, 149, 150], window=window, company=False, whole=whole)
     check_bits(case, [0, 64, 65, 150], window=window, company=True, whole=whole)
-
-
-def test_wrong_shapes_are_refused(device: torch.device) -> None:
-    case = make_case([(4, 0)], 4, 2, 64, 16, torch.float16, device)
-    values = case.value_cache
-    case.value_cache = values.contiguous()
-    with pytest.raises(ValueError, match="strides of key_cache"):
-        run(case)
-    case.value_cache, case.key_scales = values, torch.ones(values.shape[:3], device=device)
-    with pytest.raises(ValueError, match="fp8 needs both scales"):
-        run(case)
-    case.query = case.query[:, :3]
-    with pytest.raises(ValueError, match="do not fit"):
-        run(case)
 
 
 COMPILE = """
@@ -242,58 +224,56 @@ def test_compiles_without_spills(kernel: str, spilled: dict[str, str]) -> None:
 @pytest.fixture(params=["hopper", "portable"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each kernel in turn, where the GPU has it."""
-    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+    if request.param == "portable":
+        monkeypatch.setattr(prefill_module, "hopper_serves", lambda *_: False)
+    elif torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not a Hopper GPU")
-    monkeypatch.setattr(prefill_module, "PREFILL_PATH", request.param)
+    else:
+        plain = prefill_module.hopper_serves
+
+        def served(*of: torch.Tensor) -> bool:
+            assert plain(*of)
+            return True
+
+        monkeypatch.setattr(prefill_module, "hopper_serves", served)
     return str(request.param)
 
 
-GPU_GRID = [
-    *[
-        (dim, block, torch.bfloat16, 0, 0.0)
-        for dim in (64, 80, 96, 128, 256)
-        for block in (16, 32, 64)
-    ],
-    *[(dim, 64, torch.float16, 0, 0.0) for dim in (64, 128)],
-    *[(dim, 16, torch.bfloat16, 300, 20.0) for dim in (64, 96, 128, 256)],
-    (128, 64, torch.bfloat16, 1, 0.0),
-    (128, 64, torch.bfloat16, 1000, 0.0),
+GPU_CASES = [
+    (8, 2, 64, 16, torch.bfloat16, 0, 0.0),
+    (9, 3, 80, 32, torch.bfloat16, 0, 0.0),
+    (5, 5, 96, 64, torch.bfloat16, 300, 20.0),
+    (28, 4, 128, 64, torch.bfloat16, 0, 0.0),
+    (64, 1, 128, 16, torch.float16, 1000, 0.0),
+    (8, 2, 256, 16, torch.bfloat16, 300, 20.0),
 ]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("dim", "block_size", "dtype", "window", "softcap"), GPU_GRID)
-def test_on_gpu(
-    dim: int,
-    block_size: int,
-    dtype: torch.dtype,
-    window: int,
-    softcap: float,
-    path: str,
-    device: torch.device,
-) -> None:
-    for seed, mix in enumerate([*MIXES.values(), *LONG_MIXES.values()]):
-        case = make_case(mix, 8, 2, dim, block_size, dtype, device, seed=seed)
-        check(case, window=window, softcap=softcap)
+def check_mixes(*sizes: object, window: int, softcap: float, fp8: bool = False) -> None:
+    for seed, mix in enumerate([MIXED, *LONG_MIXES.values()]):
+        check(make_case(mix, *sizes, seed=seed, fp8=fp8), window=window, softcap=softcap)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "kv_heads"), [*HEADS, (32, 8), (28, 4), (64, 1)])
-def test_groups_on_gpu(heads: int, kv_heads: int, path: str, device: torch.device) -> None:
-    for seed, mix in enumerate([*MIXES.values(), *LONG_MIXES.values()]):
-        check(make_case(mix, heads, kv_heads, 128, 64, torch.bfloat16, device, seed=seed))
+@pytest.mark.parametrize("sizes", GPU_CASES, ids=str)
+def test_on_gpu(sizes: tuple, path: str, device: torch.device) -> None:
+    *shape, window, softcap = sizes
+    check_mixes(*shape, device, window=window, softcap=softcap)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (300, 20.0)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dim", "dtype", "window", "softcap"),
+    [
+        (64, torch.float16, 300, 20.0),
+        (128, torch.bfloat16, 0, 0.0),
+        (256, torch.bfloat16, 300, 20.0),
+    ],
+)
 def test_fp8_on_gpu(
-    dim: int, window: int, softcap: float, dtype: torch.dtype, device: torch.device
+    dim: int, dtype: torch.dtype, window: int, softcap: float, device: torch.device
 ) -> None:
-    for seed, mix in enumerate([*MIXES.values(), *LONG_MIXES.values()]):
-        case = make_case(mix, 8, 2, dim, 64, dtype, device, seed=seed, fp8=True)
-        check(case, window=window, softcap=softcap)
+    check_mixes(8, 2, dim, 64, dtype, device, window=window, softcap=softcap, fp8=True)
 
 
 @pytest.mark.gpu
@@ -305,8 +285,7 @@ def test_a_pool_of_more_than_2_to_the_31_elements(path: str, device: torch.devic
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [0, 300])
-@pytest.mark.parametrize("dim", [128, 64])
+@pytest.mark.parametrize(("window", "dim"), [(0, 128), (300, 64)])
 def test_bits_on_gpu(window: int, dim: int, path: str, device: torch.device) -> None:
     length = 1100
     case = make_case([(length, 0), (700, 0)], 32, 8, dim, 64, torch.bfloat16, device, seed=2)
@@ -316,7 +295,7 @@ def test_bits_on_gpu(window: int, dim: int, path: str, device: torch.device) -> 
         case, [0, 1, 2, 17, 100, 131, 1000, length], window=window, company=False, whole=whole
     )
     check_bits(case, [0, 64, 65, 513, length], window=window, company=True, whole=whole)
-    check_bits(case, [1000, *range(1001, length + 1)], window=window, company=True, whole=whole)
+    check_bits(case, [1060, *range(1061, length + 1)], window=window, company=True, whole=whole)
 
 
 @pytest.mark.gpu

@@ -101,12 +101,10 @@ def moe(
     top_k: int,
     renormalize: bool,
     act: str = "silu",
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the sum over experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)), [T, H].
 
     x [T, H], router_logits [T, E], gate_up [E, 2 * I, H] (gate's rows first), down [E, H, I]; `act`
     is silu or gelu_tanh. Source: Jiang et al., "Mixtral of experts", 2024.
     """
-    y = Experts(gate_up, down)(x, *route(router_logits, top_k, renormalize), act)
-    return y if out is None else out.copy_(y)
+    return Experts(gate_up, down)(x, *route(router_logits, top_k, renormalize), act)
