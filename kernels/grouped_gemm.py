@@ -436,17 +436,11 @@ def _grouped_product(
             x_tile = tl.load(x_at + start)
         else:
             x_tile = tl.load(x_at + start, mask=(start + k < K)[None, :], other=0.0)
+        weights = _weights(weight, first_row, weight_row, start, K, DEPTH, TMA)
         if ACT is not None:
-            gate = tl.dot(
-                x_tile, _weights(weight, first_row, weight_row, start, K, DEPTH, TMA), gate
-            )
-            total = tl.dot(
-                x_tile, _weights(weight, first_row + N, weight_row + N, start, K, DEPTH, TMA), total
-            )
-        else:
-            total = tl.dot(
-                x_tile, _weights(weight, first_row, weight_row, start, K, DEPTH, TMA), total
-            )
+            gate = tl.dot(x_tile, weights, gate)
+            weights = _weights(weight, first_row + N, weight_row + N, start, K, DEPTH, TMA)
+        total = tl.dot(x_tile, weights, total)
     if ACT is not None:
         total = activate(gate, ACT) * total
     mask = (line < count)[:, None] & (column + n < N)[None, :]

@@ -193,16 +193,14 @@ def _decode_kernel(
         if begin_key < end_key:
             group_query = query + sequence * query_row_stride + head * GROUP * query_head_stride
             group_out = out + sequence * out_row_stride + head * GROUP * out_head_stride
+            of_head = (key_cache + head * head_stride, value_cache + head * head_stride)
+            scales = (key_scales, value_scales, head * scale_head_stride, scale_block_stride)
             mixed, weight = _attend(
                 group_query,
                 query_head_stride,
-                key_cache + head * head_stride,
-                value_cache + head * head_stride,
+                of_head,
                 block_stride,
-                key_scales,
-                value_scales,
-                head * scale_head_stride,
-                scale_block_stride,
+                scales,
                 block_tables + sequence * table_stride,
                 oldest,
                 begin_key,
@@ -216,20 +214,9 @@ def _decode_kernel(
                 SOFTCAP,
                 FP8_INSTRUCTION,
             )
+            place = (part_mixed, part_weight, first_slot, first_program, parts)
             _finish(
-                mixed,
-                weight,
-                group_out,
-                out_head_stride,
-                arrival,
-                part_mixed,
-                part_weight,
-                slot,
-                first_slot,
-                first_program,
-                parts,
-                GROUP,
-                HEAD_DIM,
+                mixed, weight, group_out, out_head_stride, arrival, slot, place, GROUP, HEAD_DIM
             )
         head += 1
         if head == KV_HEADS:
@@ -281,14 +268,9 @@ def _prefetch_block(begin, BYTES: tl.constexpr):
 def _attend(
     query,
     query_head_stride,
-    # [num_blocks, BLOCK_TOKENS, words] of one KV head
-    key_head,
-    value_head,
+    of_head,  # keys and values [num_blocks, BLOCK_TOKENS, words] of one KV head
     block_stride,
-    key_scales,
-    value_scales,
-    scale_offset,
-    scale_block_stride,
+    scales,
     table,
     oldest,
     begin_key,
@@ -303,6 +285,8 @@ def _attend(
     FP8_INSTRUCTION: tl.constexpr,
 ):
     # The mean of values of keys [begin_key, end_key) by softmax weight, and log2 of its sum.
+    key_head, value_head = of_head
+    key_scales, value_scales, scale_offset, scale_block_stride = scales
     ROWS: tl.constexpr = (
         triton.next_power_of_2(GROUP) if GROUP > 16 else 16
     )  # the least that `tl.dot` takes
@@ -418,16 +402,13 @@ def _finish(
     out,
     out_head_stride,
     arrival,
-    part_mixed,
-    part_weight,
     slot,
-    first_slot,
-    next_slot,  # part i > 0 has slot next_slot + i
-    parts,
+    place,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
     # Writes a whole piece; or leaves a part, and joins all if it is the last.
+    part_mixed, part_weight, first_slot, next_slot, parts = place
     row = tl.arange(0, mixed.shape[0])
     dim = tl.arange(0, mixed.shape[1])[None, :]
     real = (row < GROUP)[:, None] & (dim < HEAD_DIM)
@@ -445,31 +426,13 @@ def _finish(
         arrived = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
         if arrived == parts - 1:
             tl.store(arrival, 0)
-            _join(
-                out,
-                out_head_stride,
-                part_mixed,
-                part_weight,
-                first_slot,
-                next_slot,
-                parts,
-                GROUP,
-                HEAD_DIM,
-            )
+            _join(out, out_head_stride, place, GROUP, HEAD_DIM)
 
 
 @triton.jit
-def _join(
-    out,
-    out_head_stride,
-    part_mixed,
-    part_weight,
-    first_slot,
-    next_slot,
-    parts,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
+def _join(out, out_head_stride, place, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+    # Part i > 0 has slot next_slot + i.
+    part_mixed, part_weight, first_slot, next_slot, parts = place
     ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
     DIMS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     JOIN_PARTS: tl.constexpr = JOIN_ELEMENTS // (ROWS * DIMS) if ROWS * DIMS < JOIN_ELEMENTS else 1

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,8 +27,7 @@ from kvrelay.kernels.launch import capability, power_of_2
 
 __all__ = [
     "TILE_ROWS",
-    "LaunchShape",
-    "launch_shape",
+    "hopper_serves",
     "paged_prefill",
     "prefill_tiles",
     "tile_heads",
@@ -132,7 +130,7 @@ def paged_prefill(
             softcap=softcap,
         )
     group = heads // kv_heads
-    shape = launch_shape(query, key_cache)
+    strip, stages = _launch_shape(query, key_cache)
     if key_scales is not None and value_scales is not None:
         assert key_scales.stride() == value_scales.stride()
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
@@ -163,33 +161,24 @@ def paged_prefill(
         TOKENS=tile_tokens(group),
         HEAD_DIM=head_dim,
         DIM=power_of_2(head_dim),
-        STRIP=shape.strip,
+        STRIP=strip,
         BLOCK_TOKENS=block_size,
         WINDOW=window,
         SOFTCAP=softcap > 0,
         FP8=key_scales is not None,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
+        num_warps=8,
+        num_stages=stages,
     )
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchShape:
-    """A launch shape: keys per strip, warps, strips in flight plus one."""
-
-    strip: int
-    warps: int
-    stages: int
-
-
-def launch_shape(query: torch.Tensor, key_cache: torch.Tensor) -> LaunchShape:
-    """Return the portable kernel's shape; a row's bits depend on its strip."""
+def _launch_shape(query: torch.Tensor, key_cache: torch.Tensor) -> tuple[int, int]:
+    # Keys per strip, on which a row's bits depend, and strips in flight plus one.
     hopper = capability(query.device) >= (9, 0)
     # Else registers spill.
     if query.shape[2] > 128 or (not hopper and key_cache.dtype != query.dtype):
-        return LaunchShape(strip=32, warps=8, stages=2)
-    return LaunchShape(strip=64, warps=8, stages=3 if hopper else 2)
+        return 32, 2
+    return 64, 3 if hopper else 2
 
 
 def hopper_serves(query: torch.Tensor, key_cache: torch.Tensor, out: torch.Tensor) -> bool:

@@ -186,16 +186,8 @@ def _bracket(
         low = peak + tl.log2((1.0 - top_p) * 0.99 * (whole / UNIT) / rows.vocab) / scale
     limit = tl.where(top_k > 0, top_k, (top_p * whole).to(tl.int64))
     above_low = tl.where(top_k > SUBTILES, rows.vocab, 0)
-    _write(
-        bracket,
-        row,
-        low,
-        peak,
-        peak,
-        limit,
-        tl.where(top_k > 0, above_low, whole.to(tl.int64)),
-        limit * 0,
-    )
+    above_low = tl.where(top_k > 0, above_low, whole.to(tl.int64))
+    _write(bracket, row, low, peak, peak, limit, above_low, limit * 0)
     tl.store(held + row, 0)
 
 
@@ -216,14 +208,8 @@ def _read(bracket, row):
     low = tl.load(words + _LOW).to(tl.int32).to(tl.float32, bitcast=True)
     high = tl.load(words + _HIGH).to(tl.int32).to(tl.float32, bitcast=True)
     peak = tl.load(words + _PEAK).to(tl.int32).to(tl.float32, bitcast=True)
-    return (
-        low,
-        high,
-        peak,
-        tl.load(words + _LIMIT),
-        tl.load(words + _ABOVE_LOW),
-        tl.load(words + _ABOVE_HIGH),
-    )
+    limit, above_low = tl.load(words + _LIMIT), tl.load(words + _ABOVE_LOW)
+    return low, high, peak, limit, above_low, tl.load(words + _ABOVE_HIGH)
 
 
 @triton.jit
@@ -395,11 +381,8 @@ def _cut(
     if not has_flag(rows, slot, IS_SEARCHED):
         return
     low, high, peak, limit, _above_low, above_high = _read(bracket, row)
-    scale, twice, counts = (
-        real_of(rows, slot, SCALE),
-        _cuts_twice(rows, slot),
-        word_of(rows, slot, TOP_K) > 0,
-    )
+    scale, twice = real_of(rows, slot, SCALE), _cuts_twice(rows, slot)
+    counts = word_of(rows, slot, TOP_K) > 0
     over = tl.where(twice, 0, above_high)  # above all candidates
     high = tl.where(twice, peak, high)
     listed = tl.load(held + row)
@@ -414,19 +397,14 @@ def _cut(
     if listed == 0:  # by rounding
         low = high - 1
     top, grain = high, _grain(rows, slot)
+    found = (values, masses, listed, peak, scale)
     for stage in range(2):
         if (stage == 0) | twice:
-            count_low, mass_low = _above(
-                _of_bits(low), rows, slot, row, values, masses, listed, peak, scale, TILE
-            )
-            count_high, mass_high = _above(
-                _of_bits(high), rows, slot, row, values, masses, listed, peak, scale, TILE
-            )
+            count_low, mass_low = _above(_of_bits(low), rows, slot, row, found, TILE)
+            count_high, mass_high = _above(_of_bits(high), rows, slot, row, found, TILE)
             while (high - low >= grain) & (count_low - count_high > 1):
                 middle = (low + high) >> 1
-                count, mass = _above(
-                    _of_bits(middle), rows, slot, row, values, masses, listed, peak, scale, TILE
-                )
+                count, mass = _above(_of_bits(middle), rows, slot, row, found, TILE)
                 if (
                     tl.where(counts, count.to(tl.int64), mass) + tl.where(listed <= ROOM, over, 0)
                     < limit
@@ -444,8 +422,9 @@ def _cut(
 
 
 @triton.jit
-def _above(edge, rows, slot, row, values, masses, listed, peak, scale, TILE: tl.constexpr):
+def _above(edge, rows, slot, row, found, TILE: tl.constexpr):
     # Number and mass of the candidates above `edge`, or of the whole row.
+    values, masses, listed, peak, scale = found
     if listed <= values.shape[0]:
         count = tl.sum((values > edge).to(tl.int32), axis=0)
         mass = tl.sum(tl.where(values > edge, masses, 0), axis=0)

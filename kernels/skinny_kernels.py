@@ -67,9 +67,8 @@ def vector_kernel(
 
     acc = tl.sum(acc, axis=1, keep_dims=True)
     up_acc = tl.sum(up_acc, axis=1, keep_dims=True) if GATE is not None else acc
-    _finish(
-        acc, up_acc, tl.arange(0, 1), n, 1, N, None, weight_scale, bias, residual, out, 0, 0, GATE
-    )
+    after = (None, weight_scale, bias, residual, 0, out, 0)
+    _finish(acc, up_acc, tl.arange(0, 1), n, 1, N, after, GATE)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -139,41 +138,12 @@ def tile_kernel(
         if GATE is not None:
             up_acc = tl.dot(up_w, x_tile.T, up_acc, max_num_imprecise_acc=FEW_BITS)
 
+    after = (x_scale, weight_scale, bias, residual, residual_stride, out, out_stride)
     if SPLIT == 1:
-        _finish(
-            acc,
-            up_acc,
-            m,
-            n,
-            M,
-            N,
-            x_scale,
-            weight_scale,
-            bias,
-            residual,
-            out,
-            residual_stride,
-            out_stride,
-            GATE,
-        )
+        _finish(acc, up_acc, m, n, M, N, after, GATE)
     elif _leave_sums(acc, tile, part, partials, arrivals, BN, BM, SPLIT) == SPLIT - 1:
         acc = _all_sums(tile, partials, arrivals, BN, BM, SPLIT)
-        _finish(
-            acc,
-            acc,
-            m,
-            n,
-            M,
-            N,
-            x_scale,
-            weight_scale,
-            bias,
-            residual,
-            out,
-            residual_stride,
-            out_stride,
-            GATE,
-        )
+        _finish(acc, acc, m, n, M, N, after, GATE)
 
 
 @triton.jit
@@ -201,23 +171,9 @@ def _all_sums(tile, partials, arrivals, BN: tl.constexpr, BM: tl.constexpr, SPLI
 
 
 @triton.jit
-def _finish(
-    acc,
-    up,
-    m,
-    n,
-    M,
-    N,
-    x_scale,
-    weight_scale,
-    bias,
-    residual,
-    out,
-    residual_stride,
-    out_stride,
-    GATE: tl.constexpr,
-):
+def _finish(acc, up, m, n, M, N, after, GATE: tl.constexpr):
     # sums acc and up [BN, BM] of outputs n [BN] and rows m [BM] of x -> out
+    x_scale, weight_scale, bias, residual, residual_stride, out, out_stride = after
     rows = tl.minimum(n, N - 1)
     if x_scale is not None:
         scale = tl.load(x_scale + m, mask=m < M, other=0.0)[None, :]
