@@ -16,19 +16,18 @@ __all__ = [
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, *, plus_one: bool = False
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False
 ) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32.
 
-    x [..., dim]; weight [dim] or [heads, dim], or None for ones. plus_one: Gemma's x * scale * (1 +
-    weight), rounded once. Source: Zhang and Sennrich, "Root mean square layer normalization", 2019.
+    x [..., dim]; weight [dim]. plus_one: Gemma's x * scale * (1 + weight), rounded once. Source:
+    Zhang and Sennrich, "Root mean square layer normalization", 2019.
     """
     wide = x.float()
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    if plus_one and weight is not None:
+    if plus_one:
         return (wide * scale * (1 + weight.float())).to(x.dtype)
-    normed = (wide * scale).to(x.dtype)
-    return normed if weight is None else normed * weight
+    return (wide * scale).to(x.dtype) * weight
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

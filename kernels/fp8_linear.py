@@ -82,21 +82,14 @@ class Fp8Linear:
         self,
         x: torch.Tensor,
         act: Activation,
+        norm_weight: torch.Tensor,
+        eps: float,
         *,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 1e-6,
         plus_one: bool = False,
         pdl: bool = False,
     ) -> torch.Tensor:
-        """Return act(gate) * up of x, or of RMSNorm(x), [rows, out_features / 2].
-
-        The first half of the weight is the gate's.
-        """
-        rows = (
-            _rows(x, pdl)
-            if norm_weight is None
-            else _normed_rows(x, norm_weight, eps, plus_one, pdl)
-        )
+        """Return act(gate) * up of RMSNorm(x), [rows, out_features / 2]; gate's rows first."""
+        rows = _normed_rows(x, norm_weight, eps, plus_one, pdl)
         if 0 < len(x) <= SKINNY_ROWS:
             return self._product(rows, x.dtype, gate=act, pdl=pdl)
         return act_and_mul(self._product(rows, x.dtype, pdl=pdl), act, pdl=pdl)

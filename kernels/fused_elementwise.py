@@ -27,7 +27,7 @@ MAX_H = 16384
 
 def rms_norm(
     x: torch.Tensor,
-    weight: torch.Tensor | None,
+    weight: torch.Tensor,
     eps: float,
     *,
     plus_one: bool = False,
@@ -36,7 +36,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, [T, H].
 
-    x [T, H] (rows may be strided), weight [H] or None for ones. plus_one: Gemma's x * rstd * (1 +
+    x [T, H] (rows may be strided), weight [H]. plus_one: Gemma's x * rstd * (1 +
     weight), rounded once; else Llama's, rounded before and after the weight. scales_out [T, 1]
     fp32: the result is float8_e4m3fn, with its row's largest magnitude / 448 written here.
     """
@@ -59,7 +59,7 @@ def rms_norm(
             x.stride(0),
             H=hidden,
             BLOCK=block,
-            PLUS_ONE=plus_one and weight is not None,
+            PLUS_ONE=plus_one,
             PDL=pdl,
             num_warps=warps_for(block),
             launch_pdl=pdl,
@@ -171,18 +171,14 @@ def _norm_rows(
     inside = column < H
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if weight is not None:
-        gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
     row = tl.program_id(0).to(tl.int64)
     wide = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide) / H + eps)
-    if PLUS_ONE:
-        normed = normed * (1.0 + gain)
-    elif weight is not None:
-        normed = normed.to(dtype).to(tl.float32) * gain
+    normed = normed * (1.0 + gain) if PLUS_ONE else normed.to(dtype).to(tl.float32) * gain
     normed = normed.to(dtype)
 
     if scales is not None:

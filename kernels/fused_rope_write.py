@@ -23,7 +23,7 @@ __all__ = ["rope_and_write"]
 def rope_and_write(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    cos_sin: torch.Tensor | None,
+    cos_sin: torch.Tensor,
     blocks: torch.Tensor,
     offsets: torch.Tensor,
     key_cache: torch.Tensor,
@@ -43,20 +43,21 @@ def rope_and_write(
     """Rotate Q in place, write rotated K and V, return Q as a view [T, num_heads, head_dim].
 
     qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: rows may be strided; its K and V stay.
-    positions int32 | int64 [T]. cos_sin fp32 [max_positions, R], cosines first, or None for no
-    rotation; rounded once, where our CPU path rounds cosines and products too. q_norm, k_norm
+    positions int32 | int64 [T]. cos_sin fp32 [max_positions, R], cosines first; rounded
+    once, where our CPU path rounds cosines and products too. q_norm, k_norm
     [head_dim]: RMS norm before it. Token t goes to offsets[t] of blocks[t] (int32 | int64 [T];
     padding: block 0). Caches [num_blocks, num_kv_heads, block_size, head_dim], the last two
     dimensions contiguous; with scales fp32 [num_blocks, num_kv_heads, block_size] they are
     float8_e4m3fn. pdl: the preceding kernel must not write positions, blocks or offsets.
     """
     tokens, q_heads, kv_heads = qkv.shape[0], num_heads, num_kv_heads
-    rotary_dims = head_dim if cos_sin is None else cos_sin.shape[1]
+    rotary_dims = cos_sin.shape[1]
     assert qkv.shape[1] == (q_heads + 2 * kv_heads) * head_dim
     assert qkv.stride(1) == 1
     if head_dim % 2 or rotary_dims % 2 or rotary_dims > head_dim:
         raise ValueError(f"{rotary_dims} rotary dimensions of {head_dim}: both must be even")
-    assert cos_sin is None or (cos_sin.dtype == torch.float32 and cos_sin.stride(1) == 1)
+    assert cos_sin.dtype == torch.float32
+    assert cos_sin.stride(1) == 1
     assert key_cache.stride() == value_cache.stride()
     assert key_cache.stride()[2:] == (head_dim, 1)
     assert (key_scales is None) == (value_scales is None)
@@ -69,14 +70,13 @@ def rope_and_write(
     query = qkv[:, : q_heads * head_dim].view(tokens, q_heads, head_dim)
     if not tokens:
         return query
-    first_head = q_heads if cos_sin is None and q_norm is None else 0
     pairs = power_of_2(head_dim // 2)
     heads, warps = 1, 1  # few tokens: one head per warp
     if tokens > 512:  # heads in turn share cosines and sines
         heads = max(n for n in range(1, 5) if math.gcd(q_heads, kv_heads) % n == 0)
         warps = 4
     tile_tokens = max(1, 256 * warps // pairs)
-    groups = (q_heads + 2 * kv_heads - first_head) // heads
+    groups = (q_heads + 2 * kv_heads) // heads
     pdl = pdl and pdl_works(qkv.device)
     _rope_and_write[(cdiv(tokens, tile_tokens) * groups,)](
         qkv,
@@ -93,7 +93,7 @@ def rope_and_write(
         eps,
         tokens,
         qkv.stride(0),
-        0 if cos_sin is None else cos_sin.stride(0),
+        cos_sin.stride(0),
         key_cache.stride(0),
         key_cache.stride(1),
         scale_strides[0],
@@ -103,7 +103,6 @@ def rope_and_write(
         D=head_dim,
         R=rotary_dims,
         PAIRS=pairs,
-        FIRST_HEAD=first_head,
         TOKENS=tile_tokens,
         HEADS=heads,
         PLUS_ONE=plus_one,
@@ -163,15 +162,14 @@ def _rope_and_write(
     D: tl.constexpr,
     R: tl.constexpr,
     PAIRS: tl.constexpr,
-    FIRST_HEAD: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     dtype: tl.constexpr = qkv.dtype.element_ty
-    groups: tl.constexpr = (HQ + 2 * HKV - FIRST_HEAD) // HEADS
-    head = FIRST_HEAD + tl.program_id(0) % groups * HEADS
+    groups: tl.constexpr = (HQ + 2 * HKV) // HEADS
+    head = tl.program_id(0) % groups * HEADS
     is_query = head < HQ
     is_value = head >= HQ + HKV
     token = tl.program_id(0) // groups * TOKENS + tl.arange(0, TOKENS)
@@ -198,12 +196,11 @@ def _rope_and_write(
         second_gain = tl.load(gain + second + 0 * token[:, None], mask=inside, other=0.0).to(
             tl.float32
         )
-    if cos_sin is not None:
-        position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
-        angle = cos_sin + position[:, None] * cos_sin_stride + pair
-        turning = live[:, None] & (pair < R // 2)
-        cos = tl.load(angle, mask=turning, other=1.0)
-        sin = tl.load(angle + R // 2, mask=turning, other=0.0)
+    position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
+    angle = cos_sin + position[:, None] * cos_sin_stride + pair
+    turning = live[:, None] & (pair < R // 2)
+    cos = tl.load(angle, mask=turning, other=1.0)
+    sin = tl.load(angle + R // 2, mask=turning, other=0.0)
 
     block = tl.load(blocks + token, mask=live, other=0).to(tl.int64)
     offset = tl.load(offsets + token, mask=live, other=0).to(tl.int64)
@@ -228,8 +225,7 @@ def _rope_and_write(
         if not is_value:
             if q_norm is not None:
                 a, b = _normed(a, b, first_gain, second_gain, eps, dtype, D, PLUS_ONE)
-            if cos_sin is not None:
-                a, b = a * cos - b * sin, b * cos + a * sin
+            a, b = a * cos - b * sin, b * cos + a * sin
         a, b = a.to(dtype), b.to(dtype)
         if is_query:
             tl.store(source + i * D + first, a, mask=inside)

@@ -91,18 +91,14 @@ class GpuLinear:
         self,
         x: torch.Tensor,
         act: Activation,
+        norm_weight: torch.Tensor,
+        eps: float,
         *,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 1e-6,
         plus_one: bool = False,
         pdl: bool = False,
     ) -> torch.Tensor:
-        """Return act(gate) * up of x, or of RMSNorm(x), [rows, out_features / 2].
-
-        The first half of the weight is the gate's.
-        """
-        if norm_weight is not None:
-            x = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
+        """Return act(gate) * up of RMSNorm(x), [rows, out_features / 2]; gate's rows first."""
+        x = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
         if 0 < len(x) <= self._gated_rows:
             return skinny_linear(x, self.weight, bias=self.bias, gate=act, pdl=pdl)
         return act_and_mul(self(x, pdl=pdl), act, pdl=pdl)

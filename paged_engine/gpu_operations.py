@@ -245,8 +245,8 @@ class GpuOperations:
         return linear.gated(
             hidden,
             cast("Activation", config.activation),
-            norm_weight=norm,
-            eps=config.rms_norm_eps,
+            norm,
+            config.rms_norm_eps,
             plus_one=config.gemma_norms,
             pdl=self._pdl,
         )
@@ -360,17 +360,14 @@ class AdaptedLinear:
         self,
         x: torch.Tensor,
         act: Activation,
+        norm_weight: torch.Tensor,
+        eps: float,
         *,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 1e-6,
         plus_one: bool = False,
         pdl: bool = False,
     ) -> torch.Tensor:
         if self._operations.row_adapters is None:
-            return self._base.gated(
-                x, act, norm_weight=norm_weight, eps=eps, plus_one=plus_one, pdl=pdl
-            )
-        if norm_weight is not None:
-            x = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
+            return self._base.gated(x, act, norm_weight, eps, plus_one=plus_one, pdl=pdl)
+        x = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
         # Adapters add before the activation.
         return act_and_mul(self(x, pdl=pdl), act, pdl=pdl)

@@ -110,7 +110,7 @@ def _chain_rows() -> Iterator[Row]:
         for layer in of_layers:
             qkv = layer["qkv"].normed(hidden, norm_weight, EPS, pdl=pdl)
             layer["o"](qkv[:, :4096], residual=hidden, out=hidden, pdl=pdl)
-            act = layer["gate_up"].gated(hidden, "silu", norm_weight=norm_weight, eps=EPS, pdl=pdl)
+            act = layer["gate_up"].gated(hidden, "silu", norm_weight, EPS, pdl=pdl)
             layer["down"](act, residual=hidden, out=hidden, pdl=pdl)
 
     for m in (1, 8, 32, 64, 128, 256):
@@ -177,7 +177,7 @@ def _fp8_rows() -> Iterator[Row]:
                 calls["Fp8Linear"] = [partial(f, x, out=out, pdl=True) for f in linears]
             if name == "gate_up":
                 calls["Fp8Linear gate pdl"] = [
-                    partial(f.gated, x, "silu", pdl=True) for f in linears
+                    partial(f.gated, x, "silu", x[0], EPS, pdl=True) for f in linears
                 ]
             for kernel, of_kernel in calls.items():
                 moved = n * k + 2.0 * (m * k + (act if "gate" in kernel else out).numel())

@@ -16,13 +16,13 @@ pytestmark = pytest.mark.usefixtures(exact_rounding.__name__)
 gpu = pytest.mark.gpu
 FP8 = torch.float8_e4m3fn
 POSITIONS, BLOCK_TOKENS, LAYERS = 500, 16, 2
-# tokens, query heads, KV heads, head size, rotary dimensions (0: no rotary embedding)
+# tokens, query heads, KV heads, head size, rotary dimensions
 SMALL = [
     (1, 4, 2, 64, 64), (5, 2, 2, 80, 80), (3, 3, 1, 96, 96), (9, 6, 2, 128, 128), (2, 2, 1, 256, 256),
-    (3, 2, 1, 80, 32), (3, 4, 4, 128, 96), (3, 2, 2, 64, 0),
+    (3, 2, 1, 80, 32), (3, 4, 4, 128, 96),
 ]  # fmt: skip
 LARGE = [
-    (1, 32, 8, 128, 128), (600, 32, 8, 128, 128), (700, 12, 12, 64, 0), (700, 28, 4, 128, 128),
+    (1, 32, 8, 128, 128), (600, 32, 8, 128, 128), (700, 28, 4, 128, 128),
     (600, 32, 32, 80, 32), (600, 8, 4, 256, 256), (600, 32, 32, 96, 96),
 ]  # fmt: skip
 SHAPES = [*SMALL, *(pytest.param(shape, marks=gpu) for shape in LARGE)]
@@ -49,9 +49,7 @@ class Case:
             scale=2.0,
         )
         angles = torch.rand(POSITIONS, self.rotary // 2, generator=generator) * 6.28
-        self.cos_sin = (
-            torch.cat((angles.cos(), angles.sin()), 1).to(device) if self.rotary else None
-        )
+        self.cos_sin = torch.cat((angles.cos(), angles.sin()), 1).to(device)
         index = torch.int32 if seed % 2 else torch.int64
         self.positions = torch.randint(POSITIONS, (self.tokens,), generator=generator).to(
             device, index

@@ -26,7 +26,7 @@ def embed(
 def rope_and_write(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    cos_sin: torch.Tensor | None,
+    cos_sin: torch.Tensor,
     blocks: torch.Tensor,
     offsets: torch.Tensor,
     key_cache: torch.Tensor,
@@ -48,10 +48,9 @@ def rope_and_write(
     if q_norm is not None:
         rotated = rms_norm(query, q_norm, eps, plus_one=plus_one)
         key = rms_norm(key, k_norm, eps, plus_one=plus_one)
-    if cos_sin is not None:
-        cos, sin = cos_sin[positions.long()][:, None].chunk(2, dim=-1)
-        rotated = apply_rope(rotated.float(), cos, sin)
-        key = apply_rope(key.float(), cos, sin).to(qkv.dtype)
+    cos, sin = cos_sin[positions.long()][:, None].chunk(2, dim=-1)
+    rotated = apply_rope(rotated.float(), cos, sin)
+    key = apply_rope(key.float(), cos, sin).to(qkv.dtype)
     query.copy_(rotated)
     blocks, offsets = blocks.long(), offsets.long()
     if key_scales is None or value_scales is None:
