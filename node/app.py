@@ -191,7 +191,7 @@ class DialectServer:
             body, translate, recall, self._node.config.max_body_bytes
         )
         try:
-            answer = await complete(self._node, request, chat=dialect.chat, body=body)
+            answer = await complete(self._node, request, chat=True, body=body)
         except RequestError as why:  # of a field by its name in a completion
             return Response(
                 dialect.error(why.status, why.body()), why.status, media_type="application/json"

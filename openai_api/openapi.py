@@ -14,7 +14,6 @@ import msgspec
 
 from kvrelay.openai_api.dialects.anthropic import CountRequest, MessagesRequest
 from kvrelay.openai_api.dialects.base import PASSED_ON
-from kvrelay.openai_api.dialects.generate import GENERATE_PATH, Generated, GenerateRequest
 from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
 from kvrelay.openai_api.model_types import (
     AdapterAnswer,
@@ -162,14 +161,6 @@ OPERATIONS = (
         (CountRequest,),
         dict[str, int],
     ),
-    _Operation(
-        "post",
-        GENERATE_PATH,
-        "Continue token ids with token ids, as vLLM's route does.",
-        (GenerateRequest,),
-        Generated,
-        True,
-    ),
     _Operation("get", "/v1/models", "The served models.", (), ModelList),
     _Operation("get", "/v1/models/{model}", "One of them.", (), ModelCard),
     _Operation("post", "/v1/load_lora_adapter", _LOAD, (LoadAdapterRequest,), AdapterAnswer),
@@ -212,7 +203,7 @@ def document(title: str, version: str, models: Sequence[str] = (), root_path: st
     schema_of = dict(zip(types, schemas, strict=True))
     for request in (
         *("ChatRequest", "CompletionRequest", "ResponsesRequest"),
-        *("MessagesRequest", "CountRequest", "GenerateRequest"),
+        *("MessagesRequest", "CountRequest"),
     ):
         component = components[request]
         component["properties"]["model"] = {"enum": list(models)} if models else _TEXT

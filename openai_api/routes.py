@@ -18,7 +18,6 @@ from starlette.responses import Response
 
 from kvrelay.openai_api.dialects.anthropic import anthropic_error, count_body, translate_messages
 from kvrelay.openai_api.dialects.base import Translate, openai_error
-from kvrelay.openai_api.dialects.generate import GENERATE_PATH, translate_generate
 from kvrelay.openai_api.dialects.response_store import ResponseStore
 from kvrelay.openai_api.dialects.responses import (
     Recall,
@@ -44,7 +43,7 @@ __all__ = [
 
 RESPONSES_PATH = "/v1/responses"
 ANTHROPIC_PATH = "/v1/messages"
-GUARDED = ("/v1", "/tokenize", "/detokenize", "/inference")
+GUARDED = ("/v1", "/tokenize", "/detokenize")
 """Prefixes of paths that need the API key."""
 
 _EXCERPT_BYTES = 2000
@@ -114,11 +113,6 @@ def add_routes(
     _add_responses(app, server, responses or ResponseStore())
     _add_anthropic(app, server)
     _add_docs(app, server, root_path)
-
-    @app.post(GENERATE_PATH, response_model=None)
-    async def generate(request: Request) -> Response:
-        server.check_key(request)
-        return await server.complete(request, translate_generate)
 
     async def tokenization(request: Request) -> Response:
         server.check_key(request)

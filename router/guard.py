@@ -15,7 +15,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from kvrelay.openai_api.dialects.generate import GENERATE_PATH
 from kvrelay.openai_api.routes import (
     ANTHROPIC_PATH,
     GUARDED,
@@ -50,7 +49,7 @@ OPERATED = ("/admin", "/console/state", "/reset_prefix_cache")
 PEER_HEADER = "x-kvrelay-peer"
 """From which address a request came that a worker hands on to its parent."""
 
-_PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ANTHROPIC_PATH, GENERATE_PATH)
+_PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ANTHROPIC_PATH)
 _WANT_KEYS = (*GUARDED, *OPERATED)
 _CALLER = "kvrelay.caller"  # key of the ASGI scope
 

@@ -30,7 +30,6 @@ from kvrelay.router.relay import CLIENT_GONE, Relay, Reply, arrived_body, header
 from kvrelay.router.request.failures import CrashRecord, fingerprint_of
 from kvrelay.router.request.job import (
     CHAT_PATH,
-    COMPLETIONS_PATH,
     SESSION_HEADER,
     Job,
     job_of,
@@ -230,7 +229,7 @@ class RouterApp(FastAPI):
 
 
 def _path_on_nodes(path: str, dialect: Dialect) -> str:
-    return path if dialect is AS_IS else CHAT_PATH if dialect.chat else COMPLETIONS_PATH
+    return path if dialect is AS_IS else CHAT_PATH
 
 
 async def checked_body(request: Request, config: RouterConfig) -> bytes:

@@ -1,1 +1,1 @@
-"""Dialects beside chat completions: the Responses API, Anthropic's messages, vLLM's token ids."""
+"""Dialects beside chat completions: the Responses API and Anthropic's messages."""

@@ -75,9 +75,6 @@ def openai_error(status: int, error: ErrorBody) -> bytes:
 class Dialect:
     """A translation of a chat completion's answer; this one changes nothing."""
 
-    chat: ClassVar[bool] = True
-    """False: made of a text completion."""
-
     def events(self, payload: bytes) -> bytes:
         """Translate bytes of a stream, cut anywhere."""
         return payload

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from kvrelay.openai_api.body import decode_chat
 from kvrelay.openai_api.dialects.anthropic import translate_messages
-from kvrelay.openai_api.dialects.generate import translate_generate
 from kvrelay.openai_api.dialects.responses_request import decode_responses
 from kvrelay.openai_api.json_body import (
     MAX_CONTAINERS,
@@ -215,7 +214,6 @@ def test_a_wrong_value_is_a_400_whatever_follows_it(body: bytes, words: str) -> 
     "translate",
     [
         lambda body: translate_messages(body, "m"),
-        translate_generate,
         decode_responses,
     ],
 )

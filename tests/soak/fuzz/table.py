@@ -24,7 +24,7 @@ from kvrelay.openai_api.dialects.base import PASSED_ON
 from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
 from kvrelay.openai_api.openapi import OPERATIONS
 from kvrelay.openai_api.structured import _KINDS, _Tag, _Tags
-from kvrelay.openai_api.types import CalledFunction, ChatRequest, SamplingFields
+from kvrelay.openai_api.types import CalledFunction, ChatRequest
 from kvrelay.router.admin import _Add, _Flip, _Name
 
 __all__ = ["INSIDE", "OPEN", "ROUTES", "Place", "Route", "least", "places"]
@@ -103,7 +103,6 @@ INSIDE: Mapping[str, Any] = {
     "input": str | list[_Item],
     "format": _Format,
     "metadata": _User,
-    "sampling_params": SamplingFields,
     "system": str | list[_Part],
     "messages.content": str | list[_Part],
 }
@@ -118,7 +117,6 @@ OPEN = frozenset(
         "mcp_servers",
         "schema",
         "json",
-        "features",
         "guided_json",
         "parameters",
         "input_schema",
