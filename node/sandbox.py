@@ -79,8 +79,6 @@ class Setup(msgspec.Struct, frozen=True):
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
-    tool_call_parser: str = "hermes"
-    tool_parser_plugin: str = ""
 
 
 class Tokenize(msgspec.Struct, frozen=True, tag=True):

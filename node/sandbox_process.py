@@ -36,7 +36,6 @@ from kvrelay.node.sandbox import (
     framed,
 )
 from kvrelay.openai_api.body import decode_chat, decode_completion
-from kvrelay.openai_api.model_formats import TOOL_FORMATS, load_plugin
 from kvrelay.openai_api.prompt import Prompts
 from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.paged_engine.grammar import Grammars
@@ -76,15 +75,11 @@ def main() -> None:
 def _load(setup: Setup) -> tuple[Prompts, Grammars]:
     tokenizer = load_tokenizer(setup.model)
     grammars = grammars_for(tokenizer, setup.vocab_size, setup.eos_token_ids)
-    if setup.tool_parser_plugin:
-        load_plugin(setup.tool_parser_plugin)
-    parser = setup.tool_call_parser
     prompts = Prompts(
         tokenizer,
         setup.max_model_len,
         chat_template=setup.chat_template,
         trusts_request_templates=setup.trusts_request_templates,
-        tool_format=None if parser == "none" else TOOL_FORMATS[parser],
     )
     return prompts, grammars
 

@@ -104,7 +104,6 @@ class Serving:
             info.max_model_len,
             chat_template=chat_template,
             trusts_request_templates=trusts_request_templates,
-            tool_format=tool_format,
         )
         self._tool_format, self._reasoning = tool_format, reasoning
 
@@ -192,7 +191,7 @@ class Serving:
             part=answer.part,
             first_index=answer.first_index,
             beginning=self._prompts.beginning(request, prompt),
-            message=lambda choice: form.parser(call.response_id, choice),
+            message_form=form,
         )
         submit = self._submit(call, request, prompt, sampling, asked, answer)
         if asked.do_remote_prefill:
@@ -354,8 +353,6 @@ async def load_serving(config: NodeConfig, engine: EngineClient, sandbox: Sandbo
             info.max_model_len,
             info.vocab_size,
             list(info.eos_token_ids),
-            names[0],
-            config.tool_parser_plugin,
         )
     )
     model_name = config.served_model_name or info.model_name

@@ -33,10 +33,11 @@ __all__ = [
 ]
 
 _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
-# Set by the server; `write` is a parameter of chat_template.render.
+# Set by the server.
 _TEMPLATE_VARIABLES = (
-    "messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "write",
-)  # fmt: skip
+    *("messages", "tools", "bos_token", "eos_token"),
+    *("add_generation_prompt", "continue_final_message"),
+)
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _GREEDY_BELOW = 1e-5  # logits divided by less leave float32
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -21,13 +21,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kvrelay.openai_api.types import Message
 from kvrelay.wire.errors import ConfigError, RequestError
 
-__all__ = ["PROBE", "check_template", "render", "describe_tools", "with_object"]
+__all__ = ["check_template", "render", "with_object"]
 
 _log = logging.getLogger("kvrelay.node")
-_HELLO = Message("user", "Hello")
 # Models' templates take 10 ms at most for what is rendered on the event loop.
 _SLOW_S = 0.1
-_PROBE_TEXT = "kvrelay probe"
 
 
 def check_template(template: str) -> None:
@@ -60,16 +58,14 @@ def render(
     bos_token: str,
     eos_token: str,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    write: Callable[[str, Mapping[str, Any]], str] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     **kwargs: Any,
 ) -> str:
     """Return the prompt of these messages; `kwargs` are variables of the template.
 
-    With `write`, tools that the template does not render become a system text. With
-    `continue_final_message` the prompt ends with the last message's content. Raises RequestError if
-    there is no template or no message, or if it refuses them.
+    With `continue_final_message` the prompt ends with the last message's content. Raises
+    RequestError if there is no template or no message, or if it refuses them.
     """
     if not template:
         raise RequestError(
@@ -80,8 +76,6 @@ def render(
     if not messages:
         raise RequestError("messages must not be empty", param="messages")
     plain = [_plain(message) for message in messages]
-    if tools and write is not None and not _renders_tools(template):
-        plain, tools = describe_tools(plain, tools, write, system=_renders_system(template)), None
     variables = {
         **kwargs,
         "messages": plain,
@@ -127,8 +121,6 @@ def _plain(message: Message) -> dict[str, Any]:
     plain: dict[str, Any] = {**msgspec.to_builtins(message), "content": message.text}
     if message.thought:
         plain |= {"reasoning": message.thought, "reasoning_content": message.thought}
-        if not plain["content"]:  # gpt-oss's name, whose template refuses it beside content
-            plain["thinking"] = message.thought
     if message.tool_calls is not None:
         plain["tool_calls"] = [with_object(call) for call in message.tool_calls]
     return plain
@@ -147,25 +139,6 @@ def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
             found = None
         arguments = found if isinstance(found, dict) else arguments
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-@lru_cache(maxsize=8)
-def _renders_tools(template: str) -> bool:
-    try:
-        text = render(template, [_HELLO], bos_token="", eos_token="", tools=PROBE)
-    except RequestError:
-        return True  # it refuses the probe, and says why for the request's own messages
-    return PROBE[0]["function"]["name"] in text
-
-
-@lru_cache(maxsize=8)
-def _renders_system(template: str) -> bool:
-    try:
-        return _PROBE_TEXT in render(
-            template, [Message("system", _PROBE_TEXT), _HELLO], bos_token="", eos_token=""
-        )
-    except RequestError:
-        return False
 
 
 @lru_cache(maxsize=8)
@@ -201,69 +174,3 @@ _environment = ImmutableSandboxedEnvironment(
 )
 _environment.filters["tojson"] = _to_json
 _environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-
-
-PROBE: tuple[dict[str, Any], ...] = (
-    {
-        "type": "function",
-        "function": {
-            "name": "kvrelay_probe",
-            "description": "Shows whether a template renders tools.",
-            "parameters": {"type": "object", "properties": {}, "required": []},
-        },
-    },
-)
-
-# docs/guides/answers.md repeats it.
-_TEXT = """\
-You can call these functions, each described by a JSON object with the schema of its arguments:
-{tools}
-To call a function, write nothing but the call, exactly in this form:
-{example}
-Give the arguments that the function asks for. Its result is then given to you between <tool_response> tags. If no \
-function helps, answer without a call."""
-
-
-def describe_tools(
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-    write: Callable[[str, Mapping[str, Any]], str],
-    *,
-    system: bool,
-) -> list[dict[str, Any]]:
-    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    text = _TEXT.format(tools=listed, example=write("name_of_the_function", {"argument": "value"}))
-    result: list[dict[str, Any]] = []
-    for message in messages:
-        plain = {
-            name: value
-            for name, value in message.items()
-            if name not in ("tool_calls", "tool_call_id")
-        }
-        calls = [call["function"] for call in message.get("tool_calls") or ()]
-        if calls:
-            written = [write(call["name"], _arguments(call)) for call in calls]
-            plain["content"] = "\n".join(
-                [*([plain["content"]] if plain["content"] else ()), *written]
-            )
-        if message["role"] == "tool":
-            plain = {
-                "role": "user",
-                "content": f"<tool_response>\n{message['content']}\n</tool_response>",
-            }
-        if result and plain["role"] == result[-1]["role"] == "user":
-            result[-1]["content"] += f"\n{plain['content']}"
-        else:
-            result.append(plain)
-    if result[0]["role"] in ("system", "developer"):
-        result[0]["content"] = f"{result[0]['content']}\n\n{text}"
-    elif system:
-        result.insert(0, {"role": "system", "content": text})
-    else:
-        result[0]["content"] = f"{text}\n\n{result[0]['content']}"
-    return result
-
-
-def _arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = call.get("arguments")
-    return found if isinstance(found, Mapping) else {}

@@ -5,101 +5,39 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
-__all__ = [
-    "Arguments",
-    "CallBegun",
-    "CallIds",
-    "Content",
-    "Part",
-    "Reasoning",
-    "StateParser",
-    "any_of",
-    "beginning_at_end",
-    "merged",
-]
+__all__ = ["Part", "StateParser", "any_of", "beginning_at_end", "call_id", "merged"]
 
 _SHORT = 9  # Mistral's templates refuse ids of any other length
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """A piece of the answer's content."""
+class Part(NamedTuple):
+    """A piece of a message: text, a call's name when it begins, or a piece of its JSON."""
 
+    kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """A piece of the answer's reasoning."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallBegun:
-    """A tool call that begins; `index` counts a choice's calls."""
-
-    index: int
-    id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """A piece of a call's JSON."""
-
-    index: int
-    text: str
-
-
-Part = Content | Reasoning | CallBegun | Arguments
+    at: int = 0
+    """Index of the call among the choice's."""
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
     """Return the parts with equal neighbours merged."""
-    out = list(parts)
-    if len(out) < 2:  # nearly always, and for every token
-        return out
-    parts, out = out, []
-    for (kind, index), run in groupby(parts, _kind):
-        if kind is CallBegun:
-            out += run
-            continue
-        text = "".join([part.text for part in run if not isinstance(part, CallBegun)])
-        if kind is Arguments:
-            out.append(Arguments(index, text))
-        else:
-            out.append(Content(text) if kind is Content else Reasoning(text))
-    return out
+    runs = [list(run) for _, run in groupby(parts, attrgetter("kind", "at"))]
+    return [
+        run[0] if len(run) == 1 else run[0]._replace(text="".join([part.text for part in run]))
+        for run in runs
+    ]
 
 
-def _kind(part: Part) -> tuple[type[Part], int]:
-    return type(part), part.index if isinstance(part, Arguments) else 0
-
-
-@dataclass(frozen=True, slots=True)
-class CallIds:
-    """A source of call ids, equal on every node."""
-
-    response_id: str
-    choice: int
-    form: str = "call_{hex}"
-    """Format with `{hex}`, `{short}` (nine characters), `{name}`, `{index}`."""
-    first: int = 0
-    """Index of the first call in the chat."""
-
-    def id_of(self, index: int, name: str) -> str:
-        digest = hashlib.blake2b(
-            f"{self.response_id}/{self.choice}/{index}".encode(), digest_size=12
-        )
-        letters = digest.hexdigest()
-        return self.form.format(
-            hex=letters, short=letters[:_SHORT], name=name, index=self.first + index
-        )
+def call_id(response_id: str, choice: int, index: int, *, short: bool) -> str:
+    """Return a call's id, equal on every node."""
+    seed = f"{response_id}/{choice}/{index}".encode()
+    digest = hashlib.blake2b(seed, digest_size=12).hexdigest()
+    return digest[:_SHORT] if short else f"call_{digest}"
 
 
 def beginning_at_end(text: str, markers: tuple[str, ...]) -> int:

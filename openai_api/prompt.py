@@ -15,7 +15,6 @@ import msgspec
 
 from kvrelay.openai_api.body import prompts_of, truncated_length
 from kvrelay.openai_api.chat_template import render
-from kvrelay.openai_api.model_formats import TOOL_FORMATS, ToolFormat
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.tool_choice import tool_use
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
@@ -58,14 +57,11 @@ class Prompts:
         *,
         chat_template: str | None,
         trusts_request_templates: bool,
-        tool_format: ToolFormat | None = None,
     ) -> None:
         """Templates of requests are refused unless they are trusted.
 
-        `chat_template` replaces the model's. `tool_format` is how calls are written in prompts
-        whose template does not render tools, by default hermes'.
+        `chat_template` replaces the model's.
         """
-        self._write = (tool_format or TOOL_FORMATS["hermes"]).write
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._chat_template = chat_template or tokenizer.chat_template
@@ -158,7 +154,6 @@ class Prompts:
             bos_token=self._tokenizer.bos_token,
             eos_token=self._tokenizer.eos_token,
             tools=list(tools) or None,
-            write=self._write,
             add_generation_prompt=request.generates_reply,
             continue_final_message=bool(request.continue_final_message),
             **{name: value for name, value in variables.items() if value is not None}

@@ -8,75 +8,221 @@ content. White space next to calls and special tokens among the markers (`hidden
 
 from __future__ import annotations
 
-import abc
+import ast
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.openai_api.call_reader import (
-    ArgumentsReader,
-    CallArguments,
-    CallReader,
-    CallTags,
-    PythonReader,
-    TaggedReader,
-)
-from kvrelay.openai_api.message_parts import (
-    Arguments,
-    CallBegun,
-    CallIds,
-    Content,
-    Part,
-    StateParser,
-    any_of,
-    beginning_at_end,
-)
+from kvrelay.openai_api.message_parts import Part, StateParser, any_of, beginning_at_end
+from kvrelay.openai_api.model_formats import ToolFormat
 
-__all__ = [
-    "CallMarks",
-    "ListedParser",
-    "MarkedParser",
-    "MistralParser",
-    "NamedParser",
-    "TextParser",
-]
+__all__ = ["CallParser", "NamedParser", "TextParser", "Tools"]
 
 Tools = Sequence[Mapping[str, Any]]
+
 _MAX_HEAD_CHARS = 600  # names have 256 at most (openai_api/tool_choice.py)
+_MAX_NAMELESS_CHARS = 4096  # of arguments that stand before their call's name
+_SEPARATORS = " \t\r\n,;"
+_TEXT = frozenset({"string"})  # types of a value in tags
 
 
-@dataclass(frozen=True, slots=True)
-class CallMarks:
-    """A model's markers around its calls."""
+class ArgumentsReader:
+    """A reader of JSON arguments; without a name, of an object with name and arguments.
 
-    openers: tuple[str, ...] = ()
-    closers: tuple[str, ...] = ()
-    """Markers behind calls, never content there."""
-    inner: tuple[str, ...] = ()
-    """Further markers to render as special tokens."""
-    head: str | None = None
-    """Pattern of the text before arguments, with a group `name`; None: the object has the name."""
-    head_end: str = ""
-    """Pattern of the head's end."""
-    tags: CallTags | None = None
-    """Syntax of arguments other than JSON."""
-    bare: bool = False
-    """The text may begin with a call."""
-    python: bool = False
+    Only brackets and strings are looked at: clients find other faults. The name comes first, or
+    within the first 4,096 characters.
+    """
 
-    @property
-    def markers(self) -> tuple[str, ...]:
-        return (*self.openers, *self.closers, *self.inner)
+    _HEAD = re.compile(
+        r'\{\s*(?:"(?!name")[^"\\]*+"\s*:\s*"[^"\\]*+"\s*,\s*)*+'  # such as "type": "function"
+        r'"name"\s*:\s*("(?:[^"\\]|\\.)*+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    )
+    _STRING_MARK = re.compile(r'["\\]')
+    _PLAIN = re.compile(r"[\s:,.+\-0-9Eaeflnrstu]*+")
+    _JSON = json.JSONDecoder(strict=False)
+
+    def __init__(self, name: str = "", *, may_lack_arguments: bool = False) -> None:
+        self.name = name
+        self.begun = self.done = self.failed = False
+        """From `begun` on it is a call, whatever follows."""
+        self._may_lack = may_lack_arguments
+        self._pieces: list[str] = []
+        self._outer = 0 if name else 1  # brackets around the arguments
+        self._depth = self._outer
+        self._quoted = self._escaped = self._over = False
+
+    def drain(self) -> str:
+        """Return the arguments since the last time."""
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        return text
+
+    def feed(self, text: str) -> int:
+        """Return the index after the consumed text; the rest is fed again, with more."""
+        i = 0 if self.begun else self._begin(text)
+        if self.begun and not self._over:
+            end = self._to_depth(self._outer, text, i)
+            self._pieces.append(text[i:end])
+            self._over = self._depth == self._outer
+            i = end
+        if self._over and not self.done:
+            i = self._to_depth(0, text, i) if self._depth else i
+            self.done = not self._depth
+        return i
+
+    def _begin(self, text: str) -> int:
+        if self.name:
+            i = len(text) - len(text.lstrip())
+            self.begun, self.failed = text[i : i + 1] == "{", text[i : i + 1] not in ("{", "")
+            return i
+        head = self._HEAD.match(text)
+        try:
+            whole, end = self._JSON.raw_decode(head[1] if head else text)
+        except json.JSONDecodeError as why:
+            # An error is certain once more text than a cut literal or escape follows it.
+            certain = why.pos + 10 < len(text) and "Unterminated" not in why.msg
+            self.failed = certain or len(text) > _MAX_NAMELESS_CHARS
+            return 0
+        except (ValueError, RecursionError):
+            self.failed = True
+            return 0
+        if head:
+            whole, end = {"name": whole, "arguments": {}}, head.end()
+        name = whole.get("name")
+        arguments = whole.get("arguments", whole.get("parameters", {} if self._may_lack else None))
+        # No tool has an unprintable name, such as half a surrogate pair.
+        named = isinstance(name, str) and name and name.isprintable()
+        if not named or not isinstance(arguments, dict) or end > _MAX_NAMELESS_CHARS:
+            self.failed = True
+            return 0
+        self.name, self.begun = name, True
+        if not head:
+            self._pieces.append(json.dumps(arguments, ensure_ascii=False))
+            self._over = self.done = True
+        return end
+
+    def _to_depth(self, depth: int, text: str, i: int) -> int:
+        """From an opening bracket, or from within, read until so many are open."""
+        while i < len(text):
+            if self._escaped:
+                self._escaped = False
+                i += 1
+            elif self._quoted:
+                found = self._STRING_MARK.search(text, i)
+                i = len(text) if found is None else found.end()
+                if found is not None:
+                    self._escaped = found[0] == "\\"
+                    self._quoted = self._escaped
+            elif (end := self._PLAIN.match(text, i).end()) > i:  # type: ignore[union-attr]
+                i = end
+            else:
+                change = {'"': 0, "{": 1, "[": 1, "}": -1, "]": -1}.get(text[i])
+                if change is None:
+                    self.failed = True
+                    break
+                self._quoted = not change
+                self._depth += change
+                i += 1
+                if self._depth == depth:
+                    break
+        return i
+
+
+class TaggedReader(ArgumentsReader):
+    """A reader of `<parameter=KEY>` tags. Texts are passed on as they come, others when complete.
+
+    `properties` of a JSON schema tell which are texts.
+    """
+
+    _TAG = re.compile(r"\s*(?:<parameter=(?P<key>[^<>]{1,256})>(?:\n|(?=[^\n]))|</function>)")
+    _TAGS = ("<parameter=", "</function>")
+    _CLOSERS = ("\n</parameter>", "</parameter>")
+
+    def __init__(self, name: str, properties: Mapping[str, Any]) -> None:
+        super().__init__(name)
+        self._properties = properties
+        self._types: frozenset[str] | None = None  # of the value, None between values
+        self._value: list[str] = []
+
+    def feed(self, text: str) -> int:
+        i = 0
+        while not (self.done or self.failed):
+            end = self._between(text, i) if self._types is None else self._in_value(text, i)
+            if end is None:
+                break
+            i = end
+        return i
+
+    def _between(self, text: str, i: int) -> int | None:
+        found = self._TAG.match(text, i)
+        if found is None:
+            rest = text[i : i + _MAX_HEAD_CHARS].lstrip()
+            cut = rest.startswith(self._TAGS[0]) and "<" not in rest[1:] and len(rest) < 300
+            self.failed = not (cut or any(tag.startswith(rest) for tag in self._TAGS))
+            return None
+        self._pieces.append(", " if self.begun else "{")
+        key = found["key"]
+        if key is None:
+            self._pieces[-1] = "}" if self.begun else "{}"
+            self.done = True
+        else:
+            self._types = _types(self._properties.get(key.strip()))
+            self._pieces.append(f"{_dumped(key.strip())}: ")
+            self._pieces.append('"' if self._types == _TEXT else "")
+        self.begun = True
+        return found.end()
+
+    def _in_value(self, text: str, i: int) -> int | None:
+        found = any_of(self._CLOSERS).search(text, i)
+        end = found.start() if found else len(text) - beginning_at_end(text[i:], self._CLOSERS)
+        texts = self._types == _TEXT
+        piece = text[i:end]
+        (self._pieces if texts else self._value).append(_dumped(piece)[1:-1] if texts else piece)
+        if found is None:
+            return end if end > i else None
+        self._pieces.append('"' if texts else _typed("".join(self._value), self._types or ()))
+        self._value.clear()
+        self._types = None
+        return found.end()
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _types(schema: Any) -> frozenset[str]:
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    listed, inner = schema.get("type"), schema.get("anyOf") or schema.get("oneOf")
+    found = {listed} if isinstance(listed, str) else set[str]()
+    if isinstance(listed, list):
+        found = {each for each in listed if isinstance(each, str)}
+    if not found and isinstance(inner, list):
+        found = {kind for each in inner for kind in _types(each)}
+    choices = schema.get("enum")
+    if not found and isinstance(choices, list) and all(isinstance(each, str) for each in choices):
+        found = {"string"}
+    return frozenset(found)
+
+
+def _typed(text: str, types: Collection[str]) -> str:
+    if "string" in types:
+        return "null" if "null" in types and text.strip() == "null" else _dumped(text)
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return _dumped(read(text.strip()))
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            pass
+    return _dumped(text)
 
 
 class TextParser(StateParser):
     """A parser that finds no calls, and the base of others."""
 
-    def __init__(self, ids: CallIds, hidden: Collection[str] = ()) -> None:
+    def __init__(self, hidden: Collection[str] = ()) -> None:
         self.calls = 0
         """Calls so far, with those that have just begun."""
-        self._ids = ids
         self._hidden = tuple(hidden)
         super().__init__(self._text)
         self._space = ""  # white space that is content only if content follows
@@ -87,7 +233,7 @@ class TextParser(StateParser):
         self._content(self._rest())
         self._buffer = ""
         if self._space and not self.calls:
-            self._parts.append(Content(self._space))
+            self._parts.append(Part("content", self._space))
         self._space = ""
         return self._new_parts()
 
@@ -118,7 +264,7 @@ class TextParser(StateParser):
                 text, end = self._space + text, end + len(self._space)
             else:
                 text, end = text.lstrip(), end - (len(text) - len(text.lstrip()))
-            self._parts.append(Content(text[:end]))
+            self._parts.append(Part("content", text[:end]))
             self._has_content, self._space = True, ""
         self._space += text[end:]
 
@@ -126,113 +272,78 @@ class TextParser(StateParser):
         return any_of(self._hidden).sub("", text) if self._hidden else text
 
 
-class _CallParser(TextParser, abc.ABC):
-    def __init__(
-        self, ids: CallIds, hidden: Collection[str], tools: Tools, marks: CallMarks
-    ) -> None:
-        super().__init__(ids, hidden)
-        self._marks, self._tools = marks, tools
-        openers = self._marks.openers
-        self._sought = (*openers, *(marker for marker in hidden if marker not in openers))
-        self._held: list[str] = []  # all of what may become a call
-        self._reader: CallArguments | None = None
-        self._begun = False
+class CallParser(TextParser):
+    """A parser of calls behind markers or, in a bare format, of a text that begins with one.
 
-    @abc.abstractmethod
-    def _opened(self) -> None:
-        pass
+    Calls follow each other, perhaps in a list: objects, or arguments behind a head with the name.
+    """
 
-    @abc.abstractmethod
-    def _call_ended(self, whole: bool) -> None:
-        pass
+    def __init__(self, hidden: Collection[str], tools: Tools, form: ToolFormat) -> None:
+        super().__init__(hidden)
+        self._form, self._tools = form, tools
+        self._sought = tuple(dict.fromkeys((*form.openers, *hidden)))
+        self._held = ""  # all of what may become a call
+        self._reader: ArgumentsReader | None = None
+        self._in_list = False
+        if form.bare:
+            self._state = self._start
 
-    def _rest(self) -> str:
-        return self._without_hidden("".join(self._held) + self._buffer)
+    def _start(self) -> bool:
+        text = self._buffer.lstrip()
+        if text:
+            self._state = self._between_calls if text[0] in "[{" else self._text
+        return bool(text)
 
     def _text(self) -> bool:
         # After a call, closing markers are no content.
-        marker = self._content_to(
-            (*self._sought, *self._marks.closers) if self.calls else self._sought
-        )
-        if marker is None:
-            return False
-        if marker in self._marks.openers:
-            if marker not in self._hidden:
-                self._held.append(marker)
-            self._opened()
-        return True
+        closers = self._form.closers if self.calls else ()
+        marker = self._content_to((*self._sought, *closers))
+        if marker in self._form.openers:
+            self._held = "" if marker in self._hidden else marker or ""
+            self._state = self._between_calls
+        return marker is not None
 
-    def _call(self) -> bool:
-        reader = self._reader
-        assert reader is not None
-        end = reader.feed(self._buffer)
-        taken, self._buffer = self._buffer[:end], self._buffer[end:]
-        if reader.begun:
-            if not self._begun:
-                self._parts.append(
-                    CallBegun(self.calls, self._ids.id_of(self.calls, reader.name), reader.name)
-                )
-                self.calls += 1
-                self._begun = True
-                self._held.clear()
-            piece = reader.drain()
-            if piece:
-                self._parts.append(Arguments(self.calls - 1, piece))
-        else:
-            self._held.append(taken)
-        if not (reader.failed or reader.done):
+    def _between_calls(self) -> bool:
+        form = self._form
+        text = self._buffer.lstrip(_SEPARATORS)
+        self._hold(len(self._buffer) - len(text))
+        markers = (*form.openers, *form.closers)
+        marker = next((each for each in markers if text.startswith(each)), None)
+        if not text or (marker is None and any(each.startswith(text) for each in markers)):
             return False
-        if self._begun:
-            self._call_ended(reader.done)
+        if marker in form.openers:
+            self._hold(len(marker or ""))
+        elif marker is not None and self.calls:
+            self._buffer, self._held = text[len(marker) :], ""
+            self._state = self._text
+        elif text[0] == "{":
+            self._read(ArgumentsReader(may_lack_arguments=not form.bare))
+        elif text[0] == "[" and not self._in_list:
+            self._in_list = True
+            self._hold(1)
+        elif text[0] == "]" and self.calls:
+            self._in_list = False
+            self._buffer, self._held = text[1:], ""
+            self._state = self._start if form.bare else self._text
+        elif form.head is not None:
+            return self._named(form.head)
         else:
             self._release()
-            self._state = self._text
-        self._reader = None
         return True
 
-    def _read(self, reader: CallArguments) -> None:
-        self._reader, self._begun = reader, False
-        self._state = self._call
-
-    def _release(self) -> None:
-        self._content(self._without_hidden("".join(self._held)))
-        self._held.clear()
-
-
-class MarkedParser(_CallParser):
-    """A parser of calls between markers."""
-
-    def _opened(self) -> None:
-        if self._marks.head is None:
-            self._read(CallReader(may_lack_arguments=True))
-        else:
-            self._state = self._head
-
-    def _head(self) -> bool:
-        marks, text = self._marks, self._buffer.lstrip()
-        assert marks.head is not None
-        blanks = len(self._buffer) - len(text)
-        end = re.compile(marks.head_end).search(text)
-        if end is None and len(text) <= _MAX_HEAD_CHARS:
-            return False
-        found = (
-            None
-            if end is None or end.end() > _MAX_HEAD_CHARS
-            else re.fullmatch(marks.head, text[: end.end()])
-        )
-        if found is None:
+    def _named(self, head: str) -> bool:
+        found = re.compile(head).match(self._buffer)
+        if found is not None and found.end() <= _MAX_HEAD_CHARS:
+            self._hold(found.end())
+            self._read(
+                TaggedReader(found["name"], self._properties(found["name"]))
+                if self._form.tagged
+                else ArgumentsReader(found["name"])
+            )
+        elif "{" in self._buffer or len(self._buffer) > _MAX_HEAD_CHARS:
             self._release()
-            self._state = self._text
-            return True
-        self._held.append(self._buffer[: blanks + found.end()])
-        self._buffer = self._buffer[blanks + found.end() :]
-        name = found["name"]
-        tags = marks.tags
-        self._read(
-            ArgumentsReader(name)
-            if tags is None
-            else TaggedReader(name, tags, self._properties(name))
-        )
+        else:
+            return False
         return True
 
     def _properties(self, name: str) -> Mapping[str, Any]:
@@ -242,152 +353,62 @@ class MarkedParser(_CallParser):
                 return found if isinstance(found, Mapping) else {}
         return {}
 
-    def _call_ended(self, whole: bool) -> None:
-        self._state = self._behind_call
+    def _read(self, reader: ArgumentsReader) -> None:
+        self._reader = reader
+        self._state = self._call
 
-    def _behind_call(self) -> bool:
-        self._buffer = self._buffer.lstrip()
-        if self._buffer:
-            self._state = self._close
-        return bool(self._buffer)
-
-    def _close(self) -> bool:
-        marker = self._content_to((*self._marks.closers, *self._sought))
-        if marker is None:
-            return False
-        if marker in self._marks.openers:
-            self._buffer = marker + self._buffer
-        if marker in self._marks.openers or marker in self._marks.closers:
+    def _call(self) -> bool:
+        reader = self._reader
+        assert reader is not None
+        had_begun = reader.begun
+        end = reader.feed(self._buffer)
+        if reader.begun:
+            if not had_begun:
+                self._parts.append(Part("call", reader.name, self.calls))
+                self.calls += 1
+                self._held = ""
+            self._buffer = self._buffer[end:]
+            if piece := reader.drain():
+                self._parts.append(Part("arguments", piece, self.calls - 1))
+        else:
+            self._hold(end)
+        if reader.failed and reader.begun:
             self._state = self._text
-        return True
+        elif reader.failed:
+            self._release()
+        elif reader.done:
+            self._state = self._between_calls
+        return reader.failed or reader.done
+
+    def _hold(self, count: int) -> None:
+        self._held, self._buffer = self._held + self._buffer[:count], self._buffer[count:]
+
+    def _release(self) -> None:
+        self._content(self._without_hidden(self._held))
+        self._held = ""
+        self._in_list = False
+        self._state = self._text
 
     def _rest(self) -> str:
-        # A marker that was cut off is no content either.
-        cut_off = self._state in (self._behind_call, self._close) or (
-            self._state == self._call and self._begun
-        )
-        return "" if cut_off else super()._rest()
-
-
-class ListedParser(_CallParser):
-    """A parser of calls in sequence or in a list, as JSON objects or Python."""
-
-    _SEPARATORS = " \t\r\n,;"
-
-    def __init__(
-        self, ids: CallIds, hidden: Collection[str], tools: Tools, marks: CallMarks
-    ) -> None:
-        super().__init__(ids, hidden, tools, marks)
-        if marks.bare:
-            self._state = self._start
-
-    def _start(self) -> bool:
-        text = self._buffer.lstrip()
-        if text.startswith("["):
-            self._hold_to(len(self._buffer) - len(text) + 1)
-        if text:
-            # Python's calls stand in a list: without one every sentence could begin one.
-            found = text[0] == "[" or (text[0] == "{" and not self._marks.python)
-            self._state = self._objects if found else self._text
-            if not found:
-                self._release()
-        return bool(text)
-
-    def _objects(self) -> bool:
-        text = self._buffer.lstrip(self._SEPARATORS)
-        self._held.append(self._buffer[: len(self._buffer) - len(text)])
-        self._buffer = text
-        if text.startswith("{") and not self._marks.python:
-            self._read(CallReader(may_lack_arguments=False))
-        elif text and self._marks.python and (text[0].isalpha() or text[0] == "_"):
-            self._read(PythonReader())
-        elif text.startswith("]") and self.calls:
-            self._buffer = text[1:]
-            self._held.clear()
-            self._state = self._start if self._marks.bare else self._text
-        elif text:
-            self._release()
-            self._state = self._text
-        return bool(text)
-
-    def _opened(self) -> None:
-        self._state = self._start
-
-    def _call_ended(self, whole: bool) -> None:
-        self._state = self._objects if whole else self._text
-
-    def _rest(self) -> str:
-        # Separators alone are no content behind a call.
-        return "" if self.calls and self._state == self._objects else super()._rest()
-
-    def _hold_to(self, end: int) -> None:
-        self._held.append(self._buffer[:end])
-        self._buffer = self._buffer[end:]
-
-
-class MistralParser(ListedParser):
-    """A parser of `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]` or
-    `[TOOL_CALLS]name{...}`.
-
-    By version, `[CALL_ID]id` (unused) and `[ARGS]` may stand before the arguments.
-    """
-
-    _NAME = re.compile(r"([^\s{}\[\]]+)(?:\[CALL_ID\][^\s{}\[\]]*)?(?:\[ARGS\])?\s*")
-    _NAME_SO_FAR = re.compile(r"[^\s{}]*\s*")
-
-    def _opened(self) -> None:
-        self._state = self._behind_marker
-
-    def _behind_marker(self) -> bool:
-        text = self._buffer.lstrip()
-        blanks = len(self._buffer) - len(text)
-        if not text or text == "[":
-            return False
-        if text[0] == "{":
-            self._state = self._objects
-        elif text.startswith("[T"):  # the same marker again
-            self._release()
-            self._state = self._text
-        elif text[0] == "[":
-            self._hold_to(blanks + 1)
-            self._state = self._objects
-        else:
-            self._hold_to(blanks)
-            self._state = self._named
-        return True
-
-    def _named(self) -> bool:
-        head, brace, _ = self._buffer.partition("{")
-        found = self._NAME.fullmatch(head)
-        if brace and found is not None:
-            self._hold_to(len(head))
-            self._read(ArgumentsReader(found[1]))
-        elif brace or self._NAME_SO_FAR.fullmatch(head) is None:
-            self._release()
-            self._state = self._text
-        else:
-            return False
-        return True
-
-    def _call_ended(self, whole: bool) -> None:
-        super()._call_ended(whole and isinstance(self._reader, CallReader))
+        # Separators and a marker that was cut off are no content behind a call.
+        begun = self._reader is not None and self._reader.begun and self._state == self._call
+        cut_off = self.calls and self._state == self._between_calls
+        return "" if begun or cut_off else self._without_hidden(self._held + self._buffer)
 
 
 class NamedParser(TextParser):
     """A parser for which all text is one call's arguments."""
 
-    def __init__(self, ids: CallIds, name: str) -> None:
-        super().__init__(ids)
+    def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = name
 
     def push(self, text: str) -> list[Part]:
         if not text:
             return []
-        begun: list[Part] = (
-            [] if self.calls else [CallBegun(0, self._ids.id_of(0, self._name), self._name)]
-        )
+        begun = [] if self.calls else [Part("call", self._name)]
         self.calls = 1
-        return [*begun, Arguments(0, text)]
+        return [*begun, Part("arguments", text)]
 
     def finish(self) -> list[Part]:
         return []

@@ -28,7 +28,6 @@ from kvrelay.wire.sampling import (
 from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = [
-    "CalledFunction",
     "ChatChoice",
     "ChatChunk",
     "ChatChunkChoice",
@@ -53,7 +52,6 @@ __all__ = [
     "ResponseFormat",
     "SamplingFields",
     "StreamOptions",
-    "ToolCall",
     "ToolCallDelta",
     "TopLogprob",
     "Usage",
@@ -291,19 +289,20 @@ class PromptLogprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
-class CalledFunction(msgspec.Struct, frozen=True):
-    """A called function; `arguments` may be cut off or broken."""
+class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A called function, or an addition to it; `arguments` may be cut off or broken."""
 
-    name: str
-    arguments: str
+    name: str | None = None
+    arguments: str | None = None
 
 
-class ToolCall(msgspec.Struct, frozen=True):
-    """A call of a whole answer."""
+class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A call, or an addition to one, whose first chunk has `id` and `type`."""
 
-    id: str
-    function: CalledFunction
-    type: str = "function"
+    index: int | None = None
+    function: FunctionDelta = FunctionDelta()
+    id: str | None = None
+    type: str | None = None
 
 
 class ReplyMessage(msgspec.Struct, frozen=True):
@@ -316,7 +315,7 @@ class ReplyMessage(msgspec.Struct, frozen=True):
     content: str | None
     reasoning: str | None = None
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -342,22 +341,6 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     kv_transfer_params: KvTransferParams | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
-
-
-class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An addition to a called function."""
-
-    name: str | None = None
-    arguments: str | None = None
-
-
-class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An addition to a call; `id` and `type` are in its first chunk."""
-
-    index: int | None = None
-    function: FunctionDelta = FunctionDelta()
-    id: str | None = None
-    type: str | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):

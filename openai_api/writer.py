@@ -6,7 +6,7 @@ continues where this one stood.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvrelay.openai_api import sse
 from kvrelay.openai_api.body import echoes_logprobs, prompt_only, requested_logprobs
 from kvrelay.openai_api.logprobs import ScoredPrompt, chat_logprobs, completion_logprobs, joined
-from kvrelay.openai_api.message_stream import PlainMessage
+from kvrelay.openai_api.message_stream import MessageForm, MessageStream
 from kvrelay.openai_api.prompt import Beginning
 from kvrelay.openai_api.text_stream import TextStream
 from kvrelay.openai_api.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ class ChoiceWriter:
         tokenizer: Tokenizer,
         params: SamplingParams,
         index: int,
-        message: PlainMessage,
+        message: MessageStream,
         so_far: ChoiceSoFar,
         beginning: Beginning,
     ) -> None:
@@ -303,9 +303,9 @@ class AnswerWriter:
         part: bool = False,
         first_index: int = 0,
         beginning: Beginning = Beginning(),  # noqa: B008 - a constant
-        message: Callable[[int], PlainMessage] = lambda _: PlainMessage(),
+        message_form: MessageForm = MessageForm(),  # noqa: B008 - a constant
     ) -> None:
-        """`message` makes a choice's parser; `so_far` was made elsewhere.
+        """`so_far` was made elsewhere.
 
         A `part` of several prompts counts choices from `first_index`, and leaves a stream's end to
         sse.py. Raises RequestError for a `so_far` that cannot be continued.
@@ -320,7 +320,7 @@ class AnswerWriter:
                 tokenizer,
                 params,
                 first_index + at,
-                message(first_index + at),
+                MessageStream(message_form, response_id, first_index + at),
                 each,
                 beginning,
             )

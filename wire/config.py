@@ -307,33 +307,8 @@ class RanksConfig:
 
 
 # The rows of openai_api/model_formats.py.
-TOOL_CALL_PARSERS = (
-    "openai",
-    "kimi_k2",
-    "deepseek_v3",
-    "deepseek_v31",
-    "glm45",
-    "glm47",
-    "qwen3_coder",
-    "qwen3_xml",
-    "mistral",
-    "granite",
-    "hermes",
-    "pythonic",
-    "llama3_json",
-    "json",
-)
-REASONING_PARSERS = (
-    "openai_gptoss",
-    "kimi_k2",
-    "granite",
-    "mistral",
-    "seed_oss",
-    "glm45",
-    "deepseek_r1",
-    "deepseek_v3",
-    "qwen3",
-)
+TOOL_CALL_PARSERS = ("qwen3_coder", "qwen3_xml", "mistral", "hermes", "llama3_json", "json")
+REASONING_PARSERS = ("mistral", "deepseek_r1", "qwen3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,13 +383,11 @@ class NodeConfig(ServerConfig):
     """Requests may bring a chat template: a Jinja program in a sandbox."""
     tool_call_parser: str = "auto"
     """Syntax of the model's tool calls: hermes (Qwen too), llama3_json, mistral, qwen3_coder,
-    deepseek_v3, deepseek_v31, glm45, kimi_k2, openai (gpt-oss), granite, pythonic, json; auto takes
-    it from the chat template or the model's type, none finds no calls.
+    json; auto takes it from the chat template or the model's type, none finds no calls.
     """
     reasoning_parser: str = "auto"
-    """Syntax of the model's reasoning: qwen3, deepseek_r1, deepseek_v3, glm45, kimi_k2,
-    openai_gptoss, granite, mistral, seed_oss; auto as for tool_call_parser, none leaves it in the
-    content.
+    """Syntax of the model's reasoning: qwen3, deepseek_r1, mistral; auto as for tool_call_parser, none
+    leaves it in the content.
     """
     tool_parser_plugin: str = ""
     """Python file, run at start, that adds parsers of tool calls and reasoning."""

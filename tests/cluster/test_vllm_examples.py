@@ -35,10 +35,9 @@ WEATHER = {"city": "Dallas", "state": "TX", "unit": "fahrenheit"}
 CALLS = {"get_current_weather": WEATHER, "get_weather": {"latitude": 48.9, "longitude": 2.4}}
 PLUGIN = """
 from kvrelay.openai_api.model_formats import REASONING_FORMATS, ReasoningFormat
-from kvrelay.openai_api.reasoning import ReasoningMarks
 
 # The embedded model does not reason: its first sentence is taken for a thought.
-REASONING_FORMATS["first_sentence"] = ReasoningFormat(marks=ReasoningMarks((), (".",), assumed=True))
+REASONING_FORMATS["first_sentence"] = ReasoningFormat(openers=(), closers=(".",), assumed=True)
 """
 SAMPLING = {
     "temperature": 0,

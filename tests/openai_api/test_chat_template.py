@@ -11,7 +11,6 @@ import pytest
 
 from kvrelay.openai_api.body import decode_chat
 from kvrelay.openai_api.chat_template import check_template, render
-from kvrelay.openai_api.model_formats import TOOL_FORMATS
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.wire.errors import ConfigError, RequestError
 
@@ -169,58 +168,14 @@ def test_arguments_become_objects_where_they_are_ones(arguments: Any, wanted: An
     assert json.loads(rendered(template, [{"role": "assistant", "tool_calls": [call]}])) == wanted
 
 
-NO_SYSTEM = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('no system text') }}{% endif %}"
-)
-
-
-def hermes(name: str, arguments: Any) -> str:
-    return TOOL_FORMATS["hermes"].write(name, arguments)
-
-
-@pytest.mark.parametrize(
-    ("chatml", "begins"),
-    [
-        (CHATML, "<system>You can call these functions"),
-        (NO_SYSTEM + CHATML, "<user>You can call these functions"),
-    ],
-)
-def test_a_template_that_renders_no_tools_is_given_them_as_text(chatml: str, begins: str) -> None:
-    said = rendered(chatml, TOOL_CHAT, tools=[WEATHER], write=hermes)
-    assert said.startswith(begins)
-    assert json.dumps(WEATHER["function"], ensure_ascii=False) in said
-    assert f"exactly in this form:\n{hermes('name_of_the_function', {'argument': 'value'})}" in said
-    # What was called before is written as the model writes it, and results are what a user says.
-    call = hermes("weather", {"city": "Orléans"})
-    result = '<tool_response>\n{"sky": "blue"}\n</tool_response>'
-    assert said.endswith(f"Weather in Orléans?<assistant>{call}<user>{result}<bot>")
-    # A system text of the client's stays, and users' messages that follow each other become one.
-    own = [{"role": "system", "content": "Be kind."}, TOOL_CHAT[0], TOOL_CHAT[2], TOOL_CHAT[0]]
-    if begins.startswith("<system>"):
-        said = rendered(chatml, own, tools=[WEATHER], write=hermes)
-        assert said.startswith("<system>Be kind.\n\nYou can call")
-        assert said.endswith(f"<user>Weather in Orléans?\n{result}\nWeather in Orléans?<bot>")
-
-
-def test_a_template_that_renders_tools_is_left_alone() -> None:
-    for template in (QWEN, MISTRAL):
-        assert rendered(template, TOOL_CHAT, tools=[WEATHER], write=hermes) == rendered(
-            template, TOOL_CHAT, tools=[WEATHER]
-        )
-    assert rendered(CHATML, TOOL_CHAT[:1], write=hermes) == "<user>Weather in Orléans?<bot>"
-
-
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_past_reasoning_reaches_the_template_by_every_name_that_templates_know(name: str) -> None:
-    template = (
-        "{% for m in messages %}[{{ m.reasoning }},{{ m.reasoning_content }},{{ m.thinking "
-        "}}]{% endfor %}"
-    )
+    template = "{% for m in messages %}[{{ m.reasoning }},{{ m.reasoning_content }}]{% endfor %}"
     said = [
         {"role": "assistant", "content": None, name: "hm"},
         {"role": "assistant", "content": "x", name: "so"},
     ]
-    assert rendered(template, [*said, {"role": "user"}]) == "[hm,hm,hm][so,so,][,,]"
+    assert rendered(template, [*said, {"role": "user"}]) == "[hm,hm][so,so][,]"
 
 
 def test_what_templates_expect_is_there() -> None:

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from kvrelay.openai_api.body import decode_chat
-from kvrelay.openai_api.message_stream import MessageForm, PlainMessage, message_form
+from kvrelay.openai_api.message_stream import MessageForm, MessageStream, message_form
 from kvrelay.openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS
 from kvrelay.openai_api.tokenizer import BYTE_CHARS, Tokenizer, byte_level
 from kvrelay.wire.errors import RequestError
@@ -38,7 +38,7 @@ def form(
     )
 
 
-def told(stream: PlainMessage, pieces: list[str]) -> dict[str, Any]:
+def told(stream: MessageStream, pieces: list[str]) -> dict[str, Any]:
     for piece in pieces:
         stream.push(piece)
     stream.finish()
@@ -46,8 +46,8 @@ def told(stream: PlainMessage, pieces: list[str]) -> dict[str, Any]:
     return message
 
 
-def stream(form: MessageForm, choice: int = 0) -> PlainMessage:
-    return form.parser("chatcmpl-1", choice)
+def stream(form: MessageForm, choice: int = 0) -> MessageStream:
+    return MessageStream(form, "chatcmpl-1", choice)
 
 
 def names(message: dict[str, Any]) -> list[tuple[str, str]]:

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.openai_api.message_parts import Content, Part, Reasoning, merged
-from kvrelay.openai_api.reasoning import Opening, ReasoningMarks, ReasoningSplit
+from kvrelay.openai_api.message_parts import Part, merged
+from kvrelay.openai_api.model_formats import ReasoningFormat
+from kvrelay.openai_api.reasoning import Opening, ReasoningSplit, opening
 
-THINK = ReasoningMarks()
+THINK = ReasoningFormat()
 
 
 def split(begins: Opening, pieces: list[str]) -> list[Part]:
@@ -23,24 +24,32 @@ def split(begins: Opening, pieces: list[str]) -> list[Part]:
 @pytest.mark.parametrize(
     ("begins", "text", "wanted"),
     [
-        (Opening.FREE, "<think>\na\nb\n</think>\n\nc\n", [Reasoning("a\nb"), Content("c\n")]),
-        (Opening.FREE, "\n<think>a</think>c", [Reasoning("a"), Content("c")]),
-        (Opening.FREE, "c <think>a</think>", [Content("c <think>a</think>")]),
-        (Opening.FREE, "<thin", [Content("<thin")]),
-        (Opening.FREE, " c", [Content(" c")]),
-        (Opening.FREE, "<think>\n\n</think>\n\nc", [Content("c")]),
+        (
+            Opening.FREE,
+            "<think>\na\nb\n</think>\n\nc\n",
+            [Part("reasoning", "a\nb"), Part("content", "c\n")],
+        ),
+        (Opening.FREE, "\n<think>a</think>c", [Part("reasoning", "a"), Part("content", "c")]),
+        (Opening.FREE, "c <think>a</think>", [Part("content", "c <think>a</think>")]),
+        (Opening.FREE, "<thin", [Part("content", "<thin")]),
+        (Opening.FREE, " c", [Part("content", " c")]),
+        (Opening.FREE, "<think>\n\n</think>\n\nc", [Part("content", "c")]),
         (Opening.FREE, "", []),
-        (Opening.INSIDE, "a</think>c", [Reasoning("a"), Content("c")]),
-        (Opening.INSIDE, "\n a </thin k> </think> ", [Reasoning("a </thin k>")]),
+        (Opening.INSIDE, "a</think>c", [Part("reasoning", "a"), Part("content", "c")]),
+        (Opening.INSIDE, "\n a </thin k> </think> ", [Part("reasoning", "a </thin k>")]),
         # Some models open what the prompt has opened already.
-        (Opening.INSIDE, "<think>\na</think>\nc", [Reasoning("a"), Content("c")]),
+        (Opening.INSIDE, "<think>\na</think>\nc", [Part("reasoning", "a"), Part("content", "c")]),
         # Without an end it is reasoning to the last character.
-        (Opening.INSIDE, "a b\n", [Reasoning("a b")]),
-        (Opening.INSIDE, "a </thi", [Reasoning("a </thi")]),
-        (Opening.INSIDE, "<th", [Reasoning("<th")]),
-        (Opening.FREE, "<think>a", [Reasoning("a")]),
-        (Opening.INSIDE, "a</think>b</think>c", [Reasoning("a"), Content("b</think>c")]),
-        (Opening.BEHIND, "\n<think>a</think>", [Content("\n<think>a</think>")]),
+        (Opening.INSIDE, "a b\n", [Part("reasoning", "a b")]),
+        (Opening.INSIDE, "a </thi", [Part("reasoning", "a </thi")]),
+        (Opening.INSIDE, "<th", [Part("reasoning", "<th")]),
+        (Opening.FREE, "<think>a", [Part("reasoning", "a")]),
+        (
+            Opening.INSIDE,
+            "a</think>b</think>c",
+            [Part("reasoning", "a"), Part("content", "b</think>c")],
+        ),
+        (Opening.BEHIND, "\n<think>a</think>", [Part("content", "\n<think>a</think>")]),
     ],
 )
 def test_reasoning_and_content(begins: Opening, text: str, wanted: list[Part]) -> None:
@@ -50,10 +59,10 @@ def test_reasoning_and_content(begins: Opening, text: str, wanted: list[Part]) -
 
 def test_reasoning_is_told_as_it_comes() -> None:
     stream = ReasoningSplit(THINK, Opening.INSIDE)
-    assert stream.push("one two ") == [Reasoning("one two")]
-    assert stream.push("three <") == [Reasoning(" three")]
+    assert stream.push("one two ") == [Part("reasoning", "one two")]
+    assert stream.push("three <") == [Part("reasoning", " three")]
     assert stream.push("/think>\n") == []
-    assert stream.push("so") == [Content("so")]
+    assert stream.push("so") == [Part("content", "so")]
 
 
 @pytest.mark.parametrize(
@@ -66,8 +75,8 @@ def test_reasoning_is_told_as_it_comes() -> None:
     ],
 )
 def test_the_prompts_end_says_how_the_answer_begins(end: str, wanted: Opening) -> None:
-    assert THINK.opening(end) is wanted
-    assert ReasoningMarks(assumed=True).opening(end) is (
+    assert opening(end, THINK) is wanted
+    assert opening(end, ReasoningFormat(assumed=True)) is (
         Opening.INSIDE if wanted is Opening.FREE else wanted
     )
 
@@ -89,7 +98,7 @@ def test_where_the_text_is_cut_makes_no_difference(
     assert split(begins, list(text)) == whole
     assert split(begins, [text[:cut], text[cut:]]) == whole
     # Markers leave a gap, so that what stood on both sides of one makes no other.
-    told = "\0".join(part.text for part in whole if isinstance(part, (Reasoning, Content)))
+    told = "\0".join(part.text for part in whole)
     assert bare(told) == bare(text)
 
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import SupportsIndex
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.openai_api.call_reader import CallReader
-from kvrelay.openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, merged
+from kvrelay.openai_api.message_parts import Part, call_id, merged
 from kvrelay.openai_api.model_formats import TOOL_FORMATS
-from kvrelay.openai_api.tool_parsers import NamedParser, TextParser
+from kvrelay.openai_api.tool_parsers import CallParser, NamedParser, TextParser
 
-IDS = CallIds("chatcmpl-1", 0)
+TYPES = {
+    "city": {"type": "string"},
+    "days": {"type": "integer"},
+    "units": {"type": ["string", "null"]},
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": TYPES}}}]
+
+
+def parser(name: str, hidden: tuple[str, ...] = ()) -> CallParser:
+    return CallParser(hidden, TOOLS, TOOL_FORMATS[name])
 
 
 def parse(parser: TextParser, pieces: list[str]) -> list[Part]:
@@ -28,17 +35,15 @@ def message(
     name: str, text: str, hidden: tuple[str, ...] = ()
 ) -> tuple[str, list[tuple[str, str]]]:
     """(content, [(name, arguments)]), by characters; the calls must be numbered and in order."""
-    parts = parse(TOOL_FORMATS[name].reader(IDS, hidden, ()), list(text))
     content, calls = "", []
-    for part in parts:
-        if isinstance(part, Content):
+    for part in parse(parser(name, hidden), list(text)):
+        if part.kind == "content":
             content += part.text
-        elif isinstance(part, CallBegun):
-            assert part.index == len(calls)
-            assert part.id == IDS.id_of(part.index, part.name)
-            calls.append((part.name, ""))
-        elif isinstance(part, Arguments):
-            assert part.index == len(calls) - 1
+        elif part.kind == "call":
+            assert part.at == len(calls)
+            calls.append((part.text, ""))
+        else:
+            assert part.at == len(calls) - 1
             calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
     return content, calls
 
@@ -50,7 +55,7 @@ HARD = (
 
 
 @pytest.mark.parametrize(
-    ("parser", "text", "content", "calls"),
+    ("name", "text", "content", "calls"),
     [
         # Hermes and Qwen
         (
@@ -133,6 +138,29 @@ HARD = (
             [("f", "{}"), ("g", "{}")],
         ),
         ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {}}', "", [("f", "{}")]),
+        # Qwen's coders: texts as the schema says, other values as JSON or Python
+        (
+            "qwen3_coder",
+            'Hm.\n<tool_call>\n<function=f>\n<parameter=city>\na "b"\n\n<c> \n</parameter>\n'
+            "<parameter=days>\n3\n</parameter>\n<parameter=units>\nnull\n</parameter>\n"
+            "<parameter=tags>\n['x', True]\n</parameter>\n</function>\n</tool_call>\n"
+            "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+            "Hm.",
+            [
+                (
+                    "f",
+                    '{"city": "a \\"b\\"\\n\\n<c> ", "days": 3, "units": null, "tags": ["x", true]}',
+                ),
+                ("now", "{}"),
+            ],
+        ),
+        ("qwen3_xml", "<function=now>\n</function>", "", [("now", "{}")]),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=f>\n<parameter=city>\nPar\n</par",
+            "",
+            [("f", '{"city": "Par')],
+        ),
         # Plain JSON
         ("json", f'{{"name": "f", "arguments": {HARD}}}', "", [("f", HARD)]),
         (
@@ -143,14 +171,12 @@ HARD = (
         ),
     ],
 )
-def test_calls_are_found(
-    parser: str, text: str, content: str, calls: list[tuple[str, str]]
-) -> None:
-    assert message(parser, text) == (content, calls)
+def test_calls_are_found(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert message(name, text) == (content, calls)
 
 
 @pytest.mark.parametrize(
-    ("parser", "text"),
+    ("name", "text"),
     [
         ("hermes", "<tool_call>f()</tool_call>"),
         ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
@@ -177,14 +203,17 @@ def test_calls_are_found(
         ("json", '{"name": "f", "arguments": [1]}'),
         ("json", 'x {"name": "f", "arguments": {}}'),
         ("json", " \n"),
+        ("qwen3_coder", "if a <function>"),
+        ("qwen3_coder", "<tool_call>I think so</tool_call>"),
+        ("qwen3_coder", f"<tool_call><function=f><parameter={'k' * 400}"),
     ],
 )
-def test_what_is_no_call_is_content_to_the_last_character(parser: str, text: str) -> None:
-    assert message(parser, text) == (text, [])
+def test_what_is_no_call_is_content_to_the_last_character(name: str, text: str) -> None:
+    assert message(name, text) == (text, [])
 
 
 @pytest.mark.parametrize(
-    ("parser", "text", "content", "arguments"),
+    ("name", "text", "content", "arguments"),
     [
         (
             "hermes",
@@ -198,50 +227,31 @@ def test_what_is_no_call_is_content_to_the_last_character(parser: str, text: str
     ],
 )
 def test_a_call_that_breaks_later_keeps_what_was_told_and_the_rest_is_content(
-    parser: str, text: str, content: str, arguments: str
+    name: str, text: str, content: str, arguments: str
 ) -> None:
-    assert message(parser, text) == (content, [("f", arguments)])
+    assert message(name, text) == (content, [("f", arguments)])
 
 
 @pytest.mark.parametrize(
-    ("parser", "text", "arguments"),
+    ("name", "text", "arguments"),
     [
         ("json", '{"name": "f", "arguments": {"a": 1}, "id": "call_1', '{"a": 1}'),
         ("json", '{"name": "f", "arguments": {"a": 1}, "i', '{"a": 1}'),
         ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}, "type": "func', "{}"),
         ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": [{"a": nul', "{}"),
-        ("granite", '<|tool_call|>[{"name":"f","arguments":{},"id":', "{}"),
     ],
 )
 def test_the_rest_of_a_call_that_is_cut_off_is_no_content(
-    parser: str, text: str, arguments: str
+    name: str, text: str, arguments: str
 ) -> None:
-    assert message(parser, text) == ("", [("f", arguments)])
+    assert message(name, text) == ("", [("f", arguments)])
 
 
-@pytest.mark.parametrize("value", [f'"{"x" * 5000}"', f"[{'[],' * 2000}1]", "1" * 5000])
-def test_members_before_the_arguments_may_be_long(value: str) -> None:
-    text = f'<tool_call>{{"thought": {value}, "name": "f", "arguments": {{}}}}</tool_call>'
+def test_members_before_the_name_may_be_long_texts() -> None:
+    text = f'<tool_call>{{"type": "function", "thought": "{"x" * 3000}", "name": "f", "arguments": {{}}}}'
     assert message("hermes", text) == ("", [("f", "{}")])
-
-
-class _CountedText(str):
-    __slots__ = ("copied",)
-
-    def __getitem__(self, at: SupportsIndex | slice) -> str:
-        found = super().__getitem__(at)
-        self.copied = getattr(self, "copied", 0) + len(found)
-        return found
-
-
-@pytest.mark.parametrize("members", ['"a":' + "[1," * 1000, '"a":"' + "x" * 4000, '"a":1,' * 1000])
-def test_the_members_of_a_call_are_read_once(members: str) -> None:
-    text = "{" + members
-    reader = CallReader(may_lack_arguments=False)
-    assert all(reader.feed(char) == 1 for char in text), "it wants to see a character again"
-    whole = _CountedText(text)
-    assert CallReader(may_lack_arguments=False).feed(whole) == len(text)
-    assert whole.copied <= 8 * len(text)
+    late = f'<tool_call>{{"arguments": {{"a": "{"x" * 5000}"}}, "name": "f"}}'
+    assert message("hermes", late) == (late, [])
 
 
 def test_a_malformed_call_before_a_good_one_hides_nothing() -> None:
@@ -269,97 +279,72 @@ def test_white_space_between_words_and_calls() -> None:
 
 
 def test_arguments_are_told_as_they_come() -> None:
-    parser = TOOL_FORMATS["hermes"].reader(IDS, (), ())
-    assert parser.push('<tool_call>{"name": "f", "arg') == []
-    assert parser.push('uments": {"a') == [
-        CallBegun(0, IDS.id_of(0, "f"), "f"),
-        Arguments(0, '{"a'),
-    ]
-    assert parser.push('": 1') == [Arguments(0, '": 1')]
-    assert parser.push("}}</tool_call>") == [Arguments(0, "}")]
-    assert parser.finish() == []
+    hermes = parser("hermes")
+    assert hermes.push('<tool_call>{"name": "f", "arg') == []
+    assert hermes.push('uments": {"a') == [Part("call", "f"), Part("arguments", '{"a')]
+    assert hermes.push('": 1') == [Part("arguments", '": 1')]
+    assert hermes.push("}}</tool_call>") == [Part("arguments", "}")]
+    assert hermes.finish() == []
+    coder = parser("qwen3_coder")
+    coder.push("<tool_call>\n<function=f>\n<parameter=city>\nPa")
+    assert coder.push('r"\nx') == [Part("arguments", 'r\\"\\nx')]
 
 
 def test_the_named_call_is_all_of_the_text() -> None:
-    assert parse(NamedParser(IDS, "f"), ['{"a"', "", ": 1}"]) == [
-        CallBegun(0, IDS.id_of(0, "f"), "f"),
-        Arguments(0, '{"a": 1}'),
-    ]
-    assert parse(NamedParser(IDS, "f"), []) == []
+    told = [Part("call", "f"), Part("arguments", '{"a": 1}')]
+    assert parse(NamedParser("f"), ['{"a"', "", ": 1}"]) == told
+    assert parse(NamedParser("f"), []) == []
 
 
 def test_ids_are_functions_of_the_answer_the_choice_and_the_index() -> None:
     told = {
-        CallIds(answer, choice, form).id_of(index, "f")
+        call_id(answer, choice, index, short=short)
         for answer in ("a", "b")
         for choice in (0, 1)
-        for form in ("{short}", "call_{hex}")
         for index in (0, 1)
+        for short in (True, False)
     }
     assert len(told) == 16
-    short = CallIds("a", 0, "{short}")
-    assert short.id_of(3, "f") == CallIds("a", 0, "{short}").id_of(3, "f")
-    for index in range(100):
-        assert len(short.id_of(index, "f")) == 9
-        assert short.id_of(index, "f").isalnum()
-        assert short.id_of(index, "f").isascii()
-    assert (
-        CallIds("a", 0, "functions.{name}:{index}", first=2).id_of(1, "f{x}") == "functions.f{x}:3"
-    )
+    assert {len(each) for each in told if not each.startswith("call_")} == {9}
 
 
 _SHREDS = [
     "<tool_call>", "</tool_call>", "<tool_", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "{", "}", "[",
     "]", '"name"', '"arguments"', '"parameters"', ":", ",", ";", '"f"', "f", "{}", ' {"name": ' '"f", "arguments": {',
-    '"a": 1', '{"name": "g", "parameters": {}}', "\\", '"', " ", "\n", "1", "-", "true", "nul", "é", "<", "x",
+    '"a": 1', '{"name": "g", "parameters": {}}', "\\", '"', " ", "\n", "1", "-", "true", "nul", "é", "<", "x", "f>",
+    "[f(", "<function=", "<parameter=city>", "<parameter=a>", "</parameter>", "</function>",
 ]  # fmt: skip
-_OTHER_SHREDS = [
-    "f(",
-    "a=",
-    "'b'",
-    ")",
-    "```",
-    "function",
-    "f>",
-    "f\n",
-    "functions.f:0",
-    "commentary to=functions.f ",
-]
-_OTHER_SHREDS += [
-    "<parameter=a>",
-    "</parameter>",
-    "</function>",
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-]
+_CALLS = {
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=city>\na\n</parameter>\n<parameter=b>\n[1]"
+    "\n</parameter>\n</function>\n</tool_call>",
+    "mistral": '[TOOL_CALLS]f[CALL_ID]a[ARGS]{"a": "b", "c": [1, {"d": null}]}',
+}
+_CALL = '{"name": "f", "arguments": {"a": "b\\n", "c": [1, {"d": null}], "e": true}}'
 
 
 @settings(max_examples=600)
 @given(
-    parser=st.sampled_from(list(TOOL_FORMATS)),
+    name=st.sampled_from(list(TOOL_FORMATS)),
     data=st.data(),
     cuts=st.lists(st.integers(0, 200), max_size=8),
     hides=st.booleans(),
 )
 def test_where_the_text_is_cut_makes_no_difference(
-    parser: str, data: st.DataObject, cuts: list[int], hides: bool
+    name: str, data: st.DataObject, cuts: list[int], hides: bool
 ) -> None:
-    row = TOOL_FORMATS[parser]
-    call = row.write("f", {"a": "b\n", "c": [1, {"d": None}], "e": True})
-    pieces = st.integers(0, len(call)).map(lambda at: call[:at]) | st.integers(0, len(call)).map(
-        lambda at: call[at:]
-    )
-    shred = pieces | st.sampled_from([*_SHREDS, *_OTHER_SHREDS, *row.marks.markers, call])
+    row = TOOL_FORMATS[name]
+    call = _CALLS.get(name, "".join([*row.openers[:1], _CALL, *row.closers[:1]]))
+    at = st.integers(0, len(call))
+    pieces = at.map(lambda at: call[:at]) | at.map(lambda at: call[at:])
+    shred = pieces | st.sampled_from([*_SHREDS, *row.markers, call])
     text = "".join(data.draw(st.lists(shred, max_size=8)))
-    hidden = row.marks.markers if hides else ()
-    whole = parse(row.reader(IDS, hidden, ()), [text])
-    assert parse(row.reader(IDS, hidden, ()), list(text)) == whole
+    hidden = row.markers if hides else ()
+    whole = parse(parser(name, hidden), [text])
+    assert parse(parser(name, hidden), list(text)) == whole
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    assert parse(row.reader(IDS, hidden, ()), [text[a:b] for a, b in pairwise(places)]) == whole
-    if not hides and not any(isinstance(part, CallBegun) for part in whole):
-        assert whole == ([Content(text)] if text else [])
+    assert parse(parser(name, hidden), [text[a:b] for a, b in pairwise(places)]) == whole
+    if not hides and not any(part.kind == "call" for part in whole):
+        assert whole == ([Part("content", text)] if text else [])
 
 
 def test_deep_arguments_are_read_without_recursion_and_the_first_of_two_count() -> None:

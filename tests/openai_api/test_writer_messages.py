@@ -80,7 +80,7 @@ def writer(
         model="m",
         prompt_tokens=5,
         so_far=[ChoiceSoFar(**so_far)],
-        message=lambda choice: form.parser("chatcmpl-1", choice),
+        message_form=form,
     )
 
 

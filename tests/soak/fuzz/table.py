@@ -24,7 +24,7 @@ from kvrelay.openai_api.dialects.base import PASSED_ON
 from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
 from kvrelay.openai_api.openapi import OPERATIONS
 from kvrelay.openai_api.structured import _KINDS, _Tag, _Tags
-from kvrelay.openai_api.types import CalledFunction, ChatRequest
+from kvrelay.openai_api.types import ChatRequest, FunctionDelta
 from kvrelay.router.admin import _Add, _Flip, _Name
 
 __all__ = ["INSIDE", "OPEN", "ROUTES", "Place", "Route", "least", "places"]
@@ -47,7 +47,7 @@ class _Tool(msgspec.Struct):
 
 
 class _Call(msgspec.Struct):
-    function: CalledFunction
+    function: FunctionDelta
     id: str
 
 
