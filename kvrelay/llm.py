@@ -166,7 +166,7 @@ def _config(model: str, settings: dict[str, Any]) -> NodeConfig:
 
 def _output(prompt: Any, made: NodeRequest) -> RequestOutput:
     outputs = [
-        CompletionOutput(each.text, list(each.token_ids), each.whole().finish_reason)
+        CompletionOutput(each.text, list(each.token_ids), each.whole().finish_reason or "")
         for each in made.writer.choices
     ]
     text = prompt if isinstance(prompt, str) else None

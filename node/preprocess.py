@@ -90,7 +90,7 @@ def _rendered_bytes(request: ChatRequest | CompletionRequest, size: int) -> int:
     if not isinstance(request, ChatRequest) or size > _THREAD_BYTES:
         return size
     calls = [with_object(call) for message in request.messages for call in message.tool_calls or ()]
-    level: list[object] = [*(request.tools or ()), *(request.documents or ()), *calls]
+    level: list[object] = [*(request.tools or ()), *calls]
     depth = 0
     while level and size <= _THREAD_BYTES:
         size, depth = size + _INDENT * depth * len(level), depth + 1
@@ -108,7 +108,7 @@ def _could_be_endless(request: ChatRequest | CompletionRequest, size: int) -> bo
         has_text = any(isinstance(prompt, str) for prompt in prompts_of(request))
         return size > _THREAD_BYTES and has_text
     items = sum(1 + len(message.tool_calls or ()) for message in request.messages)
-    items += len(request.tools or ()) + len(request.documents or ())
+    items += len(request.tools or ())
     arguments = (request.chat_template_kwargs or {}).values()
     return (
         size > _THREAD_BYTES

@@ -17,7 +17,6 @@ from kvrelay.decode_node.request import DecodeRequest
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.sandbox import Sandbox, Setup
 from kvrelay.openai_api.body import (
-    choice_count,
     decode_chat,
     decode_completion,
     prompts_of,
@@ -187,7 +186,7 @@ class Serving:
             model=request.model or self.model_name,
             prompt_tokens=len(prompt),
             cached_tokens=answer.cached_tokens,
-            so_far=answer.so_far(choice_count(request)),
+            so_far=answer.so_far(request.n or 1),
             part=answer.part,
             first_index=answer.first_index,
             beginning=self._prompts.beginning(request, prompt),

@@ -20,11 +20,9 @@ __all__ = [
     "body_request_id",
     "requested_logprobs",
     "check_choices",
-    "choice_count",
     "decode_chat",
     "decode_completion",
     "echoes_logprobs",
-    "truncated_length",
     "prompt_only",
     "prompts_of",
     "sampling_params",
@@ -93,12 +91,11 @@ def decode_chat(body: bytes) -> ChatRequest:
 def decode_completion(body: bytes) -> CompletionRequest:
     """Return a checked completion request. Raises RequestError."""
     request = _decode(body, _completion_decoder)
-    _check_best_of(request)
     for prompt in prompts_of(request):
         ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
         if not (ids or isinstance(prompt, str)):
             raise RequestError("prompt mixes token ids with something else", param="prompt")
-    check_choices(len(prompts_of(request)), choice_count(request))
+    check_choices(len(prompts_of(request)), request.n or 1)
     return request
 
 
@@ -120,12 +117,6 @@ def check_choices(prompts: int, choices: int) -> None:
             f"the limit of one request is {MAX_CHOICES}; send several requests",
             param="prompt" if prompts > 1 else "n",
         )
-
-
-def choice_count(request: ChatRequest | CompletionRequest) -> int:
-    """Return how many choices are generated per prompt; `n` of them are returned."""
-    best_of = request.best_of if isinstance(request, CompletionRequest) else None
-    return max(request.n or 1, best_of or 1)
 
 
 def requested_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
@@ -151,33 +142,6 @@ def prompt_only(request: ChatRequest | CompletionRequest) -> bool:
         and bool(request.echo)
         and _asked_limit(request)[1] == 0
     )
-
-
-def truncated_length(
-    request: ChatRequest | CompletionRequest, prompt_tokens: int, max_model_len: int
-) -> int:
-    """Return how many of the prompt's last tokens are kept. Raises RequestError."""
-    kept = request.truncate_prompt_tokens
-    if kept is None:
-        return prompt_tokens
-    if kept == -1:
-        name, limit = _asked_limit(request)
-        default = 1 if isinstance(request, ChatRequest) else _DEFAULT_COMPLETION_TOKENS
-        kept = max_model_len - (default if limit is None else limit)
-        if kept < 1:
-            raise RequestError(
-                f"{name} is {limit} and this model's context {max_model_len}: that leaves no token "
-                "of the prompt",
-                param=name,
-                code="context_length_exceeded",
-            )
-    if not 1 <= kept <= max_model_len:
-        raise RequestError(
-            f"truncate_prompt_tokens must be between 1 and {max_model_len} (the model's context), "
-            f"or -1 for as many as fit, got {kept}",
-            param="truncate_prompt_tokens",
-        )
-    return min(kept, prompt_tokens)
 
 
 def token_limit(
@@ -259,8 +223,8 @@ def sampling_params(
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
         logit_bias=tuple((request.logit_bias or {}).items()),
-        logprobs=_logprobs(request),
-        prompt_logprobs=_prompt_logprobs(request),
+        logprobs=requested_logprobs(request),
+        prompt_logprobs=requested_logprobs(request) if echoes_logprobs(request) else None,
         constraint=constraint_of(request),
         allowed_token_ids=None if allowed is None else tuple(dict.fromkeys(allowed)),
         bad_words=bad_words,
@@ -271,12 +235,6 @@ def sampling_params(
 def _decode(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     request = read_json(body, decoder)
     refuse_not_built(body)
-    if request.prompt_logprobs is not None and request.stream:
-        raise RequestError(
-            "prompt_logprobs are not streamed; leave out stream, or ask /v1/completions for "
-            "echo with logprobs",
-            param="prompt_logprobs",
-        )
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     if request.request_id is not None and not is_valid_id(request.request_id):
@@ -305,71 +263,34 @@ def _asked_limit(request: SamplingFields) -> tuple[str, int | None]:
     return "max_tokens", request.max_tokens
 
 
-def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
-    asked = requested_logprobs(request)
-    chooses_best = choice_count(request) > (request.n or 1)
-    return 0 if asked is None and chooses_best else asked
-
-
-def _prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
-    asked = [request.prompt_logprobs, request.logprobs if echoes_logprobs(request) else None]
-    return max((count for count in asked if count is not None), default=None)
-
-
-def _check_best_of(request: CompletionRequest) -> None:
-    n, best_of = request.n or 1, request.best_of
-    if best_of is None:
-        return
-    if best_of < n:
-        raise RequestError(f"best_of must be at least n ({n}), got {best_of}", param="best_of")
-    if request.stream and best_of > n:
-        raise RequestError(
-            f"best_of ({best_of}) above n ({n}) cannot be streamed: which are the best is known at "
-            "the end only",
-            param="best_of",
-        )
-
-
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
 _LEAVE_OUT = "leave it out"
-_TEXT_ONLY = "text is all that models served here read"
+_STRUCTURED = "send it in structured_outputs"
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "use_beam_search": ((False,), "best_of with a temperature finds likely answers too"),
     "suffix": (
         ("",),
         "the models served here write on from the end of a text; put all of it into the prompt",
     ),
+    "best_of": ((1,), "send n, and choose by logprobs"),
     "functions": (([],), "send tools, which replaced it"),
     "function_call": (("none",), "send tool_choice, which replaced it"),
-    "prompt_embeds": ((), "send the prompt as text or token ids"),
-    "logits_processors": (([],), "logit_bias is served"),
-    "lora_path": ((), _LEAVE_OUT),
-    "lora_request": ((), _LEAVE_OUT),
     "audio": ((), _LEAVE_OUT),
     "modalities": ((["text"],), _LEAVE_OUT),
-    "length_penalty": ((1.0, 1), "it weighs beams, and no beam search is served"),
-    "early_stopping": ((False,), "it ends a beam search, and none is served"),
-    "structural_tag": ((), "send it in structured_outputs or response_format"),
-    "watermarking": ((False,), _LEAVE_OUT),
-    "detokenize": ((True,), "POST /inference/v1/generate takes and gives token ids"),
-    "truncation_side": (("left",), "truncate_prompt_tokens keeps the prompt's end"),
-    "logprob_token_ids": (([],), "ask for the likeliest tokens with logprobs"),
-    "thinking_token_budget": ((-1,), "max_tokens counts reasoning too"),
-    "repetition_detection": ((), "repetition_penalty and max_tokens are served"),
-    "stream_interval": ((1,), "every step's tokens are sent at once"),
-    "media_io_kwargs": (({},), _TEXT_ONLY),
-    "mm_processor_kwargs": (({},), _TEXT_ONLY),
-    "return_mm_kwargs": ((True, False), _TEXT_ONLY),
-    "vllm_xargs": (({},), "no extension of vLLM's is loaded here"),
-    "extra_args": (({},), "no extension of vLLM's is loaded here"),
-    "ec_transfer_params": (({},), _TEXT_ONLY),
-    "routed_experts_prompt_start": ((0,), "no choice of experts is returned"),
-    "return_token_offsets": ((False,), _LEAVE_OUT),
-    "return_prompt_text": ((False,), "POST /tokenize tells the prompt's tokens"),
+    "use_beam_search": ((False,), "n with a temperature finds likely answers too"),
+    "prompt_embeds": ((), "send the prompt as text or token ids"),
+    "prompt_logprobs": ((), "send echo with logprobs to /v1/completions"),
+    "truncate_prompt_tokens": ((), "shorten the prompt; POST /tokenize counts its tokens"),
+    "return_tokens_as_token_ids": ((False,), "return_token_ids is served"),
+    "logits_processors": (([],), "logit_bias is served"),
+    "documents": ((), "send them in chat_template_kwargs"),
+    "guided_json": ((), _STRUCTURED),
+    "guided_regex": ((), _STRUCTURED),
+    "guided_choice": (([],), _STRUCTURED),
+    "guided_grammar": ((), _STRUCTURED),
 }
 
 refuse_not_built = refuser(REFUSED)

@@ -9,13 +9,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from kvrelay.openai_api.tokenizer import Tokenizer
-from kvrelay.openai_api.types import (
-    ChatLogprobs,
-    ChatTokenLogprob,
-    CompletionLogprobs,
-    PromptLogprob,
-    TopLogprob,
-)
+from kvrelay.openai_api.types import CompletionLogprobs, TokenLogprob
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.outputs import TokenLogprobs
 
@@ -26,25 +20,23 @@ _LOWEST = -9999.0
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], *, as_token_ids: bool = False
-) -> ChatLogprobs:
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs]
+) -> dict[str, list[TokenLogprob]]:
+    def told(token_id: int, logprob: float) -> TokenLogprob:
+        raw = list(tokenizer.token_bytes(token_id))
+        return TokenLogprob(tokenizer.token_text(token_id), finite(logprob), raw)
+
     content = []
     for entry in logprobs:
-        chosen = _top(tokenizer, entry.token_id, entry.logprob, as_token_ids)
-        top = [
-            _top(tokenizer, *pair, as_token_ids)
-            for pair in zip(entry.top_ids, entry.top_logprobs, strict=True)
-        ]
-        content.append(ChatTokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
-    return ChatLogprobs(content)
+        top = [told(*pair) for pair in zip(entry.top_ids, entry.top_logprobs, strict=True)]
+        content.append(replace(told(entry.token_id, entry.logprob), top_logprobs=top))
+    return {"content": content}
 
 
 def completion_logprobs(
     tokenizer: Tokenizer,
     logprobs: Sequence[TokenLogprobs],
     offsets: Sequence[int],
-    *,
-    as_token_ids: bool = False,
 ) -> CompletionLogprobs:
     """Return parallel lists; the chosen token is among the likeliest."""
     tops: list[dict[str, float] | None] = []
@@ -53,13 +45,11 @@ def completion_logprobs(
             (entry.token_id, entry.logprob),
             *zip(entry.top_ids, entry.top_logprobs, strict=True),
         ]
-        tops.append(
-            {_name(tokenizer, token, as_token_ids): finite(value) for token, value in pairs}
-        )
+        tops.append({tokenizer.token_text(token): finite(value) for token, value in pairs})
     return CompletionLogprobs(
         text_offset=list(offsets),
         token_logprobs=[finite(entry.logprob) for entry in logprobs],
-        tokens=[_name(tokenizer, entry.token_id, as_token_ids) for entry in logprobs],
+        tokens=[tokenizer.token_text(entry.token_id) for entry in logprobs],
         top_logprobs=tops,
     )
 
@@ -75,18 +65,6 @@ def joined(
         first.token_logprobs + then.token_logprobs,
         first.tokens + then.tokens,
         first.top_logprobs + then.top_logprobs,
-    )
-
-
-def _name(tokenizer: Tokenizer, token_id: int, as_token_ids: bool) -> str:
-    return f"token_id:{token_id}" if as_token_ids else tokenizer.token_text(token_id)
-
-
-def _top(tokenizer: Tokenizer, token_id: int, logprob: float, as_token_ids: bool) -> TopLogprob:
-    return TopLogprob(
-        _name(tokenizer, token_id, as_token_ids),
-        finite(logprob),
-        list(tokenizer.token_bytes(token_id)),
     )
 
 
@@ -109,24 +87,7 @@ class ScoredPrompt:
                 param="kv_transfer_params",
             )
 
-    def listed(self, tokenizer: Tokenizer, count: int) -> list[dict[str, PromptLogprob] | None]:
-        """Return each token with the `count` likeliest by id; None for the first."""
-
-        def named(token: int, logprob: float, rank: int) -> PromptLogprob:
-            return PromptLogprob(finite(logprob), rank, tokenizer.token_text(token))
-
-        listed: list[dict[str, PromptLogprob] | None] = [None]
-        for entry in self.entries:
-            of_token = {str(entry.token_id): named(entry.token_id, entry.logprob, entry.rank)}
-            likeliest = zip(entry.top_ids[:count], entry.top_logprobs[:count], strict=True)
-            for rank, (token, logprob) in enumerate(likeliest, 1):
-                of_token.setdefault(str(token), named(token, logprob, rank))
-            listed.append(of_token)
-        return listed
-
-    def echoed(
-        self, tokenizer: Tokenizer, count: int, echo: str, *, as_token_ids: bool = False
-    ) -> CompletionLogprobs:
+    def echoed(self, tokenizer: Tokenizer, count: int, echo: str) -> CompletionLogprobs:
         """Return the lists of a completion that begins with the prompt's text `echo`."""
         first = TokenLogprobs(self.token_ids[0], 0.0)
         cut = [
@@ -134,7 +95,7 @@ class ScoredPrompt:
             for e in self.entries
         ]
         offsets = self._offsets(tokenizer, echo)
-        lists = completion_logprobs(tokenizer, [first, *cut], offsets, as_token_ids=as_token_ids)
+        lists = completion_logprobs(tokenizer, [first, *cut], offsets)
         return replace(
             lists,
             token_logprobs=[None, *lists.token_logprobs[1:]],

@@ -1,19 +1,17 @@
-"""The prompt of a request as token ids: rendered, tokenized once, and truncated as asked.
+"""The prompt of a request as token ids: rendered and tokenized once.
 
 A text that cannot fit the context is refused by its bytes, or after its first parts were tokenized.
-Of a text that is truncated only an end is tokenized.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 import msgspec
 
-from kvrelay.openai_api.body import prompts_of, truncated_length
+from kvrelay.openai_api.body import prompts_of
 from kvrelay.openai_api.chat_template import render
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.tool_choice import tool_use
@@ -32,9 +30,6 @@ _SLICE_CHARS = 256 << 10
 _CUT_TOKENS = 16
 # The longest text whose tokens are counted even if they do not fit the context.
 _MAX_COUNTED_BYTES = 1 << 20
-_MARGIN_CHARS = 4096
-# Tokenizers begin a token at such a space; marks, digits and white space may join it.
-_BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 _ASSISTANT = "assistant"
 
 
@@ -89,36 +84,12 @@ class Prompts:
         elif isinstance(request.prompt, str):
             text, special = request.prompt, request.add_special_tokens is not False
         else:
-            return self._kept(
-                request, [token for token in request.prompt if isinstance(token, int)]
-            )
-        if request.truncate_prompt_tokens is not None:
-            return self._end(
-                text, special, truncated_length(request, self._max_model_len, self._max_model_len)
-            )
+            return [token for token in request.prompt if isinstance(token, int)]
         if len(text) > self._max_model_len:
             self._check_length(
                 text, "messages" if isinstance(request, ChatRequest) else "prompt", fits=fits
             )
         return self._tokenizer.encode(text, special)
-
-    def _end(self, text: str, special: bool, kept: int) -> list[int]:
-        # The tokens are those of the whole text: encoding begins between two words, where a token
-        # begins whatever stands before. Where 4,096 characters hold no two words it begins
-        # anywhere, and the tokens that this changes are dropped. Only a text without any place at
-        # which its tokens must end, such as one letter a million times, may be divided otherwise.
-        chars = kept * _LIKELY_BYTES_PER_TOKEN + _MARGIN_CHARS
-        while chars < len(text):
-            start = len(text) - chars
-            found = _BETWEEN_WORDS.search(text, start, start + _MARGIN_CHARS)
-            tokens = self._tokenizer.encode(text[found.start() if found else start :], special)
-            if len(tokens) >= kept + _CUT_TOKENS:
-                return tokens[-kept:]
-            chars *= 2
-        return self._tokenizer.encode(text, special)[-kept:]
-
-    def _kept(self, request: ChatRequest | CompletionRequest, tokens: list[int]) -> list[int]:
-        return tokens[len(tokens) - truncated_length(request, len(tokens), self._max_model_len) :]
 
     def beginning(
         self, request: ChatRequest | CompletionRequest, token_ids: list[int]
@@ -127,12 +98,11 @@ class Prompts:
         if isinstance(request, ChatRequest):
             last = request.messages[-1] if request.messages else None
             role = _ASSISTANT if request.generates_reply or last is None else last.role
-            repeats = request.echo and last is not None and last.role == role
-            return Beginning(role, last.text if repeats and last else "", ids)
+            return Beginning(role, prompt_token_ids=ids)
         if not request.echo:
             return Beginning(prompt_token_ids=ids)
-        untouched = isinstance(request.prompt, str) and request.truncate_prompt_tokens is None
-        echo = request.prompt if untouched else self._tokenizer.decode(token_ids)
+        text = isinstance(request.prompt, str)
+        echo = request.prompt if text else self._tokenizer.decode(token_ids)
         return Beginning(echo=str(echo), prompt_token_ids=ids)
 
     def _chat(self, request: ChatRequest) -> str:
@@ -144,10 +114,7 @@ class Prompts:
                 param="chat_template",
             )
         tools = tool_use(request).tools
-        variables = {
-            "reasoning_effort": request.reasoning_effort,
-            "documents": request.documents,
-        }
+        effort = request.reasoning_effort
         return render(
             request.chat_template or (self._tool_template if tools else self._chat_template),
             request.messages,
@@ -156,7 +123,7 @@ class Prompts:
             tools=list(tools) or None,
             add_generation_prompt=request.generates_reply,
             continue_final_message=bool(request.continue_final_message),
-            **{name: value for name, value in variables.items() if value is not None}
+            **({} if effort is None else {"reasoning_effort": effort})
             | (request.chat_template_kwargs or {}),
         )
 

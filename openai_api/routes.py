@@ -22,10 +22,9 @@ from kvrelay.openai_api.dialects.response_store import ResponseStore
 from kvrelay.openai_api.dialects.responses import (
     Recall,
     StoredConversation,
-    input_page,
     translate_responses,
 )
-from kvrelay.openai_api.json_body import json_response, off_loop
+from kvrelay.openai_api.json_body import json_response
 from kvrelay.openai_api.model_types import TokenizeResponse
 from kvrelay.wire.errors import ErrorBody, RequestError
 from kvrelay.wire.versions import RELEASE
@@ -47,7 +46,6 @@ GUARDED = ("/v1", "/tokenize", "/detokenize")
 """Prefixes of paths that need the API key."""
 
 _EXCERPT_BYTES = 2000
-_MAX_PAGE = 100  # items of a list, in the OpenAI API
 
 
 class Server(Protocol):
@@ -162,21 +160,6 @@ def _add_responses(app: FastAPI, server: Server, store: ResponseStore) -> None:
                 "a response that is over is not streamed again; leave stream out", param="stream"
             )
         return json_response(msgspec.Raw(store.get(server.owner(request), response_id).body))
-
-    @app.get(f"{RESPONSES_PATH}/{{response_id}}/input_items", response_model=None)
-    async def input_items(request: Request, response_id: str) -> Response:
-        server.check_key(request)
-        query = request.query_params
-        limit, order = query.get("limit", "20"), query.get("order", "desc")
-        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MAX_PAGE):
-            raise RequestError(
-                f"limit must be between 1 and {_MAX_PAGE}, got {limit!r}", param="limit"
-            )
-        if order not in ("asc", "desc"):
-            raise RequestError(f"order must be asc or desc, got {order!r}", param="order")
-        stored = store.get(server.owner(request), response_id)
-        size, after = len(stored.input), query.get("after")
-        return json_response(await off_loop(size, input_page, stored, int(limit), order, after))
 
 
 def _add_anthropic(app: FastAPI, server: Server) -> None:

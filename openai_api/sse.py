@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Raw
 
 from kvrelay.openai_api import sse
-from kvrelay.openai_api.types import CompletionChunk, Usage
+from kvrelay.openai_api.types import Answer, Usage
 from kvrelay.wire.errors import KvrelayError
 
 __all__ = ["DONE", "SSE_MEDIA_TYPE", "error_event", "event", "joined_body", "joined_end"]
@@ -54,7 +54,7 @@ def joined_end(
     """Return the end of a joined stream: usage, if asked for, and [DONE]."""
     if not include_usage:
         return sse.DONE
-    chunk = CompletionChunk(response_id, "text_completion", created, model, [], _sum(counts))
+    chunk = Answer(response_id, "text_completion", created, model, [], _sum(counts))
     return sse.event(_encode(chunk)) + sse.DONE
 
 
@@ -64,4 +64,8 @@ def _sum(counts: Sequence[tuple[int, int, int]]) -> Usage:
 
 
 def _counts(usage: Usage) -> tuple[int, int, int]:
-    return usage.prompt_tokens, usage.completion_tokens, usage.prompt_tokens_details.cached_tokens
+    return (
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.prompt_tokens_details["cached_tokens"],
+    )

@@ -1,4 +1,4 @@
-"""Constraints of an answer: response_format, structured_outputs, guided_*.
+"""Constraints of an answer: response_format, structured_outputs.
 
 paged_engine/grammar.py decides whether a schema, regex or grammar can be followed.
 """
@@ -25,33 +25,22 @@ _KINDS: dict[str, ConstraintKind] = {
     "choice": "choice",
     "grammar": "grammar",
     "json_object": "json",
-    "structural_tag": "tags",
 }
 _NO_WHITESPACE, _WHITESPACE = "disable_any_whitespace", "whitespace_pattern"
-_MAX_TAGS = 128
 
 
 def constraint_of(request: SamplingFields) -> Constraint | None:
     """Return the one constraint of a request. Raises RequestError, also for several."""
     # With a forced tool call there is no message to format.
     forced = list(_forced_calls(request)) or list(_response_format(request.response_format))
-    found = [*forced, *_guided(request), *_structured(request.structured_outputs)]
+    found = [*forced, *_structured(request.structured_outputs)]
     if len(found) > 1:
         names = " and ".join(constraint.field for constraint in found)
         raise RequestError(
             f"{names} are given at once; the form of an answer can be asked for in one way only",
             param=found[1].field,
         )
-    whitespace = request.guided_whitespace_pattern
-    if whitespace is None:
-        return found[0].check() if found else None
-    if not found or found[0].kind != "json":
-        raise RequestError(
-            "guided_whitespace_pattern is about JSON; ask for JSON with guided_json or "
-            "response_format",
-            param="guided_whitespace_pattern",
-        )
-    return msgspec.structs.replace(found[0], whitespace=whitespace).check()
+    return found[0].check() if found else None
 
 
 def bad_word_ids(
@@ -81,23 +70,13 @@ def _response_format(asked: ResponseFormat | None) -> Iterator[Constraint]:
         return
     if asked.type == "json_object":
         yield Constraint("json", _ANY_OBJECT)
-    elif asked.type == "json_schema":
+    else:
         if asked.json_schema is None or asked.json_schema.schema_ is None:
             raise RequestError(
                 "response_format of type json_schema needs json_schema: {name, schema}",
                 param="response_format.json_schema",
             )
         yield Constraint("json", _json(asked.json_schema.schema_))
-    else:
-        yield _tags({"structures": asked.structures, "triggers": asked.triggers}, "response_format")
-
-
-def _guided(request: SamplingFields) -> Iterator[Constraint]:
-    kinds: tuple[ConstraintKind, ...] = ("json", "regex", "choice", "grammar")
-    for kind in kinds:
-        value = getattr(request, f"guided_{kind}")
-        if value is not None and value != []:
-            yield _of(kind, value, f"guided_{kind}")
 
 
 def _structured(asked: dict[str, Any] | None) -> Iterator[Constraint]:
@@ -142,56 +121,9 @@ def _of(kind: ConstraintKind, value: Any, field: str) -> Constraint:
         ):
             raise RequestError(f"{field} must be a list of strings that is not empty", param=field)
         return Constraint(kind, _json(value), field=field)
-    if kind == "tags":
-        if isinstance(value, str):
-            try:
-                value = msgspec.json.decode(value)
-            except msgspec.DecodeError as why:
-                raise RequestError(f"{field} is not valid JSON: {why}", param=field) from why
-        return _tags(value, field)
     if not isinstance(value, str) or not value:
         raise RequestError(f"{field} must be a text that is not empty", param=field)
     return Constraint(kind, value, field=field)
-
-
-class _Tag(msgspec.Struct, frozen=True):
-    begin: str
-    schema_: dict[str, Any] | bool = msgspec.field(name="schema")
-    end: str = ""
-
-
-class _Tags(msgspec.Struct, frozen=True):
-    structures: list[_Tag]
-    triggers: list[str]
-
-
-def _tags(value: Any, field: str) -> Constraint:
-    try:
-        tags = msgspec.convert(value, _Tags)
-    except msgspec.ValidationError as why:
-        raise RequestError(
-            f"{field} must hold structures, a list of {{begin, schema, end}}, and triggers, a list "
-            f"of texts with which they begin: {why}",
-            param=field,
-        ) from why
-    for name, count in (("structures", len(tags.structures)), ("triggers", len(tags.triggers))):
-        if count > _MAX_TAGS:
-            raise RequestError(
-                f"{field} holds {count} {name}; the limit is {_MAX_TAGS}", param=field
-            )
-    for trigger in tags.triggers:
-        if not trigger or not any(tag.begin.startswith(trigger) for tag in tags.structures):
-            raise RequestError(
-                f"{field}: no structure begins with the trigger {trigger!r}", param=field
-            )
-    for tag in tags.structures:
-        if not any(tag.begin.startswith(trigger) for trigger in tags.triggers):
-            raise RequestError(
-                f"{field}: {tag.begin!r} begins with none of the triggers", param=field
-            )
-    if not tags.structures:
-        raise RequestError(f"{field} holds no structure", param=field)
-    return Constraint("tags", _json(tags), field=field)
 
 
 def _json(value: Any) -> str:

@@ -28,17 +28,9 @@ from kvrelay.wire.sampling import (
 from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = [
-    "ChatChoice",
-    "ChatChunk",
-    "ChatChunkChoice",
-    "ChatCompletion",
-    "ChatLogprobs",
+    "Answer",
     "ChatRequest",
-    "ChatTokenLogprob",
-    "Completion",
-    "CompletionChoice",
-    "CompletionChunk",
-    "CompletionChunkChoice",
+    "Choice",
     "CompletionLogprobs",
     "CompletionRequest",
     "ContentPart",
@@ -46,14 +38,12 @@ __all__ = [
     "FunctionDelta",
     "JsonSchemaFormat",
     "Message",
-    "PromptLogprob",
-    "PromptTokensDetails",
     "ReplyMessage",
     "ResponseFormat",
     "SamplingFields",
     "StreamOptions",
+    "TokenLogprob",
     "ToolCallDelta",
-    "TopLogprob",
     "Usage",
 ]
 
@@ -96,12 +86,10 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """A form of an answer; structural_tag is vLLM's."""
+    """A form of an answer."""
 
-    type: Annotated[str, one_of("text", "json_object", "json_schema", "structural_tag")]
+    type: Annotated[str, one_of("text", "json_object", "json_schema")]
     json_schema: JsonSchemaFormat | None = None
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,8 +117,6 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
-    # Changes nothing: no tokenizer puts them here.
-    spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     user: str | None = None
     # For the router; x-request-id comes first.
@@ -140,19 +126,10 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_params: KvTransferParams | None = None
     # Asks for a member `kvrelay` at the answer's end.
     include_metrics: bool | None = None
-    echo: bool | None = None
-    prompt_logprobs: LogprobCount | None = None
-    truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     priority: Priority | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
-    guided_json: str | dict[str, Any] | bool | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
     allowed_token_ids: Annotated[list[int], Meta(min_length=1)] | None = None
     bad_words: Annotated[list[BadWord], Listed] | None = None
 
@@ -205,7 +182,6 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
-    documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -224,16 +200,10 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
     prompt: str | list[int | str | list[int]]
     logprobs: LogprobCount | None = None
-    best_of: Choices | None = None
+    echo: bool | None = None
 
 
 # Answers
-
-
-class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """A count of cached prompt tokens."""
-
-    cached_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -242,34 +212,20 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: dict[str, int]
 
     @classmethod
     def from_counts(cls, prompt: int, generated: int, cached: int) -> Usage:
-        return cls(prompt, generated, prompt + generated, PromptTokensDetails(cached))
+        return cls(prompt, generated, prompt + generated, {"cached_tokens": cached})
 
 
-class TopLogprob(msgspec.Struct, frozen=True):
-    """A likely token; `bytes` may be a part of a character."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ChatTokenLogprob(msgspec.Struct, frozen=True):
-    """A chosen token and the most likely ones."""
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """A token, whose `bytes` may be a part of a character; a chosen one has the likeliest."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct, frozen=True):
-    """A list with an entry per token."""
-
-    content: list[ChatTokenLogprob]
+    bytes: list[int]
+    top_logprobs: list[TokenLogprob] | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
@@ -279,14 +235,6 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     token_logprobs: list[float | None]
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
-
-
-class PromptLogprob(msgspec.Struct, frozen=True):
-    """A token of the prompt; the likeliest has rank 1."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -318,31 +266,6 @@ class ReplyMessage(msgspec.Struct, frozen=True):
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
-class ChatChoice(msgspec.Struct, frozen=True):
-    """A choice of a whole chat; `stop_reason` is the stop string or token."""
-
-    index: int
-    message: ReplyMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-    stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatCompletion(msgspec.Struct, frozen=True):
-    """A whole chat answer."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    kv_transfer_params: KvTransferParams | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
-
-
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     """An addition to the message, with both names of reasoning."""
 
@@ -357,72 +280,31 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.reasoning or self.reasoning_content
 
 
-class ChatChunkChoice(msgspec.Struct, frozen=True):
-    """A choice of a chunk; `stop_reason` is in the last."""
+class Choice(msgspec.Struct, frozen=True):
+    """A choice of an answer or a chunk: a chat's message or an addition to it, or text.
+
+    In chunks `stop_reason` is in the last.
+    """
 
     index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class CompletionChunkChoice(msgspec.Struct, frozen=True):
-    """A choice of a chunk; `stop_reason` is in the last."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
+    message: ReplyMessage | UnsetType = UNSET
+    delta: Delta | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: dict[str, list[TokenLogprob]] | CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(msgspec.Struct, frozen=True):
-    """An event of a streamed chat; the usage chunk has no choices."""
+class Answer(msgspec.Struct, frozen=True):
+    """A whole answer, or a chunk of a stream; the usage chunk has no choices."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[ChatChunkChoice]
+    choices: list[Choice]
     usage: Usage | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class CompletionChunk(msgspec.Struct, frozen=True):
-    """An event of a streamed completion; the usage chunk has no choices."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[CompletionChunkChoice]
-    usage: Usage | UnsetType = UNSET
-
-
-class CompletionChoice(msgspec.Struct, frozen=True):
-    """A choice of a whole completion."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str
-    stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
-
-
-class Completion(msgspec.Struct, frozen=True):
-    """A whole completion."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
     kv_transfer_params: KvTransferParams | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET

@@ -7,6 +7,7 @@ continues where this one stood.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -20,20 +21,12 @@ from kvrelay.openai_api.prompt import Beginning
 from kvrelay.openai_api.text_stream import TextStream
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.types import (
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatLogprobs,
+    Answer,
     ChatRequest,
-    Completion,
-    CompletionChoice,
-    CompletionChunk,
-    CompletionChunkChoice,
+    Choice,
     CompletionLogprobs,
     CompletionRequest,
     Delta,
-    PromptLogprob,
     Usage,
 )
 from kvrelay.wire.errors import KvrelayError, RequestError
@@ -41,9 +34,7 @@ from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
 
-__all__ = ["AnswerWriter", "ChoiceWriter", "ChunkChoice"]
-
-ChunkChoice = ChatChunkChoice | CompletionChunkChoice
+__all__ = ["AnswerWriter", "ChoiceWriter"]
 
 
 class ChoiceWriter:
@@ -76,16 +67,12 @@ class ChoiceWriter:
         self._message = message
         self._beginning = beginning
         self._prompt_only = prompt_only(request)
-        self._shows_logprobs = requested_logprobs(request) is not None
         self._echoed_logprobs = requested_logprobs(request) if echoes_logprobs(request) else None
-        self._prompt_logprobs = request.prompt_logprobs
         self._shows_ids = bool(request.return_token_ids)
-        self._as_token_ids = bool(request.return_tokens_as_token_ids)
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._offsets: list[int] = []
         self._text: list[str] = []  # of whole answers only
-        self._finish_reason = ""
-        self._stop_reason: int | str | None = None
+        self._reasons: dict[str, Any] = {}
         self._stream = TextStream(
             tokenizer,
             request.stop_strings,
@@ -114,13 +101,7 @@ class ChoiceWriter:
     def text(self) -> str:
         return "".join(self._text)
 
-    @property
-    def logprob(self) -> float:
-        return sum(entry.logprob for entry in self._logprobs or ())
-
-    def tokens(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> list[ChunkChoice]:
+    def tokens(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[Choice]:
         """Add tokens and return the chunks to send.
 
         Without tokens: what a replay left unsent. Tokens after a stop string are dropped.
@@ -134,12 +115,12 @@ class ChoiceWriter:
         head = self._head() if self.token_ids else []
         return head + self._chunks(text, fresh)
 
-    def end(self, finish: Finish) -> list[ChunkChoice]:
+    def end(self, finish: Finish) -> list[Choice]:
         """End the choice and return its last chunks."""
         assert not self.ended, "a choice ends once"
         text, self._unsent = self._unsent + self._stream.finish(), ""
         self.ended = True
-        chunks: list[ChunkChoice] = []
+        chunks: list[Choice] = []
         if self._streams:
             chunks = self._chunks(text, self._untold)
         else:
@@ -147,36 +128,28 @@ class ChoiceWriter:
             if self._chat and self.text:
                 self._message.push(self.text)
         if self._chat:
-            chunks += [ChatChunkChoice(self.index, delta) for delta in self._message.finish()]
-        self._finish_reason, self._stop_reason = self._reasons(finish)
+            chunks += [Choice(self.index, delta=delta) for delta in self._message.finish()]
+        self._reasons = self._reasons_of(finish)
         if not self._streams:
             return []
-        last = chunks.pop() if chunks else self._chunk(Delta(), "", 0)
-        reasons = {"finish_reason": self._finish_reason, "stop_reason": self._stop_reason}
-        return [*self._head(), *chunks, replace(last, **reasons)]
+        nothing: dict[str, Any] = {"delta": Delta()} if self._chat else {"text": ""}
+        last = chunks.pop() if chunks else Choice(self.index, **nothing)
+        return [*self._head(), *chunks, replace(last, **self._reasons)]
 
-    def whole(self) -> ChatChoice | CompletionChoice:
+    def whole(self) -> Choice:
         """Return the ended choice."""
-        rest = (
-            self._finish_reason,
-            self._stop_reason,
-            self.token_ids if self._shows_ids else UNSET,
-        )
-        echo, prompt = self._beginning.echo, self._beginning.prompt_token_ids
+        said: dict[str, Any]
         if self._chat:
-            message = replace(self._message.message(), role=self._beginning.role)
-            if echo:
-                message = replace(message, content=echo + (message.content or ""))
-            return ChatChoice(self.index, message, self._chat_logprobs(0), *rest)
-        text = echo + self.text
-        ids = UNSET if prompt is None else list(prompt)
-        logprobs = joined(self._echo_logprobs(), self._completion_logprobs(0))
-        return CompletionChoice(self.index, text, logprobs, *rest, ids, self.prompt_logprobs())
-
-    def prompt_logprobs(self) -> list[dict[str, PromptLogprob] | None] | UnsetType:
-        if self._prompt_logprobs is None or self.scored_prompt is None:
-            return UNSET
-        return self.scored_prompt.listed(self._tokenizer, self._prompt_logprobs)
+            said = {"message": replace(self._message.message(), role=self._beginning.role)}
+            logprobs = self._logprobs_from(0)
+        else:
+            said = {
+                "text": self._beginning.echo + self.text,
+                "prompt_token_ids": self._prompt_ids(),
+            }
+            logprobs = joined(self._echo_logprobs(), self._logprobs_from(0))
+        ids = self.token_ids if self._shows_ids else UNSET
+        return Choice(self.index, **said, **self._reasons, logprobs=logprobs, token_ids=ids)
 
     def _replay(self, so_far: ChoiceSoFar) -> None:
         if self._logprobs is not None and len(so_far.logprobs) != len(so_far.generated):
@@ -206,79 +179,67 @@ class ChoiceWriter:
             if self._logprobs is not None:
                 self._offsets.append(len(self._beginning.echo) + self._stream.decoded)
                 self._logprobs.append(logprobs[i])
-            self._untold += self._shows_logprobs or self._shows_ids
+            self._untold += self._logprobs is not None or self._shows_ids
             self.token_ids.append(token)
             released.append(self._stream.push(token))
         return "".join(released)
 
-    def _head(self) -> list[ChunkChoice]:
+    def _head(self) -> list[Choice]:
         if self._begun:
             return []
         self._begun = True
-        echo, prompt = self._beginning.echo, self._beginning.prompt_token_ids
-        if not self._chat:
-            ids = UNSET if prompt is None else list(prompt)
-            logprobs = self._echo_logprobs()
-            says = bool(echo or ids or logprobs)
-            return (
-                [CompletionChunkChoice(self.index, echo, logprobs, prompt_token_ids=ids)]
-                if says
-                else []
-            )
-        head: list[ChunkChoice] = [ChatChunkChoice(self.index, Delta(self._beginning.role, ""))]
-        return [*head, ChatChunkChoice(self.index, Delta(content=echo))] if echo else head
+        if self._chat:
+            return [Choice(self.index, delta=Delta(self._beginning.role, ""))]
+        ids, echo, logprobs = self._prompt_ids(), self._beginning.echo, self._echo_logprobs()
+        if not (echo or ids or logprobs):
+            return []
+        return [Choice(self.index, text=echo, logprobs=logprobs, prompt_token_ids=ids)]
 
-    def _chunks(self, text: str, fresh: int) -> list[ChunkChoice]:
+    def _prompt_ids(self) -> list[int] | UnsetType:
+        prompt = self._beginning.prompt_token_ids
+        return UNSET if prompt is None else list(prompt)
+
+    def _chunks(self, text: str, fresh: int) -> list[Choice]:
         if not (text or fresh):
             return []
         if not self._chat:
-            return [self._chunk(Delta(), text, fresh)]
-        deltas = (self._message.push(text) if text else []) or (
-            [Delta(content="")] if fresh else []
-        )
-        return [self._chunk(delta, "", 0 if at else fresh) for at, delta in enumerate(deltas)]
+            return [self._fresh(Choice(self.index, text=text), fresh)]
+        deltas = self._message.push(text) if text else []
+        chunks = [
+            Choice(self.index, delta=delta) for delta in deltas or [Delta(content="")][:fresh]
+        ]
+        return [self._fresh(chunk, 0 if at else fresh) for at, chunk in enumerate(chunks)]
 
-    def _chunk(self, delta: Delta, text: str, fresh: int) -> ChunkChoice:
+    def _fresh(self, chunk: Choice, fresh: int) -> Choice:
+        if not fresh:
+            return chunk
         start = len(self.token_ids) - fresh
-        ids = self.token_ids[start:] if fresh and self._shows_ids else UNSET
-        if self._chat:
-            logprobs = self._chat_logprobs(start) if fresh else None
-            return ChatChunkChoice(self.index, delta, logprobs, token_ids=ids)
-        return CompletionChunkChoice(
-            self.index, text, self._completion_logprobs(start) if fresh else None, token_ids=ids
-        )
+        ids = self.token_ids[start:] if self._shows_ids else UNSET
+        return replace(chunk, logprobs=self._logprobs_from(start), token_ids=ids)
 
-    def _reasons(self, finish: Finish) -> tuple[str, int | str | None]:
+    def _reasons_of(self, finish: Finish) -> dict[str, Any]:
         if self._prompt_only:
             finish = Finish.LENGTH
         reason = Finish.STOP.value if self.stopped else finish.value
         named = self._message.finish_reason(reason) if self._chat else reason
-        if self.stopped:
-            return named, self._stream.stop_hit
         last = self.token_ids[-1] if self.token_ids else None
-        return named, last if reason == Finish.STOP and last in self._stop_token_ids else None
+        if reason != Finish.STOP or last not in self._stop_token_ids:
+            last = None
+        return {"finish_reason": named, "stop_reason": self._stream.stop_hit or last}
 
-    def _chat_logprobs(self, start: int) -> ChatLogprobs | None:
-        if self._logprobs is None or not self._shows_logprobs:
+    def _logprobs_from(self, start: int) -> Any:
+        if self._logprobs is None:
             return None
-        return chat_logprobs(
-            self._tokenizer, self._logprobs[start:], as_token_ids=self._as_token_ids
-        )
+        entries = self._logprobs[start:]
+        if self._chat:
+            return chat_logprobs(self._tokenizer, entries)
+        return completion_logprobs(self._tokenizer, entries, self._offsets[start:])
 
     def _echo_logprobs(self) -> CompletionLogprobs | None:
         if self._echoed_logprobs is None or self.scored_prompt is None:
             return None
-        echo, as_ids = self._beginning.echo, self._as_token_ids
         return self.scored_prompt.echoed(
-            self._tokenizer, self._echoed_logprobs, echo, as_token_ids=as_ids
-        )
-
-    def _completion_logprobs(self, start: int) -> CompletionLogprobs | None:
-        if self._logprobs is None or not self._shows_logprobs:
-            return None
-        offsets = self._offsets[start:]
-        return completion_logprobs(
-            self._tokenizer, self._logprobs[start:], offsets, as_token_ids=self._as_token_ids
+            self._tokenizer, self._echoed_logprobs, self._beginning.echo
         )
 
 
@@ -332,7 +293,6 @@ class AnswerWriter:
         options = request.stream_options
         self.include_usage = options is not None and bool(options.include_usage)
         self._usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
-        self._returned = request.n or 1  # of the choices
         self._prompt_token_ids: list[int] | UnsetType = UNSET
         if beginning.prompt_token_ids is not None:
             self._prompt_token_ids = list(beginning.prompt_token_ids)
@@ -372,7 +332,9 @@ class AnswerWriter:
             return b""
         if self.streams:
             return (self._event(None) if self.include_usage else b"") + sse.DONE
-        return _encode(self._whole(handover))
+        ended = [choice.whole() for choice in self.choices if choice.ended]
+        carried = UNSET if handover is None else handover
+        return self._encoded(ended, self._usage(), carried, begins=True)
 
     def cut(self, handover: KvTransferParams | None = None) -> bytes:
         """End the choices that have begun, and the answer."""
@@ -385,40 +347,25 @@ class AnswerWriter:
         """Return the end of an answer that broke: an event and [DONE], or the error's JSON body."""
         return sse.error_event(error) if self.streams else error.json()
 
-    def _events(self, chunks: Sequence[ChunkChoice]) -> bytes:
+    def _events(self, chunks: Sequence[Choice]) -> bytes:
         return b"".join([self._event(chunk) for chunk in chunks])
 
-    def _event(self, choice: ChunkChoice | None) -> bytes:
+    def _event(self, choice: Choice | None) -> bytes:
         usage = self._usage() if choice is None or self._usage_in_chunks else UNSET
-        head = (self.response_id, self._object, self.created, self.model)
-        if isinstance(choice, CompletionChunkChoice):
-            return sse.event(_encode(CompletionChunk(*head, [choice], usage)))
-        if choice is None:
-            return sse.event(_encode(ChatChunk(*head, [], usage)))
-        ids = self._prompt_token_ids if choice.delta.role is not None else UNSET
-        return sse.event(_encode(ChatChunk(*head, [choice], usage, ids)))
+        begins = choice is not None and choice.delta is not UNSET and choice.delta.role is not None
+        return sse.event(self._encoded([choice] if choice else [], usage, begins=begins))
 
-    def _whole(self, handover: KvTransferParams | None) -> ChatCompletion | Completion:
+    def _encoded(
+        self,
+        choices: list[Choice],
+        usage: Usage | UnsetType,
+        handover: KvTransferParams | UnsetType = UNSET,
+        *,
+        begins: bool,
+    ) -> bytes:
         head = (self.response_id, self._object, self.created, self.model)
-        ended = [choice.whole() for choice in self._best() if choice.ended]
-        carried = UNSET if handover is None else handover
-        if self._chat:
-            chats = [choice for choice in ended if isinstance(choice, ChatChoice)]
-            scored = self.choices[0].prompt_logprobs()
-            return ChatCompletion(
-                *head, chats, self._usage(), carried, self._prompt_token_ids, scored
-            )
-        texts = [choice for choice in ended if isinstance(choice, CompletionChoice)]
-        return Completion(*head, texts, self._usage(), carried)
-
-    def _best(self) -> Sequence[ChoiceWriter]:
-        if len(self.choices) <= self._returned:
-            return self.choices
-        first = self.choices[0].index
-        best = sorted(self.choices, key=lambda choice: -choice.logprob)[: self._returned]
-        for at, choice in enumerate(best):
-            choice.index = first + at
-        return best
+        ids = self._prompt_token_ids if begins and self._chat else UNSET
+        return _encode(Answer(*head, choices, usage, handover, ids))
 
     @property
     def counts(self) -> tuple[int, int, int]:

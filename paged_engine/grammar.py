@@ -215,8 +215,6 @@ class Grammars:
                 )
             case "grammar":
                 return _user_grammar(text)
-            case "tags":
-                return self._tags(json.loads(text))
 
     def _behind(self, lark: str, text: str, opener: str) -> str:
         end = self._terms(text)
@@ -240,31 +238,6 @@ class Grammars:
         specials = [special for special in self._specials if special and special in text]
         pieces = re.split(f"({'|'.join(map(re.escape, specials))})", text) if specials else [text]
         return [piece if piece in self._specials else _literal(piece) for piece in pieces if piece]
-
-    def _tags(self, tags: dict[str, Any]) -> str:
-        rules, names = [], []
-        for number, trigger in enumerate(tags["triggers"]):
-            bodies = [
-                f"{_literal(tag['begin'][len(trigger) :])} {_json_rule(tag['schema'], None)} "
-                f"{_literal(tag['end'])}"
-                for tag in tags["structures"]
-                if tag["begin"].startswith(trigger)
-            ]
-            if trigger in self._specials:
-                head = f"head_{number}: TEXT {trigger}"
-            else:
-                head = f"head_{number}[lazy]: TEXT {_literal(trigger)}"
-            rules += [head, f"tag_{number}: head_{number} ({' | '.join(bodies)})"]
-            names.append(f"tag_{number}")
-        return "\n".join(
-            [
-                f"{_OPTIONS}start: ({' | '.join(names)})* rest",
-                "rest: TEXT",
-                r"TEXT: /(.|\n)*/",
-                *rules,
-                "",
-            ]
-        )
 
 
 class TimedMatcher:
@@ -434,7 +407,6 @@ def _refused(constraint: Constraint, why: str) -> RequestError:
         "regex": "regular expression",
         "choice": "choice",
         "grammar": "grammar (Lark, or GBNF)",
-        "tags": "structural tag",
     }[constraint.kind]
     return RequestError(
         f"{constraint.field}: this {name} cannot be followed: {reason[:600]}",

@@ -53,12 +53,11 @@ Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
-ConstraintKind = Literal["json", "regex", "choice", "grammar", "tags", "lark"]
+ConstraintKind = Literal["json", "regex", "choice", "grammar", "lark"]
 
 # Compile time grows with these; 64 KiB hold 1,000 properties.
 _MAX_CONSTRAINT_CHARS: dict[ConstraintKind, int] = {
     "json": 64 << 10,
-    "tags": 64 << 10,
     "choice": 64 << 10,
     "grammar": 32 << 10,
     "regex": 4 << 10,
@@ -69,7 +68,6 @@ _MAX_BRACKETS_DEEP = 64
 _MAX_RULES = 400
 _RULE = {
     "json": re.compile('"\\$ref"'),
-    "tags": re.compile('"\\$ref"'),
     "grammar": re.compile("^[^\n:]*+:", re.MULTILINE),
 }
 GBNF_RULE = re.compile(r"^[^\S\n]*+[\w-]++[^\S\n]*+::=", re.MULTILINE)
@@ -95,9 +93,8 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     """A constraint on the text of an answer, followed by masking tokens (paged_engine/grammar.py).
 
     `text` by kind: json: a schema; regex: for the whole answer; choice: a JSON list of answers;
-    grammar: Lark or GBNF; tags: free text with constrained parts, {"structures": [{"begin",
-    "schema", "end"}], "triggers": [...]}; lark: any of these, compiled. `whitespace` is a regular
-    expression between JSON tokens; None: at most one space. `field` is the request's field, for
+    grammar: Lark or GBNF; lark: any of these, compiled. `whitespace` is a regular expression
+    between JSON tokens; None: at most one space. `field` is the request's field, for
     errors. Text up to `behind` is free; with an `opener` only where the text begins with it.
     """
 

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from kvrelay.wire.errors import NotFound, Unavailable
 
 __all__ = ["IN_MEMORY", "MAX_RESPONSES", "MAX_STORED_BYTES", "ResponseStore", "Stored", "missing"]
@@ -34,7 +32,7 @@ _TABLE = """
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = OFF;
 CREATE TABLE IF NOT EXISTS kept (
-    owner TEXT, id TEXT, size INTEGER, used INTEGER, body BLOB, input BLOB, turns BLOB, items INTEGER,
+    owner TEXT, id TEXT, size INTEGER, used INTEGER, body BLOB, turns BLOB, items INTEGER,
     PRIMARY KEY (owner, id)
 );
 CREATE INDEX IF NOT EXISTS by_owner ON kept (owner, used, size);
@@ -46,23 +44,15 @@ _OLDEST = "SELECT rowid, size FROM kept WHERE owner = ? ORDER BY used LIMIT 1"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A response as it was sent, the items that it answers, and all turns up to it.
-
-    Each turn is a JSON list of items; `items` is their number.
-    """
+    """A response as it was sent, and the conversation up to it: the JSON of so many items."""
 
     body: bytes
-    input: bytes
-    turns: tuple[bytes, ...]
-    items: int = 0
+    turns: bytes
+    items: int
 
     @property
     def size(self) -> int:
-        return len(self.body) + len(self.input) + self.turn_bytes
-
-    @property
-    def turn_bytes(self) -> int:
-        return sum(map(len, self.turns))
+        return len(self.body) + len(self.turns)
 
 
 class ResponseStore:
@@ -101,10 +91,9 @@ class ResponseStore:
             _log.warning("response %s is not kept: %s", response_id, why.message)
 
     def _put(self, owner: str, response_id: str, stored: Stored) -> None:
-        turns = msgspec.msgpack.encode(stored.turns)
-        row = (owner, response_id, stored.size, stored.body, stored.input, turns, stored.items)
+        row = (owner, response_id, stored.size, stored.body, stored.turns, stored.items)
         with self._using() as db:
-            db.execute(f"INSERT OR REPLACE INTO kept VALUES (?, ?, ?, {_NEXT}, ?, ?, ?, ?)", row)
+            db.execute(f"INSERT OR REPLACE INTO kept VALUES (?, ?, ?, {_NEXT}, ?, ?, ?)", row)
             number, size = db.execute("SELECT COUNT(*), SUM(size) FROM kept").fetchone()
             if number > self._max_responses or size > self._max_bytes:
                 self._make_room(db, number, size)
@@ -128,13 +117,12 @@ class ResponseStore:
             asked = (owner, response_id)
             db.execute(f"UPDATE kept SET used = {_NEXT} WHERE owner = ? AND id = ?", asked)
             found = db.execute(
-                "SELECT body, input, turns, items FROM kept WHERE owner = ? AND id = ?", asked
+                "SELECT body, turns, items FROM kept WHERE owner = ? AND id = ?", asked
             )
             row = found.fetchone()
         if row is None:
             raise missing(response_id, param, self._max_responses)
-        body, given, turns, items = row
-        return Stored(body, given, msgspec.msgpack.decode(turns, type=tuple[bytes, ...]), items)
+        return Stored(*row)
 
     def delete(self, owner: str, response_id: str) -> None:
         """Delete a response. Raises NotFound."""

@@ -27,7 +27,6 @@ __all__ = [
     "Recall",
     "StoredConversation",
     "translate_responses",
-    "input_page",
     "translate_body",
 ]
 
@@ -66,7 +65,7 @@ class StoredConversation:
             return 0
         # On a thread: several processes may use its file, and one waits for the other.
         self._found = await asyncio.to_thread(self._responses.get, self._owner, wanted, _NAMED)
-        earlier = self._found.turn_bytes
+        earlier = len(self._found.turns)
         _check_bytes(len(body) + earlier, max_bytes)
         return earlier
 
@@ -121,26 +120,24 @@ def translate_responses(
 ) -> tuple[bytes, Dialect]:
     """Translate a body of POST /v1/responses. Raises RequestError, NotFound."""
     request = decode_responses(body)
-    turns: tuple[bytes, ...] = ()
-    earlier = 0
+    turns, earlier = b"", 0
     if request.previous_response_id is not None:
         found = store.get(request.previous_response_id, _NAMED)
         turns, earlier = found.turns, found.items
         check_count(request, earlier)
-        _check_shape(b",".join((*turns, body)))  # before they are read
+        _check_shape(turns + b"," + body)  # before they are read
     own = own_items(request, response_id.removeprefix("resp_") + "i")
-    items = [item for turn in turns for item in _items.decode(turn)] + own
+    items = _items.decode(b"[%b]" % turns) + own
     answer = ResponsesAnswer(request, response_id, created_at)
     if request.store is not False:
-        given, count = _encode(own), earlier + len(own)
+        given = _encode(own)[1:-1]
 
         def keep(response: dict[str, Any]) -> None:
             output = [_said(item) for item in response["output"]]
-            answered = b"%b,%b" % (given[:-1], _encode(output)[1:]) if output else given
-            store.put(
-                response_id,
-                Stored(_encode(response), given, (*turns, answered), count + len(output)),
-            )
+            parts = (turns, given, _encode(output)[1:-1])
+            count = earlier + len(own) + len(output)
+            stored = Stored(_encode(response), b",".join(filter(None, parts)), count)
+            store.put(response_id, stored)
 
         answer.finished = keep
     return chat_body(request, items, body), answer
@@ -153,21 +150,4 @@ def _said(item: Item) -> Item:
     return {
         **item,
         "content": [{"type": part["type"], "text": part["text"]} for part in item["content"]],
-    }
-
-
-def input_page(stored: Stored, limit: int, order: str, after: str | None) -> dict[str, Any]:
-    """Return the page of a response's input items after the id `after`."""
-    items = _items.decode(stored.input)
-    if order == "desc":
-        items.reverse()
-    ids = [item["id"] for item in items]
-    start = ids.index(after) + 1 if after in ids else 0
-    page = items[start : start + limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": start + limit < len(items),
     }

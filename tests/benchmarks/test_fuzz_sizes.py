@@ -95,13 +95,9 @@ def test_every_kind_of_structured_output_has_programs_and_fields() -> None:
         "regex": "regex",
         "choice": "choice",
         "grammar": "grammar",
-        "tags": "tags",
     }
     assert set(spoken) == set(_KINDS.values())
     held = Counter(site.language for route in ROUTES for site in sites(route))
     assert set(held) == set(LANGUAGES) >= set(NUMBERED) | set(spoken.values())
     chat = " ".join(site.name for site in sites(ROUTES[0]))
     assert all(f'"{kind}":' in chat for kind in _KINDS if kind != "json_object")
-    for name in msgspec.structs.fields(ROUTES[0].asks):
-        if name.name.startswith("guided_"):
-            assert name.name in chat

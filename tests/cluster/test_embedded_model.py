@@ -110,7 +110,11 @@ def test_templates_and_unfinished_messages(client: OpenAI) -> None:
     assert shown.choices[0].message.content == plain.choices[0].text
     documents = [{"title": "A", "text": "alpha"}]
     listing = "{% for d in documents %}{{ d.title }}: {{ d.text }}{% endfor %}"
-    read = chat(client, user("x"), extra_body={"chat_template": listing, "documents": documents})
+    read = chat(
+        client,
+        user("x"),
+        extra_body={"chat_template": listing, "chat_template_kwargs": {"documents": documents}},
+    )
     assert (
         read.usage.prompt_tokens == complete(client, "A: alpha", max_tokens=1).usage.prompt_tokens
     )

@@ -38,19 +38,17 @@ FEATURES: dict[str, dict[str, Any]] = {
     "min_tokens": SAMPLED | {"ignore_eos": False, "min_tokens": 5, "logit_bias": {"1": 6}},
     "stop_token_ids": SAMPLED | {"stop_token_ids": list(range(100, 140))},
     "included stop": SAMPLED | {"stop": ["t1", "t2", "a"], "include_stop_str_in_output": True},
-    "token ids": SAMPLED
-    | {"logprobs": 1, "return_tokens_as_token_ids": True, "return_token_ids": True},
-    "prompt_logprobs": SAMPLED | {"prompt_logprobs": 2},
+    "token ids": SAMPLED | {"logprobs": 1, "return_token_ids": True},
     "echo": SAMPLED | {"echo": True, "logprobs": 1},
-    "best_of": SAMPLED | {"n": 2, "best_of": 4},
     "allowed_token_ids": SAMPLED | {"allowed_token_ids": [80, 90, 100, 110]},
     "bad_words": SAMPLED | {"bad_words": ["t1", "a"]},
-    "truncate_prompt_tokens": SAMPLED | {"truncate_prompt_tokens": 20},
-    "guided_json": SAMPLED | {"guided_json": SCHEMA, "ignore_eos": False, "max_tokens": 40},
-    "guided_regex": SAMPLED | {"guided_regex": "[a-d]{3,9}!", "ignore_eos": False},
-    "guided_choice and logprobs": SAMPLED
-    | {"guided_choice": ["left", "right"], "ignore_eos": False, "logprobs": 1},
-    "guided_grammar": SAMPLED | {"guided_grammar": 'start: ("a" | "b")+ "."', "ignore_eos": False},
+    "json": SAMPLED
+    | {"structured_outputs": {"json": SCHEMA}, "ignore_eos": False, "max_tokens": 40},
+    "regex": SAMPLED | {"structured_outputs": {"regex": "[a-d]{3,9}!"}, "ignore_eos": False},
+    "choice and logprobs": SAMPLED
+    | {"structured_outputs": {"choice": ["left", "right"]}, "ignore_eos": False, "logprobs": 1},
+    "grammar": SAMPLED
+    | {"structured_outputs": {"grammar": 'start: ("a" | "b")+ "."'}, "ignore_eos": False},
     "everything": SAMPLED
     | {
         "top_p": 0.9,
@@ -111,7 +109,7 @@ async def test_disaggregated_answers_are_those_of_one_node(
     assert await asked(prefill.url, fields, at_once=True) == alone
     assert await asked(cluster.url, fields, at_once=True) == alone
     assert await asked(cluster.url, fields, at_once=False, prompts=2) == alone[:2]
-    if feature not in ("greedy", "guided_choice and logprobs"):
+    if feature not in ("greedy", "choice and logprobs"):
         without = "greedy" if fields == SAMPLED else "temperature"
         if without not in plain:
             plain[without] = await asked(prefill.url, FEATURES[without], at_once=True)
@@ -124,15 +122,13 @@ async def test_log_probabilities_of_a_prompt_may_be_longer_than_a_body_may(
 ) -> None:
     """They travel in the body of the decode leg, which is no client's."""
     (prefill,), (decode,) = cluster.of("prefill"), cluster.of("decode")
-    fields = {"prompt_logprobs": 20}
+    fields = {"echo": True, "logprobs": 20}
     recomputed = decode.metric("kvrelay_recomputed_prompts_total")
     (alone,) = await asked(prefill.url, fields, at_once=False, prompts=1)
     (told,) = await asked(cluster.url, fields, at_once=False, prompts=1)
     assert told == alone
-    numbers = [
-        [entry["logprob"] for entry in listed.values()]
-        for listed in told["choices"][0]["prompt_logprobs"][1:]
-    ]
+    listed = told["choices"][0]["logprobs"]["top_logprobs"][1:]
+    numbers = [list(each.values()) for each in listed]
     assert len(json.dumps(numbers)) > SMALL_LONGEST_BODY
     counted([decode], "kvrelay_recomputed_prompts_total", recomputed)
     answer = httpx2.post(f"{decode.url}/v1/completions", content=b"x" * (SMALL_LONGEST_BODY + 1))

@@ -56,8 +56,14 @@ def answer(url: str, **fields: Any) -> tuple[str, str]:
 
 
 KINDS = [
-    ({"guided_regex": r"\w{2,9}@\d+\.de"}, lambda text: re.fullmatch(r"\w{2,9}@\d+\.de", text)),
-    ({"guided_grammar": LARK}, lambda text: re.fullmatch("[a-z]=[0-9](,[a-z]=[0-9])*", text)),
+    (
+        {"structured_outputs": {"regex": r"\w{2,9}@\d+\.de"}},
+        lambda text: re.fullmatch(r"\w{2,9}@\d+\.de", text),
+    ),
+    (
+        {"structured_outputs": {"grammar": LARK}},
+        lambda text: re.fullmatch("[a-z]=[0-9](,[a-z]=[0-9])*", text),
+    ),
     (
         {
             "response_format": {
@@ -68,7 +74,10 @@ KINDS = [
         lambda text: list(json.loads(text)) == ["größe", "in"],
     ),
     ({"structured_outputs": {"choice": ["a b", "ä"]}}, lambda text: text in ("a b", "ä")),
-    ({"guided_choice": ["x"]}, lambda text: text == "x"),  # over with the prefill node's token
+    (
+        {"structured_outputs": {"choice": ["x"]}},
+        lambda text: text == "x",
+    ),  # over with the prefill node's token
 ]
 
 
@@ -84,8 +93,16 @@ def test_an_answer_keeps_to_it_and_is_the_same_on_one_node(fields, holds, cluste
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"guided_json": {"type": "objekt"}}, "guided_json", "Invalid type: objekt"),
-        ({"guided_grammar": "start: nowhere"}, "guided_grammar", "unknown name"),
+        (
+            {"structured_outputs": {"json": {"type": "objekt"}}},
+            "structured_outputs.json",
+            "Invalid type: objekt",
+        ),
+        (
+            {"structured_outputs": {"grammar": "start: nowhere"}},
+            "structured_outputs.grammar",
+            "unknown name",
+        ),
     ],
 )
 def test_what_cannot_be_followed_is_a_400_with_the_reason(fields, param, words, cluster):
@@ -103,7 +120,7 @@ def test_a_decode_node_that_takes_over_knows_the_tokens_alone(cluster):
     over already.
     """
     (decode,) = cluster.of("decode")
-    fields = {"guided_choice": ["yes and no"], "prompt": [ord("?")]}
+    fields = {"structured_outputs": {"choice": ["yes and no"]}, "prompt": [ord("?")]}
     taken_over = {"do_remote_prefill": True, "prompt_token_ids": [ord("?")], "seed": 4}
     for said in ("", "y", "yes and", "yes and no"):
         params = taken_over | {"generated": [*said.encode()]}
@@ -115,7 +132,7 @@ def test_a_decode_node_that_takes_over_knows_the_tokens_alone(cluster):
 
 def test_a_choice_that_is_over_with_its_first_token_keeps_the_others_going(cluster):
     fields = {
-        "guided_regex": "x|[a-h]{9}",
+        "structured_outputs": {"regex": "x|[a-h]{9}"},
         "n": 6,
         "temperature": 1.0,
         "logit_bias": {str(ord("x")): 2},

@@ -110,7 +110,7 @@ def streamed(
 
 
 def test_calls_that_the_model_writes(cluster):
-    fields = {"extra_body": {"guided_choice": [WRITTEN]}}
+    fields = {"extra_body": {"structured_outputs": {"choice": [WRITTEN]}}}
     wanted = ("Hm.", [("weather", '{"city": "é\\n", "x": [{}]}'), ("now", "{}")], "tool_calls")
     for url in (cluster.url, *(node.url for node in cluster.nodes)):
         assert whole(url, **fields) == wanted

@@ -12,7 +12,7 @@ import pytest
 from node_doubles import EOS, VOCAB, engine_info, write_config
 
 from kvrelay.decode_node.request import DecodeRequest
-from kvrelay.openai_api.body import choice_count, decode_completion, sampling_params
+from kvrelay.openai_api.body import decode_completion, sampling_params
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.openai_api.writer import AnswerWriter
@@ -63,7 +63,7 @@ def parts(
         created=7,
         model="m",
         prompt_tokens=20,
-        so_far=answer.so_far(choice_count(request)),
+        so_far=answer.so_far(request.n or 1),
     )
     return Submit("call-1", PROMPT, sampling), writer
 
@@ -150,22 +150,30 @@ def test_an_answer_that_is_over_needs_no_engine_and_gives_its_claim_up(
 def test_log_probabilities_of_the_prompt_are_handed_over_and_no_ticket_goes_before_them(
     tokenizer: Tokenizer,
 ) -> None:
-    wants = {"stream": False, "prompt_logprobs": 1}
+    wants = {"stream": False, "echo": True, "logprobs": 1}
     request = prefill(tokenizer, pipelined=True, **wants)
     ticket = KvTransferParams(**TICKET).ticket()
     assert list(request.frames(RequestUpdate("call-1", [], held=ticket), LOAD)) == []
     update = RequestUpdate(
-        "call-1", [65], finish=Finish.LENGTH, held=ticket, prompt_logprobs=SCORES
+        "call-1",
+        [65],
+        finish=Finish.LENGTH,
+        held=ticket,
+        logprobs=SCORES[:1],
+        prompt_logprobs=SCORES,
     )
     handover = list(request.frames(update, LOAD))[-1].params
     assert handover is not None
     assert handover.prompt_logprobs == SCORES
     behind = decode(tokenizer, handover, **wants)
     assert [submit.params.prompt_logprobs for submit in behind.submits] == [None]
-    (end,) = behind.frames(RequestUpdate("call-1", [66], finish=Finish.LENGTH), LOAD)
+    (end,) = behind.frames(
+        RequestUpdate("call-1", [66], finish=Finish.LENGTH, logprobs=SCORES[:1]), LOAD
+    )
     (choice,) = json.loads(end.payload)["choices"]
-    assert choice["text"] == "AB"
-    assert (len(choice["prompt_logprobs"]), choice["prompt_logprobs"][0]) == (20, None)
+    assert choice["text"].endswith("AB")
+    listed = choice["logprobs"]["token_logprobs"]
+    assert (len(listed), listed[0], listed[1]) == (22, None, -1.5)
     with pytest.raises(RequestError, match="kv_transfer_params lacks its prompt_logprobs"):
         decode(tokenizer, msgspec.structs.replace(handover, prompt_logprobs=None), **wants)
 

@@ -80,7 +80,6 @@ def called(arguments: str) -> dict[str, Any]:
         ({"messages": [{**said("x")[0], "tool_calls": [{"function": {"name": "f"}}] * 64}]}, True),
         ({"messages": said("x"), "tools": [tool(deep(4, 1000))], "tool_choice": "none"}, False),
         ({"messages": said("x"), "tools": [tool(deep(100, 1000))], "tool_choice": "none"}, True),
-        ({"messages": said("x"), "documents": [deep(100, 1000)]}, True),
         ({"messages": [called(json.dumps(deep(100, 1000)))]}, True),
         ({"messages": said("x"), "chat_template_kwargs": {"enable_thinking": False}}, False),
         ({"messages": said("x"), "chat_template_kwargs": {"loops": [1]}}, True),

@@ -127,12 +127,6 @@ async def test_a_grammar_whose_tokens_take_too_long_is_a_400(sandbox: Sandbox, f
     )
 
 
-async def test_a_long_text_is_cut_before_it_is_tokenized(sandbox: Sandbox) -> None:
-    """Whole, it would take more memory than a child has."""
-    body = json.dumps({"prompt": "x" * (15 << 20) + "yz", "truncate_prompt_tokens": 2}).encode()
-    assert await sandbox.token_ids(False, body) == [[ord("y"), ord("z")]]
-
-
 async def test_memory_is_limited(sandbox: Sandbox) -> None:
     with pytest.raises(RequestError, match="1024 MiB of memory"):
         await sandbox.token_ids(True, chat("x", chat_template="{{ 'a' * 10000000000 }}"))

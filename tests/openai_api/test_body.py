@@ -6,24 +6,20 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvrelay.openai_api.body import (
     REFUSED,
-    choice_count,
     decode_chat,
     decode_completion,
     prompt_only,
     prompts_of,
     sampling_params,
     token_limit,
-    truncated_length,
 )
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.sampling import SamplingDefaults, SamplingParams
-from kvrelay.wire.transfer import KvTransferParams
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 Request = ChatRequest | CompletionRequest
@@ -89,8 +85,6 @@ def test_deep_nesting_is_refused_and_not_a_crash(field: str) -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-        ({"spaces_between_special_tokens": "yes"}, "spaces_between_special_tokens"),
-        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
     ],
 )
 def test_a_wrong_chat_field_is_named(fields: dict[str, Any], param: str) -> None:
@@ -113,7 +107,6 @@ def test_a_wrong_chat_field_is_named(fields: dict[str, Any], param: str) -> None
         ({"min_tokens": -1}, "min_tokens must be at least 0, got -1"),
         ({"max_completion_tokens": 0}, "max_completion_tokens must be at least 1, got 0"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be at most 20, got 21"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs must be at least 0, got -1"),
         ({"stop": [""]}, "stop[0] must have at least 1 characters, got \"\""),
         ({"stop": ["x"] * 65}, "stop must have at most 64 entries, got 65"),
         ({"stop": "x" * 1025}, "of length 1027"),
@@ -145,36 +138,9 @@ def test_a_missing_field_is_named() -> None:
     assert "JSON object" in refusal(lambda: decode_chat(b"[1]")).message
 
 
-# Of vllm/entrypoints/openai, as of 2026-11; with those of SamplingParams that its clients also
-# send.
-BOTH = """model frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream
-    stream_options temperature top_p user use_beam_search top_k min_p repetition_penalty
-    watermarking length_penalty early_stopping stop_token_ids include_stop_str_in_output ignore_eos
-    min_tokens skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens
-    truncation_side allowed_token_ids prompt_logprobs logprob_token_ids bad_words detokenize
-    add_special_tokens response_format structured_outputs guided_json guided_regex guided_choice
-    guided_grammar guided_whitespace_pattern priority request_id session_id
-    return_tokens_as_token_ids return_token_ids routed_experts_prompt_start return_token_offsets
-    return_mm_kwargs cache_salt kv_transfer_params ec_transfer_params vllm_xargs extra_args
-    repetition_detection thinking_token_budget stream_interval echo logits_processors"""
-CHAT = """messages top_logprobs max_completion_tokens tools tool_choice reasoning_effort
-    include_reasoning parallel_tool_calls add_generation_prompt continue_final_message documents
-    chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs return_prompt_text"""
-COMPLETION = "prompt suffix prompt_embeds best_of"
-
-
-def test_every_field_of_vllm_is_served_or_refused() -> None:
-    kinds: list[tuple[str, type[msgspec.Struct]]] = [
-        (CHAT, ChatRequest),
-        (COMPLETION, CompletionRequest),
-    ]
-    for own, kind in kinds:
-        assert {*BOTH.split(), *own.split()} <= {*kind.__struct_fields__, *REFUSED}
-
-
 @pytest.mark.parametrize(
     ("field", "other"),
-    [("suffix", "x"), ("functions", [{"name": "f"}]), ("length_penalty", 0), ("detokenize", False)],
+    [("suffix", "x"), ("functions", [{"name": "f"}]), ("best_of", 2), ("guided_regex", "a")],
 )
 def test_what_is_not_built_is_refused_unless_it_asks_for_nothing(field: str, other: Any) -> None:
     for make in (chat, completion):
@@ -285,9 +251,6 @@ def test_values_outside_of_the_models_limits_are_named(fields: dict[str, Any]) -
         (chat(logprobs=True, top_logprobs=20), 20),
         (chat(logprobs=False, top_logprobs=0), None),
         (completion(logprobs=0), 0),
-        (completion(best_of=5, n=2), 0),
-        (completion(best_of=2, n=2), None),
-        (completion(best_of=5, logprobs=3), 3),
     ],
 )
 def test_logprobs_of_both_apis(request_: Request, logprobs: int | None) -> None:
@@ -297,14 +260,12 @@ def test_logprobs_of_both_apis(request_: Request, logprobs: int | None) -> None:
 @pytest.mark.parametrize(
     ("request_", "asked"),
     [
-        (chat(prompt_logprobs=3), 3),
         (completion(echo=True, logprobs=1, stream=True), 1),
-        (completion(echo=True, logprobs=1, prompt_logprobs=4), 4),
         (completion(echo=True), None),
         (chat(echo=True, logprobs=True), None),
     ],
 )
-def test_log_probabilities_of_the_prompt_are_asked_for_in_two_ways(
+def test_log_probabilities_of_the_prompt_are_those_of_an_echo(
     request_: Request, asked: int | None
 ) -> None:
     assert params(request_).prompt_logprobs == asked
@@ -345,43 +306,6 @@ def test_stop_is_a_string_or_a_list() -> None:
     assert chat(stop="x").stop_strings == ("x",)
     assert chat(stop=["x", "yz"]).stop_strings == ("x", "yz")
     assert chat(stop=[]).stop_strings == chat(stop="").stop_strings == chat().stop_strings == ()
-
-
-def test_best_of_is_at_least_n_and_more_than_n_is_not_streamed() -> None:
-    assert choice_count(completion(best_of=5, n=2)) == 5
-    assert choice_count(completion(best_of=2, n=2, stream=True)) == 2
-    for fields in ({"best_of": 1, "n": 2}, {"best_of": 0}, {"best_of": 2, "stream": True}):
-        assert refusal(lambda fields=fields: completion(**fields)).param == "best_of"  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("request_", "prompt", "kept"),
-    [
-        (completion(), 50, 50),
-        (completion(truncate_prompt_tokens=10), 50, 10),
-        (completion(truncate_prompt_tokens=80), 50, 50),
-        (completion(truncate_prompt_tokens=-1, max_tokens=60), 50, 40),
-        (completion(truncate_prompt_tokens=-1), 500, 84),
-        (chat(truncate_prompt_tokens=-1), 500, 99),
-    ],
-)
-def test_of_a_long_prompt_the_last_tokens_are_kept(
-    request_: Request, prompt: int, kept: int
-) -> None:
-    assert truncated_length(request_, prompt, 100) == kept
-
-
-def test_a_prefill_leg_leaves_room_for_the_clients_answer() -> None:
-    leg = KvTransferParams(do_remote_decode=True, client_max_tokens=30)
-    request = msgspec.structs.replace(completion(truncate_prompt_tokens=-1), kv_transfer_params=leg)
-    assert truncated_length(request, 500, 100) == 70
-
-
-@pytest.mark.parametrize("value", [0, -2, 101])
-def test_an_impossible_truncation_is_refused(value: int) -> None:
-    why = refusal(lambda: truncated_length(completion(truncate_prompt_tokens=value), 50, 100))
-    assert why.param == "truncate_prompt_tokens"
-    assert "between 1 and 100" in why.message
 
 
 def test_no_token_at_all_is_an_answer_to_who_wants_the_prompt_back() -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from kvrelay.openai_api.logprobs import ScoredPrompt
 from kvrelay.openai_api.tokenizer import Tokenizer
-from kvrelay.openai_api.types import PromptLogprob
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.outputs import TokenLogprobs
 
@@ -19,27 +18,6 @@ def scored(ids: list[int]) -> ScoredPrompt:
     return ScoredPrompt(ids, entries)
 
 
-def test_each_token_is_told_with_the_likeliest_by_id_and_of_the_first_nothing(
-    bytewise: Tokenizer,
-) -> None:
-    given = scored([72, 105, 65])
-    assert given.listed(bytewise, 0) == [
-        None,
-        {"105": PromptLogprob(-3.5, 2, "i")},
-        {"65": PromptLogprob(-3.5, 3, "A")},
-    ]
-    assert given.listed(bytewise, 3) == [
-        None,
-        {
-            "105": PromptLogprob(-3.5, 2, "i"),
-            "65": PromptLogprob(-0.25, 1, "A"),
-            "66": PromptLogprob(-9999.0, 3, "B"),
-        },
-        {"65": PromptLogprob(-3.5, 3, "A"), "66": PromptLogprob(-9999.0, 3, "B")},
-    ]
-    assert ScoredPrompt([72], []).listed(bytewise, 3) == [None]
-
-
 def test_an_echo_lists_the_prompts_tokens_at_their_places_in_its_text(bytewise: Tokenizer) -> None:
     ids = list("aé!".encode())
     lists = scored(ids).echoed(bytewise, 1, "aé!")
@@ -48,7 +26,6 @@ def test_an_echo_lists_the_prompts_tokens_at_their_places_in_its_text(bytewise: 
     assert lists.token_logprobs == [None, -3.5, -3.5, -3.5]
     assert lists.top_logprobs[0] is None
     assert lists.top_logprobs[3] == {"!": -3.5, "A": -0.25}
-    assert scored(ids).echoed(bytewise, 0, "aé!", as_token_ids=True).tokens[1] == "token_id:195"
 
 
 @pytest.mark.model

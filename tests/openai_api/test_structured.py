@@ -17,7 +17,6 @@ from kvrelay.wire.errors import RequestError
 from kvrelay.wire.sampling import Constraint
 
 SCHEMA = {"type": "object", "properties": {"ö": {"type": "string"}, "a": {"type": "integer"}}}
-TAGS = {"structures": [{"begin": "<f=a>", "schema": {}, "end": "</f>"}], "triggers": ["<f="]}
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -37,13 +36,8 @@ def asked(**fields: Any) -> Constraint | None:
     [
         {},
         {"response_format": {"type": "text"}},
-        {
-            "response_format": None,
-            "structured_outputs": None,
-            "guided_json": None,
-            "guided_choice": [],
-        },
-        {"structured_outputs": {}, "guided_decoding_backend": "outlines"},
+        {"response_format": None, "structured_outputs": None},
+        {"structured_outputs": {}},
         {"structured_outputs": {"json": None, "json_object": False, "disable_fallback": False}},
     ],
 )
@@ -59,8 +53,6 @@ def test_json_schemas_keep_the_order_of_their_properties() -> None:
                 "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
             }
         },
-        {"guided_json": SCHEMA},
-        {"guided_json": json.dumps(SCHEMA)},
         {"structured_outputs": {"json": SCHEMA}},
         {"structured_outputs": {"json": json.dumps(SCHEMA)}},
     ]
@@ -78,11 +70,8 @@ def test_json_schemas_keep_the_order_of_their_properties() -> None:
     [
         ({"response_format": {"type": "json_object"}}, "json", '{"type":"object"}'),
         ({"structured_outputs": {"json_object": True}}, "json", '{"type":"object"}'),
-        ({"guided_regex": "a+"}, "regex", "a+"),
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
-        ({"guided_choice": ["ja", "ne in"]}, "choice", '["ja","ne in"]'),
         ({"structured_outputs": {"choice": ["ja"]}}, "choice", '["ja"]'),
-        ({"guided_grammar": 'start: "a"'}, "grammar", 'start: "a"'),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
     ],
 )
@@ -92,24 +81,10 @@ def test_every_kind_by_each_of_its_names(fields: dict[str, Any], kind: str, text
     assert (found.kind, found.text, found.whitespace) == (kind, text, None)
 
 
-def test_structural_tags() -> None:
-    for fields in (
-        {"response_format": {"type": "structural_tag", **TAGS}},
-        {"structured_outputs": {"structural_tag": json.dumps({"type": "structural_tag", **TAGS})}},
-    ):
-        found = asked(**fields)
-        assert found is not None
-        assert (found.kind, json.loads(found.text)) == ("tags", TAGS)
-
-
 def test_white_space_goes_with_json() -> None:
-    for fields in (
-        {"guided_json": {}, "guided_whitespace_pattern": "[\n ]*"},
-        {"structured_outputs": {"json": {}, "whitespace_pattern": "[\n ]*"}},
-    ):
-        found = asked(**fields)
-        assert found is not None
-        assert found.whitespace == "[\n ]*"
+    found = asked(structured_outputs={"json": {}, "whitespace_pattern": "[\n ]*"})
+    assert found is not None
+    assert found.whitespace == "[\n ]*"
     compact = asked(structured_outputs={"json": {}, "disable_any_whitespace": True})
     assert compact is not None
     assert compact.whitespace == ""
@@ -118,8 +93,11 @@ def test_white_space_goes_with_json() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "at once"),
-        ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json", "at once"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"json": {}}},
+            "structured_outputs.json",
+            "at once",
+        ),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.json", "at once"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", '"yaml"'),
         (
@@ -132,29 +110,7 @@ def test_white_space_goes_with_json() -> None:
             "response_format.json_schema",
             "needs",
         ),
-        ({"response_format": {"type": "structural_tag"}}, "response_format", "triggers"),
-        (
-            {"response_format": {"type": "structural_tag", **TAGS, "triggers": ["<g"]}},
-            "response_format",
-            "'<g'",
-        ),
-        (
-            {"response_format": {"type": "structural_tag", **TAGS, "triggers": []}},
-            "response_format",
-            "none of",
-        ),
-        (
-            {"response_format": {"type": "structural_tag", "structures": [], "triggers": []}},
-            "response_format",
-            "no str",
-        ),
-        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "about JSON"),
-        (
-            {"guided_regex": "a", "guided_whitespace_pattern": " "},
-            "guided_whitespace_pattern",
-            "about JSON",
-        ),
-        ({"guided_regex": ""}, "guided_regex", "not empty"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "not empty"),
         ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml", "'xml' is not supported"),
         (
             {"structured_outputs": {"disable_fallback": True}},
@@ -165,41 +121,59 @@ def test_white_space_goes_with_json() -> None:
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice", "strings"),
         ({"structured_outputs": {"json": 3}}, "structured_outputs.json", "JSON schema"),
         (
-            {"structured_outputs": {"structural_tag": "{"}},
-            "structured_outputs.structural_tag",
-            "valid JSON",
-        ),
-        (
             {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
             "structured_outputs.regex",
             "goes with json",
         ),
-        ({"guided_regex": "a" * 4097}, "guided_regex", "4097 characters; the limit is 4096"),
-        ({"guided_grammar": "#" * 32_769}, "guided_grammar", "the limit is 32768"),
-        ({"guided_choice": ["a" * 65_536]}, "guided_choice", "the limit is 65536"),
-        ({"guided_json": {"const": "a" * 65_536}}, "guided_json", "the limit is 65536"),
         (
-            {"guided_json": {}, "guided_whitespace_pattern": " " * 129},
-            "guided_json",
+            {"structured_outputs": {"regex": "a" * 4097}},
+            "structured_outputs.regex",
+            "4097 characters; the limit is 4096",
+        ),
+        (
+            {"structured_outputs": {"grammar": "#" * 32_769}},
+            "structured_outputs.grammar",
+            "the limit is 32768",
+        ),
+        (
+            {"structured_outputs": {"choice": ["a" * 65_536]}},
+            "structured_outputs.choice",
+            "the limit is 65536",
+        ),
+        (
+            {"structured_outputs": {"json": {"const": "a" * 65_536}}},
+            "structured_outputs.json",
+            "the limit is 65536",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": " " * 129}},
+            "structured_outputs.json",
             "whitespace.* limit is 128",
         ),
         (
-            {"guided_regex": "(" * 65 + ")" * 65},
-            "guided_regex",
+            {"structured_outputs": {"regex": "(" * 65 + ")" * 65}},
+            "structured_outputs.regex",
             "65 levels of brackets; the limit is 64",
         ),
-        ({"guided_json": "[" * 65 + "]" * 65}, "guided_json", "65 levels of brackets"),
         (
-            {"guided_json": {"anyOf": [{"$ref": "#"}] * 401}},
-            "guided_json",
+            {"structured_outputs": {"json": "[" * 65 + "]" * 65}},
+            "structured_outputs.json",
+            "65 levels of brackets",
+        ),
+        (
+            {"structured_outputs": {"json": {"anyOf": [{"$ref": "#"}] * 401}}},
+            "structured_outputs.json",
             "401 rules or references; the limit is 400",
         ),
-        ({"guided_grammar": "a: b\n" * 401}, "guided_grammar", "401 rules or references"),
-        ({"guided_grammar": 'a ::= ":" b\n' * 401}, "guided_grammar", "401 rules or references"),
         (
-            {"structured_outputs": {"structural_tag": {"structures": [], "triggers": ["<"] * 129}}},
-            "structured_outputs.structural_tag",
-            "129 triggers; the limit is 128",
+            {"structured_outputs": {"grammar": "a: b\n" * 401}},
+            "structured_outputs.grammar",
+            "401 rules or references",
+        ),
+        (
+            {"structured_outputs": {"grammar": 'a ::= ":" b\n' * 401}},
+            "structured_outputs.grammar",
+            "401 rules or references",
         ),
     ],
 )
@@ -284,8 +258,8 @@ def test_parameters_carry_it_and_check_the_lists() -> None:
         limits = {"prompt_tokens": 5, "max_model_len": 50, "vocab_size": 300, "default_seed": 1}
         return sampling_params(chat(**fields), **limits, bad_words=bad_words)
 
-    full = params(((1, 2),), guided_regex="a", allowed_token_ids=[7, 8, 7])
-    assert full.constraint == Constraint("regex", "a", field="guided_regex")
+    full = params(((1, 2),), structured_outputs={"regex": "a"}, allowed_token_ids=[7, 8, 7])
+    assert full.constraint == Constraint("regex", "a", field="structured_outputs.regex")
     assert (full.allowed_token_ids, full.bad_words) == ((7, 8), ((1, 2),))
     for words in (((1,) * 1025,), ((1, 300),)):
         with pytest.raises(RequestError) as refused:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvrelay.openai_api.body import choice_count, decode_chat, decode_completion, sampling_params
+from kvrelay.openai_api.body import decode_chat, decode_completion, sampling_params
 from kvrelay.openai_api.logprobs import ScoredPrompt
 from kvrelay.openai_api.prompt import Beginning
 from kvrelay.openai_api.sse import joined_body, joined_end
@@ -41,7 +41,7 @@ def writer(
     params = sampling_params(
         request, prompt_tokens=5, max_model_len=1000, vocab_size=300, default_seed=1
     )
-    choices = so_far or [ChoiceSoFar()] * choice_count(request)
+    choices = so_far or [ChoiceSoFar()] * (request.n or 1)
     return AnswerWriter(request, tokenizer, params, **HEAD, cached_tokens=4, so_far=choices, **more)
 
 
@@ -338,37 +338,24 @@ def test_whole_choices_are_in_order_whoever_ends_first(bytewise: Tokenizer) -> N
     assert answer["usage"]["completion_tokens"] == 3
 
 
-def test_the_likeliest_of_more_choices_are_returned_and_all_tokens_count(
-    bytewise: Tokenizer,
-) -> None:
-    w = writer(bytewise, "completion", {"n": 2, "best_of": 4})
-    for choice, each in enumerate((-1.0, -0.2, -3.0, -0.4)):
-        w.tokens(choice, [65 + choice, 66], lps([65 + choice, 66], each))
-        w.end(choice, Finish.LENGTH)
-    answer = json.loads(w.close())
-    assert [(c["index"], c["text"], c["logprobs"]) for c in answer["choices"]] == [
-        (0, "BB", None),
-        (1, "DB", None),
-    ]
-    assert answer["usage"]["completion_tokens"] == 8
-
-
-@KINDS
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("chat", {"role": "user", "content": "A", "reasoning": None}), ("completion", "said: A")],
+)
 @STREAMS
-def test_an_answer_begins_with_what_it_repeats(
-    bytewise: Tokenizer, kind: str, stream: bool
+def test_an_answer_begins_with_its_role_or_echo(
+    bytewise: Tokenizer, kind: str, said: Any, stream: bool
 ) -> None:
-    begins = Beginning("user", "said: ")
+    begins = Beginning("user", "said: " if kind == "completion" else "")
     w = writer(bytewise, kind, {"stream": stream, "n": 2}, beginning=begins)
     payload = b"".join([w.tokens(c, [65]) + w.end(c, Finish.STOP) for c in (0, 1)]) + w.close()
     if stream:
         second = [c for c in choices_of(chunks_of(payload)) if c["index"] == 1]
-        assert text_in(kind, [{"choices": second}]) == "said: A"
+        assert text_in(kind, [{"choices": second}]) == (said if kind == "completion" else "A")
         assert kind == "completion" or second[0]["delta"] == {"role": "user", "content": ""}
     else:
         choice = json.loads(payload)["choices"][1]
-        message = {"role": "user", "content": "said: A", "reasoning": None}
-        assert choice["message"] == message if kind == "chat" else choice["text"] == "said: A"
+        assert choice["message" if kind == "chat" else "text"] == said
 
 
 @STREAMS
@@ -392,35 +379,6 @@ def test_an_echo_with_log_probabilities_lists_the_prompt_first(
         assert "".join(c["text"] for c in own) == "".join(["said", *tokens])
         assert max_tokens or own[-1]["finish_reason"] == "length"
     assert w.counts == (5, 2 * len(tokens), 4)
-
-
-@KINDS
-def test_log_probabilities_of_the_prompt_are_part_of_a_whole_answer(
-    bytewise: Tokenizer, kind: str
-) -> None:
-    w = writer(bytewise, kind, {"prompt_logprobs": 1, "n": 2})
-    w.scored_prompt = ScoredPrompt([7, 65], lps([65]))
-    for choice in (0, 1):
-        w.tokens(choice, [66])
-        w.end(choice, Finish.LENGTH)
-    answer = json.loads(w.close())
-    told = [None, {"65": {"logprob": -0.5, "rank": 0, "decoded_token": "A"}}]
-    holders = [answer] if kind == "chat" else answer["choices"]
-    assert [each["prompt_logprobs"] for each in holders] == [told] * len(holders)
-    assert ("prompt_logprobs" in answer) == (kind == "chat")
-
-
-def test_tokens_are_named_by_id_if_that_is_asked(bytewise: Tokenizer) -> None:
-    def logprobs(kind: str) -> Any:
-        fields = {"return_tokens_as_token_ids": True, **with_logprobs(kind)}
-        return answered(writer(bytewise, kind, fields), [0xC3])["choices"][0]["logprobs"]
-
-    listed = logprobs("completion")
-    assert listed["tokens"] == ["token_id:195"]
-    assert list(listed["top_logprobs"][0]) == ["token_id:195", "token_id:65"]
-    (entry,) = logprobs("chat")["content"]
-    assert (entry["token"], entry["bytes"]) == ("token_id:195", [0xC3])
-    assert entry["top_logprobs"][1]["token"] == "token_id:65"
 
 
 @KINDS
@@ -494,7 +452,7 @@ def test_each_choice_continues_where_another_node_left_it(
     fields = {"stop": stop, "stream": stream, "n": len(ids), **extra}
     fields |= with_logprobs(kind) if logprobs else {}
     begins = Beginning(
-        echo="said" if "echo" in extra else "",
+        echo="said" if "echo" in extra and kind == "completion" else "",
         prompt_token_ids=[7] if "return_token_ids" in extra else None,
     )
 

@@ -119,23 +119,6 @@ def test_an_answer_is_what_its_constraint_says(constraint, holds, temperature, e
         assert holds(text(request)), text(request)
 
 
-def test_free_text_holds_its_tags(engine, ask):
-    constraint = Constraint("tags", TAGS)
-    likely = {
-        "logit_bias": ((ord("<"), 20.0), (ord("f"), 20.0)),
-        "bad_words": ((ord("<"), ord("<")),),
-    }
-    requests = [
-        ask(f"r{s}", constraint=constraint, seed=s, max_tokens=60, **likely) for s in range(4)
-    ]
-    drain(engine)
-    raw = [b"".join(TOKENS[t] for t in output(r)) for r in requests]
-    assert any(b"<f=" in answer for answer in raw)
-    for answer in raw:
-        for tag in answer.split(b"<f")[1:-1]:
-            assert tag.startswith((b"=12>", b"=345>")), answer
-
-
 def test_what_was_generated_elsewhere_is_replayed(engine, ask):
     """A decode node after a hand-over or a fail-over knows the tokens alone, and goes on as if
     nothing had happened.

@@ -60,7 +60,7 @@ _COMPLETIONS: tuple[dict[str, Any], ...] = (
     {},
     {"prompt": [5, 6, 7], "echo": True, "logprobs": 2},
     {"prompt": ["a", "b"], "stream": True},
-    {**_SAMPLED, "prompt_logprobs": 2, "best_of": 2},
+    {**_SAMPLED},
 )
 _TICKET = {
     "do_remote_prefill": True,
@@ -104,7 +104,6 @@ def asks(key: str) -> list[Example]:
             if route.key == "user"
         ),
         *_gets(key, "/v1/responses/resp_1", "/v1/models", "/v1/models/tiny"),
-        *_gets(key, "/v1/responses/resp_1/input_items?limit=3&order=asc&after=x"),
         Example("DELETE", "/v1/responses/resp_1", key),
         *_gets("", "/health", "/metrics", "/live", "/ping", "/version", "/openapi.json", "/docs"),
     ]

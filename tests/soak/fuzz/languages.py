@@ -43,17 +43,12 @@ def sites(route: Route) -> list[Site]:
 
 
 _FORMAT = '{"type":"json_schema","name":"a","schema":%s}'
-_IN_TAGS = '"structures":[{"begin":"<a>","schema":%s,"end":"</a>"}],"triggers":["<a"]'
 _TOOL = '{"type":"function","name":"f","input_schema":%s,"parameters":%s,"function":{"name":"f","parameters":%s}}'
 _SITES = (
     Site("schema", {"response_format": '{"type":"json_schema","json_schema":' + _FORMAT + "}"}),
-    Site("schema", {"response_format": '{"type":"structural_tag",' + _IN_TAGS + "}"}),
     Site("schema", {"text": '{"format":' + _FORMAT + "}"}),
     Site("schema", {"output_config": '{"format":' + _FORMAT + "}"}),
-    Site("schema", {"guided_json": "%s"}),
-    Site("schema", {"guided_json": "%s"}, as_text=True),
     Site("schema", {"structured_outputs": '{"json":%s}'}),
-    Site("schema", {"structured_outputs": '{"structural_tag":{' + _IN_TAGS + "}}"}),
     Site("schema", {"tool_choice": '"required"', "tools": f"[{_TOOL}]"}),
     Site(
         "schema",
@@ -63,17 +58,11 @@ _SITES = (
         },
     ),
     Site("schema", {"tool_choice": '{"type":"any"}', "tools": f"[{_TOOL}]"}),
-    Site("regex", {"guided_regex": "%s"}, as_text=True),
     Site("regex", {"structured_outputs": '{"regex":%s}'}, as_text=True),
     Site("regex", {"structured_outputs": '{"json":{},"whitespace_pattern":%s}'}, as_text=True),
-    Site("regex", {"guided_json": "{}", "guided_whitespace_pattern": "%s"}, as_text=True),
-    Site("regex", {"guided_json": '{"type":"string","pattern":%s}'}, as_text=True),
-    Site("grammar", {"guided_grammar": "%s"}, as_text=True),
+    Site("regex", {"structured_outputs": '{"json":{"type":"string","pattern":%s}}'}, as_text=True),
     Site("grammar", {"structured_outputs": '{"grammar":%s}'}, as_text=True),
-    Site("choice", {"guided_choice": "%s"}),
     Site("choice", {"structured_outputs": '{"choice":%s}'}),
-    Site("tags", {"response_format": '{"type":"structural_tag",%s}'}),
-    Site("tags", {"structured_outputs": '{"structural_tag":{%s}}'}),
     Site("messages", {"messages": "%s"}),
     Site("messages", {"input": "%s"}),
     Site("tools", {"tools": "%s"}),
@@ -218,18 +207,6 @@ LANGUAGES: Mapping[str, Mapping[str, Program]] = {
         "one choice": _many("a", '["', '"]', ""),
         "same choice": _many('"a"', "[", "]"),
         "choices that begin alike": lambda n: json.dumps(["a" * (at % 50) for at in range(n)]),
-    },
-    "tags": {
-        "tags": _many(
-            '{"begin":"<a%d>","schema":{},"end":"<"}', '"triggers":["<a"],"structures":[', "]"
-        ),
-        "triggers": lambda n: (
-            _many('"<%d>"', '"triggers":[', "],")(n)
-            + _many('{"begin":"<%d>","schema":{}}', '"structures":[', "]")(n)
-        ),
-        "a long begin": _many(
-            "<", '"triggers":["<"],"structures":[{"schema":{},"begin":"', '"}]', ""
-        ),
     },
     "messages": {
         "turns": _many('{"role":"user","content":"a"}', "[", "]"),

@@ -23,7 +23,7 @@ from kvrelay.openai_api.dialects.anthropic import MessagesRequest
 from kvrelay.openai_api.dialects.base import PASSED_ON
 from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
 from kvrelay.openai_api.openapi import OPERATIONS
-from kvrelay.openai_api.structured import _KINDS, _Tag, _Tags
+from kvrelay.openai_api.structured import _KINDS
 from kvrelay.openai_api.types import ChatRequest, FunctionDelta
 from kvrelay.router.admin import _Add, _Flip, _Name
 
@@ -87,7 +87,7 @@ _StructuredOutputs = msgspec.defstruct(
     [
         (
             name,
-            {"choice": list[str], "structural_tag": _Tags, "json": Any}.get(name, str) | None,
+            {"choice": list[str], "json": Any}.get(name, str) | None,
             None,
         )
         for name in (*_KINDS, "whitespace_pattern")
@@ -98,7 +98,6 @@ INSIDE: Mapping[str, Any] = {
     "tools": list[_Tool],
     "tool_calls": list[_Call],
     "tool_choice": str | _Choice,
-    "structures": list[_Tag],
     "structured_outputs": _StructuredOutputs,
     "input": str | list[_Item],
     "format": _Format,
@@ -109,7 +108,6 @@ INSIDE: Mapping[str, Any] = {
 """Contents of fields whose types do not say it, by the end of their path without numbers."""
 OPEN = frozenset(
     {
-        "documents",
         "chat_template_kwargs",
         "conversation",
         "prompt",
@@ -117,7 +115,6 @@ OPEN = frozenset(
         "mcp_servers",
         "schema",
         "json",
-        "guided_json",
         "parameters",
         "input_schema",
         "messages",
@@ -142,7 +139,6 @@ _BESIDE: Mapping[str, dict[str, bytes]] = {
     "tool_choice": {"tools": _TOOLS},
     "parallel_tool_calls": {"tools": _TOOLS},
     "top_logprobs": {"logprobs": b"true"},
-    "guided_whitespace_pattern": {"guided_json": b"{}"},
     "stream_options": {"stream": b"true"},
 }
 """Fields that are refused at once where these are not beside them."""
@@ -288,12 +284,8 @@ def _written(
         for field in kind.fields
         if field.required and field.encode_name != step
     }
-    if step in (
-        "json_schema",
-        "structures",
-        "triggers",
-    ):  # of a response_format, which is read by its type
-        needed["type"] = b'"json_schema"' if step == "json_schema" else b'"structural_tag"'
+    if step == "json_schema":  # of a response_format, which is read by its type
+        needed["type"] = b'"json_schema"'
     return _object({**needed, str(step): there})
 
 
