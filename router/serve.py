@@ -30,6 +30,7 @@ from kvrelay.router.relay import CLIENT_GONE, Relay, Reply, arrived_body, header
 from kvrelay.router.request.failures import CrashRecord, fingerprint_of
 from kvrelay.router.request.job import (
     CHAT_PATH,
+    COMPLETIONS_PATH,
     SESSION_HEADER,
     Job,
     job_of,
