@@ -6,7 +6,6 @@ An answer may be about blocks that have changed since it was asked for; the leas
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import queue
 import threading
@@ -14,33 +13,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.kv_transfer.connector import LeaseId, PoolRegion
+from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["MOST_BLOCKS", "Checks", "Checksums", "drawn", "in_our_order"]
+__all__ = ["MOST_BLOCKS", "Checks", "Checksums", "in_our_order"]
 
 log = logging.getLogger(__name__)
 
 # So many blocks in one question and one launch: the answer has 256 KiB with 128 KV heads.
 MOST_BLOCKS = 256
-_WRAP = 1 << 64
 _CHECKSUM_BYTES = 8  # of a KV head's part of a block (kernels/block_checksums.py)
 
 Sums = Callable[[Sequence[int]], list[bytes]]
-
-
-def drawn(lease: LeaseId, blocks: Sequence[int], share: float) -> list[int]:
-    """Return the blocks of the source that are checked, each with the probability `share`.
-
-    A function of lease, block and share alone, in whichever order blocks come.
-    """
-    if share >= 1:
-        return list(blocks)
-    # Multiples of a random odd number, modulo 2**64: 0.1 us a block, and neighbours are spread over
-    # a lease evenly.
-    digest = hashlib.blake2b(f"{lease.epoch}/{lease.request_id}".encode(), digest_size=8).digest()
-    seed, limit = int.from_bytes(digest, "little") | 1, int(share * _WRAP)
-    return [block for block in blocks if (block + 1) * seed % _WRAP < limit]
 
 
 def in_our_order(checksums: bytes, order: Sequence[int]) -> bytes:
@@ -60,8 +44,6 @@ class Checks:
 
     places: dict[int, int] = field(default_factory=dict)
     """Drawn blocks whose source gives checksums, and their places."""
-    unchecked: set[int] = field(default_factory=set)
-    """Drawn blocks whose source gives none."""
     theirs: dict[int, bytes] = field(default_factory=dict)
     ours: dict[int, bytes] = field(default_factory=dict)
 
@@ -98,10 +80,7 @@ class Checksums:
     def __init__(
         self, region: PoolRegion, kv_heads: int, on_error: Callable[[Exception], None]
     ) -> None:
-        """Start. `on_error` is called if the thread ends. On a GPU this compiles.
-
-        Raises ConfigError.
-        """
+        """Start; on a GPU this compiles. `on_error`: the thread has ended. Raises ConfigError."""
         self._sums = (_host_sums if region.device == "cpu" else _gpu_sums)(region, kv_heads)
         self._on_error = on_error
         self._asked: queue.Queue[tuple[Sequence[int], Callable[[list[bytes]], None]] | None]
@@ -155,30 +134,20 @@ def _host_sums(region: PoolRegion, kv_heads: int) -> Sums:
 def _gpu_sums(region: PoolRegion, kv_heads: int) -> Sums:
     import torch
 
-    from kvrelay.kernels import cuda_runtime
     from kvrelay.kernels.gpu_checksums import VECTOR_BYTES, gpu_block_checksums
 
     slice_bytes = _slice_bytes(region, kv_heads, VECTOR_BYTES)
     device = torch.device(region.device)
     # A stream of the lowest priority: waiting programs of steps go first.
     stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
-    # Pinned memory made for each question would cost half a millisecond.
-    host_ids = torch.empty(MOST_BLOCKS, dtype=torch.int32, pin_memory=True)
-    ids = torch.empty(MOST_BLOCKS, dtype=torch.int32, device=device)
-    host_sums = torch.empty(MOST_BLOCKS, kv_heads, dtype=torch.int64, pin_memory=True)
 
     def sums(blocks: Sequence[int]) -> list[bytes]:
-        count, copy = len(blocks), cuda_runtime.copy
         with torch.cuda.device(device), torch.cuda.stream(stream):
-            host_ids.numpy()[:count] = blocks
-            copy(ids.data_ptr(), host_ids.data_ptr(), 4 * count, stream.cuda_stream)
+            ids = torch.tensor(blocks, dtype=torch.int32, device=device)
             found = gpu_block_checksums(
-                region.address, ids[:count], kv_heads=kv_heads, slice_bytes=slice_bytes
+                region.address, ids, kv_heads=kv_heads, slice_bytes=slice_bytes
             )
-            size = _CHECKSUM_BYTES * count * kv_heads
-            copy(host_sums.data_ptr(), found.data_ptr(), size, stream.cuda_stream)
-            stream.synchronize()
-        return [row.tobytes() for row in host_sums[:count].numpy()]
+            return [row.tobytes() for row in found.cpu().numpy()]  # waits for this stream alone
 
     sums([0])  # compiles
     return sums

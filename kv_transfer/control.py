@@ -15,16 +15,14 @@ import socket
 import threading
 import time
 from functools import partial
-from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import zmq
 from zmq.utils import z85
 
 from kvrelay.kv_transfer.connector import PeerKey
-from kvrelay.kv_transfer.messages import MAX_MESSAGE_BYTES, Message, Refused, decode, encode
-from kvrelay.kv_transfer.sockets import LINGER_MS, NO_HANDSHAKE, Connection, SocketThread, received
+from kvrelay.kv_transfer.messages import MAX_MESSAGE_BYTES, Message, Refused, codec, encode
+from kvrelay.kv_transfer.sockets import LINGER_MS, NO_HANDSHAKE, Connection, SocketThread
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.versions import HANDOVER
 
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
     from kvrelay.kv_transfer.transfer_engine import TransferEngine
 
 __all__ = ["ENDED", "ENDED_EARLY", "ControlThread"]
-
-log = getLogger(__name__)
 
 # A host that is there says at once that nobody listens.
 PROBE_S = 0.3
@@ -114,27 +110,20 @@ class ControlThread(SocketThread):
         self._engine.on_process_gone(peer)
 
     def _serve(self) -> None:
-        for reader, *frames in received(self._router):
-            try:
-                (frame,) = frames
-                answer = self._engine.answer(reader, decode(frame))
-                # ValueError here, too: an answer may be longer than a question.
-                reply = None if answer is None else encode(answer)
-            except (msgspec.DecodeError, ValueError):
-                why = f"message not understood; this node speaks protocol {HANDOVER}"
-                reply = encode(Refused(why))
-            if reply is not None:
+        refused = Refused(f"message not understood; this node speaks protocol {HANDOVER}")
+        for reader, message in codec.received(self._router):
+            answer = refused if message is None else self._engine.answer(reader, message)
+            if answer is not None:
+                try:
+                    reply = encode(answer)
+                except ValueError:  # it is longer than the question
+                    reply = encode(refused)
                 self._send_to_reader(reader, reply)
 
     def _listen(self, peer: PeerKey, connection: Connection) -> None:
-        for frames in received(connection.dealer):
-            try:
-                (frame,) = frames
-                message = decode(frame)
-            except (msgspec.DecodeError, ValueError):
-                log.warning("peer %s:%d sent a malformed message", peer.host, peer.port)
-                continue
-            self._engine.on_message(peer, message)
+        for _, message in codec.received(connection.dealer):
+            if message is not None:
+                self._engine.on_message(peer, message)
 
     def _dial(self, peer: PeerKey, handshake: bytes) -> None:
         server = None if self._keys is None else self._keys[0]

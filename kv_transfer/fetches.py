@@ -18,10 +18,11 @@ more: NIXL hands back a cancelled handle and goes on writing (seen: 969 of 1024 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvrelay.kv_transfer.checksums import MOST_BLOCKS, Checks, drawn
+from kvrelay.kv_transfer.checksums import MOST_BLOCKS, Checks
 from kvrelay.kv_transfer.connector import (
     Completion,
     Fetched,
@@ -316,13 +317,13 @@ class FetchTable:
 
     def _draw(self, fetch: Fetch, part: slice) -> None:
         remote = fetch.remote_blocks[part]
-        chosen = drawn(fetch.lease, remote, self._config.kv_checksums)
-        at = {block: place for place, block in enumerate(remote, part.start)}
-        places = {block: at[block] for block in chosen}
+        share, places = self._config.kv_checksums, enumerate(remote, part.start)
+        drawn = {block: place for place, block in places if random.random() < share}
         if not self._ready[fetch.peer]:
-            fetch.checks.unchecked.update(places.values())
+            self.stats.unchecked_blocks += len(drawn)
             return
-        fetch.checks.places.update(places)
+        fetch.checks.places.update(drawn)
+        chosen = list(drawn)
         for first in range(0, len(chosen), MOST_BLOCKS):
             asked = Follow(fetch.lease, chosen[first : first + MOST_BLOCKS])
             self.commands.append((fetch.peer, asked))
@@ -347,7 +348,6 @@ class FetchTable:
             return
         wrong = checks.wrong
         stats.checked_blocks += len(checks.places)
-        stats.unchecked_blocks += len(checks.unchecked)
         stats.wrong_blocks += len(wrong)
         if not wrong:
             self._finish(fetch, now)

@@ -26,6 +26,7 @@ __all__ = [
     "Renew",
     "Renewed",
     "HandshakeReply",
+    "codec",
     "decode",
     "encode",
 ]
@@ -133,5 +134,5 @@ Message = (
     | ChunkProgress
 )
 
-_codec: Codec[Message] = Codec(Message, MAX_MESSAGE_BYTES)
-encode, decode = _codec.encode, _codec.decode
+codec: Codec[Message] = Codec(Message, MAX_MESSAGE_BYTES)
+encode, decode = codec.encode, codec.decode

@@ -9,7 +9,6 @@ encrypted: the key to get in is in the backend's metadata.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,17 +33,15 @@ from kvrelay.kv_transfer.nccl_pairs import (
     SourcePair,
     Terms,
     Transfer,
-    decode,
+    codec,
     encode,
 )
-from kvrelay.kv_transfer.sockets import LINGER_MS, Connection, SocketThread, received
+from kvrelay.kv_transfer.sockets import LINGER_MS, Connection, SocketThread
 from kvrelay.kv_transfer.staging import Budget, StagedPool
 from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
 from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["NcclBackend"]
-
-log = logging.getLogger(__name__)
 
 # 64 MiB take 190 us over NVLink, twice what the host needs to copy and to launch a slice; larger
 # slices are not faster, and smaller ones leave the wire idle.
@@ -203,12 +200,9 @@ class PairControl(SocketThread):
     # As the source.
 
     def _serve(self) -> None:
-        for sender, *frames in received(self._router):
-            try:
-                (frame,) = frames
-                self._answer(sender, decode(frame))
-            except (msgspec.DecodeError, ValueError) as error:
-                log.warning("a reader of the NCCL backend is not understood: %s", error)
+        for sender, message in codec.received(self._router):
+            if message is not None:
+                self._answer(sender, message)
 
     def _answer(self, sender: bytes, message: PairMessage) -> None:
         if isinstance(message, Meet):
@@ -269,17 +263,9 @@ class PairControl(SocketThread):
             source.pair.thread.start()
 
     def _listen(self, source: _Source) -> None:
-        for frames in received(source.connection.dealer):
-            try:
-                (frame,) = frames
-                message = decode(frame)
-            except (msgspec.DecodeError, ValueError) as error:
-                log.warning("the NCCL backend of %s is not understood: %s", source.where, error)
-                continue
-            pair = source.pair
-            if pair is None or message.pair != pair.name:  # of a pair that has ended
-                continue
-            if isinstance(message, Part):
+        for _, message in codec.received(source.connection.dealer):
+            pair = source.pair  # another message may be of a pair that has ended
+            if isinstance(message, Part) and pair is not None and message.pair == pair.name:
                 self._parted(source, pair, message)
 
     def _parted(self, source: _Source, pair: ReaderPair, message: Part) -> None:

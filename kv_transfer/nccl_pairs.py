@@ -94,8 +94,8 @@ class Part(msgspec.Struct, tag="part", frozen=True):
 
 PairMessage = Meet | Ask | Part
 
-_codec: Codec[PairMessage] = Codec(PairMessage, MAX_PAIR_MESSAGE_BYTES)
-encode, decode = _codec.encode, _codec.decode
+codec: Codec[PairMessage] = Codec(PairMessage, MAX_PAIR_MESSAGE_BYTES)
+encode, decode = codec.encode, codec.decode
 
 
 # A pair that is idle for so long is closed by its reader, and made again on demand; the source

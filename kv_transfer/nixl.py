@@ -5,7 +5,6 @@ UCX's listener has no authentication, so it listens on the network devices of `k
 
 from __future__ import annotations
 
-import array
 import contextlib
 import fcntl
 import ipaddress
@@ -28,10 +27,8 @@ __all__ = ["NixlBackend", "addresses_here", "net_devices", "net_devices_of"]
 
 log = logging.getLogger(__name__)
 
-_SIOCGIFCONF = 0x8912
-# The kernel's ifreq on 64 bits: 16 bytes of name, then a sockaddr_in.
-_IFREQ_BYTES, _ADDRESS_AT = 40, 20
-_MOST_ADDRESSES = 4096
+# Takes and gives an ifreq: 16 bytes of name, then a sockaddr_in.
+_SIOCGIFADDR = 0x8915
 
 
 def net_devices(kv_host: str) -> str | None:
@@ -84,19 +81,12 @@ def addresses_here() -> list[tuple[str, str]]:
 
 
 def _ipv4() -> list[tuple[str, str]]:
-    space = array.array("B", bytes(_IFREQ_BYTES * _MOST_ADDRESSES))
-    where, _ = space.buffer_info()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        used, _ = struct.unpack(
-            "iL", fcntl.ioctl(asker, _SIOCGIFCONF, struct.pack("iL", len(space), where))
-        )
     found = []
-    for at in range(0, used, _IFREQ_BYTES):
-        # A second address may have a label of its own, eth0:1.
-        name = bytes(space[at : at + 16]).partition(b"\0")[0].decode().partition(":")[0]
-        found.append(
-            (name, socket.inet_ntoa(bytes(space[at + _ADDRESS_AT : at + _ADDRESS_AT + 4])))
-        )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # without an address
+                ifreq = fcntl.ioctl(asker, _SIOCGIFADDR, struct.pack("40s", name.encode()))
+                found.append((name, socket.inet_ntoa(ifreq[20:24])))
     return found
 
 

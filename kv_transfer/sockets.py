@@ -65,6 +65,21 @@ class Codec(Generic[T]):
         except RecursionError as why:
             raise ValueError("the message is nested too deeply") from why
 
+    def received(self, sock: Socket) -> Iterator[tuple[bytes, T | None]]:
+        """Yield messages that are there, with a ROUTER's senders; None for what is malformed."""
+        for frames in received(sock):
+            *sender, frame = frames
+            try:
+                if len(sender) > (sock.type == zmq.ROUTER):
+                    raise ValueError(f"a message has one frame, not {len(frames)}")
+                message = self.decode(frame)
+            except (msgspec.DecodeError, ValueError) as error:
+                log.warning(
+                    "%s is not understood: %s", sock.getsockopt_string(zmq.LAST_ENDPOINT), error
+                )
+                message = None
+            yield sender[0] if sender else b"", message
+
     def _check(self, frame: bytes) -> None:
         if len(frame) > self.limit:
             raise ValueError(f"message of {len(frame)} bytes is over the limit of {self.limit}")

@@ -12,19 +12,16 @@ from typing import Any, cast
 import pytest
 import torch
 from engine_node import SLOW, RealNode
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvrelay.kernels import block_checksums
 from kvrelay.kernels.block_checksums import keys
 from kvrelay.kv_transfer.backend import Source
-from kvrelay.kv_transfer.checksums import Checksums, drawn, in_our_order
+from kvrelay.kv_transfer.checksums import Checksums, in_our_order
 from kvrelay.kv_transfer.connector import (
     Completion,
     Event,
     Fetched,
     FetchFailed,
-    LeaseId,
     PoolRegion,
     Settled,
 )
@@ -36,26 +33,13 @@ BLOCKS, BLOCK_BYTES, HEADS = 32, 64 << 10, 2
 DEADLINE_S = 30.0
 SILENT = replace(SLOW, heartbeat_s=0.5, transfer_deadline_s=60.0)
 PATIENT = replace(SILENT, kv_checksums=1.0)
-LEASE = LeaseId("request", 3)
 
 
-@given(st.lists(st.integers(0, 2**31), unique=True), st.floats(0, 1), st.floats(0, 1), st.data())
-def test_a_draw_depends_on_lease_block_and_share_alone(blocks, share, other, data) -> None:
-    chosen = drawn(LEASE, blocks, share)
-    assert chosen == [block for block in blocks if block in set(chosen)]
-    some = data.draw(st.permutations(blocks))[: len(blocks) // 2]
-    assert set(drawn(LEASE, some, share)) == set(chosen) & set(some)
-    # Who checks more checks these, too.
-    assert set(drawn(LEASE, blocks, min(share, other))) <= set(chosen)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.25, 0.9, 1.0])
-def test_the_share_is_kept_and_leases_draw_apart(share: float) -> None:
-    leases = (LEASE, LeaseId("request", 4), LeaseId("another", 3))
-    first, *others = (drawn(lease, range(20_000), share) for lease in leases)
-    for one in (first, *others):
-        assert len(one) == pytest.approx(20_000 * share, rel=0.15)
-    assert share in (0.0, 1.0) or first not in others
+def test_the_share_of_blocks_is_checked(pair: Callable[..., Pair]) -> None:
+    it, blocks = pair(ours=replace(SILENT, kv_checksums=0.5)), list(range(1, 31))
+    for number in range(20):
+        assert isinstance(it.fetch(str(number), blocks, blocks)[0], Fetched)
+    assert 200 < it.reader.engine.stats().checked_blocks < 400
 
 
 def of_heads(ranks: list[Heads]) -> bytes:
