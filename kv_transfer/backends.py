@@ -141,7 +141,7 @@ class Backends:
                 raise ConfigError(
                     f"kv_connector {kind} was not opened on all ranks within {OPEN_S:g} s"
                 ) from None
-            if self.is_open(kind):
+            if kind in self._cards:
                 self._opened = on_opened
                 return
         why = "; ".join(self.missing.values())
@@ -186,9 +186,6 @@ class Backends:
         self.missing[kind] = f"rank {rank}: {why}" if rank else why
         log.info("no KV by %s on this node: %s", kind, self.missing[kind])
         self._do_all(Stop(kind))
-
-    def is_open(self, kind: str) -> bool:
-        return kind in self._cards
 
     # Peers, in parts: what is asked goes to ranks, what they tell becomes one event. A part's
     # events come in order, those of different parts in any order.
@@ -258,14 +255,13 @@ class Backends:
     @property
     def on_request(self) -> list[str]:
         """Names of backends that are not open, and can be."""
-        return [kind for kind in self if not self.is_open(kind)]
+        return [kind for kind in self if kind not in self._cards]
 
     def __iter__(self) -> Iterator[str]:
         return (kind for kind in self.wanted if kind not in self.missing)
 
     def shared(self, welcome: HandshakeReply) -> list[str]:
-        """Return the backends that all ranks of both have, the best first. Raises Incompatible."""
-        self._shares(welcome)
+        """Return the backends that all ranks of both have, or can open, the best first."""
         theirs = [set(card.planes) for card in welcome.ranks]
         has = set.intersection(*theirs) if theirs else set()
         return [kind for kind in self if kind in has or kind in welcome.on_request]
@@ -292,7 +288,11 @@ class Backends:
         ]
 
     def order_of_heads(self, welcome: HandshakeReply) -> list[int]:
-        """Return where each KV head of our ranks lies in the peer's. Raises Incompatible."""
+        """Return where each KV head of our ranks lies in the peer's.
+
+        Raises Incompatible if our ranks cannot read from the peer's.
+        """
+        self._shares(welcome)
         return order_of_heads(
             [heads for heads, _ in self._pools], [card.heads for card in welcome.ranks]
         )

@@ -48,25 +48,29 @@ RENEW_BATCH = 1000
 
 @dataclass(slots=True)
 class _Peer:
+    key: PeerKey
     due: float = 0.0
     """When its answer is late, a heartbeat is due, or it is dialled again."""
-    welcomed: bool = False
+    welcome: HandshakeReply | None = None
+    """The last one on this connection."""
     lost: KvrelayError | None = None
     vanished: bool = False  # the process is gone for certain
     words: HeldWords | None = None
     """The leases of a peer on this host."""
-    welcome: HandshakeReply | None = None
-    """The last one."""
     kind: str = ""
     """The backend that we try, or read through."""
+    failed: dict[str, KvrelayError] = field(default_factory=dict)
+    """Backends that were tried, and why they cannot read."""
     sources: list[tuple[int, Source]] = field(default_factory=list)
     """Which rank of ours reads what through it; none until it is open at both ends."""
     heads: list[int] = field(default_factory=list)
     """Where our KV heads' checksums lie among its own; empty if either has none."""
     joined: bool = False
     """The backend can read, as far as is known."""
-    choices: list[str] = field(default_factory=list)
-    """Backends that were not tried yet, the best first."""
+
+    @property
+    def where(self) -> str:
+        return f"{self.key.host}:{self.key.port}"
 
 
 class Peers:
@@ -89,237 +93,207 @@ class Peers:
 
     # What the step loop wants.
 
-    def want(self, request_id: str, peer: PeerKey, lease: LeaseId, now: float) -> None:
+    def want(self, request_id: str, key: PeerKey, lease: LeaseId, now: float) -> None:
         """Care for a lease that a request watches at this peer, or doom its fetch."""
-        known = self._peers.get(peer)
-        if known is None:
-            known = self._peers[peer] = _Peer()
-            self._dial(peer, known, now)
-        elif known.lost is not None and known.vanished:
-            self._fetches.doom(request_id, known.lost)
-        elif known.lost is not None:
-            self._dial(peer, known, now)
-        elif known.welcomed:
-            self._renew(peer, [lease], now)
-            self._control.send(peer, Follow(lease))
+        peer = self._peers.get(key)
+        if peer is None:
+            peer = self._peers[key] = _Peer(key)
+            self._dial(peer, now)
+        elif peer.lost is not None and peer.vanished:
+            self._fetches.doom(request_id, peer.lost)
+        elif peer.lost is not None:
+            self._dial(peer, now)
+        elif peer.welcome is not None:
+            self._renew(key, [lease], now)
+            self._control.send(key, Follow(lease))
 
-    def say(self, peer: PeerKey, message: Message, now: float) -> None:
+    def say(self, key: PeerKey, message: Message, now: float) -> None:
         """Send a fetch's message, unless the answer is in sight already."""
-        words = self._peers[peer].words if peer in self._peers else None
+        words = self._peers[key].words if key in self._peers else None
         if isinstance(message, End) and message.token and words and words.held(message.lease):
-            self._fetches.confirmed(peer, message.token, held=True, now=now)
+            self._fetches.confirmed(key, message.token, held=True, now=now)
             message = End(message.lease, 0)
-        self._control.send(peer, message)
+        self._control.send(key, message)
 
     def take_leave(self) -> None:
-        for peer in self._peers:
-            for lease in self._fetches.leases(peer):
-                self._control.send(peer, End(lease, 0))
+        for key in self._peers:
+            for lease in self._fetches.leases(key):
+                self._control.send(key, End(lease, 0))
 
     # What the control thread tells.
 
-    def on_message(self, peer: PeerKey, message: Message, now: float) -> None:
-        known = self._peers.get(peer)
-        if known is None or known.lost is not None:
+    def on_message(self, key: PeerKey, message: Message, now: float) -> None:
+        peer = self._peers.get(key)
+        if peer is None or peer.lost is not None:
             return
-        if isinstance(message, Renewed):
-            self._fetches.renewed(peer, message.kept, message.lost, message.sent_at, now)
-        elif isinstance(message, Ended):
-            self._fetches.confirmed(peer, message.token, held=message.held, now=now)
-        elif isinstance(message, ChunkProgress):
-            if known.heads and message.checksums:
-                told = message.checksums.items()
-                ours = {block: in_our_order(sums, known.heads) for block, sums in told}
-                self._fetches.vouched(peer, message.lease, ours, now)
-            self._fetches.grown(peer, message.lease, message.ready, message.completion, now)
-        elif isinstance(message, Refused):
-            why = f"{peer.host}:{peer.port} refused: {message.reason}"
-            self._lose(peer, Incompatible(why), now)
-        elif isinstance(message, HandshakeReply) and not known.welcomed:
-            self._be_welcomed(peer, known, message, now)
-        elif (
-            isinstance(message, HandshakeReply)
-            and known.kind
-            and not known.sources
-            and _pools(message) == _pools(known.welcome)
-        ):
-            known.welcome = message  # with the backend that we have asked for
-            self._join(peer, known, now)
+        match message:
+            case Renewed(sent_at, kept, lost):
+                self._fetches.renewed(key, kept, lost, sent_at, now)
+            case Ended(token, held):
+                self._fetches.confirmed(key, token, held=held, now=now)
+            case ChunkProgress(lease, ready, completion, checksums):
+                if peer.heads and checksums:
+                    ours = {
+                        block: in_our_order(checksums[block], peer.heads) for block in checksums
+                    }
+                    self._fetches.vouched(key, lease, ours, now)
+                self._fetches.grown(key, lease, ready, completion, now)
+            case Refused(reason):
+                self._lose(peer, Incompatible(f"{peer.where} refused: {reason}"), now)
+            case HandshakeReply() if peer.welcome is None:
+                self._be_welcomed(peer, message, now)
+            case HandshakeReply() if not peer.sources and _pools(message) == _pools(peer.welcome):
+                peer.welcome = message  # with a backend that we have asked for
+                self._go_on(peer, now)
 
-    def on_disconnect(self, peer: PeerKey, how: str, now: float) -> None:
-        self._lose(peer, PeerLost(f"the connection to {peer.host}:{peer.port} {how}"), now)
-        if self._fetches.reading(peer):
-            self._control.probe(peer)
+    def on_disconnect(self, key: PeerKey, how: str, now: float) -> None:
+        if (peer := self._peers.get(key)) is not None:
+            self._lose(peer, PeerLost(f"the connection to {peer.where} {how}"), now)
+        if self._fetches.reading(key):
+            self._control.probe(key)
 
-    def on_process_gone(self, peer: PeerKey, now: float) -> None:
-        known = self._peers.get(peer)
-        if known is None or known.vanished:
+    def on_process_gone(self, key: PeerKey, now: float) -> None:
+        peer = self._peers.get(key)
+        if peer is None or peer.vanished:
             return
-        known.vanished = True
-        if known.sources:
-            self._backends.peer_gone(peer)
-        self._lose(peer, PeerLost(f"the process at {peer.host}:{peer.port} is gone"), now)
-        known.due = NEVER
+        peer.vanished = True
+        self._backends.peer_gone(key)
+        self._lose(peer, PeerLost(f"the process at {peer.where} is gone"), now)
+        peer.due = NEVER
 
     def tick(self, now: float) -> float:
         """Send what is due, and lose silent peers. Returns when something is due again."""
-        for peer, known in list(self._peers.items()):
-            if now < known.due:
+        for peer in list(self._peers.values()):
+            if now < peer.due:
                 continue
-            if known.lost is not None:
-                self._dial(peer, known, now)
-            elif known.welcomed:
-                known.due = now + self._config.heartbeat_s
-                self._renew_all(peer, now)
+            if peer.lost is not None:
+                self._dial(peer, now)
+            elif peer.welcome is not None:
+                peer.due = now + self._config.heartbeat_s
+                self._renew(peer.key, self._fetches.leases(peer.key), now)
+                for lease in self._fetches.growing(peer.key):  # news may have been lost
+                    self._control.send(peer.key, Follow(lease))
+                if not peer.sources:
+                    self._go_on(peer, now)
             else:
-                where, waited_s = f"{peer.host}:{peer.port}", self._config.lease_s
-                self._lose(peer, PeerLost(f"no answer from {where} within {waited_s:g} s"), now)
-        return min((known.due for known in self._peers.values()), default=NEVER)
+                waited = f"within {self._config.lease_s:g} s"
+                self._lose(peer, PeerLost(f"no answer from {peer.where} {waited}"), now)
+        return min((peer.due for peer in self._peers.values()), default=NEVER)
 
     # What the backends tell.
 
-    def on_opened(self, kind: str, now: float) -> None:
-        for peer, known in list(self._peers.items()):
-            if known.lost is None and known.kind == kind and not known.sources:
-                self._join(peer, known, now)
+    def on_opened(self, now: float) -> None:
+        for peer in list(self._peers.values()):
+            if peer.lost is None and peer.welcome is not None and not peer.sources:
+                self._go_on(peer, now)
 
-    def on_joined(self, peer: PeerKey, error: KvrelayError | None, now: float) -> None:
-        known = self._peers.get(peer)
-        if known is None or known.lost is not None:
+    def on_joined(self, key: PeerKey, error: KvrelayError | None, now: float) -> None:
+        peer = self._peers.get(key)
+        if peer is None or peer.lost is not None or peer.welcome is None:
             return
         if error is not None:
-            self._try_next(peer, known, error, now)
+            peer.failed[peer.kind], peer.sources = error, []
+            self._go_on(peer, now)
             return
-        assert known.welcome is not None
-        ours, theirs = self._hello.fingerprint.protocols, known.welcome.fingerprint.protocols
-        says = "KV of %s:%d comes by %s, protocol %d"
-        log.info(says, peer.host, peer.port, known.kind, ours.common(theirs))
-        known.joined = True
-        self._fetches.peer_ready(peer, now, vouches=bool(known.heads))
+        ours, theirs = self._hello.fingerprint.protocols, peer.welcome.fingerprint.protocols
+        log.info("KV of %s comes by %s, protocol %d", peer.where, peer.kind, ours.common(theirs))
+        peer.joined = True
+        self._fetches.peer_ready(key, now, vouches=bool(peer.heads))
 
-    def on_way_lost(self, peer: PeerKey) -> None:
+    def on_way_lost(self, key: PeerKey) -> None:
         """Start no READ on this way: the backend has lost it. The peer may still be there."""
-        if peer in self._peers:
-            self._peers[peer].joined = False
-            self._fetches.peer_not_ready(peer)
+        if key in self._peers:
+            self._peers[key].joined = False
+            self._fetches.peer_not_ready(key)
 
-    def on_read_over(self, peer: PeerKey) -> None:
+    def on_read_over(self, key: PeerKey) -> None:
         """Forget a lost peer, or look for a lost way anew, when no READ is left."""
-        known = self._peers.get(peer)
-        if known is None or self._fetches.reading(peer):
+        peer = self._peers.get(key)
+        if peer is None or self._fetches.reading(key):
             return
-        if known.lost is not None:
-            del self._peers[peer]
-            self._backends.drop_peer(peer)
-        elif known.welcomed and not known.joined and known.sources:
-            self._backends.drop_peer(peer)
-            self._backends.add_peer(peer, known.kind, known.sources)
+        if peer.lost is not None:
+            del self._peers[key]
+            self._backends.drop_peer(key)
+        elif peer.welcome is not None and not peer.joined and peer.sources:
+            self._backends.drop_peer(key)
+            self._backends.add_peer(key, peer.kind, peer.sources)
 
     # Meeting.
 
-    def _dial(self, peer: PeerKey, known: _Peer, now: float) -> None:
+    def _dial(self, peer: _Peer, now: float) -> None:
         # Whoever does not answer for a lease has let it run out, too.
-        known.lost, known.welcomed, known.due = None, False, now + self._config.lease_s
-        self._control.dial(peer, self._hello)
+        peer.lost, peer.welcome, peer.due = None, None, now + self._config.lease_s
+        self._control.dial(peer.key, self._hello)
 
-    def _be_welcomed(
-        self, peer: PeerKey, known: _Peer, welcome: HandshakeReply, now: float
-    ) -> None:
-        where = f"{peer.host}:{peer.port}"
-        if welcome.generation != peer.generation:
-            was, now_is = peer.generation, welcome.generation
-            why = f"{where} has restarted: the KV is of {was}, it is {now_is} now"
+    def _be_welcomed(self, peer: _Peer, welcome: HandshakeReply, now: float) -> None:
+        key = peer.key
+        if welcome.generation != key.generation:
+            was, now_is = key.generation, welcome.generation
+            why = f"{peer.where} has restarted: the KV is of {was}, it is {now_is} now"
             self._lose(peer, PeerLost(why), now)
-            self.on_process_gone(peer, now)
+            self.on_process_gone(key, now)
             return
-        difference = self._hello.fingerprint.difference(welcome.fingerprint)
-        if difference is not None:
-            differs = f"{where}: {difference}; both nodes need the same model and KV settings"
-            self._lose(peer, Incompatible(differs), now)
-            return
-        known.welcomed, known.due = True, now + self._config.heartbeat_s
-        known.welcome = welcome
-        if welcome.lease_words is not None and known.words is None:
-            with contextlib.suppress(TransferError):  # another host, or another user: we ask
-                known.words = HeldWords(welcome.lease_words, peer.generation, welcome.engine_id)
-        leases = self._fetches.leases(peer)
-        self._renew(peer, leases, now)
-        for lease in leases:  # also of complete KV: it may have had another reader
-            self._control.send(peer, Follow(lease))
-        if not known.sources:
-            self._choose(peer, known, welcome, now)
-        elif known.joined:  # we were here before, and a READ is still on this way
-            self._fetches.peer_ready(peer, now, vouches=bool(known.heads))
-        else:
-            self.on_read_over(peer)
-
-    def _choose(self, peer: PeerKey, known: _Peer, welcome: HandshakeReply, now: float) -> None:
         try:
-            known.choices = self._backends.shared(welcome)
+            difference = self._hello.fingerprint.difference(welcome.fingerprint)
+            if difference is not None:
+                raise Incompatible(f"{difference}; both nodes need the same model and KV settings")
+            heads = self._backends.order_of_heads(welcome)
         except Incompatible as error:
-            self._lose(peer, Incompatible(f"{peer.host}:{peer.port}: {error.message}"), now)
+            self._lose(peer, Incompatible(f"{peer.where}: {error.message}"), now)
             return
-        if welcome.checksums and self._backends.can_sum:
-            known.heads = self._backends.order_of_heads(welcome)
-        theirs = ", ".join([*welcome.ranks[0].planes, *welcome.on_request]) or "none"
-        both = f"{', '.join(self._backends)} here and {theirs} there"
-        none = Incompatible(f"{peer.host}:{peer.port}: there is no common KV connector, {both}")
-        self._try_next(peer, known, none, now)
-
-    def _try_next(self, peer: PeerKey, known: _Peer, error: KvrelayError, now: float) -> None:
-        if not known.choices:
-            self._lose(peer, error, now)
-            return
-        if known.kind:
-            log.info("no KV by %s from %s:%d: %s", known.kind, peer.host, peer.port, error.message)
-        known.kind, known.sources = known.choices.pop(0), []
-        self._backends.open(known.kind)
-        self._ask_to_open(peer, known)
-        self._join(peer, known, now)
-
-    def _ask_to_open(self, peer: PeerKey, known: _Peer) -> None:
-        if known.kind and known.welcome is not None and known.kind in known.welcome.on_request:
-            self._control.send(peer, msgspec.structs.replace(self._hello, opens=[known.kind]))
-
-    def _join(self, peer: PeerKey, known: _Peer, now: float) -> None:
-        kind, welcome = known.kind, known.welcome
-        assert welcome is not None
-        if kind in self._backends.missing:
-            self._try_next(peer, known, TransferError(self._backends.missing[kind]), now)
-        elif kind in welcome.on_request or not self._backends.is_open(kind):
-            return
-        elif any(kind not in card.planes for card in welcome.ranks):
-            where = f"{peer.host}:{peer.port}"
-            why = f"{where} could not open its KV connector {kind}; its log says why"
-            self._try_next(peer, known, TransferError(why), now)
+        peer.welcome, peer.due = welcome, now + self._config.heartbeat_s
+        if welcome.lease_words is not None and peer.words is None:
+            with contextlib.suppress(TransferError):  # another host, or another user: we ask
+                peer.words = HeldWords(welcome.lease_words, key.generation, welcome.engine_id)
+        leases = self._fetches.leases(key)
+        self._renew(key, leases, now)
+        for lease in leases:  # also of complete KV: it may have had another reader
+            self._control.send(key, Follow(lease))
+        if not peer.sources:
+            peer.failed, peer.kind = {}, ""
+            peer.heads = heads if welcome.checksums and self._backends.can_sum else []
+            self._go_on(peer, now)
+        elif peer.joined:  # we were here before, and a READ is still on this way
+            self._fetches.peer_ready(key, now, vouches=bool(peer.heads))
         else:
-            known.sources = self._backends.sources(welcome, kind)
-            self._backends.add_peer(peer, kind, known.sources)
+            self.on_read_over(key)
 
-    # Caring for leases.
-
-    def _renew_all(self, peer: PeerKey, now: float) -> None:
-        self._renew(peer, self._fetches.leases(peer), now)
-        for lease in self._fetches.growing(peer):
-            self._control.send(peer, Follow(lease))  # what was told meanwhile may have been lost
-        known = self._peers[peer]
-        if not known.sources:
-            self._ask_to_open(peer, known)
-
-    def _renew(self, peer: PeerKey, leases: list[LeaseId], now: float) -> None:
-        for first in range(0, len(leases), RENEW_BATCH):
-            self._control.send(peer, Renew(now, leases[first : first + RENEW_BATCH]))
-
-    # Losing.
-
-    def _lose(self, peer: PeerKey, error: KvrelayError, now: float) -> None:
-        known = self._peers.get(peer)
-        if known is None or known.lost is not None:
+    def _go_on(self, peer: _Peer, now: float) -> None:
+        """Open the best backend that has not failed at both ends, then join the peer by it."""
+        welcome, backends = peer.welcome, self._backends
+        assert welcome is not None
+        kinds = backends.shared(welcome)
+        if peer.kind and peer.kind not in kinds and peer.kind not in peer.failed:
+            why = f"{peer.where} could not open its KV connector {peer.kind}; its log says why"
+            peer.failed[peer.kind] = TransferError(backends.missing.get(peer.kind, why))
+        kinds = [kind for kind in kinds if kind not in peer.failed]
+        if not kinds:
+            theirs = ", ".join([*welcome.ranks[0].planes, *welcome.on_request]) or "none"
+            both = f"{', '.join(backends)} here and {theirs} there"
+            none = Incompatible(f"{peer.where}: there is no common KV connector, {both}")
+            self._lose(peer, peer.failed.get(peer.kind, none), now)
             return
-        known.lost, known.due = error, now + self._config.heartbeat_s
-        self._fetches.peer_lost(peer, error)
-        self._control.hang_up(peer)
-        self.on_read_over(peer)
+        if peer.kind in peer.failed:
+            why = peer.failed[peer.kind].message
+            log.info("no KV by %s from %s: %s", peer.kind, peer.where, why)
+        peer.kind = kind = kinds[0]
+        opening = backends.open(kind)
+        if kind in welcome.on_request:
+            self._control.send(peer.key, msgspec.structs.replace(self._hello, opens=[kind]))
+        elif not opening:
+            peer.sources = backends.sources(welcome, kind)
+            backends.add_peer(peer.key, kind, peer.sources)
+
+    def _renew(self, key: PeerKey, leases: list[LeaseId], now: float) -> None:
+        for first in range(0, len(leases), RENEW_BATCH):
+            self._control.send(key, Renew(now, leases[first : first + RENEW_BATCH]))
+
+    def _lose(self, peer: _Peer, error: KvrelayError, now: float) -> None:
+        if peer.lost is None:
+            peer.lost, peer.due = error, now + self._config.heartbeat_s
+            self._fetches.peer_lost(peer.key, error)
+            self._control.hang_up(peer.key)
+            self.on_read_over(peer.key)
 
 
 def _pools(welcome: HandshakeReply | None) -> list[tuple[Heads, PoolRegion]]:

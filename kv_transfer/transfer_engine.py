@@ -375,8 +375,8 @@ class TransferEngine:
             backends.on_request,
         )
 
-    def _on_opened(self, kind: str) -> None:
-        self._peers.on_opened(kind, time.monotonic())
+    def _on_opened(self, _: str) -> None:
+        self._peers.on_opened(time.monotonic())
         for caller in self._callers:
             self._control.send_to_reader(caller, self._reply())
         self._callers.clear()
