@@ -8,7 +8,6 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import zmq
@@ -17,11 +16,9 @@ from simulated_device import BLOCK_BYTES, BLOCK_TOKENS, EOS, MAX_MODEL_LEN, Devi
 from simulated_world import CLOCK, SimulatedControl, Violation, World
 
 from kvrelay.kv_transfer.connector import (
-    Completion,
     Fetched,
     FetchFailed,
     LeaseId,
-    PeerKey,
     PoolRegion,
     Read,
     Released,
@@ -38,7 +35,7 @@ from kvrelay.paged_engine.request import Fetch, Request
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.wire.config import EngineConfig, NodeConfig, TransferConfig
 from kvrelay.wire.engine_messages import EngineStats, FromEngine, StepOutputs, ToEngine
-from kvrelay.wire.transfer import Fingerprint, Ticket
+from kvrelay.wire.transfer import Fingerprint
 from tests.paged_engine.invariants import check_scheduler
 
 TRANSFER = TransferConfig(lease_s=1.5, heartbeat_s=0.4, transfer_deadline_s=3.5)
@@ -46,7 +43,6 @@ FINGERPRINT = Fingerprint(1, "simulated", "float32", BLOCK_TOKENS, 1, 1, 1, 0, 1
 STEP_S = 0.02
 # How late anything may be that is due: the way of a message, a turn of a thread, a step.
 LATE_S = 0.25
-LOOK_S = 0.5
 NODE_CONFIG = NodeConfig(EngineConfig(model="simulated"), transfer=TRANSFER)
 
 
@@ -92,7 +88,6 @@ class SimulatedConnector(TransferEngine):
     """The real one, watched."""
 
     node: SimulatedNode
-    given_up: set[str]
 
     def answer(self, sender: bytes, message: Message) -> Message | None:
         if not isinstance(message, End):
@@ -104,27 +99,10 @@ class SimulatedConnector(TransferEngine):
         assert isinstance(answer, Ended)
         if answer.held and (offer is None or offer.lease != lease):
             raise Violation(f"{self.node.name}: {lease} was taken for its successor, {offer}")
-        if answer.held and offer is not None and offer.follower not in (None, sender):
-            if lease.request_id not in offers:
-                raise Violation(f"{self.node.name}: a reader that was replaced has ended {lease}")
-            # It stays for the other reader, which may not want it any more.
-            self.node.world.disturbed_until(self.node.world.now + TRANSFER.lease_s + LATE_S)
-        if not answer.held and self.grows(lease.request_id):
-            self.given_up.add(lease.request_id)
+        replaced = offer is not None and offer.follower not in (None, sender)
+        if answer.held and replaced and lease.request_id not in offers:
+            raise Violation(f"{self.node.name}: a reader that was replaced has ended {lease}")
         return answer
-
-    def grows(self, request_id: str) -> bool:
-        offer = self._offers._offers.get(request_id)
-        return offer is not None and offer.ticket.growing
-
-    def complete(self, request_id: str, completion: Completion) -> Ticket | None:
-        """See TransferEngine. What a reader gave up while it grew is kept for another one, which
-        may never come.
-        """
-        if request_id in self.given_up:
-            self.given_up.discard(request_id)
-            self.node.world.disturbed_until(self.node.world.now + TRANSFER.lease_s + LATE_S)
-        return super().complete(request_id, completion)
 
 
 class SimulatedNode(EngineProcess):
@@ -138,8 +116,7 @@ class SimulatedNode(EngineProcess):
         self.control: SimulatedControl
         self.backend_thread: SimulatedBackendThread
         self.backend = SimulatedBackend(self)
-        self.asked: dict[str, float] = {}  # fetches that are not over: since when
-        self.tickets: dict[str, Ticket] = {}  # of all fetches
+        self.asked: set[str] = set()  # fetches that are not over
         self.unsettled: set[str] = set()
         self.expired: set[LeaseId] = set()
         self.tell: Callable[[StepOutputs], None] = lambda outputs: None
@@ -163,7 +140,7 @@ class SimulatedNode(EngineProcess):
             self.connector: SimulatedConnector = SimulatedConnector(
                 name, FINGERPRINT, region, config, self.wakeup, {"simulated": self.backend}
             )
-            self.connector.node, self.connector.given_up = self, set()
+            self.connector.node = self
         if not world.shares_words:
             self.connector._words.close()
         self._watch_expiry()
@@ -267,29 +244,22 @@ class SimulatedNode(EngineProcess):
         self.world.say(f"{self.name} {event}")
         match event:
             case Fetched(request_id) | FetchFailed(request_id):
-                if self.asked.pop(request_id, None) is None:
+                if request_id not in self.asked:
                     raise Violation(f"{self.name}: {event} of a fetch that is over, or was none")
+                self.asked.discard(request_id)
                 if isinstance(event, FetchFailed):
                     if event.cause == "KvCorrupted":
                         raise Violation(f"{self.name}: nothing spoils KV here, but {event}")
                     self.unsettled.add(request_id)
-                    self._forsake(self.tickets[request_id], event.reason)
             case Settled(request_id):
                 if request_id in self.unsettled:
                     self.unsettled.discard(request_id)
-                elif self.asked.pop(request_id, None) is None:
+                elif request_id in self.asked:
+                    self.asked.discard(request_id)
+                else:
                     raise Violation(f"{self.name}: {event} of a fetch that is over, or was none")
             case Released():
                 pass
-
-    def _forsake(self, ticket: Ticket, reason: str) -> None:
-        """A source that cannot be told keeps the KV for a lease."""
-        source = self.world.listening.get((ticket.remote_host, ticket.remote_port))
-        if source is None or not reason.startswith("PeerLost"):
-            return
-        if source.connector.grows(ticket.remote_request_id):
-            source.connector.given_up.add(ticket.remote_request_id)
-        self.world.disturbed_until(self.world.now + TRANSFER.lease_s + LATE_S)
 
     def _fetched(self, request: Request, fetched: Fetched) -> None:
         blocks, count = list(request.blocks), request.fetch.num_tokens if request.fetch else 0
@@ -299,52 +269,8 @@ class SimulatedNode(EngineProcess):
     def fetch(self, fetch: Fetch) -> None:
         """See Handover."""
         self.world.say(f"{self.name} fetches {fetch.request.request_id} into {fetch.local_blocks}")
-        assert fetch.request.fetch is not None
-        self.asked[fetch.request.request_id] = self.world.now
-        self.tickets[fetch.request.request_id] = fetch.request.fetch
+        self.asked.add(fetch.request.request_id)
         super().fetch(fetch)
-        self.world.after(LOOK_S, partial(self._look_at, fetch.request.request_id, self.world.now))
-
-    def _look_at(self, request_id: str, since: float) -> None:
-        """No fetch lasts longer than its deadline, counted from when its source was last seen to
-        compute for it.
-        """
-        world = self.world
-        if not self.alive or request_id not in self.asked:
-            return
-        since = max(since, self.stopped_until, self.woke_at)
-        fetch = self.connector._fetches._fetches.get(request_id)
-        limit_s = TRANSFER.transfer_deadline_s + TRANSFER.lease_s
-        if (
-            fetch is None
-            or fetch.state.name == "ABANDONED"
-            or self._is_computed(fetch.peer, fetch.lease.request_id)
-        ):
-            since = (
-                world.now
-            )  # its end is on its way to the step loop, or nobody waits for it, or for us
-        if world.now > since + limit_s + LATE_S:
-            raise Violation(
-                f"{self.name}: the fetch of {request_id} is not over {world.now - since:.2f} s "
-                f"later"
-            )
-        if fetch is None:
-            world.after(LATE_S, partial(self._told, request_id))
-        else:
-            world.after(LOOK_S, partial(self._look_at, request_id, since))
-
-    def _told(self, request_id: str) -> None:
-        if self.running and request_id in self.asked and self.world.now > self.woke_at + LATE_S:
-            raise Violation(
-                f"{self.name}: the step loop was not told that the fetch of {request_id} is over"
-            )
-
-    def _is_computed(self, peer: PeerKey, request_id: str) -> bool:
-        source = self.world.listening.get((peer.host, peer.port))
-        if source is None or not source.running or source.connector.generation != peer.generation:
-            return False
-        request = source.engine.scheduler.get(request_id)
-        return request is not None and request.finish is None
 
     def read_begins(self, read: Read) -> None:
         """The entry fence: no READ begins towards a source that may have given the blocks to
@@ -380,6 +306,12 @@ class SimulatedNode(EngineProcess):
         for block in self.backend.touches():
             if block in free:
                 raise Violation(f"{self.name}: a READ may write to block {block}, which is free")
+        now, limit_s = self.world.now + self.offset_s, TRANSFER.transfer_deadline_s + LATE_S
+        for fetch in self.connector._fetches._fetches.values():
+            waits = fetch.complete and fetch.state.name not in ("WATCHED", "ABANDONED")
+            late = waits and fetch.exposed_at + limit_s < now
+            if late and self.world.now > self.woke_at + LATE_S:
+                raise Violation(f"{self.name}: the fetch of {fetch.request_id} is not over")
         if self.world.rng.random() < 0.05:
             self.check_all()
 

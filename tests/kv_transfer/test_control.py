@@ -119,19 +119,6 @@ def test_another_secret_or_none_is_told_at_once_with_the_remedy(theirs: str, our
             here.news.get(timeout=0.1)  # it is told once
 
 
-@pytest.mark.parametrize("secret", [SECRET, ""])
-def test_a_handshake_that_is_cut_is_not_blamed_on_the_secret_alone(secret: str) -> None:
-    """Nobody can tell it from a source that has another secret and hangs up."""
-    with socket.create_server(("127.0.0.1", 0)) as source, control(secret) as (reader, here):
-        reader.dial(PeerKey(*source.getsockname(), "g"), HELLO)
-        source.settimeout(5)
-        connection, _ = source.accept()
-        with connection:
-            assert connection.recv(1)  # its greeting
-        assert here.news.get(timeout=5) == ENDED_EARLY
-        assert "it was cut, or the node there has another cluster_secret" in ENDED_EARLY
-
-
 def test_a_stranger_with_a_key_pair_of_its_own_gets_no_word_in_or_out() -> None:
     """He does not know the server's public key, which is made of the secret like the other one."""
     with control(SECRET) as (source, there), zmq.Context() as context:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +21,7 @@ from peer_process import PeerProcess, peer_process
 
 from kvrelay.kernels.pool_memory import zeros
 from kvrelay.kv_transfer import direct
-from kvrelay.kv_transfer.backend import Source, runs
+from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import Fetched, PoolRegion, Released, Settled
 from kvrelay.kv_transfer.direct import DirectBackend, HostFile, Metadata
 from kvrelay.kv_transfer.mapped_gpu import GpuPiece
@@ -82,20 +81,6 @@ def finish(backend: DirectBackend, handle: object) -> int:
 
 
 # reading
-
-
-def test_runs_cover_every_pair_once_in_order() -> None:
-    rng = random.Random(0)
-    for _ in range(200):
-        remote, local = ([rng.randrange(6) for _ in range(rng.randrange(9))] for _ in range(2))
-        local = (local + [0] * 9)[: len(remote)]
-        got = [
-            (there + i, here + i)
-            for there, here, count in runs(remote, local)
-            for i in range(count)
-        ]
-        assert got == list(zip(remote, local, strict=True))
-    assert list(runs([3, 4, 5, 7], [0, 1, 2, 3])) == [(3, 0, 3), (7, 3, 1)]
 
 
 def test_a_long_read_is_polled_in_steps_and_the_next_one_waits(
@@ -233,29 +218,6 @@ def reader() -> Iterator[RealNode]:
 
 def filled(*sizes: Any) -> RealNode:
     return RealNode("source", "direct", *sizes, filled=True)
-
-
-def test_source_killed_in_the_middle_of_a_read(
-    reader: RealNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is mapped stays: the read ends, its blocks are settled, nothing of the source is left."""
-    monkeypatch.setattr(direct, "SLICE_S", 0.0)
-    monkeypatch.setattr(direct, "STEP_BYTES", BLOCK_BYTES)
-    with peer_process(filled, *LARGE) as source:
-        reader.backend.polls_left = 20
-        fetch_all(reader, source, "r")
-        wait_until(lambda: not reader.backend.gate.is_set())
-        source.kill()
-        assert reason(reader.wait(1)[0]).startswith("PeerLost: ")
-        reader.quiet()
-        copied = reader.pool[:, 0].tolist()
-        assert copied == [0] * (BLOCKS - 20) + list(range(20, 0, -1))
-        assert mapped_read_only() == 1
-        reader.backend.gate.set()
-        assert reader.wait(1) == [Settled("r")]
-    check_all(reader)
-    assert not [name for name in os.listdir("/dev/shm") if "kvrelay" in name]
-    wait_until(lambda: mapped_read_only() == 0)
 
 
 def test_killed_reader_leaves_nothing_in_the_source(reader: RealNode) -> None:

@@ -153,11 +153,6 @@ def test_a_read_that_broke_and_is_over_is_tried_again_once(growing: Table) -> No
     assert (growing.stats.retries, growing.stats.failures) == (1, {"TransferError": 1})
 
 
-def test_a_read_from_a_lost_peer_is_not_tried_again(whole: Table) -> None:
-    whole.read_failed(1, GONE, 0.1, in_flight=False)
-    assert whole.failed() == FetchFailed("r", "PeerLost: gone")
-
-
 def test_a_lease_lost_while_queueing_fails_the_later_fetch_at_once() -> None:
     table = Table()
     table.renew(1.0, kept=False)
@@ -249,13 +244,6 @@ def test_a_cancel_releases_and_settles_when_the_bytes_are_in(whole: Table) -> No
     assert whole.seen() == []
     whole.read_ended(1, 0.0)
     assert whole.seen() == [Settled("r")]
-
-
-def test_a_cancel_of_a_watched_request_only_releases() -> None:
-    table = Table()
-    table.cancel("r")
-    assert table.sent() == [End(LEASE, 0)]
-    assert table.seen() == []
 
 
 @pytest.mark.parametrize("held", [True, False])

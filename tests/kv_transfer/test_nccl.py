@@ -348,22 +348,6 @@ def test_lost_reader_costs_the_source_neither_memory_nor_its_other_readers(
         lost.backend.close()
 
 
-def test_close_in_the_middle_returns_soon_and_never_touches_the_pool_again(
-    start: Callable[..., BackendNode],
-) -> None:
-    source, reader = start(*LONG), BackendNode(*LONG)
-    handle = long_read(reader, source)
-    before = time.monotonic()
-    reader.backend.close()
-    assert time.monotonic() - before < PATIENCE_S
-    landed = reader.pool.clone()
-    with pytest.raises(PeerLost):
-        reader.backend.poll(handle)
-    source.nccl.stopped.clear()
-    free(source)
-    assert torch.equal(landed, reader.pool)
-
-
 # Memory.
 
 

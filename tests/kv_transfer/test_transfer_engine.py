@@ -26,11 +26,10 @@ from shared_backend import BLOCKS, REGION, pattern
 from kvrelay.kv_transfer.connector import (
     Completion,
     Fetched,
-    FetchFailed,
     Released,
     Settled,
 )
-from kvrelay.wire.errors import ConfigError, PeerLost
+from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.transfer import Ticket
 
 
@@ -90,21 +89,6 @@ def test_a_fetch_is_not_admitted_if_the_lease_ended_before_the_last_byte(
         reader.backend.gate.set()
         assert reader.fails().startswith("LeaseLost: ")
         assert source.engine.stats().leases_held == again
-
-
-def test_a_way_that_the_backend_has_lost_is_looked_for_anew(
-    source: SharedNode, reader: SharedNode
-) -> None:
-    start(source, reader)
-    reader.backend.peers.clear()
-    reader.backend.error = PeerLost("the cable")
-    failed, settled = reader.wait(2)
-    assert (reason(failed), settled) == ("PeerLost: the cable", Settled("r"))
-    reader.backend.error = None
-    reader.backend.gate.set()
-    reader.fetch("again", source.engine.offer("again", [5], 16), [5], [7])
-    assert isinstance(reader.wait(1)[0], Fetched)
-    assert reader.backend.read(7) == pattern(5)
 
 
 def test_source_that_closes_fails_waiting_fetches_and_is_met_anew(
@@ -289,49 +273,9 @@ def test_growing_kv_is_read_as_it_grows(source: SharedNode, reader: SharedNode) 
     assert source.engine.complete("r", Completion([42])) is None
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_second_reader_takes_over(
-    source: SharedNode, reader: SharedNode, tmp_path: Path, whole: bool
-) -> None:
-    ticket: Ticket | None = source.engine.offer("r", [5, 0], 32, ready=1)
-    assert ticket is not None
-    with node("first", tmp_path) as first:
-        first.fetch("mine", ticket, [5, 0], [1, 2])
-        wait_until(lambda: first.backend.read(1) == pattern(5))
-        first.engine._control.close(1.0)  # without a word, as a killed one
-    if whole:
-        ticket = source.engine.complete("r", Completion([42]))
-        assert ticket is not None
-    reader.fetch("mine", ticket, [5, 0], [7, 3])
-    if not whole:
-        wait_until(lambda: reader.backend.read(7) == pattern(5))
-        source.engine.complete("r", Completion([42]))
-    assert isinstance(reader.wait(1)[0], Fetched)
-    assert source.wait(1) == [Released("r", expired=False)]
-
-
 def test_a_hung_step_loop_keeps_no_lease_alive(
     source: SharedNode, reader: SharedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvrelay.kv_transfer.transfer_engine.STALL_S", 0.0)
     reader.fetch("mine", source.engine.offer("r", [5, 0], 32, ready=1), [5, 0], [7, 3])
     assert reason(reader.wait(2)[0]).startswith("LeaseLost:")
-
-
-def test_what_was_read_is_proven_a_round_trip_later(tmp_path: Path) -> None:
-    """Not with the next heartbeat."""
-    with node("source", tmp_path, SLOW) as source, node("reader", tmp_path, SLOW) as reader:
-        reader.fetch("mine", source.engine.offer("r", [5, 6, 7], 48, ready=0), [5, 6, 7], [1, 2, 3])
-        source.engine.grow("r", 2)
-        fetches = reader.engine._fetches._fetches
-        wait_until(lambda: fetches["mine"].verified == 2)
-        reader.backend.gate.clear()  # the last block is being read, from now on for ever
-        source.engine.grow("r", 3)
-        source.engine.close()
-        (failed,) = reader.wait(1)
-        assert isinstance(failed, FetchFailed)
-        assert (failed.cause, failed.verified) == ("PeerLost", 2)
-        assert [reader.backend.read(i) for i in (1, 2)] == [pattern(i) for i in (5, 6)]
-        reader.backend.gate.set()
-        wait_until(lambda: not fetches)
-        assert reader.engine.events() in ([], [Settled("mine")])

@@ -96,18 +96,6 @@ def test_reader_that_slept_past_its_lease_never_admits(
         assert settled == Settled(name)
 
 
-def test_reader_that_slept_shorter_than_its_lease_goes_on(
-    here: EngineNode, child: PeerProcess
-) -> None:
-    hand_to(child, here, "r")
-    child.stop()
-    here.quiet(CONFIG.lease_s * 0.2)
-    child.go_on()
-    child.ask("backend.gate.set")
-    assert isinstance(child.events(1, within_s=AT_ONCE_S)[0], Fetched)
-    assert here.wait(1) == [Released("r", expired=False)]
-
-
 def test_killed_source_fails_the_fetch_at_once(here: EngineNode, child: PeerProcess) -> None:
     read_from(child, here)
     child.kill()
@@ -136,25 +124,6 @@ def test_stopped_source_on_this_host_need_not_confirm(here: EngineNode, child: P
     assert isinstance(here.wait(1)[0], Fetched)
     child.go_on()
     assert child.events(1, within_s=AT_ONCE_S) == [Released("r", expired=False)]
-
-
-def test_a_lease_that_ended_is_not_seen_as_held(here: EngineNode, child: PeerProcess) -> None:
-    read_from(child, here)
-    child.ask("engine.release", "r")
-    here.backend.gate.set()
-    assert here.fails().startswith("LeaseLost: ")
-
-
-def test_no_read_starts_towards_a_source_that_went_silent(
-    here: EngineNode, child: PeerProcess
-) -> None:
-    here.engine.watch("r", child.offer("r", [1, 2]))
-    assert child.events(1, within_s=CONFIG.lease_s * 1.3) == []  # watched: renewed
-    child.stop()
-    here.quiet(CONFIG.lease_s)
-    here.engine.fetch("r", [1, 2], [3, 4])
-    assert "no renewed lease" in here.fails()
-    assert not here.backend.posted.is_set()
 
 
 # Real bytes. Over TCP a READ of NIXL's needs the source's help: stopping it holds the READ up.
