@@ -16,9 +16,8 @@ import msgspec
 from kvrelay.planner.engine import Engine
 from kvrelay.planner.seat import PlacementHints
 from kvrelay.planner.setting import Setting, Stream
-from kvrelay.router.admission.admission_queue import AdmissionQueue
-from kvrelay.router.admission.fair_queue import QueuedRequest
-from kvrelay.router.admission.rate_limits import Refusal
+from kvrelay.router.admission.keys import Refusal
+from kvrelay.router.admission.queue import AdmissionQueue, QueuedRequest
 from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
@@ -227,7 +226,7 @@ class SimulatedAdmission:
     def ended(self, stream: Stream, now: float) -> None:
         request = self._requests.pop(stream, None)
         if request is not None:
-            self._admission.queue.correct(request, stream.prompt + stream.done)
+            self._admission.correct(request, stream.prompt + stream.done)
             self._turn(now)
 
     def _find(self, request: QueuedRequest) -> ChosenNodes | Wait | Refuse:

@@ -13,10 +13,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from kvrelay.router.admission.admission_queue import AdmissionQueue
-from kvrelay.router.admission.fair_queue import QueuedRequest
-from kvrelay.router.admission.keys import Caller
-from kvrelay.router.admission.rate_limits import KeyLimits, Refusal
+from kvrelay.router.admission.keys import Caller, KeyLimits, Refusal
+from kvrelay.router.admission.queue import AdmissionQueue, QueuedRequest
 from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.metrics import AdmissionMetrics
 from kvrelay.router.nodes.node import NodeKind
@@ -41,6 +39,7 @@ _log = logging.getLogger("kvrelay.router")
 class AdmissionSlot(QueuedRequest):
     """A request's slot, or its place in the queue; `AdmissionController.release` ends it."""
 
+    caller: Caller
     wanted: PlacementQuery
     queue: ModelQueue
     limit_tokens: int
@@ -84,7 +83,7 @@ class AdmissionController:
             queue.max_queue = config.max_queue
 
     def waiting(self) -> dict[str, int]:
-        return {model: len(each.queue) for model, each in self._queues.items() if each.queue}
+        return {model: len(each) for model, each in self._queues.items() if each}
 
     def slo(self, ttft_s: float | None, tpot_s: float | None) -> Slo:
         # The router's time per token is a promise to all who are served: a laxer one is no reason
@@ -111,6 +110,7 @@ class AdmissionController:
             limit_tokens = max(job.prompt_tokens, min(tokens, caller.tokens_per_minute))
         slot = AdmissionSlot(
             key=caller.name,
+            caller=caller,
             arrived=arrived,
             weight=caller.weight,
             priority=job.priority,
@@ -127,7 +127,7 @@ class AdmissionController:
             if isinstance(found, Refusal):
                 raise self._refused(slot, found)
         except BaseException:
-            self._limits.give_back(slot.key, limit_tokens, None, time.monotonic())
+            self._limits.give_back(caller, limit_tokens, None, time.monotonic())
             raise
         if not isinstance(found, Wait):
             self._begin(slot, found)
@@ -137,18 +137,18 @@ class AdmissionController:
         return slot
 
     def release(self, slot: AdmissionSlot, prompt_tokens: int, output_tokens: int) -> None:
-        now, tokens = time.monotonic(), prompt_tokens + output_tokens
+        now, used, queue = time.monotonic(), None, slot.queue
         if slot.placed is not None:
             self._placer.give_back(slot.placed)
         if slot.has_begun:
-            slot.queue.queue.correct(slot, tokens)
+            used = prompt_tokens + output_tokens
+            queue.correct(slot, used)
             self._metrics.tokens.labels(slot.key, "prompt").inc(prompt_tokens)
-        elif slot in slot.queue.queue:
-            slot.queue.queue.remove(slot)
+        elif slot in queue:
+            queue.remove(slot)
             self._metrics.refused(slot.key, "client_gone")
-        used = tokens if slot.has_begun else None
-        self._limits.give_back(slot.key, slot.limit_tokens, used, now)
-        self._pump(slot.queue, now)
+        self._limits.give_back(slot.caller, slot.limit_tokens, used, now)
+        self._pump(queue, now)
 
     @asynccontextmanager
     async def question(self, caller: Caller) -> AsyncIterator[None]:
@@ -160,7 +160,7 @@ class AdmissionController:
         try:
             yield
         finally:
-            self._limits.give_back(caller.name, 0, 0, time.monotonic())
+            self._limits.give_back(caller, 0, 0, time.monotonic())
 
     async def close(self) -> None:
         if self._looking is not None:
@@ -188,8 +188,9 @@ class AdmissionController:
         slot.settle()
 
     def _take_limits(self, caller: Caller, tokens: int) -> dict[str, str]:
-        refusal = self._limits.take(caller, tokens, time.monotonic())
-        headers = self._limits.headers(caller.name)
+        now = time.monotonic()
+        refusal = self._limits.take(caller, tokens, now)
+        headers = self._limits.headers(caller, now)
         if refusal is None:
             return headers
         self._metrics.refused(caller.name, refusal.reason)

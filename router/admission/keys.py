@@ -1,24 +1,41 @@
-"""API keys by their hashes, and what each may do. Pure.
+"""API keys by their hashes, what each may do, and how much of it. Pure; times are seconds.
 
 Keys are random (256 bits), so a plain SHA-256 of them is kept: a slow hash protects words that
 people think up, and would cost every request. A given key is compared with all, in constant time.
+
+Limits per minute are token buckets, a minute's worth deep. Tokens are taken by estimate when a
+request comes and put right when it is over, so a bucket may owe some, and the next request waits
+for that.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import secrets
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from kvrelay.wire.errors import Forbidden, NotFound, RequestError, Unauthorized
 from kvrelay.wire.router_config import KeyConfig
 
-__all__ = ["ANYONE", "Caller", "Keyring", "draw_key", "hash_of"]
+__all__ = [
+    "ANYONE",
+    "Caller",
+    "KeyLimits",
+    "Keyring",
+    "Refusal",
+    "draw_key",
+    "hash_of",
+    "shown_s",
+]
 
 _PREFIX = "kvr-"  # so that scanners for leaked keys can know one
 _MAX_PRIORITY = 2**31 - 1
+_MINUTE_S = 60.0
+_ROUNDING_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +59,10 @@ class Caller(KeyConfig):
                 param="model",
                 code="model_not_found",
             )
+
+    def per_minute(self) -> dict[str, int]:
+        limits = {"requests": self.requests_per_minute, "tokens": self.tokens_per_minute}
+        return {what: size for what, size in limits.items() if size}
 
     def check_admin(self) -> None:
         if not self.admin:
@@ -101,3 +122,95 @@ def hash_of(key: str) -> str:
 
 def draw_key() -> str:
     return _PREFIX + secrets.token_urlsafe(32)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A refusal to begin a request. `reason` is one of few words, for metrics."""
+
+    reason: str
+    message: str
+    retry_after_s: float | None
+    """The expected wait if the request came again; 0: unknown; None: it will never be taken."""
+
+
+class KeyLimits:
+    """A record of all keys' use. `give_back` must follow each `take` that is not refused."""
+
+    def __init__(self) -> None:
+        self._running: Counter[str] = Counter()
+        self._full_at: defaultdict[tuple[str, str], float] = defaultdict(float)
+        """When a key's bucket will be full again: its level in seconds, whatever its size."""
+
+    def take(self, caller: Caller, tokens: int, now: float) -> Refusal | None:
+        """Take a request of about so many tokens, or return why not."""
+        running, sizes = self._running[caller.name], caller.per_minute()
+        if caller.max_running and running >= caller.max_running:
+            message = (
+                f"{running} requests of this key are under way, and its limit is "
+                f"{caller.max_running}"
+            )
+            return Refusal("key_concurrency", f"{message}; wait until one has ended", 0.0)
+        if 0 < caller.tokens_per_minute < tokens:
+            limit = f"the limit of this key is {caller.tokens_per_minute} per minute"
+            remedy = "send a shorter prompt or a lower max_tokens"
+            return Refusal(
+                "key_tokens",
+                f"the request may cost about {tokens} tokens, and {limit}; {remedy}",
+                None,
+            )
+        costs = {"requests": 1, "tokens": tokens}
+        waits = {
+            what: self._empty_s(caller, what, now) + (costs[what] / size - 1) * _MINUTE_S
+            for what, size in sizes.items()
+        }
+        for what, wait_s in waits.items():
+            if wait_s > _ROUNDING_S:
+                needs = "" if what == "requests" else f"the request may cost about {tokens}, "
+                return Refusal(
+                    f"key_{what}",
+                    f"the limit of this key is {sizes[what]} {what} per minute; "
+                    f"{needs}{self._left(caller, what, now)} are "
+                    "left now: try again after the time in Retry-After",
+                    max(0.0, *waits.values()),
+                )
+        self._running[caller.name] += 1
+        self._spend(caller, costs, now)
+        return None
+
+    def give_back(self, caller: Caller, tokens: int, used: int | None, now: float) -> None:
+        """End a request that has used so many tokens of its estimate; None: it never began."""
+        self._running[caller.name] -= 1
+        left = {"requests": -1 if used is None else 0, "tokens": (used or 0) - tokens}
+        self._spend(caller, left, now)
+
+    def headers(self, caller: Caller, now: float) -> dict[str, str]:
+        headers: dict[str, str] = {}
+        for what, size in caller.per_minute().items():
+            headers[f"x-ratelimit-limit-{what}"] = str(size)
+            headers[f"x-ratelimit-remaining-{what}"] = str(self._left(caller, what, now))
+            headers[f"x-ratelimit-reset-{what}"] = shown_s(self._empty_s(caller, what, now))
+        return headers
+
+    def _spend(self, caller: Caller, costs: dict[str, int], now: float) -> None:
+        for what, size in caller.per_minute().items():
+            begin = max(now, self._full_at[caller.name, what])
+            self._full_at[caller.name, what] = begin + costs[what] / size * _MINUTE_S
+
+    def _empty_s(self, caller: Caller, what: str, now: float) -> float:
+        return max(0.0, self._full_at[caller.name, what] - now)
+
+    def _left(self, caller: Caller, what: str, now: float) -> int:
+        share = 1 - self._empty_s(caller, what, now) / _MINUTE_S
+        return max(0, int(share * caller.per_minute()[what] + _ROUNDING_S))
+
+
+def shown_s(seconds: float) -> str:
+    """Return a time as OpenAI's headers show it: 20ms, 8s, 6m0s, 1h0m0s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds - _ROUNDING_S), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes}m{rest}s"
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
