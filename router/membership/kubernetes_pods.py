@@ -1,16 +1,14 @@
 """Lists the pods of a Kubernetes namespace once a second and tells the pool which nodes they are.
 
 An API server that is away, slow or refuses takes no node down: its last list stays, and each node's
-health decides. The client is synchronous: it has a thread of its own.
+health decides.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -21,6 +19,7 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 
+from kvrelay.router.background import running_task
 from kvrelay.router.nodes.members import NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
@@ -35,9 +34,8 @@ _PORT_NAME = "http"
 
 RELIST_S = 1.0
 # To connect, and between two pieces of a list.
-DEADLINES_S = 2.0, 10.0
+DEADLINES_S = 2.0, 5.0
 _COMPLAIN_S = 30.0
-_STOP_S = 1.0
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 _log = logging.getLogger("kvrelay.router")
@@ -117,15 +115,52 @@ async def follow_pods(
         yield
         return
     settings, namespace = await asyncio.to_thread(kubernetes_client, namespace)
-    follower = _Follower(pool, settings, namespace, f"{selector},{_ROLE}", listed_gauge(registry))
-    thread = threading.Thread(target=follower.run, name="kubernetes", daemon=True)
+    import kubernetes.client
+
+    api: Any = kubernetes.client.CoreV1Api(kubernetes.client.ApiClient(settings))
+
+    def list_nodes() -> tuple[dict[str, NodeSpec], set[str]]:
+        answer = api.list_namespaced_pod(
+            namespace,
+            label_selector=f"{selector},{_ROLE}",
+            _preload_content=False,  # the client's own types would be made of each pod
+            _request_timeout=DEADLINES_S,
+        )
+        return nodes_of(msgspec.json.decode(answer.data)["items"] or ())
+
     _log.info("nodes are the pods of namespace %s that match %s", namespace, selector)
-    thread.start()
-    try:
+    async with running_task(_follow(pool, list_nodes, listed_gauge(registry))):
         yield
-    finally:
-        follower.stopped.set()
-        await asyncio.to_thread(thread.join, _STOP_S)  # a daemon: it holds nobody up
+
+
+async def _follow(
+    pool: Pool, list_nodes: Callable[[], tuple[dict[str, NodeSpec], set[str]]], listed: Gauge
+) -> None:
+    nodes: dict[str, NodeSpec] = {}
+    complaints, complained_at = set[str](), -inf
+    while True:
+        known, now = complaints, time.monotonic()
+        try:
+            found, complaints = await asyncio.to_thread(list_nodes)
+            for complaint in complaints - known:
+                _log.warning("%s", complaint)
+            if found != nodes:
+                pool.set_members(Source.KUBERNETES, found.values(), time.monotonic())
+            nodes, complained_at = found, -inf
+            listed.set_to_current_time()
+        except Exception as why:  # noqa: BLE001 - the edge of this task: it must go on
+            if now - complained_at >= _COMPLAIN_S:
+                complained_at = now
+                said = f"{type(why).__name__}: {str(why).strip().partition(chr(10))[0][:300]}"
+                if (status := getattr(why, "status", 0)) in (401, 403):
+                    said = f"it answers {status}; the service account must be allowed to list pods"
+                _log.warning(
+                    "the Kubernetes API server does not tell of its pods (%s); the %d nodes that "
+                    "it named stay, and their health decides; trying on",
+                    said,
+                    len(nodes),
+                )
+        await asyncio.sleep(RELIST_S)
 
 
 def kubernetes_client(namespace: str) -> tuple[Any, str]:
@@ -159,64 +194,3 @@ def kubernetes_client(namespace: str) -> tuple[Any, str]:
         ) from why
     settings.retries = False  # the next list is one
     return settings, namespace or own or "default"
-
-
-class _Follower:
-    def __init__(
-        self, pool: Pool, settings: Any, namespace: str, selector: str, listed: Gauge
-    ) -> None:
-        import kubernetes.client
-
-        client: Any = kubernetes.client.CoreV1Api(kubernetes.client.ApiClient(settings))
-        self._list_pods: Callable[[], Any] = lambda: client.list_namespaced_pod(
-            namespace,
-            label_selector=selector,
-            _preload_content=False,  # the client's own types would be made of each pod
-            _request_timeout=DEADLINES_S,
-        )
-        self.stopped = threading.Event()
-        self._pool, self._listed = pool, listed
-        self._loop = asyncio.get_running_loop()
-        self._nodes: dict[str, NodeSpec] = {}
-        self._complaints: set[str] = set()
-        self._complained_at = -inf
-
-    def run(self) -> None:
-        while not self.stopped.is_set():
-            try:
-                self._list()
-            except Exception as why:  # noqa: BLE001 - the edge of this thread: it must go on
-                self._complain(why)
-            self.stopped.wait(RELIST_S)
-
-    def _list(self) -> None:
-        pods = msgspec.json.decode(self._list_pods().data)["items"] or ()
-        nodes, complaints = nodes_of(pods)
-        self._listed.set_to_current_time()
-        self._complained_at = -inf
-        for complaint in complaints - self._complaints:
-            _log.warning("%s", complaint)
-        self._complaints = complaints
-        if nodes != self._nodes:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._tell_pool, nodes)
-
-    def _tell_pool(self, nodes: dict[str, NodeSpec]) -> None:
-        if not self.stopped.is_set():
-            self._pool.set_members(Source.KUBERNETES, nodes.values(), time.monotonic())
-            self._nodes = nodes
-
-    def _complain(self, why: Exception) -> None:
-        now = time.monotonic()
-        if now - self._complained_at < _COMPLAIN_S:
-            return
-        self._complained_at = now
-        said = f"{type(why).__name__}: {str(why).strip().partition(chr(10))[0][:300]}"
-        if (status := getattr(why, "status", 0)) in (401, 403):
-            said = f"it answers {status}; the service account must be allowed to list pods"
-        _log.warning(
-            "the Kubernetes API server does not tell of its pods (%s); the %d nodes that it named "
-            "stay, and their health decides; trying on",
-            said,
-            len(self._nodes),
-        )
