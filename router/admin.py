@@ -104,10 +104,7 @@ class _AdminRoutes:
     async def nodes(self) -> Response:
         router = self._router
         own, workers = router.console.status(), router.shared.other_workers()
-        rows = joined_nodes(own, workers or [own])
-        if (legs := router.shared.running_elsewhere()) is not None:  # newer than what they see
-            rows = [msgspec.structs.replace(row, legs=legs.get(row.url, 0)) for row in rows]
-        return json_response({"nodes": rows})
+        return json_response({"nodes": joined_nodes(own, workers or [own])})
 
     async def add(self, request: Request) -> Response:
         asked = await _decoded(request, _Add)

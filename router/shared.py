@@ -6,7 +6,7 @@ their parent.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from fastapi import Request
 from prometheus_client import CollectorRegistry, generate_latest
@@ -34,10 +34,6 @@ class Shared:
         self.poison = Poison()
         if self.serves:
             self.responses = ResponseStore(responses)
-
-    def running_elsewhere(self) -> Mapping[str, int] | None:
-        """Return the requests of other processes, if any, by the addresses of their nodes."""
-        return None
 
     def other_workers(self) -> Sequence[WorkerStatus]:
         """Return what the other processes see, as far as they answer requests."""

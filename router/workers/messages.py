@@ -65,7 +65,6 @@ class ClusterState(msgspec.Struct, frozen=True, array_like=True):
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     version: int
-    running: dict[str, int]
     death: tuple[bytes, str] | None = None
     """The fingerprint of a request, and which process just died of it; empty: it was answered."""
     status: WorkerStatus | None = None

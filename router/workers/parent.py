@@ -11,8 +11,7 @@ import logging
 import math
 import socket
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,7 +54,8 @@ class _Peer:
     index: int
     kill: Callable[[], None]
     writer: asyncio.StreamWriter
-    heard_at: float
+    silent: int = 0
+    """Looks since its last report. Not seconds: this process may have been stopped itself."""
     sent: int = -1
     report: WorkerReport | None = None
     """The newest report; before the first the worker takes no connections."""
@@ -117,7 +117,6 @@ class Parent(Shared):
         self.router: Router = self._server.config.app.state.router  # type: ignore[union-attr]
         self._peers: dict[int, _Peer] = {}
         self._ended: list[MetricFamily] = []
-        self._broadcast_due = False
         self._state = self._state_now(0)
         self._message = encode_message(self._state)
         self.metrics = WorkerMetrics(self.router.metrics.registry, self.listening)
@@ -145,7 +144,7 @@ class Parent(Shared):
         `pair` is our end of its socket pair; `kill` is called if it hangs.
         """
         reader, writer = await asyncio.open_connection(sock=pair)
-        peer = self._peers[index] = _Peer(index, kill, writer, time.monotonic())
+        peer = self._peers[index] = _Peer(index, kill, writer)
         self._broadcast()
         try:
             while True:
@@ -160,20 +159,16 @@ class Parent(Shared):
             self._broadcast()
 
     def _take_report(self, peer: _Peer, report: WorkerReport) -> None:
-        began, peer.report, peer.heard_at = peer.report is None, report, time.monotonic()
+        peer.report, peer.silent = report, 0
         if report.death is not None:
             peer.deaths += 1
             fingerprint, process = report.death
             if process:
-                self.poison.died(fingerprint, process, peer.heard_at)
+                self.poison.died(fingerprint, process, time.monotonic())
             else:
                 self.poison.spared(fingerprint)
         if report.status is not None:
             peer.status, peer.metrics = report.status, report.metrics
-        # A node that dies has many requests: they make one broadcast.
-        if began or (report.death is not None and not self._broadcast_due):
-            self._broadcast_due = True
-            asyncio.get_running_loop().call_soon(self._broadcast)
 
     def _state_now(self, version: int) -> ClusterState:
         router, now = self.router, time.monotonic()
@@ -191,7 +186,7 @@ class Parent(Shared):
         )
 
     def _broadcast(self) -> int:
-        version, self._broadcast_due = self._state.version, False
+        version = self._state.version
         now = self._state_now(version)
         if now != self._state:
             version += 1
@@ -217,33 +212,21 @@ class Parent(Shared):
             await asyncio.sleep(0.005)
 
     async def _tick_for_ever(self) -> None:
-        looked_at = time.monotonic()
         while True:
             await asyncio.sleep(_TICK_S)
-            # While this process was stopped or busy, it was not the workers that were silent.
-            now, before = time.monotonic(), looked_at
-            looked_at, late_s = now, max(0.0, now - before - _TICK_S)
             try:
-                self._look(now, late_s)
+                self._broadcast()
+                for peer in self._peers.values():
+                    self._look_after(peer)
             except Exception:  # noqa: BLE001 - a mistake of ours must not end what workers live by
                 _log.exception("the look after the workers failed")
 
-    def _look(self, now: float, late_s: float) -> None:
-        self._broadcast()
-        for peer in self._peers.values():
-            peer.heard_at += late_s
-            if peer.report is not None and now - peer.heard_at > HANGS_S:
-                _log.error("worker %d hangs and is killed: no report for %g s", peer.index, HANGS_S)
-                self.metrics.hung.inc()
-                peer.heard_at = math.inf
-                peer.kill()
-
-    def running_elsewhere(self) -> Mapping[str, int]:
-        running: Counter[str] = Counter()
-        for peer in self._peers.values():
-            if peer.report is not None:
-                running.update(peer.report.running)
-        return running
+    def _look_after(self, peer: _Peer) -> None:
+        peer.silent += 1
+        if peer.report is not None and peer.silent == math.ceil(HANGS_S / _TICK_S):
+            _log.error("worker %d hangs and is killed: no report for %g s", peer.index, HANGS_S)
+            self.metrics.hung.inc()
+            peer.kill()
 
     def other_workers(self) -> Sequence[WorkerStatus]:
         return [peer.status for peer in self._peers.values() if peer.status is not None]

@@ -142,13 +142,11 @@ class Worker(Shared):
         if before.config != state.config:
             router.take_over(state.config)
 
-    def report(self, death: tuple[bytes, str] | None = None, *, whole: bool = False) -> None:
+    def report(self, death: tuple[bytes, str] | None = None) -> None:
         self._deaths += death is not None
-        router = self.router
-        nodes = (*router.pool.nodes, *router.pool.leaving)
-        running = {node.url: len(node.leases) for node in nodes if node.leases}
-        report = WorkerReport(0 if self._state is None else self._state.version, running, death)
-        if whole and self._writer.transport.get_write_buffer_size() < BACKLOG_BYTES:
+        report = WorkerReport(0 if self._state is None else self._state.version, death)
+        if death is None and self._writer.transport.get_write_buffer_size() < BACKLOG_BYTES:
+            router = self.router
             status, metrics = router.console.status(), collected(router.metrics.registry)
             report = msgspec.structs.replace(report, status=status, metrics=metrics)
         self._writer.write(encode_message(report))
@@ -160,7 +158,7 @@ class Worker(Shared):
 
     async def report_for_ever(self) -> None:
         while True:
-            self.report(whole=True)
+            self.report()
             await asyncio.sleep(_REPORT_S)
 
     async def close(self) -> None:

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from router_doubles import until
 
 from kvrelay.router.nodes.members import NodeSpec, Source
-from kvrelay.router.nodes.node import Node
+from kvrelay.router.nodes.node import Lease, Node
 from kvrelay.router.nodes.pool import DRAINS, Pool
 from kvrelay.router.router import Router
+from kvrelay.router.state import joined_nodes
 from kvrelay.router.workers import parent as parent_module
 from kvrelay.router.workers.messages import (
     MAX_BYTES,
@@ -38,7 +39,6 @@ KEY = KeyConfig(
     "a", "0" * 64, max_queue=5, max_running=2, requests_per_minute=7, tokens_per_minute=0
 )
 CONFIG = RouterConfig(("http://p:1",), ("http://d:1",), workers=2, keys=(KEY,))
-PAIR = ("http://p:1", "http://d:1")
 STATE = ClusterState(
     version=3,
     listening=1,
@@ -75,7 +75,7 @@ def test_a_snapshot_comes_as_it_was_however_it_is_cut(cuts: list[int]) -> None:
         (MAX_BYTES + 1).to_bytes(4, "big"),
         b"\0\0\0\2\x93\x93",
         encode_message(STATE)[:-1],
-        encode_message(WorkerReport(1, {})),
+        encode_message(WorkerReport(1)),
     ],
 )
 def test_what_is_no_message_ends_the_connection(data: bytes) -> None:
@@ -117,7 +117,7 @@ class Cluster:
         begin = await read_message(reader, ClusterState)
         worker.router = Router(begin.config, random.Random(1), worker)
         worker.apply(begin)
-        worker.report(whole=True)
+        worker.report()
         self.tasks.append(asyncio.create_task(worker.follow(reader)))
         self.workers.append(worker)
         await until(lambda: self.parent.serves_at(index))
@@ -222,7 +222,7 @@ async def test_a_reset_prefix_cache_reaches_all_workers_once(tmp_path: Path) -> 
         forgotten: list[str] = []
         for pool in c.pools():
             if pool is not c.pool:
-                pool.prefixes.forget = forgotten.append  # type: ignore[method-assign]
+                pool.prefixes.clear = forgotten.append  # type: ignore[method-assign]
         c.pool.note_emptied(node)
         await c.parent.settled()
         c.pool.note_adapters(node, {"lora"}, 0.0)
@@ -245,8 +245,12 @@ async def test_a_parent_that_was_stopped_blames_no_worker(
 
 async def test_legs_of_all_workers_are_counted_and_what_they_see_is_joined(tmp_path: Path) -> None:
     async with cluster(tmp_path) as c:
-        for at, worker in enumerate(c.workers):
-            worker._writer.write(encode_message(WorkerReport(0, {"http://d:1": at + 1})))
-        await until(lambda: c.parent.running_elsewhere() == {"http://d:1": 3})
-        assert [seen.index for seen in c.parent.other_workers()] == [0, 1]
+        for at, node in enumerate(c.nodes("http://d:1")):
+            node.leases = {Lease(node) for _ in range(at + 1)}
+        c.pool.drain(next(node for node in c.pool.nodes if node.url == "http://d:1"), 0.0)
+        await c.parent.settled()  # what they say then was so after the drain
+        workers = c.parent.other_workers()
+        assert [seen.index for seen in workers] == [0, 1]
+        rows = joined_nodes(c.parent.router.console.status(), workers)
+        assert [row.legs for row in rows] == [0, 3]
         assert c.workers[0].workers() == {"index": 0, "listening": 2, "wanted": 2}
