@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvrelay.openai_api.stages import STAGES
@@ -333,11 +333,6 @@ class _Nodes(Collector):
         self._pool = pool
 
     def collect(self) -> Iterator[Metric]:
-        choices = CounterMetricFamily(
-            "kvrelay_router_choices",
-            "Nodes chosen. prefix: whether the node was believed to have some of the prompt.",
-            labels=["leg", "prefix"],
-        )
         breakers = GaugeMetricFamily(
             "kvrelay_router_breaker_state",
             "Of a node for a kind of leg: 0 takes legs, 1 is tried (half-open), 2 takes none "
@@ -353,12 +348,10 @@ class _Nodes(Collector):
             "kvrelay_router_queue_depth", "Depth that the choice sees.", labels=["node", "role"]
         )
         pool, now = self._pool, time.monotonic()
-        for (role, some), count in pool.choices.items():
-            choices.add_metric([role, "some" if some else "none"], count)
         for node in pool.nodes:
             for leg, breaker in node.breakers.items():
                 breakers.add_metric([node.url, leg], _BREAKER[breaker.state(now)])
         for node in (*pool.nodes, *pool.leaving):
             up.add_metric([node.url, node.role, node.model], float(node.up))
             depth.add_metric([node.url, node.role], node.depth)
-        return iter((choices, breakers, up, depth))
+        return iter((breakers, up, depth))

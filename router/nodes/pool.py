@@ -11,7 +11,7 @@ watched until its last one has ended.
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvrelay.router.node_load import UNKNOWN, Share
@@ -48,8 +48,6 @@ class Pool:
         self.members: dict[Source, dict[str, NodeSpec]] = {source: {} for source in Source}
         self.prefixes = PrefixIndex()
         self._followers: list[tuple[Callable[[Node], None], Callable[[Node], None]]] = []
-        self.choices: Counter[tuple[Role, bool]] = Counter()
-        """How often a node was chosen, by its role and whether it had some of the prompt."""
         self._turns = 0
         self.kv_mixed = False
         """Some two nodes of a model cannot hand over; until then no choice needs to compare."""
@@ -285,7 +283,6 @@ class Pool:
         node.turn = self._turns
         has = cached.get(node.url, 0)
         lease = Lease(node, max(0, tokens - has), share, has)
-        self.choices[node.role, has > 0] += 1
         node.leases.add(lease)
         node.state.add(share)
         if prefix is not None:

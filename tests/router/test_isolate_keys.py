@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from router_doubles import MODEL, Cluster, cluster, decode, parse_job, prefill, router_over, until
 
 from kvrelay.router.admission.keys import hash_of
+from kvrelay.router.nodes.node import Lease
+from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.request import vllm_run as vllm
 from kvrelay.router.request.job import (
     CHAT_PATH,
@@ -131,15 +133,23 @@ async def test_every_route_sends_the_salt_of_the_key_on_both_legs(path: str, bod
 
 
 @pytest.mark.parametrize("isolate", [False, True])
-async def test_the_routers_own_index_tells_a_key_of_no_other_keys_prompts(isolate: bool) -> None:
+async def test_the_routers_own_index_tells_a_key_of_no_other_keys_prompts(
+    monkeypatch: pytest.MonkeyPatch, isolate: bool
+) -> None:
+    shared, hold = list[bool](), Pool.hold
+
+    def noted(*given: Any) -> Lease:
+        lease = hold(*given)
+        if lease.role is Role.PREFILL:
+            shared.append(lease.cached_tokens > 0)
+        return lease
+
+    monkeypatch.setattr(Pool, "hold", noted)
     p, d = prefill(), decode()
     async with cluster(p, d, keys=KEYS, isolate_keys=isolate) as c:
         body = {"prompt": PROMPT, "max_tokens": 3}
-        shared = []
         for key in ("ann", "bob", "bob"):
-            before = c.router.pool.choices[Role.PREFILL, True]
             assert await ask(c, key, COMPLETIONS_PATH, body) == 200
-            shared.append(c.router.pool.choices[Role.PREFILL, True] > before)
         assert shared == [False, not isolate, True]
 
 
