@@ -63,7 +63,7 @@ class Router:
         config = RouterConfig(
             prefill_policy=policy, decode_policy=policy, strict_roles=setting.strict_roles
         )
-        self.placer = Placer(config, self.pool, NodeHealth(self.pool, rng), rng)
+        self.placer = Placer(config, self.pool, NodeHealth(self.pool), rng)
         self._told = setting.targets
         self._block_size = setting.block_size if setting.prefixes else 0
         self._engines = nodes

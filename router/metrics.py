@@ -335,9 +335,8 @@ class _Nodes(Collector):
     def collect(self) -> Iterator[Metric]:
         breakers = GaugeMetricFamily(
             "kvrelay_router_breaker_state",
-            "Of a node for a kind of leg: 0 takes legs, 1 is tried (half-open), 2 takes none "
-            "(open).",
-            labels=["node", "leg"],
+            "0: the node takes requests, 1: it is tried (half-open), 2: it takes none (open).",
+            labels=["node"],
         )
         up = GaugeMetricFamily(
             "kvrelay_router_node_up",
@@ -349,8 +348,7 @@ class _Nodes(Collector):
         )
         pool, now = self._pool, time.monotonic()
         for node in pool.nodes:
-            for leg, breaker in node.breakers.items():
-                breakers.add_metric([node.url, leg], _BREAKER[breaker.state(now)])
+            breakers.add_metric([node.url], _BREAKER[node.breaker.state(now)])
         for node in (*pool.nodes, *pool.leaving):
             up.add_metric([node.url, node.role, node.model], float(node.up))
             depth.add_metric([node.url, node.role], node.depth)

@@ -67,7 +67,7 @@ class Router:
         self.config, self._reread = config, reread
         self.shared = shared or Shared()
         self.pool = Pool(config.prefill, config.decode)
-        self.node_health = NodeHealth(self.pool, rng)
+        self.node_health = NodeHealth(self.pool)
         self.placer = Placer(config, self.pool, self.node_health, rng)
         self.models = Models(self.pool, config.aliases, int(time.time()))
         self.keyring = Keyring(config.api_key, config.keys)

@@ -56,7 +56,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     free_blocks: int
     total_blocks: int
     block_size: int
-    breakers: dict[Role, BreakerState]
+    breaker: BreakerState
     up_in: int = 1
     """How many workers see the node up."""
     flips_to: str | None = None
@@ -129,7 +129,7 @@ def node_status(node: Node, pool: Pool, now: float) -> NodeStatus:
         free_blocks=load.free_blocks,
         total_blocks=load.total_blocks,
         block_size=load.block_size,
-        breakers={role: breaker.shown(now) for role, breaker in node.breakers.items()},
+        breaker=node.breaker.shown(now),
         up_in=int(node.up),
         flips_to=node.flips_to,
         prompt_share=round(state.prompt_share, 3),
@@ -158,15 +158,11 @@ def joined_nodes(own: WorkerStatus, workers: Sequence[WorkerStatus]) -> list[Nod
             known = rows.setdefault(node.url, node)
             if known is node or each is own:
                 continue
-            breakers = dict(known.breakers)
-            for role, breaker in node.breakers.items():
-                worst = breakers.setdefault(role, breaker)
-                if _SEVERITY.get(breaker.state, 0) > _SEVERITY.get(worst.state, 0):
-                    breakers[role] = breaker
+            worst = max(known.breaker, node.breaker, key=lambda each: _SEVERITY[each.state])
             rows[node.url] = msgspec.structs.replace(
                 known,
                 legs=known.legs + node.legs,
-                breakers=breakers,
+                breaker=worst,
                 kv_events=known.kv_events or node.kv_events,
             )
     return [msgspec.structs.replace(row, up_in=up_in[row.url]) for row in rows.values()]

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from collections.abc import Callable, Collection
 
-from kvrelay.router.nodes.breaker import Breaker, BreakerCall, State, Verdict
+from kvrelay.router.nodes.breaker import Breaker, State, Verdict
 from kvrelay.router.nodes.node import Node, NodeKind
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
@@ -29,46 +28,28 @@ _log = logging.getLogger("kvrelay.router")
 class NodeHealth:
     """A judge of which nodes of a pool may take requests."""
 
-    def __init__(self, pool: Pool, rng: random.Random) -> None:
+    def __init__(self, pool: Pool) -> None:
         self._failed_pairs: dict[tuple[str, str], tuple[int, float]] = {}
         """Failures by pairs of processes: how often KV did not come in a row, and until when they are avoided."""
         self._pool = pool
-        self._rng = rng
         self._troubled: set[Node] = set()
         """Nodes with a breaker that is not closed, or that rest: all others need no look."""
 
-    def breaker(self, node: Node, role: Role) -> Breaker:
-        if role not in node.breakers:
-            node.breakers[role] = Breaker(self._rng)
-        return node.breakers[role]
-
     def available(
-        self,
-        role: Role,
-        model: str,
-        exclude: Collection[Node],
-        now: float,
-        *,
-        computes: bool = False,
+        self, role: Role, model: str, exclude: Collection[Node], now: float
     ) -> list[Node]:
-        """Return the nodes that may take a request. Raises NoNode, or Overloaded if they rest.
-
-        `computes`: a decode request that computes its prompt itself.
-        """
+        """Return the nodes that may take a request. Raises NoNode, or Overloaded if they rest."""
         nodes = self._pool.up(role, exclude, model, NodeKind.KVRELAY)
         if not nodes:
             raise self._pool.no_node(role, model)
         if not self._troubled:
             return nodes
-        self._troubled = {node for node in self._troubled if _is_troubled(node, now)}
-        roles = (Role.PREFILL, Role.DECODE) if computes else (role,)
-        breakers = {node: [self.breaker(node, each) for each in roles] for node in nodes}
-        verdicts = {node: max(each.verdict(now) for each in of) for node, of in breakers.items()}
-        best = min(verdicts.values())
+        self._troubled = {node for node in self._troubled if _is_troubled(node.breaker, now)}
+        verdicts = [node.breaker.verdict(now) for node in nodes]
+        best = min(verdicts)
         if best in (Verdict.TAKES, Verdict.LAST):
-            return [node for node, verdict in verdicts.items() if verdict is best]
-        soonest_s = min(max(each.opens_in(now) for each in of) for of in breakers.values())
-        after_s = max(1, math.ceil(soonest_s))
+            return [node for node, verdict in zip(nodes, verdicts, strict=True) if verdict is best]
+        after_s = max(1, math.ceil(min(node.breaker.opens_in(now) for node in nodes)))
         # No name for the error here: its traceback would keep this frame, and the frame the error.
         raise _to_be_retried(role, after_s, rest=best is Verdict.RESTS)
 
@@ -85,22 +66,19 @@ class NodeHealth:
 
         return avoids
 
-    def begin(self, node: Node, role: Role, now: float, *, computes: bool) -> BreakerCall:
-        first = self.breaker(node, Role.PREFILL if computes else role)
-        return BreakerCall(first, self.breaker(node, role), now)
-
-    def rest(self, node: Node, role: Role, seconds: float | None, now: float) -> None:
+    def rest(self, node: Node, seconds: float | None, now: float) -> None:
         rest_s = min(_REST_CAP_S, 1.0 if seconds is None else max(0.1, seconds))
-        self.breaker(node, role).rest(rest_s, now)
+        node.breaker.rest(rest_s, now)
         self._troubled.add(node)
 
-    def failed(self, call: BreakerCall, node: Node, why: str, now: float) -> None:
-        if call.failed(why, now):
+    def failed(self, call: object, node: Node, why: str, now: float) -> None:
+        if node.breaker.failed(call, why, now):
             _log.warning("%s gets no requests for a while, the last one failed: %s", node.url, why)
             self._troubled.add(node)
 
-    def could_not_read(self, node: Node, role: Role, now: float) -> None:
-        call = self.begin(node, role, now, computes=False)
+    def could_not_read(self, node: Node, now: float) -> None:
+        call = object()
+        node.breaker.begin(call)
         self.failed(call, node, "it fails on requests that others can read", now)
 
     def kv_came(self, prefill: Node, decode: Node) -> None:
@@ -128,10 +106,8 @@ def _to_be_retried(role: Role, after_s: int, *, rest: bool) -> NoNode | Overload
     return error
 
 
-def _is_troubled(node: Node, now: float) -> bool:
-    return any(
-        each.state(now) is not State.CLOSED or each.opens_in(now) for each in node.breakers.values()
-    )
+def _is_troubled(breaker: Breaker, now: float) -> bool:
+    return breaker.state(now) is not State.CLOSED or breaker.opens_in(now) > 0
 
 
 def _pair(prefill: Node, decode: Node) -> tuple[str, str]:

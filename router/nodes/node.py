@@ -214,7 +214,7 @@ class Node:
     load: Load = field(default_factory=Load)
     leases: set[Lease] = field(default_factory=set)
     kv: KvFacts | None = None
-    breakers: dict[Role, Breaker] = field(default_factory=dict)
+    breaker: Breaker = field(default_factory=Breaker)
 
     def __post_init__(self) -> None:
         self.state = NodeLoad(self.url)

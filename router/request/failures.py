@@ -19,7 +19,6 @@ from functools import cached_property
 
 from kvrelay.router.background import BackgroundTasks
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.nodes.breaker import BreakerCall
 from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.node import Lease, Node
 from kvrelay.router.nodes.pool import Pool
@@ -101,12 +100,10 @@ class RunContext:
         released = await self.node_client.tell_of_kv(node, "release", request_id)
         self.metrics.releases.labels("yes" if released else "no").inc()
 
-    def note_failure(
-        self, job_id: str, lease: Lease, call: BreakerCall | None, why: AttemptFailed
-    ) -> None:
+    def note_failure(self, job_id: str, lease: Lease, call: object, why: AttemptFailed) -> None:
         """Note that an attempt failed by its node's fault, or because the node drains.
 
-        Without `call` the node has no breakers, and any failure takes it down.
+        Without `call` (None) any failure takes the node down.
         """
         node, now = lease.node, time.monotonic()
         if why.draining:
@@ -123,13 +120,13 @@ class RunContext:
         if why.lost or call is None:
             self.pool.blame(node, f"a request failed on it: {why.detail}", now)
         elif why.retry_after_s is not None:
-            self.node_health.rest(node, lease.role, why.retry_after_s, now)
+            self.node_health.rest(node, why.retry_after_s, now)
 
     def note_if_full(self, lease: Lease, why: Refused) -> bool:
         """Return whether a node refused for want of room; then it rests."""
         if why.status != Overloaded.status:
             return False
-        self.node_health.rest(lease.node, lease.role, why.retry_after_s, time.monotonic())
+        self.node_health.rest(lease.node, why.retry_after_s, time.monotonic())
         self.metrics.full.labels(lease.role.value).inc()
         return True
 

@@ -31,7 +31,7 @@ from kvrelay.router.prefix.index import Prefix
 from kvrelay.router.request.job import Job, Slo
 from kvrelay.wire.announced import FIRST_OUTPUT
 from kvrelay.wire.config import Role
-from kvrelay.wire.errors import KvNotLoaded, NoNode, Overloaded
+from kvrelay.wire.errors import KvNotLoaded, NoNode
 from kvrelay.wire.router_config import PRICE, RouterConfig
 from kvrelay.wire.step_costs import RunningMean
 
@@ -159,7 +159,7 @@ class Placer:
             )
         available, peer, mixed = self._node_health.available, wanted.peer, self._pool.kv_mixed
         decode: Sequence[Node] = available(Role.DECODE, wanted.model, tried_decode, now)
-        able = self._computing(wanted, decode, tried_decode, now, anyway=anyway)
+        able = [node for node in decode if anyway or node.computes_prompts]
         sources: Sequence[Node] = () if peer is None else (peer,)
         if peer is None and not alone:
             with suppress(NoNode):
@@ -239,23 +239,6 @@ class Placer:
         return ChosenNodes(
             wanted, placed, wanted.peer or self._named(placed.prefill), self._named(placed.decode)
         )
-
-    def _computing(
-        self,
-        wanted: PlacementQuery,
-        decode: Sequence[Node],
-        tried: Collection[Node],
-        now: float,
-        *,
-        anyway: bool,
-    ) -> Sequence[Node]:
-        try:
-            sound = self._node_health.available(
-                Role.DECODE, wanted.model, tried, now, computes=True
-            )
-        except (NoNode, Overloaded):
-            return decode if anyway else []
-        return [node for node in sound if anyway or node.computes_prompts]
 
     def _unlike_or(self, avoids: Avoids | None) -> Avoids:
         def unlike_or_avoided(prefill: str, decode: str) -> bool:

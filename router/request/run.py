@@ -384,21 +384,23 @@ class RequestRun(Run):
             per_choice = output // max(1, self.job.choices)
             self.context.placer.answered(self.job.model, per_choice, self._prefix, usage[0])
         for lease in self.unread:
-            self.context.node_health.could_not_read(lease.node, lease.role, time.monotonic())
+            self.context.node_health.could_not_read(lease.node, time.monotonic())
         self.unread.clear()
 
 
 class Attempt:
     """A prefill or decode request on one node; `source` has the KV that a decode node fetches."""
 
-    __slots__ = ("_call", "_lease", "_position", "_run", "_source", "_untimed")
+    __slots__ = ("_breaker", "_lease", "_position", "_run", "_source", "_tokens", "_untimed")
 
     def __init__(
         self, run: RequestRun, lease: Lease, position: FramePosition, source: Node | None = None
     ) -> None:
-        now, computes = time.monotonic(), position.decoding and source is None
+        now = time.monotonic()
         self._run, self._lease, self._position, self._source = run, lease, position, source
-        self._call = run.context.node_health.begin(lease.node, lease.role, now, computes=computes)
+        self._breaker = lease.node.breaker
+        self._breaker.begin(self)
+        self._tokens = 0  # frames that had some, up to 2
         self._untimed = True
         timeline = run.timeline
         timeline.sent = timeline.sent or now
@@ -411,20 +413,20 @@ class Attempt:
 
         Raises AttemptFailed, Refused, Diverged, PoisonRequest.
         """
-        run, lease, call, context = self._run, self._lease, self._call, self._run.context
+        run, lease, context = self._run, self._lease, self._run.context
         try:
             end = await context.node_client.run(
                 lease, run.job.path, body, run.headers, self.on_frame
             )
             if self._position.decoding and end is FrameKind.HANDOVER:
                 raise AttemptFailed("the node handed a decode request over")
-            call.succeeded(time.monotonic())
+            self._breaker.succeeded(self)
             return end
         except AttemptFailed as why:
-            context.note_failure(run.job.id, lease, call, why)
+            context.note_failure(run.job.id, lease, self, why)
             if why.reading:
                 run.unread.append(lease)
-            if why.lost and why.reached and not call.answered:
+            if why.lost and why.reached and not self._tokens:
                 await run.crashes.lost(lease)
             raise
         except Refused as why:
@@ -432,12 +434,12 @@ class Attempt:
                 context.note_kv_failure(self._source, lease.node, why.kv_error)
             raise
         finally:
-            call.close()
+            self._breaker.end(self)
 
     def on_frame(self, frame: Frame) -> Awaitable[None] | None:
         """Pass a frame on; return what to wait for if the client does not read."""
         # For every token of every answer: each call in here is 1 % of what the router costs.
-        run, call = self._run, self._call
+        run = self._run
         now, ids, payload = time.monotonic(), frame.token_ids, frame.payload
         if frame.kind is not FrameKind.TOKENS:
             payload = self._on_other_frame(frame, now)
@@ -456,15 +458,23 @@ class Attempt:
                 (reply.put_last if last else reply.put)(payload)
         if ids and self._untimed and not frame.choice:
             self._note_time(now)
-        if ids and not call.steady and call.heard(now):
-            run.crashes.first_token.set()
-            self._lease.answered()
-            if self._source is not None and not run.kv_failed:
-                run.context.node_health.kv_came(self._source, self._lease.node)
+        if ids and self._tokens < 2:
+            self._note_tokens()
         flow = reply.flow
         if flow is None or not flow.write_paused:
             return None
         return flow.drain()
+
+    def _note_tokens(self) -> None:
+        self._tokens += 1
+        if self._tokens == 2:  # the first may be the prefill node's
+            self._breaker.succeeded(self)
+            return
+        run = self._run
+        run.crashes.first_token.set()
+        self._lease.answered()
+        if self._source is not None and not run.kv_failed:
+            run.context.node_health.kv_came(self._source, self._lease.node)
 
     def _note_time(self, now: float) -> None:
         # Of the first token; where KV is fetched, of the first after the prefill node's.

@@ -86,8 +86,8 @@ WRONG_AND_RIGHT: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         },
     ),
     "KvrelayBreakerOpen": (
-        {'kvrelay_router_breaker_state{node="d",leg="decode"}': "1x2 2x3 1x2 2x3 1x2 2x3 " * 7},
-        {'kvrelay_router_breaker_state{node="d",leg="decode"}': "0x50 2x9 1x39"},
+        {'kvrelay_router_breaker_state{node="d"}': "1x2 2x3 1x2 2x3 1x2 2x3 " * 7},
+        {'kvrelay_router_breaker_state{node="d"}': "0x50 2x9 1x39"},
     ),
     **{
         name: (
@@ -198,8 +198,8 @@ ALSO: list[tuple[str, tuple[dict[str, str], dict[str, str]]]] = [
     (  # breaks each time that it is tried, after ever longer times; or in an instant
         "KvrelayBreakerOpen",
         (
-            {'kvrelay_router_breaker_state{node="d",leg="decode"}': "2x9 " * 10},
-            {'kvrelay_router_breaker_state{node="d",leg="decode"}': "0x90 2x4 0x4"},
+            {'kvrelay_router_breaker_state{node="d"}': "2x9 " * 10},
+            {'kvrelay_router_breaker_state{node="d"}': "0x90 2x4 0x4"},
         ),
     ),
     (  # of one model of two

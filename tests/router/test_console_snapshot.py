@@ -12,7 +12,6 @@ from kvrelay.router.nodes.breaker import BreakerState
 from kvrelay.router.state import Health, NodeStatus, WorkerStatus
 from kvrelay.router.timeline import EndedRequest
 from kvrelay.router.workers.messages import WorkerReport, encode_message, read_message
-from kvrelay.wire.config import Role
 
 P, D = "http://p:1", "http://d:1"
 
@@ -62,7 +61,7 @@ def node(url: str = P, **fields: Any) -> NodeStatus:
         "free_blocks": 9,
         "total_blocks": 10,
         "block_size": 16,
-        "breakers": {},
+        "breaker": BreakerState("closed"),
     }
     return NodeStatus(**(every | fields))
 
@@ -108,14 +107,12 @@ def test_what_workers_see_is_added_up_where_each_knows_a_part() -> None:
 
 def test_of_what_each_finds_out_by_itself_the_worst_is_told() -> None:
     half, is_open = BreakerState("half_open", "was slow"), BreakerState("open", "cut", 3.0)
-    own = worker(0, nodes=[node(breakers={Role.DECODE: half})])
-    other = worker(
-        1, nodes=[node(up=False, breakers={Role.DECODE: is_open, Role.PREFILL: half}), node(D)]
-    )
+    own = worker(0, nodes=[node(breaker=half)])
+    other = worker(1, nodes=[node(up=False, breaker=is_open), node(D)])
     seen = shown(own, own, other, wanted=2)
     first, second = seen.nodes
     assert (first.up, first.up_in) == (True, 1)
-    assert first.breakers == {Role.DECODE: is_open, Role.PREFILL: half}
+    assert first.breaker == is_open
     assert (second.url, second.up_in) == (D, 1)
     assert [row.nodes_up for row in seen.workers] == [1, 1]
 
@@ -155,5 +152,5 @@ def test_the_page_reads_no_name_that_is_not_told(repository: Path) -> None:
     read: set[tuple[str, str]] = set()
     for file in (repository / "router" / "console" / "static").glob("*.js"):
         read |= set(re.findall(rf"\b({'|'.join(told)})\.(\w+)", file.read_text(encoding="utf-8")))
-    assert {("picture", "counts"), ("node", "breakers"), ("request", "stages_s")} <= read
+    assert {("picture", "counts"), ("node", "breaker"), ("request", "stages_s")} <= read
     assert not {(of, name) for of, name in read if name not in told[of].__struct_fields__}

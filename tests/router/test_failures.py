@@ -416,17 +416,17 @@ async def test_a_node_that_answers_500_stays_up_until_its_breaker_opens(role: st
     other = decode() if role == "prefill" else prefill()
     async with cluster(bad, good, other, health_interval_s=0.02) as c:
 
-        def state(node: FakeNode, leg: str = role) -> float:
-            return c.metric("kvrelay_router_breaker_state", node=node.url, leg=leg)
+        def state(node: FakeNode) -> float:
+            return c.metric("kvrelay_router_breaker_state", node=node.url)
 
         for _ in range(8):
             await c.text()
         assert (len(bad.calls), len(good.calls)) == (FAILURES_IN_A_ROW, 8)
         assert c.node(bad).up
-        assert (state(bad), state(good), state(other, str(other.role))) == (2, 0, 0)
+        assert (state(bad), state(good), state(other)) == (2, 0, 0)
         async with c.http.get(f"{c.url}/health") as answer:
-            nodes = {node["url"]: node["breakers"] for node in (await answer.json())["nodes"]}
-        assert nodes[bad.url][role]["state"] == "open"
+            nodes = {node["url"]: node["breaker"] for node in (await answer.json())["nodes"]}
+        assert nodes[bad.url]["state"] == "open"
         bad.script = prefill_ok if role == "prefill" else decode_ok
         await until(lambda: state(bad) == 1)
         for _ in range(3):
@@ -441,7 +441,7 @@ async def test_a_400_never_opens_a_breaker() -> None:
         for _ in range(2 * FAILURES_IN_A_ROW):
             async with c.post() as answer:
                 assert answer.status == 400
-        assert c.metric("kvrelay_router_breaker_state", node=p.url, leg="prefill") == 0
+        assert c.metric("kvrelay_router_breaker_state", node=p.url) == 0
 
 
 async def test_a_clusters_last_node_is_tried_one_request_at_a_time_though_its_breaker_is_open() -> (
@@ -504,7 +504,7 @@ async def test_a_process_that_is_lost_with_many_requests_has_failed_once_and_cos
         await asyncio.gather(*(c.text() for _ in range(14)))
         assert len(other.calls) == 14
         assert not c.node(dying).up
-        assert c.node(dying).breakers[Role.PREFILL].state(time.monotonic()) is State.CLOSED
+        assert c.node(dying).breaker.state(time.monotonic()) is State.CLOSED
         assert c.metric("kvrelay_router_retries_refused_total") == 0
 
 

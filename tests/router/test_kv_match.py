@@ -1,7 +1,5 @@
 """Which nodes can exchange KV by what they say, and which pairs are avoided for a while."""
 
-import random
-
 import msgspec
 import pytest
 
@@ -82,7 +80,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.pool = Pool(["http://p"], ["http://d", "http://e"])
-        self.health = NodeHealth(self.pool, random.Random(1))
+        self.health = NodeHealth(self.pool)
         self.p, self.d, self.e = self.pool.nodes
 
     def failed(self, now: float, cause: str = "PeerLost") -> None:

@@ -44,7 +44,7 @@ class Rig:
         self.pool = Pool(
             [f"http://p{at}" for at in range(prefill)], [f"http://d{at}" for at in range(decode)]
         )
-        self.node_health = NodeHealth(self.pool, random.Random(1))
+        self.node_health = NodeHealth(self.pool)
         self.placer = Placer(RouterConfig(**config), self.pool, self.node_health, random.Random(1))
         for node in self.pool.nodes:
             self.says(node.url[7:])
@@ -182,7 +182,7 @@ def test_while_the_only_partner_rests_others_are_not_asked_for_what_they_cannot_
     rig.says("p0", kv=OTHER_KV)
     rig.says("d0", kv=OTHER_KV)
     rig.says("d1", kv=msgspec.structs.replace(KV, computes_prompts=False))
-    rig.node_health.rest(rig.pool.nodes[1], D, 5.0, time.monotonic())
+    rig.node_health.rest(rig.pool.nodes[1], 5.0, time.monotonic())
     assert isinstance(rig.placer.find(rig.placer.wanted(job(), None)), Wait)
     rig.says("d1")
     assert rig.found(job()) == ("d1", "d1")

@@ -68,7 +68,8 @@ function makeTile(tile) {
 
 const stateOf = (node) => (node.up ? "up" : node.flips_to ? "flipping" : node.draining ? "draining" : "down");
 const other = (role) => (role === "prefill" ? "decode" : "prefill");
-const open = (node) => Object.entries(node.breakers).filter(([, breaker]) => breaker.state !== "closed");
+const breakerOf = (node) => node.breaker.state.replace("_", " ");
+const isOpen = (node) => node.breaker.state !== "closed";
 const kvShare = (node) => (node.total_blocks ? 1 - node.free_blocks / node.total_blocks : null);
 
 function ofRole(picture, role) {
@@ -107,10 +108,9 @@ function makeCard(node) {
 }
 
 function showCard(element, node) {
-  const bad = open(node);
   mark(element, "data-state", stateOf(node));
-  say(element.badge, !node.up ? stateOf(node) : bad.length ? `breaker ${bad[0][1].state.replace("_", " ")}` : "");
-  mark(element.badge, "title", node.up ? (bad[0]?.[1].reason ?? null) : node.reason);
+  say(element.badge, !node.up ? stateOf(node) : isOpen(node) ? `breaker ${breakerOf(node)}` : "");
+  mark(element.badge, "title", (node.up ? node.breaker.reason : node.reason) || null);
   element.kv.show(kvShare(node));
   say(element.load, `${node.running} run · ${node.waiting} wait`);
   say(element.legs, ` · ${node.legs} ${node.legs === 1 ? "stream" : "streams"}`);
@@ -197,11 +197,9 @@ function nodes(picture, asks) {
     mark(row, "data-state", stateOf(node));
     const partly = several && node.up_in > 0 && node.up_in < picture.workers.length;
     say(row.state, partly ? `up in ${node.up_in} of ${picture.workers.length}` : stateOf(node));
-    const bad = open(node);
-    const trouble = bad.map(([leg, breaker]) => `${leg} ${breaker.state.replace("_", " ")}`).join(", ");
-    say(row.why, node.up ? (trouble ? `breaker: ${trouble}` : `for ${age(node.for_s)}`) : node.draining || node.flips_to ? (node.legs ? `ends ${node.legs} streams` : "idle") : node.reason);
+    say(row.why, node.up ? (isOpen(node) ? `breaker: ${breakerOf(node)}` : `for ${age(node.for_s)}`) : node.draining || node.flips_to ? (node.legs ? `ends ${node.legs} streams` : "idle") : node.reason);
     mark(row.why, "title", node.reason || null);
-    const [, , load, legs, depth, room, , held, breakers] = row.cells;
+    const [, , load, legs, depth, room, , held, breaker] = row.cells;
     say(load, `${node.running} / ${node.waiting}`);
     say(legs, count(node.legs));
     say(depth, node.queue_depth.toFixed(1));
@@ -209,9 +207,9 @@ function nodes(picture, asks) {
     row.kv.show(kvShare(node));
     mark(row.kv, "title", node.total_blocks ? `${node.free_blocks} of ${node.total_blocks} blocks of ${node.block_size} tokens are free` : null);
     say(held, count(node.held_blocks));
-    say(breakers, trouble || "closed");
-    mark(breakers, "data-open", bad.length ? "yes" : null);
-    mark(breakers, "title", bad.map(([, breaker]) => breaker.reason).join("; ") || null);
+    say(breaker, breakerOf(node));
+    mark(breaker, "data-open", isOpen(node) ? "yes" : null);
+    mark(breaker, "title", node.breaker.reason || null);
     const drained = node.draining;
     say(row.button, drained ? "Undrain" : "Drain");
     mark(row.button, "aria-label", `${drained ? "Undrain" : "Drain"} ${node.role} node ${short(node.url)}`);
