@@ -23,8 +23,7 @@ from starlette.responses import Response
 from kvrelay.openai_api.json_body import json_response
 from kvrelay.openai_api.model_types import AdapterAnswer, NodeAnswer, UnloadAdapterRequest
 from kvrelay.router.guard import caller_of, peer_of
-from kvrelay.router.nodes.members import NodeSpec, Source
-from kvrelay.router.nodes.node import Node, NodeKind
+from kvrelay.router.nodes.node import Node, NodeKind, NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.roles import BEGUN, ask_role
 from kvrelay.router.router import Router

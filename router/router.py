@@ -23,8 +23,8 @@ from kvrelay.router.membership.heartbeats import hear_heartbeats
 from kvrelay.router.membership.kubernetes_pods import follow_pods
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.health import NodeHealth
-from kvrelay.router.nodes.members import Source, static_nodes
 from kvrelay.router.nodes.models import Models
+from kvrelay.router.nodes.node import Source, static_nodes
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.prefix.kv_events import KvEvents
 from kvrelay.router.request.failures import MAX_LOST, RunContext

@@ -43,11 +43,13 @@ async def check_nodes(
         if events is not None:
             events.leave(node.url)
 
-    unfollow = pool.follow(joined, left)
+    pool.joined, pool.left = joined, left
+    for node in (*pool.nodes, *pool.leaving):
+        joined(node)
     try:
         yield
     finally:
-        unfollow()
+        pool.joined = pool.left = lambda _node: None
         await cancel_and_wait(watches.values())
 
 

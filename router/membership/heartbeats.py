@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from kvrelay.router.background import running_task
-from kvrelay.router.nodes.members import NodeSpec, Source
+from kvrelay.router.nodes.node import NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.errors import KvrelayError, RequestError
 from kvrelay.wire.heartbeat import LOST_AFTER_S, MAX_SKEW_S, Heartbeat, NodeState, opened
@@ -46,7 +46,7 @@ class AnnouncedNodes:
     def add(self, message: bytes, unix_now: float, now: float) -> Heartbeat | None:
         """Return what a message says; None if it is out of date. Raises KvrelayError."""
         beat = opened(message, self._key, unix_now)
-        spec = NodeSpec(beat.url, beat.role, beat.model, beat.generation)
+        spec = NodeSpec(beat.url, beat.role, beat.model)
         known = self._heard.get(spec.url)
         if known is not None and beat.sent_at <= known.sent_at:
             return None

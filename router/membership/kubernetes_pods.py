@@ -20,7 +20,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 
 from kvrelay.router.background import running_task
-from kvrelay.router.nodes.members import NodeSpec, Source
+from kvrelay.router.nodes.node import NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError, RequestError

@@ -1,10 +1,14 @@
-"""One node as the router knows it: its reports, its load, and the requests that run there. Pure."""
+"""One node as the router knows it: who names it, its reports, its load, its requests. Pure.
+
+Sources of membership are level-triggered: a source gives its whole list, as often as it likes, and
+a lost message is mended by the next one. A node stays for as long as any source names it.
+"""
 
 from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -14,7 +18,8 @@ from kvrelay.router.node_load import NodeLoad, Share
 from kvrelay.router.nodes.breaker import Breaker
 from kvrelay.router.prefix.index import Sent
 from kvrelay.wire.config import Role
-from kvrelay.wire.config_checks import is_loopback
+from kvrelay.wire.config_checks import MAX_URL_CHARS, is_base_url, is_loopback
+from kvrelay.wire.errors import RequestError
 from kvrelay.wire.kv_events import KvEventsReport
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.step_costs import StepCosts
@@ -28,14 +33,58 @@ __all__ = [
     "Lease",
     "Node",
     "NodeKind",
+    "NodeSpec",
     "ProcessDeaths",
+    "Source",
     "kv_mismatch",
+    "static_nodes",
 ]
 
 DRAINING = "draining"
 """The status of a node that takes nothing new and finishes what it has."""
 _SAME_HOST_PLANE = "direct"
 NEW = "not checked yet"
+
+
+class Source(enum.StrEnum):
+    """A source of membership. Where two disagree about a role, the first of these counts."""
+
+    ADMIN = "admin"
+    STATIC = "static"
+    KUBERNETES = "kubernetes"
+    HEARTBEATS = "heartbeats"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """A node that a source names. Raises RequestError for a bad address or role.
+
+    `model`: if the source knows it; what the node itself says counts. `generation`: the source's
+    own name for the process behind the address, or its pod.
+    """
+
+    url: str
+    role: Role
+    model: str = ""
+    generation: str = ""
+
+    def __post_init__(self) -> None:
+        if not is_base_url(self.url):
+            raise RequestError(
+                f"node address {self.url[:MAX_URL_CHARS]!r} must be http:// or https://, a host "
+                f"and a port, within {MAX_URL_CHARS} characters",
+                param="url",
+            )
+        object.__setattr__(self, "url", self.url.rstrip("/"))
+        if self.role not in (Role.PREFILL, Role.DECODE):
+            raise RequestError(f"role must be prefill or decode, got {self.role}", param="role")
+
+
+def static_nodes(prefill: Iterable[str], decode: Iterable[str]) -> list[NodeSpec]:
+    return [
+        *(NodeSpec(url, Role.PREFILL) for url in prefill),
+        *(NodeSpec(url, Role.DECODE) for url in decode),
+    ]
 
 
 class NodeKind(enum.StrEnum):

@@ -15,8 +15,17 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvrelay.router.node_load import UNKNOWN, Share
-from kvrelay.router.nodes.members import NodeSpec, Source, static_nodes
-from kvrelay.router.nodes.node import NEW, HealthReport, Lease, Node, NodeKind, kv_mismatch
+from kvrelay.router.nodes.node import (
+    NEW,
+    HealthReport,
+    Lease,
+    Node,
+    NodeKind,
+    NodeSpec,
+    Source,
+    kv_mismatch,
+    static_nodes,
+)
 from kvrelay.router.prefix.index import Prefix, PrefixIndex
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NoNode
@@ -47,7 +56,10 @@ class Pool:
         """Nodes that nobody wants any more, with requests that have not ended."""
         self.members: dict[Source, dict[str, NodeSpec]] = {source: {} for source in Source}
         self.prefixes = PrefixIndex()
-        self._followers: list[tuple[Callable[[Node], None], Callable[[Node], None]]] = []
+        self.joined: Callable[[Node], None] = lambda _node: None
+        """Called for each node that comes."""
+        self.left: Callable[[Node], None] = lambda _node: None
+        """Called when the last request of a node that nobody wants has ended."""
         self._turns = 0
         self.kv_mixed = False
         """Some two nodes of a model cannot hand over; until then no choice needs to compare."""
@@ -55,42 +67,24 @@ class Pool:
         self._typical_costs: dict[str, StepCosts] = {}
         self.set_members(Source.STATIC, static_nodes(prefill, decode), 0.0)
 
-    def follow(
-        self, joined: Callable[[Node], None], left: Callable[[Node], None]
-    ) -> Callable[[], None]:
-        """Call `joined` for each node that is there or comes, `left` when its last request ends.
-
-        Return a function that ends this.
-        """
-        follower = (joined, left)
-        self._followers.append(follower)
-        for node in (*self.nodes, *self.leaving):
-            joined(node)
-        return lambda: self._followers.remove(follower)
-
     def set_members(self, source: Source, specs: Iterable[NodeSpec], now: float) -> None:
         """Take over the list of all nodes that a source names now.
 
         Nodes that no source names any more take no new requests, and end those that they have.
         """
-        before, was = self._wanted(), self.members[source]
-        self.members[source] = named = {spec.url: spec for spec in specs}
-        wanted = self._wanted()
+        members = self.members | {source: {spec.url: spec for spec in specs}}
+        before, wanted = _wanted(self.members), _wanted(members)
         self._forget_choices()
-        for url in before.keys() - wanted.keys():
+        for url in self._by_url.keys() - wanted.keys():
             self._leave(self._by_url.pop(url), now)
         for url, spec in wanted.items():
-            if url not in before:
+            node = self._by_url.get(url)
+            if node is None:
                 self._join(spec, now)
-            elif before[url].role is not spec.role:
-                node = self._by_url[url]
-                if node.role is not spec.role:
-                    self.blame(node, f"it is listed as a {spec.role} node now", now)
-                    self._set_role(node, spec.role)
-        for url in was.keys() & named.keys():
-            generations = was[url].generation, named[url].generation
-            if all(generations) and len(set(generations)) == 2:
-                self._replace(self._by_url[url], generations[1], now)
+            elif before[url].role is not spec.role and node.role is not spec.role:
+                self.blame(node, f"it is listed as a {spec.role} node now", now)
+                self._set_role(node, spec.role)
+        self.members = members  # last: what was not applied is told again
 
     def add(self, spec: NodeSpec, source: Source, now: float) -> None:
         self.set_members(source, [*self.members[source].values(), spec], now)
@@ -102,13 +96,6 @@ class Pool:
 
     def sources(self, url: str) -> list[Source]:
         return [source for source, specs in self.members.items() if url in specs]
-
-    def _wanted(self) -> dict[str, NodeSpec]:
-        # Where sources disagree the first of Source counts; nodes stay in the order of sources.
-        wanted: dict[str, NodeSpec] = {}
-        for specs in self.members.values():
-            wanted = wanted | specs | wanted
-        return wanted
 
     def _leave(self, node: Node, now: float) -> None:
         self.nodes = [each for each in self.nodes if each is not node]
@@ -127,8 +114,7 @@ class Pool:
             node.wanted, node.reason, node.blamed_at = True, NEW, now
         else:
             node = Node(spec.url, role=spec.role, model=spec.model)
-            for joined, _ in self._followers:
-                joined(node)
+            self.joined(node)
         self.nodes, self._by_url[spec.url] = [*self.nodes, node], node
 
     def _set_role(self, node: Node, role: Role) -> None:
@@ -137,21 +123,11 @@ class Pool:
             node.role, node.flips_to = role, None
             self._forget_choices()
 
-    def _replace(self, node: Node, generation: str, now: float) -> None:
-        """Take a node down until it is known which process stands at its address."""
-        if node.generation == generation:
-            return  # its health check has told already
-        if not node.generation:
-            self._cut(node)
-        # Else its next health report tells: requests of the new process must not be cut.
-        self.blame(node, "it was replaced", now)
-
     def _drop_if_idle(self, node: Node) -> None:
         if node in self.leaving and not node.leases:
             self.leaving.remove(node)
             self.prefixes.forget(node.url)
-            for _, left in self._followers:
-                left(node)
+            self.left(node)
 
     def _forget_choices(self) -> None:
         self._up.clear()
@@ -462,3 +438,11 @@ class Pool:
             cut, lease.cut = lease.cut, None  # once: an ending request cannot be cut again
             if cut is not None:
                 cut()
+
+
+def _wanted(members: Mapping[Source, Mapping[str, NodeSpec]]) -> dict[str, NodeSpec]:
+    # Where sources disagree the first of Source counts; nodes stay in the order of sources.
+    wanted: dict[str, NodeSpec] = {}
+    for specs in members.values():
+        wanted = {**wanted, **specs, **wanted}
+    return wanted

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvrelay.router.nodes.members import NodeSpec, Source
+from kvrelay.router.nodes.node import NodeSpec, Source
 from kvrelay.router.request.failures import Suspect
 from kvrelay.router.state import WorkerStatus
 from kvrelay.wire.errors import KvrelayError

@@ -125,12 +125,12 @@ def test_a_node_that_is_not_heard_is_there_until_three_beats_were_missed() -> No
 
 def test_only_what_is_new_is_told() -> None:
     announced, told = AnnouncedNodes(KEY), []
-    for at, generation in enumerate(["g1", "g1", "g2", "g2"]):
-        announced.add(sealed(beat(NOW + at, generation=generation), KEY), NOW + at, float(at))
+    for at, model in enumerate(["m", "m", "n", "n"]):
+        announced.add(sealed(beat(NOW + at, model=model), KEY), NOW + at, float(at))
         told.append(announced.changed)
         announced.changed = False
     assert told == [True, False, True, False]
-    assert [spec.generation for spec in announced.specs()] == ["g2"]
+    assert [spec.model for spec in announced.specs()] == ["n"]
 
 
 @pytest.mark.parametrize("facts", [beat(url="ftp://p"), beat(role=Role.AGGREGATED)])

@@ -20,8 +20,7 @@ from router_doubles import cluster, decode, prefill, until
 
 from kvrelay.router.membership import kubernetes_pods
 from kvrelay.router.membership.kubernetes_pods import follow_pods, kubernetes_client, nodes_of
-from kvrelay.router.nodes.members import NodeSpec, Source
-from kvrelay.router.nodes.node import HealthReport, Node
+from kvrelay.router.nodes.node import HealthReport, Node, NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError

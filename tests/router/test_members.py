@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_doubles import leg_on
 
-from kvrelay.router.nodes.members import NodeSpec, Source
-from kvrelay.router.nodes.node import HealthReport, Node
+from kvrelay.router.nodes.node import HealthReport, Node, NodeSpec, Source
 from kvrelay.router.nodes.pool import LOST_AFTER_MISSES, Pool
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NoNode, RequestError
@@ -40,9 +39,8 @@ def test_the_pool_has_what_the_sources_want_with_the_role_that_the_first_says(
 ) -> None:
     pool = Pool([], [])
     seen: dict[str, Node] = {}
-    pool.follow(
-        lambda node: seen.update({node.url: node}), lambda node: seen.pop(node.url) and None
-    )
+    pool.joined = lambda node: seen.update({node.url: node})
+    pool.left = lambda node: seen.pop(node.url) and None
     last: dict[Source, list[NodeSpec]] = {}
     for source, named in told:
         pool.set_members(source, named, 1.0)
@@ -93,24 +91,21 @@ def ready_pool() -> tuple[Pool, Node, Node]:
 def test_nodes_join_and_leave_at_run_time_and_followers_are_told() -> None:
     pool, first, _ = ready_pool()
     seen: list[str] = []
-    unfollow = pool.follow(
-        lambda node: seen.append(f"+{node.url}"), lambda node: seen.append(f"-{node.url}")
-    )
+    pool.joined = lambda node: seen.append(f"+{node.url}")
+    pool.left = lambda node: seen.append(f"-{node.url}")
     pool.add(NodeSpec("http://p2", Role.PREFILL), Source.ADMIN, 2.0)
     pool.add(NodeSpec("http://p2/", Role.PREFILL), Source.ADMIN, 2.0)
     assert len(pool.nodes) == 3
     pool.set_members(Source.STATIC, [D], 3.0)
     assert pool.find("http://p") is None
     assert not first.up
-    unfollow()
-    pool.remove("http://p2", [Source.ADMIN], 4.0)
-    assert seen == ["+http://p", "+http://d", "+http://p2", "-http://p"]
+    assert seen == ["+http://p2", "-http://p"]
 
 
 def test_a_removed_node_takes_no_new_legs_and_is_there_until_its_last_one_has_ended() -> None:
     pool, node, _ = ready_pool()
     gone: list[Node] = []
-    pool.follow(lambda _: None, gone.append)
+    pool.left = gone.append
     with leg_on(pool, Role.PREFILL):
         pool.remove("http://p", [Source.STATIC], 2.0)
         with pytest.raises(NoNode), leg_on(pool, Role.PREFILL):
@@ -145,31 +140,16 @@ def test_a_node_that_comes_back_while_it_leaves_is_the_same_node() -> None:
     assert pool.leaving == []
 
 
-def test_legs_are_cut_by_the_health_report_of_another_process_and_not_by_the_news_of_it() -> None:
-    """The news may come after the report, when the node has legs of its new life."""
-    pool, node, _ = ready_pool()
-    cuts: list[str] = []
-    first, second = (NodeSpec("http://p", Role.PREFILL, generation=uid) for uid in ("1", "2"))
-    pool.add(first, Source.KUBERNETES, 1.0)
-    pool.add(first, Source.KUBERNETES, 1.0)
-    assert node.up  # the same again changes nothing
-    with leg_on(pool, Role.PREFILL) as lease:
-        lease.cut = lambda: cuts.append("cut")
-        pool.add(second, Source.KUBERNETES, 2.0)
-        assert (cuts, node.up) == ([], False)
-        up(pool, node, "g1", at=2.1)
-        assert (cuts, node.up) == ([], True)
-        up(pool, node, "g2", at=2.2)
-        assert cuts == ["cut"]
+def test_a_list_that_was_not_applied_is_applied_when_it_is_told_again() -> None:
+    pool, _, _ = ready_pool()
 
+    def fail(_node: Node) -> None:
+        raise ValueError("a mistake of ours")
 
-def test_legs_of_a_node_that_tells_no_generation_are_cut_by_the_news_of_another_process() -> None:
-    pool, node, _ = ready_pool()
-    up(pool, node, "")
-    node.generation = ""
-    cuts: list[str] = []
-    pool.add(NodeSpec("http://p", Role.PREFILL, generation="uid-1"), Source.KUBERNETES, 1.0)
-    with leg_on(pool, Role.PREFILL) as lease:
-        lease.cut = lambda: cuts.append("cut")
-        pool.add(NodeSpec("http://p", Role.PREFILL, generation="uid-2"), Source.KUBERNETES, 2.0)
-    assert cuts == ["cut"]
+    pool.joined = fail
+    wanted = [NodeSpec("http://new", Role.DECODE), D]
+    with pytest.raises(ValueError, match="mistake"):
+        pool.set_members(Source.STATIC, wanted, 2.0)
+    pool.joined = lambda _node: None
+    pool.set_members(Source.STATIC, wanted, 3.0)
+    assert [node.url for node in pool.nodes] == ["http://d", "http://new"]

@@ -15,8 +15,7 @@ import pytest
 from router_doubles import KV, NO_PROMPTS, parse_job
 
 from kvrelay.router.nodes.health import NodeHealth
-from kvrelay.router.nodes.members import Source
-from kvrelay.router.nodes.node import HealthReport, Node
+from kvrelay.router.nodes.node import HealthReport, Node, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Placement, Refuse, Wait
 from kvrelay.router.request.job import CHAT_PATH, Job, Slo, prefix_of

@@ -3,8 +3,7 @@
 import pytest
 from router_doubles import leg_on
 
-from kvrelay.router.nodes.members import NodeSpec, Source
-from kvrelay.router.nodes.node import HealthReport, Node, ProcessDeaths
+from kvrelay.router.nodes.node import HealthReport, Node, NodeSpec, ProcessDeaths, Source
 from kvrelay.router.nodes.pool import LOST_AFTER_MISSES, Pool
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NoNode

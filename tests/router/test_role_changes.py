@@ -11,8 +11,7 @@ import pytest
 from router_doubles import MODEL, OPERATOR, Call, Cluster, FakeNode, cluster, decode, prefill, until
 
 from kvrelay.router.node_load import Share
-from kvrelay.router.nodes.members import NodeSpec, Source
-from kvrelay.router.nodes.node import HealthReport, Node
+from kvrelay.router.nodes.node import HealthReport, Node, NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
 

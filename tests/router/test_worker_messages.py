@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_doubles import until
 
-from kvrelay.router.nodes.members import NodeSpec, Source
-from kvrelay.router.nodes.node import Lease, Node
+from kvrelay.router.nodes.node import Lease, Node, NodeSpec, Source
 from kvrelay.router.nodes.pool import DRAINS, Pool
 from kvrelay.router.router import Router
 from kvrelay.router.state import joined_nodes
