@@ -32,7 +32,6 @@ __all__ = [
     "EVERY_S",
     "LOOKS",
     "OTHER",
-    "RoleChange",
     "RoleChanger",
     "RolePlanner",
     "ask_role",
@@ -79,16 +78,6 @@ def use_of(work: Mapping[Role, float], nodes: Mapping[Role, int], left: float) -
     return {Role.PREFILL: 0.0, Role.DECODE: (answers + prompts / left) / decode}
 
 
-class RoleChange(msgspec.Struct, frozen=True):
-    """A decision that a node should take a role, and what the node answered."""
-
-    at: float
-    role: str
-    node: str
-    why: str
-    outcome: str
-
-
 class RolePlanner:
     """A planner of the roles of one model's nodes. Times are seconds of any one clock."""
 
@@ -98,7 +87,6 @@ class RolePlanner:
         self._changed, self._last, self._busy, self._times = -inf, Role.PREFILL, Role.PREFILL, 0
         self.use, self.why = dict(self._work), ""
         """The share of each role's nodes that work took of late; why nothing changes, or what."""
-        self.changes: list[RoleChange] = []
 
     def changed(self, role: Role, now: float) -> None:
         self._changed, self._last, self._times = now, role, 0
@@ -227,8 +215,6 @@ class RoleChanger:
         if status not in (200, Conflict.status):  # else another router has asked it, too
             self._rests[node.url] = now + RESTS_S
         outcome = "begun" if status == BEGUN else f"refused: {status} {message}"
-        change = RoleChange(time.time(), role, node.url, planner.why, outcome)
-        planner.changes = [change, *planner.changes[:9]]
         self.metrics.role_changes.labels(node.model, role, outcome.partition(":")[0]).inc()
         _log.info("roles: %s; %s: %s", planner.why, node.url, outcome)
 

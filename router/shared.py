@@ -24,7 +24,6 @@ class Shared:
     """This process changes the roles of nodes."""
     serves = True
     """This process answers requests, so it follows what nodes have in their caches."""
-    index = 0
     forward: Callable[[Request, bytes, float], Awaitable[Response]] | None = None
     """Asks the leading process what operators and scrapers want to know or to change."""
     responses: ResponseStore

@@ -14,7 +14,6 @@ from kvrelay.router.nodes.breaker import BreakerState
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.node import Node
 from kvrelay.router.nodes.pool import DRAINS, Pool
-from kvrelay.router.roles import RoleChange
 from kvrelay.router.timeline import EndedRequest
 from kvrelay.wire.config import Role
 from kvrelay.wire.step_costs import StepCosts
@@ -79,14 +78,11 @@ class RoleStatus(msgspec.Struct, frozen=True):
     """Why nothing changes now, or what does."""
     use: dict[Role, float]
     """The share of each role's nodes that the work takes."""
-    changes: list[RoleChange]
-    """The newest first."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
     """A process and what it sees. `counts` since its start: by metric, then by label value."""
 
-    index: int
     uptime_s: float
     running: int
     waiting: int

@@ -31,7 +31,7 @@ from kvrelay.router.state import (
 from kvrelay.router.timeline import EndedRequest
 from kvrelay.wire.versions import RELEASE
 
-__all__ = ["KEPT_REQUESTS", "ConsoleState", "Edge", "Snapshot", "WorkerRow", "snapshot_of"]
+__all__ = ["KEPT_REQUESTS", "ConsoleState", "Snapshot", "snapshot_of"]
 
 KEPT_REQUESTS = 200
 """Requests that each process remembers."""
@@ -39,35 +39,17 @@ _MOST_EDGES = 200
 _SHARES = (0.5, 0.9, 0.99)
 
 
-class WorkerRow(msgspec.Struct, frozen=True):
-    index: int
-    uptime_s: float
-    running: int
-    waiting: int
-    nodes_up: int
-
-
-class Edge(msgspec.Struct):
-    """A pair's hand-overs, of the requests that are remembered."""
-
-    prefill: str
-    decode: str
-    handovers: int = 0
-    bytes: int = 0
-    transfer_s: float = 0.0
-    exposed_s: float = 0.0
-    """The part of `transfer_s` that requests have waited for beside their prefill."""
-
-
 class Snapshot(msgspec.Struct, frozen=True):
-    """A snapshot of the cluster. Of `wanted` workers those in `workers` have answered."""
+    """A snapshot of the cluster. Of `wanted` processes `workers` have answered."""
 
     now: float
     version: str
     health: Health
     models: dict[str, bool]
     wanted: int
-    workers: list[WorkerRow]
+    workers: int
+    uptime_s: float
+    """Seconds that the oldest has run."""
     running: int
     waiting: int
     waiting_for_room: int
@@ -76,7 +58,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     inter_token: list[float]
     total: list[float]
     nodes: list[NodeStatus]
-    edges: list[Edge]
+    edges: list[tuple[str, str, int]]
+    """Prefill node, decode node and hand-overs of the remembered requests."""
     counts: dict[str, dict[str, float]]
     """Since the start of the processes that run: by metric, then by label value."""
     requests: list[EndedRequest]
@@ -97,7 +80,6 @@ def snapshot_of(
 
     `own` is the process that is asked, which need not be a worker.
     """
-    workers = sorted(workers, key=lambda each: each.index)
     requests = sorted(
         (each for of in workers for each in of.requests), key=lambda each: -each.ended
     )
@@ -111,10 +93,8 @@ def snapshot_of(
         health=health,
         models=models,
         wanted=wanted,
-        workers=[
-            WorkerRow(each.index, each.uptime_s, each.running, each.waiting, _up(each.nodes))
-            for each in workers
-        ],
+        workers=len(workers),
+        uptime_s=max((each.uptime_s for each in workers), default=0.0),
         running=sum(each.running for each in workers),
         waiting=sum(each.waiting for each in workers),
         waiting_for_room=sum(each.waiting_for_room for each in workers),
@@ -129,27 +109,18 @@ def snapshot_of(
     )
 
 
-def _up(nodes: Iterable[NodeStatus]) -> int:
-    return sum(node.up for node in nodes)
-
-
 def _percentiles(times: Iterable[float | None]) -> list[float]:
     known = sorted(each for each in times if each is not None)
     return [known[math.ceil(share * len(known)) - 1] for share in _SHARES] if known else []
 
 
-def _edges(requests: Iterable[EndedRequest]) -> list[Edge]:
-    edges: dict[tuple[str, str], Edge] = {}
-    for request in requests:
-        if request.local or "-" in (request.prefill, request.decode):
-            continue
-        pair = request.prefill, request.decode
-        edge = edges.setdefault(pair, Edge(*pair))
-        edge.handovers += 1
-        edge.bytes += request.kv_bytes
-        edge.transfer_s += request.stages_s.get("transfer", 0.0)
-        edge.exposed_s += request.stages_s.get("exposed", 0.0)
-    return sorted(edges.values(), key=lambda edge: (-edge.bytes, -edge.handovers))[:_MOST_EDGES]
+def _edges(requests: Iterable[EndedRequest]) -> list[tuple[str, str, int]]:
+    handovers = Counter(
+        (each.prefill, each.decode)
+        for each in requests
+        if not each.local and "-" not in (each.prefill, each.decode)
+    )
+    return [(*pair, times) for pair, times in handovers.most_common(_MOST_EDGES)]
 
 
 class ConsoleState:
@@ -170,7 +141,6 @@ class ConsoleState:
         now, metrics = time.monotonic(), self._metrics
         roles = {} if self.roles is None else self.roles.models
         return WorkerStatus(
-            self._shared.index,
             now - self._began,
             int(sum(metrics.running.read().values())),
             int(sum(metrics.admission.waiting.read().values())),
@@ -180,15 +150,8 @@ class ConsoleState:
             {
                 "requests": _by(metrics.requests, "status"),
                 "output_tokens": _by(metrics.output_tokens, ""),
-                "disaggregated": _by(metrics.disaggregated, ""),
-                "local_prefills": _by(metrics.local_prefills, "reason"),
-                "failovers": _by(metrics.failovers, "leg"),
-                "kv_failures": _by(metrics.kv_failures, "cause"),
             },
-            [
-                RoleStatus(name, each.why, each.use, each.changes)
-                for name, each in sorted(roles.items())
-            ],
+            [RoleStatus(name, each.why, each.use) for name, each in sorted(roles.items())],
         )
 
     def snapshot(self, since: float) -> Snapshot:

@@ -114,12 +114,10 @@ async def test_a_request_that_has_ended_is_told_with_its_stages_and_without_its_
         assert request.kv_bytes == 4096
         assert request.stages_s["transfer"] == 0.008
         assert request.stages_s["total"] >= (request.ttft_s or 0.0) > 0
-        edge = seen.edges[0]
-        assert (edge.prefill, edge.decode, edge.handovers, edge.bytes) == (p.url, d.url, 1, 4096)
+        assert seen.edges == [(p.url, d.url, 1)]
         assert len(seen.ttft) == len(seen.total) == 3
         assert seen.counts["output_tokens"] == {"": 3.0}
         assert seen.counts["requests"] == {"200": 1.0}
-        assert seen.counts["disaggregated"] == {"": 1.0}
         assert not (await picture(c, request.ended)).requests  # no news
 
 

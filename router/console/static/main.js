@@ -45,9 +45,8 @@ async function look() {
 function header(picture) {
   const said = { ok: "serving", degraded: "degraded: decode nodes answer alone", unavailable: "no model can be served" };
   health(picture.health, said[picture.health]);
-  const oldest = Math.max(...picture.workers.map((worker) => worker.uptime_s));
-  const processes = picture.wanted > 1 ? `, ${picture.workers.length} of ${picture.wanted} processes` : "";
-  say(byId("about"), `${picture.version}, up ${age(oldest)}${processes}`);
+  const processes = picture.wanted > 1 ? `, ${picture.workers} of ${picture.wanted} processes` : "";
+  say(byId("about"), `${picture.version}, up ${age(picture.uptime_s)}${processes}`);
 }
 
 function health(state, text) {
