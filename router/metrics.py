@@ -34,25 +34,21 @@ _INTER_TOKEN_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 
 _QUEUE_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 
 
+_Levels = Callable[[], Mapping[str, float]]
+"""Tells a gauge's levels by model, at a scrape; models that it does not name have none."""
+
+
 class AdmissionMetrics:
     """A set of metrics of queues and API keys. Their labels come from code and configuration alone."""
 
-    def __init__(
-        self, registry: CollectorRegistry, keys: Iterable[str], models: Callable[[], Iterable[str]]
-    ) -> None:
+    def __init__(self, registry: CollectorRegistry, keys: Iterable[str]) -> None:
         counter = partial(Counter, registry=registry)
-        about = "Requests that wait to begin."
-        self.waiting = _GaugeByModel("kvrelay_router_queue_waiting", about, registry, models)
+        self.waiting: _Levels = dict
         self._wait = Histogram(
             "kvrelay_router_queue_wait_seconds",
             "Time in the router's queue, of those that waited and began.",
             buckets=_QUEUE_S,
             registry=registry,
-        )
-        self._admitted = counter(
-            "kvrelay_router_admitted",
-            "Requests that began, at once or out of the queue.",
-            ["how"],
         )
         self._refused = counter(
             "kvrelay_router_refused",
@@ -79,8 +75,6 @@ class AdmissionMetrics:
             "tpot_never",
         ):
             self._refused.labels(reason)
-        for how in ("at_once", "queued"):
-            self._admitted.labels(how)
         for key in keys:
             self._requests.labels(key, "begun")
             self.tokens.labels(key, "prompt")
@@ -89,10 +83,7 @@ class AdmissionMetrics:
     def admitted(self, key: str, waited_s: float | None = None) -> None:
         """Count a request that begins, at once or after a wait."""
         self._requests.labels(key, "begun").inc()
-        if waited_s is None:
-            self._admitted.labels("at_once").inc()
-        else:
-            self._admitted.labels("queued").inc()
+        if waited_s is not None:
             self._wait.observe(waited_s)
 
     def refused(self, key: str, reason: str) -> None:
@@ -114,18 +105,14 @@ class Metrics:
         counter = partial(Counter, registry=registry)
         histogram = partial(Histogram, registry=registry)
         self._pool = pool
-        self.admission = AdmissionMetrics(registry, keys, pool.models)
-        registry.register(_Zeros(self, pool.models))
+        self.admission = AdmissionMetrics(registry, keys)
+        registry.register(_AtScrape(self, pool))  # first: it makes the others show their zeros
+        self.running: _Levels = dict
+        self.waiting_for_room: _Levels = dict
         self.requests = counter(
             "kvrelay_router_requests",
             "Finished requests; 499: the client went away.",
             [_MODEL, "path", "status"],
-        )
-        self.running = _GaugeByModel(
-            "kvrelay_router_requests_running",
-            "Requests being answered now.",
-            registry,
-            pool.models,
         )
         self.ttft = histogram(
             "kvrelay_router_time_to_first_token_seconds",
@@ -201,12 +188,6 @@ class Metrics:
             "outcome",
             *("stopped", "refused"),
         )
-        self.waiting_for_room = _GaugeByModel(
-            "kvrelay_router_waiting_for_room",
-            "Begun requests that wait for a place on a node, again.",
-            registry,
-            pool.models,
-        )
         self.event_blocks = self._counter(
             "kvrelay_router_kv_event_blocks", "Blocks that KV events told of, stored or removed."
         )
@@ -244,7 +225,6 @@ class Metrics:
             [_MODEL, "role"],
             registry=registry,
         )
-        registry.register(_Nodes(pool))
         ProcessCollector(registry=registry)
 
     def _counter(self, name: str, about: str, label: str = "", *known: str) -> Counter:
@@ -288,51 +268,37 @@ class Metrics:
             self.inter_token.labels(model).observe(request.inter_token_s)
 
 
-class _GaugeByModel(Collector):
-    """A gauge that `read` tells by model; 0 for models that it does not name."""
-
-    def __init__(
-        self,
-        name: str,
-        about: str,
-        registry: CollectorRegistry,
-        models: Callable[[], Iterable[str]],
-    ) -> None:
-        self._name, self._about, self._models = name, about, models
-        self.read: Callable[[], Mapping[str, float]] = dict
-        registry.register(self)
+class _AtScrape(Collector):
+    def __init__(self, metrics: Metrics, pool: Pool) -> None:
+        self._metrics, self._pool = metrics, pool
 
     def collect(self) -> Iterator[Metric]:
-        family = GaugeMetricFamily(self._name, self._about, labels=[_MODEL])
-        for model, level in (dict.fromkeys(self._models(), 0.0) | dict(self.read())).items():
-            family.add_metric([model], level)
-        yield family
-
-
-class _Zeros(Collector):
-    """Shows the counts of all models from the first scrape on, so that the first rate is right."""
-
-    def __init__(self, metrics: Metrics, models: Callable[[], Iterable[str]]) -> None:
-        self._metrics, self._models = metrics, models
-
-    def collect(self) -> Iterator[Metric]:
-        of = self._metrics
-        for model in self._models():
-            for metric in (of.ttft, of.e2e, of.inter_token, of.output_tokens, of.disaggregated):
+        metrics, pool, now = self._metrics, self._pool, time.monotonic()
+        models = pool.models()
+        for model in models:  # from the first scrape on, so that the first rate is right
+            for metric in (
+                *(metrics.ttft, metrics.e2e, metrics.inter_token),
+                *(metrics.output_tokens, metrics.disaggregated),
+            ):
                 metric.labels(model)
             for reason in _LOCAL_REASONS:
-                of.local_prefills.labels(model, reason)
+                metrics.local_prefills.labels(model, reason)
             for stage in STAGES:
                 if stage != "total":
-                    of.stage.labels(model, stage)
-        return iter(())
-
-
-class _Nodes(Collector):
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-
-    def collect(self) -> Iterator[Metric]:
+                    metrics.stage.labels(model, stage)
+        for name, about, levels in (
+            ("requests_running", "Requests being answered now.", metrics.running()),
+            ("queue_waiting", "Requests that wait to begin.", metrics.admission.waiting()),
+            (
+                "waiting_for_room",
+                "Begun requests that wait for a place on a node, again.",
+                metrics.waiting_for_room(),
+            ),
+        ):
+            family = GaugeMetricFamily(f"kvrelay_router_{name}", about, labels=[_MODEL])
+            for model, level in (dict.fromkeys(models, 0.0) | dict(levels)).items():
+                family.add_metric([model], level)
+            yield family
         breakers = GaugeMetricFamily(
             "kvrelay_router_breaker_state",
             "0: the node takes requests, 1: it is tried (half-open), 2: it takes none (open).",
@@ -346,10 +312,9 @@ class _Nodes(Collector):
         depth = GaugeMetricFamily(
             "kvrelay_router_queue_depth", "Depth that the choice sees.", labels=["node", "role"]
         )
-        pool, now = self._pool, time.monotonic()
         for node in pool.nodes:
             breakers.add_metric([node.url], _BREAKER[node.breaker.state(now)])
         for node in (*pool.nodes, *pool.leaving):
             up.add_metric([node.url, node.role, node.model], float(node.up))
             depth.add_metric([node.url, node.role], node.depth)
-        return iter((breakers, up, depth))
+        yield from (breakers, up, depth)

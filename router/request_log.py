@@ -47,7 +47,7 @@ class RequestLog:
         self._metrics, self._ended = metrics, ended
         self.running: dict[str, Running] = {}
         """By the request's id."""
-        metrics.running.read = lambda: Counter(each.model for each in self.running.values())
+        metrics.running = lambda: Counter(each.model for each in self.running.values())
 
     def begin(self, job: Job, runs: Sequence[Run], key: str) -> None:
         """Note a request that begins, a run for each prompt; `finished` must follow."""

@@ -72,7 +72,7 @@ class Router:
         self.models = Models(self.pool, config.aliases, int(time.time()))
         self.keyring = Keyring(config.api_key, config.keys)
         self.metrics = Metrics(self.pool, [caller.name for caller in self.keyring.callers])
-        self.metrics.waiting_for_room.read = lambda: self.placer.waiting
+        self.metrics.waiting_for_room = lambda: self.placer.waiting
         self.tracing = start_tracing(config.otlp_traces_endpoint, "kvrelay-router")
         self.admission = AdmissionController(config, self.pool, self.placer, self.metrics.admission)
         self.background = BackgroundTasks()

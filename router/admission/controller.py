@@ -75,7 +75,7 @@ class AdmissionController:
         self._metrics = metrics
         self._queues: dict[str, ModelQueue] = {}
         self._looking: asyncio.Task[None] | None = None
-        metrics.waiting.read = self.waiting
+        metrics.waiting = self.waiting
 
     def take_over(self, config: RouterConfig) -> None:
         self._config = config

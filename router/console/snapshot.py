@@ -142,9 +142,9 @@ class ConsoleState:
         roles = {} if self.roles is None else self.roles.models
         return WorkerStatus(
             now - self._began,
-            int(sum(metrics.running.read().values())),
-            int(sum(metrics.admission.waiting.read().values())),
-            int(sum(metrics.waiting_for_room.read().values())),
+            int(sum(metrics.running().values())),
+            int(sum(metrics.admission.waiting().values())),
+            int(sum(metrics.waiting_for_room().values())),
             node_statuses(self._pool, now),
             list(self.requests),
             {
