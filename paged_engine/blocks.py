@@ -145,7 +145,7 @@ class BlockPool:
 
 
 class KeptBlocks:
-    """A table of blocks of ended requests and probes that are not free yet.
+    """A table of blocks of ended requests that are not free yet.
 
     *Held* blocks are kept for a reader. To *unsettled* ones a transfer may still write.
     """
@@ -172,9 +172,6 @@ class KeptBlocks:
         """Keep blocks until `settle`; a transfer may write to all but the first `shared`."""
         self._unsettled[request_id] = list(blocks)
         self._pool.quarantine(blocks[shared:])
-
-    def quarantine_held(self, probe_id: str) -> None:
-        self.quarantine(probe_id, self._held.pop(probe_id))
 
     def settle(self, request_id: str) -> None:
         blocks = self._unsettled.pop(request_id, [])

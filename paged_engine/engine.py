@@ -372,7 +372,7 @@ def _loaded_runner(
     weights = shard_weights(stored, model, ranks.rank, ranks.size)
     model = shard_config(model, ranks.size)
     if device.type == "cpu":
-        return CpuRunner.open(config, model, weights, ranks)
+        return CpuRunner(config, model, weights, ranks)
     from kvrelay.paged_engine.gpu_runner import GpuRunner
 
-    return GpuRunner.open(config, model, weights, device, ranks)
+    return GpuRunner(config, model, weights, device, ranks)

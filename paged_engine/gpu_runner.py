@@ -16,7 +16,6 @@ import torch
 from kvrelay.paged_engine.adapters import AdapterStore, num_slots
 from kvrelay.paged_engine.before_loading import (
     RESERVE_BYTES,
-    block_bytes,
     blocks_in,
     compute_dtype,
     default_block_tokens,
@@ -71,8 +70,10 @@ class GpuBudget:
     allowed_bytes: int
 
     @classmethod
-    def measure(cls, device: torch.device, utilization: float) -> GpuBudget:
-        """Raise ConfigError if less than the allowed share of the card is free."""
+    def measure(
+        cls, device: torch.device, utilization: float, least_weight_bytes: int
+    ) -> GpuBudget:
+        """Raise ConfigError if less than the allowed share is free, or weights need all of it."""
         free, total = torch.cuda.mem_get_info(device)
         allowed = int(total * utilization)
         if allowed > free:
@@ -81,61 +82,37 @@ class GpuBudget:
                 f"but only {gib(free)} are free on {device}; lower it to at most "
                 f"{free / total:.2f} or end what else runs there"
             )
+        if least_weight_bytes >= allowed:
+            raise ConfigError(
+                f"the weights need at least {gib(least_weight_bytes)} on each GPU, and "
+                f"gpu_memory_utilization allows {gib(allowed)} of {gib(total)}; raise it, use "
+                "quantization fp8, or spread the model over more GPUs with tensor_parallel_size"
+            )
         return cls(device, total, free, allowed)
 
-    def check_weights(self, least_bytes: int) -> None:
-        """Raise ConfigError if weights of that size leave nothing."""
-        if least_bytes >= self.allowed_bytes:
-            raise ConfigError(
-                f"the weights need at least {gib(least_bytes)} on each GPU, and "
-                f"gpu_memory_utilization allows {gib(self.allowed_bytes)} of "
-                f"{gib(self.total_bytes)}; raise it, use quantization fp8, or spread the model "
-                "over more GPUs with tensor_parallel_size"
-            )
+    def for_kv(self, wanted: int) -> int:
+        """Return the bytes for KV after the largest step: `wanted`, or for 0 all that are left.
 
-    def _needed(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self.device)
-        outside_torch = self.free_bytes - free - torch.cuda.memory_reserved(self.device)
-        return torch.cuda.max_memory_allocated(self.device) + max(0, outside_torch) + RESERVE_BYTES
-
-    def left_for_kv(self) -> int:
-        """Return the bytes left for KV after the largest step. Raises ConfigError if none."""
+        Raises ConfigError if there are fewer.
+        """
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-        left = self.allowed_bytes - self._needed()
-        if left <= 0:
-            raise ConfigError(
-                "nothing is left for the KV cache: the weights and a step need "
-                f"{gib(self._needed())}, and gpu_memory_utilization allows "
-                f"{gib(self.allowed_bytes)} of {gib(self.total_bytes)}. Raise it, lower "
-                "max_num_batched_tokens or max_num_seqs, or spread the model over more GPUs"
-            )
-        return left
-
-    def check(self, pool_bytes: int) -> None:
-        """Raise ConfigError if a KV pool that the operator named does not fit."""
-        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
-        spare = (
-            free
-            - RESERVE_BYTES
-            - (
-                torch.cuda.max_memory_allocated(self.device)
-                - torch.cuda.memory_reserved(self.device)
-            )
-        )
-        if pool_bytes > spare:
+        outside_torch = max(0, self.free_bytes - free - torch.cuda.memory_reserved(self.device))
+        needed = torch.cuda.max_memory_allocated(self.device) + outside_torch + RESERVE_BYTES
+        if wanted > self.free_bytes - needed:
             raise ConfigError(
-                f"a KV pool of {gib(pool_bytes)} does not fit: beside the weights and a step "
-                f"{gib(max(0, spare))} are free; lower kv_cache_memory_bytes"
+                f"a KV pool of {gib(wanted)} does not fit: beside the weights and a step "
+                f"{gib(max(0, self.free_bytes - needed))} are free; lower kv_cache_memory_bytes"
             )
-
-    def report(self, tokens: int) -> str:
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return (
-            f"GPU memory: {gib(self.free_bytes - free)} of {gib(self.total_bytes)} in use, the KV "
-            f"pool holds {tokens} tokens"
-        )
+        if not wanted and needed >= self.allowed_bytes:
+            raise ConfigError(
+                f"nothing is left for the KV cache: the weights and a step need {gib(needed)}, and "
+                f"gpu_memory_utilization allows {gib(self.allowed_bytes)} of "
+                f"{gib(self.total_bytes)}. Raise it, lower max_num_batched_tokens or max_num_seqs, "
+                "or spread the model over more GPUs"
+            )
+        return wanted or self.allowed_bytes - needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +151,14 @@ class GpuStepInFlight:
 class GpuRunner:
     runs_ahead = True
 
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         config: EngineConfig,
         model: ModelConfig,
         weights: Iterable[tuple[str, torch.Tensor]],
         device: torch.device,
         ranks: Ranks,
-    ) -> GpuRunner:
+    ) -> None:
         """Load weights, measure a step, give the rest to the KV pool and capture graphs.
 
         Raises ConfigError.
@@ -191,21 +167,13 @@ class GpuRunner:
         # Above the streams that move KV beside the steps.
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
         _refuse_fp8(config, device)
-        budget = GpuBudget.measure(device, config.gpu_memory_utilization)
-        dtype, quantize = compute_dtype(config, model, device.type), config.quantization == "fp8"
-        budget.check_weights(least_weight_bytes(model, ranks.size, dtype=dtype, quantize=quantize))
-        return cls(config, model, weights, device, ranks, budget)
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        model: ModelConfig,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        device: torch.device,
-        ranks: Ranks,
-        budget: GpuBudget,
-    ) -> None:
-        dtype: torch.dtype = getattr(torch, compute_dtype(config, model, device.type))
+        dtype_name, quantize = (
+            compute_dtype(config, model, device.type),
+            config.quantization == "fp8",
+        )
+        least = least_weight_bytes(model, ranks.size, dtype=dtype_name, quantize=quantize)
+        budget = GpuBudget.measure(device, config.gpu_memory_utilization, least)
+        dtype: torch.dtype = getattr(torch, dtype_name)
         kv_name = kv_dtype_name(config, model, device.type)
         kv_dtype: torch.dtype = getattr(torch, kv_name)
         self._device, self._ranks = device, ranks
@@ -226,7 +194,7 @@ class GpuRunner:
             max_rows=self.max_num_seqs,
             kv_dtype=kv_dtype,
             batch_invariant=config.batch_invariant,
-            quantize=config.quantization == "fp8",
+            quantize=quantize,
             adapted=config.adapter_slots > 0,
         )
         self._decoder = Decoder(
@@ -255,11 +223,10 @@ class GpuRunner:
         longest = min(config.max_model_len or model.max_position, self.max_num_batched_tokens)
         self._uploads = self._open_uploads(longest)
         self._run_largest_step(longest)
-        pool_bytes = config.kv_cache_memory_bytes or budget.left_for_kv()
+        pool_bytes = budget.for_kv(config.kv_cache_memory_bytes)
         num_blocks = ranks.minimum(
             blocks_in(model, pool_bytes=pool_bytes, block_size=self._block_size, dtype=kv_name)
         )
-        budget.check(num_blocks * block_bytes(model, self._block_size, kv_name))
         self.max_model_len = longest_context(
             config.max_model_len,
             model,
@@ -285,7 +252,7 @@ class GpuRunner:
             max_num_seqs=self.max_num_seqs,
             adapters=self.adapters is not None,
         )
-        log.info("%s", budget.report(num_blocks * self._block_size))
+        log.info("the KV pool holds %d tokens", num_blocks * self._block_size)
 
     def _open_uploads(self, max_model_len: int) -> StepUploads:
         # A shape has room for few chunks.

@@ -94,62 +94,52 @@ class CpuRunner:
     shapes: tuple[int, ...] = ()
     """Prompt tokens to which a step is padded; none where it is not."""
 
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         config: EngineConfig,
         model: ModelConfig,
         weights: Iterable[tuple[str, torch.Tensor]],
         ranks: Ranks,
-    ) -> CpuRunner:
+    ) -> None:
         """Load weights and allocate the pool. Raises ConfigError."""
         torch.set_num_threads(config.threads_on(os.cpu_count() or 1))
         device = torch.device("cpu")
         dtype: torch.dtype = getattr(torch, compute_dtype(config, model, device.type))
-        block_size = config.block_size or default_block_tokens(device.type)
-        num_blocks, max_model_len = fit_pool(
+        num_blocks, self.max_model_len = fit_pool(
             config, model, device.type, config.kv_cache_memory_bytes or CPU_POOL_BYTES
         )
-        adapted = config.adapter_slots > 0
-        operations = CpuOperations(model, dtype, ranks, adapted=adapted)
-        decoder = Decoder(
-            model, weights, operations, device=device, dtype=dtype, max_positions=max_model_len
+        self._ranks, adapted = ranks, config.adapter_slots > 0
+        self._decoder = Decoder(
+            model,
+            weights,
+            CpuOperations(model, dtype, ranks, adapted=adapted),
+            device=device,
+            dtype=dtype,
+            max_positions=self.max_model_len,
         )
-        pool = KVPool(
-            model, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
+        self.rope_variant = self._decoder.rope_variant
+        self._sampler = Sampler(model.eos_token_ids)
+        self.pool = KVPool(
+            model,
+            num_blocks=num_blocks,
+            block_size=config.block_size or default_block_tokens(device.type),
+            dtype=dtype,
+            device=device,
         )
-        runner = cls(decoder, pool, Sampler(model.eos_token_ids), config, max_model_len, ranks)
+        self.adapters: AdapterStore | None = None
         if adapted:
-            runner.adapters = AdapterStore(
+            self.adapters = AdapterStore(
                 model,
-                decoder.sites(),
+                self._decoder.sites(),
                 slots=num_slots(config),
                 max_rank=config.max_lora_rank,
                 dtype=dtype,
             )
-        return runner
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        pool: KVPool,
-        sampler: Sampler,
-        config: EngineConfig,
-        max_model_len: int,
-        ranks: Ranks,
-    ) -> None:
-        self._ranks = ranks
-        self._decoder = decoder
-        self.rope_variant = decoder.rope_variant
-        self._sampler = sampler
-        self.pool = pool
-        self.max_model_len = max_model_len
-        self.adapters: AdapterStore | None = None
         self.max_num_batched_tokens = config.max_num_batched_tokens or _STEP_TOKENS
         self.max_num_seqs = config.max_num_seqs or 64
         # The first exp() of two OpenMP threads at once may be off by 7e-4 (MKL 2024.2).
         torch.exp(torch.zeros(16))
-        self._min_rows = fewest_rows(decoder.linears(), decoder.dtype)
+        self._min_rows = fewest_rows(self._decoder.linears(), dtype)
 
     def can_speculate(self, request: Request) -> bool:
         """Return whether proposals can be sampled in one step; a guide follows one text."""

@@ -141,20 +141,6 @@ class Scheduler:
             cached = self._cached_prefix(request, len(request.token_ids) - 1)
         self._waiting.add(request, len(cached) * self._block_size)
 
-    @property
-    def spare_blocks(self) -> int:
-        """Return how many blocks a probe may take: half of what nobody waits for."""
-        return 0 if self._waiting else self.pool.free // 2
-
-    def lend_blocks(self, probe_id: str, count: int) -> list[int] | None:
-        """Hold fresh blocks for a probe in `kept`; None if they cannot be spared."""
-        if count > self.spare_blocks:
-            return None
-        blocks = self.pool.allocate(count)
-        assert blocks is not None
-        self.kept.hold(probe_id, blocks)
-        return blocks
-
     def schedule(self, now: float) -> StepPlan:
         plan = StepPlan([], [], [])
         preemptions = self.preemptions

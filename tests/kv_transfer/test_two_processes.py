@@ -201,14 +201,14 @@ def test_no_block_that_is_used_again_is_touched_by_a_source_that_was_stopped() -
         eos_token_ids=(),
     )
     with two("nixl", *LARGE) as (reader, source):
-        mine = scheduler.lend_blocks("r", scheduler.spare_blocks)
+        mine = scheduler.pool.allocate(scheduler.pool.free // 2)
         assert mine is not None
         reader.engine.watch("r", source.offer("r", mine))
         reader.renewed("r")
         source.stop()
         reader.engine.fetch("r", mine, mine)
         assert isinstance(reader.wait(1)[0], FetchFailed)
-        scheduler.kept.quarantine_held("r")
+        scheduler.kept.quarantine("r", mine)
         others = scheduler.pool.allocate(scheduler.pool.free)
         assert others is not None
         reader.pool[others] = 255

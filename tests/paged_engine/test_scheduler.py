@@ -191,25 +191,6 @@ def test_a_ticket_without_a_first_token_computes_the_last_prompt_token_again():
     assert req.token_ids == expected(prompt, 5)
 
 
-def test_a_probe_takes_half_of_the_free_blocks_at_most_and_none_while_somebody_waits():
-    scheduler = make(blocks=10)
-    assert scheduler.spare_blocks == 4
-    assert scheduler.lend_blocks("probe-1", 5) is None
-    blocks = scheduler.lend_blocks("probe-1", 4)
-    assert blocks is not None
-    assert len(blocks) == 4
-    assert scheduler.kept.num_held == 4
-    assert scheduler.spare_blocks == 2
-    check_scheduler(scheduler)
-    scheduler.add(request("waits", [5] * 100))
-    step(scheduler)
-    assert scheduler.spare_blocks == 0
-    assert scheduler.lend_blocks("probe-2", 1) is None
-    scheduler.kept.release("probe-1")
-    drain(scheduler)
-    assert scheduler.pool.free == scheduler.pool.total
-
-
 def test_forks_wait_for_the_prompt_and_share_its_blocks():
     scheduler = make(max_num_batched_tokens=32)
     prompt = list(range(40))
@@ -307,7 +288,7 @@ class Memory:
 
 
 class Course:
-    """Random arrivals, fetches, failures, late settling, aborts, holds, probes and preemption."""
+    """Random arrivals, fetches, failures, late settling, aborts, holds and preemption."""
 
     def __init__(self, seed: int, ahead: bool) -> None:
         self.rng, self.ahead, self.memory = random.Random(seed), ahead, Memory()
@@ -376,7 +357,7 @@ class Course:
         else:
             self.scheduler.abort(name)
 
-    def disturb(self, turn: int) -> None:
+    def disturb(self) -> None:
         if self.reading and self.chance(0.6):
             how = self.rng.choice(["arrives", "arrives", "fails", "fails", "ends", "aborted"])
             self.end_fetch(self.rng.choice(sorted(self.reading)), how)
@@ -389,12 +370,6 @@ class Course:
             self.scheduler.abort(self.rng.choice(others))
         if self.held and self.chance(0.3):
             self.scheduler.kept.release(self.held.pop())
-        if self.chance(0.1) and (blocks := self.scheduler.lend_blocks(f"p{turn}", 3)) is not None:
-            if self.chance(0.5):
-                self.held.add(f"p{turn}")
-            else:
-                self.scheduler.kept.quarantine_held(f"p{turn}")
-                self.landing[f"p{turn}"] = blocks, 0
 
     def settle(self, name: str) -> None:
         del self.landing[name]
@@ -422,7 +397,7 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
         if turn < 200 and course.chance(0.3):
             course.arrive(f"r{turn}")
         course.step()
-        course.disturb(turn)
+        course.disturb()
     course.finish()
     assert course.scheduler.pool.free == course.scheduler.pool.total
     whole = [
