@@ -38,25 +38,12 @@ _ENOUGH = 4.0
 _PIECE_BLOCKS = 16  # 128 MiB of an 8B model
 
 
-class _Arrivals:
-    def __init__(self) -> None:
-        self.fetches: list[Fetch] = []
-
-    def fetch(self, fetch: Fetch) -> None:
-        self.fetches.append(fetch)
-
-    def offer(self, request: Request) -> None: ...
-
-    def grow(self, request: Request, tokens: int) -> None: ...
-
-
 class TimedSteps:
     """A timer of steps of an engine that nobody else uses."""
 
     def __init__(
         self,
         engine: Engine,
-        seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         *,
         fill: bool = True,
@@ -64,12 +51,21 @@ class TimedSteps:
         """`fill` puts random numbers into the pool: zeros cost a GPU less power."""
         self.engine = engine
         self._clock = clock
-        self._rng = random.Random(seed)
+        self._rng = random.Random(0)
         self._made = 0
         vocabulary = range(3, engine.model.vocab_size)
         self._words = self._rng.choices(vocabulary, k=2 * engine.max_model_len)
+        self._fetches: list[Fetch] = []
         if fill:
-            _fill(engine, seed)
+            _fill(engine)
+
+    # As the engine's Handover.
+    def fetch(self, fetch: Fetch) -> None:
+        self._fetches.append(fetch)
+
+    def offer(self, request: Request) -> None: ...
+
+    def grow(self, request: Request, tokens: int) -> None: ...
 
     def request(self, prompt_tokens: int, max_tokens: int, filled: int = 0) -> Request:
         """Return a greedy request of random tokens, the first `filled` computed."""
@@ -88,9 +84,8 @@ class TimedSteps:
         request = Request.from_submit(
             Submit(f"timed-{self._made}", tokens, params, fetch=fetch), time.monotonic()
         )
-        request.block_hashes(
-            self.engine.pool.block_size
-        )  # serving has made them long before, step by step
+        # Serving has made them long before, step by step.
+        request.block_hashes(self.engine.pool.block_size)
         return request
 
     def submit(self, prompt_tokens: int, max_tokens: int, filled: int = 0) -> Request:
@@ -99,10 +94,9 @@ class TimedSteps:
         return request
 
     def step(self) -> list[Request]:
-        arrivals = _Arrivals()
-        updated = self.engine.step(arrivals)
-        for fetch in arrivals.fetches:
-            self.engine.scheduler.finish_fetch(fetch.request.request_id)
+        updated = self.engine.step(self)
+        while self._fetches:
+            self.engine.scheduler.finish_fetch(self._fetches.pop().request.request_id)
         return updated
 
     def drain(self) -> None:
@@ -122,20 +116,14 @@ class TimedSteps:
         At most `steps` with the warm-up, and none after `seconds` unless there are fewer than 3.
         Raises ValueError if the pool or the batch has no room.
         """
-        arrivals = [None] * (steps - _WARM_UPS)
         with self.decoding(requests, context, steps):
-            return self._times(arrivals, 0, seconds, lambda updated: updated == requests)
+            return self._times([None] * (steps - _WARM_UPS), 0, seconds, requests)
 
     @contextlib.contextmanager
     def decoding(self, requests: int, context: int, steps: int) -> Iterator[None]:
         """Let requests decode in the block, at most `steps`. Raises ValueError without room."""
         first = max(1, context - steps // 2)
-        blocks = -(-(first + steps + 1) // self.engine.pool.block_size) * requests
-        if blocks > self.engine.scheduler.pool.free or first + steps >= self.engine.max_model_len:
-            raise ValueError(
-                f"{requests} requests of {context} tokens and {steps} steps do not fit into "
-                f"{self._room()}"
-            )
+        self._require_room(requests, first + steps + 1)
         for _ in range(requests):
             self.submit(first + 1, steps + 2, filled=first)
         try:
@@ -146,11 +134,7 @@ class TimedSteps:
             self.clear()
 
     def _times(
-        self,
-        arrivals: Sequence[Request | None],
-        warm_ups: int,
-        seconds: float,
-        is_whole: Callable[[int], bool],
+        self, arrivals: Sequence[Request | None], warm_ups: int, seconds: float, whole: int
     ) -> list[float]:
         times: list[float] = []
         last = self._clock()
@@ -160,8 +144,8 @@ class TimedSteps:
             updated = len(self.step())
             now = self._clock()
             if number >= warm_ups:
-                if not is_whole(updated):
-                    raise ValueError(f"{updated} requests in one step; {self._room()}")
+                if updated < whole:
+                    raise ValueError(f"only {updated} of {whole} requests fit in one step")
                 times.append((now - last) * 1e3)
             last = now
             if _enough(times, seconds):
@@ -175,22 +159,13 @@ class TimedSteps:
 
         At most `most`, and none after `seconds` unless there are fewer than 3. Raises ValueError.
         """
-        self._check_step(tokens)
-        blocks = -(-(context + tokens + 1) // self.engine.pool.block_size) * PREFILLS_AT_ONCE
-        if (
-            blocks > self.engine.scheduler.pool.free
-            or context + tokens >= self.engine.max_model_len
-        ):
-            raise ValueError(
-                f"{PREFILLS_AT_ONCE} prompts of {context + tokens} tokens do not fit into "
-                f"{self._room()}"
-            )
+        self._require_room(PREFILLS_AT_ONCE, context + tokens + 1, tokens)
         # A prompt of 100k tokens takes longer to make than a short step.
         prompts = [
             self.request(context + tokens, 1, filled=context) for _ in range(most + _WARM_UPS)
         ]
         try:
-            return self._times(prompts, _WARM_UPS, seconds, lambda updated: updated == 1)
+            return self._times(prompts, _WARM_UPS, seconds, 1)
         finally:
             self.clear()
 
@@ -198,23 +173,24 @@ class TimedSteps:
         self, requests: int, context: int, tokens: int, *, most: int = 12, seconds: float = 1.0
     ) -> list[float]:
         """Return the times of steps with decodes and one prompt of `tokens`, as `prefill`."""
-        self._check_step(tokens)
+        self._require_room(1, tokens, tokens)
         with self.decoding(requests, context, most + 2 * _WARM_UPS):
             prompts = [self.request(tokens, 1) for _ in range(most + _WARM_UPS)]
-            return self._times(prompts, _WARM_UPS, seconds, lambda updated: updated >= requests)
+            return self._times(prompts, _WARM_UPS, seconds, requests)
 
-    def _check_step(self, tokens: int) -> None:
-        if tokens > self.engine.max_num_batched_tokens:
+    def _require_room(self, requests: int, tokens: int, computed: int = 0) -> None:
+        engine = self.engine
+        blocks = -(-tokens // engine.pool.block_size) * requests
+        if (
+            blocks > engine.scheduler.pool.free
+            or tokens > engine.max_model_len
+            or computed > engine.max_num_batched_tokens
+        ):
             raise ValueError(
-                f"{tokens} tokens are more than a step of {self.engine.max_num_batched_tokens}"
+                f"{requests} requests of {tokens} tokens do not fit into {engine.max_model_len} "
+                f"tokens of context, {engine.scheduler.pool.free} blocks and steps of "
+                f"{engine.max_num_batched_tokens} tokens"
             )
-
-    def _room(self) -> str:
-        pool = self.engine.pool
-        return (
-            f"a pool of {(pool.num_blocks - 1) * pool.block_size} tokens, contexts of "
-            f"{self.engine.max_model_len}"
-        )
 
 
 def _enough(times: list[float], seconds: float) -> bool:
@@ -224,9 +200,9 @@ def _enough(times: list[float], seconds: float) -> bool:
     )
 
 
-def _fill(engine: Engine, seed: int) -> None:
+def _fill(engine: Engine) -> None:
     view = engine.pool.view
-    generator = torch.Generator(device=view.device).manual_seed(seed)
+    generator = torch.Generator(device=view.device).manual_seed(0)
     piece = torch.randn(
         (min(_PIECE_BLOCKS, len(view)), *view.shape[1:]),
         generator=generator,
@@ -256,24 +232,11 @@ def measure_steps(engine: Engine, config: EngineConfig) -> StepCosts:
     """Measure an idle engine's steps, and have it keep them to max_gap_ms."""
     kind = engine.device.type
     points = _points(engine, _LIMIT_S[kind])
-    log.info(
-        "measured steps, requests x context + prompt tokens behind others: %s",
-        ", ".join(
-            f"{rows} x {context // max(1, rows)} + {tokens} behind {start}: {ms:.2f} ms"
-            for rows, context, tokens, start, ms in points
-        ),
-    )
     costs = fitted_costs(points)
     steps = [ms for rows, _, _, _, ms in points if rows]
     least = 2 * statistics.median(steps) if kind == "cpu" and steps else 0.0
     gap_ms = config.max_gap_ms or max(_GAP_MS[kind], least)
-    log.info(
-        f"a step takes {costs.step:.2f} ms, {costs.row * 1e3:.1f} us more for each request that "
-        f"decodes and {costs.row_context * 1e3:.4f} for each token of its context; with prompts "
-        f"{costs.prompts:.2f} ms more, {costs.prompt_token * 1e3:.2f} us for each token and "
-        f"{costs.prompt_context * 1e3:.6f} for each before it; at most {gap_ms:.0f} ms "
-        "beside decodes"
-    )
+    log.info("measured steps: %s; at most %.0f ms beside decodes", costs, gap_ms)
     engine.reset()
     engine.costs = costs
     budget = engine.scheduler.budget

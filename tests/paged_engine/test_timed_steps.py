@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(folder: Path) -> None:
         lambda: timed.mixed(8, 32, 65),
         lambda: timed.mixed(60, 450, 4),
     ):
-        with pytest.raises(ValueError, match=r"fit|more than a step|in one step"):
+        with pytest.raises(ValueError, match="fit"):
             refused()
         assert nothing_left(timed)
     assert max(sum(count for _, count in chunks) for chunks in launched) == 64
