@@ -199,10 +199,6 @@ class ModelConfig:
                 f"model {self.name}: rope scaling longrope has {len(factors)} factors, the rotary "
                 f"embedding {self.rotary_dim // 2} frequencies"
             )
-        if self.window < 0:
-            raise ConfigError(
-                f"model {self.name}: the sliding window must not be negative, got {self.window}"
-            )
         if self.dtype not in DTYPES:
             raise ConfigError(
                 f"model {self.name}: dtype {self.dtype!r} is not supported; {', '.join(DTYPES)} are"
@@ -234,11 +230,9 @@ class Fields:
     values: Mapping[str, Any]
     where: str
 
-    def has(self, key: str) -> bool:
-        return self.values.get(key) is not None
-
     def _typed(self, key: str, default: Any, kinds: tuple[type, ...], what: str) -> Any:
-        value = self.values[key] if self.has(key) else default
+        value = self.values.get(key)
+        value = default if value is None else value
         if value is None:
             raise ConfigError(f"{self.where} has no {key}")
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -252,7 +246,7 @@ class Fields:
         return float(self._typed(key, default, (int, float), "a number"))
 
     def number_or_none(self, key: str) -> float | None:
-        return self.number(key) if self.has(key) else None
+        return None if self.values.get(key) is None else self.number(key)
 
     def text(self, key: str, default: str | None = None) -> str:
         return str(self._typed(key, default, (str,), "a string"))
@@ -266,6 +260,11 @@ class Fields:
     def texts(self, key: str) -> tuple[str, ...]:
         return self._list(key, (str,), "strings")
 
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Return a whole number or a list of them; () if there is none."""
+        value = self.values.get(key)
+        return (value,) if type(value) is int else self._list(key, (int,), "whole numbers")
+
     def _list(self, key: str, kinds: tuple[type, ...], what: str) -> tuple[Any, ...]:
         value = self.values.get(key) or []
         if not isinstance(value, list) or not all(type(item) in kinds for item in value):
@@ -277,15 +276,3 @@ class Fields:
         if not isinstance(value, dict):
             raise ConfigError(f"{self.where}: {key} must be an object, got {value!r}")
         return Fields(value, f"{self.where}: {key}")
-
-    def integers(self, key: str) -> tuple[int, ...]:
-        """Return a whole number or a list of them; () if there is none."""
-        value = self.values.get(key)
-        if value is None:
-            return ()
-        items = value if isinstance(value, list) else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-            raise ConfigError(
-                f"{self.where}: {key} must be a whole number or a list of them, got {value!r}"
-            )
-        return tuple(items)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["INDEX", "dummy_tensors", "read_model_config", "read_tensors", "weight_files"]
 
 log = logging.getLogger("kvrelay.engine")
-
-PROGRESS_INTERVAL_S = 5.0
 
 
 def read_model_config(model: str, load_format: str = "auto") -> ModelConfig:
@@ -68,7 +64,7 @@ def read_tensors(
     """
     shapes = tensor_shapes(config)
     stored = _stored(_model_path(model, load_format), config, load_format, device)
-    for name, tensor in _with_progress(stored, sum(map(math.prod, shapes.values())), config.name):
+    for name, tensor in stored:
         if tuple(tensor.shape) != shapes[name]:
             raise ConfigError(
                 f"model {model}: tensor {name} is {tuple(tensor.shape)}, the config says "
@@ -81,21 +77,6 @@ def read_tensors(
                 f"model {model}: tensor {name} is {dtype}; {', '.join(dtypes)} is what it may be"
             )
         yield name, tensor
-
-
-def _with_progress(
-    tensors: Iterator[tuple[str, torch.Tensor]], total: int, model: str
-) -> Iterator[tuple[str, torch.Tensor]]:
-    began = logged = time.monotonic()
-    done = 0
-    for name, tensor in tensors:
-        yield name, tensor
-        done += tensor.numel()
-        if (now := time.monotonic()) - logged >= PROGRESS_INTERVAL_S:
-            logged = now
-            log.info(
-                "%s: loading weights, %d %% after %.0f s", model, 100 * done // total, now - began
-            )
 
 
 def _stored(
@@ -183,15 +164,9 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         listed = dict(json.loads(index.read_text())["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as why:
         raise ConfigError(f"{index} is not a readable safetensors index: {why!r}") from why
-    others = [
-        each
-        for each in listed.values()
-        if not (isinstance(each, str) and each.endswith(".safetensors"))
-    ]
-    if others:
-        raise ConfigError(
-            f"{index} names files that are no safetensors: {', '.join(map(str, others[:3]))}"
-        )
+    for each in listed.values():
+        if not (isinstance(each, str) and each.endswith(".safetensors")):
+            raise ConfigError(f"{index} names files that are no safetensors: {each}")
     return listed
 
 
@@ -202,26 +177,31 @@ def _safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
     wanted = {*tensor_shapes(config), *(f"{name}_scale" for name in quantized_weights(config))}
     listed = _weight_map(folder)
     with contextlib.ExitStack() as stack:
-        found: dict[str, tuple[Any, str]] = {}
+        files: dict[str, Any] = {}
+        found: dict[str, tuple[str, str]] = {}
         for shard in _files_in(listed):
             path = folder / shard
             try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
+                files[shard] = stack.enter_context(safe_open(path, framework="pt"))
             except FileNotFoundError as why:
                 raise ConfigError(
                     f"{path} is missing; download the model again, or convert it to safetensors"
                 ) from why
             except (SafetensorError, OSError) as why:
                 raise ConfigError(f"{path} cannot be read: {why}") from why
-            for name in list(file.keys()):
+            for name in list(files[shard].keys()):
                 if listed is None or listed.get(name) == shard:
-                    found[canonical_name(name) if in_fp8 else name] = file, name
+                    found[canonical_name(name) if in_fp8 else name] = shard, name
         tied = config.tie_embeddings
         check_names([name for name in found if not _is_redundant(name, tied)], wanted, str(folder))
-        for name, (file, stored) in found.items():
+        reading = ""
+        for name, (shard, stored) in found.items():
+            if shard != reading:
+                reading = shard
+                log.info("%s: loading %s", config.name, shard)
             if name in wanted:
                 try:
-                    tensor = file.get_tensor(stored)
+                    tensor = files[shard].get_tensor(stored)
                 except (SafetensorError, OSError) as why:
                     raise ConfigError(f"{name} in {folder} cannot be read: {why}") from why
                 yield name, tensor
@@ -245,26 +225,16 @@ def dummy_tensors(
     """
     import torch
 
-    values = _pool()
+    generator, limit = torch.Generator().manual_seed(0), 1 << 16
+    pool = torch.randint(limit, (_POOL,), generator=generator).float()
+    # Integers: normal numbers would have other last bits on other CPUs.
+    values = (pool - (limit - 1) / 2) * (_STD * 12**0.5 / limit)
     dtype: torch.dtype = getattr(torch, config.dtype)
     weights, norms = values.to(dtype).to(device), (1 + values).to(dtype).to(device)
     for name, shape in tensor_shapes(config).items():
         tensor = torch.empty(shape, dtype=dtype, device=device)
         _fill(tensor.view(-1), norms if name.endswith("norm.weight") else weights, _start(name))
         yield name, tensor
-
-
-def _pool() -> torch.Tensor:
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    limit = 1 << 16
-    total = torch.zeros(_POOL, dtype=torch.int32)
-    for _ in range(4):
-        total += torch.randint(limit, (_POOL,), generator=generator, dtype=torch.int32)
-    std = limit * (4 / 12) ** 0.5
-    values: torch.Tensor = (total - 2 * (limit - 1)).to(torch.float32) * (_STD / std)
-    return values
 
 
 def _start(name: str) -> int:

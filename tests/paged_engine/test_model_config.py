@@ -191,7 +191,7 @@ def rope(**values: Any) -> dict[str, Any]:
         ("Llama", {"head_dim": 15}, "head_dim must be even.*15"),
         ("Llama", {"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
         ("Llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
-        ("Llama", {"eos_token_id": ["</s>"]}, "eos_token_id must be a whole number or a list"),
+        ("Llama", {"eos_token_id": ["</s>"]}, "eos_token_id must be a list of whole numbers"),
         ("Qwen2", SLIDES | {"layer_types": ["full_attention"]}, "name the kinds of 4 layers"),
         ("Qwen2", SLIDES | {"layer_types": "full_attention"}, "name the kinds of 4 layers"),
         ("Qwen2", SLIDES | {"layer_types": ["chunked"] * 4}, "layer_types 'chunked' is not"),

@@ -405,4 +405,4 @@ def test_dummy_values_are_these_on_every_machine(tmp_path: Path) -> None:
     make_tiny("Qwen2ForCausalLM", tmp_path)
     norm = read_all(tmp_path, "dummy")["model.norm.weight"]
     # Pinned to the bit: the nodes of one cluster may have different CPUs.
-    assert norm[:3].tolist() == [1.0210174322128296, 1.044281244277954, 1.0108036994934082]
+    assert norm[:3].tolist() == [1.0057905912399292, 1.0323951244354248, 0.989159345626831]
