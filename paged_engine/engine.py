@@ -17,7 +17,7 @@ from kvrelay.paged_engine.adapters import ABOUT_ADAPTERS, Adapters, read_given
 from kvrelay.paged_engine.before_loading import checked_model, choose_device
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.decoder import split_fused
-from kvrelay.paged_engine.guide import Guide, Matcher
+from kvrelay.paged_engine.guide import Guide
 from kvrelay.paged_engine.kv_pool import KVPool
 from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.model_files import read_tensors
@@ -37,6 +37,7 @@ from kvrelay.wire.versions import RELEASE
 
 if TYPE_CHECKING:
     from kvrelay.paged_engine.gpu_runner import GpuRunner, GpuStepInFlight
+    from kvrelay.paged_engine.grammar import TimedMatcher
 
 __all__ = ["AdapterNotLoaded", "Counters", "Engine", "Handover", "broadcast_aside", "run_follower"]
 
@@ -192,7 +193,7 @@ class Engine:
                     f"a fetch of {fetch.num_tokens} tokens needs one list of {blocks} block ids"
                 )
 
-    def guide(self, params: SamplingParams, matcher: Matcher | None = None) -> Guide | None:
+    def guide(self, params: SamplingParams, matcher: TimedMatcher | None = None) -> Guide | None:
         model = self.model
         return Guide.for_params(
             params, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, matcher=matcher

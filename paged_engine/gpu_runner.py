@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 import torch
 
 from kvrelay.paged_engine.adapters import AdapterStore, num_slots
@@ -35,14 +36,7 @@ from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.paged_engine.request import Chunk, Request, ScoredRows
 from kvrelay.paged_engine.sampler import PromptScores
 from kvrelay.paged_engine.step_shapes import step_shapes
-from kvrelay.paged_engine.step_values import (
-    RankMasks,
-    RankStep,
-    Slots,
-    SlotState,
-    StepValues,
-    null_step,
-)
+from kvrelay.paged_engine.step_values import RankStep, Slots, SlotState, StepValues, null_step
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.config_checks import gib
 from kvrelay.wire.errors import ConfigError
@@ -296,7 +290,9 @@ class GpuRunner:
     def follow(self, message: bytes) -> None:
         if self._unsampled is not None:
             forward, self._unsampled = self._unsampled, None
-            self._sample(forward, msgspec.msgpack.decode(message, type=RankMasks).masks())
+            rows, words = msgspec.msgpack.decode(message, type=tuple[list[int], bytes])
+            told = np.frombuffer(words, np.uint32).reshape(len(rows), -1) if rows else None
+            self._sample(forward, None if told is None else RowMasks(rows, told))
             return
         step = msgspec.msgpack.decode(message, type=RankStep)
         self._tell_slots(
@@ -347,7 +343,8 @@ class GpuRunner:
     def _masks(self, forward: _Forward, sampling: Sequence[Request]) -> RowMasks | None:
         masks = row_masks(sampling, forward.logits.shape[1])
         if self._ranks.size > 1:
-            self._ranks.broadcast(msgspec.msgpack.encode(RankMasks.from_masks(masks)))
+            told = ([], b"") if masks is None else (masks.rows, masks.words.tobytes())
+            self._ranks.broadcast(msgspec.msgpack.encode(told))
         return masks
 
     @torch.inference_mode()

@@ -20,6 +20,7 @@ from kvrelay.kernels.fused_sampling import sample
 from kvrelay.kernels.sampling_slots import MAX_BIASES, SlotTables, TokenMask, note_of, record_of
 from kvrelay.paged_engine.guide import RowMasks, words_for
 from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.sampler import SLICE_ROWS, Columns, scores_of
 from kvrelay.wire.outputs import TokenLogprobs
 from kvrelay.wire.sampling import SamplingParams
 
@@ -28,7 +29,6 @@ __all__ = ["GpuSampler", "SamplePlan", "Sampled", "TokenMask", "to_host"]
 _Ints = npt.NDArray[np.int32]
 
 _CUT, _ADJUSTED, _MINIMUM, _LOGPROBS = 1, 2, 4, 8
-_LOGPROB_ROWS = 16  # twice 16 rows of 128,256 in fp32: 16 MB beside the step's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +164,10 @@ class GpuSampler:
             return Sampled(tokens, plan, None)
         most = max(plan.logprobs.values())
         parts = [
-            _logprobs(logits, tokens, rows, most)
-            for rows in torch.split(plan.logprob_rows, _LOGPROB_ROWS)
+            scores_of(logits.index_select(0, rows), tokens.index_select(0, rows), most)
+            for rows in torch.split(plan.logprob_rows, SLICE_ROWS)
         ]
-        chosen, ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
-        return Sampled(tokens, plan, (chosen, ids, values))
+        return Sampled(tokens, plan, tuple(map(torch.cat, zip(*parts, strict=True))))
 
     def warm_up(self, dtype: torch.dtype) -> None:
         logits = torch.zeros(1, self._vocab, dtype=dtype, device=self._device)
@@ -256,11 +255,10 @@ class Sampled:
         self,
         tokens: torch.Tensor,
         plan: SamplePlan,
-        logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+        logprobs: Columns | None,
     ) -> None:
         self.tokens = tokens
         self.logprobs = logprobs
-        """Chosen tokens' [n], likeliest ids and values [n, most]."""
         self._plan = plan
         self._on_host: list[torch.Tensor] | None = None
         self._copied: torch.cuda.Event | None = None
@@ -294,7 +292,7 @@ class Sampled:
         logprobs: list[TokenLogprobs | None] = [None] * plan.rows
         if self.logprobs is not None:
             columns = (tensor.tolist() for tensor in self._on_host[1:])
-            for (row, count), chosen, ids, values in zip(
+            for (row, count), chosen, _, ids, values in zip(
                 plan.logprobs.items(), *columns, strict=True
             ):
                 logprobs[row] = TokenLogprobs(
@@ -317,17 +315,6 @@ def _is_penalized(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or bool(
         params.presence_penalty or params.frequency_penalty
     )
-
-
-def _logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, most: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    raw = logits.index_select(0, rows).float().log_softmax(-1)
-    chosen = raw.gather(1, tokens.index_select(0, rows)[:, None])[:, 0]
-    if not most:
-        return chosen, tokens.new_empty(len(rows), 0), chosen.new_empty(len(rows), 0)
-    top = raw.topk(most)
-    return chosen, top.indices, top.values
 
 
 def _await(event: torch.cuda.Event, deadline_s: float) -> None:

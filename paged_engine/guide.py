@@ -8,30 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrelay.wire.sampling import SamplingParams
 
-__all__ = ["Guide", "Matcher", "RowMasks", "Words", "words_for"]
+if TYPE_CHECKING:
+    from kvrelay.paged_engine.grammar import TimedMatcher
+
+__all__ = ["Guide", "RowMasks", "Words", "words_for"]
 
 Words = npt.NDArray[np.uint32]
-
-
-class Matcher(Protocol):
-    """A grammar's state; an error stays and is never raised."""
-
-    def consume_tokens(self, sampled_tokens: list[int]) -> bool: ...
-
-    def is_stopped(self) -> bool: ...
-
-    def is_error(self) -> bool: ...
-
-    def get_error(self) -> str: ...
-
-    def deep_copy(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +45,7 @@ class Guide:
         *,
         vocab_size: int,
         eos_token_ids: Collection[int],
-        matcher: Matcher | None,
+        matcher: TimedMatcher | None,
     ) -> Guide | None:
         """Return None if nothing is ruled out; `matcher` is the constraint's, unused."""
         assert (matcher is None) == (params.constraint is None), "a constraint needs its matcher"
@@ -74,7 +63,7 @@ class Guide:
         params: SamplingParams,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
-        matcher: Matcher | None,
+        matcher: TimedMatcher | None,
     ) -> None:
         self.matcher = matcher
         self.over = False

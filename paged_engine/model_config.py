@@ -51,16 +51,6 @@ class RopeScaling:
                 "rope scaling needs a positive factor and original length, "
                 f"got {self.factor} and {self.original_max_position}"
             )
-        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ConfigError(
-                "rope scaling llama3 needs 0 < low_freq_factor < high_freq_factor, "
-                f"got {self.low_freq_factor} and {self.high_freq_factor}"
-            )
-        if self.kind == "yarn" and not 0 < self.beta_slow < self.beta_fast:
-            raise ConfigError(
-                f"rope scaling yarn needs 0 < beta_slow < beta_fast, got {self.beta_slow} and "
-                f"{self.beta_fast}"
-            )
         if self.kind == "longrope" and not (
             len(self.short_factors) == len(self.long_factors) > 0
             and min(*self.short_factors, *self.long_factors) > 0

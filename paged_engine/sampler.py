@@ -12,7 +12,7 @@ from kvrelay.paged_engine.grammar import row_masks
 from kvrelay.paged_engine.request import Request, ScoredRows
 from kvrelay.wire.outputs import TokenLogprobs
 
-__all__ = ["PromptScores", "Sampler"]
+__all__ = ["SLICE_ROWS", "Columns", "PromptScores", "Sampler", "scores_of"]
 
 
 class Sampler:
@@ -29,7 +29,7 @@ class Sampler:
         wanted = [
             row for row, request in enumerate(requests) if request.params.logprobs is not None
         ]
-        raw = logits[wanted].log_softmax(-1) if wanted else None
+        raw = logits[wanted]  # a copy
         for row, request in enumerate(requests):
             self._adjust(logits, row, request)
         _mask(logits, requests)
@@ -39,10 +39,14 @@ class Sampler:
             tokens[random] = _draw_rows(logits[random], [requests[row] for row in random])
         chosen: list[int] = tokens.tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
-        if raw is not None:
-            for place, row in enumerate(wanted):
-                logprobs[row] = _logprobs(
-                    raw[place], chosen[row], requests[row].params.logprobs or 0
+        counts = {row: requests[row].params.logprobs or 0 for row in wanted}
+        if counts:
+            columns = scores_of(raw, tokens[wanted], max(counts.values()))
+            for (row, k), logprob, _, ids, values in zip(
+                counts.items(), *(column.tolist() for column in columns), strict=True
+            ):
+                logprobs[row] = TokenLogprobs(
+                    chosen[row], logprob, tuple(ids[:k]), tuple(values[:k])
                 )
         return chosen, logprobs
 
@@ -101,14 +105,7 @@ def _draw_rows(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tenso
     return draw(logits, draws)
 
 
-def _logprobs(row: torch.Tensor, token: int, count: int) -> TokenLogprobs:
-    top = row.topk(count)
-    return TokenLogprobs(
-        token, float(row[token]), tuple(top.indices.tolist()), tuple(top.values.tolist())
-    )
-
-
-_SLICE_ROWS = 16  # twice 16 rows of 128,256 in fp32: 16 MB beside the step's memory
+SLICE_ROWS = 16  # twice 16 rows of 128,256 in fp32: 16 MB beside the step's memory
 
 Columns = tuple[torch.Tensor, ...]
 """Each row's log-probability and rank [n], and likeliest ids and values [n, most]."""
@@ -132,11 +129,12 @@ class PromptScores:
         targets = torch.tensor(rows.targets)
         if hidden.is_cuda:
             targets = targets.pin_memory().to(hidden.device, non_blocking=True)
-        parts: list[Columns] = []
-        for some, wanted in zip(
-            torch.split(hidden, at_a_time), torch.split(targets, at_a_time), strict=True
-        ):
-            parts += _scores(logits(some), wanted, rows.most)
+        parts = [
+            scores_of(logits(some), wanted, rows.most)
+            for some, wanted in zip(
+                torch.split(hidden, at_a_time), torch.split(targets, at_a_time), strict=True
+            )
+        ]
         self.columns: Columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     def by_request(self) -> Iterator[tuple[Request, list[TokenLogprobs]]]:
@@ -153,11 +151,14 @@ class PromptScores:
 
 
 @torch.inference_mode()
-def _scores(logits: torch.Tensor, targets: torch.Tensor, most: int) -> Iterator[Columns]:
+def scores_of(logits: torch.Tensor, targets: torch.Tensor, most: int) -> Columns:
+    """Return log-probability and rank of each row's target, and its `most` likeliest tokens."""
+    parts = []
     for part, wanted in zip(
-        torch.split(logits, _SLICE_ROWS), torch.split(targets, _SLICE_ROWS), strict=True
+        torch.split(logits, SLICE_ROWS), torch.split(targets, SLICE_ROWS), strict=True
     ):
         raw = part.float().log_softmax(-1)
         chosen = raw.gather(1, wanted[:, None])
         top = raw.topk(most)
-        yield chosen[:, 0], (raw > chosen).sum(-1) + 1, top.indices, top.values
+        parts.append((chosen[:, 0], (raw > chosen).sum(-1) + 1, top.indices, top.values))
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from kvrelay.paged_engine.blocks import NULL_BLOCK
-from kvrelay.paged_engine.guide import RowMasks
 from kvrelay.paged_engine.request import Chunk, Request, ScoredRows, State
 from kvrelay.wire.engine_messages import Submit
 
@@ -23,7 +22,6 @@ __all__ = [
     "PADDING_ROW",
     "PADDING_SEQUENCE",
     "PlannedStep",
-    "RankMasks",
     "RankStep",
     "SlotState",
     "Slots",
@@ -264,20 +262,6 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True):
         return StepValues(
             *(np.frombuffer(raw, np.int32).reshape(shape) for shape, raw in self.arrays)
         )
-
-
-class RankMasks(msgspec.Struct, frozen=True, array_like=True):
-    rows: list[int]
-    words: bytes
-
-    @classmethod
-    def from_masks(cls, masks: RowMasks | None) -> RankMasks:
-        return cls([], b"") if masks is None else cls(masks.rows, masks.words.tobytes())
-
-    def masks(self) -> RowMasks | None:
-        if not self.rows:
-            return None
-        return RowMasks(self.rows, np.frombuffer(self.words, np.uint32).reshape(len(self.rows), -1))
 
 
 def _submit(request: Request) -> Submit:

@@ -49,7 +49,7 @@ def test_equal_those_of_transformers(length, tiny, monkeypatch):
     """In slices of odd sizes, and in chunks."""
     folder, model = tiny
     monkeypatch.setattr(runner, "_SCORED_ROWS", 13)
-    monkeypatch.setattr(prompt_scores, "_SLICE_ROWS", 3)
+    monkeypatch.setattr(prompt_scores, "SLICE_ROWS", 3)
     tokens = prompt(length, seed=length)
     for budget in (256, 40):
         engine = make(folder, max_num_batched_tokens=budget)
