@@ -6,7 +6,7 @@ Without an adapter in any row, a step runs the kernels of an engine without adap
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -190,7 +190,13 @@ class GpuOperations:
         key_scales, value_scales = scales or (None, None)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         decodes = step.decodes
-        scale, softcap = self._config.attention_scale, self._config.attention_softcap or 0.0
+        options: dict[str, Any] = {
+            "scale": self._config.attention_scale,
+            "window": window,
+            "softcap": self._config.attention_softcap or 0.0,
+            "key_scales": key_scales,
+            "value_scales": value_scales,
+        }
         if decodes:
             paged_decode(
                 query[:decodes],
@@ -200,12 +206,8 @@ class GpuOperations:
                 step.context_lens[:decodes],
                 self._workspaces[window],
                 out=out[:decodes],
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                key_scales=key_scales,
-                value_scales=value_scales,
                 pdl=self._pdl,
+                **options,
             )
         if step.tiles is not None:
             assert step.query_starts is not None
@@ -218,11 +220,7 @@ class GpuOperations:
                 step.chunk_context_lens,
                 step.tiles,
                 out=out[decodes:],
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                key_scales=key_scales,
-                value_scales=value_scales,
+                **options,
             )
         return out.view(len(query), -1)
 

@@ -28,7 +28,7 @@ __all__ = ["GpuSampler", "SamplePlan", "Sampled", "TokenMask", "to_host"]
 
 _Ints = npt.NDArray[np.int32]
 
-_CUT, _ADJUSTED, _MINIMUM, _LOGPROBS = 1, 2, 4, 8
+_CUT, _ADJUSTED, _LOGPROBS = 1, 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,6 @@ class GpuSampler:
         self._vocab, self._device = vocab_size, device
         self._tables = SlotTables.empty(max_slots, vocab_size, device, spare_slots)
         self._features = [0] * (max_slots + spare_slots)
-        # Launches in which a slot's request may not end yet.
-        self._forbidden = [0] * (max_slots + spare_slots)
         self._staged: dict[int, _Admission] = {}
 
     @property
@@ -85,12 +83,11 @@ class GpuSampler:
             f"{len(biases)} tokens with a bias; the tables hold {MAX_BIASES}"
         )
         features = self._features[slot] = _features(params, outputs)
-        self._forbidden[slot] = max(0, params.min_tokens - outputs)
         self._staged[slot] = _Admission(
             self._record(params, outputs),
             request.token_ids[-1],
             self._notes(request, _is_penalized(params), sorted(biases))
-            if features & (_ADJUSTED | _MINIMUM)
+            if features & _ADJUSTED
             else None,
             _pairs(
                 np.array(sorted(biases), np.int32),
@@ -107,7 +104,7 @@ class GpuSampler:
     @staticmethod
     def is_unadjusted(params: SamplingParams, outputs: int) -> bool:
         """Return whether logits are taken as they are from token number `outputs` on."""
-        return not _features(params, outputs) & (_ADJUSTED | _MINIMUM)
+        return not _features(params, outputs) & _ADJUSTED
 
     def prepare(self, slots: Sequence[int], requests: Sequence[Request]) -> SamplePlan:
         """Upload what is staged; return what the rows need, row i being slots[i]."""
@@ -115,20 +112,11 @@ class GpuSampler:
         needs = 0
         logprobs: dict[int, int] = {}
         for row, slot in enumerate(slots):
-            features = self._features[slot]
-            if features & _MINIMUM:
-                # In launches: the request may not know its newest tokens yet.
-                if self._forbidden[slot]:
-                    self._forbidden[slot] -= 1
-                else:
-                    features = self._features[slot] = features & ~_MINIMUM
-            if features & _LOGPROBS:
+            needs |= self._features[slot]
+            if self._features[slot] & _LOGPROBS:
                 logprobs[row] = requests[row].params.logprobs or 0
-            needs |= features
         rows = self._send(np.array(list(logprobs), np.int32)).long() if logprobs else None
-        return SamplePlan(
-            len(slots), bool(needs & _CUT), bool(needs & (_ADJUSTED | _MINIMUM)), logprobs, rows
-        )
+        return SamplePlan(len(slots), bool(needs & _CUT), bool(needs & _ADJUSTED), logprobs, rows)
 
     def mask(self, masks: RowMasks, rows: int) -> TokenMask:
         mask_of_row = np.full(-(-rows // 4) * 4, -1, np.int32)  # what follows begins at 16 bytes
@@ -303,12 +291,8 @@ class Sampled:
 
 def _features(params: SamplingParams, outputs: int) -> int:
     cut = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-    return (
-        cut * _CUT
-        | (_is_penalized(params) or bool(params.logit_bias)) * _ADJUSTED
-        | (outputs < params.min_tokens) * _MINIMUM
-        | (params.logprobs is not None) * _LOGPROBS
-    )
+    adjusted = _is_penalized(params) or bool(params.logit_bias) or outputs < params.min_tokens
+    return cut * _CUT | adjusted * _ADJUSTED | (params.logprobs is not None) * _LOGPROBS
 
 
 def _is_penalized(params: SamplingParams) -> bool:
