@@ -241,16 +241,16 @@ class Grammars:
 
 
 class TimedMatcher:
-    """A `Matcher` that fails once it has held up the step loop too often.
+    """A matcher that fails once it has held up the step loop too often.
 
     After a slow step masks are computed row by row for a while.
     """
 
-    def __init__(self, inner: LLMatcher, stalls: int = 0) -> None:
+    def __init__(self, inner: LLMatcher) -> None:
         self.inner = inner
         self.watched = 0
         """Next masks to compute alone."""
-        self._stalls = stalls
+        self._stalls = 0
         self._error = ""
 
     def consume_tokens(self, sampled_tokens: list[int]) -> bool:
@@ -273,9 +273,6 @@ class TimedMatcher:
 
     def get_error(self) -> str:
         return self._error or self.inner.get_error()
-
-    def deep_copy(self) -> TimedMatcher:
-        return TimedMatcher(self.inner.deep_copy(), self._stalls)
 
     def _took(self, seconds: float) -> None:
         self._stalls += seconds > _STALL_S

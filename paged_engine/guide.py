@@ -89,12 +89,6 @@ class Guide:
         """Return whether the answer ends without one more token."""
         return self.exhausted or self.error is not None
 
-    def fork(self) -> Guide:
-        other = object.__new__(Guide)
-        other.__dict__.update(self.__dict__)
-        other.matcher = None if self.matcher is None else self.matcher.deep_copy()
-        return other
-
     def follow(self, token_ids: Sequence[int], prompt_tokens: int) -> None:
         if self.matcher is None or self.over or self.error is not None:
             return

@@ -196,10 +196,7 @@ def _rope_scaling(rope: Fields, max_position: int, original: int) -> RopeScaling
         original_max_position=original,
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
-        truncate=rope.flag("truncate", True),
         attention_factor=rope.number_or_none("attention_factor"),
-        mscale=rope.number("mscale", 0.0),
-        mscale_all_dim=rope.number("mscale_all_dim", 0.0),
         short_factors=rope.numbers("short_factor") if longrope else (),
         long_factors=rope.numbers("long_factor") if longrope else (),
     )

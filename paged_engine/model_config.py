@@ -33,10 +33,7 @@ class RopeScaling:
     original_max_position: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    truncate: bool = True
     attention_factor: float | None = None
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 

@@ -69,10 +69,8 @@ def _yarn(frequencies: torch.Tensor, scaling: RopeScaling, theta: float) -> torc
             / math.log(theta)
         )
 
-    first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
-    if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    first = max(math.floor(pair_with(scaling.beta_fast)), 0)
+    last: float = min(math.ceil(pair_with(scaling.beta_slow)), 2 * pairs - 1)
     if first == last:
         last += 0.001
     kept = 1 - ((torch.arange(pairs, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
@@ -86,13 +84,7 @@ def _blend(frequencies: torch.Tensor, kept: torch.Tensor, factor: float) -> torc
 def _yarn_attention_factor(scaling: RopeScaling) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-
-    def sharpened(weight: float) -> float:
-        return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-
-    if scaling.mscale and scaling.mscale_all_dim:
-        return sharpened(scaling.mscale) / sharpened(scaling.mscale_all_dim)
-    return sharpened(1.0)
+    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
 def _longrope_attention_factor(scaling: RopeScaling) -> float:

@@ -46,9 +46,6 @@ class Slow:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def deep_copy(self):
-        return Slow(self._inner.deep_copy(), self._seconds)
-
     def unsafe_compute_mask_ptr(self, *where) -> None:
         until = time.thread_time() + self._seconds
         while time.thread_time() < until:

@@ -47,11 +47,10 @@ def guided_request(grammars: Grammars, constraint: Constraint) -> Request:
     return own
 
 
-def test_stalls_are_counted_over_forks_and_errors_of_the_library_come_first(grammars):
+def test_stalls_are_counted_and_errors_of_the_library_come_first(grammars):
     matcher = TimedMatcher(Slow(grammars.matcher(regex("[a-z]*")), 0.12))
     mask = np.zeros(VOCAB // 32, np.uint32)
     for expected in (False, False, True):
-        matcher = matcher.deep_copy()
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         assert matcher.is_error() is matcher.is_stopped() is expected
     wrong = TimedMatcher(grammars.matcher(regex("a")))

@@ -249,19 +249,6 @@ def test_on_a_gpu_answers_match_and_other_rows_are_what_they_are_alone(
         assert [output(request) for request in crowd[:2]] == [output(request) for request in alone]
 
 
-def test_a_forked_guide_goes_its_own_way(engine, grammars):
-    params = SamplingParams(9, seed=0, constraint=regex("ab|ac"))
-    guide = engine.guide(params, grammars.matcher(params.constraint))
-    assert guide is not None
-    guide.follow([5, ord("a")], 1)
-    other = guide.fork()
-    guide.follow([5, ord("a"), ord("b")], 1)
-    assert guide.over
-    assert not other.over
-    other.follow([5, ord("a"), ord("b"), ord("c")], 2)
-    assert other.error is None
-
-
 def test_beside_rows_of_proposals_guided_ones_have_one_row_each(folder, grammars):
     def answers(**options) -> list[list[int]]:
         engine = make(folder, **options)

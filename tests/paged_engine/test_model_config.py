@@ -104,8 +104,8 @@ def config_of(folder: Path, architecture: str = "Llama", **changes: Any) -> Mode
         ),
         (
             "Llama",
-            {"rope_scaling": YARN | {"beta_fast": 16, "truncate": False, "mscale": 1}},
-            {"rope_scaling": RopeScaling("yarn", 4.0, 1.0, 1.0, 128, 16.0, 1.0, False, None, 1.0)},
+            {"rope_scaling": YARN | {"beta_fast": 16}},
+            {"rope_scaling": RopeScaling("yarn", 4.0, 1.0, 1.0, 128, 16.0, 1.0)},
         ),
         (
             "Llama",

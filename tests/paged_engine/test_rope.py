@@ -45,14 +45,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 128},
     ),
     "yarn with an attention factor": (YARN | {"attention_factor": 0.7}, {}),
-    "yarn of DeepSeek": (
-        YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.707},
-        {"head_dim": 64},
-    ),
-    "yarn of gpt-oss": (
-        YARN | {"rope_theta": 150_000.0, "factor": 32.0, "truncate": False},
-        {"head_dim": 64},
-    ),
     "yarn with betas": (YARN | {"beta_fast": 40.0, "beta_slow": 3.0}, {}),
     "yarn that keeps all": (YARN | {"original_max_position_embeddings": 1 << 30}, {}),
     "yarn without a factor": (YARN | {"factor": None}, {"max_position_embeddings": 65_536}),
