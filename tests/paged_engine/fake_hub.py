@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha1, sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 BRANCH = "main"
 
@@ -85,16 +85,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._answer()
 
-    def do_POST(self) -> None:
-        self._answer()
-
     def _answer(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         if self.shared.broken:
             return self._send(self.shared.broken, b"broken")
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
         if parts[:2] == ["api", "models"]:
-            return self._api("/".join(parts[2:4]), parts[4], parts[5], body)
+            return self._api("/".join(parts[2:4]), parts[4], parts[5])
         if len(parts) > 4 and parts[2] == "resolve":
             return self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
         return self._send(404, b"")
@@ -121,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
             return repository, *found
         return None
 
-    def _api(self, name: str, what: str, revision: str, body: str) -> None:
+    def _api(self, name: str, what: str, revision: str) -> None:
         if (found := self._repository(name, revision)) is None:
             return None
         _, commit, files = found
@@ -138,9 +134,6 @@ class _Handler(BaseHTTPRequestHandler):
                 "tags": [],
                 "private": False,
             }
-        elif what == "paths-info":
-            wanted = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
-            value = [entry for entry in entries if entry["path"] in wanted]
         else:
             value = entries
         return self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})

@@ -139,7 +139,9 @@ def test_the_dtype_follows_from_the_device_and_the_model(llama: str) -> None:
     assert dtype("cuda", "bfloat16", "float16") == "float16"
 
 
-def test_weights_that_cannot_fit_a_gpu_are_refused(llama: str) -> None:
+def test_weights_that_cannot_fit_a_gpu_are_refused(
+    llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = parse_model_config(json.loads(Path(llama).read_text()), {}, "m", "test")
     in_16_bits, in_fp8 = (
         least_weight_bytes(whole, 1, dtype="bfloat16", quantize=quantize)
@@ -150,12 +152,10 @@ def test_weights_that_cannot_fit_a_gpu_are_refused(llama: str) -> None:
     half = least_weight_bytes(shard_config(whole, 2), 2, dtype="bfloat16", quantize=False)
     embedding = 2 * 128_256 * 4096
     assert half - embedding == pytest.approx((in_16_bits - embedding) / 2, rel=1e-3)
-    budget = GpuBudget(
-        torch.device("cuda"), total_bytes=24 << 30, free_bytes=24 << 30, allowed_bytes=12 << 30
-    )
-    budget.check_weights(in_fp8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (24 << 30, 24 << 30))
+    GpuBudget.measure(torch.device("cuda"), 0.5, in_fp8)
     with pytest.raises(
         ConfigError,
         match=r"14.96 GiB on each GPU, .* allows 12.00 GiB of 24.00 GiB; raise it, use quan",
     ):
-        budget.check_weights(in_16_bits)
+        GpuBudget.measure(torch.device("cuda"), 0.5, in_16_bits)

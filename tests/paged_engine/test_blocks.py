@@ -1,8 +1,5 @@
 """Block accounting against a brute-force twin, and the order in which cached blocks are evicted."""
 
-import random
-
-import pytest
 from invariants import check_pool
 
 from kvrelay.paged_engine.blocks import BlockPool
@@ -43,41 +40,6 @@ def test_least_recently_used_prefix_goes_first():
     pool.allocate(1)
     assert pool.lookup([a]) == touched
     assert pool.lookup([b]) == []
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_random_use_keeps_every_invariant(seed):
-    rng = random.Random(seed)
-    pool = BlockPool(24)
-    chains = [_hashes(6, salt) for salt in range(4)]
-    users: list[list[int]] = []
-    truth: dict[int, int] = dict.fromkeys(range(1, 24), 0)
-    for _ in range(400):
-        if rng.random() < 0.5:
-            hashes = rng.choice(chains)[: rng.randint(1, 6)]
-            shared = pool.lookup(hashes)
-            wanted = len(hashes) - len(shared)
-            room = pool.free_after(shared)
-            pool.share(shared)
-            fresh = pool.allocate(wanted)
-            assert (fresh is None) == (wanted > room)
-            blocks = shared + (fresh or [])
-            for block in blocks:
-                truth[block] += 1
-            if fresh is not None:
-                for block, block_hash in zip(blocks, hashes, strict=True):
-                    pool.publish(block, block_hash)
-            users.append(blocks)
-        elif users:
-            blocks = users.pop(rng.randrange(len(users)))
-            pool.release(blocks)
-            for block in blocks:
-                truth[block] -= 1
-        check_pool(pool)
-        assert pool.free == sum(1 for count in truth.values() if not count)
-    for blocks in users:
-        pool.release(blocks)
-    assert pool.free == pool.total
 
 
 def test_hash_chain_is_fixed_for_ever():

@@ -124,33 +124,6 @@ def test_the_context_limit_ends_a_request(tiny):
     assert req.finish is Finish.LENGTH
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_forks_answer_as_requests_of_their_own(device, tmp_path):
-    """Prompts that fill no block, two blocks, and some blocks and a part of one."""
-    make_tiny("Qwen3ForCausalLM", tmp_path, **GPU_SIZES)
-    options = ON_GPU | {"batch_invariant": True} if device == "cuda" else {}
-    options |= {"max_num_batched_tokens": 40}
-
-    def drawn(forks: bool) -> tuple[list[list[int]], list[int]]:
-        engine = make(tmp_path, **options)
-        requests = []
-        for length in (5, 32, 71):
-            for choice in range(3):
-                fork = {"fork_of": f"{length}.0"} if forks and choice else {}
-                params = SAMPLED | {"choice": choice, **fork}
-                requests.append(submit(engine, f"{length}.{choice}", prompt(length), **params))
-        drain(engine)
-        size = engine.pool.block_size
-        return [output(req) for req in requests], [req.cached_tokens // size for req in requests]
-
-    alone, _ = drawn(forks=False)
-    forked, shared = drawn(forks=True)
-    assert forked == alone
-    assert shared[:3] == [0, 0, 0]
-    assert shared[7] == shared[8] > 0
-    assert len({tuple(tokens) for tokens in alone}) == 9
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", DIFFERENCES)
 def test_a_gpu_in_bfloat16_answers_as_transformers_in_fp32_but_for_near_ties(

@@ -371,20 +371,6 @@ def test_smollm2_weights_equal_those_that_transformers_reads() -> None:
 # --- dummy
 
 
-@pytest.mark.parametrize("architecture", DIFFERENCES)
-def test_dummy_tensors_have_the_right_shapes_and_are_equal_every_time(
-    tmp_path: Path, architecture: str
-) -> None:
-    model = make_tiny(architecture, tmp_path).to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    config = tmp_path / "config.json"
-    first, second = read_all(config, "dummy"), read_all(tmp_path, "dummy")
-    assert {name: tuple(tensor.shape) for name, tensor in first.items()} == shapes
-    assert_same(first, second)
-    assert {tensor.dtype for tensor in first.values()} == {torch.bfloat16}
-
-
 def test_dummy_values_are_spread_like_fresh_weights_and_no_two_rows_are_alike(
     tmp_path: Path,
 ) -> None:

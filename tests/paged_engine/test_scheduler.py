@@ -38,17 +38,6 @@ def test_a_long_prompt_is_cut_to_the_budget_and_decodes_go_first():
     assert step(scheduler) == [("short", 14, 1), ("whole", 0, 64)]
 
 
-def test_an_equal_prefix_is_computed_once():
-    scheduler = make()
-    prompt = list(range(100, 150))
-    scheduler.add(request("first", prompt))
-    drain(scheduler)
-    second = request("second", prompt)
-    scheduler.add(second)
-    assert step(scheduler) == [("second", 48, 2)]
-    assert second.cached_tokens == 48
-
-
 def test_after_a_reset_nothing_from_before_is_found():
     """Also not what a request that ran then computes later: it is computed from KV of before."""
     scheduler = make(max_num_batched_tokens=32)
@@ -80,14 +69,6 @@ def test_after_a_reset_nothing_from_before_is_found():
     assert again.token_ids == after.token_ids
     scheduler.kept.release("ended")
     assert scheduler.pool.free == scheduler.pool.total
-
-
-def test_a_salt_keeps_caches_apart():
-    scheduler = make()
-    scheduler.add(request("first", list(range(64)), cache_salt="a"))
-    drain(scheduler)
-    scheduler.add(request("second", list(range(64)), cache_salt="b"))
-    assert step(scheduler)[0] == ("second", 0, 64)
 
 
 @pytest.mark.parametrize(

@@ -64,18 +64,6 @@ def test_what_is_fetched_keeps_the_order_of_arrival():
     assert line.tokens == 0
 
 
-def test_a_fork_never_comes_before_its_parent():
-    scheduler = make(4096, max_num_seqs=64)
-    scheduler.add(request("parent", 300))
-    parent = scheduler.get("parent")
-    fork = Request.from_submit(
-        Submit("fork", list(parent.token_ids), parent.params, fork_of="parent"), 0.0
-    )
-    scheduler.add(fork)
-    assert fork.turn > parent.turn
-    assert ends(scheduler) == ["parent", "fork"]
-
-
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 2_000), st.integers(0, 1)), min_size=1, max_size=60))
 def test_later_arrivals_overtake_nobody_by_more_than_his_own_length(
