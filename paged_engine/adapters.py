@@ -125,22 +125,22 @@ class AdapterStore:
 
     def __init__(
         self,
+        config: EngineConfig,
         model: ModelConfig,
         linears: Sequence[Mapping[str, Any]],
-        *,
-        slots: int,
-        max_rank: int,
         dtype: torch.dtype,
+        rank_multiple: int = 1,
     ) -> None:
         """Allocate the slots. Raise ConfigError where a CPU's products are not batch-invariant."""
-        self._rank, self._dtype = max_rank, dtype
+        self._rank = -(-config.max_lora_rank // rank_multiple) * rank_multiple
+        self._dtype = dtype
         self._sites = [
             (site, layer[name])
             for sites, layer in zip(_sites_of(model), linears, strict=True)
             for name, site in sites.items()
         ]
         for site, linear in self._sites:
-            linear.make_room(site, slots, max_rank, dtype)
+            linear.make_room(site, num_slots(config), self._rank, dtype)
 
     def install(self, slot: int, adapter: Adapter) -> None:
         """Put this rank's share into an unused slot, behind the steps so far."""

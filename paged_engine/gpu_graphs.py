@@ -81,30 +81,44 @@ class StepUploads:
 
     def decode_step(self, rows: int, *, adapted: bool = False) -> GpuStep:
         """Return the persistent buffers of the graph for `rows` decodes."""
-        return GpuStep(
+        sequences = self._sequences[:, :rows]
+        return self._step(
+            self._rows[:, :rows],
+            sequences,
             decodes=0 if self._chunks_only else rows,
-            token_ids=self._rows[0, :rows],
-            source=self._rows[1, :rows],
-            positions=self._rows[2, :rows],
-            blocks=self._rows[3, :rows],
-            offsets=self._rows[4, :rows],
-            context_lens=self._sequences[1, :rows],
-            tables=self._tables[:rows],
-            chunk_context_lens=self._sequences[1, :rows],
+            chunk_context_lens=sequences[1],
             query_starts=self._one_row_each[: rows + 1] if self._chunks_only else None,
             tiles=self._one_tile_each[:rows] if self._chunks_only else None,
             sampled_rows=None,
-            adapters=self._rows[5, :rows] if adapted else None,
+            adapted=adapted,
+        )
+
+    def _step(
+        self, rows: torch.Tensor, sequences: torch.Tensor, *, adapted: bool, **others: Any
+    ) -> GpuStep:
+        return GpuStep(
+            token_ids=rows[0],
+            source=rows[1],
+            positions=rows[2],
+            blocks=rows[3],
+            offsets=rows[4],
+            context_lens=sequences[1],
+            tables=self._tables[: sequences.shape[1]],
+            adapters=rows[5] if adapted else None,
+            **others,
         )
 
     def decode_tables(self, rows: int) -> None:
-        slots, contexts, newest = self._sequences[:, :rows]
+        self._fill_tables(self._sequences[:, :rows])
+
+    def _fill_tables(self, sequences: torch.Tensor) -> None:
+        slots, contexts, newest_blocks = sequences
         step_tables(
             slots,
             contexts,
-            newest,
+            newest_blocks,
             self._slot_tables,
-            self._tables[:rows],
+            self._tables[: sequences.shape[1]],
             block_size=self._block_size,
         )
 
@@ -184,30 +198,16 @@ class StepUploads:
             wanted_slots,
             into=into,
         )
-        tables = self._tables[: sequences.shape[1]]
-        all_slots, all_contexts, newest_blocks = sequences
-        step_tables(
-            all_slots,
-            all_contexts,
-            newest_blocks,
-            self._slot_tables,
-            tables,
-            block_size=self._block_size,
-        )
-        step = GpuStep(
+        self._fill_tables(sequences)
+        step = self._step(
+            rows,
+            sequences,
             decodes=decodes,
-            token_ids=rows[0],
-            source=rows[1],
-            positions=rows[2],
-            blocks=rows[3],
-            offsets=rows[4],
-            context_lens=sequences[1],
-            tables=tables,
             chunk_context_lens=contexts,
             query_starts=starts if len(counts) else None,
             tiles=tiles_.view(-1, 2) if len(counts) else None,
             sampled_rows=wanted,
-            adapters=rows[5] if values.adapted else None,
+            adapted=values.adapted,
         )
         return step, slots
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from kvrelay.paged_engine.adapters import AdapterStore, num_slots
+from kvrelay.paged_engine.adapters import AdapterStore
 from kvrelay.paged_engine.before_loading import (
     RESERVE_BYTES,
     blocks_in,
@@ -202,13 +202,8 @@ class GpuRunner:
         self.rope_variant = self._decoder.rope_variant
         self.adapters: AdapterStore | None = None
         if config.adapter_slots:
-            self.adapters = AdapterStore(
-                model,
-                self._decoder.sites(),
-                slots=num_slots(config),
-                max_rank=-(-config.max_lora_rank // 16) * 16,  # a tensor core's tile
-                dtype=dtype,
-            )
+            tile = 16  # a tensor core's
+            self.adapters = AdapterStore(config, model, self._decoder.sites(), dtype, tile)
         self._chunks_only = config.batch_invariant
         # A step is measured over a pool of two blocks.
         self.pool = KVPool(

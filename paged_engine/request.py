@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvrelay.paged_engine.adapters import Loaded
     from kvrelay.paged_engine.speculation import NgramIndex
 
-__all__ = ["Chunk", "Fetch", "Request", "ScoredRows", "State", "StepPlan", "StopConditions"]
+__all__ = ["Chunk", "Fetch", "Request", "ScoredRows", "State", "StepPlan"]
 
 
 class State(enum.Enum):
@@ -203,50 +203,6 @@ class Request:
             told_s=told,
             draft_tokens=self.draft_tokens,
             accepted_tokens=self.accepted_tokens,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StopConditions:
-    """A model's and a context's conditions that end a request."""
-
-    eos: Collection[int]
-    max_model_len: int
-
-    def before_token(self, request: Request) -> Finish | None:
-        """Return why a request ends without the token just drawn, if so."""
-        if request.guide is None or not request.guide.spent:
-            return None
-        return Finish.STOP if request.guide.error is None else Finish.ERROR
-
-    def after_token(self, request: Request) -> Finish | None:
-        """Return why a request's newest token is its last one, if it is."""
-        params, token_id, guide = request.params, request.token_ids[-1], request.guide
-        if guide is not None:
-            guide.follow(request.token_ids, request.prompt_tokens)
-            if guide.error is not None:
-                return Finish.ERROR
-            if guide.over:
-                return Finish.STOP
-        if token_id in params.stop_token_ids or (token_id in self.eos and not params.ignore_eos):
-            return Finish.STOP
-        if (
-            request.output_tokens >= params.max_tokens
-            or len(request.token_ids) >= self.max_model_len
-        ):
-            return Finish.LENGTH
-        return None
-
-    def needs_tokens(self, request: Request) -> bool:
-        """Return whether nothing can be computed before pending tokens are known."""
-        outputs, total = request.output_tokens, len(request.token_ids)
-        pending = request.num_pending
-        return bool(request.proposals) or (
-            pending > 0
-            and (
-                outputs + pending >= request.params.max_tokens
-                or total + pending >= self.max_model_len
-            )
         )
 
 

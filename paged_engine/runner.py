@@ -12,7 +12,7 @@ import torch
 
 from kvrelay.kernels.linear import computed_rows
 from kvrelay.kernels.paged_attention import SequenceSpan, plan_attention
-from kvrelay.paged_engine.adapters import AdapterStore, num_slots
+from kvrelay.paged_engine.adapters import AdapterStore
 from kvrelay.paged_engine.before_loading import (
     CPU_POOL_BYTES,
     compute_dtype,
@@ -128,13 +128,7 @@ class CpuRunner:
         )
         self.adapters: AdapterStore | None = None
         if adapted:
-            self.adapters = AdapterStore(
-                model,
-                self._decoder.sites(),
-                slots=num_slots(config),
-                max_rank=config.max_lora_rank,
-                dtype=dtype,
-            )
+            self.adapters = AdapterStore(config, model, self._decoder.sites(), dtype)
         self.max_num_batched_tokens = config.max_num_batched_tokens or _STEP_TOKENS
         self.max_num_seqs = config.max_num_seqs or 64
         # The first exp() of two OpenMP threads at once may be off by 7e-4 (MKL 2024.2).

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 
 from kvrelay.paged_engine.blocks import BlockPool, KeptBlocks
-from kvrelay.paged_engine.request import Chunk, Fetch, Request, State, StepPlan, StopConditions
+from kvrelay.paged_engine.request import Chunk, Fetch, Request, State, StepPlan
 from kvrelay.paged_engine.speculation import Speculation
 from kvrelay.paged_engine.waiting import WaitingQueue
 from kvrelay.wire.announced import Announced
@@ -40,7 +40,7 @@ class Scheduler:
         self.budget = StepBudget(max_num_batched_tokens, block_size)
         """Replaced by measure_steps."""
         self._max_num_seqs = max_num_seqs
-        self._stop_conditions = StopConditions(frozenset(eos_token_ids), max_model_len)
+        self._eos, self._max_model_len = frozenset(eos_token_ids), max_model_len
         self._prefix_cache = prefix_cache
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue(self._requests, block_size)
@@ -97,7 +97,7 @@ class Scheduler:
         request.state = State.RUNNING
         self._running.append(request)
         self._publish(request)
-        if generated and (over := self._stop_conditions.after_token(request)) is not None:
+        if generated and (over := self._end_after(request)) is not None:
             self._end(request, over)
 
     def fail_fetch(self, request_id: str, reason: str, verified: int = 0) -> None:
@@ -165,14 +165,14 @@ class Scheduler:
             self._max_num_seqs - len(plan.chunks),
         )
         chunks = self.speculation.with_proposals(
-            plan.chunks, max(0, left), self._stop_conditions.max_model_len, self._room_for
+            plan.chunks, max(0, left), self._max_model_len, self._room_for
         )
         return StepPlan(chunks, plan.fetches, plan.offers)
 
     def _schedule_running(
         self, request: Request, chunks: list[Chunk], room: StepRoom | None
     ) -> None:
-        if request.state is not State.RUNNING or self._stop_conditions.needs_tokens(request):
+        if request.state is not State.RUNNING or self._waits_for_tokens(request):
             return
         tokens = 1 if room is None else room.take(request.uncomputed, request.num_computed)
         if not tokens:
@@ -180,9 +180,7 @@ class Scheduler:
         chunk = Chunk.next_for(request, tokens)
         while not self._grow(request, chunk.start + chunk.count):
             # Blocks of a request whose last token is pending are free or held soon.
-            going_on = [
-                r for r in self._running if not (r.offered or self._stop_conditions.needs_tokens(r))
-            ]
+            going_on = [r for r in self._running if not (r.offered or self._waits_for_tokens(r))]
             victim = max(going_on, key=lambda r: r.turn, default=None)
             if victim is None:
                 return
@@ -321,15 +319,40 @@ class Scheduler:
         request.num_pending -= 1
         if request.finish is not None:
             return request.finish
-        over = self._stop_conditions.before_token(request)
-        if over is None:
+        guide, over = request.guide, None
+        if guide is not None and guide.spent:
+            over = Finish.STOP if guide.error is None else Finish.ERROR
+        else:
             request.token_ids.append(token_id)
             request.new_tokens.append(token_id)
             request.mark_token(now)
-            over = self._stop_conditions.after_token(request)
+            over = self._end_after(request)
         if over is not None:
             self._end(request, over)
         return request.finish
+
+    def _end_after(self, request: Request) -> Finish | None:
+        params, token_id, guide = request.params, request.token_ids[-1], request.guide
+        if guide is not None:
+            guide.follow(request.token_ids, request.prompt_tokens)
+            if guide.error is not None:
+                return Finish.ERROR
+            if guide.over:
+                return Finish.STOP
+        if token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos):
+            return Finish.STOP
+        return Finish.LENGTH if self._is_last(request, 0) else None
+
+    def _is_last(self, request: Request, pending: int) -> bool:
+        return (
+            request.output_tokens + pending >= request.params.max_tokens
+            or len(request.token_ids) + pending >= self._max_model_len
+        )
+
+    def _waits_for_tokens(self, request: Request) -> bool:
+        """Return whether nothing can be computed before pending tokens are known."""
+        pending = request.num_pending
+        return bool(request.proposals) or (pending > 0 and self._is_last(request, pending))
 
     def _end(self, request: Request, why: Finish) -> None:
         if request.state is State.RUNNING:
