@@ -42,7 +42,6 @@ class Loaded:
 
     @property
     def identity(self) -> str:
-        """Return name and digest: what its KV is hashed with."""
         return f"{self.facts.name}@{self.facts.digest}"
 
 
@@ -177,7 +176,6 @@ class Adapters:
         store: AdapterStore,
         given: Sequence[Adapter],
     ) -> None:
-        """Put `given` into slots; `model` is the whole model."""
         self._model, self._ranks, self._store = model, ranks, store
         self._limit, self._max_rank = config.adapter_slots, config.max_lora_rank
         self._free = list(reversed(range(num_slots(config))))
@@ -215,7 +213,6 @@ class Adapters:
         return self._named[name].facts
 
     def follow(self, message: bytes) -> None:
-        """Load what rank 0 loads; a failure is told to it alone."""
         slot, name, path = msgspec.msgpack.decode(
             message.removeprefix(ABOUT_ADAPTERS), type=tuple[int, str, str]
         )
@@ -246,13 +243,11 @@ class Adapters:
         self._named[name] = Loaded(slot, AdapterFacts(name, adapter.digest, adapter.rank))
 
     def retire(self, name: str) -> None:
-        """Let no request begin with this adapter any more."""
         loaded = self._named.pop(name, None)
         if loaded is not None:
             self._ending.add(loaded.slot)
 
     def free_unused(self, live: Iterable[Request]) -> None:
-        """Free slots of retired adapters that no request uses."""
         if self._ending:
             used = {each.adapter.slot for each in live if each.adapter is not None}
             freed = self._ending - used

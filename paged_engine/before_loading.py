@@ -1,6 +1,7 @@
 """Check before weights are read or downloaded: can a device serve a model, in how much memory?
 
-Needs the settings and config.json (or a GGUF header). Imports torch only to look for a device.
+Needs the settings and config.json (or a GGUF header), and refuses by ConfigError. Imports torch only
+to look for a device.
 """
 
 from __future__ import annotations
@@ -108,7 +109,6 @@ def least_weight_bytes(config: ModelConfig, ranks: int, *, dtype: str, quantize:
 
 
 def checked_model(config: EngineConfig, device: str) -> ModelConfig:
-    """Read the model's config. Raises ConfigError if the device cannot serve it."""
     model = read_model_config(config.model, config.load_format)
     if config.max_model_len > model.max_position:
         raise ConfigError(
@@ -130,7 +130,6 @@ def checked_model(config: EngineConfig, device: str) -> ModelConfig:
 def fit_pool(
     config: EngineConfig, shard: ModelConfig, device: str, pool_bytes: int
 ) -> tuple[int, int]:
-    """Return how many blocks fit, and the longest context. Raises ConfigError."""
     block_size = config.block_size or default_block_tokens(device)
     dtype = kv_dtype_name(config, shard, device)
     num_blocks = blocks_in(shard, pool_bytes=pool_bytes, block_size=block_size, dtype=dtype)
@@ -140,7 +139,6 @@ def fit_pool(
 
 
 def compute_dtype(config: EngineConfig, model: ModelConfig, device: str) -> str:
-    """Return the computation's dtype. Raises ConfigError if the device has none."""
     wanted = config.dtype
     if device == "cpu":
         # bf16 products are ten times slower on CPUs without bf16 units.
@@ -175,7 +173,6 @@ def least_memory(config: EngineConfig, model: ModelConfig, device: str) -> tuple
 
 
 def check_engine(config: EngineConfig) -> None:
-    """Raise ConfigError if this host's ranks cannot work as configured."""
     ranks = config.tensor_parallel_size_local or config.tensor_parallel_size
     checked_model(config, choose_device(config.device, ranks - 1).type)
 

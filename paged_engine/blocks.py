@@ -31,8 +31,6 @@ class Changes:
 
 
 class BlockPool:
-    """A pool of all KV blocks; `num_blocks` counts the null block."""
-
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
@@ -70,7 +68,6 @@ class BlockPool:
         return found
 
     def free_after(self, shared: Iterable[int]) -> int:
-        """Return how many blocks would be free once `shared` were taken."""
         return len(self._free) - sum(1 for block in shared if not self._references[block])
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -119,7 +116,6 @@ class BlockPool:
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block of a request, in the order of its tokens."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if not self._references[block]:

@@ -80,7 +80,6 @@ class CpuOperations:
         return AdaptedLinear(linear, self) if self._adapted else linear
 
     def fewest_rows(self, *shapes: tuple[int, ...]) -> int:
-        """Do what `fewest_rows` does for weights of these shapes."""
         generator = torch.Generator().manual_seed(0)
         for shape in shapes:
             if shape not in self._fewest:

@@ -191,7 +191,6 @@ class Decoder:
         return self._operations.add_normed_linear(hidden, x, linear, norm)
 
     def sites(self) -> list[dict[str, Any]]:
-        """Return each layer's linear layers that take adapters: qkv, o, up and down."""
         return [
             {"qkv": layer.qkv, "o": layer.o}
             | ({"up": layer.up, "down": layer.down} if layer.router is None else {})

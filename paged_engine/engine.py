@@ -105,15 +105,12 @@ class _InFlight:
 
 
 class Engine:
-    """A loaded model that serves requests step by step."""
-
     def __init__(
         self,
         config: EngineConfig,
         ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Load the model, as rank 0 of `ranks`. Raises ConfigError."""
         self._clock = clock
         self.device = choose_device(config.device)
         self.model: ModelConfig = checked_model(config, self.device.type)
@@ -203,7 +200,6 @@ class Engine:
         self._runner.close()
 
     def request(self, submit: Submit, now: float) -> Request:
-        """Return a request with its adapter. Raises AdapterNotLoaded."""
         adapter = None
         if submit.adapter:
             adapter = None if self.adapters is None else self.adapters.named(submit.adapter)
@@ -317,7 +313,6 @@ class Engine:
 
 
 def broadcast_aside(ranks: Ranks, message: bytes) -> None:
-    """Send the other ranks a message that is not about a step."""
     ranks.broadcast(_ASIDE + message)
 
 

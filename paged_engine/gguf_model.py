@@ -53,7 +53,6 @@ class GgufFile:
             raise ConfigError(f"{path} is not a readable GGUF file: {why}") from why
 
     def load(self, name: str) -> torch.Tensor:
-        """Return a tensor as float32."""
         import torch  # the header needs none
 
         place = self.tensors[name]
@@ -106,7 +105,6 @@ _NAMES = {
 
 
 def gguf_model_config(file: GgufFile) -> ModelConfig:
-    """Return the ModelConfig of a GGUF file. Raises ConfigError for what is not served."""
     fields = Fields(file.metadata, str(file.path))
     arch = _arch(fields)
     if fields.integer(f"{arch}.expert_count", 0):
@@ -157,7 +155,6 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
 
 
 def gguf_tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, tensor). Raises ConfigError if one is missing or unknown."""
     names = {name: _gguf_name(name) for name in tensor_shapes(config)}
     check_names(set(file.tensors) - {_ROPE_FACTORS}, names.values(), str(file.path))
     interleaved = _arch(Fields(file.metadata, str(file.path))) == "llama"

@@ -80,7 +80,6 @@ class StepUploads:
         return self._decodes[-1]
 
     def decode_step(self, rows: int, *, adapted: bool = False) -> GpuStep:
-        """Return the persistent buffers of the graph for `rows` decodes."""
         sequences = self._sequences[:, :rows]
         return self._step(
             self._rows[:, :rows],
@@ -123,7 +122,6 @@ class StepUploads:
         )
 
     def decodes(self, values: StepValues) -> None:
-        """Upload a decode step into the graphs' buffers, padded."""
         count = values.rows.shape[1]
         self._turn = (self._turn + 1) % _UPLOADS
         pinned = self._pinned_decodes[self._turn]

@@ -92,7 +92,6 @@ class GpuOperations:
         self._logits: torch.Tensor | None = None
 
     def plan(self, step: GpuStep, block_size: int) -> None:
-        """Cut the decodes' keys among the multiprocessors, for all layers."""
         if step.decodes:
             for window, workspace in self._workspaces.items():
                 plan_decode(
@@ -297,8 +296,6 @@ class GpuOperations:
 
 
 class AdaptedLinear:
-    """A linear layer with its rows' adapters, and GpuLinear's methods."""
-
     def __init__(self, base: Linear, operations: GpuOperations) -> None:
         self.out_features, self.in_features = base.out_features, base.in_features
         self._base, self._operations = base, operations
@@ -306,7 +303,6 @@ class AdaptedLinear:
         self._down = self._up = torch.empty(0)
 
     def make_room(self, site: Site, slots: int, rank: int, dtype: torch.dtype) -> None:
-        """Allocate the matrices of all slots."""
         assert (sum(site.rows), site.in_features) == (self.out_features, self.in_features)
         self._widths, device = site.rows, self._base.device
         self._down = torch.zeros(

@@ -67,7 +67,6 @@ class GpuBudget:
     def measure(
         cls, device: torch.device, utilization: float, least_weight_bytes: int
     ) -> GpuBudget:
-        """Raise ConfigError if less than the allowed share is free, or weights need all of it."""
         free, total = torch.cuda.mem_get_info(device)
         allowed = int(total * utilization)
         if allowed > free:

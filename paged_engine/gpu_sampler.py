@@ -96,7 +96,6 @@ class GpuSampler:
         )
 
     def set(self, slot: int, params: SamplingParams, token_index: int, newest: int) -> None:
-        """Set what a slot samples next: an unadjusted request."""
         self._features[slot] = _features(params, token_index)
         nothing = _pairs(np.zeros(0, np.int32), np.zeros(0, np.float32))
         self._staged[slot] = _Admission(self._record(params, token_index), newest, None, nothing)
@@ -147,7 +146,6 @@ class GpuSampler:
 
     @torch.inference_mode()
     def read(self, logits: torch.Tensor, tokens: torch.Tensor, plan: SamplePlan) -> Sampled:
-        """Return what the host is to be told of drawn tokens."""
         if plan.logprob_rows is None:
             return Sampled(tokens, plan, None)
         most = max(plan.logprobs.values())

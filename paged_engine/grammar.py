@@ -190,7 +190,6 @@ class Grammars:
                 tokens.append(int(allowed[pick.randrange(len(allowed))]))
 
     def as_lark(self, constraint: Constraint) -> Constraint:
-        """Return an accepted constraint as Lark, which compiles without Python."""
         return Constraint("lark", self._lark(constraint), field=constraint.field)
 
     def _lark(self, constraint: Constraint) -> str:

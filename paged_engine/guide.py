@@ -86,7 +86,6 @@ class Guide:
 
     @property
     def spent(self) -> bool:
-        """Return whether the answer ends without one more token."""
         return self.exhausted or self.error is not None
 
     def follow(self, token_ids: Sequence[int], prompt_tokens: int) -> None:
@@ -99,7 +98,6 @@ class Guide:
         self.check()
 
     def check(self) -> None:
-        """Note whether the matcher has stopped or failed."""
         if self.matcher is None or self.error is not None:
             return
         if self.matcher.is_error():

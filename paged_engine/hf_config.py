@@ -229,7 +229,6 @@ def _windows(fields: Fields) -> tuple[int, tuple[int, ...]]:
 
 
 def parse_quantization(fields: Fields) -> Quantization | None:
-    """Return what a config.json says of fp8 weights, if anything. Raises ConfigError."""
     section = fields.section("quantization_config")
     if not section.values:
         return None

@@ -19,8 +19,6 @@ FP8 = torch.float8_e4m3fn
 
 
 class KVPool:
-    """A rank's KV pool: `layers` for kernels, `address` and `block_bytes` for transfers."""
-
     def __init__(
         self,
         config: ModelConfig,

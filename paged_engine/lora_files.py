@@ -63,7 +63,6 @@ class Adapter:
 
 
 def check_adapter(path: str, max_rank: int) -> None:
-    """Raise ConfigError if a folder's config is not one that is served."""
     rank = _read_config(Path(path))["r"]
     if rank > max_rank:
         raise _rank_above(path, rank, max_rank)

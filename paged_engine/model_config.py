@@ -61,8 +61,6 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """A description of which linear weights are stored as fp8 * scale."""
-
     ignored: tuple[str, ...]
     """Names, parts of names at dots, or re:REGEX."""
     block: tuple[int, int] | None = None
@@ -83,8 +81,6 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
-    """An MLP that is a weighted sum of few of many small ones, chosen per token."""
-
     experts: int
     per_token: int
     intermediate_size: int

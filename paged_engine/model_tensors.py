@@ -69,7 +69,6 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def quantized_weights(config: ModelConfig) -> set[str]:
-    """Return the checkpoint's tensors that are fp8 with a scale beside them."""
     quantization = config.quantization
     if quantization is None:
         return set()
@@ -118,7 +117,6 @@ def _layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]
 
 
 def stored_weights(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Return the checkpoint's tensor names and our weights in each."""
     stored: dict[str, tuple[str, ...]] = {}
     for ours in weight_shapes(config):
         theirs = _stored_name(config, ours)
@@ -133,7 +131,6 @@ def _stored_name(config: ModelConfig, ours: str) -> str:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor of a checkpoint."""
     shapes = weight_shapes(config)
     return {
         theirs: (sum(shapes[name][0] for name in ours), *shapes[ours[0]][1:])

@@ -76,7 +76,6 @@ def _scale(
 def dequantized(
     tensors: Iterable[tuple[str, torch.Tensor]], config: ModelConfig, dtype: torch.dtype
 ) -> tuple[Iterator[tuple[str, torch.Tensor]], ModelConfig]:
-    """Return the same model without fp8, one weight in memory at a time."""
     if config.quantization is None:
         return iter(tensors), config
     kept = {name for name in quantized_weights(config) if config.quantization.keeps(name)}
@@ -118,7 +117,6 @@ def _plain(
 def quantized(
     tensors: Iterable[tuple[str, torch.Tensor]], config: ModelConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield plain tensors, in fp8 where the config keeps that."""
     fp8, quantization = quantized_weights(config), config.quantization
     for name, tensor in tensors:
         if name in fp8 and quantization is not None and quantization.keeps(name):

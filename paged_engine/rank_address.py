@@ -21,7 +21,6 @@ _SIOCGIFADDR = 0x8915
 
 
 def check_rank_0(address: str) -> None:
-    """Raise ConfigError if the rank 0 of this host cannot be met at `host:port`."""
     host, _, port = address.rpartition(":")
     try:
         _bound(host, 0).close()
@@ -49,7 +48,6 @@ def listen_for_ranks(address: str) -> socket.socket:
 
 
 def is_of_this_host(host: str) -> bool:
-    """Return whether servers can listen at `host` here."""
     try:
         _bound(host, 0, socket.AF_UNSPEC).close()
     except OSError:
@@ -71,7 +69,6 @@ def _bound(host: str, port: int, family: int = socket.AF_INET) -> socket.socket:
 
 
 def address_towards(address: str, family: int = socket.AF_UNSPEC) -> str:
-    """Return this host's address on the way to `host:port`. Raises ConfigError."""
     host, _, port = address.rpartition(":")
     try:
         found, kind, _, _, place = socket.getaddrinfo(host, int(port), family, socket.SOCK_DGRAM)[0]

@@ -84,7 +84,6 @@ class TorchRanks:
             ) from why
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' x, written into x."""
         torch.distributed.all_reduce(x)
         return x
 

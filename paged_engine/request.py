@@ -32,8 +32,6 @@ class State(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request: its tokens, and KV of the first `num_computed` in `blocks`."""
-
     request_id: str
     token_ids: list[int]
     prompt_tokens: int
@@ -122,7 +120,6 @@ class Request:
 
     @property
     def turn(self) -> tuple[int, int, int]:
-        """Return the sort key of service; the last one in order is preempted first."""
         return self.priority, self.rank, self.order
 
     @property
@@ -137,7 +134,6 @@ class Request:
         )
 
     def with_tokens(self, proposals: Iterable[int]) -> Request:
-        """Return a copy with more tokens, for a sampler."""
         return replace(self, token_ids=[*self.token_ids, *proposals])
 
     def to_score(self, start: int, end: int) -> range:
@@ -156,7 +152,6 @@ class Request:
             self.first_step, self.first_step_s = start, now
 
     def mark_started(self, launched: float, now: float) -> None:
-        """Note that a step launched behind another begins now."""
         if self.first_scheduled_s == launched:
             self.first_scheduled_s = now
         if self.first_step_s == launched:
@@ -226,7 +221,6 @@ class Chunk:
 
     @property
     def token_ids(self) -> list[int]:
-        """Return the tokens to compute, without pending ones."""
         return self.request.token_ids[self.start : self.start + self.count] + list(self.proposals)
 
     @classmethod
@@ -239,8 +233,6 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """A step's scored positions, in the order of its chunks."""
-
     targets: list[int]
     parts: list[tuple[Request, int]]
     most: int
@@ -271,4 +263,3 @@ class StepPlan:
     chunks: list[Chunk]
     fetches: list[Fetch]
     offers: list[Request]
-    """Requests that hold KV for a reader and have just begun."""

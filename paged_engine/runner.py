@@ -83,7 +83,6 @@ class CpuStepDone:
         return self.tokens, self.logprobs
 
     def scores(self) -> Iterable[tuple[Request, list[TokenLogprobs]]]:
-        """Return the log-probabilities of scored positions by request, after wait()."""
         return () if self.prompt_scores is None else self.prompt_scores.by_request()
 
 
@@ -101,7 +100,6 @@ class CpuRunner:
         weights: Iterable[tuple[str, torch.Tensor]],
         ranks: Ranks,
     ) -> None:
-        """Load weights and allocate the pool. Raises ConfigError."""
         torch.set_num_threads(config.threads_on(os.cpu_count() or 1))
         device = torch.device("cpu")
         dtype: torch.dtype = getattr(torch, compute_dtype(config, model, device.type))
@@ -140,7 +138,6 @@ class CpuRunner:
         return request.guide is None
 
     def launch(self, chunks: Sequence[Chunk]) -> CpuStepDone:
-        """Write the chunks' KV and sample a token for each of their sampled rows."""
         rows = [
             (chunk.request, chunk.proposals[:ahead])
             for chunk in chunks

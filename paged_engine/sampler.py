@@ -16,8 +16,6 @@ __all__ = ["SLICE_ROWS", "Columns", "PromptScores", "Sampler", "scores_of"]
 
 
 class Sampler:
-    """A sampler without state."""
-
     def __init__(self, eos_token_ids: Collection[int]) -> None:
         self._eos = tuple(eos_token_ids)
 

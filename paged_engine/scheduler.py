@@ -197,7 +197,6 @@ class Scheduler:
 
     @property
     def needs_tokens(self) -> bool:
-        """Return whether the step in flight must end before the next is scheduled."""
         return self.speculation.needs_tokens(self._running, self._max_num_seqs)
 
     def _admit(

@@ -56,7 +56,6 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
 def shard_weights(
     weights: Iterable[tuple[str, torch.Tensor]], config: ModelConfig, rank: int, size: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a rank holds of each weight of the whole model `config`."""
     for name, weight in weights:
         yield name, _shard(name, weight, config, rank, size) if size > 1 else weight
 
@@ -67,7 +66,6 @@ def kv_head_range(num_kv_heads: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def vocab_shard(vocab_size: int, rank: int, size: int) -> slice:
-    """Return the rows of the output layer that a rank computes."""
     rows = -(-vocab_size // size)
     return slice(rank * rows, min((rank + 1) * rows, vocab_size))
 

@@ -58,13 +58,11 @@ class Speculation:
     longest: int = 1
     shortest: int = 1
     can_speculate: Callable[[Request], bool] = field(default=lambda request: True)
-    """True if this device's sampler can draw several rows of a request at once."""
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
 
     def proposals(self, request: Request, limit: int) -> tuple[int, ...]:
-        """Return up to `limit` tokens that may follow the known ones."""
         limit = min(limit, self.tokens, request.params.max_tokens - request.output_tokens - 1)
         waits = request.output_tokens < request.no_draft_before
         if limit <= 0 or waits or not self.can_speculate(request):
@@ -99,14 +97,12 @@ class Speculation:
         return extended
 
     def needs_tokens(self, running: Sequence[Request], seats: int) -> bool:
-        """Return whether the next proposals depend on pending tokens."""
         suggests = self.tokens > 0 and len(running) < min(seats, ROWS)
         return any(
             r.proposals or (suggests and r.num_pending and self.proposals(r, 1)) for r in running
         )
 
     def accept(self, request: Request, drawn: Sequence[int]) -> Sequence[int]:
-        """Return which tokens drawn at a chunk's rows are the request's."""
         proposals, request.proposals = request.proposals, ()
         agreed = 0
         while agreed < len(proposals) and drawn[agreed] == proposals[agreed]:

@@ -78,7 +78,6 @@ def smallest_shape(values: StepValues, shapes: Sequence[StepShape]) -> StepShape
 
 
 def padded(values: StepValues, shape: StepShape, *, null_slot: int, block_size: int) -> StepValues:
-    """Return the step in this shape; `null_slot` has null blocks."""
     decodes, prompts = values.decodes, len(values.counts) - values.decodes
     spare = shape.prompt_rows - (values.rows.shape[1] - decodes)
     rows = np.repeat(PADDING_ROW[:, None], shape.decodes + shape.prompt_rows, axis=1)

@@ -64,7 +64,6 @@ class StepValues:
 
     @property
     def is_decode(self) -> bool:
-        """Return whether every sequence has one row, and samples."""
         one_row_each = len(self.sampled_rows) == self.rows.shape[1] == self.sequences.shape[1]
         return bool(one_row_each and not len(self.scored_rows))
 
@@ -221,7 +220,6 @@ def _by_rows(chunk: Chunk) -> int:
 
 
 def null_step(counts: Sequence[int], block_size: int, adapter: int) -> StepValues:
-    """Return a step of sequences of these lengths in the null block."""
     counts = sorted(counts, key=lambda count: count > 1)
     rows = np.zeros((len(PADDING_ROW), sum(counts)), np.int32)
     rows[1] = -1

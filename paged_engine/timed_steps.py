@@ -39,8 +39,6 @@ _PIECE_BLOCKS = 16  # 128 MiB of an 8B model
 
 
 class TimedSteps:
-    """A timer of steps of an engine that nobody else uses."""
-
     def __init__(
         self,
         engine: Engine,
@@ -68,7 +66,6 @@ class TimedSteps:
     def grow(self, request: Request, tokens: int) -> None: ...
 
     def request(self, prompt_tokens: int, max_tokens: int, filled: int = 0) -> Request:
-        """Return a greedy request of random tokens, the first `filled` computed."""
         self._made += 1
         at = self._rng.randrange(len(self._words) - prompt_tokens + 1)
         # No two have a prefix in common.
@@ -229,7 +226,6 @@ _SHORTEST_S = 0.02
 
 
 def measure_steps(engine: Engine, config: EngineConfig) -> StepCosts:
-    """Measure an idle engine's steps, and have it keep them to max_gap_ms."""
     kind = engine.device.type
     points = _points(engine, _LIMIT_S[kind])
     costs = fitted_costs(points)

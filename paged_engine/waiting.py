@@ -41,7 +41,6 @@ class WaitingQueue:
         return bool(self._line)
 
     def add(self, request: Request, cached: int = 0) -> None:
-        """Queue a request whose first `cached` tokens need not be computed."""
         request.state = State.WAITING
         request.shared = max(cached, self._forked(request) * self._block_size)
         request.work = 0 if request.fetch is not None else request.uncomputed - request.shared
