@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,6 @@ __all__ = [
     "FP8",
     "RESERVE_BYTES",
     "block_bytes",
-    "blocks_in",
     "bytes_per_head",
     "check_engine",
     "checked_model",
@@ -37,7 +37,6 @@ __all__ = [
     "kv_dtype_name",
     "least_memory",
     "least_weight_bytes",
-    "longest_context",
 ]
 
 FP8 = "float8_e4m3fn"
@@ -59,38 +58,6 @@ def bytes_per_head(config: ModelConfig, block_size: int, dtype: str) -> int:
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
     return config.num_kv_heads * bytes_per_head(config, block_size, dtype)
-
-
-def blocks_in(config: ModelConfig, *, pool_bytes: int, block_size: int, dtype: str) -> int:
-    """Return how many blocks fit. Raises ConfigError unless one fits beside the null block."""
-    block = block_bytes(config, block_size, dtype)
-    blocks = pool_bytes // block
-    if blocks < 2:
-        raise ConfigError(
-            f"a KV pool of {pool_bytes} bytes holds {blocks} blocks of {block} bytes; it needs at "
-            f"least {2 * block}: raise kv_cache_memory_bytes, or gpu_memory_utilization on a GPU"
-        )
-    return blocks
-
-
-def longest_context(
-    wanted: int, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: str
-) -> int:
-    """Return the longest prompt plus answer that model and pool allow; `wanted` is 0 for any.
-
-    Raises ConfigError naming the largest context if `wanted` does not fit.
-    """
-    room = (num_blocks - 1) * block_size
-    if wanted > room:
-        needed = (-(-wanted // block_size) + 1) * block_bytes(config, block_size, dtype)
-        have = num_blocks * block_bytes(config, block_size, dtype)
-        raise ConfigError(
-            f"max_model_len {wanted} does not fit: the KV pool of {have} bytes holds {room} "
-            f"tokens. Lower max_model_len to at most {room}, or make room for {needed} bytes: with "
-            "kv_cache_memory_bytes, or on a GPU with a higher gpu_memory_utilization or "
-            "kv_cache_dtype fp8"
-        )
-    return wanted or min(config.max_position, room)
 
 
 def least_weight_bytes(config: ModelConfig, ranks: int, *, dtype: str, quantize: bool) -> int:
@@ -128,14 +95,34 @@ def checked_model(config: EngineConfig, device: str) -> ModelConfig:
 
 
 def fit_pool(
-    config: EngineConfig, shard: ModelConfig, device: str, pool_bytes: int
+    config: EngineConfig,
+    shard: ModelConfig,
+    device: str,
+    pool_bytes: int,
+    minimum: Callable[[int], int] = lambda blocks: blocks,
 ) -> tuple[int, int]:
-    block_size = config.block_size or default_block_tokens(device)
-    dtype = kv_dtype_name(config, shard, device)
-    num_blocks = blocks_in(shard, pool_bytes=pool_bytes, block_size=block_size, dtype=dtype)
-    return num_blocks, longest_context(
-        config.max_model_len, shard, num_blocks=num_blocks, block_size=block_size, dtype=dtype
-    )
+    """Return how many blocks fit, at `minimum` of all ranks, and the longest context.
+
+    Raises ConfigError unless one block fits beside the null block, and for a context without room.
+    """
+    size = config.block_size or default_block_tokens(device)
+    block = block_bytes(shard, size, kv_dtype_name(config, shard, device))
+    if pool_bytes < 2 * block:
+        raise ConfigError(
+            f"a KV pool of {pool_bytes} bytes holds {pool_bytes // block} blocks of {block} bytes; "
+            f"it needs at least {2 * block}: raise kv_cache_memory_bytes, or "
+            "gpu_memory_utilization on a GPU"
+        )
+    blocks = minimum(pool_bytes // block)
+    wanted, room = config.max_model_len, (blocks - 1) * size
+    if wanted > room:
+        raise ConfigError(
+            f"max_model_len {wanted} does not fit: the KV pool of {blocks * block} bytes holds "
+            f"{room} tokens. Lower max_model_len to at most {room}, or make room for "
+            f"{(-(-wanted // size) + 1) * block} bytes: with kv_cache_memory_bytes, or on a GPU "
+            "with a higher gpu_memory_utilization or kv_cache_dtype fp8"
+        )
+    return blocks, wanted or min(shard.max_position, room)
 
 
 def compute_dtype(config: EngineConfig, model: ModelConfig, device: str) -> str:

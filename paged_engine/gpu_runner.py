@@ -17,12 +17,11 @@ import torch
 from kvrelay.paged_engine.adapters import AdapterStore
 from kvrelay.paged_engine.before_loading import (
     RESERVE_BYTES,
-    blocks_in,
     compute_dtype,
     default_block_tokens,
+    fit_pool,
     kv_dtype_name,
     least_weight_bytes,
-    longest_context,
 )
 from kvrelay.paged_engine.decoder import Decoder
 from kvrelay.paged_engine.gpu_graphs import GpuGraphs, StepUploads
@@ -167,8 +166,7 @@ class GpuRunner:
         least = least_weight_bytes(model, ranks.size, dtype=dtype_name, quantize=quantize)
         budget = GpuBudget.measure(device, config.gpu_memory_utilization, least)
         dtype: torch.dtype = getattr(torch, dtype_name)
-        kv_name = kv_dtype_name(config, model, device.type)
-        kv_dtype: torch.dtype = getattr(torch, kv_name)
+        kv_dtype: torch.dtype = getattr(torch, kv_dtype_name(config, model, device.type))
         self._device, self._ranks = device, ranks
         self._block_size = config.block_size or default_block_tokens(device.type)
         self.max_num_seqs = config.max_num_seqs or _MAX_NUM_SEQS
@@ -212,15 +210,8 @@ class GpuRunner:
         self._uploads = self._open_uploads(longest)
         self._run_largest_step(longest)
         pool_bytes = budget.for_kv(config.kv_cache_memory_bytes)
-        num_blocks = ranks.minimum(
-            blocks_in(model, pool_bytes=pool_bytes, block_size=self._block_size, dtype=kv_name)
-        )
-        self.max_model_len = longest_context(
-            config.max_model_len,
-            model,
-            num_blocks=num_blocks,
-            block_size=self._block_size,
-            dtype=kv_name,
+        num_blocks, self.max_model_len = fit_pool(
+            config, model, device.type, pool_bytes, ranks.minimum
         )
         self.pool = KVPool(
             model, num_blocks=num_blocks, block_size=self._block_size, dtype=kv_dtype, device=device

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -35,6 +36,7 @@ _BEFORE_LAYERS = ("", "model.", "model.decoder.", "language_model.model.", "mode
 # Fields that are refused unless empty.
 _NOT_SERVED = {
     "use_dora": "DoRA",
+    "bias": "biases",
     "lora_bias": "biases",
     "modules_to_save": "whole modules beside its matrices",
     "trainable_token_indices": "embeddings of its own",
@@ -45,6 +47,9 @@ _NOT_SERVED = {
 }
 # Initializations that change the base model's weights.
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq")
+
+# Fields that change what an adapter computes.
+_DECISIVE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 
 Matrices: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 """A [rank, in] and B [out, rank] of one projection, which adds B (A x); B is scaled."""
@@ -72,7 +77,8 @@ def read_adapter(path: str, model: ModelConfig, max_rank: int) -> Adapter:
     """Return the adapter in a folder, checked against the whole model. Raises ConfigError."""
     folder = Path(path)
     config = _read_config(folder)
-    digest = blake2b(json.dumps(_decisive(config), sort_keys=True).encode(), digest_size=16)
+    decisive = [config.get(name) or None for name in _DECISIVE]
+    digest = blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16)
     modules: dict[str, Matrices] = {}
     try:
         with safe_open(folder / _WEIGHTS, framework="pt") as file:
@@ -114,14 +120,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
         kind = config.get("peft_type") if isinstance(config, dict) else config
         raise ConfigError(f"adapter {folder} has peft_type {kind!r}; LORA is served")
     for field, what in _NOT_SERVED.items():
-        if config.get(field):
+        if config.get(field) not in (None, False, "none", [], {}, ""):
             raise ConfigError(
                 f"adapter {folder} has {what} ({field}), which is not served; train it without"
             )
-    if config.get("bias", "none") != "none":
-        raise ConfigError(
-            f"adapter {folder} has biases (bias {config['bias']!r}), which are not served; use none"
-        )
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_OTHER_BASE):
         raise ConfigError(
@@ -138,11 +140,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
                 f"{folder / _CONFIG}: {field} must be a positive number, got {config.get(field)!r}"
             )
     return config
-
-
-def _decisive(config: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
-    return {name: config.get(name) or None for name in names}
 
 
 def _pairs(keys: list[str], folder: Path) -> dict[str, dict[str, str]]:
@@ -173,8 +170,7 @@ def _placed(
     folder: Path,
 ) -> dict[str, Matrices]:
     ours = _our_names(module, model, folder)
-    shapes = weight_shapes(replace(model, quantization=None))
-    rows, columns = [shapes[f"{name}.weight"][0] for name in ours], shapes[f"{ours[0]}.weight"][1]
+    rows, columns = [shape[0] for shape in ours.values()], next(iter(ours.values()))[1]
     wanted = _by_pattern(config, "rank_pattern", module, config["r"])
     if (
         a.dim() != 2
@@ -204,20 +200,15 @@ def _placed(
     return dict(zip(ours, ((a, part) for part in (b.float() * scale).split(rows)), strict=True))
 
 
-def _our_names(module: str, model: ModelConfig, folder: Path) -> tuple[str, ...]:
+def _our_names(module: str, model: ModelConfig, folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return our projections of a module, and their shapes."""
     before, layers, rest = module.partition("layers.")
     if ".experts." in module:
         raise ConfigError(
             f"adapter {folder} has matrices for a mixture's experts ({module}), which are not "
             "served; train it for attention's projections only"
         )
-    places = {
-        theirs.removesuffix(".weight").partition("layers.")[2]: tuple(
-            name.removesuffix(".weight") for name in ours
-        )
-        for theirs, ours in stored_weights(replace(model, quantization=None)).items()
-        if theirs.endswith(".weight") and ours[0].split(".")[-2] in _TARGETS
-    }
+    places = _places(replace(model, quantization=None))
     if before not in _BEFORE_LAYERS or not layers or rest not in places:
         raise ConfigError(
             f"adapter {folder} is for module {module}, which {model.name} does not have or which "
@@ -225,6 +216,18 @@ def _our_names(module: str, model: ModelConfig, folder: Path) -> tuple[str, ...]
             "model if its names differ"
         )
     return places[rest]
+
+
+@lru_cache(1)  # 1 ms and more for each of hundreds of modules
+def _places(model: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    shapes = weight_shapes(model)
+    return {
+        theirs.removesuffix(".weight").partition("layers.")[2]: {
+            name.removesuffix(".weight"): shapes[name] for name in ours
+        }
+        for theirs, ours in stored_weights(model).items()
+        if theirs.endswith(".weight") and ours[0].split(".")[-2] in _TARGETS
+    }
 
 
 def _by_pattern(config: Mapping[str, Any], field: str, module: str, default: Any) -> Any:
