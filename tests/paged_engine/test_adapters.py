@@ -85,27 +85,6 @@ def test_an_adapter_answers_as_the_merged_model_does(architecture, tmp_path):
         assert answer(mine)[1] != pytest.approx(answer(plain)[1], abs=2e-2)
 
 
-def test_scales_and_ranks_by_pattern_are_those_of_peft(base, tmp_path):
-    adapter = make_adapter(
-        tmp_path / "a",
-        base,
-        seed=4,
-        rank=4,
-        alpha=6,
-        targets=("q_proj",),
-        use_rslora=True,
-        alpha_pattern={"q_proj": 8},
-    )
-    ours, theirs = (
-        make(base, enable_lora=True, lora_modules=(f"a={adapter}",)),
-        make(merged(tmp_path / "m", base, adapter, 8 / 2)),
-    )
-    mine, wanted = ask(ours, "a", prompt(40), "a"), ask(theirs, "m", prompt(40))
-    drain(ours)
-    drain(theirs)
-    assert answer(mine)[1] == pytest.approx(answer(wanted)[1], abs=2e-3)
-
-
 def test_a_mixed_batch_gives_each_request_the_bits_that_it_has_alone(base, two):
     prompts = [prompt(length, seed=length) for length in (3, 40, 90, 128, 33, 2)]
     names = ("", "one", "two", "one", "", "two")

@@ -48,6 +48,15 @@ def test_matrices_by_our_names_with_the_scale_in_b(base, tmp_path):
     assert adapter.rank == 4
 
 
+def test_scales_are_rank_stabilized_and_by_pattern(base, tmp_path):
+    """Of rank 4 and alpha 8: 8 / sqrt(4)."""
+    scaled = {"use_rslora": True, "alpha_pattern": {"q_proj": 8}}
+    folder = make_adapter(tmp_path / "a", base, seed=4, alpha=6, targets=("q_proj",), **scaled)
+    _, b = read(folder, base).modules["model.layers.0.self_attn.q_proj"]
+    stored = load_file(folder / "adapter_model.safetensors")
+    assert torch.equal(b, stored[f"{MODULE}.lora_B.weight"] * 4)
+
+
 def test_the_digest_is_of_the_content(base, tmp_path):
     one = make_adapter(tmp_path / "one", base, seed=1)
     same = make_adapter(tmp_path / "same", base, seed=1, target_modules="all-linear")

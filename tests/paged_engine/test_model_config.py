@@ -51,16 +51,12 @@ def config_of(folder: Path, architecture: str = "Llama", **changes: Any) -> Mode
         ("Llama", {"eos_token_id": 7}, {"num_kv_heads": 4, "head_dim": 16, "rope_theta": 1e4}),
         ("Llama", {}, {"window": 0, "qkv_bias": False, "o_bias": False, "mlp_bias": False}),
         ("Llama", {"eos_token_id": [7, 8]}, {"eos_token_ids": (7, 8), "dtype": "bfloat16"}),
-        ("Llama", {"num_key_value_heads": None, "head_dim": None}, {"num_kv_heads": 4}),
-        ("Llama", {"torch_dtype": ...}, {"dtype": "float32", "eos_token_ids": ()}),
         ("Llama", {"torch_dtype": ..., "dtype": "float16"}, {"dtype": "float16"}),
         ("Llama", BIASES, {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": False}),
         ("Qwen2", {}, {"qkv_bias": True, "o_bias": False, "mlp_bias": False, "qk_norm": False}),
         ("Qwen3", {}, {"qkv_bias": False, "o_bias": False, "qk_norm": True}),
         ("Mistral", {"sliding_window": 24}, {"windows": (24,)}),
-        ("Mistral", {"sliding_window": None}, {"windows": (0,)}),
         ("Qwen2", SLIDES | {"use_sliding_window": False, "max_window_layers": 0}, {"window": 0}),
-        ("Qwen3", SLIDES | {"max_window_layers": 4}, {"window": 0}),
         ("Qwen3", SLIDES | {"max_window_layers": 0}, {"windows": (24,)}),
         ("Qwen2", SLIDES | {"max_window_layers": 2}, {"full_attention_layers": (0, 1)}),
         (
@@ -80,7 +76,6 @@ def config_of(folder: Path, architecture: str = "Llama", **changes: Any) -> Mode
             EXPERTS | {"decoder_sparse_step": 3, "mlp_only_layers": [2], "norm_topk_prob": True},
             {"moe": MixtureOfExperts(128, 8, 768, True, (0, 1, 2, 3))},
         ),
-        ("Qwen3Moe", {"num_experts": 0}, {"moe": None}),
         (
             "Gemma2",
             {"hidden_act": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0},
@@ -123,7 +118,6 @@ def config_of(folder: Path, architecture: str = "Llama", **changes: Any) -> Mode
         # The limit is that of the extended context; some files hold it already.
         ("Llama", {"rope_scaling": YARN}, {"max_position": 512}),
         ("Llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, {"max_position": 2048}),
-        ("Llama", {"rope_parameters": LLAMA3_ROPE}, {"max_position": 512}),
     ],
 )
 def test_fields_are_read_as_transformers_reads_them(
@@ -186,11 +180,8 @@ def rope(**values: Any) -> dict[str, Any]:
         ("Llama", {"hidden_size": "64"}, "hidden_size must be a whole number, got '64'"),
         ("Llama", {"num_hidden_layers": 0}, "num_layers must be positive, got 0"),
         ("Llama", {"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
-        ("Llama", {"head_dim": 15}, "head_dim must be even.*15"),
         ("Llama", {"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
-        ("Llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
         ("Llama", {"eos_token_id": ["</s>"]}, "eos_token_id must be a list of whole numbers"),
-        ("Qwen2", SLIDES | {"layer_types": ["full_attention"]}, "name the kinds of 4 layers"),
         ("Qwen2", SLIDES | {"layer_types": "full_attention"}, "name the kinds of 4 layers"),
         ("Qwen2", SLIDES | {"layer_types": ["chunked"] * 4}, "layer_types 'chunked' is not"),
         ("Gemma2", {"hidden_activation": "gelu"}, "hidden_act 'gelu' is not .*; silu"),
