@@ -310,15 +310,11 @@ def row_masks(requests: Sequence[Request], vocab_size: int) -> RowMasks | None:
 
 def _fill(guides: Sequence[Guide], words: Words) -> None:
     bytes_each = words.shape[1] * words.itemsize
-    alone: list[tuple[Any, int]]
-    alone = [
-        (guide.matcher, place) for place, guide in enumerate(guides) if guide.matcher is not None
-    ]
-    together = [(m, place) for m, place in alone if isinstance(m, TimedMatcher) and not m.watched]
-    if len(together) > 1:
-        alone = [(m, place) for m, place in alone if not isinstance(m, TimedMatcher) or m.watched]
-    else:
-        together = []
+    matchers = [(guide.matcher, at) for at, guide in enumerate(guides) if guide.matcher is not None]
+    alone = [(matcher, at) for matcher, at in matchers if matcher.watched]
+    together = [(matcher, at) for matcher, at in matchers if not matcher.watched]
+    if len(together) == 1:
+        alone, together = matchers, []
     for matcher, place in alone:
         matcher.unsafe_compute_mask_ptr(words.ctypes.data + place * bytes_each, bytes_each)
     if together:

@@ -15,7 +15,7 @@ from grammar_doubles import EOS, JSON, SCHEMA, TOKENS, VOCAB, regex
 from tiny_models import make_tiny
 
 from kvrelay.paged_engine.engine import Engine
-from kvrelay.paged_engine.grammar import Grammars
+from kvrelay.paged_engine.grammar import Grammars, TimedMatcher
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.config import SpeculativeConfig
 from kvrelay.wire.engine_messages import Submit
@@ -51,7 +51,8 @@ def guided(
     request = Request.from_submit(
         Submit(name, prompt(9, seed=len(name)), own, generated=generated or []), 0.0
     )
-    request.guide = engine.guide(own, grammars.matcher(own.constraint) if own.constraint else None)
+    matcher = TimedMatcher(grammars.matcher(own.constraint)) if own.constraint else None
+    request.guide = engine.guide(own, matcher)
     engine.scheduler.add(request)
     return request
 
