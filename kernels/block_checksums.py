@@ -1,10 +1,9 @@
 """Checksums of KV blocks on a CPU, and their definition; GPU: `kernels/gpu_checksums.py`.
 
-Each KV head's slice of a block has a checksum of 64 bits: the sum over its words w of key(i) * (w +
-(w >> 32)), modulo 2**64, i being the word's place and >> keeping the sign, in any order. Keys are
-odd and differ: one wrong word is noticed, unless its halves were 0x7FFFFFFF and b and are
-0x80000000 and b - 1, or the reverse; several but for a chance of 2**-32. This finds faults, not
-forgery.
+Each KV head's slice of a block has one of 64 bits: the sum over its words w of key(i) * (w + (w >>
+32)), modulo 2**64, i being the word's place and >> keeping the sign. Keys are odd and differ: one
+wrong word is noticed, unless its halves were 0x7FFFFFFF and b and are 0x80000000 and b - 1, or the
+reverse; several but for a chance of 2**-32. This finds faults, not forgery.
 """
 
 from __future__ import annotations
@@ -24,19 +23,14 @@ Words = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def keys(count: int) -> Words:
-    """Return the keys of the first `count` places, int64."""
     multiples = np.arange(1, count + 1, dtype=np.int64) * np.int64(STRIDE)
     return (multiples ^ (multiples >> 32)) | 1
 
 
 def block_checksums(pool: Words, blocks: Sequence[int], places: Words) -> Words:
-    """Return the checksums of these blocks, int64 [blocks, kv_heads].
+    """Return int64 [blocks, kv_heads] of pool [num_blocks, kv_heads, words]; `places`: `keys`.
 
-    `pool`: int64 [num_blocks, kv_heads, words of a slice]; `places`: `keys` of as many words. Lets
-    go of the GIL for a whole slice.
+    Lets go of the GIL for a whole slice.
     """
-    sums = np.empty((len(blocks), pool.shape[1]), dtype=np.int64)
-    for row, block in enumerate(blocks):
-        for head, words in enumerate(pool[block]):
-            sums[row, head] = np.dot(words + (words >> 32), places)
-    return sums
+    sums = [[np.dot(each + (each >> 32), places) for each in pool[block]] for block in blocks]
+    return np.array(sums, dtype=np.int64).reshape(-1, pool.shape[1])

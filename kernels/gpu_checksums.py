@@ -1,7 +1,7 @@
 """Checksums of KV blocks on a GPU, as `kernels/block_checksums.py` defines them.
 
-Grid: at most PROGRAMS programs, so that steps keep the rest of the GPU. Bound by memory. Slices are
-cut into pieces, whose sums torch adds up.
+Grid: at most PROGRAMS programs, so that steps keep the rest of the GPU. An item is a piece of a
+slice of a block; torch adds up a slice's.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import triton.language as tl
 
 from kvrelay.kernels.block_checksums import STRIDE, WORD_BYTES
 
-__all__ = ["PIECE_BYTES", "PROGRAMS", "VECTOR_BYTES", "gpu_block_checksums"]
+__all__ = ["VECTOR_BYTES", "gpu_block_checksums"]
 
 VECTOR_BYTES = 16
 PIECE_BYTES = 128 << 10
 PROGRAMS = 64
-_TILE_WORDS = 2048
-_WARPS = 8
 _STRIDE = tl.constexpr(STRIDE)
 
 
@@ -27,17 +25,16 @@ _STRIDE = tl.constexpr(STRIDE)
     do_not_specialize_on_alignment=["blocks"],
 )
 def _checksums(
-    pool,  # address
-    blocks,  # int32 [blocks]
-    sums,  # int64 [items], an item being a piece of a slice of a block
+    pool,
+    blocks,
+    sums,
     items,
     kv_heads,
-    slice_vectors,  # of two words
-    pieces,  # of a slice
+    slice_vectors,
+    pieces,
     PIECE_WORDS: tl.constexpr,
     TILE_WORDS: tl.constexpr,
 ):
-    # grid: (min(PROGRAMS, items),)
     slice_words = slice_vectors * 2
     lanes = tl.arange(0, TILE_WORDS)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
@@ -60,24 +57,18 @@ def _checksums(
 def gpu_block_checksums(
     pool: int, blocks: torch.Tensor, *, kv_heads: int, slice_bytes: int
 ) -> torch.Tensor:
-    """Return checksums of these blocks of the pool at this address, int64 [blocks, kv_heads].
+    """Return int64 [blocks, kv_heads] of these blocks, int32 on the GPU, of the pool at an address.
 
-    `blocks`: int32, on the GPU; `slice_bytes`, a multiple of 16 as the address is.
+    `slice_bytes` and the address are multiples of 16.
     """
     pieces = -(-slice_bytes // PIECE_BYTES)
     items = blocks.numel() * kv_heads * pieces
     sums = torch.empty(items, dtype=torch.int64, device=blocks.device)
     if items:
         _checksums[(min(PROGRAMS, items),)](
-            pool,
-            blocks,
-            sums,
-            items,
-            kv_heads,
-            slice_bytes // VECTOR_BYTES,
-            pieces,
+            *(pool, blocks, sums, items, kv_heads, slice_bytes // VECTOR_BYTES, pieces),
             PIECE_WORDS=PIECE_BYTES // WORD_BYTES,
-            TILE_WORDS=_TILE_WORDS,
-            num_warps=_WARPS,
+            TILE_WORDS=2048,
+            num_warps=8,
         )
     return sums.view(blocks.numel(), kv_heads, pieces).sum(2)

@@ -96,8 +96,12 @@ def _worst(values: torch.Tensor) -> list[int]:
     ]
 
 
+# Triton's interpreter multiplies bf16 matrices as integers; so without a GPU, in fp16.
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+
+
 def randn(
-    *shape: int, seed: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0
+    *shape: int, seed: int, device: torch.device, dtype: torch.dtype = DTYPE, scale: float = 1.0
 ) -> torch.Tensor:
     """Normal values that depend on the seed and the kind of device."""
     generator = torch.Generator(device).manual_seed(seed)

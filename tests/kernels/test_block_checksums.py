@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.kernels.block_checksums import STRIDE, block_checksums, keys
@@ -85,46 +85,25 @@ def test_pools_of_more_than_4_gib(device: torch.device) -> None:
 
 
 def one(words: list[int]) -> int:
-    return int(
-        block_checksums(np.array(words, dtype=np.int64).reshape(1, 1, -1), [0], keys(len(words)))[
-            0, 0
-        ]
-    )
+    pool = np.array(words, dtype=np.int64).reshape(1, 1, -1)
+    return int(block_checksums(pool, [0], keys(len(words)))[0, 0])
 
 
-WORDS = st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=2, max_size=40)
+WORD = st.integers(-(1 << 63), (1 << 63) - 1)
 
 
-@settings(max_examples=300)
-@given(WORDS, st.data())
+@given(st.lists(WORD, min_size=2, max_size=40), st.data())
 def test_flipped_bits_and_words_in_the_wrong_place_are_noticed(
     words: list[int], data: st.DataObject
 ) -> None:
-    before = one(words)
+    before, changed = one(words), list(words)
     places = st.integers(0, len(words) - 1)
-    for _ in range(data.draw(st.integers(1, 3))):  # bits, of one word or of several
-        changed = list(words)
-        for place, bit in data.draw(
-            st.sets(st.tuples(places, st.integers(0, 63)), min_size=1, max_size=4)
-        ):
-            changed[place] = signed(changed[place] ^ (1 << bit))
-        assert one(changed) != before
+    flips = st.sets(st.tuples(places, st.integers(0, 63)), min_size=1, max_size=4)
+    for place, bit in data.draw(flips):
+        changed[place] = signed(changed[place] ^ (1 << bit))
+    assert one(changed) != before
     first, second = data.draw(places), data.draw(places)
     swapped = list(words)
     swapped[first], swapped[second] = words[second], words[first]
-    assert (one(swapped) == before) == (swapped == words)
-    shifted = [*words[1:], words[0]]
-    assert (one(shifted) == before) == (shifted == words)
-
-
-@settings(max_examples=300)
-@given(
-    st.integers(-(1 << 63), (1 << 63) - 1),
-    st.integers(-(1 << 63), (1 << 63) - 1),
-    st.integers(1, (1 << 32) - 1),
-)
-def test_one_wrong_word_is_noticed_but_in_one_family(one_word: int, another: int, low: int) -> None:
-    most, least = 0x7FFFFFFF, -0x80000000  # upper halves
-    if one_word != another and {one_word >> 32, another >> 32} != {most, least}:
-        assert one([5, one_word]) != one([5, another])
-    assert one([5, (most << 32) + low]) == one([5, (least << 32) + low - 1])
+    for moved in (swapped, [*words[1:], words[0]]):
+        assert (one(moved) == before) == (moved == words)

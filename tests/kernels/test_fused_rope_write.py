@@ -142,18 +142,6 @@ def test_fp8_cache_has_a_scale_per_token_and_head(device, shape, norm):
     case.qkv[:, -case.dim :] *= 1e-3  # a value head of small numbers must not lose them
     case.qkv[0] = 0
     case.compare(norm=norm)
-    _, pool, scales = case.run(fused.rope_and_write)
-    value = case.qkv[:, -case.dim :].float()
-    blocks, offsets = case.blocks.long(), case.offsets.long()
-    scale = scales[blocks, -1, 1, 1, offsets][:, None]
-    error = (
-        pool[blocks, -1, 1, 1].float()[torch.arange(len(blocks)), offsets] * scale - value
-    ).abs()
-    kept = torch.ones(len(blocks), dtype=torch.bool)
-    kept[len(blocks) // 2] = False  # the padding row; others may have overwritten it
-    assert (error <= value.abs() / 16 + scale * 2**-9)[kept].all()
-    if kept[0]:
-        assert scale[0] == 1.0
 
 
 def test_rows_of_a_wider_tensor_and_no_tokens(device):
@@ -201,50 +189,25 @@ def test_a_token_is_the_same_in_every_batch(device, dim):
 
 
 @gpu
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=str)
-def test_a_pool_beyond_4_gib(device, kv_dtype):
-    """The last block lies beyond 2^32 bytes, and in bf16 beyond 2^31 elements; the pool is laid out
-    as the engine's.
-    """
-    blocks, kv_heads, layers, block_size, dim = 2400, 8, 16, 64, 128
-    size = 1 if kv_dtype == FP8 else 2
-    values = layers * 2 * block_size * dim * size
-    scales = layers * 2 * block_size * 4 if kv_dtype == FP8 else 0
-    pool = torch.full((blocks, kv_heads, values + scales), 0x7F, dtype=torch.uint8, device=device)
-    assert pool.numel() > 1 << 32
-    cache = pool[:, :, :values].view(kv_dtype).unflatten(2, (layers, 2, block_size, dim))
-    case = Case(
-        (40, 32, kv_heads, dim, dim),
-        torch.bfloat16,
-        device,
-        seed=6,
-        block_size=block_size,
-        kv_dtype=kv_dtype,
+def test_a_pool_beyond_4_gib(device):
+    """The last block lies beyond 2^32 bytes and 2^31 elements, in a pool laid out as the engine's."""
+    blocks, kv_heads, layers, block_size, dim = 1300, 8, 16, 64, 128
+    cache = torch.full(
+        (blocks, kv_heads, layers, 2, block_size, dim), torch.nan, dtype=BF16, device=device
     )
-    _, small, small_scales = case.run(twin)
-    given = {}
-    if kv_dtype == FP8:
-        scale_pool = pool[:, :, values:].view(torch.float32).unflatten(2, (layers, 2, block_size))
-        given = {"key_scales": scale_pool[:, :, -1, 0], "value_scales": scale_pool[:, :, -1, 1]}
+    assert cache.numel() > 1 << 31
+    case = Case((40, 32, kv_heads, dim, dim), BF16, device, seed=6, block_size=block_size)
+    _, small, _ = case.run(twin)
     moved = torch.where(case.blocks > 0, case.blocks + blocks - 3, 0).int()
     fused.rope_and_write(
         case.qkv, case.positions, case.cos_sin, moved, case.offsets, cache[:, :, -1, 0], cache[:, :, -1, 1],
-        num_heads=32, num_kv_heads=kv_heads, head_dim=dim, **given,
+        num_heads=32, num_kv_heads=kv_heads, head_dim=dim,
     )  # fmt: skip
     written = case.blocks > 0
     at, offsets = case.blocks.long()[written], case.offsets.long()[written]
-    far = moved.long()[written]
     for kind in (0, 1):
-        wanted = small[:, :, 1, kind].float()[at, :, offsets]
-        made = cache[-2:, :, -1, kind].float()[far - blocks + 2, :, offsets]
-        assert_same(made.to(kv_dtype), wanted.to(kv_dtype))
-        if given:
-            torch.testing.assert_close(
-                scale_pool[far, :, -1, kind, offsets],
-                small_scales[at, :, 1, kind, offsets],
-                rtol=1e-2,
-                atol=0,
-            )
+        made = cache[:, :, -1, kind][moved.long()[written], :, offsets]
+        assert_same(made, small[:, :, 1, kind][at, :, offsets])
 
 
 @gpu

@@ -330,28 +330,3 @@ def test_full_vocabularies(shape, vocab, dtype, device, monkeypatch):
     tokens = sample(logits, backwards(rows, device), tables_for(params, vocab, device))
     check_floors(floors[0], logits, params)
     check_tokens(tokens, logits, params)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("full", [False, True])
-def test_a_graph_draws_what_launches_draw(full, device):
-    """Captured once, replayed for steps of other requests; and rows equal those of every other
-    variant and batch.
-    """
-    rows, vocab = 48, 128256
-    cuts = [CUTS[i % len(CUTS)] if full else {} for i in range(rows)]
-    params = numbered(cuts, 5, 0.9)
-    logits = make_logits("normal", rows, vocab, 6, torch.bfloat16).to(device)
-    slots = backwards(rows, device)
-    eager, captured = tables_for(params, vocab, device), tables_for(params, vocab, device)
-    sample(logits, slots, tables_for(params, vocab, device), cut=full, adjusted=full)
-    graph, static = torch.cuda.CUDAGraph(), logits.clone()
-    with torch.cuda.graph(graph):
-        tokens = sample(static, slots, captured, cut=full, adjusted=full)
-    for step in range(2):
-        new = make_logits("normal", rows, vocab, 7 + step, torch.bfloat16).to(device)
-        static.copy_(new)
-        graph.replay()
-        expected = torch.cat([sample(new[i : i + 1], slots[i : i + 1], eager) for i in range(rows)])
-        assert tokens.tolist() == expected.tolist()
-    assert torch.equal(eager.parameters, captured.parameters)

@@ -23,22 +23,12 @@ from kvrelay.kernels.invariant_gemm import (
     InvariantTile,
     invariant_linear,
 )
-from tests.kernels.rounding import captured
+from tests.kernels.rounding import DTYPE, captured, randn
 
 EPS = 1e-5
 ON_GPU = torch.cuda.is_available()
-# Triton's interpreter multiplies bf16 matrices as integers; so without a GPU, tiles are tested in
-# fp16.
-DTYPE = torch.bfloat16 if ON_GPU else torch.float16
 LARGE = (300, 1536, 2048) if ON_GPU else (70, 96, 128)
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a GPU")]
-
-
-def random(
-    *shape: int, seed: int, device: torch.device, dtype: torch.dtype = DTYPE, scale: float = 1.0
-):
-    generator = torch.Generator(device).manual_seed(seed)
-    return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, plus_one: bool = False) -> torch.Tensor:
@@ -64,12 +54,12 @@ def close(out: torch.Tensor, expected: torch.Tensor, steps: float = 6) -> None:
 def test_every_call_gives_the_product(m, batch_invariant, device):
     (_, n, k), with_bias = LARGE, m != 3
     weight, bias = (
-        random(n, k, seed=1, device=device, scale=k**-0.5),
-        random(n, seed=2, device=device),
+        randn(n, k, seed=1, device=device, scale=k**-0.5),
+        randn(n, seed=2, device=device),
     )
     linear = GpuLinear(weight, bias if with_bias else None, batch_invariant=batch_invariant)
-    x, residual = random(m, k, seed=3, device=device), random(m, n, seed=4, device=device)
-    norm_weight = random(k, seed=5, device=device)
+    x, residual = randn(m, k, seed=3, device=device), randn(m, n, seed=4, device=device)
+    norm_weight = randn(k, seed=5, device=device)
 
     def product(rows: torch.Tensor) -> torch.Tensor:
         return rows.double() @ weight.double().T + (bias.double() if with_bias else 0)
@@ -108,10 +98,10 @@ INVARIANT_TILES = (
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 40, 64), (70, 72, 136), (33, 200, 72)])
 def test_invariant_products_of_any_size(m, n, k, tile, device):
     x, weight = (
-        random(m, 2 * k, seed=m, device=device)[:, k:],
-        random(n, k, seed=n, device=device, scale=k**-0.5),
+        randn(m, 2 * k, seed=m, device=device)[:, k:],
+        randn(n, k, seed=n, device=device, scale=k**-0.5),
     )
-    bias, residual = random(n, seed=1, device=device), random(m, n, seed=2, device=device)
+    bias, residual = randn(n, seed=1, device=device), randn(m, n, seed=2, device=device)
     out = torch.full((m, n), torch.nan, dtype=DTYPE, device=device)
     invariant_linear(x, weight, bias=bias, residual=residual, out=out, tile=tile)
     close(out, x.double() @ weight.double().T + bias.double() + residual.double(), steps=2)
@@ -121,7 +111,7 @@ def test_invariant_bits_in_every_batch(device):
     """Small sizes, all row counts; on a GPU with the tiles it takes there."""
     most = 300 if ON_GPU else 70
     tiles = [None] if ON_GPU else [*INVARIANT_TILES]
-    x, weight = random(most, 128, seed=1, device=device), random(96, 128, seed=2, device=device)
+    x, weight = randn(most, 128, seed=1, device=device), randn(96, 128, seed=2, device=device)
     whole = invariant_linear(x, weight, tile=tiles[-1])
     for rows in range(1, most + 1) if ON_GPU else (1, 2, 15, 16, 17, 33, 64, 65):
         for tile in tiles:
@@ -137,7 +127,7 @@ class TestFp8:
 
     @pytest.mark.parametrize(("k", "dtype"), [(16, torch.float16), (1024, torch.bfloat16)])
     def test_rows_are_quantized_as_in_torch(self, k, dtype, device):
-        x = random(7, 2 * k, seed=k, device=device, dtype=dtype)[:, k:]
+        x = randn(7, 2 * k, seed=k, device=device, dtype=dtype)[:, k:]
         x[3] = 0
         rows, scales = quantize_rows(x)
         expected, expected_scales = quantize_e4m3(x)
@@ -153,15 +143,15 @@ class TestFp8:
     @pytest.mark.parametrize("scales", ["channels", "one"])
     def test_one_row_is_not_quantized(self, scales, device):
         weight, bias = (
-            random(64, 128, seed=1, device=device, scale=0.1),
-            random(64, seed=2, device=device),
+            randn(64, 128, seed=1, device=device, scale=0.1),
+            randn(64, seed=2, device=device),
         )
         quantized, scale = quantize_e4m3(weight)
         if scales == "one":
             scale = scale.max()
             quantized = (weight.float() / scale).to(torch.float8_e4m3fn)
         linear = Fp8Linear(quantized, scale, bias)
-        x, norm_weight = random(1, 128, seed=3, device=device), random(128, seed=4, device=device)
+        x, norm_weight = randn(1, 128, seed=3, device=device), randn(128, seed=4, device=device)
         dequantized = dequantize(quantized, scale, torch.float32).double()
         close(linear(x), x.double() @ dequantized.T + bias.double())
         close(
@@ -169,7 +159,7 @@ class TestFp8:
         )
         expected = gated(norm(x, norm_weight) @ dequantized.T + bias.double())
         close(linear.gated(x, "silu", norm_weight, EPS), expected, steps=12)
-        residual = random(1, 64, seed=5, device=device)
+        residual = randn(1, 64, seed=5, device=device)
         expected = x.double() @ dequantized.T + bias.double() + residual.double()
         assert linear(x, residual=residual, out=residual) is residual
         close(residual, expected)
@@ -187,12 +177,12 @@ class TestFp8:
         monkeypatch.setattr(fp8_linear, "SKINNY_ROWS", limit)
         n, k = (512, 1024) if ON_GPU else (64, 128)
         weight, norm_weight = (
-            random(n, k, seed=1, device=device, scale=k**-0.5),
-            random(k, seed=4, device=device),
+            randn(n, k, seed=1, device=device, scale=k**-0.5),
+            randn(k, seed=4, device=device),
         )
-        bias = random(n, seed=6, device=device) if with_bias else None
+        bias = randn(n, seed=6, device=device) if with_bias else None
         linear = Fp8Linear.quantized(weight, bias)
-        x, residual = random(m, k, seed=3, device=device), random(m, n, seed=5, device=device)
+        x, residual = randn(m, k, seed=3, device=device), randn(m, n, seed=5, device=device)
 
         def product(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
             y = (
@@ -238,8 +228,8 @@ class TestOnGpu:
     def test_invariant_bits_for_1_to_300_rows(self, device):
         n, k = 6144, 4096
         x, weight = (
-            random(300, k, seed=1, device=device),
-            random(n, k, seed=2, device=device, scale=k**-0.5),
+            randn(300, k, seed=1, device=device),
+            randn(n, k, seed=2, device=device, scale=k**-0.5),
         )
         whole = invariant_linear(x, weight)
         close(whole, x.double() @ weight.double().T, steps=2)
@@ -253,7 +243,7 @@ class TestOnGpu:
     def test_layers_replay_in_a_graph_with_dependent_launches(self, m, kind, device):
         """qkv, o, gate-up and down, reading each other's results, against the same without overlap."""
         shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
-        weights = [random(n, k, seed=n, device=device, scale=k**-0.5) for n, k in shapes]
+        weights = [randn(n, k, seed=n, device=device, scale=k**-0.5) for n, k in shapes]
         if kind == "Fp8Linear":
             qkv, o, gate_up, down = (Fp8Linear.quantized(weight) for weight in weights)
         else:
@@ -261,8 +251,8 @@ class TestOnGpu:
                 GpuLinear(weight, batch_invariant=kind == "batch-invariant") for weight in weights
             )
         norm_weight, start = (
-            random(4096, seed=1, device=device),
-            random(m, 4096, seed=2, device=device),
+            randn(4096, seed=1, device=device),
+            randn(m, 4096, seed=2, device=device),
         )
 
         def run(hidden: torch.Tensor, pdl: bool) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from tests.kernels.compiling import run_compiler
 from tests.kernels.paged_case import Case, make_case, starts
-from tests.kernels.rounding import assert_attention, captured
+from tests.kernels.rounding import assert_attention
 
 pytest.importorskip("triton")
 from kvrelay.kernels import paged_prefill as prefill_module
@@ -296,21 +296,3 @@ def test_bits_on_gpu(window: int, dim: int, path: str, device: torch.device) -> 
     )
     check_bits(case, [0, 64, 65, 513, length], window=window, company=True, whole=whole)
     check_bits(case, [1060, *range(1061, length + 1)], window=window, company=True, whole=whole)
-
-
-@pytest.mark.gpu
-def test_runs_in_a_cuda_graph(path: str, device: torch.device) -> None:
-    case = make_case(LONG_MIXES["long"], 32, 8, 128, 64, torch.bfloat16, device, seed=3)
-    expected = run(case)
-    rows = sum(case.query_lens)
-    first = torch.tensor(starts(case.query_lens), dtype=torch.int32, device=device)
-    contexts = torch.tensor(case.context_lens, dtype=torch.int32, device=device)
-    tiles = prefill_tiles(case.query_lens, case.context_lens, group=4)
-    tiles = torch.from_numpy(tiles).to(device)
-    out = torch.full_like(expected, torch.nan)
-    given = case.query, case.key_cache, case.value_cache, case.block_tables, first, contexts, tiles
-    graph, _ = captured(lambda: paged_prefill(*given, out=out, scale=128**-0.5))
-    for _ in range(3):
-        out.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(out[:rows], expected[:rows])

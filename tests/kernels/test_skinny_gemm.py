@@ -25,11 +25,9 @@ from kvrelay.kernels.skinny_gemm import (
     skinny_linear,
 )
 from tests.kernels.compiling import run_compiler
+from tests.kernels.rounding import DTYPE, randn
 
 ON_GPU = torch.cuda.is_available()
-# Triton's interpreter multiplies bf16 matrices as integers; so without a GPU, tiles are tested in
-# fp16.
-DTYPE = torch.bfloat16 if ON_GPU else torch.float16
 DTYPES = [torch.bfloat16, torch.float8_e4m3fn]
 LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 SMALL_TILES = [
@@ -50,13 +48,6 @@ RING_TILES = [
 needs_ring = pytest.mark.skipif(
     not ON_GPU or torch.cuda.get_device_capability() != (9, 0), reason="a kernel for Hopper alone"
 )
-
-
-def random(
-    *shape: int, seed: int, device: torch.device, dtype: torch.dtype = DTYPE, scale: float = 1.0
-):
-    generator = torch.Generator(device).manual_seed(seed)
-    return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
 
 
 def reference(
@@ -107,8 +98,8 @@ def check(
     """
     gate = fused.get("gate")
     weight_rows = 2 * n if gate else n
-    x = random(m, k, seed=seed, device=device, dtype=dtype)
-    weight = random(weight_rows, k, seed=seed + 1, device=device, dtype=dtype, scale=k**-0.5)
+    x = randn(m, k, seed=seed, device=device, dtype=dtype)
+    weight = randn(weight_rows, k, seed=seed + 1, device=device, dtype=dtype, scale=k**-0.5)
     around: dict[str, object] = {"gate": gate}
     if fp8:
         weight, weight_scale = quantize_e4m3(weight)
@@ -116,9 +107,9 @@ def check(
     if fp8 and not (m == 1 and (tile is None or isinstance(tile, VectorTile))):
         x, around["x_scale"] = quantize_e4m3(x)
     if fused.get("bias"):
-        around["bias"] = random(weight_rows, seed=seed + 2, device=device, dtype=dtype)
+        around["bias"] = randn(weight_rows, seed=seed + 2, device=device, dtype=dtype)
     if fused.get("residual"):
-        around["residual"] = random(m, n, seed=seed + 3, device=device, dtype=dtype)
+        around["residual"] = randn(m, n, seed=seed + 3, device=device, dtype=dtype)
     out = torch.full((m, n), torch.nan, device=device, dtype=dtype)
     result = skinny_linear(x, weight, out=out, pdl=pdl, tile=tile, **around)
     assert result is out
@@ -184,15 +175,15 @@ def test_default_tiles(m, fp8, device):
 
 
 def test_out_may_be_the_residual(device):
-    x, weight = random(3, 64, seed=0, device=device), random(48, 64, seed=1, device=device)
-    hidden = random(3, 48, seed=2, device=device)
+    x, weight = randn(3, 64, seed=0, device=device), randn(48, 64, seed=1, device=device)
+    hidden = randn(3, 48, seed=2, device=device)
     expected = reference(x, weight, residual=hidden)
     assert skinny_linear(x, weight, residual=hidden, out=hidden) is hidden
     close(hidden, expected)
 
 
 def test_rows_of_x_and_out_may_be_strided(device):
-    whole, weight = random(4, 256, seed=0, device=device), random(32, 64, seed=1, device=device)
+    whole, weight = randn(4, 256, seed=0, device=device), randn(32, 64, seed=1, device=device)
     out = torch.full((4, 96), torch.nan, device=device, dtype=DTYPE)
     for x in (whole[:, 64:128], whole[:1, 64:128]):
         for tile in [VectorTile(4, 64)] if len(x) == 1 else SMALL_TILES[:3]:
@@ -219,7 +210,7 @@ def test_split_products_leave_the_counters_at_zero(device):
 
 @pytest.mark.parametrize("tile", SMALL_TILES, ids=str)
 def test_a_row_has_the_same_bits_among_any_others(tile, device):
-    x, weight = random(33, 128, seed=3, device=device), random(48, 128, seed=4, device=device)
+    x, weight = randn(33, 128, seed=3, device=device), randn(48, 128, seed=4, device=device)
     whole = skinny_linear(x, weight, tile=tile)
     for rows in (slice(0, 2), slice(5, 21), slice(7, 24), slice(32, 33)):
         assert torch.equal(skinny_linear(x[rows], weight, tile=tile), whole[rows])
@@ -345,20 +336,20 @@ class TestRing:
     @pytest.mark.parametrize("tile", RING_TILES[1:3], ids=str)
     def test_a_row_has_the_same_bits_among_any_others(self, tile, device):
         x, weight = (
-            random(33, 1024, seed=3, device=device),
-            random(208, 1024, seed=4, device=device),
+            randn(33, 1024, seed=3, device=device),
+            randn(208, 1024, seed=4, device=device),
         )
         whole = skinny_linear(x, weight, tile=tile)
         for rows in (slice(0, 2), slice(5, 21), slice(7, 24), slice(32, 33)):
             assert torch.equal(skinny_linear(x[rows], weight, tile=tile), whole[rows])
 
     def test_serves_weights_in_groups_alone(self, device):
-        assert fits_ring(random(32, 64, seed=1, device=device))
+        assert fits_ring(randn(32, 64, seed=1, device=device))
         for weight in (
-            random(40, 64, seed=1, device=device),
-            random(32, 60, seed=1, device=device),
+            randn(40, 64, seed=1, device=device),
+            randn(32, 60, seed=1, device=device),
         ):
             assert not fits_ring(weight)
             assert not isinstance(
-                default_tile(random(4, 64, seed=2, device=device), weight, gated=False), RingTile
+                default_tile(randn(4, 64, seed=2, device=device), weight, gated=False), RingTile
             )
