@@ -8,8 +8,9 @@ Milakov and Gimelshein 2018; Dao et al., "FlashAttention", 2022.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,15 +43,12 @@ class _Slab:
     # query head of the group, then padding.
 
     rows: int
-    query_rows: (
-        torch.Tensor
-    )  # [items * kv_heads * rows] rows of the query seen as [tokens * heads, head_dim]
-    pool_rows: (
-        torch.Tensor
-    )  # [items * kv_heads * blocks_per_split] rows of the pool seen as [num_blocks * kv_heads, ...]
-    bias: (
-        torch.Tensor
-    )  # [items, 1, rows or 1, SPLIT_TOKENS] 0 where the key may be seen, else MASKED
+    # [items * kv_heads * rows] rows of the query seen as [tokens * heads, head_dim]
+    query_rows: torch.Tensor
+    # [items * kv_heads * blocks_per_split] rows of the pool seen as [num_blocks * kv_heads, ...]
+    pool_rows: torch.Tensor
+    # [items, 1, rows or 1, SPLIT_TOKENS] 0 where the key may be seen, else MASKED
+    bias: torch.Tensor
     tile_of_item: torch.Tensor | None  # [items]; None when every tile has exactly one item
     tiles: int
 
@@ -58,9 +56,8 @@ class _Slab:
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     slabs: tuple[_Slab, ...]
-    output_rows: (
-        torch.Tensor
-    )  # [tokens * heads] rows of the slabs' results, seen as [tiles * kv_heads * rows, head_dim]
+    # [tokens * heads] rows of the slabs' results, seen as [tiles * kv_heads * rows, head_dim]
+    output_rows: torch.Tensor
 
 
 def plan_attention(
@@ -71,159 +68,116 @@ def plan_attention(
     kv_heads: int,
     group: int,
     window: int = 0,
-    device: torch.device | str = "cpu",
 ) -> AttentionPlan:
     """Plan a step of `tokens` rows; `group` is query heads per KV head, `window` 0 is full.
 
     Rows that no span names get the finite output of some other row.
     """
-    planner = _Planner(tokens, block_size, kv_heads, group, window, torch.device(device))
+    shape = _Shape(block_size, kv_heads, group, window)
+    output_rows = np.zeros((tokens, kv_heads, group), np.int64)
+    slabs: list[_Slab] = []
+    result_rows = 0
     decodes = [span for span in spans if span.count == 1]
     prefills = [span for span in spans if span.count > 1]
     for tile_tokens, members in ((1, decodes), (PREFILL_TILE_TOKENS, prefills)):
-        row_bytes = _padded_rows(group * tile_tokens) * SPLIT_TOKENS * 4 * kv_heads
-        max_items = max(1, SLAB_BYTES // row_bytes)
-        pending: list[_Tile] = []
-        items = 0
-        for span in members:
-            for first in range(0, span.count, tile_tokens):
-                tile = _Tile(span, first, _splits_seen(span, first, tile_tokens, window))
-                if pending and items + len(tile.splits) > max_items:
-                    planner.add_slab(pending, tile_tokens)
-                    pending, items = [], 0
-                pending.append(tile)
-                items += len(tile.splits)
-        if pending:
-            planner.add_slab(pending, tile_tokens)
-    return planner.plan()
+        rows = -(-group * tile_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+        max_items = max(1, SLAB_BYTES // (rows * SPLIT_TOKENS * 4 * kv_heads))
+        for tiles in _slabs_of_tiles(members, tile_tokens, window, max_items):
+            # A tile that is not full repeats its last token.
+            wanted = _column(tiles, lambda tile: tile.first) + np.arange(tile_tokens)
+            place = np.minimum(wanted, _column(tiles, lambda tile: tile.span.count) - 1)
+            token_rows = _column(tiles, lambda tile: tile.span.start) + place
+            positions = _column(tiles, lambda tile: tile.span.first_position) + place
+            slabs.append(_slab(shape, tiles, token_rows, positions, rows))
+            starts = result_rows + np.arange(len(tiles) * kv_heads).reshape(-1, kv_heads) * rows
+            inside = np.arange(group * tile_tokens).reshape(group, tile_tokens)
+            grid = starts[:, :, None, None] + inside  # [tiles, kv_heads, group, tile_tokens]
+            real = wanted == place
+            output_rows[token_rows[real]] = grid.transpose(0, 3, 1, 2)[real]
+            result_rows += len(tiles) * kv_heads * rows
+    return AttentionPlan(tuple(slabs), torch.from_numpy(output_rows.reshape(-1)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
+class _Shape(NamedTuple):
+    block_size: int
+    kv_heads: int
+    group: int
+    window: int
+
+
+class _Tile(NamedTuple):
     span: SequenceSpan
     first: int  # of its tokens, counted within the span
     splits: range
 
 
-def _splits_seen(span: SequenceSpan, first: int, tile_tokens: int, window: int) -> range:
-    newest = span.first_position + min(first + tile_tokens, span.count) - 1
-    oldest = max(0, span.first_position + first - window + 1) if window else 0
-    return range(oldest // SPLIT_TOKENS, newest // SPLIT_TOKENS + 1)
+def _slabs_of_tiles(
+    spans: Sequence[SequenceSpan], tile_tokens: int, window: int, max_items: int
+) -> Iterator[list[_Tile]]:
+    pending: list[_Tile] = []
+    items = 0
+    for span in spans:
+        for first in range(0, span.count, tile_tokens):
+            newest = span.first_position + min(first + tile_tokens, span.count) - 1
+            oldest = max(0, span.first_position + first - window + 1) if window else 0
+            splits = range(oldest // SPLIT_TOKENS, newest // SPLIT_TOKENS + 1)
+            if pending and items + len(splits) > max_items:
+                yield pending
+                pending, items = [], 0
+            pending.append(_Tile(span, first, splits))
+            items += len(splits)
+    if pending:
+        yield pending
 
 
-def _padded_rows(rows: int) -> int:
-    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+def _column(tiles: Sequence[_Tile], of: Callable[[_Tile], int]) -> np.ndarray:
+    return np.array([of(tile) for tile in tiles])[:, None]
 
 
-class _Planner:
-    def __init__(
-        self,
-        tokens: int,
-        block_size: int,
-        kv_heads: int,
-        group: int,
-        window: int,
-        device: torch.device,
-    ) -> None:
-        self._block_size, self._kv_heads, self._group, self._window = (
-            block_size,
-            kv_heads,
-            group,
-            window,
-        )
-        self._device = device
-        self._slabs: list[_Slab] = []
-        self._result_rows = 0
-        self._output_rows = np.zeros((tokens, kv_heads, group), np.int64)
+def _slab(
+    shape: _Shape,
+    tiles: list[_Tile],
+    token_rows: np.ndarray,
+    positions: np.ndarray,
+    rows: int,
+) -> _Slab:
+    # token_rows and positions [tiles, tile_tokens]
+    per_tile = np.array([len(tile.splits) for tile in tiles])
+    tile_of_item = np.repeat(np.arange(len(tiles)), per_tile)
+    items = [(tile.span.block_ids, split) for tile in tiles for split in tile.splits]
+    per_split = SPLIT_TOKENS // shape.block_size
+    blocks = np.zeros((len(items), per_split), np.int64)  # block 0 is the null block
+    for item, (ids, split) in enumerate(items):
+        ids = ids[split * per_split : (split + 1) * per_split]
+        blocks[item, : len(ids)] = ids
+    kv_heads = np.arange(shape.kv_heads)
+    pool_rows = blocks[:, None, :] * shape.kv_heads + kv_heads[None, :, None]
 
-    def plan(self) -> AttentionPlan:
-        return AttentionPlan(tuple(self._slabs), self._tensor(self._output_rows.reshape(-1)))
+    heads = np.arange(shape.kv_heads * shape.group).reshape(shape.kv_heads, shape.group)
+    grid = token_rows[:, None, None, :] * heads.size + heads[None, :, :, None]
+    flat = grid.reshape(len(tiles), shape.kv_heads, -1)  # [tiles, kv_heads, group * tokens]
+    padding = np.repeat(flat[:, :, :1], rows - flat.shape[2], axis=2)
+    query_rows = np.concatenate([flat, padding], axis=2)[tile_of_item]
 
-    def add_slab(self, tiles: list[_Tile], tile_tokens: int) -> None:
-        # One that is not full repeats its last token.
-        wanted = np.array([tile.first for tile in tiles])[:, None] + np.arange(
-            tile_tokens
-        )  # [tiles, tile_tokens]
-        place = np.minimum(wanted, np.array([tile.span.count for tile in tiles])[:, None] - 1)
-        token_rows = np.array([tile.span.start for tile in tiles])[:, None] + place
-        positions = np.array([tile.span.first_position for tile in tiles])[:, None] + place
-        per_tile = np.array([len(tile.splits) for tile in tiles])
-        tile_of_item = np.repeat(np.arange(len(tiles)), per_tile)
-        split_of_item = np.concatenate(
-            [np.arange(tile.splits.start, tile.splits.stop) for tile in tiles]
-        )
-        rows = _padded_rows(self._group * tile_tokens)
-        self._slabs.append(
-            _Slab(
-                rows=rows,
-                query_rows=self._tensor(
-                    self._query_rows(token_rows, rows)[tile_of_item].reshape(-1)
-                ),
-                pool_rows=self._tensor(self._pool_rows(tiles)),
-                bias=self._tensor(self._bias(positions, rows, tile_of_item, split_of_item)),
-                tile_of_item=None if (per_tile == 1).all() else self._tensor(tile_of_item),
-                tiles=len(tiles),
-            )
-        )
-        self._note_output(token_rows, wanted == place, rows)
-
-    def _query_rows(self, token_rows: np.ndarray, rows: int) -> np.ndarray:
-        # padding repeats row 0
-        heads = np.arange(self._kv_heads * self._group).reshape(self._kv_heads, self._group)
-        all_heads = self._kv_heads * self._group
-        grid = (
-            token_rows[:, None, None, :] * all_heads + heads[None, :, :, None]
-        )  # [tiles, kv_heads, group, tokens]
-        flat = grid.reshape(len(token_rows), self._kv_heads, -1)
-        return np.concatenate(
-            [flat, np.repeat(flat[:, :, :1], rows - flat.shape[2], axis=2)], axis=2
-        )
-
-    def _pool_rows(self, tiles: list[_Tile]) -> np.ndarray:
-        per_split = SPLIT_TOKENS // self._block_size
-        blocks = np.zeros(
-            (sum(len(tile.splits) for tile in tiles), per_split), np.int64
-        )  # block 0 is the null block
-        item = 0
-        for tile in tiles:
-            for split in tile.splits:
-                ids = tile.span.block_ids[split * per_split : (split + 1) * per_split]
-                blocks[item, : len(ids)] = ids
-                item += 1
-        by_head = blocks[:, None, :] * self._kv_heads + np.arange(self._kv_heads)[None, :, None]
-        return by_head.reshape(-1)  # [items * kv_heads * per_split]
-
-    def _bias(
-        self, positions: np.ndarray, rows: int, tile_of_item: np.ndarray, split_of_item: np.ndarray
-    ) -> np.ndarray:
-        keys = split_of_item[:, None, None] * SPLIT_TOKENS + np.arange(
-            SPLIT_TOKENS
-        )  # [items, 1, SPLIT]
-        queries = positions[tile_of_item][:, :, None]  # [items, tile_tokens, 1]
-        seen = keys <= queries
-        if self._window:
-            seen &= keys > queries - self._window
-        bias = np.where(seen, np.float32(0), np.float32(MASKED))  # [items, tile_tokens, SPLIT]
-        if bias.shape[1] > 1:
-            bias = np.tile(bias, (1, self._group, 1))
-            bias = np.concatenate(
-                [bias, np.repeat(bias[:, :1], rows - bias.shape[1], axis=1)], axis=1
-            )
-        return bias[:, None]  # [items, 1, rows or 1, SPLIT]
-
-    def _note_output(self, token_rows: np.ndarray, valid: np.ndarray, rows: int) -> None:
-        tiles, tile_tokens = token_rows.shape
-        start = (
-            np.arange(tiles * self._kv_heads).reshape(tiles, self._kv_heads) * rows
-            + self._result_rows
-        )
-        inside = np.arange(self._group * tile_tokens).reshape(self._group, tile_tokens)
-        grid = start[:, :, None, None] + inside  # [tiles, kv_heads, group, tile_tokens]
-        self._output_rows[token_rows[valid]] = grid.transpose(0, 3, 1, 2)[valid]
-        self._result_rows += tiles * self._kv_heads * rows
-
-    def _tensor(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
+    split_of_item = np.array([split for _, split in items])
+    keys = split_of_item[:, None, None] * SPLIT_TOKENS + np.arange(SPLIT_TOKENS)
+    queries = positions[tile_of_item][:, :, None]  # [items, tile_tokens, 1]
+    seen = keys <= queries
+    if shape.window:
+        seen &= keys > queries - shape.window
+    bias = np.where(seen, np.float32(0), np.float32(MASKED))  # [items, tile_tokens, SPLIT_TOKENS]
+    if bias.shape[1] > 1:
+        bias = np.tile(bias, (1, shape.group, 1))
+        padding = np.repeat(bias[:, :1], rows - bias.shape[1], axis=1)
+        bias = np.concatenate([bias, padding], axis=1)
+    return _Slab(
+        rows,
+        torch.from_numpy(query_rows.reshape(-1)),
+        torch.from_numpy(pool_rows.reshape(-1)),
+        torch.from_numpy(bias[:, None]),
+        None if (per_tile == 1).all() else torch.from_numpy(tile_of_item),
+        len(tiles),
+    )
 
 
 def attend(

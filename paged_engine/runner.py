@@ -215,7 +215,6 @@ class CpuRunner:
                 kv_heads=config.num_kv_heads,
                 group=config.num_heads // config.num_kv_heads,
                 window=window,
-                device=device,
             )
             for window in config.windows
         }
