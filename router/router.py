@@ -85,7 +85,7 @@ class Router:
     async def running(self) -> AsyncIterator[None]:
         """Run all that watches the nodes; afterwards finish what requests left to do."""
         config, pool = self.config, self.pool
-        self.node_client = client = NodeClient(config, self.background)
+        self.node_client = client = NodeClient(config)
         self.run_context = RunContext(
             pool, self.node_health, self.placer, client, self.background, self.metrics, config
         )

@@ -9,15 +9,15 @@ import asyncio
 import logging
 import math
 import ssl
+import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Literal
 
 import aiohttp
 import msgspec
 
 from kvrelay.openai_api.tls import load_chain, renewed
-from kvrelay.router.background import BackgroundTasks
 from kvrelay.router.nodes.node import HealthReport, Lease, Node
 from kvrelay.router.transport.node_errors import (
     LOST,
@@ -28,7 +28,7 @@ from kvrelay.router.transport.node_errors import (
     parse_error,
     parse_message,
 )
-from kvrelay.router.transport.node_stream import NodeStreams
+from kvrelay.router.transport.node_stream import NodeStream, open_stream
 from kvrelay.router.transport.vllm_health import vllm_report
 from kvrelay.wire.errors import DeadlineExceeded, EngineDead, KvrelayError
 from kvrelay.wire.frames import MALFORMED, FrameKind
@@ -36,10 +36,10 @@ from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["AttemptFailed", "NodeClient", "Refused", "node_tls"]
 
-_DRAIN_DEADLINE_S = 1.0
 _KV_DEADLINE_S = 2.0
 _QUESTION_DEADLINE_S = 10.0  # 16 MiB of text are tokenized in about as long
 _MAX_SHORT_BYTES = 1 << 20
+_SILENT_CHECKS = 3  # as many as a node may miss before its requests are cut
 # Below uvicorn's 5 s: a node that closed a kept connection just as a request is sent on it would
 # look broken.
 _KEEP_CONNECTION_S = 2.0
@@ -65,9 +65,8 @@ def node_tls(config: RouterConfig) -> ssl.SSLContext | bool:
 class NodeClient:
     """A client of all nodes: one pool of HTTP connections, and a stream for each node."""
 
-    def __init__(self, config: RouterConfig, background: BackgroundTasks) -> None:
+    def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self._background = background
         self._auth = (
             {"authorization": f"Bearer {config.node_api_key}"} if config.node_api_key else {}
         )
@@ -78,17 +77,40 @@ class NodeClient:
             timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_deadline_s),
             auto_decompress=False,
         )
-        self._streams = NodeStreams(
-            self._auth, tls, config.connect_deadline_s, config.health_deadline_s
-        )
+        self._tls = tls
+        self._streams: dict[Node, NodeStream] = {}
 
     async def close(self) -> None:
-        self._streams.close()
+        for node in list(self._streams):
+            self.forget(node)
         await self._session.close()
 
     def forget(self, node: Node) -> None:
-        """Close the stream of a node that gets no more requests."""
-        self._streams.forget(node)
+        """Close the stream of a node that gets no more requests, and whose checks have ended."""
+        stream = self._streams.pop(node, None)
+        if stream is not None:
+            stream.give_up("the connection failed", "the node is gone")
+
+    async def heard(self, node: Node, report: HealthReport) -> str | None:
+        """Have a stream to the process that reported, unless it speaks no common version.
+
+        Returns why there is none.
+        """
+        if report.leg_version is None:
+            self.forget(node)
+            return None
+        stream = self._streams.get(node)
+        if stream is not None and stream.generation != report.generation:
+            stream.give_up(LOST)
+        if stream is not None and not stream.broken:
+            stream.ping(time.monotonic(), _SILENT_CHECKS * self._config.health_deadline_s)
+            return None
+        try:
+            async with asyncio.timeout(self._config.connect_deadline_s):
+                self._streams[node] = await open_stream(node, report, self._auth, self._tls)
+        except OSError as why:
+            return f"its request stream does not open: {why or type(why).__name__}"
+        return None
 
     async def run(
         self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], on_frame: OnFrame
@@ -97,8 +119,8 @@ class NodeClient:
 
         Cancelling aborts the request on the node.
         """
-        stream = self._streams.ready(lease.node)
-        if stream is None:
+        stream = self._streams.get(lease.node)
+        if stream is None or stream.broken:
             raise AttemptFailed("there is no connection to the node", lost=True, reached=False)
         return await stream.run(lease, path, body, headers, on_frame)
 
@@ -108,40 +130,31 @@ class NodeClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Post a request to a vLLM node; yield its answer of 200. Raises AttemptFailed, Refused.
 
-        The connection is kept if the block ends well; otherwise the node aborts the request.
+        The node aborts the request unless its answer is read to its end.
         """
         try:
             async with asyncio.timeout(None) as scope:
                 lease.cut = lambda: scope.reschedule(0)
-                answer = await self._session.post(
+                async with self._session.post(
                     lease.node.url + path,
                     data=body,
                     headers={**self._json, **headers},
                     allow_redirects=False,
-                )
-                try:
+                ) as answer:
                     if answer.status != 200:
                         body = await _read(answer.content, _MAX_SHORT_BYTES)
                         after = answer.headers.get("retry-after", "")
                         raise _error_of(answer.status, body, after)
                     yield answer
-                except BaseException:
-                    answer.close()
-                    raise
-                self._background.spawn(_read_rest(answer))
-        except aiohttp.ClientError as why:
+        except (aiohttp.ClientError, OSError) as why:
+            if type(why) is TimeoutError:
+                raise AttemptFailed(LOST, lost=True) from why
             name, reached = type(why).__name__, not isinstance(why, aiohttp.ClientConnectorError)
             raise AttemptFailed(
                 f"the connection failed ({name})",
                 detail=f"{name}: {why}",
                 lost=True,
                 reached=reached,
-            ) from why
-        except TimeoutError as why:
-            raise AttemptFailed(LOST, lost=True) from why
-        except OSError as why:
-            raise AttemptFailed(
-                "the connection failed", detail=f"the connection failed: {why}", lost=True
             ) from why
         finally:
             lease.cut = None
@@ -166,7 +179,7 @@ class NodeClient:
                 return f"its health report is malformed: {why}"
         else:
             if status == 200 or report.draining:
-                return await self._streams.heard(node, report) or report
+                return await self.heard(node, report) or report
         error, _ = parse_error(body)
         if error.code == EngineDead.code:
             raise EngineDead(error.message)
@@ -263,14 +276,3 @@ async def _read(content: aiohttp.StreamReader, limit_bytes: float) -> bytes:
     while len(body) < limit_bytes and (chunk := await content.readany()):
         body += chunk
     return bytes(body)
-
-
-async def _read_rest(answer: aiohttp.ClientResponse) -> None:
-    # The few bytes behind the last frame, so that the connection can be used again.
-    try:
-        with suppress(aiohttp.ClientError, OSError):
-            async with asyncio.timeout(_DRAIN_DEADLINE_S):
-                while await answer.content.readany():
-                    pass
-    finally:
-        answer.close()

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -45,10 +43,9 @@ from kvrelay.wire.frames import (
     message,
 )
 
-__all__ = ["NodeStream", "NodeStreams"]
+__all__ = ["NodeStream", "open_stream"]
 
 _LARGE_READ_BYTES = 32 << 10
-_SILENT_CHECKS = 3  # as many as a node may miss before its requests are cut
 _CREDIT_BYTES = WINDOW_BYTES // 2  # a short answer never returns credit
 _NOT_LAST = (FrameKind.TOKENS, FrameKind.TICKET)
 _FRAME = int(Kind.FRAME)  # an enum's member is looked up in its class each time
@@ -121,9 +118,10 @@ class _StreamedRequest:
 
 
 class NodeStream(asyncio.Protocol):
-    """A connection to one node, usable once `ready` is set."""
+    """A connection to one process of a node, usable once `ready` is set."""
 
-    def __init__(self, head: bytes) -> None:
+    def __init__(self, head: bytes, generation: str = "") -> None:
+        self.generation = generation
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.broken = False
@@ -256,91 +254,30 @@ class NodeStream(asyncio.Protocol):
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
-@dataclass(slots=True)
-class _Link:
-    stream: NodeStream | None = None
-    generation: str = ""
-    why: str = "its request stream is being opened"
-
-
-class NodeStreams:
-    """A pool of the streams of all nodes; health checks open and mend them."""
-
-    def __init__(
-        self,
-        headers: Mapping[str, str],
-        tls: ssl.SSLContext | bool,
-        connect_deadline_s: float,
-        health_deadline_s: float,
-    ) -> None:
-        self._headers = headers
-        self._tls = tls
-        self._connect_deadline_s = connect_deadline_s
-        self._silence_s = _SILENT_CHECKS * health_deadline_s
-        self._links: dict[Node, _Link] = {}
-
-    def ready(self, node: Node) -> NodeStream | None:
-        link = self._links.get(node)
-        return None if link is None or link.stream is None or link.stream.broken else link.stream
-
-    async def heard(self, node: Node, report: HealthReport) -> str | None:
-        """Have a stream to the process that reported, unless it speaks no common version.
-
-        Returns why there is none.
-        """
-        version = report.leg_version
-        if version is None:
-            self.forget(node)
-            return None
-        link = self._links.setdefault(node, _Link())
-        if link.stream is not None and link.generation != report.generation:
-            link.stream.give_up(LOST)
-        if link.stream is not None and not link.stream.broken:
-            link.stream.ping(time.monotonic(), self._silence_s)
-            return None
-        link.stream, link.generation = None, report.generation
-        await self._connect(node, link, version)
-        return None if self.ready(node) else link.why
-
-    def forget(self, node: Node) -> None:
-        link = self._links.pop(node, None)
-        if link is not None and link.stream is not None:
-            link.stream.give_up("the connection failed", "the node is gone")
-
-    def close(self) -> None:
-        for node in list(self._links):
-            self.forget(node)
-
-    async def _connect(self, node: Node, link: _Link, version: int) -> None:
-        at = urlsplit(node.url)
-        secure = at.scheme == "https"
-        head = self._head(at.netloc, at.path, version)
-        stream: NodeStream | None = None
-        try:
-            async with asyncio.timeout(self._connect_deadline_s):
-                _, stream = await asyncio.get_running_loop().create_connection(
-                    lambda: NodeStream(head),
-                    at.hostname or "",
-                    at.port or (443 if secure else 80),
-                    ssl=self._tls if secure else None,
-                )
-                await stream.ready
-            if self._links.get(node) is link:
-                link.stream = stream
-        except OSError as why:
-            link.why = f"its request stream does not open: {why or type(why).__name__}"
-        finally:
-            # The check was cancelled, or the node was forgotten in the meantime.
-            if stream is not None and link.stream is not stream:
-                stream.give_up("the connection failed")
-
-    def _head(self, host: str, path: str, version: int) -> bytes:
-        headers = {
-            "host": host,
-            "content-type": LEGS_MEDIA_TYPE,
-            "transfer-encoding": "chunked",
-            LEGS_VERSION_HEADER: str(version),
-            **self._headers,
-        }
-        lines = [f"POST {path}{LEGS_PATH} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
-        return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
+async def open_stream(
+    node: Node, report: HealthReport, headers: Mapping[str, str], tls: ssl.SSLContext | bool
+) -> NodeStream:
+    """Connect to a node and return once it answers there. Raises OSError."""
+    at = urlsplit(node.url)
+    secure = at.scheme == "https"
+    every = {
+        "host": at.netloc,
+        "content-type": LEGS_MEDIA_TYPE,
+        "transfer-encoding": "chunked",
+        LEGS_VERSION_HEADER: str(report.leg_version),
+        **headers,
+    }
+    lines = [f"POST {at.path}{LEGS_PATH} HTTP/1.1", *(f"{k}: {v}" for k, v in every.items())]
+    head = "".join(f"{line}\r\n" for line in (*lines, "")).encode()
+    _, stream = await asyncio.get_running_loop().create_connection(
+        lambda: NodeStream(head, report.generation),
+        at.hostname or "",
+        at.port or (443 if secure else 80),
+        ssl=tls if secure else None,
+    )
+    try:
+        await stream.ready
+    except BaseException:
+        stream.give_up("the connection failed")
+        raise
+    return stream

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from aiohttp import web
 
-from kvrelay.router.background import BackgroundTasks
 from kvrelay.router.nodes.node import Lease, Node
 from kvrelay.router.request.vllm_run import whole_answer
 from kvrelay.router.transport.node_client import NodeClient
@@ -47,7 +46,7 @@ async def test_no_redirect_is_followed(status: int) -> None:
         return web.Response(status=status, headers={"location": f"{elsewhere}{request.path}"})
 
     async with serving(listens) as elsewhere, serving(moved) as url:
-        legs, background = NodeClient(CONFIG, BackgroundTasks()), BackgroundTasks()
+        legs = NodeClient(CONFIG)
         node = Node(url, role=Role.PREFILL)
         try:
             assert await legs.health(node) == f"its health check answers {status}"
@@ -61,7 +60,6 @@ async def test_no_redirect_is_followed(status: int) -> None:
                 await whole_answer(legs, Lease(node, 1), "/whole", b"{}", {})
         finally:
             await legs.close()
-            await background.finish(1.0)
     paths = {
         "/health",
         "/empty/health",

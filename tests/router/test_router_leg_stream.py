@@ -13,8 +13,9 @@ import pytest
 from router_doubles import Call, cluster, decode, decode_ok, event, prefill, until
 
 from kvrelay.router.nodes.node import HealthReport, Lease, Node
+from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.router.transport.node_errors import AttemptFailed, Refused, deliver_last
-from kvrelay.router.transport.node_stream import NodeStream, NodeStreams
+from kvrelay.router.transport.node_stream import NodeStream
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ErrorBody
 from kvrelay.wire.frames import (
@@ -29,6 +30,7 @@ from kvrelay.wire.frames import (
     message,
 )
 from kvrelay.wire.outputs import Load
+from kvrelay.wire.router_config import RouterConfig
 from kvrelay.wire.versions import LEGS
 
 MEGABYTE = 1 << 20
@@ -365,30 +367,22 @@ class Slow:
         writer.close()
 
 
-async def test_checks_that_are_cancelled_or_late_leave_no_stream_behind() -> None:
+async def test_checks_that_are_cancelled_leave_no_stream_behind() -> None:
     slow = Slow()
     report = HealthReport(Role.DECODE, "tiny", leg_stream=LEGS.oldest)
     async with await asyncio.start_server(slow, "127.0.0.1", 0) as server:
         node = Node(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", role=Role.DECODE)
-        streams = NodeStreams({}, False, 5.0, 5.0)
-
-        def check() -> asyncio.Task[str | None]:
-            return asyncio.ensure_future(streams.heard(node, report))
-
-        first = check()
-        await until(lambda: slow.opened == 1)
-        first.cancel()
-        await asyncio.wait([first])
-        last = check()  # the next one tries again, and the node is forgotten meanwhile
-        await until(lambda: slow.opened == 2)
-        streams.forget(node)
+        client = NodeClient(RouterConfig())
+        for at in (1, 2):  # the next one tries again
+            check = asyncio.ensure_future(client.heard(node, report))
+            await until(lambda at=at: slow.opened == at)  # type: ignore[misc]
+            check.cancel()
+            client.forget(node)
+            await asyncio.wait([check])
         slow.go.set()
-        await last
         await until(lambda: slow.closed == 2, 5)
-        assert streams.ready(node) is None
-        await check()
-        assert streams.ready(node) is not None
-        streams.close()
+        assert await client.heard(node, report) is None
+        await client.close()
         await until(lambda: slow.closed == 3, 5)
 
 
