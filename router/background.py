@@ -14,15 +14,11 @@ __all__ = ["BackgroundTasks", "cancel_and_wait", "running_task"]
 
 async def cancel_and_wait(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel the tasks that still run, and wait for them; what they raise is dropped."""
-    late = [task for task in tasks if not task.done()]
-    for task in late:
-        task.cancel()
-    if late:
-        await asyncio.wait(late)
     for task in tasks:
-        try:
-            task.result()  # seen: else the event loop complains, and the task keeps the traceback
-        except (Exception, asyncio.CancelledError) as why:  # noqa: BLE001 - whatever it was
+        task.cancel()
+    # Else the event loop complains of what nobody has seen, and tasks keep the traceback.
+    for why in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(why, BaseException):
             without_frames(why)
 
 

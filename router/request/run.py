@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.nodes.node import Lease, Node, kv_mismatch
 from kvrelay.router.relay import Reply
 from kvrelay.router.request.failures import Attempts, CrashRecord, RunContext
@@ -142,7 +141,12 @@ class RequestRun(Run):
             await super().run()
         finally:
             # All are done; a failed one would keep this run until the collector comes.
-            await cancel_and_wait([each for each in (self._prefilling, self._early_decode) if each])
+            tasks = [each for each in (self._prefilling, self._early_decode) if each is not None]
+            for task in tasks:
+                task.cancel()
+            for why in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(why, BaseException):
+                    without_frames(why)
             self._prefilling = self._early_decode = None
             if self.placed is not None:
                 self.context.placer.give_back(self.placed)

@@ -399,12 +399,6 @@ async def test_a_pair_between_which_kv_did_not_come_is_avoided_for_a_while(ends:
         assert len(bad.calls) == 2
 
 
-def test_the_error_of_kv_that_was_not_loaded_names_cause_and_remedy_and_no_address() -> None:
-    assert "its prefill node is gone or was restarted (PeerLost)" in NOT_LOADED.message
-    assert "--kv-load-failure-policy recompute" in NOT_LOADED.message
-    assert "the transfer broke (TransferError)" in KvNotLoaded.because("TransferError").message
-
-
 # --- breakers, lost processes, the retry budget
 
 

@@ -37,17 +37,6 @@ def test_one_prompt_in_any_form_is_one_job(prompt: Any) -> None:
     assert not job.part
 
 
-def test_too_many_choices_are_refused_before_any_walk() -> None:
-    assert len(parts(prompt=["a"] * 128)) == 128
-    for fields in (
-        {"prompt": ["a"] * 129},
-        {"prompt": ["a"] * 65, "n": 2},
-        {"prompt": ["a"] * 33, "best_of": 4},
-    ):
-        with pytest.raises(RequestError, match="the limit of one request is 128"):
-            parts(**fields)
-
-
 def test_many_prompts_beside_a_long_field_are_refused_before_any_walk() -> None:
     assert len(parts(prompt=["a"] * 128, user="x" * 200_000)) == 128
     with pytest.raises(RequestError, match=r"128 prompts with .* the limit is 33554432"):

@@ -17,7 +17,7 @@ from router_doubles import KV, NO_PROMPTS, parse_job
 from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.node import HealthReport, Node, Source
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.placement import Placement, Refuse, Wait
+from kvrelay.router.placement import Refuse, Wait
 from kvrelay.router.request.job import CHAT_PATH, Job, Slo, prefix_of
 from kvrelay.router.request.placer import ChosenNodes, Placer
 from kvrelay.wire.config import Role
@@ -262,15 +262,3 @@ def test_among_many_hosts_each_prefill_node_is_paired_with_those_that_can_take_i
         prefill, decode = rig.found(job(user=str(at)), spills=False)
         assert prefill != "p1"
         assert int(prefill[1:]) % 2 == int(decode[1:]) % 2
-
-
-def test_a_placement_is_told_in_a_few_words() -> None:
-    assert str(
-        Placement(
-            "http://p:1", "http://d:2", 0.412, ("http://d:2", "http://d:2"), 0.77, spills=False
-        )
-    ) == ("p:1/d:2 price=0.41, d:2 alone 0.77")
-    assert (
-        str(Placement("http://d:2", "http://d:2", 1.0, None, math.inf, spills=True))
-        == "d:2 alone price=1.00"
-    )

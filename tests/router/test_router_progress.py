@@ -68,26 +68,11 @@ def test_the_first_decode_leg_gets_the_hand_over_as_it_is() -> None:
 def test_after_tokens_a_decode_leg_resumes_without_remote_ids() -> None:
     state = handed_over()
     take(state, tokens(12, 13, sent=4))
-    params = state.decode_params()
-    assert (params.generated, params.sent_text, params.prompt_token_ids) == (
-        [11, 12, 13],
-        4,
-        [1, 2],
+    told = HANDOVER.answer()
+    so_far = ChoiceSoFar(generated=[11, 12, 13], logprobs=told.choices[0].logprobs, sent_text=4)
+    assert state.decode_params() == KvTransferParams.of(
+        HANDOVER.request(), msgspec.structs.replace(told, choices=[so_far])
     )
-    assert (params.do_remote_prefill, params.seed, params.created, params.cached_tokens) == (
-        True,
-        5,
-        99,
-        2,
-    )
-    remote = (
-        params.remote_engine_id,
-        params.remote_block_ids,
-        params.remote_request_id,
-        params.remote_host,
-    )
-    assert remote == (None, None, None, None)
-    assert (params.remote_port, params.generation, params.num_tokens) == (None, None, 0)
     assert state.settled
 
 
@@ -115,16 +100,6 @@ def test_of_two_legs_that_tell_of_the_first_token_one_is_heard(prefill_first: bo
     assert state.take(Frame(FrameKind.END, b"x", [13], 3), decode)
     assert known(state) == [11, 12, 13]
     assert not state.take(tokens(11, sent=1), prefill)
-
-
-@pytest.mark.parametrize("seen", [True, False])
-def test_a_second_decode_leg_begins_with_the_ticket_too(seen: bool) -> None:
-    state, prefill, _ = begun(logprobs=True)
-    if seen:
-        assert state.take(tokens(11, sent=1), prefill)
-    assert state.decode_params() is TICKET
-    state.take(Frame(FrameKind.HANDOVER, params=HANDOVER), prefill)
-    assert state.decode_params() is HANDOVER
 
 
 @pytest.mark.parametrize("ids", [(99,), (11, 12)])

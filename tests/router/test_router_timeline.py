@@ -60,6 +60,13 @@ def test_a_prompt_that_a_decode_node_has_computed_counts_as_prefill() -> None:
     )
 
 
+def test_an_answer_of_one_node_has_no_hand_over() -> None:
+    timeline = Timeline(10.0, sent=10.001, local=True, stepped=10.1)
+    timeline.note_report({"queue": 3.0, "prefill": 40.0, "decode": 9.0, "told": 1.0}, decoding=True)
+    told = {"queue": 4.0, "prefill": 40.0, "decode": 9.0, "total": 200.0}
+    assert rounded(timeline.stages_s(10.2)) == told
+
+
 def test_a_request_that_was_never_sent_has_waited() -> None:
     assert Timeline(10.0).stages_s(10.5) == {"queue": 0.5, "total": 0.5}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 from typing import Any
@@ -75,19 +74,6 @@ async def test_a_request_walks_through_both_nodes(
         assert c.metric("kvrelay_router_disaggregated_total") == 1
 
 
-async def test_the_line_of_a_refused_request_tells_its_model_and_about_how_long_its_prompt_was(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, "kvrelay.router")
-    d = decode()
-    async with cluster(prefill(), d) as c:
-        c.node(d).state.set_costs(StepCosts(8.0, 0.1, 0.0, 0.0, 0.1, 0.0), 50.0)
-        async with c.post(headers={"x-slo-tpot-ms": "1"}) as answer:
-            assert answer.status == 429
-        (line,) = [message for message in caplog.messages if "status=429" in message]
-    assert f" model={MODEL} prompt_tokens=" in line
-
-
 async def test_the_openai_client_streams_and_asks_for_a_whole_answer() -> None:
     async with cluster(prefill(), decode(), api_key="key") as c:
         base_url = f"{c.url}/v1"
@@ -112,21 +98,6 @@ async def test_no_decode_node_is_asked_when_the_first_token_ends_the_request(str
         text = await c.text({"stream": stream})
         assert text == ((event("", "stop") + DONE) if stream else WHOLE).decode()
         assert (d.calls, p.released) == ([], [])
-
-
-async def test_concurrent_requests_spread_over_nodes_by_depth() -> None:
-    async def wait_then_answer(call: Call) -> None:
-        await asyncio.wait_for(go.wait(), 5)
-        await prefill_ok(call)
-
-    go = asyncio.Event()
-    ps = [prefill(wait_then_answer) for _ in range(2)]
-    async with cluster(*ps, decode(), decode()) as c:
-        answers = [asyncio.create_task(c.text()) for _ in range(8)]
-        await until(lambda: sum(len(p.calls) for p in ps) == 8)
-        assert [len(p.calls) for p in ps] == [4, 4]
-        go.set()
-        await asyncio.gather(*answers)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -323,16 +294,6 @@ async def test_without_a_prefill_node_a_decode_node_answers_alone(stream: bool) 
         assert c.metric("kvrelay_router_disaggregated_total") == 0
 
 
-async def test_a_decode_node_whose_operator_wants_no_prompts_on_it_gets_none() -> None:
-    p, d = prefill(health_status=503), decode(kv=NO_PROMPTS)
-    async with cluster(p, d, ready=False) as c:
-        await until(lambda: c.node(d).up)
-        async with c.post() as answer:
-            assert answer.status == 503
-            assert "no prefill node is up" in (await answer.json())["error"]["message"]
-        assert d.calls == []
-
-
 async def test_when_the_only_prefill_node_is_lost_before_the_first_byte_a_decode_node_answers_alone() -> (
     None
 ):
@@ -344,20 +305,6 @@ async def test_when_the_only_prefill_node_is_lost_before_the_first_byte_a_decode
         assert await c.text({"stream": True}) == STREAMED
         assert not c.node(p).up
         assert c.metric("kvrelay_router_local_prefills_total", reason="no_prefill_node") == 1
-
-
-async def test_the_stages_of_an_answer_of_one_node_have_no_hand_over() -> None:
-    async def timed(call: Call) -> None:
-        await call.tokens(11, "a", 1)
-        timing = {"queue": 1.0, "prefill": 3.0, "decode": 2.0}
-        await call.send(Frame(FrameKind.END, WHOLE, timing=timing))
-
-    async with cluster(prefill(health_status=503), decode(timed, kv=KV), ready=False) as c:
-        await until(lambda: any(node.up for node in c.router.pool.nodes))
-        stages = json.loads(await c.text({"include_metrics": True}))["kvrelay"]
-        assert set(stages) == {"queue_ms", "prefill_ms", "decode_ms", "total_ms"}
-        assert (stages["prefill_ms"], stages["decode_ms"]) == (3.0, 2.0)
-        assert 1.0 <= stages["queue_ms"] <= stages["total_ms"] + 1.0
 
 
 COSTS = StepCosts(5.0, 0.01, 0.0, 0.0, 0.02, 0.0)
@@ -407,14 +354,6 @@ async def test_a_prompt_that_its_decode_node_refuses_goes_the_other_way() -> Non
 
 
 # --- pairs
-
-
-async def test_a_decode_node_that_cannot_take_the_kv_is_not_chosen_while_another_can() -> None:
-    other, fits = decode(kv=other_kind()), decode(kv=KV, load=Load(running=9))
-    async with cluster(prefill(kv=KV), other, fits) as c:
-        for _ in range(4):
-            assert await c.text({"stream": True}) == STREAMED
-        assert (len(other.calls), len(fits.calls)) == (0, 4)
 
 
 async def test_where_no_pair_can_talk_a_decode_node_answers_alone_or_the_error_names_both_values() -> (
