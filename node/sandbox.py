@@ -157,11 +157,9 @@ class Sandbox:
             self._process.kill()
             await self._process.wait()
 
-    @contextlib.asynccontextmanager
-    async def body_slot(self, size: int) -> AsyncIterator[None]:
-        """Let one long body be read at a time. Raises Overloaded."""
-        async with self._turn(self._long_body) if size > LONG_BYTES else contextlib.nullcontext():
-            yield
+    def body_slot(self, size: int) -> contextlib.AbstractAsyncContextManager[None]:
+        """Let one long body be read at a time. Entering it raises Overloaded."""
+        return self._turn(self._long_body) if size > LONG_BYTES else contextlib.nullcontext()
 
     async def token_ids(self, chat: bool, body: bytes, *, fits: bool = True) -> list[list[int]]:
         """Return the prompts of a body. Raises RequestError, Unavailable."""

@@ -17,7 +17,8 @@ from kvrelay.openai_api.tracing import Attribute, RequestSpan, trace_id_of
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.relay import CLIENT_GONE
 from kvrelay.router.request.job import Job
-from kvrelay.router.request.run import Run, last_timeline, prompt_tokens_of
+from kvrelay.router.request.multi_prompt import last_timeline, prompt_tokens_of
+from kvrelay.router.request.run import Run
 from kvrelay.router.timeline import EndedRequest, Timeline
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import secrets
 import time
@@ -36,20 +35,19 @@ from kvrelay.router.request.job import (
     job_of,
     parse_body,
     parts_of,
+    slo_of_headers,
 )
-from kvrelay.router.request.multi_prompt import run_together
-from kvrelay.router.request.run import RequestRun, Run, prompt_tokens_of
+from kvrelay.router.request.multi_prompt import prompt_tokens_of, run_together
+from kvrelay.router.request.run import RequestRun, Run
 from kvrelay.router.request.vllm_run import VllmRun
 from kvrelay.router.router import Router
 from kvrelay.router.timeline import Timeline
-from kvrelay.wire.errors import BodyTooLarge, KvrelayError, RequestError, RequestTimeout
+from kvrelay.wire.errors import BodyTooLarge, KvrelayError, RequestTimeout
 from kvrelay.wire.router_config import RouterConfig
 
-__all__ = ["RouterApp", "checked_body", "read_body", "slo_of_headers"]
+__all__ = ["RouterApp", "checked_body", "read_body"]
 
 _BODY_DEADLINE_S = 60.0
-_TTFT, _TPOT = "x-slo-ttft-ms", "x-slo-tpot-ms"  # as llm-d's gateway has them
-_MAX_TARGET_MS = 1e9
 _ids = random.Random(secrets.randbits(256))  # unlike those of other routers, but no secrets
 
 _log = logging.getLogger("kvrelay.router")
@@ -267,25 +265,3 @@ async def read_body(request: Request, limit_bytes: int, deadline_s: float) -> by
             f"the request body did not arrive within {deadline_s:g} s; send it faster"
         ) from why
     return bytes(body)
-
-
-def slo_of_headers(header: Callable[[str], str | None]) -> tuple[float | None, float | None]:
-    """Return the targets in headers, in seconds: to the first token, and per further token.
-
-    Raises RequestError.
-    """
-    return _target_s(_TTFT, header(_TTFT)), _target_s(_TPOT, header(_TPOT))
-
-
-def _target_s(name: str, value: str | None) -> float | None:
-    if value is None:
-        return None
-    try:
-        target = float(value) if len(value) <= 20 else math.nan
-    except ValueError:
-        target = math.nan
-    if not 0 < target <= _MAX_TARGET_MS:  # also NaN
-        raise RequestError(
-            f"{name} must be a number of milliseconds above 0, got {value[:40]!r}", param=name
-        )
-    return target / 1e3

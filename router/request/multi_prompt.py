@@ -11,9 +11,10 @@ from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.relay import Reply
 from kvrelay.router.request.failures import MAX_LOST
 from kvrelay.router.request.job import Job
-from kvrelay.router.request.run import Run, last_timeline
+from kvrelay.router.request.run import Run
+from kvrelay.router.timeline import Timeline
 
-__all__ = ["run_together"]
+__all__ = ["last_timeline", "prompt_tokens_of", "run_together"]
 
 
 async def run_together(job: Job, runs: Sequence[Run], reply: Reply) -> None:
@@ -44,3 +45,15 @@ async def run_together(job: Job, runs: Sequence[Run], reply: Reply) -> None:
     if job.wants_stages:
         end = last_timeline(runs).with_stages(end, time.monotonic())
     reply.put(end)
+
+
+def last_timeline(runs: Sequence[Run]) -> Timeline:
+    """Return the times of the prompt that was answered last."""
+    times = (run.timeline for run in runs)
+    return max(times, key=lambda each: each.last_token or each.arrived)
+
+
+def prompt_tokens_of(runs: Sequence[Run]) -> int | None:
+    """Return the tokens of all prompts; None until nodes have told."""
+    counts = [run.prompt_tokens for run in runs]
+    return None if None in counts else sum(count or 0 for count in counts)

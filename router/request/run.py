@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -41,7 +41,7 @@ from kvrelay.wire.errors import (
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.transfer import SPILL_REFUSED, KvTransferParams
 
-__all__ = ["ROOM_DEADLINE_S", "RequestRun", "Run", "last_timeline", "prompt_tokens_of"]
+__all__ = ["ROOM_DEADLINE_S", "RequestRun", "Run"]
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -100,18 +100,6 @@ class Run:
 
     async def _answer(self) -> None:
         raise NotImplementedError
-
-
-def last_timeline(runs: Sequence[Run]) -> Timeline:
-    """Return the times of the prompt that was answered last."""
-    times = (run.timeline for run in runs)
-    return max(times, key=lambda each: each.last_token or each.arrived)
-
-
-def prompt_tokens_of(runs: Sequence[Run]) -> int | None:
-    """Return the tokens of all prompts; None until nodes have told."""
-    counts = [run.prompt_tokens for run in runs]
-    return None if None in counts else sum(count or 0 for count in counts)
 
 
 class RequestRun(Run):
@@ -243,7 +231,10 @@ class RequestRun(Run):
             failure: AttemptFailed | None = None
             try:
                 if lease in lease.node.leases and lease.node.up:  # else it was released, or is gone
-                    await self._attempt_decode(self.placed)
+                    params = self._decode_params(self.placed)
+                    source = None if params.remote_engine_id is None else self._prefill_node
+                    place, body = FramePosition.behind(params), decode_body(self.job, params)
+                    await Attempt(self, lease, place, source).run(body)
                     return True
             except Diverged as why:
                 # Nobody's fault; the next request begins behind what the client has.
@@ -273,12 +264,6 @@ class RequestRun(Run):
                 if failure is None:
                     raise
                 raise attempts.failure(failure) from None
-
-    async def _attempt_decode(self, placed: PlacementLeases) -> None:
-        params = self._decode_params(placed)
-        source = None if params.remote_engine_id is None else self._prefill_node
-        body = decode_body(self.job, params)
-        await Attempt(self, placed.decode, FramePosition.behind(params), source).run(body)
 
     async def _place(
         self, decode: Attempts | None = None, source: Node | None = None, *, patient: bool = True
@@ -317,7 +302,10 @@ class RequestRun(Run):
                     return placer.take(found)
                 now = time.monotonic()
                 if now >= until and not begun:
-                    raise _no_room()
+                    limit = f"no node had room for the request within {ROOM_DEADLINE_S:g} s"
+                    full = Overloaded(f"{limit}; try again later")
+                    full.retry_after_s = math.ceil(ROOM_DEADLINE_S)  # as others have waited
+                    raise full
                 if source is not None and now >= renew_at:
                     renew_at = now + self._renew_kv(source)
                 await asyncio.sleep(_POLL_S)
@@ -504,11 +492,3 @@ class Attempt:
             return frame.payload
         run.on_end(frame.usage)
         return timeline.with_stages(frame.payload, now) if run.job.wants_stages else frame.payload
-
-
-def _no_room() -> Overloaded:
-    full = Overloaded(
-        f"no node had room for the request within {ROOM_DEADLINE_S:g} s; try again later"
-    )
-    full.retry_after_s = math.ceil(ROOM_DEADLINE_S)  # as long as those before it have waited
-    return full

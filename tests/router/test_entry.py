@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.openai_api.tracing import trace_headers
+from kvrelay.router.request.job import slo_of_headers
 from kvrelay.router.request_log import shown_error
-from kvrelay.router.serve import slo_of_headers
 from kvrelay.wire.errors import NotFound, RequestError
 
 
