@@ -30,6 +30,11 @@ __all__ = [
     "node_statuses",
 ]
 
+_OF_NODE = (
+    *("url", "role", "kind", "model", "up", "reason", "held_blocks", "flips_to"),
+    *("generation", "release", "leg_version"),
+)
+_OF_LOAD = "running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "block_size"
 _SEVERITY = {"closed": 0, "half_open": 1, "open": 2}
 
 
@@ -106,33 +111,18 @@ def node_status(node: Node, pool: Pool, now: float) -> NodeStatus:
     """Return one node as operators see it."""
     load, state = node.load, node.state
     return NodeStatus(
-        url=node.url,
-        role=node.role,
-        kind=node.kind,
-        model=node.model,
+        **{name: getattr(node, name) for name in _OF_NODE},
+        **{name: getattr(load, name) for name in _OF_LOAD},
         adapters=sorted(node.adapters),
-        up=node.up,
         draining=not node.up and node.reason == DRAINS,
-        reason=node.reason,
         for_s=round(now - node.since, 3) if node.since else None,
         sources=pool.sources(node.url) if node.wanted else [],
         legs=len(node.leases),
-        held_blocks=node.held_blocks,
         queue_depth=round(node.depth, 3),
-        running=load.running,
-        waiting=load.waiting,
-        waiting_tokens=load.waiting_tokens,
-        free_blocks=load.free_blocks,
-        total_blocks=load.total_blocks,
-        block_size=load.block_size,
         breaker=node.breaker.shown(now),
         up_in=int(node.up),
-        flips_to=node.flips_to,
         prompt_share=round(state.prompt_share, 3),
         limit_left=round(state.limit_left, 3),
-        generation=node.generation,
-        release=node.release,
-        leg_version=node.leg_version,
         kv_events=pool.prefixes.trusts(node.url),
         costs=None if state.costs is UNKNOWN else state.costs,
         load=msgspec.structs.asdict(load),

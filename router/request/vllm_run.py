@@ -26,7 +26,7 @@ import msgspec
 from kvrelay.openai_api.sse import DONE
 from kvrelay.router.nodes.node import Lease
 from kvrelay.router.request.failures import Attempts
-from kvrelay.router.request.job import CHAT_PATH, Job
+from kvrelay.router.request.job import Job
 from kvrelay.router.request.placer import PlacementQuery
 from kvrelay.router.request.run import Run
 from kvrelay.router.transport.node_client import NodeClient
@@ -274,21 +274,19 @@ def undivided_because(job: Job) -> str | None:
     One hand-over is for one sequence. And fetched KV has no logits, which log-probabilities of a
     prompt are made of.
     """
-    given = {
-        name
-        for name, value in job.fields.items()
-        if bytes(value).strip() not in (b"null", b"false")
+    values = {name: bytes(value).strip() for name, value in job.fields.items()}
+    given = {name for name, value in values.items() if value not in (b"null", b"false")}
+    prompt = values.get("prompt", b"")
+    reasons = {
+        "choices": max(job.choices, job.best_of) > 1,
+        "beam_search": "use_beam_search" in given,
+        "prompts": prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"["),
+        "prompt_embeds": "prompt_embeds" in given,
+        "prompt_logprobs": job.prompt_only
+        or "prompt_logprobs" in given
+        or {"echo", "logprobs"} <= given,
     }
-    prompt = bytes(job.fields.get("prompt", b"")).strip()
-    several = prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
-    if max(job.choices, job.best_of) > 1:
-        return "choices"
-    if job.path != CHAT_PATH and several:
-        return "prompts"
-    for name in ("use_beam_search", "prompt_embeds", "prompt_logprobs"):
-        if name in given:
-            return name.removeprefix("use_")
-    return "prompt_logprobs" if job.prompt_only or {"echo", "logprobs"} <= given else None
+    return next((why for why, so in reasons.items() if so), None)
 
 
 def prefill_body(job: Job) -> bytes:

@@ -21,16 +21,7 @@ __all__ = ["Fetch", "report_of", "vllm_report"]
 Fetch = Callable[[str], Awaitable[tuple[int, bytes]]]
 
 # The lines of interest among thousands.
-_READ = (
-    b"vllm:num_requests_",
-    b"vllm:kv_cache_",
-    b"vllm:gpu_cache_",
-    b"vllm:cache_config_info",
-    b"process_start_",
-)
-_CACHE = rb"^vllm:cache_config_info\{[^\n]*"
-_BLOCKS = re.compile(_CACHE + rb'\bnum_gpu_blocks="(\d+)"', re.MULTILINE)
-_BLOCK_TOKENS = re.compile(_CACHE + rb'\bblock_size="(\d+)"', re.MULTILINE)
+_READ = (b"vllm:num_requests_", b"process_start_")
 
 
 class _Card(msgspec.Struct):
@@ -88,16 +79,12 @@ def report_of(role: Role, models: bytes, metrics: bytes) -> HealthReport | str:
 
 
 def _load_of(role: Role, metrics: bytes) -> Load:
-    running = int(sum(_values(metrics, b"vllm:num_requests_running")))
-    waiting = int(sum(_values(metrics, b"vllm:num_requests_waiting")))
-    if role is Role.PREFILL:
-        running, waiting = 0, running + waiting  # each is a prompt still to be computed
-    total = sum(map(int, _BLOCKS.findall(metrics)))
-    # Without a known size, the room is unknown rather than 0.
-    block_size = max(map(int, _BLOCK_TOKENS.findall(metrics)), default=0) if total else 0
-    used = _values(metrics, rb"vllm:(?:kv|gpu)_cache_usage_perc") or [0.0]
-    free = round(total * (1 - min(1.0, sum(used) / len(used))))
-    return Load(running, waiting, free_blocks=free, total_blocks=total, block_size=block_size)
+    running, waiting = (
+        int(sum(_values(metrics, b"vllm:num_requests_" + each)))
+        for each in (b"running", b"waiting")
+    )
+    # On a prefill node each is a prompt still to be computed.
+    return Load(0, running + waiting) if role is Role.PREFILL else Load(running, waiting)
 
 
 def _values(metrics: bytes, name: bytes) -> list[float]:

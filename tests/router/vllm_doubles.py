@@ -352,8 +352,6 @@ class VllmNode:
 def metrics_text(
     running: int = 0,
     waiting: int = 0,
-    used: float = 0.25,
-    cache: str = "kv_cache_usage_perc",
     engines: int = 2,
     started: float = 1.7952345678e9,
 ) -> str:
@@ -365,8 +363,6 @@ def metrics_text(
             f"vllm:num_requests_running{labels} {float(running if engine == engines - 1 else 0)}",
             f"vllm:num_requests_waiting{labels} {float(waiting if engine == engines - 1 else 0)}",
             f'vllm:num_requests_waiting_by_reason{{engine="{engine}",reason="capacity"}} 70.0',
-            f"vllm:{cache}{labels} {used}",
-            f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="100",engine="{engine}"}} 1.0',
         ]
     return "\n".join(
         [*samples, *([f"process_start_time_seconds {started:.10e}"] if started else []), ""]
