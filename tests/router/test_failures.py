@@ -37,8 +37,7 @@ from kvrelay.router.nodes.breaker import FAILURES_IN_A_ROW, State
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import EngineDead, ErrorBody, KvNotLoaded
 from kvrelay.wire.frames import Frame, FrameKind
-from kvrelay.wire.outputs import Finish, Load, TokenLogprobs
-from kvrelay.wire.transfer import ChoiceSoFar
+from kvrelay.wire.outputs import Load
 
 NOT_LOADED = KvNotLoaded.because("PeerLost")
 BROKE = refuse(500, "this node failed on the request; its log says why", code="request_broke")
@@ -146,47 +145,6 @@ async def test_a_prefill_node_that_dies_behind_its_token_is_replaced_while_nobod
         assert (len(other.calls), params.remote_request_id) == (
             (0, None) if stream else (1, "held-1")
         )
-
-
-async def test_three_choices_with_logprobs_go_on_elsewhere_where_the_client_has_them() -> None:
-    def told(choice: int, token: int, sent: int, finish: Finish | None = None) -> Frame:
-        logprobs = [TokenLogprobs(token, -token / 10)]
-        return Frame(
-            FrameKind.TOKENS,
-            event(f"<{token}>"),
-            [token],
-            sent,
-            choice=choice,
-            logprobs=logprobs,
-            finish=finish,
-        )
-
-    async def first(call: Call) -> None:
-        await call.send(told(0, 11, 1))
-        await call.hand_over(generated_logprobs=[TokenLogprobs(11, -1.1)])
-
-    async def dies(call: Call) -> None:
-        await call.send(told(1, 21, 4), told(0, 12, 5), told(2, 31, 4, Finish.STOP))
-        call.cut()
-
-    async def goes_on(call: Call) -> None:
-        last = Frame(FrameKind.END, event("<22>") + DONE, [22], 8, choice=1, finish=Finish.STOP)
-        await call.send(told(0, 13, 9, Finish.LENGTH), last)
-
-    p, good = prefill(first), decode(goes_on, load=LOADED["decode"])
-    async with cluster(p, decode(dies), good) as c:
-        text = await c.text({"stream": True, "logprobs": True, "n": 3})
-    events = [event(f"<{token}>") for token in (11, 21, 12, 31, 13, 22)]
-    assert text == (b"".join(events) + DONE).decode()
-    params = params_of(good.calls[0])
-    assert (params.remote_engine_id, good.calls[0].body["messages"]) == (None, [])
-    assert good.calls[0].body["seed"] == p.calls[0].body["seed"]
-    logprobs = {token: TokenLogprobs(token, -token / 10) for token in (11, 12, 21, 31)}
-    assert params.answer().so_far(3) == [
-        ChoiceSoFar(generated=[11, 12], logprobs=[logprobs[11], logprobs[12]], sent_text=5),
-        ChoiceSoFar(generated=[21], logprobs=[logprobs[21]], sent_text=4),
-        ChoiceSoFar(generated=[31], logprobs=[logprobs[31]], sent_text=4, finish=Finish.STOP),
-    ]
 
 
 async def test_when_every_node_breaks_the_client_is_told() -> None:

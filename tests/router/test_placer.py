@@ -135,24 +135,6 @@ def test_what_is_taken_counts_until_it_is_given_back() -> None:
     assert all(node.state.is_idle and not node.leases for node in rig.pool.nodes)
 
 
-@pytest.mark.parametrize(
-    ("config", "how", "prefill"),
-    [
-        ({}, {}, "d"),
-        ({}, {"spills": False}, "p"),
-        ({}, {"alone": True}, "d"),
-        ({"strict_roles": True}, {}, "p"),
-        ({"decode_policy": "least_queue"}, {}, "p"),
-    ],
-)
-def test_a_prompt_spills_by_its_price_unless_that_is_not_wanted(
-    config: dict[str, Any], how: dict[str, Any], prefill: str
-) -> None:
-    rig = Rig(**config)
-    rig.says("p0", BUSY)
-    assert rig.found(job(), **how)[0][0] == prefill
-
-
 def test_a_policy_chooses_the_node_of_its_role() -> None:
     rig = Rig(2, 2, prefill_policy="round_robin", decode_policy="round_robin")
     ways = []

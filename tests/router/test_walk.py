@@ -7,7 +7,6 @@ import logging
 import re
 from typing import Any
 
-import openai
 import pytest
 from router_doubles import (
     DONE,
@@ -72,23 +71,6 @@ async def test_a_request_walks_through_both_nodes(
         assert c.metric("kvrelay_router_time_to_first_token_seconds_count") == 1
         assert c.metric("kvrelay_router_stage_seconds_sum", stage="prefill") == 0.003
         assert c.metric("kvrelay_router_disaggregated_total") == 1
-
-
-async def test_the_openai_client_streams_and_asks_for_a_whole_answer() -> None:
-    async with cluster(prefill(), decode(), api_key="key") as c:
-        base_url = f"{c.url}/v1"
-        async with openai.AsyncOpenAI(base_url=base_url, api_key="key", max_retries=0) as client:
-            asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-            whole = await client.chat.completions.create(**asked)
-            assert whole.choices[0].message.content == "abc"
-            stream = await client.chat.completions.create(**asked, stream=True)
-            pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
-            assert "".join(pieces) == "abc"
-            assert [model.id async for model in client.models.list()] == ["tiny"]
-            with pytest.raises(openai.NotFoundError, match="'tiny'"):
-                await client.chat.completions.create(**asked | {"model": "x"})
-            with pytest.raises(openai.BadRequestError, match="kv_transfer_params"):
-                await client.chat.completions.create(**asked, extra_body={"kv_transfer_params": {}})
 
 
 @pytest.mark.parametrize("stream", [True, False])
