@@ -122,7 +122,7 @@ class Client:
         self.flow: Flow = cycle.flow
         self._unsent: list[bytes] = []
         self.headers: Iterable[tuple[bytes, bytes]] = ()
-        self.pieces = 0
+        self.pieces = 0  # since they were last counted
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
         """Call `on_gone` if the client goes away; None ends that."""
@@ -236,7 +236,6 @@ class Relay(Response):
         self._left = False  # the client went away before the end
         self._begun = False  # headers were sent
         self._complete = False  # the last byte was sent
-        self._pieces = 0  # that were sent when they were last counted
         self._broken: NodeFailed | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -316,9 +315,9 @@ class Relay(Response):
         self._client.write(events)
 
     def _hold(self) -> None:
-        if self._client.pieces == self._pieces:
+        if not self._client.pieces:
             self._send(self._dialect.keep_alive())
-        self._pieces = self._client.pieces
+        self._client.pieces = 0
         self._holding = self._task.get_loop().call_later(HOLD_S, self._hold)
 
     async def _end(
