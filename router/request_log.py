@@ -163,7 +163,7 @@ def _ended(
         decode=decode,
         kv_bytes=sum(int(run.timeline.decode_ms.get(MOVED, 0)) for run in runs),
         stages_s=timeline.stages_s(now),
-        placed="; ".join(run.placement for run in runs),
+        placed="; ".join(str(run.placed.placement) if run.placed else "-" for run in runs),
     )
 
 

@@ -65,7 +65,6 @@ class Run:
     reply: Reply
     placed: PlacementLeases | None = None
     """Where the request was placed last; admission may set it before `run`."""
-    placement: str = "-"
     prompt_tokens: int | None = None
     """None until a node has told."""
     cached_tokens: int = 0
@@ -141,19 +140,15 @@ class RequestRun(Run):
             self._release_kv()
 
     async def _answer(self) -> None:
-        self._go_to(self.placed or await self._place())
+        self.placed = self.placed or await self._place()
         while True:
-            assert self.placed is not None
             if self.placed.prefill is None:
                 self._count_local(self.placed)
             elif await self._prefill_and_decode():
                 return
             if await self._decode():
                 return
-            self._go_to(await self._place())
-
-    def _go_to(self, placed: PlacementLeases) -> None:
-        self.placed, self.placement = placed, str(placed.placement)
+            self.placed = await self._place()
 
     async def _prefill_and_decode(self) -> bool:
         # Returns whether the answer is complete; else a decode request must follow.
@@ -214,7 +209,7 @@ class RequestRun(Run):
                 attempts.require_another(failure)
             self.context.placer.give_back(self.placed)
             try:
-                self._go_to(await self._place(patient=False))
+                self.placed = await self._place(patient=False)
             except (NoNode, Overloaded):
                 raise attempts.failure(failure) from None
         self._count_local(self.placed)
@@ -259,7 +254,7 @@ class RequestRun(Run):
             told = self.progress.decode_params().remote_engine_id is not None
             source = self._prefill_node if told and not self.kv_failed else None
             try:
-                self._go_to(await self._place(attempts, source))
+                self.placed = await self._place(attempts, source)
             except (NoNode, Overloaded):
                 if failure is None:
                     raise
@@ -383,21 +378,18 @@ class RequestRun(Run):
 class Attempt:
     """A prefill or decode request on one node; `source` has the KV that a decode node fetches."""
 
-    __slots__ = ("_breaker", "_lease", "_position", "_run", "_source", "_tokens", "_untimed")
+    __slots__ = ("_breaker", "_lease", "_position", "_run", "_source", "_tokens")
 
     def __init__(
         self, run: RequestRun, lease: Lease, position: FramePosition, source: Node | None = None
     ) -> None:
-        now = time.monotonic()
         self._run, self._lease, self._position, self._source = run, lease, position, source
         self._breaker = lease.node.breaker
         self._breaker.begin(self)
         self._tokens = 0  # frames that had some, up to 2
-        self._untimed = True
-        timeline = run.timeline
-        timeline.sent = timeline.sent or now
+        run.timeline.sent = run.timeline.sent or time.monotonic()
         if position.decoding:
-            timeline.stepped = None
+            run.timeline.stepped = None
         run.nodes[lease.role] = lease.node.url
 
     async def run(self, body: bytes) -> FrameKind:
@@ -448,36 +440,27 @@ class Attempt:
             if payload:
                 last = progress.ended and not run.job.part
                 (reply.put_last if last else reply.put)(payload)
-        if ids and self._untimed and not frame.choice:
-            self._note_time(now)
         if ids and self._tokens < 2:
-            self._note_tokens()
+            self._note_tokens(now)
         flow = reply.flow
         if flow is None or not flow.write_paused:
             return None
         return flow.drain()
 
-    def _note_tokens(self) -> None:
+    def _note_tokens(self, now: float) -> None:
+        run, timeline, first = self._run, self._run.timeline, self._tokens == 0
         self._tokens += 1
-        if self._tokens == 2:  # the first may be the prefill node's
+        if not self._position.decoding:
+            timeline.prefilled = timeline.prefilled or now
+        elif not first or self._source is None or self._position.at[0] > 1:
+            timeline.stepped = timeline.stepped or now
+        if not first:  # the first may be the prefill node's
             self._breaker.succeeded(self)
             return
-        run = self._run
         run.crashes.first_token.set()
         self._lease.answered()
         if self._source is not None and not run.kv_failed:
             run.context.node_health.kv_came(self._source, self._lease.node)
-
-    def _note_time(self, now: float) -> None:
-        # Of the first token; where KV is fetched, of the first after the prefill node's.
-        timeline = self._run.timeline
-        if not self._position.decoding:
-            timeline.prefilled = now
-        elif self._source is None or self._position.at[0] > 1:
-            timeline.stepped = now
-        else:
-            return
-        self._untimed = False
 
     def _on_other_frame(self, frame: Frame, now: float) -> bytes:
         run, timeline, params = self._run, self._run.timeline, frame.params
