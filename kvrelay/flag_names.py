@@ -63,7 +63,7 @@ _TABLE = """
 --disable-frontend-multiprocessing leave it out; an engine is always a process of its own
 --enable-server-load-tracking   leave it out; GET /health counts requests
 --enable-force-include-usage    leave it out; clients ask with stream_options
---enable-ssl-refresh            leave it out; certificates are always read again
+--enable-ssl-refresh            has no counterpart; restart after a renewal
 --shutdown-timeout              --drain-deadline-s (of `kvrelay router`)
 --limit-mm-per-prompt           leave it out; messages have text and nothing else
 --prefiller-hosts               --prefill (http://HOST:PORT, of `kvrelay router`)

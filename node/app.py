@@ -28,7 +28,7 @@ from kvrelay.openai_api.json_body import (
     off_loop,
     unless_disconnected,
 )
-from kvrelay.openai_api.model_types import ModelList
+from kvrelay.openai_api.model_types import model_list
 from kvrelay.openai_api.routes import add_routes
 from kvrelay.wire.errors import (
     DeadlineExceeded,
@@ -97,7 +97,7 @@ def _add_model_routes(app: FastAPI, node: Node) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         authorize(node.config.api_key, request)
-        return json_response(ModelList.create(node.ready().cards(node.created)))
+        return json_response(model_list(node.ready().cards(node.created)))
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:

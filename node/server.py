@@ -61,7 +61,7 @@ def run(config: NodeConfig) -> int:
         timeout_graceful_shutdown=_SHUTDOWN_S,
     )
     server_config.load()
-    server_config.ssl = context  # uvicorn's own would never read the files again
+    server_config.ssl = context  # uvicorn's own options say less of what is wrong
     server = _Server(node, server_config)
     server.run()
     return 1 if node.failure is not None else 0

@@ -36,7 +36,6 @@ from kvrelay.openai_api.model_formats import (
 )
 from kvrelay.openai_api.model_types import (
     DetokenizeRequest,
-    DetokenizeResponse,
     ModelCard,
     TokenizeRequest,
     TokenizeResponse,
@@ -264,7 +263,7 @@ class Serving:
             texts = [self._tokenizer.token_text(token) for token in tokens]
         return TokenizeResponse(len(tokens), self.info.max_model_len, tokens, texts)
 
-    def detokenize(self, body: bytes) -> DetokenizeResponse:
+    def detokenize(self, body: bytes) -> dict[str, str]:
         """Return the answer to POST /detokenize. Raises RequestError."""
         asked = read_json(body, _detokenize)
         self._check_model(asked.model, needed=False)
@@ -275,7 +274,7 @@ class Serving:
                 param="tokens",
             )
         self._check_tokens(asked.tokens, "tokens")
-        return DetokenizeResponse(self._tokenizer.decode(asked.tokens, skip_special_tokens=False))
+        return {"prompt": self._tokenizer.decode(asked.tokens, skip_special_tokens=False)}
 
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.token_text(token_id)

@@ -7,14 +7,13 @@ name: for SmolLM2 it does not split digits, and gives other ids than the model w
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from kvrelay.openai_api.tokenizer import Tokenizer, byte_level, sentencepiece
+from kvrelay.openai_api.tokenizer import Tokenizer, byte_level
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.gguf_header import read_gguf_header
 
@@ -50,16 +49,11 @@ def gguf_tokenizer(path: Path) -> Tokenizer:
         raise ConfigError(
             f"{path} holds no tokenizer ({_KEYS}tokens); use another file or a folder"
         )
-    model = ggml.get("model")
-    if model == "gpt2":
-        backend = _byte_level_backend(tokens, ggml, path)
-    elif model == "llama":
-        backend = _sentencepiece_backend(tokens, ggml)
-    else:
+    if (model := ggml.get("model")) != "gpt2":
         raise ConfigError(
-            f"{path}: tokenizer {model!r} is not supported; gpt2 and llama are. Use the model's "
-            "folder"
+            f"{path}: tokenizer {model!r} is not supported, gpt2 is; use the model's folder"
         )
+    backend = _byte_level_backend(tokens, ggml, path)
     types: list[int] = ggml.get("token_type", [])
     for kind, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
         add([AddedToken(tokens[i], normalized=False) for i, t in enumerate(types) if t == kind])
@@ -67,13 +61,12 @@ def gguf_tokenizer(path: Path) -> Tokenizer:
     ends = (_token_id(tokens, ggml, name) for name in ("eos", "eot"))
     return Tokenizer(
         backend,
-        byte_level if model == "gpt2" else sentencepiece,
+        byte_level,
         eos_token_ids=tuple(dict.fromkeys(token for token in ends if token is not None)),
         bos_token=_token(tokens, ggml, "bos"),
         eos_token=_token(tokens, ggml, "eos"),
         chat_template=metadata.get("tokenizer.chat_template"),
         tool_template=metadata.get("tokenizer.chat_template.tool_use"),
-        leading_space=model == "llama" and _space_prefix(ggml),
         model_type=str(metadata.get("general.architecture", "")),
     )
 
@@ -86,10 +79,6 @@ def _token_id(tokens: list[str], ggml: dict[str, Any], name: str) -> int | None:
 def _token(tokens: list[str], ggml: dict[str, Any], name: str) -> str:
     found = _token_id(tokens, ggml, name)
     return "" if found is None else tokens[found]
-
-
-def _space_prefix(ggml: dict[str, Any]) -> bool:
-    return bool(ggml.get("add_space_prefix", True))
 
 
 def _byte_level_backend(tokens: list[str], ggml: dict[str, Any], path: Path) -> Backend:
@@ -121,35 +110,9 @@ def _byte_level_backend(tokens: list[str], ggml: dict[str, Any], path: Path) -> 
     return backend
 
 
-def _sentencepiece_backend(tokens: list[str], ggml: dict[str, Any]) -> Backend:
-    vocab = {token: i for i, token in enumerate(tokens)}
-    scores: list[float] = ggml.get("scores", [0.0] * len(tokens))
-    merges = [(left, right) for *_, left, right in sorted(_splits(vocab, scores))]
-    unknown = _token(tokens, ggml, "unknown") or None
-    backend = Backend(
-        models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    )
-    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
-    if _space_prefix(ggml):
-        steps.insert(0, normalizers.Prepend("▁"))
-    backend.normalizer = normalizers.Sequence(steps)
-    return backend
-
-
-def _splits(
-    vocab: dict[str, int], scores: list[float]
-) -> Iterator[tuple[float, int, int, str, str]]:
-    # Every way to make a piece of two others; sorted, the likeliest piece comes first.
-    for piece, i in vocab.items():
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in vocab and right in vocab:
-                yield -scores[i], vocab[left], vocab[right], left, right
-
-
 def _add_bos_and_eos(backend: Backend, tokens: list[str], ggml: dict[str, Any]) -> None:
     # The flags' defaults are llama.cpp's: a file may leave them out.
-    by_default = ggml["model"] == "llama" or ggml.get("pre") == "llama-bpe"
+    by_default = ggml.get("pre") == "llama-bpe"
     bos, eos = _token(tokens, ggml, "bos"), _token(tokens, ggml, "eos")
     with_bos = bool(bos) and ggml.get("add_bos_token", by_default)
     with_eos = bool(eos) and ggml.get("add_eos_token", False)

@@ -42,11 +42,13 @@ def call_id(response_id: str, choice: int, index: int, *, short: bool) -> str:
 
 def beginning_at_end(text: str, markers: tuple[str, ...]) -> int:
     """Return the length of the longest end of `text` that begins a marker."""
-    beginnings, longest = _beginnings(markers)
-    for length in range(min(longest, len(text)), 0, -1):
-        if text[-length:] in beginnings:
-            return length
-    return 0
+    longest = 0
+    for marker in markers:
+        for length in range(min(len(marker) - 1, len(text)), longest, -1):
+            if text.endswith(marker[:length]):
+                longest = length
+                break
+    return longest
 
 
 class StateParser:
@@ -75,11 +77,3 @@ class StateParser:
 @lru_cache(maxsize=64)
 def any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, markers)))
-
-
-@lru_cache(maxsize=64)
-def _beginnings(markers: tuple[str, ...]) -> tuple[frozenset[str], int]:
-    all_of_them = frozenset(
-        marker[:length] for marker in markers for length in range(1, len(marker))
-    )
-    return all_of_them, max(map(len, all_of_them), default=0)

@@ -17,7 +17,7 @@ from kvrelay.openai_api.message_parts import Part, call_id, merged
 from kvrelay.openai_api.model_formats import TOOL_FORMATS, ReasoningFormat, ToolFormat
 from kvrelay.openai_api.reasoning import Opening, ReasoningSplit, opening
 from kvrelay.openai_api.tokenizer import Tokenizer
-from kvrelay.openai_api.tool_choice import Choice, ToolUse, tool_use
+from kvrelay.openai_api.tool_choice import ToolUse, tool_use
 from kvrelay.openai_api.tool_parsers import CallParser, NamedParser, TextParser
 from kvrelay.openai_api.types import (
     ChatRequest,
@@ -62,14 +62,14 @@ class MessageForm:
         """Return a parser of the content, None if all text is content."""
         hidden = tuple(self.hidden.values())
         match self.tools.choice:
-            case Choice.AUTO:
+            case "auto":
                 assert self.tool_format is not None, "message_form has checked it"
                 return CallParser(hidden, self.tools.tools, self.tool_format)
-            case Choice.REQUIRED:
+            case "required":
                 return CallParser(hidden, self.tools.tools, TOOL_FORMATS["json"])
-            case Choice.NAMED:
+            case "named":
                 return NamedParser(self.tools.name)
-            case Choice.NONE:
+            case "none":
                 return None if self.reasoning is None else TextParser(hidden)
 
 
@@ -85,7 +85,7 @@ def message_form(
     if isinstance(request, CompletionRequest):
         return MessageForm()
     tools = tool_use(request)
-    if tools.choice is Choice.AUTO and tool_format is None:
+    if tools.choice == "auto" and tool_format is None:
         raise RequestError(
             "tool_choice auto (the default with tools) is switched off here: the nodes were "
             "started with --tool-call-parser none; start them without, or send tool_choice "
@@ -98,7 +98,7 @@ def message_form(
         end = tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
         begins = opening(end, reasoning)
         markers = reasoning.markers
-    if tools.choice is Choice.AUTO and tool_format is not None:
+    if tools.choice == "auto" and tool_format is not None:
         markers += tool_format.markers
     hidden: dict[int, str] = {}
     if request.skip_special_tokens is not False:
@@ -158,7 +158,7 @@ class MessageStream:
 
     def finish_reason(self, reason: str) -> str:
         """Return the choice's reason, after `finish`; a named call ends with `stop`."""
-        called = bool(self._calls) and self._form.tools.choice is not Choice.NAMED
+        called = bool(self._calls) and self._form.tools.choice != "named"
         return "tool_calls" if called and reason == "stop" else reason
 
     def _split_parts(self, parser: TextParser, split: list[Part]) -> list[Part]:

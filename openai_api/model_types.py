@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -11,14 +11,13 @@ from msgspec import UNSET, Meta, UnsetType
 __all__ = [
     "AdapterAnswer",
     "DetokenizeRequest",
-    "DetokenizeResponse",
     "LoadAdapterRequest",
     "ModelCard",
-    "ModelList",
     "NodeAnswer",
     "TokenizeRequest",
     "TokenizeResponse",
     "UnloadAdapterRequest",
+    "model_list",
 ]
 
 
@@ -58,18 +57,14 @@ class ModelCard(msgspec.Struct, frozen=True):
         )
 
 
-class ModelList(msgspec.Struct, frozen=True):
-    """A list of all models."""
-
-    data: list[ModelCard]
-    first_id: str | None
-    last_id: str | None
-    object: str = "list"
-    has_more: bool = False
-
-    @classmethod
-    def create(cls, cards: list[ModelCard]) -> ModelList:
-        return cls(cards, cards[0].id if cards else None, cards[-1].id if cards else None)
+def model_list(cards: list[ModelCard]) -> dict[str, Any]:
+    return {
+        "object": "list",
+        "data": cards,
+        "first_id": cards[0].id if cards else None,
+        "last_id": cards[-1].id if cards else None,
+        "has_more": False,
+    }
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True):
@@ -98,12 +93,6 @@ class DetokenizeRequest(msgspec.Struct, frozen=True):
 
     tokens: list[Annotated[int, Meta(ge=0)]]
     model: str | None = None
-
-
-class DetokenizeResponse(msgspec.Struct, frozen=True):
-    """A text of tokens, special ones included."""
-
-    prompt: str
 
 
 class LoadAdapterRequest(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 
+from kvrelay.openai_api.message_parts import beginning_at_end
 from kvrelay.openai_api.tokenizer import Tokenizer
 
 __all__ = ["TextStream"]
@@ -92,10 +93,4 @@ class TextStream:
     def _beginning_at_end(self, text: str) -> int:
         if not text or text[-1] not in self._beginnings:
             return 0
-        longest = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+        return beginning_at_end(text, self._stop)

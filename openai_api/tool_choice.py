@@ -5,11 +5,10 @@ Auto needs a parser of calls. Required and named constrain the output to a schem
 
 from __future__ import annotations
 
-import enum
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta
@@ -27,22 +26,16 @@ _NO_PARAMETERS: Mapping[str, Any] = {
 }
 
 
-class Choice(enum.Enum):
-    """A kind of `tool_choice`."""
-
-    NONE = "none"
-    AUTO = "auto"
-    REQUIRED = "required"
-    NAMED = "named"
+Choice = Literal["none", "auto", "required", "named"]
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """A request's tools. `name` is set with NAMED; without `parallel` there is one call at most."""
+    """A request's tools; `name` of the named one. Without `parallel` there is one call at most."""
 
-    choice: Choice = Choice.NONE
+    choice: Choice = "none"
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The tools as the client wrote them; empty with NONE."""
+    """The tools as the client wrote them; empty with none."""
     name: str = ""
     parallel: bool = True
 
@@ -51,7 +44,7 @@ class ToolUse:
 
         Named: of the arguments. Required: of a list of {"name", "parameters"}.
         """
-        if self.choice is Choice.NAMED:
+        if self.choice == "named":
             return dict(
                 next(
                     _parameters(tool)
@@ -59,7 +52,7 @@ class ToolUse:
                     if tool["function"]["name"] == self.name
                 )
             )
-        if self.choice is not Choice.REQUIRED:
+        if self.choice != "required":
             return None
         try:
             calls = [_call_schema(i, tool) for i, tool in enumerate(self.tools)]
@@ -76,17 +69,18 @@ def tool_use(request: ChatRequest) -> ToolUse:
     tools, wanted = request.tools, request.tool_choice
     names = _checked_names(tools or ())
     # An empty list of tools is a client's way to have none, whatever else it sends.
+    choice: Choice
     if wanted is None or (tools == [] and isinstance(wanted, str)):
-        choice, name = Choice.AUTO if names else Choice.NONE, ""
+        choice, name = "auto" if names else "none", ""
     else:
         choice, name = _choice(wanted)
-    if choice is Choice.NONE:
+    if choice == "none":
         return ToolUse()
     if not names:
         raise RequestError(
             "tool_choice needs tools; send both or leave it out", param="tool_choice"
         )
-    if choice is Choice.NAMED and name not in names:
+    if choice == "named" and name not in names:
         raise RequestError(
             f"tool_choice names the tool {name!r}, which is not among the tools: {', '.join(names)}",
             param="tool_choice",
@@ -97,7 +91,7 @@ def tool_use(request: ChatRequest) -> ToolUse:
 def _choice(value: str | Mapping[str, Any]) -> tuple[Choice, str]:
     if isinstance(value, str):
         if value in ("none", "auto", "required"):
-            return Choice(value), ""
+            return cast("Choice", value), ""
         raise RequestError(
             "tool_choice must be none, auto, required or an object that names a tool, got "
             f"{value!r}",
@@ -111,7 +105,7 @@ def _choice(value: str | Mapping[str, Any]) -> tuple[Choice, str]:
             f"got {_shown(value)}",
             param="tool_choice",
         )
-    return Choice.NAMED, name
+    return "named", name
 
 
 class _Function(msgspec.Struct):

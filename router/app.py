@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from kvrelay.openai_api.dialects.base import untranslated
 from kvrelay.openai_api.json_body import json_response
-from kvrelay.openai_api.model_types import ModelList
+from kvrelay.openai_api.model_types import model_list
 from kvrelay.openai_api.routes import add_routes
 from kvrelay.router.admin import ADAPTER_PATHS, add_admin_routes
 from kvrelay.router.console.routes import add_console_routes
@@ -66,7 +66,7 @@ def _add_client_routes(app: RouterApp, router: Router) -> None:
     async def models(request: Request) -> Response:
         caller = caller_of(request)
         cards = [card for card in router.models.cards() if caller.may(card.id)]
-        return json_response(ModelList.create(cards))
+        return json_response(model_list(cards))
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(request: Request, name: str) -> Response:

@@ -95,7 +95,7 @@ def make_server(
         timeout_graceful_shutdown=math.ceil(config.drain_deadline_s),
     )
     served.load()
-    served.ssl = context  # uvicorn's own would never read the files again
+    served.ssl = context  # uvicorn's own options say less of what is wrong
     return _Server(served)
 
 

@@ -24,7 +24,7 @@ class ServerConfig:
     api_key: str = field(default="", repr=False)
     """If set, clients must send `Authorization: Bearer <api_key>`, except to ask for health."""
     ssl_certfile: str = ""
-    """PEM file with the server's certificate and chain, to serve https; read again when it changes."""
+    """PEM file with the server's certificate and chain, to serve https."""
     ssl_keyfile: str = ""
     """PEM file with the certificate's private key, if that is a file of its own."""
     ssl_ca_certs: str = ""

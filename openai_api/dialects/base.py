@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -25,10 +25,8 @@ __all__ = [
     "ChatUsage",
     "Dialect",
     "EventChoice",
-    "Events",
     "Translate",
     "assistant",
-    "decoded",
     "function_tool",
     "joined_system",
     "openai_error",
@@ -65,7 +63,6 @@ PASSED_ON = (
 """Fields of chat completions that every dialect takes."""
 
 Message = dict[str, Any]
-T = TypeVar("T")
 
 
 def openai_error(status: int, error: ErrorBody) -> bytes:
@@ -217,33 +214,9 @@ class ChatEvent(msgspec.Struct, frozen=True):
 _event_decoder = msgspec.json.Decoder(ChatEvent)
 
 
-class Events(Generic[T]):
-    """A reader of events; `done` after [DONE]."""
-
-    def __init__(self, decoder: msgspec.json.Decoder[T]) -> None:
-        self.done = False
-        self._decoder = decoder
-        self._rest = b""
-
-    def feed(self, payload: bytes) -> list[T]:
-        """Return the completed events. Raises NodeFailed."""
-        *blocks, self._rest = (self._rest + payload).split(b"\n\n")
-        events: list[T] = []
-        for block in blocks:
-            if not block.startswith(b"data: "):
-                continue
-            data = block[6:]
-            if data == b"[DONE]":
-                self.done = True
-            else:
-                events.append(decoded(self._decoder, data))
-        return events
-
-
-def decoded(decoder: msgspec.json.Decoder[T], data: bytes) -> T:
-    """Decode a node's JSON. Raises NodeFailed."""
+def _decoded(data: bytes) -> ChatEvent:
     try:
-        return decoder.decode(data)
+        return _event_decoder.decode(data)
     except MALFORMED as why:
         raise NodeFailed(f"a node sent a malformed completion: {why}") from why
 
@@ -258,7 +231,7 @@ class ChatAnswer(Dialect, abc.ABC):
     """The first events come before the first chunk."""
 
     def __init__(self) -> None:
-        self._chunks = Events(_event_decoder)
+        self._rest = b""  # of an event
         self._sent: list[bytes] = []
         self._begun = self._over = False
         self._usage = ChatUsage()
@@ -269,16 +242,18 @@ class ChatAnswer(Dialect, abc.ABC):
         if self.begins_at_once:
             self._begin()
         try:
-            for chunk in self._chunks.feed(payload):
-                self._take(chunk)
-            if self._chunks.done:
-                self._end()
+            *blocks, self._rest = (self._rest + payload).split(b"\n\n")
+            for block in blocks:
+                if block == b"data: [DONE]":
+                    self._end()
+                elif block.startswith(b"data: "):
+                    self._take(_decoded(block[6:]))
         except NodeFailed as why:
             self._fail(why.body())
         return self._flush()
 
     def whole(self, body: bytes) -> bytes:
-        answer = decoded(_event_decoder, body)
+        answer = _decoded(body)
         if not answer.choices:
             raise NodeFailed("a node sent an answer without a choice; send the request again")
         self._take(answer)

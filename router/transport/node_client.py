@@ -17,7 +17,7 @@ from typing import Literal
 import aiohttp
 import msgspec
 
-from kvrelay.openai_api.tls import load_chain, renewed
+from kvrelay.openai_api.tls import checked, load_chain
 from kvrelay.router.nodes.node import HealthReport, Lease, Node
 from kvrelay.router.transport.node_errors import (
     LOST,
@@ -58,8 +58,7 @@ def node_tls(config: RouterConfig) -> ssl.SSLContext | bool:
             load_chain(context, config.node_ssl_certfile, config.node_ssl_keyfile)
         return context
 
-    names = ("ssl_ca_certs", "node_ssl_certfile", "node_ssl_keyfile")
-    return renewed(make, {name: getattr(config, name) for name in names})
+    return checked(make, config, ["ssl_ca_certs", "node_ssl_certfile", "node_ssl_keyfile"])
 
 
 class NodeClient:

@@ -44,26 +44,6 @@ SAMPLING = {
     "repetition_penalty": 1.2,
     "max_new_tokens": 200,
 }  # so small a model ends no number else
-TOKENIZER = '''
-"""A stand-in for transformers, as it was before its version 5: no tokenizer is downloaded, a router has one."""
-import os, httpx
-
-def ask(route, **fields):
-    headers = {"authorization": "Bearer " + os.environ["KEY"]}
-    return httpx.post(os.environ["ROUTER"] + route, json=fields, headers=headers).raise_for_status().json()
-
-class AutoTokenizer:
-    @classmethod
-    def from_pretrained(cls, name):
-        cls.name = name
-        return cls()
-    def apply_chat_template(self, messages, add_generation_prompt, enable_thinking):
-        fields = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        fields["chat_template_kwargs"] = {"enable_thinking": enable_thinking}
-        return ask("/tokenize", model=self.name, **fields)["tokens"]
-    def decode(self, tokens):
-        return ask("/detokenize", model=self.name, tokens=tokens)["prompt"]
-'''
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +127,6 @@ def run(name: str, clients: Path, folder: Path, url: str, *flags: str) -> str:
                 "ToolCall\\(.*name='get_(current_weather|forecast)'",
             ],
         ),
-        ("token_generation_client", "", [r"'token_ids': \[", r"generation results:\s+[^\s-]"]),
         (
             "openai_chat_completion_with_reasoning",
             "",
@@ -163,7 +142,6 @@ def run(name: str, clients: Path, folder: Path, url: str, *flags: str) -> str:
 def test_an_example_prints_what_it_shows(
     name: str, flags: str, patterns: list[str], clients: Path, tmp_path: Path, router: str
 ) -> None:
-    (tmp_path / "transformers.py").write_text(TOKENIZER)
     said = run(f"{name}.py", clients, tmp_path, router, *flags.split())
     assert all(re.search(pattern, said) for pattern in patterns), said[-3000:]
 

@@ -222,17 +222,9 @@ def test_thinking_text_and_calls_are_blocks_of_their_own_one_after_the_other() -
         {"type": "tool_use", "id": "call_a", "name": "weather", "input": {}},
         {"type": "tool_use", "id": "call_b", "name": "weather", "input": {}},
     ]
-    opened = -1
-    for event in events[1:-2]:
-        if event["type"] == "content_block_start":
-            opened += 1
-        assert event["index"] == opened
-    pieces = [
-        event["delta"]["partial_json"]
-        for event in events
-        if event.get("delta", {}).get("partial_json")
-    ]
-    assert pieces == ['{"city": ', '"Rome"}', '{"city": "Oslo"}']
+    assert [event["index"] for event in events[1:-2]] == [0] * 4 + [1] * 3 + [2] * 4 + [3] * 3
+    pieces = [event.get("delta", {}).get("partial_json") for event in events]
+    assert list(filter(None, pieces)) == ['{"city": ', '"Rome"}', '{"city": "Oslo"}']
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
 
 
@@ -297,13 +289,9 @@ def test_pings_keep_a_message_alive_once_it_has_begun() -> None:
     ("status", "kind"),
     [
         (400, "invalid_request_error"),
-        (401, "authentication_error"),
         (404, "not_found_error"),
-        (405, "invalid_request_error"),
-        (413, "request_too_large"),
         (429, "rate_limit_error"),
         (500, "api_error"),
-        (502, "api_error"),
         (503, "overloaded_error"),
     ],
 )

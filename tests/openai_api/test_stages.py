@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.openai_api import sse
-from kvrelay.openai_api.stages import STAGES, StageTime, stage_times, stages_ms, with_stages
+from kvrelay.openai_api.stages import STAGES, stage_times, stages_ms, with_stages
 from kvrelay.wire.engine_messages import Timing
 
 
@@ -53,11 +53,6 @@ def test_the_last_object_of_an_answer_gets_a_member_and_nothing_else_changes(str
     kvrelay, _, tail = rest.partition(b"}")
     assert begun + tail == end
     assert msgspec.json.decode(kvrelay + b"}") == {"queue_ms": 0.25, "total_ms": 12.346}
-    if not stream:
-        assert msgspec.json.decode(timed) == {
-            **last,
-            "kvrelay": {"queue_ms": 0.25, "total_ms": 12.346},
-        }
 
 
 def test_what_is_no_end_of_an_answer_stays_what_it_is() -> None:
@@ -65,57 +60,42 @@ def test_what_is_no_end_of_an_answer_stays_what_it_is() -> None:
     assert with_stages(sse.event(b"{}"), {"total": 1.0}) == sse.event(b"{}")
 
 
-SECONDS = st.floats(0, 100)
-
-
-def rounded(times: list[StageTime]) -> list[tuple[str, float, float]]:
-    return [(name, round(start, 6), round(end, 6)) for name, start, end in times]
-
-
-def test_a_leg_that_computes_its_prompt() -> None:
-    timing = Timing(queue_s=1, prefill_s=2, decode_s=4, first_step_s=0.5)
-    assert rounded(stage_times(timing, 10, 17.25)) == [
-        ("queue", 10.25, 11.25),
-        ("prefill", 11.25, 13.25),
-        ("first_step", 13.25, 13.75),
-        ("decode", 13.25, 17.25),
-    ]
-
-
-def test_a_leg_that_fetches_its_kv() -> None:
-    timing = Timing(transfer_s=3, exposed_s=0.5, decode_queue_s=1.25, first_step_s=0.5, decode_s=4)
-    assert rounded(stage_times(timing, 9, 17)) == [
-        ("decode_queue", 9, 10),
-        ("transfer", 10, 13),
-        ("exposed", 12.5, 13),
-        ("decode_queue", 13, 13.25),
-        ("first_step", 13.25, 13.75),
-        ("decode", 13, 17),
-    ]
-
-
-def test_a_fetch_that_failed_comes_before_the_prefill() -> None:
-    timing = Timing(transfer_s=3, decode_queue_s=1, prefill_s=2, decode_s=4)
-    assert rounded(stage_times(timing, 0, 10)) == [
-        ("decode_queue", 0, 1),
-        ("transfer", 1, 4),
-        ("prefill", 4, 6),
-        ("decode", 6, 10),
-    ]
-
-
-@given(SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS)
-def test_no_stage_is_outside_its_leg(
-    queue: float,
-    prefill: float,
-    transfer: float,
-    decode: float,
-    exposed: float,
-    waited: float,
-    first: float,
-    whole: float,
+@pytest.mark.parametrize(
+    ("timing", "began", "ended", "stages"),
+    [
+        (
+            Timing(queue_s=1, prefill_s=2, decode_s=4, first_step_s=0.5),
+            10,
+            17.25,
+            "queue 10.25 11.25, prefill 11.25 13.25, first_step 13.25 13.75, decode 13.25 17.25",
+        ),
+        (
+            Timing(transfer_s=3, exposed_s=0.5, decode_queue_s=1.25, first_step_s=0.5, decode_s=4),
+            9,
+            17,
+            "decode_queue 9 10, transfer 10 13, exposed 12.5 13, decode_queue 13 13.25, "
+            "first_step 13.25 13.75, decode 13 17",
+        ),
+        (
+            Timing(transfer_s=3, decode_queue_s=1, prefill_s=2, decode_s=4),
+            0,
+            10,
+            "decode_queue 0 1, transfer 1 4, prefill 4 6, decode 6 10",
+        ),
+    ],
+    ids=["computes", "fetches", "fails to fetch"],
+)
+def test_stages_are_counted_back_from_the_end(
+    timing: Timing, began: float, ended: float, stages: str
 ) -> None:
-    timing = Timing(queue, prefill, transfer, decode, 0, exposed, waited, first)
+    times = stage_times(timing, began, ended)
+    assert ", ".join(f"{name} {start:g} {end:g}" for name, start, end in times) == stages
+
+
+@given(st.lists(st.floats(0, 100), min_size=8, max_size=8))
+def test_no_stage_is_outside_its_leg(seconds: list[float]) -> None:
+    queue, prefill, transfer, decode, *others, whole = seconds
+    timing = Timing(queue, prefill, transfer, decode, 0, *others)
     for name, start, end in stage_times(timing, 5, 5 + whole):
         assert name in STAGES
         assert 5 <= start < end <= 5 + whole

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import shutil
 import ssl
 from pathlib import Path
 
 import aiohttp
 import pytest
-from router_doubles import Cluster, cluster, router_over, until
+from router_doubles import cluster, router_over, until
 
-from kvrelay.openai_api import tls
 from kvrelay.router.server import make_server
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.errors import ConfigError
@@ -37,58 +34,6 @@ def put(made: Path, name: str, there: Path) -> dict[str, str]:
         shutil.copy(made / f"{name}{kind}", there / f"new-{file}")
         (there / f"new-{file}").replace(there / file)
     return {"ssl_certfile": str(there / FILES[0]), "ssl_keyfile": str(there / FILES[1])}
-
-
-async def connected(c: Cluster, made: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    context = ssl.create_default_context(cafile=made / "ca.pem")
-    return await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]), ssl=context)
-
-
-def name_of(writer: asyncio.StreamWriter) -> str:
-    ((_, name),) = writer.get_extra_info("peercert")["subject"][0]
-    return str(name)
-
-
-async def served(c: Cluster, made: Path) -> str:
-    """The name in the certificate that a new connection is shown."""
-    _, writer = await connected(c, made)
-    writer.close()
-    return name_of(writer)
-
-
-async def alive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
-    return (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).splitlines()[0]
-
-
-async def test_new_connections_get_the_certificate_that_is_in_the_file_now(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
-    caplog.set_level(logging.INFO, "kvrelay.http")
-    async with cluster(**put(made, "first", tmp_path)) as c:
-        old = await connected(c, made)
-        assert name_of(old[1]) == "first"
-        put(made, "second", tmp_path)
-        assert await served(c, made) == "second"
-        assert await alive(*old) == b"HTTP/1.1 200 OK"
-
-        # A certificate without its key, half a file, no file: what was served before is served on,
-        # and told once.
-        shutil.copy(made / "first.pem", tmp_path / FILES[0])
-        assert [await served(c, made) for _ in range(3)] == ["second"] * 3
-        (tmp_path / FILES[0]).write_text("-----BEGIN CERTIFICATE-----\nMIIB")
-        assert await served(c, made) == "second"
-        (tmp_path / FILES[0]).unlink()
-        assert await served(c, made) == "second"
-        errors = [line.message for line in caplog.records if line.levelno == logging.ERROR]
-        assert len(errors) == 3
-        assert all("the certificates from before stay" in line for line in errors)
-
-        put(made, "first", tmp_path)
-        assert await served(c, made) == "first"
-        assert await alive(*old) == b"HTTP/1.1 200 OK"
-        old[1].close()
 
 
 async def test_the_router_serves_https_and_trusts_nodes_by_their_authority(
