@@ -11,15 +11,15 @@ from kvrelay.openai_api.dialects.base import (
     KEEP_ALIVE,
     ChatAnswer,
     Dialect,
-    EventChoice,
     assistant,
     function_tool,
     joined_system,
+    named_event,
     passed_on,
     text_of,
 )
 from kvrelay.openai_api.json_body import one_of, read_json, refuser
-from kvrelay.openai_api.types import MAX_MESSAGES, Delta, ToolCallDelta, Tools
+from kvrelay.openai_api.types import MAX_MESSAGES, ToolCallDelta, Tools
 from kvrelay.wire.errors import ErrorBody, NodeFailed, RequestError
 from kvrelay.wire.sampling import Positive, Temperature, TopP
 
@@ -265,6 +265,7 @@ class AnthropicAnswer(ChatAnswer):
     """An answer of the Anthropic API."""
 
     begins_at_once = False
+    kinds = ("thinking", "text")
 
     def __init__(self, request: MessagesRequest, message_id: str) -> None:
         super().__init__()
@@ -274,40 +275,26 @@ class AnthropicAnswer(ChatAnswer):
         self._pieces: list[str] | None = None  # of the open block
         self._open_call: int | None = None
         self._calls = 0
-        self._finish: str | None = None
-        self._stopped_by: int | str | None = None
 
     def keep_alive(self) -> bytes:
-        return _event("ping") if self._begun else KEEP_ALIVE
+        return named_event("ping") if self._begun else KEEP_ALIVE
 
     def error(self, status: int, error: ErrorBody) -> bytes:
         return anthropic_error(status, error)
 
     def _send(self, kind: str, **values: Any) -> None:
-        self._sent.append(_event(kind, **values))
+        self._sent.append(named_event(kind, **values))
 
     def _begin(self) -> None:
-        if not self._begun:
-            self._begun = True
-            self._send("message_start", message=self._message([], None, None))
+        self._send("message_start", message=self._message([], None, None))
 
-    def _add(self, choice: EventChoice, delta: Delta) -> None:
-        if delta.thought:
-            self._text("thinking", delta.thought)
-        if delta.content:
-            self._text("text", delta.content)
-        for at, call in enumerate(delta.tool_calls or ()):
-            self._tool(at if call.index is None else call.index, call)
-        if choice.finish_reason is not None:
-            self._finish, self._stopped_by = choice.finish_reason, choice.stop_reason
-
-    def _text(self, kind: str, text: str) -> None:
+    def _text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> None:
         if self._pieces is None or self._blocks[-1]["type"] != kind:
             signature = {"signature": ""} if kind == "thinking" else {}
             self._open({"type": kind, kind: "", **signature})
         self._grow(f"{kind}_delta", kind, text)
 
-    def _tool(self, index: int, call: ToolCallDelta) -> None:
+    def _call(self, index: int, call: ToolCallDelta) -> None:
         if index >= self._calls:
             self._calls = index + 1
             call_id = call.id or f"toolu_{self._id.removeprefix('msg_')}{index}"
@@ -343,10 +330,6 @@ class AnthropicAnswer(ChatAnswer):
         self._pieces = self._open_call = None
 
     def _end(self) -> dict[str, Any]:
-        if self._over:
-            return {}
-        self._over = True
-        self._begin()
         self._close()
         reason, sequence = self._stop()
         delta = {"stop_reason": reason, "stop_sequence": sequence}
@@ -355,7 +338,6 @@ class AnthropicAnswer(ChatAnswer):
         return self._message(self._blocks, reason, sequence)
 
     def _fail(self, error: ErrorBody) -> None:
-        self._over = True
         body = anthropic_error(_STATUS_OF.get(error.type, 500), error)
         self._sent.append(b"event: error\ndata: %b\n\n" % body)
 
@@ -367,7 +349,7 @@ class AnthropicAnswer(ChatAnswer):
             return "stop_sequence", str(self._stopped_by)
         if self._finish == "length" and self._usage.completion_tokens < self._request.max_tokens:
             return "model_context_window_exceeded", None
-        return _STOP_REASONS.get(self._finish or "stop", "end_turn"), None
+        return _STOP_REASONS.get(self._finish, "end_turn"), None
 
     def _counts(self) -> dict[str, Any]:
         # This API counts what was found in a cache apart.
@@ -391,10 +373,6 @@ class AnthropicAnswer(ChatAnswer):
             "stop_sequence": sequence,
             "usage": self._counts(),
         }
-
-
-def _event(kind: str, **values: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **values}))
 
 
 def _arguments(text: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from kvrelay.openai_api.json_body import read_json
-from kvrelay.openai_api.types import Delta
+from kvrelay.openai_api.types import Delta, ToolCallDelta
 from kvrelay.wire.errors import ErrorBody, NodeFailed, RequestError
 from kvrelay.wire.frames import MALFORMED
 
@@ -24,11 +24,11 @@ __all__ = [
     "ChatEvent",
     "ChatUsage",
     "Dialect",
-    "EventChoice",
     "Translate",
     "assistant",
     "function_tool",
     "joined_system",
+    "named_event",
     "openai_error",
     "passed_on",
     "text_of",
@@ -221,6 +221,11 @@ def _decoded(data: bytes) -> ChatEvent:
         raise NodeFailed(f"a node sent a malformed completion: {why}") from why
 
 
+def named_event(kind: str, **values: Any) -> bytes:
+    event = msgspec.json.encode({"type": kind, **values})
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), event)
+
+
 class ChatAnswer(Dialect, abc.ABC):
     """A dialect's answer, made of a chat completion.
 
@@ -229,27 +234,31 @@ class ChatAnswer(Dialect, abc.ABC):
 
     begins_at_once: ClassVar[bool]
     """The first events come before the first chunk."""
+    kinds: ClassVar[tuple[str, str]]
+    """Names of reasoning and of content."""
 
     def __init__(self) -> None:
         self._rest = b""  # of an event
         self._sent: list[bytes] = []
         self._begun = self._over = False
         self._usage = ChatUsage()
+        self._finish = "stop"
+        self._stopped_by: int | str | None = None
 
     def events(self, payload: bytes) -> bytes:
         if self._over:
             return b""
         if self.begins_at_once:
-            self._begin()
+            self._begin_once()
         try:
             *blocks, self._rest = (self._rest + payload).split(b"\n\n")
             for block in blocks:
                 if block == b"data: [DONE]":
-                    self._end()
+                    self._end_once()
                 elif block.startswith(b"data: "):
                     self._take(_decoded(block[6:]))
         except NodeFailed as why:
-            self._fail(why.body())
+            self._fail_with(why.body())
         return self._flush()
 
     def whole(self, body: bytes) -> bytes:
@@ -257,7 +266,7 @@ class ChatAnswer(Dialect, abc.ABC):
         if not answer.choices:
             raise NodeFailed("a node sent an answer without a choice; send the request again")
         self._take(answer)
-        answer_object = self._end()
+        answer_object = self._end_once()
         self._sent.clear()
         return msgspec.json.encode(answer_object)
 
@@ -268,25 +277,51 @@ class ChatAnswer(Dialect, abc.ABC):
 
     def _take(self, event: ChatEvent) -> None:
         if event.error is not None:
-            self._fail(event.error)
+            self._fail_with(event.error)
             return
         self._usage = event.usage or self._usage
-        self._begin()
+        self._begin_once()
         for choice in event.choices:
-            self._add(choice, choice.delta or choice.message or Delta())
+            delta = choice.delta or choice.message or Delta()
+            if delta.thought:
+                self._text(self.kinds[0], delta.thought, [])
+            if delta.content:
+                logprobs = (choice.logprobs or {}).get("content") or []
+                self._text(self.kinds[1], delta.content, logprobs)
+            for at, call in enumerate(delta.tool_calls or ()):
+                self._call(at if call.index is None else call.index, call)
+            if choice.finish_reason is not None:
+                self._finish, self._stopped_by = choice.finish_reason, choice.stop_reason
+
+    def _begin_once(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._begin()
+
+    def _end_once(self) -> dict[str, Any]:
+        if self._over:
+            return {}
+        self._over = True
+        self._begin_once()
+        return self._end()
+
+    def _fail_with(self, error: ErrorBody) -> None:
+        self._over = True
+        self._fail(error)
 
     @abc.abstractmethod
     def _begin(self) -> None:
-        """Send the first events, once."""
+        """Send the first events."""
 
     @abc.abstractmethod
-    def _add(self, choice: EventChoice, delta: Delta) -> None:
-        pass
+    def _text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> None: ...
+
+    @abc.abstractmethod
+    def _call(self, index: int, call: ToolCallDelta) -> None: ...
 
     @abc.abstractmethod
     def _end(self) -> dict[str, Any]:
-        """Send the last events, once, and return the answer."""
+        """Send the last events and return the answer."""
 
     @abc.abstractmethod
-    def _fail(self, error: ErrorBody) -> None:
-        pass
+    def _fail(self, error: ErrorBody) -> None: ...

@@ -8,14 +8,13 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.openai_api.dialects.base import KEEP_ALIVE, ChatAnswer, EventChoice, openai_error
+from kvrelay.openai_api.dialects.base import KEEP_ALIVE, ChatAnswer, named_event, openai_error
 from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
-from kvrelay.openai_api.types import Delta, ToolCallDelta
+from kvrelay.openai_api.types import ToolCallDelta
 from kvrelay.wire.errors import ErrorBody, NodeFailed
 
 __all__ = ["ResponsesAnswer"]
 
-_encode = msgspec.json.Encoder().encode
 # What a chat completion's fields are called in a request of this API.
 _PARAMS = {
     "messages": "input",
@@ -47,6 +46,7 @@ class ResponsesAnswer(ChatAnswer):
     """An answer of the Responses API; ids of items end as the response's."""
 
     begins_at_once = True
+    kinds = ("reasoning", "message")
 
     def __init__(self, request: ResponsesRequest, response_id: str, created_at: int) -> None:
         super().__init__()
@@ -57,11 +57,10 @@ class ResponsesAnswer(ChatAnswer):
         self._items: list[_Item] = []
         self._open: list[_Item] = []
         self._calls: dict[int, _Item] = {}
-        self._finish_reason = "stop"
 
     def keep_alive(self) -> bytes:
         """Return the unsent first events, else a comment."""
-        self._begin()
+        self._begin_once()
         return self._flush() or KEEP_ALIVE
 
     def error(self, status: int, error: ErrorBody) -> bytes:
@@ -69,25 +68,12 @@ class ResponsesAnswer(ChatAnswer):
         return openai_error(status, msgspec.structs.replace(error, param=param))
 
     def _send(self, kind: str, **values: Any) -> None:
-        event = _encode({"type": kind, "sequence_number": self._number, **values})
+        self._sent.append(named_event(kind, sequence_number=self._number, **values))
         self._number += 1
-        self._sent.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), event))
 
     def _begin(self) -> None:
-        if not self._begun:
-            self._begun = True
-            self._send("response.created", response=self._response("in_progress"))
-            self._send("response.in_progress", response=self._response("in_progress"))
-
-    def _add(self, choice: EventChoice, delta: Delta) -> None:
-        if delta.thought:
-            self._text("reasoning", delta.thought, [])
-        if delta.content:
-            logprobs = (choice.logprobs or {}).get("content") or []
-            self._text("message", delta.content, logprobs)
-        for at, call in enumerate(delta.tool_calls or ()):
-            self._call(at if call.index is None else call.index, call)
-        self._finish_reason = choice.finish_reason or self._finish_reason
+        for kind in ("created", "in_progress"):
+            self._send(f"response.{kind}", response=self._response("in_progress"))
 
     def _text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> None:
         item = self._open[-1] if self._open else None
@@ -170,12 +156,9 @@ class ResponsesAnswer(ChatAnswer):
         self._open.clear()
 
     def _end(self) -> dict[str, Any]:
-        if self._over:
-            return {}
-        self._over = True
         if not self._items:
             self._open_text("message")  # an empty answer is a message without text
-        cut = self._finish_reason == "length"
+        cut = self._finish == "length"
         status = "incomplete" if cut else "completed"
         self._close(status)
         response = self._response(status)
@@ -187,7 +170,6 @@ class ResponsesAnswer(ChatAnswer):
         return response
 
     def _fail(self, error: ErrorBody) -> None:
-        self._over = True
         self._close("incomplete")
         response = self._response("failed")
         response["error"] = {

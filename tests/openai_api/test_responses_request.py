@@ -162,16 +162,9 @@ def test_allowed_tools_are_not_looked_for_one_by_one() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
         ({"tools": [{}] * 1025}, "tools", "at most 1024 entries, got 1025"),
         ({"input": [{}] * 16385}, "input", "at most 16384 entries, got 16385"),
-        ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "function"),
-        (
-            {"tool_choice": {"type": "allowed_tools", "tools": 1, "mode": "auto"}},
-            "tool_choice",
-            "function",
-        ),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"input": ""}, "input", "at least 1"),
-        ({"input": []}, "input", "at least 1"),
         ({"input": [{}]}, "input[0]", "type"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "robot"),
         (
@@ -187,7 +180,6 @@ def test_allowed_tools_are_not_looked_for_one_by_one() -> None:
         ),
         ({"input": [{"role": "user", "content": "x", "id": 3}]}, "input[0].id", "text"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format", "yaml"),
-        ({"temperature": "hot"}, "temperature", "wrong type"),
         ({"previous_response_id": "resp_0"}, "previous_response_id", "not kept"),
     ],
 )

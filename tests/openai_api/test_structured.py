@@ -91,97 +91,57 @@ def test_white_space_goes_with_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "words"),
+    ("asked_format", "param", "words"),
     [
+        ({"type": "yaml"}, "response_format.type", '"yaml"'),
+        ({"type": "json_schema"}, "response_format.json_schema", "needs json_schema"),
         (
-            {"response_format": {"type": "json_object"}, "structured_outputs": {"json": {}}},
-            "structured_outputs.json",
-            "at once",
-        ),
-        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.json", "at once"),
-        ({"response_format": {"type": "yaml"}}, "response_format.type", '"yaml"'),
-        (
-            {"response_format": {"type": "json_schema"}},
-            "response_format.json_schema",
-            "needs json_schema",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            {"type": "json_schema", "json_schema": {"name": "x"}},
             "response_format.json_schema",
             "needs",
         ),
-        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "not empty"),
-        ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml", "'xml' is not supported"),
-        (
-            {"structured_outputs": {"disable_fallback": True}},
-            "structured_outputs.disable_fallback",
-            "not supported",
-        ),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "not empty"),
-        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice", "strings"),
-        ({"structured_outputs": {"json": 3}}, "structured_outputs.json", "JSON schema"),
-        (
-            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
-            "structured_outputs.regex",
-            "goes with json",
-        ),
-        (
-            {"structured_outputs": {"regex": "a" * 4097}},
-            "structured_outputs.regex",
-            "4097 characters; the limit is 4096",
-        ),
-        (
-            {"structured_outputs": {"grammar": "#" * 32_769}},
-            "structured_outputs.grammar",
-            "the limit is 32768",
-        ),
-        (
-            {"structured_outputs": {"choice": ["a" * 65_536]}},
-            "structured_outputs.choice",
-            "the limit is 65536",
-        ),
-        (
-            {"structured_outputs": {"json": {"const": "a" * 65_536}}},
-            "structured_outputs.json",
-            "the limit is 65536",
-        ),
-        (
-            {"structured_outputs": {"json": {}, "whitespace_pattern": " " * 129}},
-            "structured_outputs.json",
-            "whitespace.* limit is 128",
-        ),
-        (
-            {"structured_outputs": {"regex": "(" * 65 + ")" * 65}},
-            "structured_outputs.regex",
-            "65 levels of brackets; the limit is 64",
-        ),
-        (
-            {"structured_outputs": {"json": "[" * 65 + "]" * 65}},
-            "structured_outputs.json",
-            "65 levels of brackets",
-        ),
-        (
-            {"structured_outputs": {"json": {"anyOf": [{"$ref": "#"}] * 401}}},
-            "structured_outputs.json",
-            "401 rules or references; the limit is 400",
-        ),
-        (
-            {"structured_outputs": {"grammar": "a: b\n" * 401}},
-            "structured_outputs.grammar",
-            "401 rules or references",
-        ),
-        (
-            {"structured_outputs": {"grammar": 'a ::= ":" b\n' * 401}},
-            "structured_outputs.grammar",
-            "401 rules or references",
-        ),
     ],
 )
-def test_what_is_no_constraint_is_refused(fields: dict[str, Any], param: str, words: str) -> None:
+def test_a_format_that_is_none_is_refused(
+    asked_format: dict[str, Any], param: str, words: str
+) -> None:
     with pytest.raises(RequestError, match=words) as refused:
-        asked(**fields)
-    assert refused.value.status == 400
-    assert refused.value.param == param
+        asked(response_format=asked_format)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("last", "outputs", "words"),
+    [
+        ("json", {"regex": "a", "json": {}}, "at once"),
+        ("regex", {"regex": ""}, "not empty"),
+        ("xml", {"xml": "a"}, "'xml' is not supported"),
+        ("disable_fallback", {"disable_fallback": True}, "not supported"),
+        ("choice", {"choice": []}, "not empty"),
+        ("choice", {"choice": [1]}, "strings"),
+        ("json", {"json": 3}, "JSON schema"),
+        ("regex", {"regex": "a", "whitespace_pattern": " "}, "goes with json"),
+        ("regex", {"regex": "a" * 4097}, "4097 characters; the limit is 4096"),
+        ("grammar", {"grammar": "#" * 32_769}, "the limit is 32768"),
+        ("choice", {"choice": ["a" * 65_536]}, "the limit is 65536"),
+        ("json", {"json": {"const": "a" * 65_536}}, "the limit is 65536"),
+        ("json", {"json": {}, "whitespace_pattern": " " * 129}, "whitespace.* limit is 128"),
+        ("regex", {"regex": "(" * 65 + ")" * 65}, "65 levels of brackets; the limit is 64"),
+        ("json", {"json": "[" * 65 + "]" * 65}, "65 levels of brackets"),
+        ("json", {"json": {"anyOf": [{"$ref": "#"}] * 401}}, "401 rules or references; the limit"),
+        ("grammar", {"grammar": "a: b\n" * 401}, "401 rules or references"),
+        ("grammar", {"grammar": 'a ::= ":" b\n' * 401}, "401 rules or references"),
+    ],
+)
+def test_what_is_no_constraint_is_refused(last: str, outputs: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words) as refused:
+        asked(structured_outputs=outputs)
+    assert (refused.value.status, refused.value.param) == (400, f"structured_outputs.{last}")
+
+
+def test_a_format_and_an_output_at_once_are_refused() -> None:
+    with pytest.raises(RequestError, match="at once"):
+        asked(response_format={"type": "json_object"}, structured_outputs={"json": {}})
 
 
 @pytest.mark.parametrize(
