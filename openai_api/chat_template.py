@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
-import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -23,31 +20,13 @@ from kvrelay.wire.errors import ConfigError, RequestError
 
 __all__ = ["check_template", "render", "with_object"]
 
-_log = logging.getLogger("kvrelay.node")
-# Models' templates take 10 ms at most for what is rendered on the event loop.
-_SLOW_S = 0.1
-
 
 def check_template(template: str) -> None:
-    """Raise ConfigError for invalid Jinja, and warn of a slow template."""
+    """Raise ConfigError for invalid Jinja."""
     try:
         _compiled(template)
     except (TemplateError, SyntaxError, RecursionError) as why:
         raise ConfigError(f"the chat template is not valid Jinja: {why}") from why
-    began = time.process_time()
-    with contextlib.suppress(RequestError):
-        render(
-            template,
-            [Message(("user", "assistant")[at % 2], "x" * 100) for at in range(64)],
-            bos_token="",
-            eos_token="",
-        )
-    if (took_s := time.process_time() - began) > _SLOW_S:
-        _log.warning(
-            "the chat template takes %.1f s for a chat of 64 short messages; all streams wait for "
-            "it",
-            took_s,
-        )
 
 
 def render(

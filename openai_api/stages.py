@@ -1,18 +1,7 @@
 """Stages of a request: their names, durations and times. Pure.
 
-A request that is served whole has no hand-over.
-
-- queue: waiting for a node, and for a seat on it
-- prefill: computing the prompt, token 1 included, on any node
-- announce: from token 1 at the router to the news of complete KV at the decode node
-- transfer: the decode node's fetch, mostly beside the prefill
-- exposed: the part of the transfer after that news
-- decode_queue: on the decode node, waiting for a seat, blocks and a step
-- first_step: the first decode step, from launch to token
-- decode: from token 1, or from the last byte of its KV, to the end
-- total: from arrival to end
-
-A request that was cut, broke, or runs on vLLM lacks the stages of nodes that did not report.
+docs/guides/clients.md says what they are. A request that was cut, broke, or runs on vLLM lacks the
+stages of nodes that did not report.
 """
 
 from __future__ import annotations

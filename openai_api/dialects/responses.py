@@ -126,7 +126,7 @@ def translate_responses(
         turns, earlier = found.turns, found.items
         check_count(request, earlier)
         _check_shape(turns + b"," + body)  # before they are read
-    own = own_items(request, response_id.removeprefix("resp_") + "i")
+    own = own_items(request)
     items = _items.decode(b"[%b]" % turns) + own
     answer = ResponsesAnswer(request, response_id, created_at)
     if request.store is not False:

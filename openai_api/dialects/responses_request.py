@@ -114,28 +114,18 @@ def check_count(request: ResponsesRequest, earlier: int) -> None:
         )
 
 
-def own_items(request: ResponsesRequest, suffix: str) -> list[Item]:
-    """Return the input as items, each with an id."""
-    given = request.input
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return [_completed(item, f"{suffix}{at}", at) for at, item in enumerate(items)]
+def own_items(request: ResponsesRequest) -> list[Item]:
+    """Return the input as items, each with its type. Raises RequestError."""
+    if isinstance(request.input, str):
+        return [{"type": "message", "role": "user", "content": request.input}]
+    return [{**item, "type": _kind(item, at)} for at, item in enumerate(request.input)]
 
 
-def _completed(item: Item, suffix: str, at: int) -> Item:
+def _kind(item: Item, at: int) -> str:
     kind = item.get("type") or ("message" if "role" in item else None)
     if not isinstance(kind, str):
         raise RequestError(f"input[{at}].type is missing", param=f"input[{at}]")
-    if not isinstance(item.get("id"), str | None):
-        raise RequestError(f"input[{at}].id must be a text", param=f"input[{at}].id")
-    complete = {
-        "type": kind,
-        **item,
-        "id": item.get("id") or f"{'msg' if kind == 'message' else 'in'}_{suffix}",
-    }
-    if kind == "message" and isinstance(item.get("content"), str):
-        part = "output_text" if item.get("role") == "assistant" else "input_text"
-        complete["content"] = [{"type": part, "text": item["content"]}]
-    return complete
+    return kind
 
 
 def chat_body(request: ResponsesRequest, items: Sequence[Item], body: bytes) -> bytes:

@@ -239,16 +239,6 @@ def test_a_broken_template_is_told_when_a_node_starts() -> None:
         check_template("{% for x in %}")
 
 
-def test_a_slow_template_is_told_when_a_node_starts(caplog: pytest.LogCaptureFixture) -> None:
-    check_template(QWEN)
-    assert caplog.messages == []
-    check_template(
-        "{% for m in messages %}{% for i in range(99999) %}{% if i == m %}x{% endif %}{% endfor "
-        "%}{% endfor %}"
-    )
-    assert "all streams wait for it" in caplog.messages[0]
-
-
 @pytest.mark.model
 @pytest.mark.parametrize("generation", [True, False])
 def test_smollm2_is_rendered_as_transformers_does(

@@ -178,7 +178,6 @@ def test_allowed_tools_are_not_looked_for_one_by_one() -> None:
             "input[0].arguments",
             "missing",
         ),
-        ({"input": [{"role": "user", "content": "x", "id": 3}]}, "input[0].id", "text"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format", "yaml"),
         ({"previous_response_id": "resp_0"}, "previous_response_id", "not kept"),
     ],
