@@ -22,39 +22,30 @@ def split(begins: Opening, pieces: list[str]) -> list[Part]:
 
 
 @pytest.mark.parametrize(
-    ("begins", "text", "wanted"),
+    ("begins", "text", "thought", "content"),
     [
-        (
-            Opening.FREE,
-            "<think>\na\nb\n</think>\n\nc\n",
-            [Part("reasoning", "a\nb"), Part("content", "c\n")],
-        ),
-        (Opening.FREE, "\n<think>a</think>c", [Part("reasoning", "a"), Part("content", "c")]),
-        (Opening.FREE, "c <think>a</think>", [Part("content", "c <think>a</think>")]),
-        (Opening.FREE, "<thin", [Part("content", "<thin")]),
-        (Opening.FREE, " c", [Part("content", " c")]),
-        (Opening.FREE, "<think>\n\n</think>\n\nc", [Part("content", "c")]),
-        (Opening.FREE, "", []),
-        (Opening.INSIDE, "a</think>c", [Part("reasoning", "a"), Part("content", "c")]),
-        (Opening.INSIDE, "\n a </thin k> </think> ", [Part("reasoning", "a </thin k>")]),
+        (Opening.FREE, "<think>\na\nb\n</think>\n\nc\n", "a\nb", "c\n"),
+        (Opening.FREE, "\n<think>a</think>c", "a", "c"),
+        (Opening.FREE, "c <think>a</think>", "", "c <think>a</think>"),
+        (Opening.FREE, "<thin", "", "<thin"),
+        (Opening.FREE, " c", "", " c"),
+        (Opening.FREE, "<think>\n\n</think>\n\nc", "", "c"),
+        (Opening.FREE, "", "", ""),
+        (Opening.INSIDE, "\n a </thin k> </think> ", "a </thin k>", ""),
         # Some models open what the prompt has opened already.
-        (Opening.INSIDE, "<think>\na</think>\nc", [Part("reasoning", "a"), Part("content", "c")]),
+        (Opening.INSIDE, "<think>\na</think>\nc", "a", "c"),
         # Without an end it is reasoning to the last character.
-        (Opening.INSIDE, "a b\n", [Part("reasoning", "a b")]),
-        (Opening.INSIDE, "a </thi", [Part("reasoning", "a </thi")]),
-        (Opening.INSIDE, "<th", [Part("reasoning", "<th")]),
-        (Opening.FREE, "<think>a", [Part("reasoning", "a")]),
-        (
-            Opening.INSIDE,
-            "a</think>b</think>c",
-            [Part("reasoning", "a"), Part("content", "b</think>c")],
-        ),
-        (Opening.BEHIND, "\n<think>a</think>", [Part("content", "\n<think>a</think>")]),
+        (Opening.INSIDE, "a b\n", "a b", ""),
+        (Opening.INSIDE, "a </thi", "a </thi", ""),
+        (Opening.INSIDE, "<th", "<th", ""),
+        (Opening.INSIDE, "a</think>b</think>c", "a", "b</think>c"),
+        (Opening.BEHIND, "\n<think>a</think>", "", "\n<think>a</think>"),
     ],
 )
-def test_reasoning_and_content(begins: Opening, text: str, wanted: list[Part]) -> None:
-    assert split(begins, [text]) == wanted
-    assert split(begins, list(text)) == wanted
+def test_reasoning_and_content(begins: Opening, text: str, thought: str, content: str) -> None:
+    both = (("reasoning", thought), ("content", content))
+    wanted = [(kind, said, 0) for kind, said in both if said]
+    assert split(begins, [text]) == split(begins, list(text)) == wanted
 
 
 def test_reasoning_is_told_as_it_comes() -> None:
