@@ -26,6 +26,7 @@ from pathlib import Path
 from random import Random
 
 from kvrelay.load.measures import percentile
+from kvrelay.load.workloads import LENGTHS
 from kvrelay.planner.engine import Engine
 from kvrelay.planner.goodput import is_good
 from kvrelay.planner.rate_card import read_card
@@ -39,12 +40,7 @@ from kvrelay.wire.config import Role
 __all__ = ["main"]
 
 _CARD = Path(__file__).parent / "rate_cards" / "h200-llama-3.1-8b.json"
-_LENGTHS = {"chat": (512, 256), "code": (2_048, 64), "summarise": (8_192, 256)}
-_WORKS = (
-    ("chat", Targets(200, 15), (35, 39, 41)),
-    ("code", Targets(125, 20), (8, 10, 11.6)),
-    ("summarise", Targets(1_000, 15), (2.05, 2.35, 2.6)),
-)
+_WORKS = {"chat": (35, 39, 41), "code": (8, 10, 11.6), "summarise": (2.05, 2.35, 2.6)}
 _MIXTURES = ((20, 0, 1.0), (30, 0, 1.0), (10, 3, 1.6), (20, 6, 0), (15, 4, 0.8))
 _SPLITS = {2: (1,), 4: (2, 3), 16: (4,)}
 _RUNS = 6
@@ -100,7 +96,7 @@ class Load:
         ):
             tokens = [
                 int(mean * rng.lognormvariate(-(self.spread**2) / 2, self.spread))
-                for mean in _LENGTHS[kind]
+                for mean in (LENGTHS[kind].prompt, LENGTHS[kind].output)
             ]
             prompt, output = max(16, tokens[0]), max(4, tokens[1])
             yield Stream(
@@ -143,14 +139,16 @@ class Cell:
 def loads(gpus: int) -> list[Load]:
     """Return those that so many nodes are tried with; the larger the cluster, the fewer."""
     works = [
-        Load(f"{name} {rate:g}", {name: rate}, targets)
-        for name, targets, rates in _WORKS
+        Load(
+            f"{name} {rate:g}", {name: rate}, Targets(LENGTHS[name].ttft_ms, LENGTHS[name].tpot_ms)
+        )
+        for name, rates in _WORKS.items()
         for rate in _some(rates, gpus)
     ]
     mixed = [
         Load(
             ", ".join(f"{rate:g}" for rate in rates) + bursts,
-            dict(zip(_LENGTHS, rates, strict=True)),
+            dict(zip(_WORKS, rates, strict=True)),
             None,
             shape,
             0.5,

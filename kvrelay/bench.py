@@ -8,13 +8,11 @@ import importlib.metadata
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvloop
 from rich.console import Console
@@ -36,30 +34,19 @@ from kvrelay.load.results import (
     COLUMNS,
     Provenance,
     Result,
-    differences,
-    read_result,
     table_row,
     warnings_of,
     write_result,
 )
 from kvrelay.settings import build
-from kvrelay.wire.config_checks import is_loopback
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.versions import RELEASE
 
 __all__ = ["result_of", "run"]
 
-_SMI = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-_SMI_DEADLINE_S = 20.0
-
 
 def run(values: dict[str, Any], console: Console) -> int:
     """Run the command and return 1 if a request failed. Raises ConfigError, KvrelayError."""
-    compare, files = values.pop("compare"), [Path(each) for each in values.pop("files") or ()]
-    if files and not compare:
-        raise ConfigError(f"{files[0]}: files are named with --compare only")
-    if compare:
-        return _compare(files, values, console)
     config = build(BenchConfig, values)
     path = Path(config.output)
     if path.suffix != ".json":
@@ -83,22 +70,9 @@ def run(values: dict[str, Any], console: Console) -> int:
         if experiment.runs:
             result = result_of(config, experiment, began)
             write_result(result, path)
-            _show([result], console)
+            _show(result, console)
             console.print(f"[dim]{path} is written[/]")
     return int(any(server_failures(each.measures) for each in experiment.runs))
-
-
-def _compare(files: Sequence[Path], values: Mapping[str, object], console: Console) -> int:
-    if len(files) < 2:
-        raise ConfigError(
-            "--compare wants two results or more: kvrelay bench --compare a.json b.json"
-        )
-    if values:
-        raise ConfigError(
-            f"--compare measures nothing; leave --{min(values).replace('_', '-')} out"
-        )
-    _show([read_result(path) for path in files], console)
-    return 0
 
 
 def _updates(bar: Progress) -> Callable[[RunProgress], None]:
@@ -121,13 +95,12 @@ def _updates(bar: Progress) -> Callable[[RunProgress], None]:
 def result_of(config: BenchConfig, experiment: Experiment, began: datetime.datetime) -> Result:
     server = experiment.server
     assert server is not None
-    host = urlsplit(config.base_urls[0]).hostname or ""
     return Result(
         label=config.label or server.model,
         model=server.model,
         url=config.url,
         gpus=config.gpus,
-        hardware=config.hardware or (_gpus_here() if is_loopback(host) else ""),
+        hardware=config.hardware,
         lengths=_lengths(config),
         arrivals=_arrivals(config),
         work=config.work,
@@ -183,39 +156,18 @@ def _versions(server: str) -> dict[str, str]:
     }
 
 
-def _gpus_here() -> str:
-    try:
-        told = subprocess.run(
-            _SMI, capture_output=True, text=True, timeout=_SMI_DEADLINE_S, check=False
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    names = [line.strip() for line in told.splitlines() if line.strip()]
-    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-
-
-def _show(results: Sequence[Result], console: Console) -> None:
-    several = len(results) > 1
+def _show(result: Result, console: Console) -> None:
     table = Table(box=None, header_style="dim", pad_edge=False)
-    if several:
-        table.add_column("label", no_wrap=True)
     for name in COLUMNS:
         table.add_column(name, justify="right")
-    for result in results:
-        for each in sorted(result.runs, key=lambda run: (run.concurrency, run.offered)):
-            table.add_row(*([result.label] if several else []), *table_row(result, each))
+    for each in sorted(result.runs, key=lambda run: (run.concurrency, run.offered)):
+        table.add_row(*table_row(result, each))
     console.print(table)
-    for result in results:
-        failures = [
-            f"{result.label}: {example}" for run in result.runs for example in run.measures.examples
-        ]
-        for line in (*warnings_of(result), *failures):
-            console.print(Text(line, style="red"))
-        if result.found is not None:
-            console.print(_search_line(result))
-    if unlike := differences(results):
-        what = " and ".join(unlike)
-        console.print(Text(f"These results are not of the same {what}.", style="red"))
+    failures = [example for run in result.runs for example in run.measures.examples]
+    for line in (*warnings_of(result), *failures):
+        console.print(Text(line, style="red"))
+    if result.found is not None:
+        console.print(_search_line(result))
 
 
 def _search_line(result: Result) -> Text:

@@ -369,16 +369,4 @@ def _add_bench(app: typer.Typer) -> None:
         BenchConfig,
         _run_bench,
         env={"api_key": API_KEY},
-        own=(
-            _argument(
-                "files", list[str] | None, None, metavar="[RESULT]...", help="With --compare."
-            ),
-            _option(
-                "compare",
-                bool,
-                False,
-                "--compare",
-                help="Measure nothing; show results side by side.",
-            ),
-        ),
     )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -13,7 +11,6 @@ from kvrelay.load.measures import Measures, Record, Slo, e2e_ms, meets_slo, tpot
 from kvrelay.load.search import SearchResult
 from kvrelay.load.workloads import Work
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.frames import MALFORMED
 
 __all__ = [
     "COLUMNS",
@@ -21,8 +18,6 @@ __all__ = [
     "Result",
     "Row",
     "Run",
-    "differences",
-    "read_result",
     "row_of",
     "table_row",
     "warnings_of",
@@ -33,7 +28,6 @@ VERSION = 1
 _MAX_SHORT = 0.1
 _MAX_CACHED = 0.05
 """Prompts that share nothing but a template have no more cached."""
-_MAX_LONGER = 1.2
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -141,31 +135,6 @@ def write_result(result: Result, path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {why.strerror}") from why
 
 
-def read_result(path: Path) -> Result:
-    """Read the file. Raises ConfigError if it is none, or of another version."""
-    try:
-        read: Any = msgspec.json.decode(path.read_bytes())
-    except (OSError, *MALFORMED) as why:
-        raise ConfigError(f"cannot read {path}: {why}") from why
-    version = read.get("version") if isinstance(read, dict) else None
-    if version != VERSION:
-        raise ConfigError(
-            f"{path} is a result of version {version}; this release reads version {VERSION}"
-        )
-    try:
-        return msgspec.convert(_with_nan(read), Result)
-    except msgspec.ValidationError as why:
-        raise ConfigError(f"{path} is no result of kvrelay bench: {why}") from why
-
-
-def _with_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: each if key == "found" else _with_nan(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_with_nan(each) for each in value]
-    return math.nan if value is None else value
-
-
 # --- the table
 
 COLUMNS = (
@@ -235,17 +204,3 @@ def warnings_of(result: Result) -> list[str]:
             f"{result.label}: answers without usage; their tokens are counted by chunks"
         )
     return warnings
-
-
-def differences(results: Sequence[Result]) -> list[str]:
-    endpoints = {each.endpoint for each in results if each.endpoint}  # older files do not say it
-    windows = [run.window_s for each in results for run in each.runs]
-    shortest, longest = min(windows), max(windows)
-    unlike = {
-        "work": len({each.work for each in results}) > 1,
-        "endpoint": len(endpoints) > 1,
-        "arrivals": len({each.arrivals for each in results}) > 1,
-        "targets": len({(each.slo, each.attainment) for each in results}) > 1,
-        f"counted time ({shortest:.0f} to {longest:.0f} s)": longest > _MAX_LONGER * shortest,
-    }
-    return [what for what, differs in unlike.items() if differs]

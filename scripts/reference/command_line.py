@@ -42,7 +42,6 @@ class Command:
     name: str
     about: str
     parameters: tuple[Parameter, ...]
-    subcommands: tuple[Command, ...] = ()
 
 
 def commands() -> tuple[Command, ...]:
@@ -61,11 +60,8 @@ def general_flags() -> set[str]:
 
 
 def _command(found: Any) -> Command:
-    inner = tuple(
-        _command(each) for each in getattr(found, "commands", {}).values() if not each.hidden
-    )
     shown = tuple(_parameter(each) for each in found.params if not getattr(each, "hidden", False))
-    return Command(str(found.name), " ".join(str(found.help or "").split()), shown, inner)
+    return Command(str(found.name), " ".join(str(found.help or "").split()), shown)
 
 
 def _parameter(found: Any) -> Parameter:

@@ -25,12 +25,12 @@ def command_pieces() -> dict[str, str]:
     """Return the list of all commands, and all of them one by one."""
     found = commands()
     rows = [[f"[`kvrelay {each.name}`](#kvrelay-{each.name})", each.about] for each in found]
-    told = [part for each in found for part in _command(each, "kvrelay")]
+    told = [part for each in found for part in _command(each)]
     return {"command-list": table(["Command", "What it does"], rows), "commands": "\n".join(told)}
 
 
-def _command(command: Command, before: str) -> Iterable[str]:
-    name = f"{before} {command.name}"
+def _command(command: Command) -> Iterable[str]:
+    name = f"kvrelay {command.name}"
     arguments = [each.metavar for each in command.parameters if not each.flags]
     options = ["[OPTIONS]"] if len(arguments) < len(command.parameters) else []
     yield f"## {name}\n\n{command.about}\n\n```text\n{' '.join([name, *arguments, *options])}\n```\n"
@@ -41,8 +41,6 @@ def _command(command: Command, before: str) -> Iterable[str]:
         flags = [code(each.flags[0]) for each in command.parameters if each.panel == panel]
         if flags:
             yield f"[{panel}](configuration.md#{section}): {', '.join(flags)}.\n"
-    for each in command.subcommands:
-        yield from _command(each, name)
 
 
 def _row(each: Parameter) -> list[str]:
