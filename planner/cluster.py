@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.planner.engine import Engine
-from kvrelay.planner.router import Router
+from kvrelay.planner.router import Router, url_of
 from kvrelay.planner.seat import Leg
 from kvrelay.planner.setting import NodeEvent, Setting, Stream
 from kvrelay.router.nodes.node import Lease
@@ -110,7 +110,8 @@ class Cluster:
 
     def _tell_all_kv(self, at: int, stored: Sequence[int], removed: Sequence[int]) -> None:
         for router in self.routers:
-            router.kv_events(at, stored, removed)
+            router.pool.prefixes.stored(url_of(at), stored)
+            router.pool.prefixes.removed(url_of(at), removed)
 
     def _tell(self, now: float, call: Call) -> None:
         if self._setting.stale_ms:
@@ -159,13 +160,13 @@ class Cluster:
         if at in self._away:
             self._away.discard(at)
             for router in self.routers:
-                router.returns(at, now)
+                router.pool.undrain(router.node(at), now / 1e3)
 
     def _goes(self, at: int, now: float) -> None:
         if self._alive[at] and at not in self._becoming:
             self._away.add(at)
             for router in self.routers:
-                router.drains(at, now)
+                router.pool.drain(router.node(at), now / 1e3)
 
     def _end(self, at: int, now: float) -> None:
         if not self._alive[at]:
@@ -177,7 +178,7 @@ class Cluster:
         if role is not None:
             self._announce(at, role, now)
         for router in self.routers:
-            router.lost(at, now)
+            router.pool.blame(router.node(at), "it is lost", now / 1e3)
         self._lost(self.nodes[at].lose(now), now)
 
     @property
@@ -190,7 +191,7 @@ class Cluster:
             return
         self._becoming[at] = role
         for router in self.routers:
-            router.flips(at, role, now)
+            router.pool.note_role_change(router.node(at), role, now / 1e3)
         self.emptied(at, now)
 
     def emptied(self, at: int, now: float) -> None:

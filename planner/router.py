@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import msgspec
@@ -87,7 +88,7 @@ class Router:
             _JOB, id=f"{stream.number}", session=stream.session, targets=targets
         )
         return self.placer.wanted(
-            job, self._prefix(stream), tokens, None if peer is None else self._node(peer)
+            job, self._prefix(stream), tokens, None if peer is None else self.node(peer)
         )
 
     def find(
@@ -131,7 +132,7 @@ class Router:
     # -----------------------------------------------------------------------------------------
 
     def polled(self, at: int, role: Role, load: Load, generation: str, now: float) -> None:
-        node, card = self._node(at), self._engines[at].speeds.card
+        node, card = self.node(at), self._engines[at].speeds.card
         if node.up:
             node.note_load(load)
             return
@@ -143,24 +144,7 @@ class Router:
         if self._block_size:
             self.pool.prefixes.trust(node.url)
 
-    def lost(self, at: int, now: float) -> None:
-        self.pool.blame(self._node(at), "it is lost", now / 1e3)
-
-    def drains(self, at: int, now: float) -> None:
-        self.pool.drain(self._node(at), now / 1e3)
-
-    def returns(self, at: int, now: float) -> None:
-        self.pool.undrain(self._node(at), now / 1e3)
-
-    def flips(self, at: int, role: Role, now: float) -> None:
-        self.pool.note_role_change(self._node(at), role, now / 1e3)
-
-    def kv_events(self, at: int, stored: Sequence[int], removed: Sequence[int]) -> None:
-        url = url_of(at)
-        self.pool.prefixes.stored(url, stored)
-        self.pool.prefixes.removed(url, removed)
-
-    def _node(self, at: int) -> Node:
+    def node(self, at: int) -> Node:
         node = self.pool.find(url_of(at))
         assert node is not None
         return node
@@ -182,6 +166,12 @@ _LOOK_MS = 10.0
 Begins = Callable[[Stream, ChosenNodes, float], None]
 
 
+@dataclass(eq=False, slots=True)
+class _Queued(QueuedRequest):
+    stream: Stream = field(kw_only=True)
+    wanted: PlacementQuery = field(kw_only=True)
+
+
 class SimulatedAdmission:
     """A router's admission."""
 
@@ -191,25 +181,24 @@ class SimulatedAdmission:
     ) -> None:  # fmt: skip
         self._router, self._later = router, later
         self._begins, self._refused = begins, refused
-        self._admission: AdmissionQueue[QueuedRequest, ChosenNodes] = AdmissionQueue(
+        self._admission: AdmissionQueue[_Queued, ChosenNodes] = AdmissionQueue(
             max_queue, self._find
         )
-        self._requests: dict[Stream, QueuedRequest] = {}
-        self._waiting: dict[QueuedRequest, tuple[Stream, PlacementQuery]] = {}
+        self._requests: dict[Stream, _Queued] = {}
         self._looking = False
 
     def arrive(self, stream: Stream, now: float) -> None:
         targets = self._router.targets(stream)
         wanted = self._router.placer.limited(self._router.wanted(stream), targets)
-        request = QueuedRequest(
+        request = self._requests[stream] = _Queued(
             "",
             now / 1e3,
             tokens=stream.prompt + round(wanted.request.output),
             ttft_s=targets.ttft_s,
             deadline=(now + DEADLINE_MS) / 1e3,
+            stream=stream,
+            wanted=wanted,
         )
-        self._waiting[request] = stream, wanted
-        self._requests[stream] = request
         try:
             found = self._admission.arrive(request)
         except NoNode:
@@ -218,7 +207,7 @@ class SimulatedAdmission:
         if isinstance(found, Refusal):
             self._refuse(request)
         elif not isinstance(found, Wait):
-            self._begin(request, found, now)
+            self._begins(stream, found, now)
         elif not self._looking:
             self._looking = True
             self._later(now + _LOOK_MS, self._look)
@@ -229,8 +218,8 @@ class SimulatedAdmission:
             self._admission.correct(request, stream.prompt + stream.done)
             self._turn(now)
 
-    def _find(self, request: QueuedRequest) -> ChosenNodes | Wait | Refuse:
-        found = self._router.find(self._waiting[request][1])
+    def _find(self, request: _Queued) -> ChosenNodes | Wait | Refuse:
+        found = self._router.find(request.wanted)
         if found is None:
             raise NoNode("no node could take it, now or later")
         return found
@@ -240,18 +229,14 @@ class SimulatedAdmission:
             if isinstance(found, Refusal | KvrelayError):
                 self._refuse(request)
             else:
-                self._begin(request, found, now)
-
-    def _begin(self, request: QueuedRequest, found: ChosenNodes, now: float) -> None:
-        self._begins(self._waiting.pop(request)[0], found, now)
+                self._begins(request.stream, found, now)
 
     def _look(self, now: float) -> None:
         self._turn(now)
-        self._looking = bool(self._waiting)
+        self._looking = bool(self._admission.queue)
         if self._looking:
             self._later(now + _LOOK_MS, self._look)
 
-    def _refuse(self, request: QueuedRequest) -> None:
-        stream, _ = self._waiting.pop(request)
-        del self._requests[stream]
-        self._refused(stream)
+    def _refuse(self, request: _Queued) -> None:
+        del self._requests[request.stream]
+        self._refused(request.stream)
