@@ -48,8 +48,6 @@ def check(command: list[str]) -> None:
     if command and command[0].split("/")[-1] == "kvrelay":
         if command[1] in ALWAYS:
             return
-        if command[1] == "config":  # another command of ours
-            command = [command[0], *command[2:]]
         known = KNOWN.get(command[1])
         assert known is not None, command
         flags = {flag for each in known.parameters for flag in each.flags} | ALWAYS
