@@ -137,13 +137,9 @@ async def test_a_rolling_restart_under_streams_loses_none(cluster: Cluster) -> N
             )
             for at in range(STREAMS)
         ]
-        by_router, by_node = (
-            ["--router", cluster.url, "--admin-key", "operator"],
-            ["--node-api-key", "nodes"],
-        )
         (p, q), (d, e) = cluster.of("prefill"), cluster.of("decode")
-        for drained, how, other in ((p, by_router, d), (e, by_node, q)):
-            await asyncio.to_thread(_restart, cluster, drained, how, other, generations)
+        for drained, other in ((p, d), (e, q)):
+            await asyncio.to_thread(_restart, cluster, drained, other, generations)
             # Two of each role are of either release now, or all are new.
             fetched = {node: node.metric("kvrelay_fetches_total") for node in cluster.of("decode")}
             await asyncio.to_thread(
@@ -180,11 +176,9 @@ async def test_a_rolling_restart_under_streams_loses_none(cluster: Cluster) -> N
     counted(cluster.of("decode"), "kvrelay_recomputed_prompts_total", 0)
 
 
-def _restart(
-    cluster: Cluster, drained: Process, how: list[str], other: Process, was: dict[str, str]
-) -> None:
+def _restart(cluster: Cluster, drained: Process, other: Process, was: dict[str, str]) -> None:
     """Restart two nodes, one of them drained before it is told to end."""
-    assert cli.run(["drain", drained.url, *how, "--wait", "60"]) == 0
+    assert cli.run(["drain", drained.url, "--node-api-key", "nodes", "--wait", "60"]) == 0
     answer = httpx2.get(f"{drained.url}/health", timeout=5)
     assert (answer.status_code, answer.json()["status"]) == (503, "draining")
     pair = (drained, other)

@@ -107,9 +107,9 @@ def generated(node: Process) -> dict[str, float]:
     return {role: float(tokens) for role, tokens in found}
 
 
-def flip(node: Process, role: str, *flags: str) -> None:
+def flip(node: Process, role: str) -> None:
     """Change the role of a node as an operator does."""
-    assert cli.run(["role", node.url, role, *flags]) == 0
+    assert cli.run(["role", node.url, role]) == 0
 
 
 async def test_streams_are_unharmed_by_flips_and_use_what_comes_of_them(cluster: Cluster) -> None:
@@ -131,11 +131,8 @@ async def test_streams_are_unharmed_by_flips_and_use_what_comes_of_them(cluster:
             )
             for at in range(STREAMS)
         ]
-        for role, seen, by in (
-            ("decode", (1, 2), ("--router", cluster.url)),
-            ("prefill", (2, 1), ()),
-        ):
-            await asyncio.to_thread(flip, node, role, *by)
+        for role, seen in (("decode", (1, 2)), ("prefill", (2, 1))):
+            await asyncio.to_thread(flip, node, role)
             for url in urls(cluster):
                 await asyncio.to_thread(
                     wait_until,
@@ -189,9 +186,7 @@ async def test_streams_are_unharmed_by_flips_and_use_what_comes_of_them(cluster:
     assert 'kvrelay_node_role{model_name="tiny",role="prefill"} 1.0' in text
 
 
-def test_a_role_that_it_cannot_have_and_the_last_of_a_role_are_refused(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_role_that_it_cannot_have_and_the_last_of_a_role_are_refused(cluster: Cluster) -> None:
     (p, *_), d = cluster.of("prefill"), cluster.nodes[2]
     for wanted in ("aggregated", "chef"):
         answer = httpx2.post(f"{p.url}/admin/role", json={"role": wanted}, timeout=5)
@@ -200,13 +195,18 @@ def test_a_role_that_it_cannot_have_and_the_last_of_a_role_are_refused(
             "invalid_request_error",
         )
     assert cli.run(["role", p.url, "chef"]) == 2
-    assert cli.run(["role", d.url, "prefill", "--router", cluster.url]) == 1
-    assert "--force" in capsys.readouterr().err
+    answer = httpx2.post(
+        f"{cluster.url}/admin/nodes/role",
+        headers=cluster.operator,
+        json={"url": d.url, "role": "prefill"},
+        timeout=5,
+    )
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "last_of_role")
     assert [health(node.url)["role"] for node in cluster.nodes] == ["prefill", "prefill", "decode"]
     # Asked in the old role after it has changed, as by a router that does not know yet: nobody's
     # fault.
-    flip(p, "decode", "--router", cluster.url)
+    flip(p, "decode")
     prefill_leg = body(0) | {"kv_transfer_params": {"do_remote_decode": True}}
     answer = httpx2.post(f"{p.url}/v1/completions", json=prefill_leg, timeout=5)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
-    flip(p, "prefill", "--router", cluster.url)
+    flip(p, "prefill")
