@@ -111,10 +111,8 @@ def _setting(arguments: argparse.Namespace) -> Setting:
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    prefill, _, decode = text.partition(":")
-    if not (prefill.isdigit() and decode.isdigit() and int(prefill) and int(decode)):
-        raise argparse.ArgumentTypeError(f"give P:D, as in 8:8, got {text!r}")
-    return int(prefill), int(decode)
+    prefill, decode = map(int, text.split(":"))
+    return prefill, decode
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

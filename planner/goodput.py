@@ -44,9 +44,7 @@ class Served:
 
     rate: float
     attained: float
-    ttft_p50: float
     ttft_p90: float
-    tpot_p50: float
     tpot_p90: float
     itl_p99: float
 
@@ -78,9 +76,7 @@ def served(result: Result, targets: Targets, rate: float) -> Served:
     return Served(
         rate,
         attained(counted, targets),
-        percentile(ttft, 0.5),
         percentile(ttft, 0.9),
-        percentile(tpot, 0.5),
         percentile(tpot, 0.9),
         result.gap_ms(0.99),
     )

@@ -5,6 +5,7 @@ Pure.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -94,11 +95,10 @@ def bound_of(
 
 
 def _token_ms(card: RateCard, context: float, tpot_ms: float) -> float:
-    low, high = 1, max(1, min(card.max_num_seqs, int(card.kv_tokens / max(1.0, context))))
-    while low < high:  # steps never get shorter as batches get larger
-        middle = (low + high + 1) // 2
-        if card.step_ms(middle, middle * context) <= tpot_ms:
-            low = middle
-        else:
-            high = middle - 1
-    return card.step_ms(low, low * context) / low
+    most = max(1, min(card.max_num_seqs, int(card.kv_tokens / max(1.0, context))))
+    # Steps never get shorter as batches get larger.
+    in_time = bisect_right(
+        range(1, most + 1), tpot_ms, key=lambda size: card.step_ms(size, size * context)
+    )
+    size = max(1, in_time)
+    return card.step_ms(size, size * context) / size

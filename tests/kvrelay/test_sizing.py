@@ -48,7 +48,7 @@ def test_splits_without_time_for_the_rate_of_another_are_not_simulated(
         asks: list[object], setting: Setting, targets: Targets, attainment: float, guess: float
     ) -> Served:
         asked[setting.prefill] = asks
-        return Served(guess, attainment, *(1.0,) * 5)
+        return Served(guess, attainment, *(1.0,) * 3)
 
     monkeypatch.setattr(sizing, "highest_rate", tried)
     found = sized(Wanted(8, [H200], workload_of("512:256"), Targets(200.0, 15.0), 0.0))
