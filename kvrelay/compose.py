@@ -81,6 +81,8 @@ class ComposeConfig:
     """
     name: str = "kvrelay"
     """Name of the compose project: its containers, network and volumes begin with it."""
+    output: str = "."
+    """Folder of the files."""
 
     def __post_init__(self) -> None:
         require(
@@ -338,14 +340,12 @@ def _path(text: str) -> str:
 
 
 def write(values: Mapping[str, object], console: Console) -> int:
-    """Write all files into the folder `output` of the values, and say what to type next.
+    """Write all files into their folder, and say what to type next.
 
     Raises ConfigError for a wrong setting, a mount that is not there, or a file that is not ours.
     """
-    folder = Path(str(values["output"]))
-    config = build(
-        ComposeConfig, absolute({name: value for name, value in values.items() if name != "output"})
-    )
+    config = build(ComposeConfig, absolute(values))
+    folder = Path(config.output)
     for path in host_paths(config):
         if not Path(path).exists():
             raise ConfigError(

@@ -32,7 +32,7 @@ from kvrelay.help import GroupedCommand
 from kvrelay.load.config import BenchConfig
 from kvrelay.machine import check_node_extra, check_port, embedded_model
 from kvrelay.node.process import LOG_FORMAT, log_to_stderr, raise_file_limit
-from kvrelay.settings import CPU, Setting, build, merge, settings_of
+from kvrelay.settings import CPU, Setting, build, merge, settings_of, without
 from kvrelay.wire.config import NodeConfig, RanksConfig, Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.router_config import RouterConfig
@@ -49,6 +49,28 @@ _TEXT_METAVARS = {
 _METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
 
 _MODEL_ARGUMENT = "model_argument"
+# Each node needs its own; and all their ranks run on this machine.
+_CLUSTER_SKIP = ("kv_port", "tensor_parallel_address", "tensor_parallel_size_local")
+_ENV = {
+    "cluster_secret": CLUSTER_SECRET,
+    "allow_runtime_lora": RUNTIME_LORA,
+    "api_key": API_KEY,
+    "node_api_key": NODE_API_KEY,
+    "admin_key": ADMIN_KEY,
+    "log_format": LOG_FORMAT,
+}
+_NODE_ENV = _ENV | {"api_key": NODE_API_KEY}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProfileConfig:
+    """A measurement of a node's steps."""
+
+    node: NodeConfig = dataclasses.field(metadata=without("role"))
+    out: str = "rate-card.json"
+    """File of the rate card."""
+    seconds: float = 0.0
+    """About how long, beside the start of the engine; 0: 120 on a GPU, 45 on a CPU."""
 
 
 def _serve_node(role: Role, values: dict[str, object]) -> int:
@@ -157,9 +179,10 @@ def _run_bench(values: dict[str, object]) -> int:
 def _run_profile(values: dict[str, object]) -> int:
     from kvrelay.profile import run
 
-    out, seconds = Path(str(values.pop("out"))), float(str(values.pop("seconds")))
-    config = _with_model_here(build(NodeConfig, _for_engine(values) | {"role": Role.AGGREGATED}))
-    return run(config, out, seconds, Console(highlight=False, soft_wrap=True))
+    config = build(ProfileConfig, _for_engine(values))
+    node = _with_model_here(config.node)
+    console = Console(highlight=False, soft_wrap=True)
+    return run(node, Path(config.out), config.seconds, console)
 
 
 def _for_engine(values: dict[str, object]) -> dict[str, object]:
@@ -181,37 +204,31 @@ def _add(
     run: Callable[..., int],
     *,
     skip: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    own: Sequence[inspect.Parameter] = (),
-    takes_model: bool = False,
+    env: Mapping[str, str] = _ENV,
     reloads: bool = False,
 ) -> None:
-    # `env`: variables that stand in for flags. `own`: parameters that are no settings; their values
-    # join the others. `reloads`: `run` is also given how to read its settings again, None without a
-    # config file.
+    # `env`: variables that stand in for flags. `reloads`: `run` is also given how to read its
+    # settings again, None without a config file.
     known = settings_of(config, skip)
-    own_names = {parameter.name for parameter in own}
 
     def command(**given: Any) -> int:
-        mine = {name: given.pop(name) for name in own_names}
         file = given.pop("config")
         flags = _given_settings(given)
 
         def read() -> dict[str, object]:
-            return merge(known, flags, file) | mine
+            return merge(known, flags, file)
 
         return run(read(), read if file else None) if reloads else run(read())
 
-    parameters = [*own, *([_MODEL] if takes_model else [])]
-    parameters += [_flag(setting, (env or {}).get(setting.name)) for setting in known.values()]
+    parameters = [_flag(setting, env.get(setting.name)) for setting in known.values()]
     if "device" in known:
-        parameters.append(
-            _parameter("cpu", bool | None, None, typer.Option("--cpu", help=CPU.help))
-        )
+        model = typer.Argument(metavar="MODEL", help="The same as --model, as in vLLM.")
+        parameters.insert(0, _parameter(_MODEL_ARGUMENT, str | None, model))
+        parameters.append(_parameter("cpu", bool | None, typer.Option("--cpu", help=CPU.help)))
     file_option = typer.Option(
         "--config", metavar="FILE", help="YAML file with the same keys; flags win over it."
     )
-    parameters.append(_parameter("config", str | None, None, file_option))
+    parameters.append(_parameter("config", str | None, file_option))
     command.__doc__ = about
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -229,19 +246,9 @@ def _given_settings(typed: dict[str, Any]) -> dict[str, object]:
     return {setting: None if value in ([], ()) else value for setting, value in typed.items()}
 
 
-def _parameter(name: str, kind: Any, default: object, option: Any) -> inspect.Parameter:
-    annotation = Annotated[kind, option]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
-
-
-def _option(name: str, kind: Any, default: object, *flags: str, **about: Any) -> inspect.Parameter:
-    return _parameter(name, kind, default, typer.Option(*flags, **about))
-
-
-def _argument(name: str, kind: Any, default: object, **about: Any) -> inspect.Parameter:
-    return _parameter(name, kind, default, typer.Argument(**about))
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=None, annotation=Annotated[kind, option])
 
 
 def _flag(setting: Setting, env: str | None) -> inspect.Parameter:
@@ -258,7 +265,7 @@ def _flag(setting: Setting, env: str | None) -> inspect.Parameter:
         show_default=_shown(setting),
         rich_help_panel=f"{setting.group} settings",
     )
-    return _parameter(setting.name, kind | None, None, option)
+    return _parameter(setting.name, kind | None, option)
 
 
 def _metavar(setting: Setting) -> str | None:
@@ -278,95 +285,35 @@ def _shown(setting: Setting) -> str | bool:
     return str(setting.default)
 
 
-_MODEL = _argument(
-    _MODEL_ARGUMENT, str | None, None, metavar="MODEL", help="The same as --model, as in vLLM."
-)
-# Each node needs its own; and all their ranks run on this machine.
-_CLUSTER_SKIP = ("kv_port", "tensor_parallel_address", "tensor_parallel_size_local")
-_NODE_ENV = {"cluster_secret": CLUSTER_SECRET, "allow_runtime_lora": RUNTIME_LORA}
-_ROUTER_ENV = {
-    "api_key": API_KEY,
-    "node_api_key": NODE_API_KEY,
-    "admin_key": ADMIN_KEY,
-    "log_format": LOG_FORMAT,
-}
-
-
 def add_config_commands(app: typer.Typer) -> None:
     """Add all of them to the program."""
-    _add_serving(app)
-    _add_profile(app)
-    _add_bench(app)
-
-
-def _add_serving(app: typer.Typer) -> None:
     about = "Start a whole cluster on this machine and keep it alive."
-    env = _NODE_ENV | _ROUTER_ENV
-    _add(
-        app, "up", about, ClusterConfig, _run_cluster, skip=_CLUSTER_SKIP, env=env, takes_model=True
-    )
-    _add(
-        app,
-        "compose",
-        "Write compose.yaml and .env for a whole cluster in containers on one host.",
-        ComposeConfig,
-        _write_compose,
-        skip=(*_CLUSTER_SKIP, *NOT_FOR_COMPOSE),
-        own=(_option("output", str, ".", metavar="FOLDER", help="Where the files go."),),
-        takes_model=True,
-    )
-    for role, name, about in (
-        (
-            Role.PREFILL,
-            "prefill",
-            "Serve a prefill node: it computes prompts and gives their KV away.",
-        ),
-        (Role.DECODE, "decode", "Serve a decode node: it takes KV and generates."),
-        (Role.AGGREGATED, "serve", "Serve one node alone, without a router."),
-    ):
-        skip = ("role", "router") if role is Role.AGGREGATED else ("role",)
-        env = _NODE_ENV | {"api_key": NODE_API_KEY, "log_format": LOG_FORMAT}
-        serve = partial(_serve_node, role)
-        _add(app, name, about, NodeConfig, serve, skip=skip, env=env, takes_model=True)
+    _add(app, "up", about, ClusterConfig, _run_cluster, skip=_CLUSTER_SKIP)
+    about = "Write compose.yaml and .env for a whole cluster in containers on one host."
+    skip = (*_CLUSTER_SKIP, *NOT_FOR_COMPOSE)
+    _add(app, "compose", about, ComposeConfig, _write_compose, skip=skip, env={})
+    about = "Serve a prefill node: it computes prompts and gives their KV away."
+    _add_node(app, "prefill", about, Role.PREFILL, ("role",))
+    about = "Serve a decode node: it takes KV and generates."
+    _add_node(app, "decode", about, Role.DECODE, ("role",))
+    about = "Serve one node alone, without a router."
+    _add_node(app, "serve", about, Role.AGGREGATED, ("role", "router"))
     about = "Serve ranks of a tensor-parallel engine whose rank 0 is a node on another host."
-    env = {"allow_runtime_lora": RUNTIME_LORA}
-    _add(app, "rank", about, RanksConfig, _serve_ranks, env=env, takes_model=True)
+    _add(app, "rank", about, RanksConfig, _serve_ranks)
     about = "Serve the OpenAI endpoint in front of prefill and decode nodes."
-    _add(app, "router", about, RouterConfig, _serve_router, env=_ROUTER_ENV, reloads=True)
-
-
-def _add_profile(app: typer.Typer) -> None:
-    _add(
-        app,
-        "profile",
-        "Measure how fast this machine computes prompts, decodes and moves KV, and write a rate "
-        "card.\n\nThe exit code is 1 if the machine was too noisy to believe the times; the card "
-        "is written all the same.",
-        NodeConfig,
-        _run_profile,
-        skip=("role",),
-        env=_NODE_ENV,
-        takes_model=True,
-        own=(
-            _option("out", str, "rate-card.json", metavar="FILE", help="The rate card."),
-            _option(
-                "seconds",
-                float,
-                0.0,
-                help="About how long, beside the start of the engine; 0: 120 on a GPU, 45 on "
-                "a CPU.",
-            ),
-        ),
+    _add(app, "router", about, RouterConfig, _serve_router, reloads=True)
+    about = (
+        "Measure how fast this machine computes prompts and decodes, and write a rate card.\n\n"
+        "The exit code is 1 if the machine was too noisy to believe the times; the card is written "
+        "all the same."
     )
-
-
-def _add_bench(app: typer.Typer) -> None:
-    _add(
-        app,
-        "bench",
+    _add(app, "profile", about, ProfileConfig, _run_profile, env=_NODE_ENV)
+    about = (
         "Measure any OpenAI endpoint under load: latency, throughput, goodput at targets, the "
-        "highest rate that holds.",
-        BenchConfig,
-        _run_bench,
-        env={"api_key": API_KEY},
+        "highest rate that holds."
     )
+    _add(app, "bench", about, BenchConfig, _run_bench)
+
+
+def _add_node(app: typer.Typer, name: str, about: str, role: Role, skip: Sequence[str]) -> None:
+    _add(app, name, about, NodeConfig, partial(_serve_node, role), skip=skip, env=_NODE_ENV)
