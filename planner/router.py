@@ -233,7 +233,7 @@ class SimulatedAdmission:
 
     def _look(self, now: float) -> None:
         self._turn(now)
-        self._looking = bool(self._admission.queue)
+        self._looking = bool(self._admission)
         if self._looking:
             self._later(now + _LOOK_MS, self._look)
 
