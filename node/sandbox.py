@@ -26,15 +26,9 @@ __all__ = [
     "LENGTH_BYTES",
     "PROMPT",
     "Answer",
-    "Broke",
-    "Compile",
-    "Compiled",
     "Limits",
-    "Refused",
     "Sandbox",
     "Setup",
-    "Tokenize",
-    "Tokenized",
     "Work",
     "framed",
 ]
@@ -46,7 +40,7 @@ _CHILDREN = 2  # of each kind; more would only share the same cores
 _START_DEADLINE_S = 10.0
 _WORK_DEADLINE_S = 60.0
 _EXIT_DEADLINE_S = 0.2
-_MAX_OUTCOMES = 256
+_MAX_COMPILED = 256
 _MAX_ANSWER_BYTES = 1 << 27
 
 
@@ -81,53 +75,27 @@ class Setup(msgspec.Struct, frozen=True):
     eos_token_ids: list[int]
 
 
-class Tokenize(msgspec.Struct, frozen=True, tag=True):
-    chat: bool
-    body: bytes
+class Work(msgspec.Struct, frozen=True):
+    """A body to tokenize, or a constraint to compile."""
+
+    body: bytes = b""
+    chat: bool = False
     fits: bool = True
+    constraint: Constraint | None = None
 
 
-class Compile(msgspec.Struct, frozen=True, tag=True):
-    constraint: Constraint
+class Answer(msgspec.Struct, frozen=True):
+    """An answer of a child: what was asked for, a refusal, or the traceback with which it broke."""
 
-
-Work = Tokenize | Compile
-
-
-class Tokenized(msgspec.Struct, frozen=True, tag=True):
-    prompts: list[list[int]]
-
-
-class Compiled(msgspec.Struct, frozen=True, tag=True):
-    constraint: Constraint
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    message: str
-    param: str | None
-    code: str | None
-
-    def error(self) -> RequestError:
-        return RequestError(self.message, param=self.param, code=self.code)
-
-
-class Broke(msgspec.Struct, frozen=True, tag=True):
-    traceback: str
-
-
-Answer = Tokenized | Compiled | Refused | Broke
-# Not an exception: each raise adds frames to one, and they hold the request's body.
-_Outcome = Constraint | Refused
-
-_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+    prompts: list[list[int]] = []
+    constraint: Constraint | None = None
+    refusal: tuple[str, str | None, str | None] | None = None
+    """Message, field and code."""
+    traceback: str = ""
 
 
 def framed(message: bytes) -> bytes:
     return len(message).to_bytes(LENGTH_BYTES, "big") + message
-
-
-class _Killed(Exception):
-    """A child ended without an answer."""
 
 
 class Sandbox:
@@ -139,12 +107,11 @@ class Sandbox:
         self._process: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
         self._starting = asyncio.Lock()
-        self._slots = {
-            Tokenize: asyncio.Semaphore(_CHILDREN),
-            Compile: asyncio.Semaphore(_CHILDREN),
-        }
+        self._tokenizing = asyncio.Semaphore(_CHILDREN)
+        self._compiling = asyncio.Semaphore(_CHILDREN)
         self._long_body = asyncio.Semaphore(1)
-        self._outcomes: dict[Constraint, _Outcome] = {}
+        # Not exceptions: each raise adds frames to one, and they hold the request's body.
+        self._compiled: dict[Constraint, Answer] = {}
 
     def open(self, setup: Setup) -> None:
         self._setup = framed(msgspec.msgpack.encode(setup))
@@ -163,39 +130,24 @@ class Sandbox:
 
     async def token_ids(self, chat: bool, body: bytes, *, fits: bool = True) -> list[list[int]]:
         """Return the prompts of a body. Raises RequestError, Unavailable."""
-        field = "messages" if chat else "prompt"
-        try:
-            async with self._turn(self._slots[Tokenize]):
-                answer = await self._run(Tokenize(chat, body, fits))
-        except _Killed as why:
-            raise _too_much(field, "be rendered and tokenized", PROMPT, None) from why
-        assert isinstance(answer, Tokenized)
-        return answer.prompts
+        async with self._turn(self._tokenizing):
+            return _accepted(await self._run(Work(body, chat, fits))).prompts
 
     async def as_lark(self, constraint: Constraint) -> Constraint:
         """Return a constraint as a Lark grammar that compiles. Raises RequestError, Unavailable."""
-        outcome = self._outcomes.pop(constraint, None)
-        if outcome is None:
-            async with self._turn(self._slots[Compile]):
+        answer = self._compiled.pop(constraint, None)
+        if answer is None:
+            async with self._turn(self._compiling):
                 # Another request may have waited for the same grammar before.
-                outcome = self._outcomes.pop(constraint, None) or await self._compile(constraint)
-        self._outcomes[constraint] = outcome
-        if len(self._outcomes) > _MAX_OUTCOMES:
-            del self._outcomes[next(iter(self._outcomes))]
-        if isinstance(outcome, Refused):
-            raise outcome.error()
-        return outcome
-
-    async def _compile(self, constraint: Constraint) -> _Outcome:
-        try:
-            answer = await self._run(Compile(constraint))
-        except _Killed:
-            why = _too_much(constraint.field, "be compiled", GRAMMAR, "invalid_grammar")
-            return Refused(why.message, why.param, why.code)
-        except RequestError as why:
-            return Refused(why.message, why.param, why.code)
-        assert isinstance(answer, Compiled)
-        return answer.constraint
+                answer = self._compiled.pop(constraint, None) or await self._run(
+                    Work(constraint=constraint)
+                )
+        self._compiled[constraint] = answer
+        if len(self._compiled) > _MAX_COMPILED:
+            del self._compiled[next(iter(self._compiled))]
+        lark = _accepted(answer).constraint
+        assert lark is not None
+        return lark
 
     async def _run(self, work: Work) -> Answer:
         try:
@@ -205,9 +157,9 @@ class Sandbox:
             raise Unavailable(
                 f"this node could not read the request within {_WORK_DEADLINE_S:g} s"
             ) from why
-        if isinstance(answer, Refused):
-            raise answer.error()
-        if isinstance(answer, Broke):
+        if answer is None:
+            return _too_much(work)
+        if answer.traceback:
             log.error("a child that read a request broke:\n%s", answer.traceback)
             raise RequestBroke
         return answer
@@ -225,7 +177,8 @@ class Sandbox:
         finally:
             slot.release()
 
-    async def _ask_child(self, work: bytes) -> Answer:
+    async def _ask_child(self, work: bytes) -> Answer | None:
+        """Return the answer of a child, or None if it was ended at its limits."""
         process = await self._running()
         assert self._control is not None
         loop = asyncio.get_running_loop()
@@ -239,7 +192,7 @@ class Sandbox:
                 length = int.from_bytes(await _receive(ours, LENGTH_BYTES), "big")
                 if length > _MAX_ANSWER_BYTES:
                     raise ConnectionError(f"an answer of {length} bytes")
-                return _answer_decoder.decode(await _receive(ours, length))
+                return msgspec.msgpack.decode(await _receive(ours, length), type=Answer)
             except BlockingIOError as why:
                 raise Overloaded(
                     "this node has too many requests to read; try again later"
@@ -252,7 +205,7 @@ class Sandbox:
                         "the process that reads requests on this node has ended; try again"
                     ) from why
                 log.warning("a child that read a request was ended at its limits")
-                raise _Killed from why
+                return None
 
     async def _running(self) -> asyncio.subprocess.Process:
         async with self._starting:
@@ -291,9 +244,18 @@ async def _receive(sock: socket.socket, count: int) -> bytes:
     return bytes(received)
 
 
-def _too_much(field: str, what: str, limits: Limits, code: str | None) -> RequestError:
-    return RequestError(
-        f"{field} could not {what} within {limits}; make it shorter or simpler",
-        param=field,
-        code=code,
-    )
+def _too_much(work: Work) -> Answer:
+    if work.constraint is not None:
+        field, what, limits, code = work.constraint.field, "compiled", GRAMMAR, "invalid_grammar"
+    else:
+        field, code = "messages" if work.chat else "prompt", None
+        what, limits = "rendered and tokenized", PROMPT
+    why = f"{field} could not be {what} within {limits}; make it shorter or simpler"
+    return Answer(refusal=(why, field, code))
+
+
+def _accepted(answer: Answer) -> Answer:
+    if answer.refusal is not None:
+        message, field, code = answer.refusal
+        raise RequestError(message, param=field, code=code)
+    return answer

@@ -24,14 +24,8 @@ from kvrelay.node.sandbox import (
     LENGTH_BYTES,
     PROMPT,
     Answer,
-    Broke,
-    Compile,
-    Compiled,
     Limits,
-    Refused,
     Setup,
-    Tokenize,
-    Tokenized,
     Work,
     framed,
 )
@@ -40,12 +34,12 @@ from kvrelay.openai_api.prompt import Prompts
 from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.paged_engine.grammar import Grammars
 from kvrelay.wire.errors import RequestError
+from kvrelay.wire.sampling import Constraint
 
 __all__ = ["main"]
 
 # The engine keeps some dozens of compiled grammars.
 _MAX_COMPILED_BYTES = 32 << 20
-_work_decoder: msgspec.msgpack.Decoder[Work] = msgspec.msgpack.Decoder(Work)
 
 
 def main() -> None:
@@ -85,43 +79,37 @@ def _load(setup: Setup) -> tuple[Prompts, Grammars]:
 
 
 def _serve(caller: socket.socket, prompts: Prompts, grammars: Grammars) -> None:
-    work = _work_decoder.decode(_receive_message(caller))
-    _confine(PROMPT if isinstance(work, Tokenize) else GRAMMAR)
-    answer: Answer
+    work = msgspec.msgpack.decode(_receive_message(caller), type=Work)
+    _confine(PROMPT if work.constraint is None else GRAMMAR)
     with _killed_on_hangup(caller):
         try:
-            match work:
-                case Tokenize():
-                    answer = _tokenize(work, prompts)
-                case Compile():
-                    answer = _compile(work, grammars)
+            if work.constraint is None:
+                request = decode_chat(work.body) if work.chat else decode_completion(work.body)
+                answer = Answer(prompts.all_token_ids(request, fits=work.fits))
+            else:
+                answer = Answer(constraint=_compile(work.constraint, grammars))
         except RequestError as why:
-            answer = Refused(why.message, why.param, why.code)
+            answer = Answer(refusal=(why.message, why.param, why.code))
         except MemoryError:
             os._exit(1)
         except Exception:  # noqa: BLE001 - the edge of this process: the node logs it
-            answer = Broke(traceback.format_exc())
+            answer = Answer(traceback=traceback.format_exc())
     caller.sendall(framed(msgspec.msgpack.encode(answer)))
 
 
-def _tokenize(work: Tokenize, prompts: Prompts) -> Tokenized:
-    request = decode_chat(work.body) if work.chat else decode_completion(work.body)
-    return Tokenized(prompts.all_token_ids(request, fits=work.fits))
-
-
-def _compile(work: Compile, grammars: Grammars) -> Compiled:
+def _compile(constraint: Constraint, grammars: Grammars) -> Constraint:
     before = _memory_bytes()[1]
-    grammars.try_out(work.constraint)  # which builds a good part of the automaton
+    grammars.try_out(constraint)  # which builds a good part of the automaton
     taken = _memory_bytes()[1] - before
     if taken > _MAX_COMPILED_BYTES:
-        field = work.constraint.field
+        field = constraint.field
         raise RequestError(
             f"{field} takes {taken >> 20} MiB once it is compiled; the limit is "
             f"{_MAX_COMPILED_BYTES >> 20} MiB: make it simpler",
             param=field,
             code="invalid_grammar",
         )
-    return Compiled(grammars.as_lark(work.constraint))
+    return grammars.as_lark(constraint)
 
 
 def _confine(limits: Limits) -> None:
