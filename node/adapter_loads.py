@@ -2,70 +2,40 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Collection
 
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Request
-from kvrelay.wire.engine_messages import (
-    AdapterFacts,
-    AdapterLoaded,
-    AdapterRefused,
-    FromEngine,
-    LoadAdapter,
-)
+from kvrelay.wire.engine_messages import AdapterAnswer, LoadAdapter
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["AdapterLoads", "adapter_of"]
+__all__ = ["adapter_of", "load_adapter", "mismatch"]
 
 
-class AdapterLoads:
-    """A loader of adapters between two steps."""
-
-    def __init__(self, engine: Engine, send: Callable[[FromEngine], None]) -> None:
-        self._engine, self._send = engine, send
-        self.mismatched_kv = 0
-
-    def load(self, load: LoadAdapter) -> None:
-        adapters = self._engine.adapters
-        if adapters is None:
-            self._refuse(load, "this node has no slots for adapters; start it with --max-loras")
-            return
+def load_adapter(engine: Engine, load: LoadAdapter) -> AdapterAnswer:
+    """Read an adapter and give it a slot, between two steps."""
+    if engine.adapters is None:
+        reason = "this node has no slots for adapters; start it with --max-loras"
+    else:
         try:
-            facts = adapters.load(load.name, load.path, in_place=load.in_place)
+            facts = engine.adapters.load(load.name, load.path, in_place=load.in_place)
+            return AdapterAnswer(load.number, facts)
         except ConfigError as why:
-            self._refuse(load, why.message)
-            return
-        self._send(AdapterLoaded(load.load_id, facts))
+            reason = why.message
+    # Not Path.is_dir, which raises on names that are too long.
+    return AdapterAnswer(load.number, reason=reason, missing=not os.path.isdir(load.path))
 
-    def unload(self, name: str) -> None:
-        if self._engine.adapters is not None:
-            self._engine.adapters.retire(name)
 
-    def poll(self, waiting: Collection[Request] = ()) -> None:
-        """Free slots of unloaded adapters that no request uses."""
-        if self._engine.adapters is not None:
-            self._engine.adapters.free_unused(itertools.chain(self._engine.scheduler.live, waiting))
-
-    @property
-    def loaded(self) -> list[AdapterFacts]:
-        return [] if self._engine.adapters is None else self._engine.adapters.loaded
-
-    def mismatch(self, request: Request) -> str | None:
-        fetch, (name, digest) = request.fetch, adapter_of(request)
-        if fetch is None or (fetch.adapter, fetch.adapter_digest) == (name, digest):
-            return None
-        self.mismatched_kv += 1
-        theirs, ours = _described(fetch.adapter, fetch.adapter_digest), _described(name, digest)
-        return (
-            f"the KV was made with {theirs} and is asked for with {ours}; load the same "
-            f"adapters on all nodes"
-        )
-
-    def _refuse(self, load: LoadAdapter, reason: str) -> None:
-        # Not Path.is_dir, which raises on names that are too long.
-        self._send(AdapterRefused(load.load_id, reason, missing=not os.path.isdir(load.path)))
+def mismatch(request: Request) -> str | None:
+    """Return why KV from elsewhere is not of this request's adapter, or None."""
+    fetch, (name, digest) = request.fetch, adapter_of(request)
+    if fetch is None or (fetch.adapter, fetch.adapter_digest) == (name, digest):
+        return None
+    theirs, ours = _described(fetch.adapter, fetch.adapter_digest), _described(name, digest)
+    return (
+        f"the KV was made with {theirs} and is asked for with {ours}; load the same adapters on "
+        f"all nodes"
+    )
 
 
 def adapter_of(request: Request) -> tuple[str, str]:

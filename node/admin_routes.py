@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import uuid
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -14,7 +13,6 @@ from kvrelay.openai_api.json_body import json_response
 from kvrelay.openai_api.model_types import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
 from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import (
-    AdapterRefused,
     LoadAdapter,
     Release,
     Renew,
@@ -121,10 +119,12 @@ async def load_adapter(node: Node, body: bytes) -> AdapterAnswer:
         raise RequestError(
             f"{name!r} is the name of the model itself; choose another", param="lora_name"
         )
-    load = LoadAdapter(uuid.uuid4().hex, name, path, asked.load_inplace)
-    failed = f"adapter {name!r} was not read"
-    answer = await node.engine.ask(load.load_id, load, _LOAD_DEADLINE_S, failed=failed)
-    if isinstance(answer, AdapterRefused):
+    answer = await node.engine.ask(
+        lambda number: LoadAdapter(number, name, path, asked.load_inplace),
+        _LOAD_DEADLINE_S,
+        failed=f"adapter {name!r} was not read",
+    )
+    if answer.adapter is None:
         if answer.missing:
             raise NotFound(
                 f"{answer.reason} (there is no folder {path!r} on this node)", param="lora_path"

@@ -21,8 +21,7 @@ from kvrelay.wire.child_environ import child_environ
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.engine_messages import (
     Abort,
-    AdapterLoaded,
-    AdapterRefused,
+    AdapterAnswer,
     AskStats,
     CacheChanges,
     EngineFailed,
@@ -88,8 +87,8 @@ class EngineClient:
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
         self._queues: dict[str, asyncio.Queue[RequestUpdate | None]] = {}
-        self._answers: dict[str | int, asyncio.Future[Any]] = {}
-        """Answers that are due, by the id of an adapter load or question for statistics."""
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        """Answers that are due, by the number of their question."""
         self._asked = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -182,28 +181,30 @@ class EngineClient:
         self.send(Abort(submit.request_id))
 
     async def ask(
-        self, key: str | int, message: ToEngine, deadline_s: float, *, failed: str
+        self, question: Callable[[int], ToEngine], deadline_s: float, *, failed: str
     ) -> Any:
-        """Return the answer. Raises EngineDead, and DeadlineExceeded with what has `failed`."""
+        """Return the answer to a numbered question.
+
+        Raises EngineDead, and DeadlineExceeded with what has `failed`.
+        """
         if self.ended.is_set():
             raise self.dead()
-        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        self._asked += 1
+        number = self._asked
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            self.send(message)
+            self.send(question(number))
             async with asyncio.timeout(deadline_s):
                 return await answer
         except TimeoutError as why:
             raise DeadlineExceeded(f"{failed} within {deadline_s:g} s") from why
         finally:
-            del self._answers[key]
+            del self._answers[number]
 
     async def fresh_stats(self, deadline_s: float) -> EngineStats:
         """Return statistics after all that was sent. Raises EngineDead, DeadlineExceeded."""
-        self._asked += 1
         failed = "the engine process did not tell its numbers"
-        stats: EngineStats = await self.ask(
-            self._asked, AskStats(self._asked), deadline_s, failed=failed
-        )
+        stats: EngineStats = await self.ask(AskStats, deadline_s, failed=failed)
         return stats
 
     def pid(self) -> int:
@@ -299,8 +300,8 @@ class EngineClient:
                 case CacheChanges() as changes:
                     if self.on_cache_changes is not None:
                         self.on_cache_changes(changes)
-                case AdapterLoaded() | AdapterRefused() as load:
-                    self._answer(load.load_id, load)
+                case AdapterAnswer() as answer:
+                    self._answer(answer.asked, answer)
                 case EngineReady() as info:
                     self.info = info
                     self._remove_folder()  # they are connected, and a kill leaves nothing
@@ -316,8 +317,8 @@ class EngineClient:
         elif update.held is not None:  # its client left during the last step
             self.send(Release(update.request_id))
 
-    def _answer(self, key: str | int, message: FromEngine) -> None:
-        asked = self._answers.get(key)
+    def _answer(self, number: int, message: FromEngine) -> None:
+        asked = self._answers.get(number)
         if asked is not None and not asked.done():
             asked.set_result(message)
 

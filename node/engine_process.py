@@ -6,6 +6,7 @@ Takes its zmq endpoint as argument and the NodeConfig as JSON on stdin.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -26,7 +27,7 @@ from kvrelay.kv_transfer.connector import (
     Settled,
 )
 from kvrelay.kv_transfer.transfer_engine import TransferEngine, open_connector
-from kvrelay.node.adapter_loads import AdapterLoads, adapter_of
+from kvrelay.node.adapter_loads import adapter_of, load_adapter, mismatch
 from kvrelay.node.compiling import GrammarCompiler
 from kvrelay.node.engine_reports import CacheReporter, engine_stats, request_update
 from kvrelay.node.process import (
@@ -105,7 +106,7 @@ class EngineProcess:
             enabled=config.told_events is not None,
         )
         self.connector = self._open_connector(ranks)
-        self._adapters = AdapterLoads(self.engine, self._send)
+        self._mismatched_kv = 0
         self._grammars = GrammarCompiler(config.engine.model, self.engine, self.wakeup)
         self._announce(time.monotonic() - began)
 
@@ -153,7 +154,7 @@ class EngineProcess:
                 transfer_host=host,
                 transfer_port=port,
                 load_s=load_s,
-                adapters=self._adapters.loaded,
+                adapters=[] if engine.adapters is None else engine.adapters.loaded,
                 kv=KvFacts(
                     self._fingerprint(),
                     self.connector.planes,
@@ -175,10 +176,15 @@ class EngineProcess:
             self._handle_compiled()
             self._handle_transfer_events()
             progressed = self._step()
-            self._adapters.poll(self._grammars.waiting)
+            self._free_adapters()
             self._report()
         self.connector.close()
         self.engine.close()
+
+    def _free_adapters(self) -> None:
+        if self.engine.adapters is not None:
+            live = itertools.chain(self.engine.scheduler.live, self._grammars.waiting)
+            self.engine.adapters.free_unused(live)
 
     def wakeup(self) -> None:
         """End the loop's wait, from any thread."""
@@ -219,9 +225,10 @@ class EngineProcess:
                 case Renew(request_id):
                     self.connector.prolong(request_id)
                 case LoadAdapter() as load:
-                    self._adapters.load(load)
+                    self._send(load_adapter(self.engine, load))
                 case UnloadAdapter(name):
-                    self._adapters.unload(name)
+                    if self.engine.adapters is not None:
+                        self.engine.adapters.retire(name)
                 case ResetPrefixCache():
                     self.engine.scheduler.reset_prefix_cache()
                 case AskStats(number):
@@ -239,8 +246,8 @@ class EngineProcess:
             if submit.fetch is not None:
                 self.connector.watch(submit.request_id, submit.fetch)
                 watched = True
-            mismatch = self._adapters.mismatch(request)
-            if mismatch is not None and not self._goes_on_without_kv(request, mismatch):
+            reason = mismatch(request)
+            if reason is not None and not self._goes_on_without_kv(request, reason):
                 return
             if submit.params.constraint is None:
                 request.guide = self.engine.guide(submit.params)
@@ -261,6 +268,7 @@ class EngineProcess:
                 self.connector.cancel(submit.request_id)
 
     def _goes_on_without_kv(self, request: Request, reason: str) -> bool:
+        self._mismatched_kv += 1
         self.connector.cancel(request.request_id)
         log.warning("request %s: KV not fetched: %s", request.request_id, reason)
         request.fetch, request.fetch_error = None, f"Incompatible: {reason}"
@@ -398,7 +406,7 @@ class EngineProcess:
 
     def _send_stats(self, asked: int = 0) -> None:
         now = time.monotonic()
-        self._send(engine_stats(self.engine, self.connector, self._adapters, now, asked))
+        self._send(engine_stats(self.engine, self.connector, self._mismatched_kv, now, asked))
 
     def _send(self, message: FromEngine) -> None:
         self._socket.send(self._encoder.encode(message))

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
-from kvrelay.node.adapter_loads import AdapterLoads
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Request
@@ -78,7 +77,7 @@ def request_update(
 
 
 def engine_stats(
-    engine: Engine, connector: TransferEngine, adapters: AdapterLoads, now: float, asked: int = 0
+    engine: Engine, connector: TransferEngine, mismatched_kv: int, now: float, asked: int = 0
 ) -> EngineStats:
     scheduler, counters, transfers = engine.scheduler, engine.counters, connector.stats()
     return EngineStats(
@@ -94,9 +93,7 @@ def engine_stats(
         draft_tokens=scheduler.speculation.draft_tokens,
         accepted_tokens=scheduler.speculation.accepted_tokens,
         fetches=transfers.fetches,
-        fetch_failures=dict(
-            Counter(transfers.failures) + Counter(Incompatible=adapters.mismatched_kv)
-        ),
+        fetch_failures=dict(Counter(transfers.failures) + Counter(Incompatible=mismatched_kv)),
         fetch_retries=transfers.retries,
         fetch_kept_blocks=scheduler.kept_blocks,
         fetched_bytes=transfers.fetched_bytes,

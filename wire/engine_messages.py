@@ -12,8 +12,7 @@ from kvrelay.wire.transfer import KvFacts, KvTransferParams, Ticket
 __all__ = [
     "Abort",
     "AdapterFacts",
-    "AdapterLoaded",
-    "AdapterRefused",
+    "AdapterAnswer",
     "AskStats",
     "CacheChanges",
     "EngineFailed",
@@ -94,12 +93,12 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """A command: read a LoRA adapter and give it a slot; see AdapterLoaded.
+    """A command: read a LoRA adapter and give it a slot; see AdapterAnswer.
 
     `in_place`: it may take the name of another one, whose requests end first.
     """
 
-    load_id: str
+    number: int
     name: str
     path: str
     in_place: bool = False
@@ -306,27 +305,13 @@ class ProbeRefused(msgspec.Struct, frozen=True, tag=True):
     busy: bool = False
 
 
-class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
-    """An answer: requests may name this adapter now."""
+class AdapterAnswer(msgspec.Struct, frozen=True, tag=True):
+    """An answer: requests may name this adapter now, or why not."""
 
-    load_id: str
-    adapter: AdapterFacts
-
-
-class AdapterRefused(msgspec.Struct, frozen=True, tag=True):
-    """An answer: why the adapter was not loaded."""
-
-    load_id: str
-    reason: str
+    asked: int
+    adapter: AdapterFacts | None = None
+    reason: str = ""
     missing: bool = False
 
 
-FromEngine = (
-    StepOutputs
-    | EngineReady
-    | EngineStats
-    | CacheChanges
-    | EngineFailed
-    | AdapterLoaded
-    | AdapterRefused
-)
+FromEngine = StepOutputs | EngineReady | EngineStats | CacheChanges | EngineFailed | AdapterAnswer

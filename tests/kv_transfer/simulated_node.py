@@ -26,7 +26,6 @@ from kvrelay.kv_transfer.connector import (
 )
 from kvrelay.kv_transfer.messages import End, Ended, Message
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
-from kvrelay.node.adapter_loads import AdapterLoads
 from kvrelay.node.engine_process import EngineProcess
 from kvrelay.node.engine_reports import CacheReporter
 from kvrelay.paged_engine.blocks import BlockPool
@@ -130,7 +129,7 @@ class SimulatedNode(EngineProcess):
         self.engine = _Engine(self.device)
         no_grammars = SimpleNamespace(ready=lambda now: [], drop=lambda request_id: None)
         self._grammars = no_grammars  # type: ignore[assignment]
-        self._adapters = AdapterLoads(self.engine, self._send, self.wakeup)
+        self._mismatched_kv = 0
         self._cache = CacheReporter(
             self.engine.scheduler.pool, BLOCK_TOKENS, self._send, enabled=False
         )

@@ -5,20 +5,21 @@ request.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvrelay.node.adapter_loads import AdapterLoads, adapter_of
+from kvrelay.node.adapter_loads import adapter_of, mismatch
+from kvrelay.node.adapter_loads import load_adapter as load_into
 from kvrelay.node.admin_routes import load_adapter, unload_adapter
 from kvrelay.paged_engine.adapters import Loaded
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.engine_messages import (
+    AdapterAnswer,
     AdapterFacts,
-    AdapterLoaded,
-    AdapterRefused,
     LoadAdapter,
     Submit,
     UnloadAdapter,
@@ -34,13 +35,13 @@ FACTS = AdapterFacts("a", "d1" * 16, 8)
 class StubEngine:
     """An engine client that answers with what it is given."""
 
-    def __init__(self, answer: AdapterLoaded | AdapterRefused | None = None) -> None:
+    def __init__(self, answer: AdapterAnswer | None = None) -> None:
         self.answer, self.heard = answer, []
 
     async def ask(
-        self, key: str, load: LoadAdapter, deadline_s: float, *, failed: str
-    ) -> AdapterLoaded | AdapterRefused:
-        self.heard.append(load)
+        self, question: Callable[[int], LoadAdapter], deadline_s: float, *, failed: str
+    ) -> AdapterAnswer:
+        self.heard.append(question(1))
         assert self.answer is not None
         return self.answer
 
@@ -55,7 +56,7 @@ def body(**fields: Any) -> bytes:
 A = body(lora_name="a", lora_path="/x", load_inplace=True)
 
 
-def node_of(answer: AdapterLoaded | AdapterRefused | None = None, *, allowed: bool = True) -> Any:
+def node_of(answer: AdapterAnswer | None = None, *, allowed: bool = True) -> Any:
     """A node with slots for adapters and none loaded."""
     serving = SimpleNamespace(model_name="m", adapters={})
     engine = EngineConfig("m", enable_lora=True, max_loras=2, allow_runtime_lora=allowed)
@@ -75,7 +76,7 @@ async def test_loading_needs_the_operators_leave():
 
 
 async def test_what_is_loaded_and_unloaded_is_known_at_once():
-    node = node_of(AdapterLoaded("1", FACTS))
+    node = node_of(AdapterAnswer(1, FACTS))
     await load_adapter(node, A)
     assert node.ready().adapters == {"a": FACTS}
     assert node.engine.heard[0].in_place
@@ -97,7 +98,7 @@ async def test_what_is_loaded_and_unloaded_is_known_at_once():
     ],
 )
 async def test_bad_bodies_and_missing_files(raw, kind, words):
-    node = node_of(AdapterRefused("1", "no such thing", missing=True))
+    node = node_of(AdapterAnswer(1, reason="no such thing", missing=True))
     with pytest.raises(kind, match=words):
         await load_adapter(node, raw)
     assert not node.ready().adapters
@@ -110,29 +111,22 @@ def asked(adapter: AdapterFacts | None, name: str, digest: str) -> Request:
 
 
 def test_kv_is_taken_of_the_same_name_and_content_alone():
-    loads = AdapterLoads(SimpleNamespace(adapters=None), lambda _: None)  # type: ignore[arg-type]
-    assert loads.mismatch(asked(None, "", "")) is None
-    assert loads.mismatch(asked(FACTS, "a", FACTS.digest)) is None
-    assert "'a' of content d1d1" in (loads.mismatch(asked(FACTS, "a", "e2" * 16)) or "")
-    assert "no adapter" in (loads.mismatch(asked(FACTS, "", "")) or "")
-    assert "'b'" in (loads.mismatch(asked(FACTS, "b", FACTS.digest)) or "")
-    assert loads.mismatch(asked(None, "a", FACTS.digest)) is not None
-    assert loads.mismatched_kv == 4
+    assert mismatch(asked(None, "", "")) is None
+    assert mismatch(asked(FACTS, "a", FACTS.digest)) is None
+    assert "'a' of content d1d1" in (mismatch(asked(FACTS, "a", "e2" * 16)) or "")
+    assert "no adapter" in (mismatch(asked(FACTS, "", "")) or "")
+    assert "'b'" in (mismatch(asked(FACTS, "b", FACTS.digest)) or "")
+    assert mismatch(asked(None, "a", FACTS.digest)) is not None
     assert adapter_of(asked(FACTS, "", "")) == ("a", FACTS.digest)
     assert adapter_of(asked(None, "", "")) == ("", "")
 
 
 def test_an_engine_without_slots_refuses_what_it_is_asked():
-    said: list[Any] = []
-    loads = AdapterLoads(SimpleNamespace(adapters=None), said.append)  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(adapters=None)
     for path in ("/nowhere", "~nobody-at-all", "x" * 5000, "\0", ""):
-        loads.load(LoadAdapter("1", "a", path))
         reason = "this node has no slots for adapters; start it with --max-loras"
-        assert said.pop() == AdapterRefused("1", reason, missing=True)
-    loads.unload("a")
-    loads.poll()
-    assert not said
-    assert loads.loaded == []
+        answer = load_into(engine, LoadAdapter(1, "a", path))
+        assert answer == AdapterAnswer(1, reason=reason, missing=True)
 
 
 def test_the_root_of_a_prefix_is_of_salt_and_adapter():

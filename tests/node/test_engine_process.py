@@ -63,7 +63,6 @@ class Process(EngineProcess):
         self.fake = FakeConnector()
         self.connector = cast(TransferEngine, self.fake)
         self._updates = []
-        self._adapters = SimpleNamespace(mismatch=lambda request: None)  # type: ignore[assignment]
         self.engine = _Engine()
 
     def submit(self, request_id: str, fetch: Ticket | None = TICKET) -> list[RequestUpdate]:
