@@ -61,18 +61,21 @@ def _add_lifecycle_routes(app: FastAPI, node: Node) -> None:
     @app.post("/undrain")
     async def change_drain(request: Request) -> Response:
         await read_admin_body(node, request)
-        node.drain.set(draining=request.url.path == "/drain")
+        node.drain(draining=request.url.path == "/drain")
         requests = node.engine.queue_depth()
-        return json_response({"draining": node.drain.draining, "requests": requests})
+        return json_response({"draining": node.draining, "requests": requests})
 
     @app.post("/admin/role")
     async def change_role(request: Request) -> Response:
         body = await read_admin_body(node, request)
         node.ready()
-        role = node.role
-        role.change_to(decode_body(body, RoleRequest).role)
-        state = {"role": role.now, "flips_to": role.flips_to, "requests": node.engine.queue_depth()}
-        return json_response(state, 200 if role.flips_to is None else 202)
+        node.change_role(decode_body(body, RoleRequest).role)
+        state = {
+            "role": node.role,
+            "flips_to": node.flips_to,
+            "requests": node.engine.queue_depth(),
+        }
+        return json_response(state, 200 if node.flips_to is None else 202)
 
 
 def _add_engine_routes(app: FastAPI, node: Node) -> None:

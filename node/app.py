@@ -111,7 +111,7 @@ def _add_status_routes(app: FastAPI, node: Node) -> None:
     @app.get("/health")
     async def health() -> Response:
         report = _health(node)
-        return json_response(report, 503 if node.drain.draining else 200)
+        return json_response(report, 503 if node.draining else 200)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -123,14 +123,14 @@ def _add_status_routes(app: FastAPI, node: Node) -> None:
 
 
 def _health(node: Node) -> dict[str, object]:
-    serving, role, stats = node.ready(), node.role, node.engine.stats
+    serving, stats = node.ready(), node.engine.stats
     info = serving.info
-    status = "draining" if node.drain.draining else FLIPPING if role.flips_to else "ok"
+    status = "draining" if node.draining else FLIPPING if node.flips_to else "ok"
     return {
         "status": status,
-        "role": role.now,
-        "flips_to": role.flips_to,
-        "flips": role.flips,
+        "role": node.role,
+        "flips_to": node.flips_to,
+        "flips": node.flips,
         "model": serving.model_name,
         "adapters": list(serving.adapters),
         "max_model_len": info.max_model_len,

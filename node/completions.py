@@ -149,7 +149,7 @@ async def _run(node: Node, request: NodeRequest, call: Call) -> Frames:
     updates = node.engine.start_requests(request.submits)
     if request.unneeded is not None:
         node.engine.give_up(request.unneeded)
-    record = RequestRecord(request, call, node.role.now, node.metrics, node.tracing)
+    record = RequestRecord(request, call, node.role, node.metrics, node.tracing)
     error: str | None = None
     try:
         record.submit()

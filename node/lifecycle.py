@@ -12,7 +12,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -20,6 +19,7 @@ import msgspec
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.kv_events import KvEvents
 from kvrelay.node.metrics import NodeMetrics
+from kvrelay.node.process import set_log_process
 from kvrelay.node.request_stream import RequestStreams
 from kvrelay.node.sandbox import Sandbox
 from kvrelay.node.serving import Serving
@@ -29,7 +29,7 @@ from kvrelay.wire.config_checks import udp_address
 from kvrelay.wire.errors import Conflict, DeadlineExceeded, Draining, EngineDead, RequestError
 from kvrelay.wire.heartbeat import HEARTBEAT_S, Heartbeat, NodeState, sealed
 
-__all__ = ["DRAIN_DEADLINE_S", "FLIPPING", "Drain", "Heartbeats", "Node", "NodeRole"]
+__all__ = ["DRAIN_DEADLINE_S", "FLIPPING", "Heartbeats", "Node"]
 
 # Requests left by then are cut and go on elsewhere; decode nodes compute KV that is dropped.
 DRAIN_DEADLINE_S = 30.0
@@ -44,156 +44,144 @@ _STATS_DEADLINE_S = 5.0
 log = logging.getLogger("kvrelay.node")
 
 
-class Drain:
-    """A switch that refuses new requests."""
+class Node:
+    """A node's parts and state. `serving` and `metrics` are None until the engine is ready."""
 
-    def __init__(self, engine: EngineClient) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        config: NodeConfig,
+        engine: EngineClient,
+        created: int,
+        *,
+        serving: Serving | None = None,
+        tracing: Tracing | None = None,
+        sandbox: Sandbox | None = None,
+        flip_deadline_s: float = DRAIN_DEADLINE_S,
+    ) -> None:
+        self.config, self.engine, self.created = config, engine, created
+        self.serving, self.tracing = serving, tracing
+        self.metrics: NodeMetrics | None = None
+        self.kv_events: KvEvents | None = None
+        self.failure: str | None = None
+        self.streams, self.sandbox = RequestStreams(), sandbox or Sandbox()
         self.on_change: Callable[[], None] = lambda: None
         self.draining = False
+        self.role = config.role
+        self.flips_to: Role | None = None
+        self.flips = 0
+        """Changes of the role. With any, a router believes the node and not its lists."""
+        self._flip: asyncio.Task[None] | None = None
+        self._flip_deadline_s = flip_deadline_s
 
-    def set(self, *, draining: bool) -> None:
-        if self.draining != draining:
-            state = "draining" if draining else "draining no more"
-            log.info("%s: %d requests under way", state, self._engine.queue_depth())
-            self.draining = draining
-            self.on_change()
-
-    def check(self) -> None:
+    def check_open(self) -> None:
+        """Raise Draining if the node takes no new requests."""
         if self.draining:
             raise Draining(
                 "this node is draining: it ends what it has and takes no new requests; ask "
                 "another one"
             )
+        if self.flips_to is not None:
+            raise Draining(
+                f"this node changes its role from {self.role} to {self.flips_to}: it ends what it "
+                f"has; ask another one"
+            )
+
+    def drain(self, *, draining: bool = True) -> None:
+        if self.draining != draining:
+            state = "draining" if draining else "draining no more"
+            log.info("%s: %d requests under way", state, self.engine.queue_depth())
+            self.draining = draining
+            self.on_change()
 
     async def wait_idle(self, deadline_s: float) -> bool:
         """Wait until no request runs and no KV is held; return False at the deadline."""
         with contextlib.suppress(EngineDead, TimeoutError):
             async with asyncio.timeout(deadline_s):
-                while self._engine.queue_depth() or await self._held_blocks():
+                while self.engine.queue_depth() or await self._held_blocks():
                     await asyncio.sleep(_POLL_S)
             return True
-        return self._engine.ended.is_set()
+        return self.engine.ended.is_set()
 
     async def _held_blocks(self) -> int:
-        if self._engine.info is None:
+        if self.engine.info is None:
             return 0  # still loading
         try:
-            return (await self._engine.fresh_stats(_STATS_DEADLINE_S)).held_blocks
+            return (await self.engine.fresh_stats(_STATS_DEADLINE_S)).held_blocks
         except DeadlineExceeded:  # a long step: ask again
             return 1
 
-
-class NodeRole:
-    """A node's role, and its change. `on_flip_end` is called with "done" or "cancelled"."""
-
-    def __init__(
-        self, role: Role, engine: EngineClient, drain: Drain, deadline_s: float = DRAIN_DEADLINE_S
-    ) -> None:
-        self.now = role
-        self.flips_to: Role | None = None
-        self.flips = 0
-        """Changes since the start. With any, a router believes the node and not its lists."""
-        self.on_change: Callable[[], None] = lambda: None
-        self.on_flip_end: Callable[[str], None] = lambda _: None
-        self._engine, self._drain, self._deadline_s = engine, drain, deadline_s
-        self._flip: asyncio.Task[None] | None = None
-
-    def check(self) -> None:
-        if self.flips_to is not None:
-            raise Draining(
-                f"this node changes its role from {self.now} to {self.flips_to}: it ends what it "
-                f"has; ask another one"
-            )
-
-    def change_to(self, wanted: Role) -> None:
+    def change_role(self, wanted: Role) -> None:
         """Begin a change, or cancel one by asking for the present role.
 
         Raises RequestError, Conflict.
         """
-        if Role.AGGREGATED in (self.now, wanted):
+        if Role.AGGREGATED in (self.role, wanted):
             raise RequestError(
-                f"a node changes between prefill and decode; this one is {self.now}, and {wanted} "
+                f"a node changes between prefill and decode; this one is {self.role}, and {wanted} "
                 f"was asked for",
                 param="role",
             )
-        if wanted is self.now:
-            self.cancel()
+        if wanted is self.role:
+            self.cancel_flip()
             return
         if self.flips_to is not None:
             raise Conflict(
-                f"this node is changing its role from {self.now} to {self.flips_to} already; wait "
-                f"until GET /health says that it has, or ask for {self.now} to cancel it",
+                f"this node is changing its role from {self.role} to {self.flips_to} already; wait "
+                f"until GET /health says that it has, or ask for {self.role} to cancel it",
                 code=FLIPPING,
             )
-        if self._drain.draining:
+        if self.draining:
             raise Conflict(
                 "this node drains; have it take requests again (POST /undrain) before its role "
                 "changes"
             )
-        requests = self._engine.queue_depth()
-        log.info("flipping from %s to %s: %d requests under way", self.now, wanted, requests)
+        requests = self.engine.queue_depth()
+        log.info("flipping from %s to %s: %d requests under way", self.role, wanted, requests)
         self.flips_to = wanted
         self._flip = asyncio.create_task(self._run_or_end(wanted))
         self.on_change()
 
-    def cancel(self) -> None:
+    def cancel_flip(self) -> None:
         if self._flip is not None and self.flips_to is not None:
             self._flip.cancel()
-            self._end("cancelled")
+            self._end_flip("cancelled")
 
     async def _run_or_end(self, wanted: Role) -> None:
         try:
-            await self._run(wanted)
+            await self._run_flip(wanted)
         except Exception:
             log.exception("the change to %s broke", wanted)
             if self.flips_to is not None:
-                self._end("cancelled")
+                self._end_flip("cancelled")
 
-    async def _run(self, wanted: Role) -> None:
-        began, old = time.monotonic(), self.now
-        idle = await self._drain.wait_idle(self._deadline_s)
-        if self._engine.ended.is_set() or self._drain.draining:
-            self._end("cancelled")
+    async def _run_flip(self, wanted: Role) -> None:
+        began, old = time.monotonic(), self.role
+        idle = await self.wait_idle(self._flip_deadline_s)
+        if self.engine.ended.is_set() or self.draining:
+            self._end_flip("cancelled")
             return
-        self.now, self.flips = wanted, self.flips + 1
-        self._end("done")
+        self.role, self.flips = wanted, self.flips + 1
+        self._end_flip("done")
         took_s = time.monotonic() - began
         log.info("this %s node is a %s node now: flipped in %.3f s", old, wanted, took_s)
         if not idle:
             log.warning(
                 "%d requests of the old role, or KV that it holds, are left and go on",
-                self._engine.queue_depth(),
+                self.engine.queue_depth(),
             )
 
-    def _end(self, outcome: str) -> None:
+    def _end_flip(self, outcome: str) -> None:
         if outcome == "cancelled":
-            log.info("not flipping to %s: this is a %s node still", self.flips_to, self.now)
+            log.info("not flipping to %s: this is a %s node still", self.flips_to, self.role)
         self.flips_to = None
-        self.on_flip_end(outcome)
+        if self.metrics is not None:
+            self.metrics.count_flip(outcome)
+            self.metrics.set_role(self.role)
+        if outcome == "done":
+            if self.serving is not None:
+                self.serving.set_role(self.role)
+            set_log_process(str(self.role))
         self.on_change()
-
-
-@dataclass
-class Node:
-    """A node's parts. `serving` and `metrics` are None until the engine is ready."""
-
-    config: NodeConfig
-    engine: EngineClient
-    created: int
-    serving: Serving | None = None
-    metrics: NodeMetrics | None = None
-    tracing: Tracing | None = None
-    kv_events: KvEvents | None = None
-    failure: str | None = None
-    drain: Drain = field(init=False)
-    role: NodeRole = field(init=False)
-    streams: RequestStreams = field(default_factory=RequestStreams)
-    sandbox: Sandbox = field(default_factory=Sandbox)
-
-    def __post_init__(self) -> None:
-        self.drain = Drain(self.engine)
-        self.role = NodeRole(self.config.role, self.engine, self.drain)
 
     def ready(self) -> Serving:
         """Return the Serving. Raises EngineDead while the engine loads and once it has ended."""
@@ -209,10 +197,6 @@ class Node:
         if self.serving is None:
             raise EngineDead("the model is still being loaded; GET /health says when it is done")
         return self.serving
-
-    def check_open(self) -> None:
-        self.drain.check()
-        self.role.check()
 
     def alive(self) -> bool:
         """Return False if only a new process can help."""

@@ -18,7 +18,6 @@ from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.kv_events import KvEvents
 from kvrelay.node.lifecycle import DRAIN_DEADLINE_S, Heartbeats, Node
 from kvrelay.node.metrics import NodeMetrics
-from kvrelay.node.process import set_log_process
 from kvrelay.node.serving import Serving, load_serving
 from kvrelay.openai_api.connections import connection_class
 from kvrelay.openai_api.json_body import return_large_blocks
@@ -72,7 +71,7 @@ async def _lifespan(node: Node, server: _Server) -> AsyncIterator[None]:
     # The server listens while the model loads; /health tells the two apart.
     await node.engine.start()
     heartbeats = Heartbeats(node.config.router, node.config.api_key, lambda: _heartbeat(node))
-    node.drain.on_change = node.role.on_change = lambda: _state_changed(node, heartbeats)
+    node.on_change = heartbeats.send_now
     tasks = [
         asyncio.create_task(_load_and_watch(node, server.end_now, heartbeats.send_now)),
         asyncio.create_task(server.drain_on_signal()),
@@ -81,13 +80,13 @@ async def _lifespan(node: Node, server: _Server) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        node.role.cancel()
+        node.cancel_flip()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if node.drain.draining:
+        if node.draining:
             # A request that came just before may have left KV behind.
-            await node.drain.wait_idle(_SHUTDOWN_S)
+            await node.wait_idle(_SHUTDOWN_S)
         if node.kv_events is not None:
             node.engine.on_cache_changes = None
             await node.kv_events.close()
@@ -118,8 +117,8 @@ class _Server(uvicorn.Server):
     async def drain_on_signal(self) -> None:
         while self._signal is None:
             await asyncio.sleep(_SIGNAL_POLL_S)
-        self._node.drain.set(draining=True)
-        if not await self._node.drain.wait_idle(DRAIN_DEADLINE_S):
+        self._node.drain()
+        if not await self._node.wait_idle(DRAIN_DEADLINE_S):
             log.warning("not drained within %g s: what is left goes on elsewhere", DRAIN_DEADLINE_S)
         # Not by uvicorn's handler, which would die of the signal: this is an orderly end.
         self.should_exit = True
@@ -130,10 +129,10 @@ def _heartbeat(node: Node) -> Heartbeat | None:
         serving = node.ready()
     except EngineDead:
         return None
-    info, leaves = serving.info, node.drain.draining or node.role.flips_to
+    info, leaves = serving.info, node.draining or node.flips_to
     return Heartbeat(
         node.config.url,
-        node.role.now,
+        node.role,
         serving.model_name,
         info.generation,
         node.engine.load,
@@ -142,16 +141,6 @@ def _heartbeat(node: Node) -> Heartbeat | None:
         info.costs,
         info.max_gap_ms,
     )
-
-
-def _state_changed(node: Node, heartbeats: Heartbeats) -> None:
-    role = node.role.now
-    if node.serving is not None and node.serving.role is not role:
-        node.serving.set_role(role)
-        if node.metrics is not None:
-            node.metrics.set_role(role)
-        set_log_process(str(role))
-    heartbeats.send_now()
 
 
 async def _load_and_watch(
@@ -174,7 +163,6 @@ async def _load_and_watch(
     node.metrics = NodeMetrics(
         lambda: node.engine.stats, config.role, serving.info, serving.model_name, node.engine.pid
     )
-    node.role.on_flip_end = node.metrics.count_flip
     node.serving = serving
     on_ready()
     _log_ready(config, serving)

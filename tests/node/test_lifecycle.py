@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 import kvrelay.node.lifecycle
-from kvrelay.node.lifecycle import SILENCE_LIMIT_S, Drain, Heartbeats, Node, NodeRole
+from kvrelay.node.lifecycle import SILENCE_LIMIT_S, Heartbeats, Node
 from kvrelay.wire.config import EngineConfig, NodeConfig, Role
 from kvrelay.wire.engine_messages import EngineStats
 from kvrelay.wire.errors import Conflict, DeadlineExceeded, Draining, EngineDead
@@ -52,31 +52,26 @@ class FakeEngine:
         return EngineStats(Load(), held_blocks=held)
 
 
-def drain_of(**fields: Any) -> Drain:
-    return Drain(cast(Any, FakeEngine(**fields)))
-
-
-def role_of(
-    role: Role = P, deadline_s: float = DEADLINE_S, **fields: Any
-) -> tuple[NodeRole, FakeEngine, Drain]:
+def node_of(
+    *, role: Role = P, loaded: bool = True, deadline_s: float = DEADLINE_S, **fields: Any
+) -> tuple[Node, FakeEngine]:
     engine = FakeEngine(**fields)
-    drain = Drain(cast(Any, engine))
-    return NodeRole(role, cast(Any, engine), drain, deadline_s), engine, drain
+    serving = SimpleNamespace(set_role=lambda role: None) if loaded else None
+    config = NodeConfig(EngineConfig("m"), role)
+    node = Node(
+        config, cast(Any, engine), 0, serving=cast(Any, serving), flip_deadline_s=deadline_s
+    )
+    return node, engine
 
 
-def node_of(*, loaded: bool = True, **fields: Any) -> Node:
-    serving = cast(Any, object()) if loaded else None
-    return Node(NodeConfig(EngineConfig("m")), cast(Any, FakeEngine(**fields)), 0, serving=serving)
-
-
-async def changed(role: NodeRole) -> None:
+async def changed(node: Node) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while role.flips_to is not None:
+        while node.flips_to is not None:
             await asyncio.sleep(0.005)
 
 
 def test_it_is_ready_while_its_engine_and_its_kv_link_are_seen_at_work() -> None:
-    node = node_of(silent_s=SILENCE_LIMIT_S, kv_silent_s=SILENCE_LIMIT_S)
+    node, _ = node_of(silent_s=SILENCE_LIMIT_S, kv_silent_s=SILENCE_LIMIT_S)
     assert node.ready() is node.serving
     assert node.alive()
 
@@ -90,101 +85,107 @@ def test_it_is_ready_while_its_engine_and_its_kv_link_are_seen_at_work() -> None
     ],
 )
 def test_one_that_stands_still_is_neither_ready_nor_alive(fields: dict[str, Any], why: str) -> None:
-    node = node_of(**fields)
+    node, _ = node_of(**fields)
     with pytest.raises(EngineDead, match=why):
         node.ready()
     assert not node.alive()
 
 
 def test_one_that_loads_or_drains_is_alive_unless_its_load_failed() -> None:
-    loading = node_of(loaded=False, silent_s=300.0)
+    loading, _ = node_of(loaded=False, silent_s=300.0)
     with pytest.raises(EngineDead, match="still being loaded"):
         loading.ready()
     assert loading.alive()
     loading.failure = "no such model"
     assert not loading.alive()
-    draining = node_of()
-    draining.drain.set(draining=True)
+    draining, _ = node_of()
+    draining.drain()
     assert draining.alive()
 
 
 async def test_a_drain_is_over_when_kv_was_fetched_and_not_before() -> None:
-    drain = drain_of(held=(4, -1, 4, 0))
-    assert await drain.wait_idle(5.0)
-    assert cast(Any, drain._engine).held == [0]
+    node, engine = node_of(held=(4, -1, 4, 0))
+    assert await node.wait_idle(5.0)
+    assert engine.held == [0]
 
 
 def test_new_requests_are_refused_while_it_drains_and_each_change_is_told_once() -> None:
-    drain, told = drain_of(), list[bool]()
-    drain.on_change = lambda: told.append(drain.draining)
-    drain.check()
-    drain.set(draining=True)
-    drain.set(draining=True)
+    (node, _), told = node_of(), list[bool]()
+    node.on_change = lambda: told.append(node.draining)
+    node.check_open()
+    node.drain()
+    node.drain()
     with pytest.raises(Draining) as refused:
-        drain.check()
+        node.check_open()
     assert (refused.value.status, refused.value.body().code) == (503, "draining")
-    drain.set(draining=False)
-    drain.set(draining=False)
-    drain.check()
+    node.drain(draining=False)
+    node.drain(draining=False)
+    node.check_open()
     assert told == [True, False]
+
+
+def outcomes_of(node: Node) -> list[str]:
+    told = list[str]()
+    metrics = SimpleNamespace(count_flip=told.append, set_role=lambda role: None)
+    node.metrics = cast(Any, metrics)
+    return told
 
 
 @pytest.mark.parametrize("busy", [{"requests": 1}, {"held": (4,)}])
 async def test_it_ends_what_it_has_and_is_then_the_other_role(busy: dict[str, Any]) -> None:
-    role, engine, _ = role_of(**busy)
-    told, outcomes = list[tuple[Role, Role | None]](), list[str]()
-    role.on_change = lambda: told.append((role.now, role.flips_to))
-    role.on_flip_end = outcomes.append
-    role.check()
-    role.change_to(D)
+    node, engine = node_of(**busy)
+    told = list[tuple[Role, Role | None]]()
+    outcomes = outcomes_of(node)
+    node.on_change = lambda: told.append((node.role, node.flips_to))
+    node.check_open()
+    node.change_role(D)
     with pytest.raises(Draining, match="from prefill to decode") as refused:
-        role.check()
+        node.check_open()
     assert (refused.value.status, refused.value.body().code) == (503, "draining")
     with pytest.raises(Conflict, match="already; wait") as second:
-        role.change_to(D)
+        node.change_role(D)
     assert (second.value.status, second.value.code) == (409, "flipping")
     engine.requests, engine.held = 0, [0]
-    await changed(role)
-    role.check()
-    assert (role.now, role.flips, told, outcomes) == (D, 1, [(P, D), (D, None)], ["done"])
-    role.change_to(P)
-    await changed(role)
-    assert (role.now, role.flips) == (P, 2)
+    await changed(node)
+    node.check_open()
+    assert (node.role, node.flips, told, outcomes) == (D, 1, [(P, D), (D, None)], ["done"])
+    node.change_role(P)
+    await changed(node)
+    assert (node.role, node.flips) == (P, 2)
 
 
 async def test_asking_for_the_present_role_cancels_a_change() -> None:
-    role, _, _ = role_of(requests=1)
-    outcomes = list[str]()
-    role.on_flip_end = outcomes.append
-    role.change_to(D)
-    role.change_to(P)
-    role.check()
-    assert (role.now, role.flips, role.flips_to, outcomes) == (P, 0, None, ["cancelled"])
+    node, _ = node_of(requests=1)
+    outcomes = outcomes_of(node)
+    node.change_role(D)
+    node.change_role(P)
+    node.check_open()
+    assert (node.role, node.flips, node.flips_to, outcomes) == (P, 0, None, ["cancelled"])
 
 
 async def test_what_is_left_by_the_deadline_goes_on_beside_the_new_role() -> None:
-    role, engine, _ = role_of(D, deadline_s=0.12, requests=1, held=(2,))
-    role.change_to(P)
-    await changed(role)
-    assert (role.now, engine.requests) == (P, 1)
+    node, engine = node_of(role=D, deadline_s=0.12, requests=1, held=(2,))
+    node.change_role(P)
+    await changed(node)
+    assert (node.role, engine.requests) == (P, 1)
 
 
 async def test_a_node_that_ends_or_drains_keeps_its_role() -> None:
-    role, engine, drain = role_of(requests=1)
-    role.change_to(D)
-    drain.set(draining=True)
+    node, engine = node_of(requests=1)
+    node.change_role(D)
+    node.drain()
     engine.requests = 0
-    await changed(role)
-    assert (role.now, role.flips) == (P, 0)
+    await changed(node)
+    assert (node.role, node.flips) == (P, 0)
     with pytest.raises(Conflict, match="undrain"):
-        role.change_to(D)
-    drain.set(draining=False)
+        node.change_role(D)
+    node.drain(draining=False)
     engine.requests = 1
-    role.change_to(D)
+    node.change_role(D)
     engine.ended.set()
     engine.requests = 0
-    await changed(role)
-    assert role.now is P
+    await changed(node)
+    assert node.role is P
 
 
 @contextmanager
