@@ -138,7 +138,7 @@ class EngineProcess:
         )
 
     def _announce(self, load_s: float) -> None:
-        engine, (host, port) = self.engine, self.connector.address
+        engine, (host, _) = self.engine, self.connector.address
         transfer, ranks = self._config.transfer, self._config.engine.tensor_parallel_size
         self._send(
             EngineReady(
@@ -151,8 +151,6 @@ class EngineProcess:
                 num_blocks=engine.scheduler.pool.total,
                 kv_bytes_per_token=engine.pool.block_bytes * ranks // engine.pool.block_size,
                 eos_token_ids=list(engine.model.eos_token_ids),
-                transfer_host=host,
-                transfer_port=port,
                 load_s=load_s,
                 adapters=[] if engine.adapters is None else engine.adapters.loaded,
                 kv=KvFacts(

@@ -276,12 +276,10 @@ class RanksConfig:
     """Number of this machine in the engine, each with tensor_parallel_size_local ranks; rank 0's is
     0.
     """
-    first_rank: int = 0
-    """First rank here; 0 takes machine times tensor_parallel_size_local."""
 
     @property
     def first(self) -> int:
-        return self.first_rank or self.machine * self.engine.tensor_parallel_size_local
+        return self.machine * self.engine.tensor_parallel_size_local
 
     def __post_init__(self) -> None:
         size, local = self.engine.tensor_parallel_size, self.engine.tensor_parallel_size_local
@@ -291,18 +289,9 @@ class RanksConfig:
         )
         require(local > 0, "say with tensor_parallel_size_local how many ranks run here")
         require(
-            local < size,
-            f"tensor_parallel_size_local {local} leaves no rank 0 elsewhere; give fewer than {size}",
-        )
-        said = (
-            f"got {self.first_rank}"
-            if self.first_rank
-            else f"and machine {self.machine} begins with {self.first}"
-        )
-        require(
             0 < self.first <= size - local,
-            f"first_rank must be between 1 and {size - local}, so that {local} ranks fit into "
-            f"{size}, {said}",
+            f"machine {self.machine} begins with rank {self.first}, and its {local} ranks must be "
+            f"among 1 to {size - 1}; rank 0 runs elsewhere",
         )
 
 

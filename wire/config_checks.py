@@ -13,9 +13,10 @@ from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
+import msgspec
 from msgspec import Meta
 
-from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError, limit_of
 
 __all__ = [
     "MAX_URL_CHARS",
@@ -50,43 +51,27 @@ def require(ok: bool, message: str) -> None:
 
 def check_fields(config: Any, of: str = "") -> None:
     """Raise ConfigError for a value that its field's Literal or Meta rules out."""
-    for name, allowed, limits in _declared(type(config)):  # type: ignore[arg-type]
+    for name, hint in _declared(type(config)):  # type: ignore[arg-type]
         value = getattr(config, name)
-        if allowed and value not in allowed:
-            known = ", ".join(str(each) or "empty" for each in allowed)
-            raise ConfigError(f"{name} {value!r} is not one of {known}")
-        if limits is not None and (wrong := _beyond(limits, value)):
+        if get_origin(hint) is Literal:
+            known = ", ".join(str(each) or "empty" for each in get_args(hint))
+            require(value in get_args(hint), f"{name} {value!r} is not one of {known}")
+            continue
+        try:
+            msgspec.convert(value, hint)
+        except msgspec.ValidationError as why:
+            limits: Meta = hint.__metadata__[0]
             remedy = f"; {limits.description}" if limits.description else ""
             got = f"{value:g}" if isinstance(value, float) else value
-            raise ConfigError(f"{name}{of} must {wrong}, got {got}{remedy}")
+            raise ConfigError(
+                f"{name}{of} must {limit_of(str(why)) or why}, got {got}{remedy}"
+            ) from why
 
 
 @cache
-def _declared(config: Any) -> list[tuple[str, tuple[object, ...], Meta | None]]:
-    found: list[tuple[str, tuple[object, ...], Meta | None]] = []
-    for name, hint in get_type_hints(config, include_extras=True).items():
-        if get_origin(hint) is Literal:
-            found.append((name, get_args(hint), None))
-        elif get_origin(hint) is Annotated:
-            found.append((name, (), hint.__metadata__[0]))
-    return found
-
-
-def _beyond(limits: Meta, value: float) -> str:
-    low, above, high = limits.ge, limits.gt, limits.le
-    within = (low is None or value >= low) and (above is None or value > above)
-    within = within and (limits.lt is None or value < limits.lt)
-    if within and (high is None or value <= high):
-        return ""
-    if high is not None:
-        return (
-            f"be between {low} and {high}"
-            if above is None
-            else f"be above {above} and at most {high:g}"
-        )
-    if above is not None:
-        return "be positive"
-    return "not be negative" if low == 0 else f"be at least {low:g}"
+def _declared(config: Any) -> list[tuple[str, Any]]:
+    hints = get_type_hints(config, include_extras=True).items()
+    return [(name, hint) for name, hint in hints if get_origin(hint) in (Literal, Annotated)]
 
 
 def gib(size: int) -> str:

@@ -208,8 +208,6 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
     kv_bytes_per_token: int
     eos_token_ids: list[int]
-    transfer_host: str
-    transfer_port: int
     load_s: float
     adapters: list[AdapterFacts] = []
     kv: KvFacts | None = None

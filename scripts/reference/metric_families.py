@@ -63,7 +63,7 @@ def _router_registries() -> list[CollectorRegistry]:
 
 
 def _node_registry() -> CollectorRegistry:
-    info = EngineReady("", "", "model", 1, 1, 16, 1, 1, [], "", 0, 0.0)
+    info = EngineReady("", "", "model", 1, 1, 16, 1, 1, [], 0.0)
     return NodeMetrics(lambda: EngineStats(Load()), Role.DECODE, info, "model", os.getpid).registry
 
 

@@ -76,7 +76,7 @@ def cluster(kind, tmp_path_factory):
                         f"127.0.0.1:{free_port()}",
                     ]
                     others = [
-                        ours.start("rank", [*flags, "--first-rank", str(r)], env=host(r))
+                        ours.start("rank", [*flags, "--machine", str(r)], env=host(r))
                         for r in (1, 2, 3)
                     ]
                 env = {

@@ -134,7 +134,7 @@ def test_failed_requests_end_with_1(
         (["--rate", "1", "--lengths", "chatty"], "IN:OUT"),
         (["--rate", "1", "--turns", "2"], "--endpoint chat"),
         (["--rate", "1", "--arrivals", "trace"], "--trace FILE"),
-        (["--rate", "1", "--gpus", "0"], "gpus must be positive"),
+        (["--rate", "1", "--gpus", "0"], "gpus must be at least 1"),
         (["--rate", "1", "--url", "nowhere"], "nowhere"),
         (["--rate", "1", "--url", "http://a:1,nowhere"], "nowhere"),
         (["--rate", "1", "--output", "a.txt"], "must end with .json"),

@@ -130,11 +130,11 @@ def test_random_weights_are_not_downloaded(hub: FakeHub, tmp_path: Path, reposit
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["serve", "--port=99999"], "port must be between 0 and 65535"),
-        (["prefill", "--tensor-parallel-size=0"], "tensor_parallel_size must be positive"),
+        (["serve", "--port=99999"], "port must be at most 65535"),
+        (["prefill", "--tensor-parallel-size=0"], "tensor_parallel_size must be at least 1"),
         (
             ["up", "--decode-tensor-parallel-size=-1"],
-            "decode_tensor_parallel_size must not be negative",
+            "decode_tensor_parallel_size must be at least 0",
         ),
         (["serve", "--kv-cache-dtype=fp4"], "kv_cache_dtype 'fp4' is not one of auto, fp8"),
     ],

@@ -23,7 +23,7 @@ def write_config(folder: Path) -> str:
 
 
 def engine_info(max_model_len: int = 1000, **fields: Any) -> EngineReady:
-    return EngineReady("e", "g", "m", VOCAB, max_model_len, 16, 99, 1, [EOS], "h", 1, 0.0, **fields)
+    return EngineReady("e", "g", "m", VOCAB, max_model_len, 16, 99, 1, [EOS], 0.0, **fields)
 
 
 def serving_of(folder: Path, info: EngineReady, **fields: Any) -> Serving:

@@ -149,7 +149,7 @@ def test_the_root_of_a_prefix_is_of_salt_and_adapter():
         ({"max_lora_rank": 1000}, "at most 512"),
         ({"lora_modules": ("a=x",)}, "needs enable_lora"),
         ({"allow_runtime_lora": True}, "needs enable_lora"),
-        ({"enable_lora": True, "max_loras": -1}, "not be negative"),
+        ({"enable_lora": True, "max_loras": -1}, "be at least 0"),
     ],
 )
 def test_settings_that_cannot_work(fields, words):

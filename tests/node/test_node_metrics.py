@@ -13,7 +13,7 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import EngineReady, EngineStats, Timing
 from kvrelay.wire.outputs import Finish, Load
 
-INFO = EngineReady("e", "g", "tiny", 320, 1000, 16, 101, 64, [1], "", 0, 1.0)
+INFO = EngineReady("e", "g", "tiny", 320, 1000, 16, 101, 64, [1], 1.0)
 P, D = Role.PREFILL, Role.DECODE
 
 

@@ -279,10 +279,10 @@ def test_a_lost_rank_ends_the_engine(tiny, repository):
     assert child.returncode == 1
 
 
-def flags(config: dict[str, Any], first_rank: int = 1) -> list[str]:
+def flags(config: dict[str, Any], machine: int = 1) -> list[str]:
     """`kvrelay rank` with what rank 0 was told."""
     values = {"device": "cpu", "kv_cache_memory_bytes": 4 << 20, "threads": 1} | config
-    values |= {"tensor_parallel_size_local": 1, "first_rank": first_rank}
+    values |= {"tensor_parallel_size_local": 1, "machine": machine}
     words = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
     return [
         word

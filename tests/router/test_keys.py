@@ -83,10 +83,13 @@ def test_keys_of_a_file_are_those_of_the_flags_that_a_child_gets(tmp_path: objec
         ("keys: [{name: a, sha: b}]", "unknown key 'sha'; did you mean sha256?"),
         ("keys: [{name: a b, sha256: x}]", "a key's name must be"),
         ("keys: [{name: a, sha256: secret-key-in-clear}]", "sha256 of key a must be 64"),
-        (f"keys: [{{name: a, sha256: {'a' * 64}, weight: 0}}]", "weight of key a must be between"),
+        (
+            f"keys: [{{name: a, sha256: {'a' * 64}, weight: 0}}]",
+            "weight of key a must be at least 1e-06",
+        ),
         (
             f"keys: [{{name: a, sha256: {'a' * 64}, max_queue: -1}}]",
-            "max_queue of key a must not be negative",
+            "max_queue of key a must be at least 0",
         ),
         (
             f"keys: [{{name: a, sha256: {'a' * 64}}}, {{name: a, sha256: {'b' * 64}}}]",

@@ -413,7 +413,7 @@ async def test_however_many_routers_look_one_node_changes_once(
 
 @pytest.mark.parametrize(
     ("name", "value", "why"),
-    [("least_prefill", -1, "not be negative, got -1"), ("least_decode", 0, "be at least 1, got 0")],
+    [("least_prefill", -1, "be at least 0, got -1"), ("least_decode", 0, "be at least 1, got 0")],
 )
 def test_a_bound_that_cannot_be_is_named(name: str, value: int, why: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must {why}"):

@@ -89,5 +89,5 @@ async def test_an_answer_in_one_piece_that_takes_longer_is_an_error_too() -> Non
 
 @pytest.mark.parametrize("drain_deadline_s", [0.0, -1.0, 3601.0])
 def test_a_drain_has_an_end(drain_deadline_s: float) -> None:
-    with pytest.raises(ConfigError, match="drain_deadline_s must be above 0 and at most 3600"):
+    with pytest.raises(ConfigError, match=r"drain_deadline_s must be (above 0|at most 3600)\.0"):
         RouterConfig(drain_deadline_s=drain_deadline_s)
