@@ -14,10 +14,7 @@ from kvrelay.openai_api.model_types import AdapterAnswer, LoadAdapterRequest, Un
 from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import (
     LoadAdapter,
-    Release,
-    Renew,
-    ResetPrefixCache,
-    UnloadAdapter,
+    Order,
 )
 from kvrelay.wire.errors import NotFound, RequestError
 
@@ -83,7 +80,7 @@ def _add_engine_routes(app: FastAPI, node: Node) -> None:
     async def reset_prefix_cache(request: Request) -> Response:
         await read_admin_body(node, request)
         node.ready()
-        node.engine.send(ResetPrefixCache())
+        node.engine.send(Order("reset"))
         await node.engine.fresh_stats(_RESET_DEADLINE_S)
         log.info("the prefix cache is reset")
         return json_response({"success": True})
@@ -106,7 +103,7 @@ def _add_kv_routes(app: FastAPI, node: Node) -> None:
         held = decode_body(await read_admin_body(node, request), HeldRequest).request_ids
         renews = request.url.path == "/kv/renew"
         for request_id in held:
-            node.engine.send(Renew(request_id) if renews else Release(request_id))
+            node.engine.send(Order("renew" if renews else "release", request_id))
         return json_response({"renewed" if renews else "released": len(held)})
 
 
@@ -147,7 +144,7 @@ def unload_adapter(node: Node, body: bytes) -> AdapterAnswer:
         raise NotFound(
             f"adapter {name!r} is not loaded here", param="lora_name", code="model_not_found"
         )
-    node.engine.send(UnloadAdapter(name))
+    node.engine.send(Order("unload", name))
     return AdapterAnswer(
         name, f"adapter {name!r} is unloaded; its slot is free when its last request is done"
     )

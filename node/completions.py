@@ -31,7 +31,7 @@ from kvrelay.openai_api.stages import with_stages
 from kvrelay.openai_api.tracing import trace_headers
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 from kvrelay.openai_api.writer import AnswerWriter
-from kvrelay.wire.engine_messages import Release
+from kvrelay.wire.engine_messages import Order
 from kvrelay.wire.errors import DeadlineExceeded, KvrelayError, NotFound, Overloaded
 from kvrelay.wire.frames import (
     LOAD_HEADER,
@@ -181,7 +181,7 @@ async def _run(node: Node, request: NodeRequest, call: Call) -> Frames:
         last = record.last
         if last is not None and last.held is not None and request.finish is Finish.STOP:
             node.engine.send(
-                Release(last.request_id)
+                Order("release", last.request_id)
             )  # a stop string ended it: no decode node will come
         record.close(error)
 

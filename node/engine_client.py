@@ -20,7 +20,6 @@ from kvrelay.node.process import PARENT_PID, describe_exit, python_command
 from kvrelay.wire.child_environ import child_environ
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.engine_messages import (
-    Abort,
     AdapterAnswer,
     AskStats,
     CacheChanges,
@@ -28,9 +27,8 @@ from kvrelay.wire.engine_messages import (
     EngineReady,
     EngineStats,
     FromEngine,
-    Release,
+    Order,
     RequestUpdate,
-    Shutdown,
     StepOutputs,
     Submit,
     ToEngine,
@@ -167,7 +165,7 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         self.forget(request_id)
-        self.send(Abort(request_id))
+        self.send(Order("abort", request_id))
 
     def forget(self, request_id: str) -> None:
         del self._queues[request_id]
@@ -178,7 +176,7 @@ class EngineClient:
     def give_up(self, submit: Submit) -> None:
         """Release what a request's ticket holds elsewhere, without running it."""
         self._submit(submit)
-        self.send(Abort(submit.request_id))
+        self.send(Order("abort", submit.request_id))
 
     async def ask(
         self, question: Callable[[int], ToEngine], deadline_s: float, *, failed: str
@@ -233,7 +231,7 @@ class EngineClient:
     async def _stop(self, process: asyncio.subprocess.Process) -> None:
         if self.info is None:
             process.terminate()  # still loading: it reads no messages
-        self.send(Shutdown())
+        self.send(Order("shutdown"))
         try:
             await asyncio.wait_for(process.wait(), STOP_DEADLINE_S)
         except TimeoutError:
@@ -315,7 +313,7 @@ class EngineClient:
         if queue is not None:
             queue.put_nowait(update)
         elif update.held is not None:  # its client left during the last step
-            self.send(Release(update.request_id))
+            self.send(Order("release", update.request_id))
 
     def _answer(self, number: int, message: FromEngine) -> None:
         asked = self._answers.get(number)

@@ -45,21 +45,16 @@ from kvrelay.paged_engine.request import Fetch, Request
 from kvrelay.paged_engine.timed_steps import measure_steps
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.engine_messages import (
-    Abort,
     AskStats,
     EngineFailed,
     EngineReady,
     FromEngine,
     LoadAdapter,
-    Release,
-    Renew,
+    Order,
     RequestUpdate,
-    ResetPrefixCache,
-    Shutdown,
     StepOutputs,
     Submit,
     ToEngine,
-    UnloadAdapter,
 )
 from kvrelay.wire.errors import KvNotLoaded, KvrelayError
 from kvrelay.wire.outputs import Finish
@@ -215,23 +210,23 @@ class EngineProcess:
             match self._decoder.decode(message):
                 case Submit() as submit:
                     self._submit(submit)
-                case Abort(request_id):
+                case Order("abort", request_id):
                     self._abort(request_id)
-                case Release(request_id):
+                case Order("release", request_id):
                     for held in self.engine.scheduler.kept.held_for(request_id):
                         self.connector.release(held)
-                case Renew(request_id):
+                case Order("renew", request_id):
                     self.connector.prolong(request_id)
                 case LoadAdapter() as load:
                     self._send(load_adapter(self.engine, load))
-                case UnloadAdapter(name):
+                case Order("unload", name):
                     if self.engine.adapters is not None:
                         self.engine.adapters.retire(name)
-                case ResetPrefixCache():
+                case Order("reset"):
                     self.engine.scheduler.reset_prefix_cache()
                 case AskStats(number):
                     self._send_stats(number)
-                case Shutdown():
+                case Order("shutdown"):
                     self._stopping = True
 
     def _submit(self, submit: Submit) -> None:

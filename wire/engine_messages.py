@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from kvrelay.wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
@@ -10,7 +12,6 @@ from kvrelay.wire.step_costs import StepCosts
 from kvrelay.wire.transfer import KvFacts, KvTransferParams, Ticket
 
 __all__ = [
-    "Abort",
     "AdapterFacts",
     "AdapterAnswer",
     "AskStats",
@@ -20,19 +21,15 @@ __all__ = [
     "EngineStats",
     "FromEngine",
     "LoadAdapter",
+    "Order",
     "ProbeFetched",
     "ProbeOffered",
     "ProbeRefused",
-    "Release",
-    "Renew",
     "RequestUpdate",
-    "ResetPrefixCache",
-    "Shutdown",
     "StepOutputs",
     "Submit",
     "Timing",
     "ToEngine",
-    "UnloadAdapter",
 ]
 
 
@@ -67,29 +64,18 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """Prompt tokens computed here that a prefill node could compute."""
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
-    """A command: stop a request and free what it took. Unknown ids are ignored."""
+class Order(msgspec.Struct, frozen=True, tag=True):
+    """A command about what it names; unknown names are ignored.
 
-    request_id: str
-
-
-class Release(msgspec.Struct, frozen=True, tag=True):
-    """A command: nobody will fetch the KV held for this request. Unknown ids are ignored.
-
-    The id of the router's call names the request, too.
+    abort: stop a request and free what it took. release: nobody will fetch the KV held for a
+    request, which the id of the router's call names, too. renew: begin its lease anew for a decode
+    node that waits for room. unload: begin no request with this adapter; its slot is free once its
+    requests are done. reset: hide all present blocks from later requests. shutdown: end the process
+    after the current step.
     """
 
-    request_id: str
-
-
-class Renew(msgspec.Struct, frozen=True, tag=True):
-    """A command: begin this lease anew for a decode node that waits for room."""
-
-    request_id: str
-
-
-class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """A command: end the engine process after the current step."""
+    verb: Literal["abort", "release", "renew", "unload", "reset", "shutdown"]
+    name: str = ""
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
@@ -104,36 +90,13 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
     in_place: bool = False
 
 
-class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """A command: begin no request with this adapter. Unknown names are ignored.
-
-    Its slot is free once its requests are done.
-    """
-
-    name: str
-
-
-class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
-    """A command: hide all present blocks from later requests."""
-
-
 class AskStats(msgspec.Struct, frozen=True, tag=True):
     """A command: send EngineStats now."""
 
     number: int
 
 
-ToEngine = (
-    Submit
-    | Abort
-    | Release
-    | Renew
-    | Shutdown
-    | LoadAdapter
-    | UnloadAdapter
-    | ResetPrefixCache
-    | AskStats
-)
+ToEngine = Submit | Order | LoadAdapter | AskStats
 
 
 class AdapterFacts(msgspec.Struct, frozen=True):

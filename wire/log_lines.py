@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 
@@ -34,9 +33,6 @@ class Fields(dict[str, object]):
                 for name, value in self.items()
             ]
         )
-
-    def named(self) -> Mapping[str, object]:
-        return self
 
 
 class Seldom:
@@ -101,13 +97,13 @@ class JsonLines(logging.Formatter):
 
 def _fields(record: logging.LogRecord) -> list[tuple[str, object]]:
     if isinstance(record.args, Fields):  # the only value: logging unwraps it
-        return list(record.args.named().items())
+        return list(record.args.items())
     if not isinstance(record.msg, str) or not isinstance(record.args, tuple):
         return []
     found: list[tuple[str, object]] = []
     for name, value in zip(_names(record.msg), record.args, strict=False):
         if isinstance(value, Fields):
-            found += value.named().items()
+            found += value.items()
         elif name:
             found.append((name, value))
     return found

@@ -16,7 +16,7 @@ from simulated_device import EOS, chain, next_token
 from simulated_node import STEP_S, SimulatedNode
 from simulated_world import Violation, World
 
-from kvrelay.wire.engine_messages import Abort, Release, RequestUpdate, StepOutputs, Submit
+from kvrelay.wire.engine_messages import Order, RequestUpdate, StepOutputs, Submit
 from kvrelay.wire.outputs import Finish
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.transfer import Ticket
@@ -107,14 +107,15 @@ class Front:
 
         def abort() -> None:
             if self._legs.pop(leg.request_id, None) is not None:
-                self.node.give(Abort(leg.request_id))
+                self.node.give(Order("abort", leg.request_id))
 
         self._later(abort)
 
     def release(self, request_id: str) -> None:
         """On a connection of its own: not in order with the others."""
         self.world.after(
-            self.world.way_s(), lambda: self._now(lambda: self.node.give(Release(request_id)))
+            self.world.way_s(),
+            lambda: self._now(lambda: self.node.give(Order("release", request_id))),
         )
 
     def _hear(self, outputs: StepOutputs, said_at: float) -> None:
@@ -124,7 +125,7 @@ class Front:
                 continue  # of another leg that had its name
             if leg is None:
                 if update.held is not None:
-                    self.node.give(Release(update.request_id))
+                    self.node.give(Order("release", update.request_id))
                 continue
             if update.finish is not None:
                 del self._legs[update.request_id]

@@ -21,8 +21,8 @@ from kvrelay.wire.engine_messages import (
     AdapterAnswer,
     AdapterFacts,
     LoadAdapter,
+    Order,
     Submit,
-    UnloadAdapter,
 )
 from kvrelay.wire.errors import ConfigError, NotFound, RequestError
 from kvrelay.wire.kv_events import ROOT, root_of
@@ -45,7 +45,7 @@ class StubEngine:
         assert self.answer is not None
         return self.answer
 
-    def send(self, unload: UnloadAdapter) -> None:
+    def send(self, unload: Order) -> None:
         self.heard.append(unload)
 
 
