@@ -41,7 +41,7 @@ class GgufFile:
         try:
             with path.open("rb") as file:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            header = read_gguf_header(self._bytes, string_lists=False)
+            header = read_gguf_header(self._bytes)
             self.metadata, self.tensors = header.metadata, header.tensors
             for name, place in self.tensors.items():
                 end = place.start + _num_bytes(place)

@@ -75,36 +75,23 @@ def _named_adapter(text: str) -> tuple[str, str]:
 class SpeculativeConfig:
     """A method by which tokens are proposed, with vLLM's names."""
 
-    num_speculative_tokens: int = 0
+    num_speculative_tokens: Annotated[
+        int, Meta(ge=1, le=MAX_SPECULATIVE_TOKENS, description="leave the config out for none")
+    ] = 0
     """Most tokens that a decode step proposes per request."""
     method: Literal["ngram"] = "ngram"
-    """ngram: what followed the newest tokens where they stood before."""
-    prompt_lookup_max: int = 4
+    """ngram: what followed the newest tokens where they stood before. There are no draft models."""
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=MAX_NGRAM)] = 4
     """Longest run of newest tokens that is looked up."""
-    prompt_lookup_min: int = 2
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=MAX_NGRAM)] = 2
     """Shortest run of newest tokens that is looked up."""
-    model: str = ""
-    """ngram, as in vLLM; there are no draft models."""
 
     def __post_init__(self) -> None:
+        check_fields(self, " of speculative_config")
         require(
-            self.method == "ngram",
-            f"method {self.method!r} of speculative_config is not ngram, the only one here",
-        )
-        require(
-            self.model in ("", "ngram", "[ngram]"),
-            f"model {self.model!r} of speculative_config would be a draft model; ngram is the only "
-            "method here and has none, leave it out",
-        )
-        require(
-            1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,
-            f"num_speculative_tokens must be between 1 and {MAX_SPECULATIVE_TOKENS}, got "
-            f"{self.num_speculative_tokens}; leave speculative_config out to propose none",
-        )
-        require(
-            1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= MAX_NGRAM,
-            f"prompt_lookup_min and prompt_lookup_max must be between 1 and {MAX_NGRAM}, the first "
-            f"not above the second, got {self.prompt_lookup_min} and {self.prompt_lookup_max}",
+            self.prompt_lookup_min <= self.prompt_lookup_max,
+            f"prompt_lookup_min {self.prompt_lookup_min} of speculative_config is above "
+            f"prompt_lookup_max {self.prompt_lookup_max}",
         )
 
 

@@ -55,7 +55,7 @@ def check_fields(config: Any, of: str = "") -> None:
         value = getattr(config, name)
         if get_origin(hint) is Literal:
             known = ", ".join(str(each) or "empty" for each in get_args(hint))
-            require(value in get_args(hint), f"{name} {value!r} is not one of {known}")
+            require(value in get_args(hint), f"{name} {value!r}{of} is not one of {known}")
             continue
         try:
             msgspec.convert(value, hint)

@@ -238,15 +238,6 @@ class NodeFailed(KvrelayError):
     type = "node_failed"
 
 
-KV_CAUSES = (
-    "Incompatible",
-    "KvCorrupted",
-    "LeaseLost",
-    "PeerLost",
-    "TransferError",
-    "TransferTimeout",
-)
-"""Names of causes, for metrics."""
 _CAUSES = {
     "Incompatible": "the two nodes may not exchange KV",
     "PeerLost": "its prefill node is gone or was restarted",
@@ -254,6 +245,8 @@ _CAUSES = {
     "TransferTimeout": "the transfer did not end within its deadline",
     "KvCorrupted": "what arrived is not what its prefill node sent",
 }
+KV_CAUSES = tuple(sorted((*_CAUSES, "TransferError")))
+"""Names of causes, for metrics."""
 
 
 class RequestBroke(NodeFailed):

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GgufHeader", "TensorPlace", "Value", "read_gguf_header"]
 
-Value = bool | int | float | str | list[bool | int | float] | list[str] | None
-"""A metadata value; None for a skipped list of strings."""
+Value = bool | int | float | str | list[bool | int | float] | list[str]
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _LIST = 8, 9
@@ -45,16 +44,14 @@ class GgufHeader:
     tensors: dict[str, TensorPlace]
 
 
-def read_gguf_header(content: bytes | mmap.mmap, *, string_lists: bool = True) -> GgufHeader:
+def read_gguf_header(content: bytes | mmap.mmap) -> GgufHeader:
     """Return the header. Raises ValueError if it is malformed, cut short or of a split model."""
-    return _Cursor(content, string_lists).header()
+    return _Cursor(content).header()
 
 
 class _Cursor:
-    def __init__(self, content: bytes | mmap.mmap, string_lists: bool) -> None:
-        self._bytes, self._size = content, len(content)
-        self._string_lists = string_lists
-        self._at = 0
+    def __init__(self, content: bytes | mmap.mmap) -> None:
+        self._bytes, self._size, self._at = content, len(content), 0
 
     def header(self) -> GgufHeader:
         if self._bytes[:4] != b"GGUF":
@@ -99,10 +96,13 @@ class _Cursor:
         return int(self._numbers(form, 1)[0])
 
     def _string(self) -> str:
-        size = self._integer("Q")
-        self._require(size, "a string")
-        self._at += size
-        return self._bytes[self._at - size : self._at].decode()
+        self._require(_LENGTH.size, "a string")
+        start = self._at + _LENGTH.size
+        end = start + _LENGTH.unpack_from(self._bytes, self._at)[0]
+        if end > self._size:
+            raise ValueError(f"it is cut short: a string ends at byte {end} of {self._size}")
+        self._at = end
+        return self._bytes[start:end].decode()
 
     def _value(self, kind: int) -> Value:
         if kind == _STRING:
@@ -115,22 +115,8 @@ class _Cursor:
         kind, count = self._integer("I"), self._integer("Q")
         if kind != _STRING:
             return list(self._numbers(_scalar(kind), count))
-        return self._strings(count)
-
-    def _strings(self, count: int) -> list[str] | None:
-        texts: list[str] = []
-        content, at, wanted = self._bytes, self._at, self._string_lists
-        for _ in range(count):
-            start = at + 8
-            at = start + _LENGTH.unpack_from(content, at)[0] if start <= self._size else start
-            if at > self._size:
-                raise ValueError(
-                    f"it is cut short: a list of {count} strings ends behind byte {self._size}"
-                )
-            if wanted:
-                texts.append(content[start:at].decode())
-        self._at = at
-        return texts if wanted else None
+        self._require(_LENGTH.size * count, "a list of strings")
+        return [self._string() for _ in range(count)]
 
     def _place(self) -> tuple[tuple[int, ...], int, int]:
         dimensions = self._integer("I")

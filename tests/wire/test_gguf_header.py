@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.wire.gguf_header import GgufHeader, TensorPlace, read_gguf_header
+from kvrelay.wire.gguf_header import TensorPlace, read_gguf_header
 
 
 def text(value: str) -> bytes:
@@ -78,11 +78,6 @@ def test_every_kind_of_value_is_read() -> None:
     assert (metadata["name"], metadata["tokens"]) == ("é", ["a", "", "ł"])
 
 
-def test_lists_of_strings_can_be_passed_over_and_all_else_is_the_same() -> None:
-    full, brief = read_gguf_header(WHOLE), read_gguf_header(WHOLE, string_lists=False)
-    assert brief == GgufHeader(full.metadata | {"tokens": None}, full.tensors)
-
-
 def test_tensors_lie_behind_the_header_at_the_alignment() -> None:
     base = -(-(len(WHOLE) - 256) // 64) * 64
     assert read_gguf_header(WHOLE).tensors == {
@@ -92,11 +87,10 @@ def test_tensors_lie_behind_the_header_at_the_alignment() -> None:
     assert read_gguf_header(gguf([], [tensor("t", (3,), 0, 0)])).tensors["t"].start % 32 == 0
 
 
-@pytest.mark.parametrize("string_lists", [True, False])
-def test_a_header_cut_anywhere_is_refused(string_lists: bool) -> None:
+def test_a_header_cut_anywhere_is_refused() -> None:
     for size in range(len(WHOLE) - 256):
         with pytest.raises(ValueError, match=r"cut short|does not start with GGUF"):
-            read_gguf_header(WHOLE[:size], string_lists=string_lists)
+            read_gguf_header(WHOLE[:size])
 
 
 @pytest.mark.parametrize(
@@ -134,15 +128,12 @@ def test_what_cannot_be_read_is_named(content: bytes, message: str) -> None:
 )
 def test_a_length_that_lies_costs_neither_time_nor_memory(form: Any, claimed: int) -> None:
     began = time.process_time()
-    for string_lists in (True, False):
-        with pytest.raises(ValueError, match="cut short"):
-            read_gguf_header(form(claimed), string_lists=string_lists)
+    with pytest.raises(ValueError, match="cut short"):
+        read_gguf_header(form(claimed))
     assert time.process_time() - began < 0.5
 
 
-@given(st.integers(0, len(WHOLE) - 1), st.binary(min_size=1, max_size=9), st.booleans())
-def test_a_damaged_header_is_read_or_refused_and_nothing_else(
-    at: int, damage: bytes, string_lists: bool
-) -> None:
+@given(st.integers(0, len(WHOLE) - 1), st.binary(min_size=1, max_size=9))
+def test_a_damaged_header_is_read_or_refused_and_nothing_else(at: int, damage: bytes) -> None:
     with contextlib.suppress(ValueError):
-        read_gguf_header(WHOLE[:at] + damage + WHOLE[at + len(damage) :], string_lists=string_lists)
+        read_gguf_header(WHOLE[:at] + damage + WHOLE[at + len(damage) :])
