@@ -13,8 +13,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvrelay.node.admin_routes import add_admin_routes, read_admin_body
-from kvrelay.node.completions import CHAT_PATH, COMPLETIONS_PATH, complete, start_streamed
+from kvrelay.node.admin_routes import add_admin_routes
+from kvrelay.node.completions import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    complete,
+    read_request,
+    start_streamed,
+)
 from kvrelay.node.http_edge import add_error_handlers, authorize
 from kvrelay.node.lifecycle import FLIPPING, Node
 from kvrelay.node.preprocess import detokenize, tokenize
@@ -23,7 +29,6 @@ from kvrelay.openai_api.dialects.base import Dialect, Translate
 from kvrelay.openai_api.dialects.responses import Recall, translate_body
 from kvrelay.openai_api.front import Front, front_of
 from kvrelay.openai_api.json_body import (
-    check_shape,
     json_response,
     off_loop,
     unless_disconnected,
@@ -78,11 +83,11 @@ def create_app(
 def _add_completion_routes(app: FastAPI, node: Node) -> None:
     @app.post(CHAT_PATH)
     async def chat(request: Request) -> Response:
-        return await complete(node, request, chat=True)
+        return await complete(node, request, await read_request(node, request), chat=True)
 
     @app.post(COMPLETIONS_PATH)
     async def completions(request: Request) -> Response:
-        return await complete(node, request, chat=False)
+        return await complete(node, request, await read_request(node, request), chat=False)
 
     @app.post(LEGS_PATH)
     async def request_stream(request: Request) -> Response:
@@ -184,14 +189,12 @@ class DialectServer:
     async def complete(
         self, request: Request, translate: Translate, recall: Recall | None = None
     ) -> Response:
-        self._node.ready()
-        body = await read_admin_body(self._node, request)
-        await off_loop(len(body), check_shape, body)
+        body = await read_request(self._node, request)
         body, dialect = await translate_body(
             body, translate, recall, self._node.config.max_body_bytes
         )
         try:
-            answer = await complete(self._node, request, chat=True, body=body)
+            answer = await complete(self._node, request, body, chat=True)
         except RequestError as why:  # of a field by its name in a completion
             return Response(
                 dialect.error(why.status, why.body()), why.status, media_type="application/json"
@@ -201,10 +204,8 @@ class DialectServer:
     async def tokenized(
         self, request: Request, path: str, translate: Callable[[bytes], bytes]
     ) -> bytes | None:
-        serving = self._node.ready()
-        body = await read_admin_body(self._node, request)
-        await off_loop(len(body), check_shape, body)
-        body = await off_loop(len(body), translate, body)
+        body = await read_request(self._node, request)
+        serving, body = self._node.ready(), await off_loop(len(body), translate, body)
         if path == "/tokenize":
             return await unless_disconnected(request, tokenize(serving, self._node.sandbox, body))
         return await unless_disconnected(request, detokenize(serving, body))

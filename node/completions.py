@@ -40,7 +40,14 @@ from kvrelay.wire.frames import (
 )
 from kvrelay.wire.outputs import Finish, Load
 
-__all__ = ["CHAT_PATH", "COMPLETIONS_PATH", "complete", "run_requests", "start_streamed"]
+__all__ = [
+    "CHAT_PATH",
+    "COMPLETIONS_PATH",
+    "complete",
+    "read_request",
+    "run_requests",
+    "start_streamed",
+]
 
 log = logging.getLogger("kvrelay.node")
 
@@ -52,20 +59,18 @@ _SUBMITTED = Frame(FrameKind.TOKENS)
 Frames = AsyncGenerator[Frame, None]
 
 
-async def complete(
-    node: Node, request: Request, *, chat: bool, body: bytes | None = None
-) -> Response:
-    """Return the answer; errors before the first token are plain HTTP errors.
-
-    `body` is a completion translated from another dialect.
-    """
-    began = time.monotonic()
+async def read_request(node: Node, request: Request) -> bytes:
+    """Return the body of an authorized request. Raises KvrelayError."""
     authorize(node.config.api_key, request)
     node.ready()
-    node.check_open()
-    if body is None:
-        body = await read_body(request, node.config.max_body_bytes)
-        await off_loop(len(body), check_shape, body)
+    body = await read_body(request, node.config.max_body_bytes)
+    await off_loop(len(body), check_shape, body)
+    return body
+
+
+async def complete(node: Node, request: Request, body: bytes, *, chat: bool) -> Response:
+    """Return the answer; errors before the first token are plain HTTP errors."""
+    began = time.monotonic()
     given_id = request.headers.get("x-request-id") or await off_loop(
         len(body), body_request_id, body
     )
