@@ -8,18 +8,31 @@ from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import Cluster, complete, counted, running, tiny_body, tiny_model
+import test_tools as tools
+from real_cluster import Cluster, Process, complete, counted, running, tiny_body, tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_lost")]
 
 BLOCK = 16
+LETTER = {
+    "type": "function",
+    "function": {
+        "name": "letter",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "pattern": "^[a-z ]{400,500}$"}},
+            "required": ["text"],
+            "additionalProperties": False,
+        },
+    },
+}
 PROMPT = [2 + (i * i * 7 + 13 * i) % 300 for i in range(5 * BLOCK + 9)]
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("choices")
-    flags = tiny_model(folder)
+    flags = tiny_model(folder, 2048)
     flags += ["--no-enable-prefix-caching"]
     with running(folder, prefill=1, decode=2, flags=flags) as ours:
         yield ours
@@ -174,3 +187,31 @@ def test_choices_with_logprobs_outlive_their_decode_node(cluster):
         assert said(chunks, index) == said(whole, index)
         assert (said(chunks, index)[0], said(chunks, index)[2]) == (texts[index], ["length"])
     assert chunks[-1]["usage"] == whole[-1]["usage"]
+
+
+def test_a_decode_node_that_dies_in_the_middle_of_a_call_leaves_its_arguments_whole(cluster):
+    """Both what parses the call and what constrains it go on where they stood, on another node."""
+    fields = {"tools": [LETTER], "tool_choice": "required", "max_tokens": 700}
+    fields["parallel_tool_calls"] = False
+
+    def broken_legs() -> int:
+        return cluster.router.log.read_text().count(": the decode request failed on ")
+
+    undisturbed, before = tools.whole(cluster.url, **fields), broken_legs()
+    _, ((name, arguments),), finish = undisturbed
+    assert (name, finish) == ("letter", "tool_calls")
+    assert len(json.loads(arguments)["text"]) >= 400
+    killed: list[Process] = []
+
+    def kill() -> None:
+        nodes = httpx2.get(f"{cluster.url}/health", timeout=5).json()["nodes"]
+        (at_work,) = [node["url"] for node in nodes if node["role"] == "decode" and node["legs"]]
+        killed.extend(node for node in cluster.of("decode") if node.url == at_work)
+        killed[0].kill(signal.SIGKILL)
+
+    try:
+        assert tools.streamed(cluster.url, begun=kill, **fields) == undisturbed
+        assert broken_legs() == before + 1
+    finally:
+        for node in killed:
+            cluster.wait_ready(cluster.restart(node))
