@@ -9,7 +9,7 @@ import msgspec
 from kvrelay.wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.step_costs import StepCosts
-from kvrelay.wire.transfer import KvFacts, KvTransferParams, Ticket
+from kvrelay.wire.transfer import KvFacts, Ticket
 
 __all__ = [
     "AdapterFacts",
@@ -22,9 +22,6 @@ __all__ = [
     "FromEngine",
     "LoadAdapter",
     "Order",
-    "ProbeFetched",
-    "ProbeOffered",
-    "ProbeRefused",
     "RequestUpdate",
     "StepOutputs",
     "Submit",
@@ -229,41 +226,6 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     """A last message: why the engine process ends."""
 
     message: str
-
-
-class ProbeOffered(msgspec.Struct, frozen=True, tag=True):
-    """An answer: the probe's blocks are under a lease, which runs out by itself."""
-
-    probe_id: str
-    ticket: KvTransferParams
-    seed: int
-    spare_blocks: int
-    """Largest probe that this node would have taken, in blocks."""
-    host: str
-    """Equal on all nodes of one host; empty if unknown."""
-
-
-class ProbeFetched(msgspec.Struct, frozen=True, tag=True):
-    """An answer: the probe has come; `read_s` of its `seconds` were reading."""
-
-    probe_id: str
-    num_bytes: int
-    seconds: float
-    read_s: float
-    verified: bool
-    plane: str
-    missed: dict[str, str]
-    """Better data planes, and why this pair cannot use each."""
-    spare_blocks: int
-    host: str
-
-
-class ProbeRefused(msgspec.Struct, frozen=True, tag=True):
-    """An answer: why there was no probe."""
-
-    probe_id: str
-    reason: str
-    busy: bool = False
 
 
 class AdapterAnswer(msgspec.Struct, frozen=True, tag=True):
