@@ -19,7 +19,6 @@ from benchmarks.peer.cells import (
     Cell,
     Row,
     read_cells,
-    write_cell,
 )
 from benchmarks.peer.client import Figures, figures_of, seen_by
 from benchmarks.peer.table import lines_of, tables
@@ -42,10 +41,6 @@ def cell(
     arm: str, in_time: float | None, factor: float = 1.0, seed: int = 1, run: str = "a"
 ) -> Cell:
     return Cell(Row("chat", factor, seed), arm, run, figures(in_time))
-
-
-# --- what is asked
-# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_seed_draws_the_same_requests_at_the_asked_rate() -> None:
@@ -82,10 +77,6 @@ def test_a_trace_keeps_its_prefixes_and_is_pressed_to_the_rate(tmp_path: Path) -
         WORKS["trace"].load(1.0, 1, 40.0, None, LONGEST)
 
 
-# --- command lines
-# ---------------------------------------------------------------------------------------------------
-
-
 def unknown(argv: list[str]) -> set[str]:
     """Find flags of a command line of ours that the command does not have."""
     at = argv.index("kvrelay.cli") + 1
@@ -109,10 +100,6 @@ def test_routers_are_started_with_flags_that_they_have(name: str) -> None:
         "--decode=http://b:2",
     ]
     assert not unknown(argv)
-
-
-# --- what the client saw
-# ---------------------------------------------------------------------------------------------
 
 
 def result(**changes: list[Any]) -> dict[str, Any]:
@@ -148,69 +135,16 @@ def test_in_time_are_those_that_meet_both_targets_of_all() -> None:
     assert more.in_time == 0.5
 
 
-def test_without_answers_and_without_further_tokens_there_is_no_time() -> None:
-    none = figures_of(
-        seen_by(result(output_lens=[0] * 4), ASKED), Load(ASKED, Targets(200.0, 15.0))
-    )
-    assert (none.failed, none.in_time, none.ttft_p50_ms, none.itl_p99_ms) == (4, 0.0, None, None)
-    short = tuple(Request(0.0, 8, 1) for _ in range(4))
-    one = figures_of(
-        seen_by(result(output_lens=[1] * 4, itls=[[0.0]] * 4), short), Load(short, None, 2)
-    )
-    assert (one.in_time, one.tpot_p50_ms, one.itl_p99_ms, one.late_p99_ms) == (
-        None,
-        None,
-        None,
-        None,
-    )
-
-
-# --- order and resuming
-# ----------------------------------------------------------------------------------------------
-
-
-def test_cells_are_read_as_they_were_written(tmp_path: Path) -> None:
-    cells = [
-        cell("told", 0.5),
-        cell("told", 0.5, seed=2),
-        cell("told", 0.5, 0.8),
-        cell("strict", 0.5),
-    ]
-    cells.append(Cell(Row("1024:128:1"), "node", "a", figures(None)))
-    cells.append(Cell(Row("chat", 1.0, after="code"), "told", "a", figures(0.1)))
-    for each in cells:
-        write_cell(each, tmp_path)
-    assert list(read_cells([tmp_path]).values()) == sorted(
-        cells, key=lambda each: f"{each.row.name}_{each.arm}"
-    )
-    (tmp_path / "a_b.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"a_b\.json is no cell"):
-        read_cells([tmp_path])
-
-
-# --- tables
-# ----------------------------------------------------------------------------------------------------------
-
-
 def test_tables_have_means_over_seeds_and_what_is_best() -> None:
+    shares = {
+        (1.0, 1): {"colocated": 0.5, "strict": 0.9, "cluster": 0.85, "told": 0.93},
+        (1.0, 2): {"colocated": 0.96, "strict": 0.9, "told": 0.93},
+        (1.2, 1): {"colocated": 0.5, "strict": 0.4, "told": 0.4},
+    }
     cells = [
-        *(
-            cell(arm, share)
-            for arm, share in (
-                ("colocated", 0.5),
-                ("strict", 0.9),
-                ("cluster", 0.85),
-                ("told", 0.93),
-            )
-        ),
-        *(
-            cell(arm, share, seed=2)
-            for arm, share in (("colocated", 0.96), ("strict", 0.9), ("told", 0.93))
-        ),
-        *(
-            cell(arm, share, 1.2, run=arm)
-            for arm, share in (("colocated", 0.5), ("strict", 0.4), ("told", 0.4))
-        ),
+        cell(arm, share, factor, seed, run=arm if factor > 1 else "a")
+        for (factor, seed), of in shares.items()
+        for arm, share in of.items()
     ]
     said = tables(lines_of(cells))
     assert (
@@ -224,9 +158,6 @@ def test_tables_have_means_over_seeds_and_what_is_best() -> None:
         "-10.0 at worst" in said
     )
 
-
-# --- the whole of it
-# -------------------------------------------------------------------------------------------------
 
 VLLM = """
 import http.server, json, os, pathlib, signal, sys

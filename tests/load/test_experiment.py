@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -89,7 +90,6 @@ async def test_a_warm_up_that_takes_all_is_told(loads: list[Load]) -> None:
     [
         ({"lengths": "reasoning", "rate": "4"}, 82.42, 82.42),
         ({"lengths": "512:64", "rate": "4"}, 5.0, 4.2),  # 1 s, and 50 ms each
-        ({"lengths": "512:64", "rate": "4", "warm_up_s": 0.5}, 0.5, 4.2),
         ({"lengths": "reasoning", "concurrency": 4}, 82.42, 0.0),
         (
             {"lengths": "512:64", "rate": "4", "turns": 3, "endpoint": "chat", "think_s": 0.0},
@@ -110,43 +110,31 @@ async def test_the_load_is_all_there_before_it_counts_and_as_long_as_it_counts(
     assert loads[0].sending_s == pytest.approx(warm_up_s + 60 + after_s)
 
 
-async def test_a_search_ends_with_the_probe_that_cannot_be_and_keeps_the_others(
-    loads: list[Load], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [
+        (KvrelayError("a process has ended"), "at 16 requests/s a process has ended"),
+        (asyncio.CancelledError(), "the search was interrupted"),
+    ],
+    ids=str,
+)
+async def test_a_search_that_ends_early_tells_what_it_knows(
+    loads: list[Load], monkeypatch: pytest.MonkeyPatch, why: BaseException, said: str
 ) -> None:
     whole = experiment.send_load
 
     async def broken(endpoint: Endpoint, load: Load, *more: object) -> Outcome:
-        if len(loads) == 3:
-            raise KvrelayError("a process has ended")
+        if len(loads) == 2:
+            raise why
         return await whole(endpoint, load, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(experiment, "send_load", broken)
-    bench = Experiment(
-        BenchConfig(lengths="512:64", find_rate=True, rate="4", ttft_ms=200, tpot_ms=15)
-    )
-    await bench.run()
-    assert bench.found is not None
-    assert [run.rate for run in bench.runs] == [4, 8, 16]
-    assert (bench.found.holds, bench.found.breaks) == (16, None)
-    assert bench.found.why == "at 32 requests/s a process has ended"
-
-
-async def test_a_search_that_is_interrupted_tells_what_it_knows(
-    loads: list[Load], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = experiment.send_load
-
-    async def interrupted(endpoint: Endpoint, load: Load, *more: object) -> Outcome:
-        if len(loads) == 2:
-            raise asyncio.CancelledError
-        return await whole(endpoint, load, *more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(experiment, "send_load", interrupted)
     bench = Experiment(BenchConfig(lengths="512:64", find_rate=True, rate="4"))
-    with pytest.raises(asyncio.CancelledError):
+    with contextlib.suppress(asyncio.CancelledError):
         await bench.run()
     assert bench.found is not None
-    assert (bench.found.holds, bench.found.why) == (8, "the search was interrupted")
+    assert [run.rate for run in bench.runs] == [4, 8]
+    assert (bench.found.holds, bench.found.breaks, bench.found.why) == (8, None, said)
 
 
 async def test_a_handful_of_requests_does_not_say_what_holds(loads: list[Load]) -> None:

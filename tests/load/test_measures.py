@@ -24,21 +24,9 @@ def request(
 ) -> Record:
     first = due_s + ttft_ms / 1e3
     gaps = [gap_ms / 1e3] * (tokens - 1)
+    timed = (due_s, due_s, first, first + sum(gaps))
     record = Record(
-        0,
-        0,
-        due_s,
-        due_s,
-        first,
-        first + sum(gaps),
-        100,
-        20,
-        tokens,
-        tokens,
-        tokens,
-        True,
-        gaps_s=gaps,
-        counts=[1] * tokens,
+        *(0, 0, *timed, 100, 20, tokens, tokens, tokens, True), gaps_s=gaps, counts=[1] * tokens
     )
     return msgspec.structs.replace(record, **more)  # type: ignore[arg-type]
 
