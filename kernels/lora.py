@@ -7,7 +7,6 @@ each, `up` their B's. Source: Hu et al., "LoRA: Low-rank adaptation of large lan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
@@ -15,12 +14,6 @@ from torch.nn import functional
 from kvrelay.kernels.linear import Linear
 
 __all__ = ["PackedLora"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Up:
-    first: int  # column of y
-    linear: Linear
 
 
 class PackedLora:
@@ -32,14 +25,12 @@ class PackedLora:
         """Pack down [projections * rank, K] and up [N, rank]."""
         self._rank, self._min_rows = up.shape[1], min_rows
         self._down = Linear(down)
-        first, self._ups = 0, []
-        for part in torch.split(up, list(widths)):
-            self._ups.append(_Up(first, Linear(part)))
-            first += len(part)
+        self._ups = [Linear(part) for part in torch.split(up, list(widths))]
 
     def add(self, y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
         """Add B (A x[rows]) to y[rows] in place; y [T, N], x [T, K], rows [R] int64."""
         mine = functional.pad(x[rows], (0, 0, 0, max(0, self._min_rows - len(rows))))
+        first = 0  # column of y
         for up, low in zip(self._ups, torch.split(self._down(mine), self._rank, 1), strict=True):
-            columns = slice(up.first, up.first + up.linear.out_features)
-            y[rows, columns] += up.linear(low.contiguous())[: len(rows)]
+            y[rows, first : first + up.out_features] += up(low.contiguous())[: len(rows)]
+            first += up.out_features

@@ -11,17 +11,17 @@ import pytest
 
 from tests.soak.chaos.processes import Node
 from tests.soak.fuzz import watch
-from tests.soak.fuzz.watch import Live, Seen, still_busy
+from tests.soak.fuzz.watch import Live, still_busy
 
 DEADLINE_S = 60.0
 
 
 def test_what_the_machine_has_taken_is_no_stall() -> None:
     assert Live(3.0, lag_s=0.2, waited_s=2.5).stall_s == 0.5
-    assert Seen({"router": Live(3.0, 0.2, 2.5)}).wrong() == []
-    (wrong,) = Seen({"router": Live(3.0, 0.2, 0.1)}).wrong()
-    assert wrong == "router /live took 3.00 s, of which the machine took 0.20 s"
-    assert Seen({"router": Live(status=503)}).wrong() == ["router /live answered 503"]
+    assert Live(3.0, 0.2, 2.5).wrong("router") == []
+    (wrong,) = Live(3.0, 0.2, 0.1).wrong("router")
+    assert wrong == "router /live took 3.00 s, 0.20 s of it by the machine"
+    assert Live(status=503).wrong("router") == ["router /live answered 503"]
 
 
 def test_a_stand_beyond_its_limit_is_ended() -> None:
@@ -35,7 +35,7 @@ def test_a_stand_beyond_its_limit_is_ended() -> None:
     ) as watching:
         assert child.wait(DEADLINE_S) == -9
         said, _ = watching.communicate(b"look\n", DEADLINE_S)
-    assert "the stand was ended" in said.decode() or b'"over":0' not in said
+    assert b"the stand was ended" in said
 
 
 async def test_a_server_that_answers_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,8 @@ async def test_a_server_that_answers_late_is_seen(monkeypatch: pytest.MonkeyPatc
         await asyncio.wait_for(began.wait(), DEADLINE_S)
         ((when, waited_s),) = family.asked.items()
         family.asked = {when - 5: waited_s}  # it is five seconds later
-        assert watcher._seen().live["node"].took_s > 5
+        (wrong,) = watcher._wrong()
+        assert wrong.startswith("node /live took 5")
         family.asked = {when: waited_s}
         asking.cancel()
         await asyncio.wait([asking])

@@ -6,7 +6,7 @@ Pure; owns no connection.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ __all__ = ["KINDS", "Ask", "asks"]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TURNS = 3
-_WORDS = (
+_WORDS = [
     "tide",
     "map",
     "bee",
@@ -29,7 +29,7 @@ _WORDS = (
     "moon",
     "owl",
     "rain",
-)
+]
 _SCHEMA = {
     "type": "object",
     "properties": {
@@ -71,121 +71,83 @@ class Ask:
     after: int | None = None
     """The ask on whose answer `then` builds the fields."""
     then: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
-    """Given this ask's fields, and the text of the answer to `after`."""
+    """Given the fields of `after`, and the text of its answer."""
+
+
+_USAGE = {"include_usage": True}
+_PENALTIES = {"presence_penalty": 0.4, "frequency_penalty": 0.2, "min_tokens": 20}
+_FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": _SCHEMA}}
+_LETTER = {"type": "function", "function": {"name": "letter"}}
+_TOP = {"logprobs": True, "top_logprobs": 2, "ignore_eos": True}
+_FEW, _SOME = (3, 20), (3, 30)
+
+KINDS: dict[str, tuple[str, tuple[int, int] | None, tuple[int, int], dict[str, Any]]] = {
+    "greedy": (COMPLETIONS, _SOME, (20, 150), {"temperature": 0}),
+    "seeded": (COMPLETIONS, _SOME, (20, 150), {"stream_options": _USAGE}),
+    "whole": (COMPLETIONS, _SOME, (20, 100), {"stream": False}),
+    "whole chat": (CHAT, _SOME, (40, 100), {**_PENALTIES, "stream": False}),
+    "long prompt": (COMPLETIONS, None, (10, 60), {}),
+    "long answer": (COMPLETIONS, (1, 1), (200, 500), {"repetition_penalty": 1.05}),
+    "several": (COMPLETIONS, _SOME, (20, 80), {"n": 3}),
+    "logprobs": (COMPLETIONS, _SOME, (20, 60), {"logprobs": 3}),
+    "chat logprobs": (CHAT, _SOME, (20, 60), _TOP),
+    "schema": (CHAT, _FEW, (250, 250), {"response_format": _FORMAT}),
+    "tools": (CHAT, _FEW, (250, 250), {"tools": _TOOLS, "tool_choice": "required"}),
+    "named tool": (CHAT, _FEW, (250, 250), {"tools": _TOOLS, "tool_choice": _LETTER}),
+    "stop": (COMPLETIONS, _FEW, (120, 120), {}),
+    "conversation": (CHAT, _FEW, (20, 60), {}),
+}
+"""Path, words of the prompt (None: as many as there may be), tokens of the answer, fields."""
 
 
 def asks(seed: int, per_kind: int, longest: int) -> list[Ask]:
-    """`per_kind` of each kind; of a conversation, and of a stop string, each step is one.
+    """Draw `per_kind` of each kind; each step of a conversation, and of a stop string, is one.
 
     Prompts have up to about `longest` tokens of one byte each.
     """
     rng = random.Random(seed)
     made: list[Ask] = []
     for _ in range(per_kind):
-        for kind, make in KINDS.items():
-            for path, fields, then in make(rng, longest):
-                after = made[-1].number if then is not None else None
-                made.append(Ask(len(made), kind, path, fields, after, then))
+        for kind, (path, words, tokens, more) in KINDS.items():
+            said = _words(rng, *(words or (longest // 20, longest // 6)))
+            chat = path == CHAT
+            fields = {
+                **({"messages": [{"role": "user", "content": said}]} if chat else {"prompt": said}),
+                "ignore_eos": not chat,
+                "max_tokens": rng.randint(*tokens),
+                "return_token_ids": True,
+                "seed": rng.randrange(1 << 30),
+                "stream": True,
+                "temperature": rng.choice([0.7, 1.0]),
+                "top_p": rng.choice([0.9, 1.0]),
+                **more,
+            }
+            made.append(Ask(len(made), kind, path, fields))
+            for then in _after(rng, kind):
+                made.append(Ask(len(made), kind, path, fields, made[-1].number, then))
     return made
 
 
-_Then = Callable[[Mapping[str, Any], str], dict[str, Any]]
-_Step = tuple[str, dict[str, Any], _Then | None]
+def _words(rng: random.Random, least: int, most: int) -> str:
+    return " ".join(rng.choice(_WORDS) for _ in range(rng.randint(least, most)))
 
 
-def _words(rng: random.Random, count: int) -> str:
-    return " ".join(rng.choice(_WORDS) for _ in range(count))
+def _after(
+    rng: random.Random, kind: str
+) -> Iterator[Callable[[Mapping[str, Any], str], dict[str, Any]]]:
+    if kind == "stop":
+        share, size = rng.uniform(0.3, 0.9), rng.choice([2, 3, 5])
 
+        def stopped(before: Mapping[str, Any], text: str) -> dict[str, Any]:
+            at = int(share * len(text))
+            return {**before, "stop": [text[at : at + size] or "?", "never said"]}
 
-def _completion(rng: random.Random, words: int, tokens: int, **more: Any) -> list[_Step]:
-    every = {"max_tokens": tokens, "stream": True, "ignore_eos": True, "return_token_ids": True}
-    return [(COMPLETIONS, {"prompt": _words(rng, words), **every, **more}, None)]
-
-
-def _chat(rng: random.Random, words: int, tokens: int, **more: Any) -> list[_Step]:
-    said = [{"role": "user", "content": _words(rng, words)}]
-    every = {"max_tokens": tokens, "stream": True, "return_token_ids": True}
-    return [(CHAT, {"messages": said, **every, **more}, None)]
-
-
-def _sampled(
-    rng: random.Random,
-    make: Callable[..., list[_Step]],
-    words: int,
-    tokens: tuple[int, int],
-    **more: Any,
-) -> list[_Step]:
-    drawn = {
-        "seed": rng.randrange(1 << 30),
-        "temperature": rng.choice([0.7, 1.0]),
-        "top_p": rng.choice([0.9, 1.0]),
-    }
-    return make(rng, words, rng.randint(*tokens), **drawn, **more)
-
-
-def _stop(rng: random.Random) -> list[_Step]:
-    ((path, fields, _),) = _sampled(rng, _completion, _prompt(rng, 20), (120, 120))
-    share, size = rng.uniform(0.3, 0.9), rng.choice([2, 3, 5])
-
-    def stopped(fields: Mapping[str, Any], text: str) -> dict[str, Any]:
-        at = int(share * len(text))
-        return {**fields, "stop": [text[at : at + size] or "?", "never said"]}
-
-    return [(path, fields, None), (path, fields, stopped)]
-
-
-def _conversation(rng: random.Random) -> list[_Step]:
-    ((path, fields, _),) = _sampled(rng, _chat, _prompt(rng, 20), (20, 60))
-    steps: list[_Step] = [(path, fields, None)]
-    for _ in range(TURNS - 1):
-        said = _words(rng, rng.randint(2, 10))
+        yield stopped
+    for _ in range(TURNS - 1 if kind == "conversation" else 0):
+        said = _words(rng, 2, 10)
 
         def next_turn(before: Mapping[str, Any], text: str, said: str = said) -> dict[str, Any]:
             turn = [{"role": "assistant", "content": text}, {"role": "user", "content": said}]
             return {**before, "messages": [*before["messages"], *turn]}
 
-        steps.append((path, fields, next_turn))
-    return steps
-
-
-def _prompt(rng: random.Random, most: int = 30) -> int:
-    return rng.randint(3, most)
-
-
-def _random_tools(rng: random.Random) -> dict[str, Any]:
-    choice = rng.choice(["required", {"type": "function", "function": {"name": "letter"}}])
-    return {"tools": _TOOLS, "tool_choice": choice}
-
-
-_USAGE = {"stream_options": {"include_usage": True}}
-_PENALTIES = {"presence_penalty": 0.4, "frequency_penalty": 0.2, "min_tokens": 20}
-_FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": _SCHEMA}}
-_TOP = {"logprobs": True, "top_logprobs": 2, "ignore_eos": True}
-
-KINDS: dict[str, Callable[[random.Random, int], list[_Step]]] = {
-    "greedy": lambda rng, _: _completion(rng, _prompt(rng), rng.randint(20, 150), temperature=0),
-    "seeded": lambda rng, _: _sampled(rng, _completion, _prompt(rng), (20, 150), **_USAGE),
-    "whole": lambda rng, _: _sampled(rng, _completion, _prompt(rng), (20, 100), stream=False),
-    "whole chat": lambda rng, _: _sampled(
-        rng, _chat, _prompt(rng), (40, 100), **_PENALTIES, stream=False
-    ),
-    "long prompt": lambda rng, longest: _sampled(
-        rng, _completion, rng.randint(longest // 20, longest // 6), (10, 60)
-    ),
-    "long answer": lambda rng, _: _sampled(
-        rng, _completion, 1, (200, 500), repetition_penalty=1.05
-    ),
-    "several": lambda rng, _: _sampled(
-        rng, _completion, _prompt(rng), (20, 80), n=rng.choice([2, 3])
-    ),
-    "logprobs": lambda rng, _: _sampled(rng, _completion, _prompt(rng), (20, 60), logprobs=3),
-    "chat logprobs": lambda rng, _: _sampled(rng, _chat, _prompt(rng), (20, 60), **_TOP),
-    "schema": lambda rng, _: _sampled(
-        rng, _chat, _prompt(rng, 20), (250, 250), response_format=_FORMAT
-    ),
-    "tools": lambda rng, _: _sampled(
-        rng, _chat, _prompt(rng, 20), (250, 250), **_random_tools(rng)
-    ),
-    "stop": lambda rng, _: _stop(rng),
-    "conversation": lambda rng, _: _conversation(rng),
-}
+        yield next_turn

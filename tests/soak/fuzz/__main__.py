@@ -104,7 +104,7 @@ async def fuzzed(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         began, state = time.monotonic(), await stand.state()
         report["ports"] = len(stand.ports())
         report["generators"], wrong = await over_sizes.small(stand, random.Random(options.seed))
-        broken += wrong + (await watch.look()).wrong()
+        broken += wrong + await watch.look()
         usage = await _rounds(stand, watch, options, state, report)
         due = [half for half in halves if half.until <= time.monotonic() + MARGIN_S]
         broken += await over_http.still_open(due, MARGIN_S)
@@ -168,7 +168,7 @@ async def _played(
         wrong += await still_busy(stand.processes)
     except (aiohttp.ClientError, TimeoutError) as why:
         wrong.append(f"the cluster does not answer: {why!r}; {stand.ended()}")
-    return wrong + (await watch.look()).wrong()
+    return wrong + await watch.look()
 
 
 async def _round(stand: Stand, target: str, rng: random.Random, held: LeaseId) -> list[str]:

@@ -73,24 +73,15 @@ def cases(target: str) -> tuple[Case, ...]:
 
 
 def round_of(target: str, seed: int, number: int, only: str = "") -> list[Case]:
-    named = [
-        case for case in _shuffled(target, random.Random(f"{seed} {target}")) if only in case.name
-    ]
+    shuffled = _shuffled(target, random.Random(f"{seed} {target}"))
+    named = [case for case in shuffled if only in case.name]
     every, conversations = (
         [case for case in named if case.goes_on is wanted] for wanted in (False, True)
     )
-    seen: dict[str, int] = {}
-    turns = {}
-    for case in every:
-        turns[case] = seen[case.generator.name] = seen.get(case.generator.name, 0) + 1
-    every.sort(key=lambda case: turns[case])
-    one = [conversations[number % len(conversations)]] if conversations else []
+    first = number * _PER_ROUND
     return [
-        *one,
-        *(
-            every[(number * _PER_ROUND + at) % len(every)]
-            for at in range(min(_PER_ROUND, len(every)))
-        ),
+        *(conversations[number % len(conversations)] for _ in conversations[:1]),
+        *(every[at % len(every)] for at in range(first, first + min(_PER_ROUND, len(every)))),
     ]
 
 
@@ -201,7 +192,7 @@ async def _asked(
         waiting = set(asking)
         while waiting and not wrong:  # a server that stands still is not waited for
             _, waiting = await asyncio.wait(waiting, timeout=_SLOW_S)
-            wrong = (await watch.look()).wrong()
+            wrong = await watch.look()
     finally:
         for each in waiting:
             each.cancel()

@@ -76,10 +76,19 @@ async def open_planes(stand: Stand) -> None:
     Then it has what it will always have. Raises RuntimeError if one does not.
     """
     for node in stand.nodes:
-        facts = await _kv_of(stand, node)
-        said = await _asked(stand, node, facts, HandshakeRequest("reader-0", facts.fingerprint))
-        if not isinstance(said, HandshakeReply) or said.on_request:
-            raise RuntimeError(f"{node.role} does not open its data planes: {said}")
+        facts, opens = await _kv_of(stand, node), list[str]()
+        until = time.monotonic() + _ANSWER_S
+        async with _Peer(zmq.DEALER, facts.address, node.ports[1], stand.secret) as peer:
+            while True:
+                await peer.send(encode(HandshakeRequest("reader-0", facts.fingerprint, opens)))
+                heard = await peer.hear()
+                said = None if heard is None else decode(heard[-1])
+                if not isinstance(said, HandshakeReply) or time.monotonic() > until:
+                    raise RuntimeError(f"{node.role} does not open its data planes: {said}")
+                if not said.on_request:
+                    break
+                opens = said.on_request
+                await asyncio.sleep(_HEAR_S)
 
 
 async def holds(stand: Stand, lease: LeaseId) -> bool:

@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -28,7 +29,7 @@ from benchmarks.local_cluster import family
 from tests.soak.chaos.processes import Node
 from tests.soak.fuzz.stand import Stand
 
-__all__ = ["MAX_STALL_S", "Live", "Memory", "Seen", "Watch", "still_busy"]
+__all__ = ["MAX_STALL_S", "Live", "Watch", "still_busy"]
 
 MAX_STALL_S = 1.0
 FLOOR_BYTES = 256 << 20
@@ -45,7 +46,8 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class Live(msgspec.Struct):
+@dataclass(frozen=True, slots=True)
+class Live:
     """The worst answer of a process' `/live`: how long it took, and how much of that the machine
     has taken.
     """
@@ -59,50 +61,13 @@ class Live(msgspec.Struct):
     def stall_s(self) -> float:
         return max(0.0, self.took_s - max(self.lag_s, self.waited_s))
 
-
-class Memory(msgspec.Struct):
-    """Bytes that a process has had at most, and when all was warm (0: it was not there).
-
-    `limit`: of a process that came later, for one request, its RLIMIT_AS if it has one."""
-
-    peak: int
-    warm: int
-    limit: int = 0
-
-    @property
-    def allowed(self) -> int:
-        """Twice what it had; of a process that came later, what the kernel allows it."""
-        return max(2 * max(self.warm, FLOOR_BYTES), self.limit)
-
-
-class Seen(msgspec.Struct):
-    """Since one has asked last. `over`: bytes with which the stand was ended."""
-
-    live: dict[str, Live] = {}
-    memory: dict[str, Memory] = {}
-    over: int = 0
-
-    def wrong(self) -> list[str]:
-        found = (
-            [f"the stand was ended: its processes had {self.over >> 20} MiB together"]
-            if self.over
-            else []
-        )
-        for role, live in self.live.items():
-            if live.stall_s > MAX_STALL_S:
-                machine_s = live.took_s - live.stall_s
-                found.append(
-                    f"{role} /live took {live.took_s:.2f} s, of which the machine took "
-                    f"{machine_s:.2f} s"
-                )
-            if live.status != 200:
-                found.append(f"{role} /live answered {live.status or 'nothing'}")
-        for process, memory in self.memory.items():
-            if memory.peak > memory.allowed:
-                found.append(
-                    f"{process} had {memory.peak >> 20} MiB, and {memory.warm >> 20} MiB before"
-                )
-        return found
+    def wrong(self, role: str) -> list[str]:
+        if self.status != 200:
+            return [f"{role} /live answered {self.status or 'nothing'}"]
+        if self.stall_s <= MAX_STALL_S:
+            return []
+        machine_s = self.took_s - self.stall_s
+        return [f"{role} /live took {self.took_s:.2f} s, {machine_s:.2f} s of it by the machine"]
 
 
 class Watch:
@@ -139,17 +104,18 @@ class Watch:
         self._process.stdin.close()
         await self._process.wait()
 
-    async def look(self) -> Seen:
+    async def look(self) -> list[str]:
+        """Return what was wrong since the last look."""
         return await self._say("look")
 
-    async def _say(self, word: str) -> Seen:
+    async def _say(self, word: str) -> list[str]:
         process = self._process
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(f"{word}\n".encode())
         async with asyncio.timeout(_SAY_DEADLINE_S):
-            return msgspec.json.decode(await process.stdout.readline(), type=Seen)
+            return msgspec.json.decode(await process.stdout.readline(), type=list[str])
 
 
 async def still_busy(processes: list[Node]) -> list[str]:
@@ -224,7 +190,7 @@ class _Watcher:
             if word == b"warm":
                 self._measure()
                 self._warm, self._limits = dict(self._peaks), {}
-            sys.stdout.buffer.write(msgspec.json.encode(self._seen()) + b"\n")
+            sys.stdout.buffer.write(msgspec.json.encode(self._wrong()) + b"\n")
             sys.stdout.flush()
         for task in always:
             task.cancel()
@@ -292,22 +258,22 @@ class _Watcher:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(who.partition(" ")[2]), signal.SIGKILL)
 
-    def _seen(self) -> Seen:
+    def _wrong(self) -> list[str]:
+        found = []
+        if self._over:
+            found.append(f"the stand was ended: it had {self._over >> 20} MiB together")
         for each in self._families:
             for began, waited_s in each.asked.items():
                 self._note(each, began, waited_s, 200)
-        seen = Seen(
-            {each.role: each.worst for each in self._families},
-            {
-                who: Memory(peak, self._warm.get(who, 0), self._limits.get(who, 0))
-                for who, peak in self._peaks.items()
-            },
-            self._over,
-        )
-        self._peaks, self._limits = {}, {}
-        for each in self._families:
+            found += each.worst.wrong(each.role)
             each.worst = Live()
-        return seen
+        for who, peak in self._peaks.items():
+            warm = self._warm.get(who, 0)
+            # Twice what it had; of a process that came later, what the kernel allows it.
+            if peak > max(2 * max(warm, FLOOR_BYTES), self._limits.get(who, 0)):
+                found.append(f"{who} had {peak >> 20} MiB, and {warm >> 20} MiB before")
+        self._peaks, self._limits = {}, {}
+        return found
 
 
 def _address_space(pid: str) -> int:
