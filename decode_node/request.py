@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
+from kvrelay.kv_transfer.tickets import MAX_ID_CHARS
 from kvrelay.openai_api.logprobs import ScoredPrompt
 from kvrelay.openai_api.node_request import NodeRequest, fork_submits
 from kvrelay.openai_api.writer import AnswerWriter
@@ -49,8 +50,15 @@ def check_ticket(ticket: Ticket, block_size: int) -> None:
             f"tokens in blocks of {block_size}; the prefill node must have the same block_size",
             param="kv_transfer_params",
         )
-    if not 0 < ticket.remote_port < 65536 or not 0 <= ticket.lease_epoch < _MAX_INT:
-        raise RequestError("remote_port or lease_epoch is out of range", param="kv_transfer_params")
+    if (
+        not 0 < ticket.remote_port < 65536
+        or not 0 <= ticket.lease_epoch < _MAX_INT
+        or len(ticket.remote_request_id) > MAX_ID_CHARS
+    ):
+        raise RequestError(
+            "remote_port, lease_epoch or the length of remote_request_id is out of range",
+            param="kv_transfer_params",
+        )
 
 
 class DecodeRequest(NodeRequest):

@@ -70,13 +70,10 @@ class Fetched:
 
     request_id: str
     num_bytes: int
-    seconds: float
     completion: Completion | None = None
     """How the source's part of the request has ended, if the ticket was growing."""
     exposed_s: float = 0.0
     """Seconds since the KV was complete and the fetch asked for."""
-    read_s: float = 0.0
-    """Seconds in which the backend was reading."""
     told_at: float | None = field(default=None, compare=False)
     """When the news of the completion came, monotonic."""
 
@@ -126,7 +123,6 @@ class TransferStats:
     leases_granted: int = 0
     leases_released: int = 0
     leases_expired: int = 0
-    leases_held: int = 0
     fetches: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     """Failed fetches by their error's name."""

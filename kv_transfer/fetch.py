@@ -58,8 +58,6 @@ class Fetch:
     remote_blocks: tuple[int, ...] = ()
     local_blocks: tuple[int, ...] = ()
     asked_at: float = 0.0
-    posted_at: float = 0.0  # the last READ
-    read_s: float = 0.0  # all that have ended
     exposed_at: float = 0.0  # from here on nobody waits but for us
     deadline: float = NEVER
 

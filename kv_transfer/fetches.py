@@ -218,7 +218,6 @@ class FetchTable:
         if fetch is None:
             return
         landed_before, fetch.read_id, fetch.landed = fetch.landed, None, fetch.taken
-        fetch.read_s += now - fetch.posted_at
         if fetch.state is State.ABANDONED:
             self._settle(fetch)
             return
@@ -305,7 +304,7 @@ class FetchTable:
             self._reads += 1
             fetch.read_id, fetch.state = self._reads, State.READING
             part = slice(fetch.taken, announced)
-            fetch.taken, fetch.posted_at = announced, now
+            fetch.taken = announced
             self.commands.append(
                 Read(self._reads, fetch.peer, fetch.remote_blocks[part], fetch.local_blocks[part])
             )
@@ -383,10 +382,8 @@ class FetchTable:
         fetched = Fetched(
             fetch.request_id,
             len(fetch.local_blocks) * self._block_bytes,
-            now - fetch.asked_at,
             fetch.completion,
             exposed_s=now - fetch.exposed_at,
-            read_s=fetch.read_s,
             told_at=fetch.told_at,
         )
         self.stats.fetches += 1

@@ -16,7 +16,9 @@ import msgspec
 from kvrelay.wire.config_checks import is_loopback
 from kvrelay.wire.transfer import Ticket
 
-__all__ = ["LIFE_S", "refusal", "signed"]
+__all__ = ["LIFE_S", "MAX_ID_CHARS", "refusal", "signed"]
+
+MAX_ID_CHARS = 256
 
 # As long as a request may live (600 s by default), and five minutes for clocks that differ. Its
 # lease fences what is read.

@@ -45,14 +45,13 @@ from kvrelay.kv_transfer.offers import Offers
 from kvrelay.kv_transfer.peers import Peers
 from kvrelay.kv_transfer.rank_backends import make_backends, terms_of
 from kvrelay.kv_transfer.ranks import Broke, FromRank, RankLink
-from kvrelay.kv_transfer.tickets import refusal, signed
+from kvrelay.kv_transfer.tickets import MAX_ID_CHARS, refusal, signed
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import Incompatible, KvrelayError, PeerLost
 from kvrelay.wire.transfer import Fingerprint, Ticket
 
 __all__ = ["TransferEngine", "open_connector"]
 
-MAX_ID_CHARS = 256
 # Two threads to join, and close() promises a second.
 JOIN_S = 0.4
 # A step loop that has not looked for so long hangs. A step of a long prompt on a CPU takes seconds.
@@ -188,13 +187,6 @@ class TransferEngine:
         peer = PeerKey(ticket.remote_host, ticket.remote_port, ticket.generation)
         lease = LeaseId(ticket.remote_request_id, ticket.lease_epoch)
         refused = refusal(ticket, self._config.cluster_secret, time.time())
-        now = time.monotonic()
-        if not all((*peer, lease.request_id)) or len(lease.request_id) > MAX_ID_CHARS:
-            refused = (
-                "kv_transfer_params must name remote_host, remote_port, generation and a "
-                f"remote_request_id of at most {MAX_ID_CHARS} characters, got {peer.host!r}, "
-                f"{peer.port}, {peer.generation!r} and {lease.request_id[:MAX_ID_CHARS]!r}"
-            )
         with self._turn():
             growing = sum(map(len, ticket.remote_block_ids)) if ticket.growing else None
             self._fetches.watch(request_id, peer, lease, growing)
@@ -202,7 +194,7 @@ class TransferEngine:
             if refused is not None:
                 self._fetches.doom(request_id, Incompatible(refused))
             else:
-                self._peers.want(request_id, peer, lease, now)
+                self._peers.want(request_id, peer, lease, time.monotonic())
 
     def fetch(
         self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
@@ -249,7 +241,6 @@ class TransferEngine:
                 leases_granted=offers.granted,
                 leases_released=offers.released,
                 leases_expired=offers.expired,
-                leases_held=len(offers),
                 silent_s=max(time.monotonic() - self._beat_at, self._backends.silent_s()),
             )
 

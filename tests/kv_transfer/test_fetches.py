@@ -107,7 +107,7 @@ def test_a_read_is_fetched_when_the_source_confirms_it(whole: Table) -> None:
     whole.confirmed(PEER, 0, held=True, now=0.2)  # the answer to another End
     assert whole.seen() == []
     whole.confirm(0.5)
-    assert whole.seen() == [Fetched("r", 200, 0.5, None, 0.5, read_s=0.1)]
+    assert whole.seen() == [Fetched("r", 200, None, 0.5)]
     assert whole.next_deadline() == float("inf")
 
 
@@ -174,7 +174,7 @@ def test_an_empty_fetch_releases_and_is_fetched_at_once() -> None:
     table = Table()
     table.ask(now=1.0)
     assert table.sent() == [End(LEASE, 0)]
-    assert table.seen() == [Fetched("r", 0, 0.0)]
+    assert table.seen() == [Fetched("r", 0)]
 
 
 def test_growing_blocks_are_read_as_they_are_announced(growing: Table) -> None:
@@ -197,7 +197,7 @@ def test_growing_blocks_are_read_as_they_are_announced(growing: Table) -> None:
     assert growing.reads() == [(9,)]
     growing.read_ended(3, 1001.2)
     growing.confirm(1001.5)
-    assert growing.seen() == [Fetched("r", 300, 1001.5, DONE, 0.5, read_s=pytest.approx(0.5))]
+    assert growing.seen() == [Fetched("r", 300, DONE, 0.5)]
 
 
 @pytest.mark.parametrize("reading", [False, True])
@@ -234,7 +234,7 @@ def test_the_completion_of_a_growing_ticket_that_is_all_cached_is_waited_for() -
     assert table.sent() == []
     table.grow(3, 0.1, DONE)
     table.confirm(0.2)
-    assert table.seen() == [Fetched("r", 0, 0.2, DONE, 0.1)]
+    assert table.seen() == [Fetched("r", 0, DONE, 0.1)]
 
 
 def test_a_cancel_releases_and_settles_when_the_bytes_are_in(whole: Table) -> None:

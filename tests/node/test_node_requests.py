@@ -178,6 +178,24 @@ def test_log_probabilities_of_the_prompt_are_handed_over_and_no_ticket_goes_befo
         decode(tokenizer, msgspec.structs.replace(handover, prompt_logprobs=None), **wants)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("generation", ""),
+        ("remote_port", 65536),
+        ("lease_epoch", -1),
+        ("remote_request_id", "r" * 257),
+        ("remote_block_ids", [[1]]),
+        ("remote_block_ids", [[1, 0]]),
+    ],
+)
+def test_a_ticket_that_can_lead_nowhere_is_refused(
+    tokenizer: Tokenizer, field: str, value: object
+) -> None:
+    with pytest.raises(RequestError):
+        decode(tokenizer, KvTransferParams(**(TICKET | {field: value})))
+
+
 def test_kv_that_did_not_come_is_told_once_with_its_cause(tokenizer: Tokenizer) -> None:
     params = KvTransferParams(**TICKET, generated=[65], sent_text=1)
     request, why = decode(tokenizer, params), "PeerLost: 10.0.0.1 is gone"
