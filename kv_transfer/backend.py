@@ -1,14 +1,13 @@
-"""A transfer backend: what really moves bytes, and the one thread that it lives on.
+"""A transfer backend: what moves bytes, and the one thread that it lives on.
 
-The thread keeps reads in flight until their end is seen, whoever has lost interest in them: blocks
-may be used again only when nothing can land in them. What a backend can know of that:
+Blocks may be used again only when nothing can land in them, so the thread polls each read to its
+end, whoever wants it. What a backend can know of that end:
 
-- direct: our own copies always end, whatever becomes of the peer; a read never breaks.
+- direct: our own copies always end; a read never breaks.
 - NCCL: bytes land in staging, and who ends a pair locks the pool: a failed read is over at once.
-- NIXL: a read is many operations of UCX. Done: all of them are. Disconnected: none goes on but
-  copies of our own GPU. Any other error is that of one operation: the read is *broken*, and its
-  other parts may land, even after the control connection has ended. Nothing at all: the read hangs
-  with its peer, and lands when that one goes on (seen: after the release of its handle, too).
+- NIXL: a read is many operations of UCX. Disconnected: none goes on but copies of our own GPU. Any
+  other error is that of one operation: the read is *broken*, and its other parts may land. With a
+  stopped peer a read hangs, and lands later (seen: after the release of its handle, too).
 
 So a connection that ends proves nothing; a process that is gone does (`peer_gone`).
 """
@@ -81,7 +80,7 @@ class Source:
 class TransferBackend(Protocol):
     """A way to read the memory of other processes. Called from one thread.
 
-    A peer is named by its generation, and added before and dropped after all of its reads.
+    Peers have generations for names; they are added before and dropped after all of their reads.
     """
 
     helps_readers: bool
@@ -200,8 +199,7 @@ class BackendThread:
         """`tell` and `on_error`, when the thread has ended, are called from the thread."""
         self._backend = backend
         self._tell, self._on_error = tell, on_error
-        # No SimpleQueue: its get() with a timeout never returns if the thread was kept from running
-        # for just so long in the middle of it (CPython 3.10 to 3.12).
+        # SimpleQueue.get() with a timeout may never return (CPython 3.10 to 3.12).
         self._todo: collections.deque[BackendJob] = collections.deque()
         self._woken = threading.Event()
         self._sources: dict[str, Source] = {}  # by generation: a process may have two addresses

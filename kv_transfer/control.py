@@ -1,8 +1,8 @@
 """The control channel: one thread with a ROUTER that peers dial, and a DEALER per peer we dial.
 
-Sends never wait, and every deadline is kept by `TransferEngine.tick`, whatever the step loop does.
-With a cluster secret every connection is authenticated and encrypted (ZMQ CURVE). Without one, it
-is neither, and the configuration allows loopback addresses only.
+Sends never wait, and `TransferEngine.tick` keeps every deadline, whatever the step loop does. With
+a cluster secret connections are authenticated and encrypted (ZMQ CURVE); without one the
+configuration allows loopback addresses only.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """Fetches of a reader: what each watched request waits for, and when its KV is admitted. Pure.
 
 A READ *starts* only while the lease is surely held: the last acknowledged renewal was sent less
-than a lease (minus a margin) ago. So none is posted towards a source that went silent, whose bytes
-could land at any later time. KV is *admitted* only when the source confirms, after the last byte,
-that it held the lease until then: a reader that slept cannot tell what was overwritten meanwhile.
-Blocks are *verified*, and kept if the fetch fails, by a renewal that was sent after the end of
-their READ and acknowledged. While a ticket grows, each READ takes what was announced since the last
-one, and the deadline is that of the next renewal.
+than a lease (minus a margin) ago. KV is *admitted* only when the source confirms, after the last
+byte, that it held the lease until then. Blocks are *verified*, and kept if the fetch fails, by an
+acknowledged renewal that was sent after their READ. While a ticket grows, each READ takes what was
+announced since the last one.
 
 A share of the blocks is compared with the source's checksums. The source is asked as each READ
-begins, and let go when it has answered. Bytes that differ because the lease was lost are LeaseLost;
-only what the source held until the end is KvCorrupted, and then nothing is kept.
+begins, and let go when it has answered. Only what differs although the lease was held is
+KvCorrupted, and then nothing is kept.
 
 A failed or cancelled fetch whose READ is in flight is Settled only when nothing of it can land any
 more: NIXL hands back a cancelled handle and goes on writing (seen: 969 of 1024 MiB).
@@ -95,8 +93,7 @@ class FetchTable:
     ) -> None:
         """Fetch the KV of a watched request; no blocks means that all of it was cached.
 
-        Raises ValueError if the request is not watched, or asks twice, or the lists differ in
-        length.
+        Raises ValueError for misuse.
         """
         fetch = self._fetches.get(request_id)
         if fetch is None or fetch.state is not State.WATCHED:

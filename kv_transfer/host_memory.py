@@ -3,10 +3,9 @@
 The memory is a sealed memfd, opened as /proc/PID/fd/FD: that takes one user and one PID namespace.
 Process ids are used again, so whoever maps looks in the memory itself for a proof.
 
-A source keeps one word per lease there: its epoch, while the lease is held. A word is cleared
-before the step loop hears that the lease has ended and can use the blocks again. So a reader on the
-host that finds the epoch there after its last byte has the right bytes, without a question; one
-that does not has learned nothing (many leases share few words) and asks.
+A source keeps one word per lease there: its epoch, until the step loop hears that the lease has
+ended. A reader that finds the epoch there after its last byte has the right bytes; one that does
+not has learned nothing (leases share words) and asks.
 """
 
 from __future__ import annotations

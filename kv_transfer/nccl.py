@@ -1,9 +1,8 @@
 """The NCCL backend: two-rank communicators between pairs of nodes with GPUs.
 
-One thread has the control socket, because the backend's looks around every 2 ms, and many transfers
-are shorter; and each pair has one (kv_transfer/nccl_pairs.py). Bytes travel as NCCL sends them: not
-encrypted, between addresses that NCCL chooses (NCCL_SOCKET_IFNAME). The control socket is
-encrypted: the key to get in is in the backend's metadata.
+The control socket has a thread, and each pair has one (kv_transfer/nccl_pairs.py). Bytes travel as
+NCCL sends them: not encrypted, between addresses that it chooses (NCCL_SOCKET_IFNAME). The control
+socket is encrypted: the key to get in is in the backend's metadata.
 """
 
 from __future__ import annotations

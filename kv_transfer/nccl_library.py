@@ -2,9 +2,8 @@
 
 NCCL is called directly: torch's watchdog ends the process when an operation times out. Two ranks
 meet in a communicator that does not block (NCCL 2.14 and later), so that `ncclCommAbort` is always
-possible. But each of its calls makes a thread, 150 to 230 us. So bytes move in a child of it that
-does block (15 us): it is split off with its parent's connections (`splitShare`; NCCL 2.18 and
-later), so that its calls have nobody to wait for.
+possible. Each of its calls takes 150 to 230 us, so bytes move in a child that does block (15 us):
+split off with its parent's connections (`splitShare`; NCCL 2.18), it has nobody to wait for.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Pairs: a reader and a source that move slices of blocks through staging memory.
 
-As soon as a stage is free the next slice is begun, of the same transfer or of the next one: a
-slice's time on the wire hides what the host does for another one. Each pair has a thread, because
-meeting the other rank blocks, and a hung peer must hold up nobody else.
+As soon as a stage is free the next slice is begun: its time on the wire hides what the host does
+for another one. Each pair has a thread, because meeting the other rank blocks.
 
 Nothing lands after an abort, even if a stopped peer wakes up later: bytes from outside go to the
-staging memory of their pair alone, which is given back only when its communicator is closed; and
-the copy from staging into the pool happens under a lock that `abort` takes. So a transfer of an
-aborted pair is over at once, without any quarantine.
+staging memory of their pair, which is given back when its communicator is closed; and the copy into
+the pool happens under a lock that `abort` takes. So no transfer needs a quarantine.
 """
 
 from __future__ import annotations

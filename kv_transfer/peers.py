@@ -2,8 +2,7 @@
 
 Three things end apart. The *connection* to a peer: its fetches fail, and the next one dials again.
 The backend's *way* to it: it is joined anew, when no READ is on the old way. And the *process*: it
-is gone only if somebody else answers for it, or its host says that nobody listens there any more. A
-peer whose READ hangs is dialled with every heartbeat: it may need our word to go on sending.
+is gone only if somebody else answers for it, or its host says that nobody listens there any more.
 """
 
 from __future__ import annotations

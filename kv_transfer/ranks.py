@@ -1,9 +1,8 @@
 """The link between rank 0 of an engine, where its `TransferEngine` is, and its other ranks.
 
-One thread at each end, so that neither the step loop nor its messages are in the way of a transfer.
-An engine of one rank has no link. Every connection is authenticated and encrypted (ZMQ CURVE) by a
-key that rank 0 draws at its start. It goes to the ranks with the engine's own messages, which are
-theirs alone: so ranks of other hosts need no secret to be configured.
+An engine of one rank has none. Connections are authenticated and encrypted (ZMQ CURVE) by a key
+that rank 0 draws at its start. The key goes to the ranks with the engine's own messages, so ranks
+of other hosts need no secret to be configured.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Signed tickets: a reader follows the ticket of a node that has the cluster's secret.
 
-Pure: `now` is a Unix second. Whether the KV is still there, leases, epochs and generations say.
-
-The signature is HMAC-SHA256 under a key made of the secret, so its audience is the cluster. Without
-a secret tickets carry no signature and lead to no other machine.
+Pure: `now` is a Unix second. The signature is HMAC-SHA256 under a key made of the secret, so its
+audience is the cluster. Without a secret tickets carry none and lead to no other machine.
 """
 
 from __future__ import annotations
