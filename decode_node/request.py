@@ -15,7 +15,7 @@ from kvrelay.wire.errors import RequestError
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Finish, Load
 from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import AnswerState, Ticket
+from kvrelay.wire.transfer import KvTransferParams, Ticket
 
 __all__ = ["DecodeRequest", "check_ticket"]
 
@@ -70,11 +70,11 @@ class DecodeRequest(NodeRequest):
     def __init__(
         self,
         submit: Submit,
-        ticket: Ticket | None,
-        answer: AnswerState,
+        answer: KvTransferParams,
         writer: AnswerWriter,
         info: EngineReady,
     ) -> None:
+        ticket = answer.ticket()
         if ticket is not None:
             check_ticket(ticket, info.block_size)
         prompt_tokens = len(submit.prompt_token_ids)

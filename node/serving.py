@@ -52,7 +52,7 @@ from kvrelay.wire.config import EngineConfig, NodeConfig, Role
 from kvrelay.wire.engine_messages import EngineReady, Submit
 from kvrelay.wire.errors import ConfigError, Draining, NotFound, RequestError
 from kvrelay.wire.sampling import PLAIN_SAMPLING, SamplingDefaults, SamplingParams
-from kvrelay.wire.transfer import AnswerState, HandoverRequest, KvTransferParams
+from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = ["Call", "Serving", "check_model_name", "load_serving", "read_template"]
 
@@ -130,7 +130,7 @@ class Serving:
     def handed_over_prompt(self, request: ChatRequest | CompletionRequest) -> list[int] | None:
         if request.kv_transfer_params is None or _has_several_prompts(request):
             return None
-        return request.kv_transfer_params.answer().prompt()
+        return request.kv_transfer_params.prompt()
 
     def requests(
         self, call: Call, request: ChatRequest | CompletionRequest, prompts: list[list[int]]
@@ -160,12 +160,11 @@ class Serving:
         params: KvTransferParams,
         prompt: list[int],
     ) -> NodeRequest:
-        asked, answer = params.request(), params.answer()
-        defaults = answer.sampling_defaults or self.defaults
-        answer = msgspec.structs.replace(answer, sampling_defaults=defaults)
+        defaults = params.sampling_defaults or self.defaults
+        params = msgspec.structs.replace(params, sampling_defaults=defaults)
         # Before looking at each of a million tokens.
         limit = token_limit(request, len(prompt), self.info.max_model_len, defaults)
-        generated = [token for each in answer.so_far(MAX_CHOICES) for token in each.generated]
+        generated = [token for each in params.so_far(MAX_CHOICES) for token in each.generated]
         self._check_tokens([*prompt, *generated])
         form = message_form(
             request,
@@ -174,28 +173,28 @@ class Serving:
             tool_format=self._tool_format,
             reasoning=self._reasoning,
         )
-        sampling = self._sampling(request, prompt, answer, defaults)
+        sampling = self._sampling(request, prompt, params, defaults)
         sampling = msgspec.structs.replace(sampling, constraint=form.guided(sampling.constraint))
         writer = AnswerWriter(
             request,
             self._tokenizer,
             sampling,
             response_id=call.response_id,
-            created=answer.created if answer.created is not None else int(time.time()),
+            created=params.created if params.created is not None else int(time.time()),
             model=request.model or self.model_name,
             prompt_tokens=len(prompt),
-            cached_tokens=answer.cached_tokens,
-            so_far=answer.so_far(request.n or 1),
-            part=answer.part,
-            first_index=answer.first_index,
+            cached_tokens=params.cached_tokens,
+            so_far=params.so_far(request.n or 1),
+            part=params.part,
+            first_index=params.first_index,
             beginning=self._prompts.beginning(request, prompt),
             message_form=form,
         )
-        submit = self._submit(call, request, prompt, sampling, asked, answer)
-        if asked.do_remote_prefill:
-            return DecodeRequest(submit, params.ticket(), answer, writer, self.info)
-        if asked.do_remote_decode and limit > 1:
-            return PrefillRequest(submit, asked, answer, writer)
+        submit = self._submit(call, request, prompt, sampling, params)
+        if params.do_remote_prefill:
+            return DecodeRequest(submit, params, writer, self.info)
+        if params.do_remote_decode and limit > 1:
+            return PrefillRequest(submit, params, writer)
         choices: dict[int, list[int]] = {choice: [] for choice in range(len(writer.choices))}
         return NodeRequest(fork_submits(submit, choices), writer)
 
@@ -203,7 +202,7 @@ class Serving:
         self,
         request: ChatRequest | CompletionRequest,
         prompt: list[int],
-        answer: AnswerState,
+        params: KvTransferParams,
         defaults: SamplingDefaults,
     ) -> SamplingParams:
         return sampling_params(
@@ -216,7 +215,7 @@ class Serving:
             max_model_len=self.info.max_model_len,
             defaults=defaults,
             # 53 bits: a proxy on its way to the decode node may read numbers as floats.
-            default_seed=answer.seed if answer.seed is not None else random.getrandbits(53),
+            default_seed=params.seed if params.seed is not None else random.getrandbits(53),
         )
 
     def _submit(
@@ -225,10 +224,9 @@ class Serving:
         request: ChatRequest | CompletionRequest,
         prompt: list[int],
         sampling: SamplingParams,
-        asked: HandoverRequest,
-        answer: AnswerState,
+        params: KvTransferParams,
     ) -> Submit:
-        known = len(prompt) + len(answer.choices[0].generated)
+        known = len(prompt) + len(params.generated)
         low, high = _TPOT_RANGE_MS
         return Submit(
             # An id of our own: a retry must not meet what its first try left behind.
@@ -239,9 +237,9 @@ class Serving:
             priority=request.priority or 0,
             adapter="" if request.model == self.model_name else request.model or "",
             at=time.monotonic(),
-            tpot_ms=min(max(low, asked.tpot_ms), high) if asked.tpot_ms else 0.0,
-            expected_output=min(max(0, asked.expected_output), self.info.max_model_len),
-            spill_tokens=max(1, known - max(0, answer.cached_tokens)) if asked.spill else 0,
+            tpot_ms=min(max(low, params.tpot_ms), high) if params.tpot_ms else 0.0,
+            expected_output=min(max(0, params.expected_output), self.info.max_model_len),
+            spill_tokens=max(1, known - max(0, params.cached_tokens)) if params.spill else 0,
         )
 
     def parse_tokenize(

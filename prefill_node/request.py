@@ -11,13 +11,7 @@ from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.engine_messages import RequestUpdate, Submit
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Finish, Load
-from kvrelay.wire.transfer import (
-    AnswerState,
-    ChoiceSoFar,
-    HandoverRequest,
-    KvTransferParams,
-    packed,
-)
+from kvrelay.wire.transfer import KvTransferParams, packed
 
 __all__ = ["PrefillRequest"]
 
@@ -28,8 +22,7 @@ class PrefillRequest(NodeRequest):
     def __init__(
         self,
         submit: Submit,
-        asked: HandoverRequest,
-        answer: AnswerState,
+        asked: KvTransferParams,
         writer: AnswerWriter,
     ) -> None:
         params = submit.params
@@ -40,7 +33,7 @@ class PrefillRequest(NodeRequest):
             writer,
         )
         self._several = several
-        self._asked, self._answer = asked, answer
+        self._asked = asked
         self._prompt_told = False
 
     def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:
@@ -81,19 +74,19 @@ class PrefillRequest(NodeRequest):
         # Without a ticket (its lease was ended while the prompt was computed) the decode node
         # computes the prompt.
         scored = self.writer.scored_prompt
-        first = ChoiceSoFar(
-            generated=update.token_ids,
-            logprobs=update.logprobs or [],
-            sent_text=self.writer.choices[0].sent_text,
-            finish=finish,
-        )
-        answer = msgspec.structs.replace(
-            self._answer,
+        return KvTransferParams(
+            do_remote_prefill=True,
+            created=self._asked.created,
+            part=self._asked.part,
+            first_index=self._asked.first_index,
+            seed=self.submits[0].params.seed,
             # Once: a router takes longer to read and write them than for all else in a request.
             prompt_token_ids=None if self._prompt_told else self.submits[0].prompt_token_ids,
-            choices=[first],
-            seed=self.submits[0].params.seed,
+            generated=update.token_ids,
+            generated_logprobs=update.logprobs or [],
+            sent_text=self.writer.choices[0].sent_text,
+            finish=finish,
             cached_tokens=update.cached_tokens,
             prompt_logprobs=None if scored is None else list(scored.entries),
-        )
-        return KvTransferParams.of(HandoverRequest(do_remote_prefill=True), answer, update.held)
+            sampling_defaults=self._asked.sampling_defaults,
+        ).with_ticket(update.held)

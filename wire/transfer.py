@@ -1,8 +1,8 @@
 """The hand-over contract: what a prefill node gives away and what a decode node must know.
 
-A router and its nodes speak of a `HandoverRequest`, a `Ticket` and an `AnswerState`. On the wire
-they are one flat JSON object, `KvTransferParams`, under vLLM's names, for third-party proxies. A
-lease keeps a ticket's blocks alive on the prefill node; a generation is a fresh id of each process.
+On the wire it is one flat JSON object, `KvTransferParams`, under vLLM's names, for third-party
+proxies. A lease keeps a ticket's blocks alive on the prefill node; a generation is a fresh id of
+each process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 
@@ -21,10 +20,8 @@ from kvrelay.wire.versions import Versions
 
 __all__ = [
     "SPILL_REFUSED",
-    "AnswerState",
     "ChoiceSoFar",
     "Fingerprint",
-    "HandoverRequest",
     "KvFacts",
     "KvTransferParams",
     "Ticket",
@@ -59,26 +56,6 @@ class ChoiceSoFar(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish: Finish | None = None
 
 
-class HandoverRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A router's wishes for one of the two requests of a hand-over.
-
-    One of the two booleans is the role.
-    """
-
-    do_remote_decode: bool = False
-    do_remote_prefill: bool = False
-    client_max_tokens: int = 0
-    """To a prefill node: the client's limit. 0: unknown."""
-    pipelined: bool = False
-    """To a prefill node: send a TICKET frame before the prompt is computed."""
-    tpot_ms: float = 0.0
-    """To a decode node: the client's time per token. 0: unknown."""
-    expected_output: int = 0
-    """To a decode node: likely tokens of the answer. 0: unknown."""
-    spill: bool = False
-    """To a decode node: a prefill node could compute the prompt."""
-
-
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """A claim on KV of another process: its lease and blocks, signed by kv_transfer/tickets.py."""
 
@@ -102,8 +79,42 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     adapter_digest: str = ""
 
 
-class AnswerState(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer so far: what the next node would otherwise compute again."""
+class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A router's wishes for a request of a hand-over, a ticket, and the answer so far.
+
+    The answer is what the next node would otherwise compute again. Without a default: unknown.
+    """
+
+    do_remote_decode: bool = False
+    """The role of a prefill node."""
+    do_remote_prefill: bool = False
+    """The role of a decode node."""
+    client_max_tokens: int = 0
+    """To a prefill node: the client's limit."""
+    pipelined: bool = False
+    """To a prefill node: send a TICKET frame before the prompt is computed."""
+    tpot_ms: float = 0.0
+    """To a decode node: the client's time per token."""
+    expected_output: int = 0
+    """To a decode node: likely tokens of the answer."""
+    spill: bool = False
+    """To a decode node: a prefill node could compute the prompt."""
+
+    # The fields of Ticket.
+    remote_engine_id: str | None = None
+    remote_block_ids: list[list[int]] | None = None
+    remote_request_id: str | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+    tp_size: int = 1
+    generation: str | None = None
+    lease_epoch: int = 0
+    num_tokens: int = 0
+    growing: bool = False
+    expires_at: int | None = None
+    signature: str | None = None
+    adapter: str = ""
+    adapter_digest: str = ""
 
     created: int | None = None
     """Unix second, equal in all chunks."""
@@ -114,12 +125,56 @@ class AnswerState(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | None = None
     packed_prompt: bytes | None = None
     """The same, 4 bytes each: routers do not read them."""
-    choices: list[ChoiceSoFar] = []
+    generated: list[int] = []
+    """This and the next three are of the first choice (`choices`)."""
+    generated_logprobs: list[TokenLogprobs] = []
+    sent_text: int | None = None
+    finish: Finish | None = None
+    other_choices: list[ChoiceSoFar] = []
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
     """From the second token on, if the client asks."""
     sampling_defaults: SamplingDefaults | None = None
     """Defaults by which the first token was drawn."""
+
+    def ticket(self) -> Ticket | None:
+        """Return the claim on KV elsewhere, if there is one."""
+        if self.remote_request_id is None and self.remote_engine_id is None:
+            return None
+        values = {name: getattr(self, name) for name in Ticket.__struct_fields__}
+        return Ticket(**{name: value for name, value in values.items() if value is not None})
+
+    def with_ticket(self, ticket: Ticket | None) -> KvTransferParams:
+        claim = KvTransferParams() if ticket is None else ticket
+        values = {name: getattr(claim, name) for name in Ticket.__struct_fields__}
+        return msgspec.structs.replace(self, **values)
+
+    @property
+    def choices(self) -> list[ChoiceSoFar]:
+        """Return the choices so far, the first one always."""
+        first = ChoiceSoFar(
+            generated=self.generated,
+            logprobs=self.generated_logprobs,
+            sent_text=self.sent_text,
+            finish=self.finish,
+        )
+        return [first, *self.other_choices]
+
+    def with_choices(self, choices: list[ChoiceSoFar]) -> KvTransferParams:
+        first, *others = choices
+        return msgspec.structs.replace(
+            self,
+            generated=first.generated,
+            generated_logprobs=first.logprobs,
+            sent_text=first.sent_text,
+            finish=first.finish,
+            other_choices=others,
+        )
+
+    def so_far(self, count: int) -> list[ChoiceSoFar]:
+        """Return the first `count` choices, empty if they have not begun."""
+        known = self.choices[:count]
+        return known + [ChoiceSoFar() for _ in range(count - len(known))]
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -141,94 +196,6 @@ class AnswerState(msgspec.Struct, frozen=True, kw_only=True):
         if sys.byteorder == "big":
             ids.byteswap()
         return ids.tolist()
-
-    def so_far(self, choices: int) -> list[ChoiceSoFar]:
-        """Return the first `choices` choices, empty if they have not begun."""
-        known = self.choices[:choices]
-        return known + [ChoiceSoFar() for _ in range(choices - len(known))]
-
-
-class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A request, a ticket and an answer's state as one JSON object."""
-
-    do_remote_decode: bool = False
-    do_remote_prefill: bool = False
-    remote_engine_id: str | None = None
-    remote_block_ids: list[list[int]] | None = None
-    remote_request_id: str | None = None
-    remote_host: str | None = None
-    remote_port: int | None = None
-    tp_size: int = 1
-
-    client_max_tokens: int = 0
-    pipelined: bool = False
-    tpot_ms: float = 0.0
-    expected_output: int = 0
-    spill: bool = False
-
-    generation: str | None = None
-    lease_epoch: int = 0
-    num_tokens: int = 0
-    growing: bool = False
-    expires_at: int | None = None
-    signature: str | None = None
-    adapter: str = ""
-    adapter_digest: str = ""
-
-    created: int | None = None
-    part: bool = False
-    first_index: int = 0
-    seed: int | None = None
-    prompt_token_ids: list[int] | None = None
-    packed_prompt: bytes | None = None
-    generated: list[int] = []
-    generated_logprobs: list[TokenLogprobs] = []
-    sent_text: int | None = None
-    finish: Finish | None = None
-    other_choices: list[ChoiceSoFar] = []
-    cached_tokens: int = 0
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    sampling_defaults: SamplingDefaults | None = None
-
-    @classmethod
-    def of(
-        cls, request: HandoverRequest, answer: AnswerState, ticket: Ticket | None = None
-    ) -> KvTransferParams:
-        values = msgspec.structs.asdict(request) | msgspec.structs.asdict(answer)
-        if ticket is not None:
-            values |= msgspec.structs.asdict(ticket)
-        first, *others = values.pop("choices") or [ChoiceSoFar()]
-        return cls(
-            generated=first.generated,
-            generated_logprobs=first.logprobs,
-            sent_text=first.sent_text,
-            finish=first.finish,
-            other_choices=others,
-            **values,
-        )
-
-    def request(self) -> HandoverRequest:
-        return HandoverRequest(**self._given(HandoverRequest))
-
-    def ticket(self) -> Ticket | None:
-        """Return the claim on KV elsewhere, if there is one."""
-        if self.remote_request_id is None and self.remote_engine_id is None:
-            return None
-        return Ticket(**self._given(Ticket))
-
-    def answer(self) -> AnswerState:
-        """Return the answer's state; it always has a first choice."""
-        first = ChoiceSoFar(
-            generated=self.generated,
-            logprobs=self.generated_logprobs,
-            sent_text=self.sent_text,
-            finish=self.finish,
-        )
-        return AnswerState(choices=[first, *self.other_choices], **self._given(AnswerState))
-
-    def _given(self, kind: type[msgspec.Struct]) -> dict[str, Any]:
-        values = {name: getattr(self, name, None) for name in kind.__struct_fields__}
-        return {name: value for name, value in values.items() if value is not None}
 
 
 _MAY_DIFFER = ("tp_size", "protocol", "protocol_newest")

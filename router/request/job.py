@@ -16,7 +16,7 @@ from kvrelay.openai_api.body import check_choices
 from kvrelay.openai_api.json_body import read_json
 from kvrelay.router.prefix.index import Prefix
 from kvrelay.wire.errors import RequestError
-from kvrelay.wire.transfer import AnswerState, HandoverRequest, KvTransferParams
+from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = [
     "CHAT_PATH",
@@ -318,13 +318,14 @@ def prefill_body(job: Job) -> bytes:
         # Not dropped: with min_tokens >= 1 the first token must not be the end of the answer.
         fields["min_tokens"] = min(job.known.min_tokens, 1)
     fields["seed"] = job.seed
-    fields["kv_transfer_params"] = KvTransferParams.of(
-        HandoverRequest(
-            do_remote_decode=True,
-            client_max_tokens=job.max_tokens,
-            pipelined=True,
-        ),
-        AnswerState(created=job.created, seed=job.seed, part=job.part, first_index=job.first_index),
+    fields["kv_transfer_params"] = KvTransferParams(
+        do_remote_decode=True,
+        client_max_tokens=job.max_tokens,
+        pipelined=True,
+        created=job.created,
+        seed=job.seed,
+        part=job.part,
+        first_index=job.first_index,
     )
     return msgspec.json.encode(fields)
 
@@ -335,7 +336,7 @@ def decode_body(job: Job, params: KvTransferParams) -> bytes:
     known = job.known
     # An answer may depend on the prompt's own words, not on its tokens alone.
     repeats = known.echo or known.continue_final_message or known.add_generation_prompt is False
-    if params.answer().prompt_tokens is not None and not repeats:
+    if params.prompt_tokens is not None and not repeats:
         fields[job.prompt_field] = [] if job.path == CHAT_PATH else ""
     fields["seed"] = job.seed
     fields["kv_transfer_params"] = params

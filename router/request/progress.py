@@ -30,7 +30,7 @@ class FramePosition:
 
     @classmethod
     def behind(cls, params: KvTransferParams) -> FramePosition:
-        known = params.answer().choices
+        known = params.choices
         return cls(
             {choice: len(each.generated) for choice, each in enumerate(known)}, decoding=True
         )
@@ -99,7 +99,7 @@ class AnswerProgress:
         return True
 
     def _take_handover(self, params: KvTransferParams) -> None:
-        if params.answer().prompt_tokens is None and self.ticket is not None:
+        if params.prompt_tokens is None and self.ticket is not None:
             # Its ticket has told them.
             told_there = self.ticket
             params = msgspec.structs.replace(
@@ -107,7 +107,7 @@ class AnswerProgress:
                 prompt_token_ids=told_there.prompt_token_ids,
                 packed_prompt=told_there.packed_prompt,
             )
-        first, told = self._choices[0], params.answer().choices[0]
+        first, told = self._choices[0], params.choices[0]
         known = first.generated[: len(told.generated)]
         if known != told.generated[: len(known)]:
             self._diverged = True  # the client may have the first token of a decode request
@@ -153,8 +153,7 @@ class AnswerProgress:
         )
         known = range(max(self._choices) + 1)
         choices = [_copied(self._choices.get(at, ChoiceSoFar())) for at in known]
-        answer = msgspec.structs.replace(told.answer(), choices=choices)
-        return KvTransferParams.of(told.request(), answer)
+        return told.with_ticket(None).with_choices(choices)
 
 
 def _copied(choice: ChoiceSoFar) -> ChoiceSoFar:

@@ -467,7 +467,7 @@ class Attempt:
         if frame.timing is not None:
             timeline.note_report(frame.timing, decoding=self._position.decoding)
         if params is not None:
-            run.prompt_tokens = params.answer().prompt_tokens or run.prompt_tokens
+            run.prompt_tokens = params.prompt_tokens or run.prompt_tokens
             run.cached_tokens = params.cached_tokens
             if frame.kind is FrameKind.TICKET and not self._position.decoding:
                 run.on_ticket(params, frame, self._lease)

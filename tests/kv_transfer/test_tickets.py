@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.kv_transfer.tickets import LIFE_S, refusal, signed
-from kvrelay.wire.transfer import AnswerState, HandoverRequest, KvTransferParams, Ticket
+from kvrelay.wire.transfer import KvTransferParams, Ticket
 
 SECRET, OTHER = "the secret of this cluster", "the secret of this cluster."
 NOW = 1_800_000_000.25
@@ -41,7 +41,7 @@ TICKET = Ticket(
 
 def travelled(ticket: Ticket) -> Ticket:
     """After JSON, a proxy, and the engine's msgpack."""
-    sent = KvTransferParams.of(HandoverRequest(), AnswerState(seed=7), ticket)
+    sent = KvTransferParams(seed=7).with_ticket(ticket)
     there = msgspec.json.decode(msgspec.json.encode(sent), type=KvTransferParams).ticket()
     return msgspec.msgpack.decode(msgspec.msgpack.encode(there), type=Ticket)
 

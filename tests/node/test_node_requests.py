@@ -21,7 +21,7 @@ from kvrelay.wire.engine_messages import RequestUpdate, Submit
 from kvrelay.wire.errors import KvNotLoaded, RequestError
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Finish, Load, TokenLogprobs
-from kvrelay.wire.transfer import AnswerState, ChoiceSoFar, HandoverRequest, KvTransferParams
+from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
 
 PROMPT = [7] * 20
 TICKET: dict[str, Any] = {
@@ -49,7 +49,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def parts(
     tokenizer: Tokenizer, params: KvTransferParams | None = None, **fields: Any
 ) -> tuple[Submit, AnswerWriter]:
-    answer = (params or KvTransferParams()).answer()
+    params = params or KvTransferParams()
     body = {"prompt": "x", "max_tokens": 9, "stream": True, **fields}
     request = decode_completion(json.dumps(body).encode())
     sampling = sampling_params(
@@ -63,20 +63,20 @@ def parts(
         created=7,
         model="m",
         prompt_tokens=20,
-        so_far=answer.so_far(request.n or 1),
+        so_far=params.so_far(request.n or 1),
     )
     return Submit("call-1", PROMPT, sampling), writer
 
 
 def prefill(tokenizer: Tokenizer, *, pipelined: bool = False, **fields: Any) -> PrefillRequest:
     submit, writer = parts(tokenizer, **fields)
-    asked = HandoverRequest(do_remote_decode=True, client_max_tokens=9, pipelined=pipelined)
-    return PrefillRequest(submit, asked, AnswerState(), writer)
+    asked = KvTransferParams(do_remote_decode=True, client_max_tokens=9, pipelined=pipelined)
+    return PrefillRequest(submit, asked, writer)
 
 
 def decode(tokenizer: Tokenizer, params: KvTransferParams, **fields: Any) -> DecodeRequest:
     submit, writer = parts(tokenizer, params, **fields)
-    return DecodeRequest(submit, params.ticket(), params.answer(), writer, engine_info())
+    return DecodeRequest(submit, params, writer, engine_info())
 
 
 def chunks(frame: Frame) -> list[Any]:
@@ -106,7 +106,7 @@ def test_a_first_token_that_ends_its_choice_ends_the_request_of_one_choice_only(
         return
     assert [frame.kind for frame in frames] == [FrameKind.TOKENS, FrameKind.HANDOVER]
     assert frames[1].params is not None
-    assert frames[1].params.answer().so_far(2) == [
+    assert frames[1].params.so_far(2) == [
         ChoiceSoFar(generated=[EOS], sent_text=0, finish=Finish.STOP),
         ChoiceSoFar(),
     ]

@@ -137,7 +137,7 @@ def test_a_first_choice_that_its_first_token_has_ended_ends_once() -> None:
     state.take(Frame(FrameKind.HANDOVER, params=over), prefill)
     assert state.decode_params() is over
     assert state.take(tokens(21, sent=1, choice=1), decode)
-    assert state.decode_params().answer().so_far(2) == [
+    assert state.decode_params().so_far(2) == [
         ChoiceSoFar(
             generated=[11], logprobs=[TokenLogprobs(11, -0.5)], sent_text=1, finish=Finish.STOP
         ),
@@ -199,15 +199,12 @@ def test_whatever_breaks_no_token_of_any_choice_is_lost_or_doubled(
         params = state.decode_params()
         place = FramePosition.behind(params)
         said = {
-            choice: len(each.generated)
-            for choice, each in enumerate(params.answer().so_far(len(lengths)))
+            choice: len(each.generated) for choice, each in enumerate(params.so_far(len(lengths)))
         }
         over_already = {
-            choice
-            for choice, each in enumerate(params.answer().so_far(len(lengths)))
-            if each.finish
+            choice for choice, each in enumerate(params.so_far(len(lengths))) if each.finish
         }
-        for each in params.answer().so_far(len(lengths)):
+        for each in params.so_far(len(lengths)):
             assert len(each.logprobs) == len(each.generated)
         for choice, count in pieces:
             if late and data.draw(st.booleans()):
