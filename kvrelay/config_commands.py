@@ -43,7 +43,6 @@ _WithEngine = TypeVar("_WithEngine", NodeConfig, RanksConfig, ClusterConfig)
 _TEXT_METAVARS = {
     "lora_modules": "NAME=PATH",
     "alias": "NAME=MODEL",
-    "node_allow": "HOST",
     "gpus": "IDS",
 }
 _METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}

@@ -1,10 +1,8 @@
-"""Operators' routes: nodes are listed, added, removed, drained and given other roles.
+"""Operators' routes: nodes are listed, drained and given other roles.
 
 All nodes are told to reset their prefix caches, to load and to unload adapters.
 
-router/guard.py checks who may ask. Changes are logged with their sender and may be repeated. They
-are kept in memory only: a router that is started again knows its flags' nodes, and those that
-announce themselves.
+router/guard.py checks who may ask. Changes are logged with their sender and may be repeated.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from starlette.responses import Response
 from kvrelay.openai_api.json_body import json_response
 from kvrelay.openai_api.model_types import AdapterAnswer, NodeAnswer, UnloadAdapterRequest
 from kvrelay.router.guard import caller_of, peer_of
-from kvrelay.router.nodes.node import Node, NodeKind, NodeSpec, Source
+from kvrelay.router.nodes.node import Node, NodeKind
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.roles import BEGUN, ask_role
 from kvrelay.router.router import Router
@@ -34,7 +32,6 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.errors import (
     ConfigError,
     Conflict,
-    Forbidden,
     KvrelayError,
     NodeFailed,
     NotFound,
@@ -58,12 +55,6 @@ _log = logging.getLogger("kvrelay.router")
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
-class _Add(msgspec.Struct, frozen=True):
-    url: str
-    role: Role
-    model: str = ""
-
-
 class _Name(msgspec.Struct, frozen=True):
     url: str
 
@@ -85,8 +76,6 @@ class _Done(msgspec.Struct):
 def add_admin_routes(app: FastAPI, router: Router) -> None:
     routes = _AdminRoutes(router)
     app.get("/admin/nodes", response_model=None)(routes.nodes)
-    app.post("/admin/nodes", response_model=None)(routes.add)
-    app.delete("/admin/nodes", response_model=None)(routes.remove)
     app.post("/admin/drain", response_model=None)(routes.drain)
     app.post("/admin/undrain", response_model=None)(routes.drain)
     app.post("/admin/nodes/role", response_model=None)(routes.flip)
@@ -104,44 +93,6 @@ class _AdminRoutes:
         router = self._router
         own, workers = router.console.status(), router.shared.other_workers()
         return json_response({"nodes": joined_nodes(own, workers or [own])})
-
-    async def add(self, request: Request) -> Response:
-        asked = await _decoded(request, _Add)
-        spec = NodeSpec(asked.url, asked.role, asked.model)
-        of = spec.role, spec.url
-        if not self._router.config.may_be_node(spec.url):
-            _note(request, "may not add %s node %s: node_allow does not name it", *of)
-            raise Forbidden(
-                f"{spec.url} would get the nodes' key and prompts, and its host is neither that of "
-                "a --prefill or --decode node nor named by --node-allow; start the router with "
-                "--node-allow HOST, or have the node announce itself (--router)",
-                param="url",
-            )
-        known = self._pool.find(spec.url)
-        if known is not None and known.role is not spec.role:
-            raise RequestError(
-                f"{spec.url} is a {known.role} node; remove it first, or correct role", param="role"
-            )
-        self._pool.add(spec, Source.ADMIN, time.monotonic())
-        _note(request, "adds %s node %s (%s)", *of, "known" if known else "new")
-        return json_response({"added": known is None, "node": self._row(self._known(spec.url))})
-
-    async def remove(self, request: Request) -> Response:
-        url = request.query_params.get("url", "").rstrip("/")
-        if not url:
-            raise RequestError(
-                "name the node: DELETE /admin/nodes?url=http://HOST:PORT", param="url"
-            )
-        node = self._pool.find(url)
-        self._pool.remove(url, [Source.ADMIN, Source.STATIC], time.monotonic())
-        left = self._pool.sources(url)
-        _note(request, "removes node %s (%s)", url, left or ("known" if node else "unknown"))
-        answer: dict[str, object] = {"removed": node is not None and not left, "sources": left}
-        if left:
-            answer["message"] = (
-                f"the node is still named by {', '.join(left)}; drain it, or stop it"
-            )
-        return json_response(answer)
 
     async def drain(self, request: Request) -> Response:
         path = request.url.path.removeprefix("/admin")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
@@ -26,12 +25,10 @@ __all__ = [
     "Positive",
     "base_url",
     "check_fields",
-    "check_node_allow",
     "gib",
     "is_address",
     "is_base_url",
     "is_loopback",
-    "is_node_allowed",
     "require",
     "udp_address",
 ]
@@ -127,71 +124,3 @@ def base_url(typed: str) -> str:
     like = f"{plain}:8000" if re.fullmatch(r"[\w.-]+", plain) else "http://127.0.0.1:8000"
     require(is_base_url(url), f"{typed!r} is no address of a server; give one like {like}")
     return url
-
-
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-
-_AT = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?", re.ASCII | re.IGNORECASE)
-_NAME = re.compile(
-    r"(?=.{1,253}\Z)[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*", re.ASCII
-)
-
-
-def check_node_allow(entries: Iterable[str]) -> None:
-    """Raise ConfigError for an entry that is no host name, address or network."""
-    for entry in entries:
-        require(
-            _host(entry) is not None or _network(entry) is not None,
-            f"node_allow {entry!r} must be a host name, an address or a network such as "
-            f"10.1.0.0/16, without scheme, "
-            "port or wildcard",
-        )
-
-
-def is_node_allowed(url: str, entries: Sequence[str], nodes: Iterable[str]) -> bool:
-    """Return whether the host of `url` is in the entries, or one of `nodes`.
-
-    Names compare without case and final dot, addresses by value; a name is in no network.
-    """
-    host = _host_of(url)
-    if host is None:
-        return False
-    if any(_host_of(node) == host for node in nodes):
-        return True
-    networks = (
-        []
-        if isinstance(host, str)
-        else [found for entry in entries if (found := _network(entry)) is not None]
-    )
-    return any(_host(entry) == host for entry in entries) or any(
-        host in network for network in networks
-    )
-
-
-def _host_of(url: str) -> str | _Address | None:
-    found = _AT.fullmatch(urlsplit(url).netloc) if is_base_url(url) else None
-    return None if found is None else _host(found[1])
-
-
-def _host(text: str) -> str | _Address | None:
-    if "%" in text:  # of an IPv6 zone, or of what another reader would decode
-        return None
-    try:
-        address = ipaddress.ip_address(text.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        name = text.lower().removesuffix(".")
-        # A last label of digits is an address to a resolver: 127.1, 2130706433, 0x7f.1.
-        return (
-            None
-            if not _NAME.fullmatch(name) or re.fullmatch(r"(.*\.)?(\d+|0x[0-9a-f]*)", name)
-            else name
-        )
-    return getattr(address, "ipv4_mapped", None) or address
-
-
-def _network(text: str) -> _Network | None:
-    try:
-        return ipaddress.ip_network(text) if "/" in text and "%" not in text else None
-    except ValueError:
-        return None

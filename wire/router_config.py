@@ -12,10 +12,8 @@ from kvrelay.wire.config_checks import (
     Port,
     Positive,
     check_fields,
-    check_node_allow,
     is_base_url,
     is_loopback,
-    is_node_allowed,
     require,
 )
 from kvrelay.wire.errors import ConfigError
@@ -129,10 +127,6 @@ class RouterConfig(ServerConfig):
     """
     node_api_key: str = field(default="", repr=False)
     """Sent to the nodes."""
-    node_allow: tuple[str, ...] = ()
-    """Host name, address or network (10.1.0.0/16) of nodes that POST /admin/nodes or a ping may
-    name while node_api_key is set; hosts of prefill and decode always may. Give it again for more.
-    """
     admin_key: str = field(default="", repr=False)
     """Key of /admin routes and the console, as `Authorization: Bearer <admin_key>`; empty draws one
     at start, for the router's own user on this machine.
@@ -183,7 +177,6 @@ class RouterConfig(ServerConfig):
         ServerConfig.__post_init__(self)
         self.check_keys("node_api_key", "admin_key")
         self._check_entry()
-        check_node_allow(self.node_allow)
         require(
             not self.isolate_keys or bool(self.api_key or self.keys),
             "isolate_keys keeps API keys apart and there is none; set api_key or keys, too",
@@ -224,12 +217,6 @@ class RouterConfig(ServerConfig):
         )
         require(
             not both, f"{', '.join(both)} is listed as prefill and as decode; a node has one role"
-        )
-
-    def may_be_node(self, url: str) -> bool:
-        """Return whether somebody without the cluster's key may name this node."""
-        return not self.node_api_key or is_node_allowed(
-            url, self.node_allow, (*self.prefill, *self.decode)
         )
 
     @property

@@ -49,7 +49,6 @@ NEW = "not checked yet"
 class Source(enum.StrEnum):
     """A source of membership. Where two disagree about a role, the first of these counts."""
 
-    ADMIN = "admin"
     STATIC = "static"
     KUBERNETES = "kubernetes"
     HEARTBEATS = "heartbeats"

@@ -86,14 +86,6 @@ class Pool:
                 self._set_role(node, spec.role)
         self.members = members  # last: what was not applied is told again
 
-    def add(self, spec: NodeSpec, source: Source, now: float) -> None:
-        self.set_members(source, [*self.members[source].values(), spec], now)
-
-    def remove(self, url: str, sources: Collection[Source], now: float) -> None:
-        for source in sources:
-            named = self.members[source].values()
-            self.set_members(source, [spec for spec in named if spec.url != url], now)
-
     def sources(self, url: str) -> list[Source]:
         return [source for source, specs in self.members.items() if url in specs]
 

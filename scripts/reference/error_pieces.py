@@ -17,8 +17,7 @@ REMEDIES = {
     "again: change it.",
     "Unauthorized": "Send the key as `Authorization: Bearer KEY` or in `x-api-key`.",
     "Forbidden": "Use a key that may do this, or change `models`, `priority` or `admin` of this "
-    "one. For a node, give "
-    "the router `--node-allow`.",
+    "one.",
     "NotFound": "`GET /v1/models` lists the models; a router knows a node's model as soon as the "
     "node is up.",
     "RequestTimeout": "Send the whole body at once; look at the network between client and router.",

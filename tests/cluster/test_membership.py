@@ -53,9 +53,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) -> Iterator[Cluster]:
-    """2P2D over NIXL. No list of nodes: once they are of this release they tell the router that
-    they are there.
-    """
+    """2P2D over NIXL. Once nodes are of this release they also tell the router that they are there."""
     folder = tmp_path_factory.mktemp("members")
     flags = [*tiny_model(folder), "--kv-connector", "nixl"]
     heartbeats = free_port()
@@ -67,17 +65,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) ->
         every = ["--strict-roles", "--prefill-policy", "round_robin"]
         every += ["--decode-policy", "least_queue"]
         router_flags = ["--heartbeat-port", str(heartbeats), "--alias=best=tiny", *every]
-        router_flags += ["--node-allow=127.0.0.1"]
-        cluster.router = cluster.start("router", router_flags, env=KEYS)
-        # At the nodes of this release it is the other way round: the router is of the one before.
         listed = [f"--{node.role}={node.url}" for node in cluster.nodes]
+        cluster.router = cluster.start("router", [*router_flags, *listed], env=KEYS)
+        # At the nodes of this release it is the other way round: the router is of the one before.
         cluster.others = [cluster.start("router", [*listed, *every], env=before)]
         for node in cluster.nodes:
-            wait_until(
-                lambda node=node: _by_hand(cluster, "POST", node),
-                START_DEADLINE_S,
-                f"{node.url} is added",
-            )
             node.argv = [
                 *node.argv,
                 "--router",
@@ -88,24 +80,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) ->
         yield cluster
     finally:
         cluster.stop()
-
-
-def _by_hand(cluster: Cluster, how: str, node: Process) -> bool:
-    """Have the router add (POST) or forget (DELETE) what an operator says of a node; whether it
-    has.
-    """
-    operator = {"authorization": f"Bearer {KEYS['KVRELAY_ADMIN_KEY']}"}
-    spec = (
-        {"json": {"url": node.url, "role": node.role}}
-        if how == "POST"
-        else {"params": {"url": node.url}}
-    )
-    try:
-        return httpx2.request(
-            how, f"{cluster.url}/admin/nodes", headers=operator, timeout=5, **spec
-        ).is_success
-    except httpx2.ConnectError:
-        return False
 
 
 def health(cluster: Cluster) -> dict[str, Any]:
@@ -186,8 +160,6 @@ def _restart(cluster: Cluster, drained: Process, other: Process, was: dict[str, 
         node.kill(signal.SIGTERM)
     for node in pair:
         node.popen.wait(60)
-    for node in pair:
-        assert _by_hand(cluster, "DELETE", node)
     fresh = [cluster.restart(node, env=KEYS) for node in pair]
     cluster.wait_ready(*fresh)
 

@@ -199,7 +199,7 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
         for method, path, body, status in (
             ("POST", "/admin/drain", b'{"url": "http://x"}', 404),
             ("POST", "/admin/drain", b"[" + b" " * (1 << 16), 413),
-            ("DELETE", "/admin/nodes", b"", 400),
+            ("DELETE", "/admin/nodes", b"", 405),
             ("PUT", "/admin/nodes", b"", 405),
             ("GET", "/admin/x", b"", 404),
             ("GET", "/admin/../health", b"", 404),
@@ -255,10 +255,12 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
 
             await until(by_both, 1.0)
 
-        assert (await r.json(0, "/admin/nodes", {"url": d2.url, "role": "decode"}))["added"]
+        write(tmp_path, p, d, decode=[d.url, d2.url])
+        assert await r.json(0, "/admin/reload", {}) == {"changed": ["decode"]}
         await everywhere(d2.url, lambda node: node is not None and node["up"])
         assert len((await r.json(1, "/admin/nodes"))["nodes"]) == 3
-        assert (await r.json(1, f"/admin/nodes?url={d.url}", method="DELETE"))["removed"]
+        write(tmp_path, p, d2)
+        assert await r.json(1, "/admin/reload", {}) == {"changed": ["decode"]}
         await everywhere(d.url, lambda node: node is None)
 
         async def counted() -> float:
@@ -269,13 +271,13 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
 
         # A new configuration is taken over by both or by neither, whoever asks for it; and by those
         # that begin later.
-        write(tmp_path, p, d, alias=[f"best={MODEL}"])
+        write(tmp_path, p, d2, alias=[f"best={MODEL}"])
         assert await r.json(1, "/admin/reload", {}) == {"changed": ["alias"]}
         await until(partial(serve, "best"))
-        write(tmp_path, p, d, keys=[])
+        write(tmp_path, p, d2, keys=[])
         told = await r.json(0, "/admin/reload", {})
         assert told["error"]["message"].startswith("the new configuration has no API keys")
-        write(tmp_path, p, d, alias=[f"better={MODEL}"])
+        write(tmp_path, p, d2, alias=[f"better={MODEL}"])
         r.process.send_signal(signal.SIGHUP)
         await until(partial(serve, "better"))
 

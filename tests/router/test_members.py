@@ -93,8 +93,8 @@ def test_nodes_join_and_leave_at_run_time_and_followers_are_told() -> None:
     seen: list[str] = []
     pool.joined = lambda node: seen.append(f"+{node.url}")
     pool.left = lambda node: seen.append(f"-{node.url}")
-    pool.add(NodeSpec("http://p2", Role.PREFILL), Source.ADMIN, 2.0)
-    pool.add(NodeSpec("http://p2/", Role.PREFILL), Source.ADMIN, 2.0)
+    for url in ("http://p2", "http://p2/"):
+        pool.set_members(Source.HEARTBEATS, [NodeSpec(url, Role.PREFILL)], 2.0)
     assert len(pool.nodes) == 3
     pool.set_members(Source.STATIC, [D], 3.0)
     assert pool.find("http://p") is None
@@ -107,7 +107,7 @@ def test_a_removed_node_takes_no_new_legs_and_is_there_until_its_last_one_has_en
     gone: list[Node] = []
     pool.left = gone.append
     with leg_on(pool, Role.PREFILL):
-        pool.remove("http://p", [Source.STATIC], 2.0)
+        pool.set_members(Source.STATIC, [D], 2.0)
         with pytest.raises(NoNode), leg_on(pool, Role.PREFILL):
             pass
         up(pool, node, at=3.0)  # it is watched, and stays out
@@ -130,8 +130,8 @@ def test_requests_of_a_removed_node_are_cut_when_it_is_silent() -> None:
 def test_a_node_that_comes_back_while_it_leaves_is_the_same_node() -> None:
     pool, node, _ = ready_pool()
     with leg_on(pool, Role.PREFILL):
-        pool.remove("http://p", [Source.STATIC], 2.0)
-        pool.add(P, Source.HEARTBEATS, 3.0)
+        pool.set_members(Source.STATIC, [D], 2.0)
+        pool.set_members(Source.HEARTBEATS, [P], 3.0)
         assert pool.find("http://p") is node
         up(pool, node, at=2.9)
         assert not node.up  # by a check that was started before

@@ -24,11 +24,9 @@ ROUTES = operated()
 
 def test_these_are_the_routes_of_operators() -> None:
     assert ROUTES == [
-        ("DELETE", "/admin/nodes"),
         ("GET", "/admin/nodes"),
         ("GET", "/console/state"),
         ("POST", "/admin/drain"),
-        ("POST", "/admin/nodes"),
         ("POST", "/admin/nodes/role"),
         ("POST", "/admin/reload"),
         ("POST", "/admin/undrain"),

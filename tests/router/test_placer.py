@@ -15,7 +15,7 @@ import pytest
 from router_doubles import KV, NO_PROMPTS, parse_job
 
 from kvrelay.router.nodes.health import NodeHealth
-from kvrelay.router.nodes.node import HealthReport, Node, Source
+from kvrelay.router.nodes.node import HealthReport, Node, NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Refuse, Wait
 from kvrelay.router.request.job import CHAT_PATH, Job, Slo, prefix_of
@@ -224,7 +224,7 @@ def test_kv_that_lies_on_a_prefill_node_wants_a_decode_node_alone() -> None:
 def test_kv_on_a_prefill_node_that_was_removed_is_fetched_all_the_same() -> None:
     rig = Rig(1, 1)
     peer = rig.pool.nodes[0]
-    rig.pool.remove(peer.url, [Source.STATIC], 2.0)
+    rig.pool.set_members(Source.STATIC, [NodeSpec("http://d0", D)], 2.0)
     found = rig.placer.find(rig.placer.wanted(job(), None, 1_000, peer))
     assert isinstance(found, ChosenNodes)
     assert (found.prefill, found.decode.url) == (peer, "http://d0")

@@ -80,8 +80,8 @@ def test_an_adapter_that_several_models_have_means_one_of_them_in_both_legs() ->
 def test_the_longest_context_is_what_each_node_that_was_up_can_take(pool: Pool) -> None:
     for node, longest in zip(pool.nodes, (100, 50, 200), strict=True):
         pool.note_report(node, HealthReport(node.role, "m", max_model_len=longest), 1.0, 1.0)
-    for url in ("http://new", "http://newer"):  # pods that are labelled with the model
-        pool.add(NodeSpec(url, Role.DECODE, "m"), Source.KUBERNETES, 1.0)
+    pods = [NodeSpec(url, Role.DECODE, "m") for url in ("http://new", "http://newer")]
+    pool.set_members(Source.KUBERNETES, pods, 1.0)  # they are labelled with the model
     assert pool.models() == {"m": 50}
 
 

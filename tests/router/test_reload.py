@@ -195,17 +195,6 @@ async def test_a_fixed_setting_or_a_file_that_is_wrong_changes_nothing(
         assert await status(c, "") == 200
 
 
-async def test_a_node_that_an_operator_removed_stays_out_if_the_list_is_as_it_was() -> None:
-    p, d, e = prefill(), decode(), decode()
-    async with reloading(p, d, e) as (c, file):
-        async with c.http.delete(f"{c.url}/admin/nodes?url={d.url}", headers=OPERATOR) as answer:
-            assert (await answer.json())["removed"]
-        file.write(attempts=2)
-        assert await reloaded(c) == (200, {"changed": ["attempts"]})
-        assert c.router.pool.find(d.url) is None
-        assert c.router.run_context.config.attempts == 2
-
-
 def test_all_keys_are_never_taken_away() -> None:
     key, other = KeyConfig("a", "0" * 64), KeyConfig("b", "1" * 64)
     for old in (

@@ -42,7 +42,7 @@ STATE = ClusterState(
     version=3,
     listening=1,
     config=config_of_worker(CONFIG, 7),
-    members={Source.ADMIN: [NodeSpec("http://p:1", Role.PREFILL)]},
+    members={Source.STATIC: [NodeSpec("http://p:1", Role.PREFILL)]},
     drained={"http://d:1": "g"},
     adapters={"http://d:1": ["lora"]},
     emptied={"http://d:1": 1},
@@ -167,16 +167,17 @@ async def test_what_is_said_of_nodes_reaches_all_workers_and_those_that_begin_la
         c.pool.set_members(
             Source.HEARTBEATS, [NodeSpec("http://h:1", Role.DECODE, generation="g")], 0.0
         )
-        c.pool.add(NodeSpec("http://a:1", Role.DECODE), Source.ADMIN, 0.0)
+        pods = [NodeSpec("http://a:1", Role.DECODE)]
+        c.pool.set_members(Source.KUBERNETES, pods, 0.0)
         await c.parent.settled()
         assert len(c.nodes("http://h:1")) == 2
-        assert [pool.sources("http://a:1") for pool in c.pools()] == [[Source.ADMIN]] * 2
+        assert [pool.sources("http://a:1") for pool in c.pools()] == [[Source.KUBERNETES]] * 2
 
         drained = c.pool.find("http://d:1")
         assert drained is not None
         drained.generation = c.nodes("http://d:1")[0].generation = "g1"
         c.pool.drain(drained, 0.0)
-        c.pool.remove("http://p:1", [Source.ADMIN, Source.STATIC], 0.0)
+        c.pool.set_members(Source.STATIC, [NodeSpec("http://d:1", Role.DECODE)], 0.0)
         await c.parent.settled()
         await c.worker()
         for pool in c.pools():
@@ -185,7 +186,8 @@ async def test_what_is_said_of_nodes_reaches_all_workers_and_those_that_begin_la
         assert [node.generation for node in c.nodes("http://d:1")] == ["g1"] * 3
         # Who has seen another process there has seen that it is not the one that was meant.
         c.nodes("http://d:1")[1].generation, c.nodes("http://d:1")[1].drain_asked = "g2", False
-        c.pool.add(NodeSpec("http://b:1", Role.DECODE), Source.ADMIN, 0.0)
+        pods.append(NodeSpec("http://b:1", Role.DECODE))
+        c.pool.set_members(Source.KUBERNETES, pods, 0.0)
         await c.parent.settled()
         assert [node.drain_asked for node in c.nodes("http://d:1")] == [True, False, True]
 
@@ -206,7 +208,7 @@ async def test_adapters_reach_all_workers_at_once(tmp_path: Path) -> None:
         for each in c.nodes(node.url):
             each.adapters = frozenset()  # as its health reports
         await c.worker()  # asks the nodes itself
-        c.pool.add(NodeSpec("http://a:1", Role.DECODE), Source.ADMIN, 0.0)
+        c.pool.set_members(Source.KUBERNETES, [NodeSpec("http://a:1", Role.DECODE)], 0.0)
         await c.parent.settled()
         assert not any(each.adapters for each in c.nodes(node.url))
         c.pool.note_adapters(node, (), 0.0)

@@ -194,11 +194,11 @@ async def _gone_on(stand: Stand, state: dict[str, Any]) -> list[str]:
     wrong = stand.ended()
     if wrong:
         return wrong
-    await stand.set_right(state)
+    await stand.set_right()
     until = time.monotonic() + SETTLE_S
     while (now := await stand.state()) != state and time.monotonic() < until:
         await asyncio.sleep(0.1)
-        await stand.set_right(state)
+        await stand.set_right()
     wrong += [
         f"{name} is {now.get(name)}, and was {was}"
         for name, was in state.items()

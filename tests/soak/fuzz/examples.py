@@ -131,7 +131,6 @@ ROUTER: list[Example] = [
     *asks("user"),
     *_of_fields("user", "user"),
     *_of_fields("admin", "admin"),
-    Example("DELETE", "/admin/nodes?url=http://127.0.0.1:9", "admin"),
     Example("POST", "/admin/reload", "admin", {}),
     *_posts("admin", "/reset_prefix_cache"),
     *_gets("admin", "/admin/nodes", "/console/state?since=5"),

@@ -7,10 +7,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import aiohttp
 
@@ -45,8 +44,7 @@ class Stand:
         node = f"""--cpu --threads 1 --kv-cache-memory-bytes {16 << 20} --lease-s {LEASE_S}
             --router udp://127.0.0.1:{self.heartbeat_port} --enable-lora --allow-runtime-lora
             --tool-call-parser hermes --request-deadline-s 50"""
-        router = f"""--heartbeat-port {self.heartbeat_port} --node-allow 127.0.0.1
-            --workers 2 --strict-roles"""
+        router = f"--heartbeat-port {self.heartbeat_port} --workers 2 --strict-roles"
         self.cluster = Cluster(
             folder, [*flags_of("tiny", folder), *node.split(), *flags], router.split()
         )
@@ -152,15 +150,10 @@ class Stand:
             state[node.role] = {fact: told[fact] for fact in _OF_NODES}
         return state
 
-    async def set_right(self, before: Mapping[str, Any]) -> None:
-        """Undo what those with a key may do: nodes that were added go, drained ones come back, held
-        KV is free.
-        """
+    async def set_right(self) -> None:
+        """Undo what those with a key may do: drained nodes come back."""
         for node in self.nodes:
             await self.ask(node, "/undrain", "node", {})
-        for url in set(await self.state()) - set(before):
-            path = f"/admin/nodes?{urlencode({'url': url})}"
-            await self.ask(self.router, path, "admin", method="DELETE")
 
     def ended(self) -> list[str]:
         """Find who has lost processes of those at the beginning, with the end of its log."""

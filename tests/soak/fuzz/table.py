@@ -25,7 +25,7 @@ from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
 from kvrelay.openai_api.openapi import OPERATIONS
 from kvrelay.openai_api.structured import _KINDS
 from kvrelay.openai_api.types import ChatRequest, FunctionDelta
-from kvrelay.router.admin import _Add, _Flip, _Name
+from kvrelay.router.admin import _Flip, _Name
 
 __all__ = ["INSIDE", "OPEN", "ROUTES", "Place", "Route", "least", "places"]
 
@@ -362,7 +362,6 @@ ROUTES = (
     *(
         Route(path, "admin", asks)
         for path, asks in (
-            ("/admin/nodes", _Add),
             ("/admin/nodes/role", _Flip),
             ("/admin/drain", _Name),
             ("/admin/undrain", _Name),
