@@ -20,7 +20,8 @@ __all__ = ["AVOID_S", "NodeHealth"]
 
 _REST_CAP_S = 30.0
 _MOST_FAILED_PAIRS = 10_000
-AVOID_S, AVOID_CAP_S = 5.0, 120.0
+AVOID_S = 30.0
+"""Seconds for which two nodes are avoided between which KV did not come."""
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -29,8 +30,8 @@ class NodeHealth:
     """A judge of which nodes of a pool may take requests."""
 
     def __init__(self, pool: Pool) -> None:
-        self._failed_pairs: dict[tuple[str, str], tuple[int, float]] = {}
-        """Failures by pairs of processes: how often KV did not come in a row, and until when they are avoided."""
+        self._failed_pairs: dict[tuple[str, str], float] = {}
+        """Until when pairs of processes are avoided."""
         self._pool = pool
         self._troubled: set[Node] = set()
         """Nodes with a breaker that is not closed, or that rest: all others need no look."""
@@ -62,7 +63,7 @@ class NodeHealth:
             p, d = self._pool.find(prefill), self._pool.find(decode)
             if p is None or d is None:
                 return False
-            return now < self._failed_pairs.get(_pair(p, d), (0, now))[1]
+            return now < self._failed_pairs.get(_pair(p, d), now)
 
         return avoids
 
@@ -87,13 +88,10 @@ class NodeHealth:
     def kv_failed(self, prefill: Node, decode: Node, cause: str, now: float) -> None:
         _log.warning("%s says that the KV of %s did not come: %s", decode.url, prefill.url, cause)
         if cause != "LeaseLost":  # which says nothing of the way between the two
-            times, _ = self._failed_pairs.get(_pair(prefill, decode), (0, 0.0))
-            until = now + min(AVOID_CAP_S, AVOID_S * 2.0 ** min(times, 32))
-            self._failed_pairs[_pair(prefill, decode)] = times + 1, until
-            if len(self._failed_pairs) > _MOST_FAILED_PAIRS:
-                self._failed_pairs = {
-                    pair: each for pair, each in self._failed_pairs.items() if each[1] > now
-                }
+            pairs = self._failed_pairs
+            pairs[_pair(prefill, decode)] = now + AVOID_S
+            if len(pairs) > _MOST_FAILED_PAIRS:
+                self._failed_pairs = {pair: until for pair, until in pairs.items() if until > now}
 
 
 def _to_be_retried(role: Role, after_s: int, *, rest: bool) -> NoNode | Overloaded:

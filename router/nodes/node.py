@@ -204,8 +204,6 @@ class ProcessDeaths:
 @dataclass(eq=False, slots=True)
 class Lease:
     node: Node
-    tokens: int = 0
-    """Tokens to compute before the first answer."""
     share: Share = field(default_factory=Share)
     cached_tokens: int = 0
     """Tokens of the prompt that the node was believed to have when it was chosen."""

@@ -240,17 +240,11 @@ class Pool:
         return costs
 
     def hold(
-        self,
-        node: Node,
-        share: Share,
-        tokens: int,
-        prefix: Prefix | None,
-        cached: Mapping[str, int],
+        self, node: Node, share: Share, prefix: Prefix | None, cached: Mapping[str, int]
     ) -> Lease:
         self._turns += 1
         node.turn = self._turns
-        has = cached.get(node.url, 0)
-        lease = Lease(node, max(0, tokens - has), share, has)
+        lease = Lease(node, share, cached.get(node.url, 0))
         node.leases.add(lease)
         node.state.add(share)
         if prefix is not None:

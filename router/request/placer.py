@@ -199,9 +199,8 @@ class Placer:
         share, row = shares_of(request, found.placement, source.state, target.state)
         prefill = None
         if share is not None and wanted.peer is None:
-            prefill = self._pool.hold(source, share, request.tokens, wanted.prefix, request.cached)
-        computes = request.tokens if share is None else 0
-        decode = self._pool.hold(target, row, computes, wanted.prefix, request.cached)
+            prefill = self._pool.hold(source, share, wanted.prefix, request.cached)
+        decode = self._pool.hold(target, row, wanted.prefix, request.cached)
         return PlacementLeases(wanted, found.placement, prefill, decode)
 
     def hold_alone(
@@ -222,7 +221,7 @@ class Placer:
         share = Share(prompt_ms=node.state.prompt_ms(tokens, cached) if tokens else 0.0)
         if role is Role.DECODE:
             share.context, share.output = request.tokens + request.output / 2, request.output
-        return self._pool.hold(node, share, tokens, wanted.prefix, request.cached)
+        return self._pool.hold(node, share, wanted.prefix, request.cached)
 
     def give_back(self, placed: PlacementLeases) -> None:
         for lease in (placed.prefill, placed.decode):

@@ -53,11 +53,8 @@ class ClusterState(msgspec.Struct, frozen=True, array_like=True):
     config: RouterConfig
     """The configuration of one worker, with the port of all."""
     members: dict[Source, list[NodeSpec]]
-    drained: dict[str, str]
-    """The generation of each node that an operator drains, by its address."""
-    adapters: dict[str, list[str]]
-    emptied: dict[str, int]
-    """How often the prefix cache of each node was reset by an operator."""
+    nodes: dict[str, tuple[str | None, list[str], int]]
+    """By address: which generation an operator drains, adapters, resets of the prefix cache."""
     poison: dict[bytes, Suspect]
     deaths: dict[int, int]
     """How many of each worker's deaths are in `poison`, by its index."""

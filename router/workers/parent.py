@@ -172,15 +172,19 @@ class Parent(Shared):
 
     def _state_now(self, version: int) -> ClusterState:
         router, now = self.router, time.monotonic()
-        pool, nodes = router.pool, router.pool.nodes
         return ClusterState(
             version=version,
             listening=self.listening(),
             config=config_of_worker(router.config, self._port),
-            members={source: list(specs.values()) for source, specs in pool.members.items()},
-            drained={node.url: node.generation for node in nodes if node.drain_asked},
-            adapters={node.url: sorted(node.adapters) for node in nodes},
-            emptied={node.url: node.emptied for node in nodes},
+            members={source: list(specs.values()) for source, specs in router.pool.members.items()},
+            nodes={
+                node.url: (
+                    node.generation if node.drain_asked else None,
+                    sorted(node.adapters),
+                    node.emptied,
+                )
+                for node in router.pool.nodes
+            },
             poison=dict(self.poison.suspects(now)),
             deaths={peer.index: peer.deaths for peer in self._peers.values()},
         )

@@ -39,6 +39,7 @@ __all__ = ["Worker", "serve_worker", "shared_port"]
 _BEGIN_S = 30.0
 _TICK_S = 0.005
 _REPORT_S = 1.0
+_NOTHING: tuple[None, list[str], int] = None, [], 0
 _RESPONSES = "responses.sqlite"
 _ORDER_S = 45.0  # a node may take 35 s to reset its prefix cache
 _QUESTION_S = 20.0
@@ -126,12 +127,12 @@ class Worker(Shared):
             if before.members.get(source) != specs:
                 pool.set_members(source, specs, now)
         for node in pool.nodes:
-            adapters = state.adapters.get(node.url, [])
-            if adapters != before.adapters.get(node.url, []):
+            meant, adapters, emptied = state.nodes.get(node.url, _NOTHING)
+            _, had, were = before.nodes.get(node.url, _NOTHING)
+            if adapters != had:
                 pool.note_adapters(node, adapters, now)
-            if state.emptied.get(node.url, 0) > before.emptied.get(node.url, 0):
+            if emptied > were:
                 pool.note_emptied(node)
-            meant = state.drained.get(node.url)
             if meant is None and node.drain_asked:
                 pool.undrain(node, now)
             elif meant is not None and not node.drain_asked and node.generation in ("", meant):

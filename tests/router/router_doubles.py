@@ -493,7 +493,7 @@ def leg_on(pool: Pool, role: Role, exclude: Collection[Node] = ()) -> Iterator[L
     nodes = pool.up(role, exclude)
     if not nodes:
         raise pool.no_node(role)
-    lease = pool.hold(min(nodes, key=lambda node: len(node.leases)), Share(), 0, None, {})
+    lease = pool.hold(min(nodes, key=lambda node: len(node.leases)), Share(), None, {})
     try:
         yield lease
     finally:

@@ -210,7 +210,7 @@ def test_kv_that_lies_on_a_prefill_node_wants_a_decode_node_alone() -> None:
     assert isinstance(found, ChosenNodes)
     assert (found.prefill, found.decode.url, found.placement.spills) == (peer, "http://d1", False)
     placed = rig.placer.take(found)
-    assert (placed.prefill, placed.decode.tokens, peer.state.is_idle) == (None, 0, True)
+    assert (placed.prefill, placed.decode.share.prompt_ms, peer.state.is_idle) == (None, 0, True)
     for name in ("d0", "d1"):
         rig.says(name, msgspec.structs.replace(ROOMY, free_blocks=0, running=1))
     assert isinstance(rig.placer.find(wanted), Wait)

@@ -262,12 +262,12 @@ def test_a_lease_says_what_its_node_is_believed_to_have() -> None:
     for at, node in enumerate(pool.nodes):
         pool.note_report(node, HealthReport(Role.PREFILL, "m", generation=f"g{at}"), 0.0, 0.0)
     text, first = Prefix.of(1, SYSTEM.encode()), pool.nodes[0]
-    lease = pool.hold(first, Share(), 100, text, cached(pool.prefixes, text))
+    lease = pool.hold(first, Share(), text, cached(pool.prefixes, text))
     assert lease.cached_tokens == 0
     pool.give_back(lease)
     for _ in range(4):
         has = cached(pool.prefixes, text)
-        lease = pool.hold(first, Share(), 100, text, has)
+        lease = pool.hold(first, Share(), text, has)
         assert lease.cached_tokens > 0.9 * len(SYSTEM) / 4
         assert set(has) == {first.url}
         pool.give_back(lease)

@@ -43,9 +43,7 @@ STATE = ClusterState(
     listening=1,
     config=config_of_worker(CONFIG, 7),
     members={Source.STATIC: [NodeSpec("http://p:1", Role.PREFILL)]},
-    drained={"http://d:1": "g"},
-    adapters={"http://d:1": ["lora"]},
-    emptied={"http://d:1": 1},
+    nodes={"http://d:1": ("g", ["lora"], 1)},
     poison={b"f": (frozenset({"p"}), 5.0)},
     deaths={0: 2},
 )
@@ -213,7 +211,7 @@ async def test_adapters_reach_all_workers_at_once(tmp_path: Path) -> None:
         assert not any(each.adapters for each in c.nodes(node.url))
         c.pool.note_adapters(node, (), 0.0)
         await c.parent.settled()
-        assert c.parent._state.adapters[node.url] == []
+        assert c.parent._state.nodes[node.url][1] == []
 
 
 async def test_a_reset_prefix_cache_reaches_all_workers_once(tmp_path: Path) -> None:
