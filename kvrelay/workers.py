@@ -131,7 +131,7 @@ class _Worker:
             fate = (self._index, describe_exit(code), lived_s, delay_s)
             _log.error("worker %d ended (%s) after %.1f s; another one starts in %g s", *fate)
             await asyncio.sleep(delay_s)
-            self._parent.metrics.restarts.inc()
+            self._parent.restarts.inc()
 
     async def end(self) -> None:
         process = self._process

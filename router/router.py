@@ -158,7 +158,7 @@ class Router:
             node for role in (Role.PREFILL, Role.DECODE) for node in self.pool.up(role, model=model)
         ]
         if not nodes:
-            self.pool.require_ready(model)
+            raise self.pool.no_node(Role.PREFILL, model)
         # A text that ends one node may end the next, as a completion may.
         *others, last = nodes[: min(self.config.attempts, MAX_LOST)]
         for node in others:

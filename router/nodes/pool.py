@@ -206,13 +206,6 @@ class Pool:
         """Return the nodes whose word on adapters counts: those down only if none is up."""
         return [node for node in self.nodes if node.up] or self.nodes
 
-    def require_ready(self, model: str = "") -> None:
-        for role in (Role.PREFILL, Role.DECODE):
-            if not self.up(role, model=model):
-                raise self.no_node(role, model)
-        if not self.node_kinds(model):
-            raise self.no_node(Role.DECODE, model)
-
     def no_node(self, role: Role, model: str = "") -> NoNode:
         if self.up(role, model=model):
             found = (f"{node.role} node {node.url}: {node.kind}" for node in self.nodes if node.up)

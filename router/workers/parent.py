@@ -35,7 +35,7 @@ from kvrelay.router.workers.messages import (
 from kvrelay.router.workers.metrics import collected, lasting, summed, text_of
 from kvrelay.wire.router_config import RouterConfig
 
-__all__ = ["BACKLOG_BYTES", "HANGS_S", "SOCKET", "Parent", "WorkerMetrics", "config_of_worker"]
+__all__ = ["BACKLOG_BYTES", "HANGS_S", "SOCKET", "Parent", "config_of_worker", "worker_metrics"]
 
 SOCKET = "parent"
 """The name of the parent's socket in the folder that it shares with its workers."""
@@ -93,15 +93,22 @@ def config_of_worker(config: RouterConfig, port: int) -> RouterConfig:
     )
 
 
-class WorkerMetrics:
-    def __init__(self, registry: CollectorRegistry, listening: Callable[[], int]) -> None:
-        Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry).set_function(
-            listening
-        )
-        about = "Processes that were replaced."
-        self.restarts = CounterMetric("kvrelay_router_worker_restarts", about, registry=registry)
-        about = "Processes that were replaced because they reported nothing to their parent."
-        self.hung = CounterMetric("kvrelay_router_worker_hung", about, registry=registry)
+def worker_metrics(
+    registry: CollectorRegistry, listening: Callable[[], int]
+) -> tuple[CounterMetric, CounterMetric]:
+    """Return counts of restarts of workers, and of those that hung."""
+    Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry).set_function(
+        listening
+    )
+    why = " because they reported nothing to their parent"
+    return (
+        CounterMetric(
+            "kvrelay_router_worker_restarts", "Processes that were replaced.", registry=registry
+        ),
+        CounterMetric(
+            "kvrelay_router_worker_hung", f"Processes that were replaced{why}.", registry=registry
+        ),
+    )
 
 
 class Parent(Shared):
@@ -119,7 +126,8 @@ class Parent(Shared):
         self._ended: list[MetricFamily] = []
         self._state = self._state_now(0)
         self._message = encode_message(self._state)
-        self.metrics = WorkerMetrics(self.router.metrics.registry, self.listening)
+        registry = self.router.metrics.registry
+        self.restarts, self.hung = worker_metrics(registry, self.listening)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -229,7 +237,7 @@ class Parent(Shared):
         peer.silent += 1
         if peer.report is not None and peer.silent == math.ceil(HANGS_S / _TICK_S):
             _log.error("worker %d hangs and is killed: no report for %g s", peer.index, HANGS_S)
-            self.metrics.hung.inc()
+            self.hung.inc()
             peer.kill()
 
     def other_workers(self) -> Sequence[WorkerStatus]:

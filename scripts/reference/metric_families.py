@@ -17,7 +17,7 @@ from kvrelay.node.metrics import NodeMetrics
 from kvrelay.router.membership.kubernetes_pods import listed_gauge
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.workers.parent import WorkerMetrics
+from kvrelay.router.workers.parent import worker_metrics
 from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import EngineReady, EngineStats
 from kvrelay.wire.outputs import Load
@@ -58,7 +58,7 @@ def _router_registries() -> list[CollectorRegistry]:
     of_pods = CollectorRegistry()
     listed_gauge(of_pods)
     of_workers = CollectorRegistry()
-    WorkerMetrics(of_workers, lambda: 0)
+    worker_metrics(of_workers, lambda: 0)
     return [Metrics(pool, ["key"]).registry, of_workers, of_pods]
 
 

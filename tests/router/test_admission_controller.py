@@ -120,30 +120,6 @@ async def test_a_full_queue_is_a_429_that_says_when_to_return() -> None:
         assert c.metric("kvrelay_router_refused_total", reason="queue_full") == 1
 
 
-async def test_a_more_important_request_takes_the_place_of_a_less_important_one() -> None:
-    busy = Busy()
-    async with busy.running(max_queue=1):
-        less = await busy.queue({"priority": 5})
-        busy.ask({"priority": -5})
-        status, body, headers = await less
-        assert (status, body["error"]["code"]) == (429, "displaced")
-        assert "retry-after" in headers
-        busy.tasks.remove(less)
-
-
-async def test_those_that_wait_begin_by_priority_and_then_in_turns_of_their_keys() -> None:
-    busy = Busy()
-    async with busy.running(keys=keys(priority=-1), headers=ALICE):
-        for user, headers, priority in (
-            ("a1", ALICE, 0), ("a2", ALICE, 0), ("a3", ALICE, 0), ("b1", BOB, 0), ("b2", BOB, 5), ("a4", ALICE, -1)
-        ):  # fmt: skip
-            body = {"user": user, "priority": priority, "max_tokens": 4}
-            await busy.queue(body, headers=headers)
-    users = [call.body.get("user") for call in busy.p.calls]
-    assert users == [None, "a4", "b1", "a1", "a2", "a3", "b2"]
-    assert busy.p.calls[0].body["priority"] == -1  # of its key, for the nodes' own queues
-
-
 async def test_a_client_that_leaves_while_it_waits_frees_its_place() -> None:
     busy = Busy()
     async with busy.running(max_queue=1, keys=keys(max_running=2), headers=ALICE) as c:

@@ -223,28 +223,6 @@ async def test_it_ends_though_the_api_server_is_silent(
     assert not pool.nodes
 
 
-async def test_no_zombie_gets_requests_for_longer_than_five_seconds(api: ApiServer) -> None:
-    """The worst one: who has its address now answers every health check as it did."""
-    async with prefill().running() as p, decode().running() as d, decode().running() as zombie:
-        for name, node in (("p", p), ("d", d), ("z", zombie)):
-            api.put(pod_of(name, node.url, node.role))
-        async with cluster(
-            ready=False, kubernetes_selector="app=kvrelay", decode_policy="round_robin"
-        ) as c:
-            pool = c.router.pool
-            await until(lambda: len(pool.up(Role.DECODE)) == 2 and pool.up(Role.PREFILL))
-            await c.text()
-            await c.text()
-            assert zombie.calls
-            api.delete("z")
-            await until(lambda: pool.find(zombie.url) is None, NOT_LONGER_S)
-            calls = len(zombie.calls)
-            for _ in range(4):
-                assert await c.text()
-            assert len(zombie.calls) == calls
-            assert c.metric("kvrelay_router_kubernetes_listed_timestamp_seconds") > time.time() - 60
-
-
 async def test_without_an_api_server_health_finds_the_dead_and_the_replaced(api: ApiServer) -> None:
     nodes = {"p": prefill(), "d": decode(), "other": decode(), "dead": decode()}
     async with contextlib.AsyncExitStack() as stack:

@@ -3,10 +3,9 @@
 import pytest
 from router_doubles import leg_on
 
-from kvrelay.router.nodes.node import HealthReport, Node, NodeSpec, ProcessDeaths, Source
+from kvrelay.router.nodes.node import HealthReport, Node, NodeKind, NodeSpec, ProcessDeaths, Source
 from kvrelay.router.nodes.pool import LOST_AFTER_MISSES, Pool
 from kvrelay.wire.config import Role
-from kvrelay.wire.errors import NoNode
 from kvrelay.wire.outputs import Load
 
 
@@ -26,13 +25,11 @@ def pool() -> Pool:
 
 def test_nodes_are_down_until_a_health_check_succeeds() -> None:
     pool = Pool(["http://p0"], ["http://d0"])
-    with pytest.raises(NoNode, match="no prefill node is up"):
-        pool.require_ready()
+    assert "no prefill node is up" in pool.no_node(Role.PREFILL).message
     pool.note_report(pool.nodes[0], report(), 0.0, 0.1)
-    with pytest.raises(NoNode, match="no decode node is up"):
-        pool.require_ready()
+    assert (len(pool.up(Role.PREFILL)), pool.node_kinds()) == (1, [])
     pool.note_report(pool.nodes[1], report("decode"), 0.0, 0.1)
-    pool.require_ready()
+    assert pool.node_kinds() == [NodeKind.KVRELAY]
 
 
 def test_a_blamed_node_returns_only_by_a_check_started_after_the_blame(pool: Pool) -> None:
@@ -49,9 +46,8 @@ def test_nodes_of_several_models_are_groups_and_a_leg_stays_in_its_own(pool: Poo
     assert pool.models() == {"m": 0, "other": 0}
     assert [node.url for node in pool.up(Role.PREFILL, model="other")] == ["http://p1"]
     assert len(pool.up(Role.PREFILL)) == 2
-    pool.require_ready("m")
-    with pytest.raises(NoNode, match="no decode node that is up has 'other'"):
-        pool.require_ready("other")
+    assert (pool.node_kinds("m"), pool.node_kinds("other")) == ([NodeKind.KVRELAY], [])
+    assert "no decode node that is up has 'other'" in pool.no_node(Role.DECODE, "other").message
 
 
 def test_a_model_whose_nodes_are_down_is_still_known(pool: Pool) -> None:
@@ -60,8 +56,7 @@ def test_a_model_whose_nodes_are_down_is_still_known(pool: Pool) -> None:
     assert list(pool.models()) == ["m"]
     pool.note_report(pool.nodes[0], report(model="other"), 2.0, 2.0)
     assert sorted(pool.models()) == ["m", "other"]
-    with pytest.raises(NoNode):
-        pool.require_ready("m")
+    assert not pool.node_kinds("m")
 
 
 def test_an_adapter_that_several_models_have_means_one_of_them_in_both_legs() -> None:
