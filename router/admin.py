@@ -97,7 +97,7 @@ class _AdminRoutes:
     async def drain(self, request: Request) -> Response:
         path = request.url.path.removeprefix("/admin")
         begin = path == "/drain"
-        node = self._known((await _decoded(request, _Name)).url)
+        node = self._known((await _order(request, _Name)).url)
         (self._pool.drain if begin else self._pool.undrain)(node, time.monotonic())
         # Other routers see it by its health; one that is not ours does not know the route, and is
         # drained by us alone.
@@ -109,7 +109,7 @@ class _AdminRoutes:
         return json_response({"node_told": status == 200, "node": self._row(node)})
 
     async def flip(self, request: Request) -> Response:
-        asked = await _decoded(request, _Flip)
+        asked = await _order(request, _Flip)
         node = self._known(asked.url)
         if node.kind is not NodeKind.KVRELAY:
             raise RequestError(
@@ -147,12 +147,7 @@ class _AdminRoutes:
         caller_of(request).check_admin()
         router, pool, path = self._router, self._pool, request.url.path
         body = await checked_body(request, router.config)
-        try:
-            asked = msgspec.json.decode(body, type=_Adapter)
-        except MALFORMED as why:
-            raise RequestError(
-                f"the body must be a JSON object with lora_name: {why}", param="lora_name"
-            ) from why
+        asked = _decoded(body, _Adapter, "lora_name")
 
         def done(node: Node) -> None:  # so that nobody waits for the next health check
             names, name = node.adapters, {asked.lora_name}
@@ -212,13 +207,18 @@ def _note(request: Request, what: str, *values: object) -> None:
     _log.info("admin: %s " + what, peer_of(request), *values)
 
 
-async def _decoded(request: Request, kind: type[_Body]) -> _Body:
-    body = await read_body(request, _MAX_BODY_BYTES, _READ_S)
+async def _order(request: Request, kind: type[_Body]) -> _Body:
+    return _decoded(await read_body(request, _MAX_BODY_BYTES, _READ_S), kind)
+
+
+def _decoded(body: bytes, kind: type[_Body], param: str | None = None) -> _Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except MALFORMED as why:
-        fields = ", ".join(kind.__struct_fields__)
-        raise RequestError(f"the body must be a JSON object with {fields}: {why}") from why
+        fields = param or ", ".join(kind.__struct_fields__)
+        raise RequestError(
+            f"the body must be a JSON object with {fields}: {why}", param=param
+        ) from why
 
 
 def _not_flipped(node: Node, status: int, message: str) -> KvrelayError:

@@ -31,9 +31,6 @@ _MODEL = "model_name"
 _INTER_TOKEN_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
 
 
-_QUEUE_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
-
-
 _Levels = Callable[[], Mapping[str, float]]
 """Tells a gauge's levels by model, at a scrape; models that it does not name have none."""
 
@@ -47,7 +44,7 @@ class AdmissionMetrics:
         self._wait = Histogram(
             "kvrelay_router_queue_wait_seconds",
             "Time in the router's queue, of those that waited and began.",
-            buckets=_QUEUE_S,
+            buckets=_LATENCY_S,
             registry=registry,
         )
         self._refused = counter(
