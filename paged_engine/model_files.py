@@ -46,12 +46,13 @@ def read_model_config(model: str, load_format: str = "auto") -> ModelConfig:
             f".gguf file"
         )
     generation = config.parent / "generation_config.json"
-    return parse_model_config(
+    found = parse_model_config(
         _read_json(config),
         _read_json(generation) if generation.exists() else {},
         _served_name(config),
         str(config),
     )
+    return replace(found, quantization=None) if load_format == "dummy" else found
 
 
 def read_tensors(
@@ -82,10 +83,10 @@ def read_tensors(
 def _stored(
     path: Path, config: ModelConfig, load_format: str, device: torch.device | str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    from kvrelay.paged_engine.quantization import quantized, unpacked
+    from kvrelay.paged_engine.quantization import unpacked
 
     if load_format == "dummy":
-        return quantized(dummy_tensors(replace(config, quantization=None), device), config)
+        return dummy_tensors(config, device)
     if path.suffix == ".gguf":
         from kvrelay.paged_engine.gguf_model import GgufFile, gguf_tensors
 

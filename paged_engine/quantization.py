@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from kvrelay.kernels.elementwise import dequantize, quantize_e4m3
+from kvrelay.kernels.elementwise import dequantize
 from kvrelay.paged_engine.model_config import ModelConfig, Quantization
 from kvrelay.paged_engine.model_tensors import quantized_weights, tensor_shapes
 from kvrelay.wire.errors import ConfigError
@@ -20,7 +20,6 @@ from kvrelay.wire.errors import ConfigError
 __all__ = [
     "canonical_name",
     "dequantized",
-    "quantized",
     "unpacked",
 ]
 
@@ -112,16 +111,3 @@ def _plain(
     rows, columns = weight.shape
     scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     return (weight.float() * scale).to(dtype)
-
-
-def quantized(
-    tensors: Iterable[tuple[str, torch.Tensor]], config: ModelConfig
-) -> Iterator[tuple[str, torch.Tensor]]:
-    fp8, quantization = quantized_weights(config), config.quantization
-    for name, tensor in tensors:
-        if name in fp8 and quantization is not None and quantization.keeps(name):
-            weight, scale = quantize_e4m3(tensor)
-            yield name, weight
-            yield f"{name}_scale", scale.reshape(-1)
-        else:
-            yield name, tensor
