@@ -11,9 +11,7 @@ import functools
 import json
 import random
 import re
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -125,25 +123,14 @@ class Grammars:
         )
         vocabulary = _Vocabulary(tokens, special_ids, eos[0] if eos else empty)
         self._tokenizer = LLTokenizer(vocabulary, n_vocab=len(tokens), eos_token=eos or empty)  # type: ignore[arg-type]
-        self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._compiled = functools.lru_cache(_KEPT)(self._compile)
 
     def matcher(self, constraint: Constraint) -> LLMatcher:
         """Return a new matcher for one answer. Raises RequestError with the library's reason.
 
         Compiling takes some milliseconds, at the limit of a schema's size a quarter of a second.
         """
-        with self._lock:
-            found = self._compiled.get(constraint)
-            if found is not None:
-                self._compiled.move_to_end(constraint)
-        if found is None:
-            found = self._compile(constraint)
-            with self._lock:
-                self._compiled[constraint] = found
-                while len(self._compiled) > _KEPT:
-                    self._compiled.popitem(last=False)
-        copy: LLMatcher = found.deep_copy()
+        copy: LLMatcher = self._compiled(constraint).deep_copy()
         return copy
 
     def _compile(self, constraint: Constraint) -> LLMatcher:

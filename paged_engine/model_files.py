@@ -103,20 +103,21 @@ def _model_path(model: str, load_format: str) -> Path:
         )
     is_gguf = path.is_file() and path.suffix == ".gguf"
     if load_format == "dummy":
-        if not (path.is_dir() or is_gguf or path.suffix == ".json"):
-            raise ConfigError(
-                f"model {model!r} with load_format dummy must be a config.json, a folder or a "
-                f".gguf file"
-            )
-    elif path.is_file() and not is_gguf:
+        if path.is_dir() or is_gguf or path.suffix == ".json":
+            return path
+        raise ConfigError(
+            f"model {model!r} with load_format dummy must be a config.json, a folder or a "
+            f".gguf file"
+        )
+    if path.is_file() and not is_gguf:
         raise ConfigError(
             f"model {model!r} holds no weights; pass its folder or a .gguf file, or use "
             f"load_format dummy"
         )
-    elif load_format == ("safetensors" if is_gguf else "gguf"):
+    if load_format == ("safetensors" if is_gguf else "gguf"):
         raise ConfigError(
-            f"model {model!r} is a {'GGUF file' if is_gguf else 'folder'}; load_format "
-            f"{load_format} does not read it, auto does"
+            f"load_format {load_format} does not read model {model!r}; gguf reads one file, "
+            "safetensors a folder, auto both"
         )
     return path
 

@@ -210,7 +210,7 @@ def test_a_missing_or_broken_model_is_refused_with_a_remedy(tmp_path: Path) -> N
 
     refused(tmp_path / "nowhere", "does not exist; pass a folder")
     refused(tmp_path, "holds no config.json")
-    refused(tmp_path, "is a folder; load_format gguf does not read it", "gguf")
+    refused(tmp_path, "load_format gguf does not read model", "gguf")
     (tmp_path / "config.json").write_text("{broken")
     refused(tmp_path, "cannot be read as JSON")
     (tmp_path / "config.json").write_text("[]")
