@@ -51,18 +51,13 @@ class Guide:
         assert (matcher is None) == (params.constraint is None), "a constraint needs its matcher"
         if matcher is None and params.allowed_token_ids is None and not params.bad_words:
             return None
-        return cls(
-            params,
-            vocab_size,
-            tuple(token for token in eos_token_ids if token < vocab_size),
-            matcher,
-        )
+        return cls(params, vocab_size, eos_token_ids, matcher)
 
     def __init__(
         self,
         params: SamplingParams,
         vocab_size: int,
-        eos_token_ids: tuple[int, ...],
+        eos_token_ids: Collection[int],
         matcher: TimedMatcher | None,
     ) -> None:
         self.matcher = matcher
@@ -70,8 +65,8 @@ class Guide:
         self.exhausted = False
         """No token may come next, but the grammar has not ended."""
         self.error: str | None = None
-        self._params, self._vocab, self._eos = params, vocab_size, eos_token_ids
-        self._seen = 0
+        self._params, self._seen = params, 0
+        eos = [token for token in eos_token_ids if token < vocab_size]
         single = [word[0] for word in params.bad_words if len(word) == 1]
         # By the last but one token: the tokens up to it, and the last one.
         self._bad: dict[int, list[tuple[list[int], int]]] = {}
@@ -81,8 +76,8 @@ class Guide:
         allowed = params.allowed_token_ids
         base = _bits(range(vocab_size) if allowed is None else allowed, vocab_size)
         self._base = base & ~_bits(single, vocab_size)
-        self._ends = _bits((*eos_token_ids, *params.stop_token_ids), vocab_size)
-        self._eos_bits = _bits(eos_token_ids, vocab_size)
+        self._ends = _bits((*eos, *params.stop_token_ids), vocab_size)
+        self._eos_bits = _bits(eos, vocab_size)
 
     @property
     def spent(self) -> bool:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from safetensors import SafetensorError, safe_open
 
 from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.model_files import read_json
 from kvrelay.paged_engine.model_tensors import stored_weights, weight_shapes
 from kvrelay.wire.errors import ConfigError
 
@@ -112,13 +113,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
             else ""
         )
         raise ConfigError(f"adapter {folder} has no {_WEIGHTS}{pickled}; save it as safetensors")
-    try:
-        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as why:
-        raise ConfigError(f"{folder / _CONFIG} cannot be read as JSON: {why}") from why
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else config
-        raise ConfigError(f"adapter {folder} has peft_type {kind!r}; LORA is served")
+    config = read_json(folder / _CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise ConfigError(
+            f"adapter {folder} has peft_type {config.get('peft_type')!r}; LORA is served"
+        )
     for field, what in _NOT_SERVED.items():
         if config.get(field) not in (None, False, "none", [], {}, ""):
             raise ConfigError(

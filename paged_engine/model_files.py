@@ -24,7 +24,14 @@ from kvrelay.wire.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["INDEX", "dummy_tensors", "read_model_config", "read_tensors", "weight_files"]
+__all__ = [
+    "INDEX",
+    "dummy_tensors",
+    "read_json",
+    "read_model_config",
+    "read_tensors",
+    "weight_files",
+]
 
 log = logging.getLogger("kvrelay.engine")
 
@@ -47,8 +54,8 @@ def read_model_config(model: str, load_format: str = "auto") -> ModelConfig:
         )
     generation = config.parent / "generation_config.json"
     found = parse_model_config(
-        _read_json(config),
-        _read_json(generation) if generation.exists() else {},
+        read_json(config),
+        read_json(generation) if generation.exists() else {},
         _served_name(config),
         str(config),
     )
@@ -122,7 +129,7 @@ def _model_path(model: str, load_format: str) -> Path:
     return path
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as why:
