@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from kvrelay.wire.errors import ConfigError
@@ -96,24 +96,6 @@ class MixtureOfExperts:
             )
 
 
-_POSITIVE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "max_position",
-    "rms_norm_eps",
-    "rope_theta",
-    "query_pre_attn_scalar",
-    "attention_softcap",
-    "logit_softcap",
-    "local_rope_theta",
-)
-
-
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder-only model's sizes. Raises ConfigError where they do not fit together."""
@@ -156,19 +138,14 @@ class ModelConfig:
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
-        for field in _POSITIVE:
-            value = getattr(self, field)
-            if value is not None and value <= 0:
-                raise ConfigError(f"model {self.name}: {field} must be positive, got {value}")
+        for field in fields(self):
+            value, least = getattr(self, field.name), -1 if field.name == "window" else 0
+            if type(value) in (int, float) and value <= least:
+                raise ConfigError(f"model {self.name}: {field.name} must be positive, got {value}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model {self.name}: {self.num_heads} query heads cannot share "
                 f"{self.num_kv_heads} KV heads evenly"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(
-                f"model {self.name}: head_dim must be even for the rotary embedding, got "
-                f"{self.head_dim}"
             )
         if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise ConfigError(
