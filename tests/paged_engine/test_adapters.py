@@ -5,6 +5,7 @@ whose.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from engines import drain, make, prompt
@@ -187,3 +188,19 @@ def test_a_broken_adapter_gives_its_slot_back(base, two, tmp_path):
         engine.adapters.load("x", str(tmp_path / "nothing"), in_place=False)
     assert engine.adapters.load("x", str(two[0]), in_place=False).rank == 4
     assert [facts.name for facts in engine.adapters.loaded] == ["x"]
+
+
+def test_an_adapter_that_another_rank_has_not_read_is_on_none(base, two):
+    def differs(facts: dict[str, str]) -> None:
+        raise ConfigError("the ranks differ")
+
+    engine = make(base, enable_lora=True, allow_runtime_lora=True)
+    adapters = engine.adapters
+    assert adapters is not None
+    alone = adapters._ranks
+    adapters._ranks = SimpleNamespace(broadcast=lambda message: None, require_equal=differs)
+    with pytest.raises(ConfigError, match="the ranks differ"):
+        adapters.load("x", str(two[0]), in_place=False)
+    assert adapters.loaded == []
+    adapters._ranks = alone
+    assert adapters.load("x", str(two[0]), in_place=False).rank == 4
