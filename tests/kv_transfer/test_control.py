@@ -31,6 +31,7 @@ from kvrelay.kv_transfer.messages import (
     HandshakeRequest,
     Message,
     Refused,
+    decode,
     encode,
 )
 from kvrelay.kv_transfer.tickets import signed
@@ -80,6 +81,34 @@ def control(secret: str, reply: Message = HELLO) -> Iterator[tuple[ControlThread
         yield thread, ears
     finally:
         thread.close(2.0)
+
+
+# Frames.
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"", b"\xff", b"hello", msgspec.msgpack.encode({"type": "renew"}), b"\x93\x01\x02\x03"],
+)
+def test_garbage_is_a_decode_error(frame: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode(frame)
+
+
+def test_nesting_that_nobody_writes_is_a_value_error() -> None:
+    depth = 100_000
+    with pytest.raises(ValueError, match="nested too deeply"):
+        decode(b"\x82\xa4type\xa5renew\xa1x" + b"\x91" * depth + b"\xc0")
+
+
+def test_messages_over_the_limit_are_neither_sent_nor_read() -> None:
+    with pytest.raises(ValueError, match=f"over the limit of {MAX_MESSAGE_BYTES}"):
+        encode(Refused("x" * MAX_MESSAGE_BYTES))
+    with pytest.raises(ValueError, match=f"over the limit of {MAX_MESSAGE_BYTES}"):
+        decode(b"x" * (MAX_MESSAGE_BYTES + 1))
+
+
+# Connections.
 
 
 def peer_of(thread: ControlThread) -> PeerKey:

@@ -1,6 +1,4 @@
-"""NIXL's own: what is said when it is not installed, and when a READ is over. What it shares with
-others is in test_via_each.py.
-"""
+"""NIXL's own: what is said when it is not installed, when a READ is over, who can reach UCX."""
 
 from __future__ import annotations
 
