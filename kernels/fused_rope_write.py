@@ -3,7 +3,7 @@
 Grid: one program per TOKENS tokens and HEADS heads, which are all of Q, all of K or all of V. A
 head is held as D / 2 pairs: the first R / 2 are the rotary ones, elements i and i + R / 2, the
 others halves of the rest. A thread holds 8 elements of `first` for any number of tokens, so norms
-add in one order. Source: Su et al., "RoFormer", 2021, half-split. Twin: `kernels/elementwise.py`.
+add in one order. Source: Su et al., "RoFormer", 2021, half-split.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 A row's adapter is read from device memory, so both fit a CUDA graph. A program loops over the
 adapters between the lowest and the highest of its rows, which come sorted. A row's bits depend on
 the tiles alone. Every program waits (`gdc_wait`) before it ends, also an idle one: else its
-successor would run into what is computed before. Twin: `kernels/lora.py`.
+successor would run into what is computed before. On a CPU: `PackedLora` in `kernels/linear.py`.
 """
 
 from __future__ import annotations

@@ -6,10 +6,19 @@ against 112 ms for a step's weights) and give a row the same bits beside any oth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
-__all__ = ["Linear", "computed_rows", "fewest_invariant_rows", "packs", "rows_are_invariant"]
+__all__ = [
+    "Linear",
+    "PackedLora",
+    "computed_rows",
+    "fewest_invariant_rows",
+    "packs",
+    "rows_are_invariant",
+]
 
 # Packing for 256 rows costs nothing at 1 to 32; packing for 1 costs a third at 8 and more.
 _PACK_ROWS = 256
@@ -63,6 +72,30 @@ class Linear:
             )
             return y[:rows]
         return functional.linear(x, self._weight, self.bias)
+
+
+class PackedLora:
+    """An adapter's matrices at one layer, y += B (A x); products have at least `min_rows`.
+
+    A layer's projections are side by side. Source: Hu et al., "LoRA: Low-rank adaptation of large
+    language models", 2021.
+    """
+
+    def __init__(
+        self, down: torch.Tensor, up: torch.Tensor, widths: Sequence[int], min_rows: int
+    ) -> None:
+        """Pack down [projections * rank, K] and up [N, rank]."""
+        self._rank, self._min_rows = up.shape[1], min_rows
+        self._down = Linear(down)
+        self._ups = [Linear(part) for part in torch.split(up, list(widths))]
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add B (A x[rows]) to y[rows] in place; y [T, N], x [T, K], rows [R] int64."""
+        mine = functional.pad(x[rows], (0, 0, 0, max(0, self._min_rows - len(rows))))
+        first = 0  # column of y
+        for up, low in zip(self._ups, torch.split(self._down(mine), self._rank, 1), strict=True):
+            y[rows, first : first + up.out_features] += up(low.contiguous())[: len(rows)]
+            first += up.out_features
 
 
 def rows_are_invariant(linear: Linear, min_rows: int, dtype: torch.dtype = torch.float32) -> bool:

@@ -10,8 +10,7 @@ import torch
 from torch.nn import functional
 
 from kvrelay.kernels.elementwise import act_and_mul, apply_rope, rms_norm, write_kv
-from kvrelay.kernels.linear import Linear, fewest_invariant_rows
-from kvrelay.kernels.lora import PackedLora
+from kvrelay.kernels.linear import Linear, PackedLora, fewest_invariant_rows
 from kvrelay.kernels.moe import Experts, route
 from kvrelay.kernels.paged_attention import AttentionPlan, attend
 from kvrelay.paged_engine.adapters import Site
