@@ -23,8 +23,6 @@ LEASE_S = 5.0
 """Of the nodes' KV."""
 _NOTHING = ("kvrelay_blocks_quarantined", "vllm:num_requests_running", "vllm:num_requests_waiting")
 _FREE_WITHIN_S = 1.0 + 0.5  # a node tells its blocks twice a second
-
-
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TEXTS, _BLOCKS = "kvrelay_router_prefix_texts", "kvrelay_router_prefix_blocks"
 _TEXT_BYTES, _BLOCK_BYTES = 200, 120  # entries, and their keys

@@ -1,10 +1,9 @@
 """Watches the stand while it is attacked: how long `/live` takes, what memory processes have, who
 goes on computing.
 
-A process of its own (`python -m tests.soak.fuzz.watch`), because the one that attacks is busy. It
-also keeps the attack from the machine's OOM killer: what exceeds the stand's limit of memory ends
-the stand. Torch's virtual sizes are far above what it uses, so the limit is one of resident memory,
-looked at five times a second, and not an RLIMIT_AS.
+A process of its own (`python -m tests.soak.fuzz.watch`), because the one that attacks is busy. A
+stand with more resident memory than its limit is ended, before the machine's OOM killer is. (Torch's
+virtual sizes are far above what it uses, so an RLIMIT_AS would not do.)
 
 A stall of `/live` is the time of an answer less what the machine has taken: the larger of the lag
 of this process' own idle loop and of what the asked process' main threads have waited for a core
