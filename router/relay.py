@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from kvrelay.openai_api.connections import HttpConnection
@@ -51,12 +51,6 @@ Finished = Callable[[int, KvrelayError | None], None]
 _log = logging.getLogger("kvrelay.router")
 
 
-class Flow(Protocol):
-    write_paused: bool
-
-    def drain(self) -> Awaitable[None]: ...
-
-
 class Reply:
     """A writer of one answer's bytes: kept, or passed on as they come.
 
@@ -68,10 +62,13 @@ class Reply:
         self._kept: list[bytes] = []
         self.put: Callable[[bytes], None] = self._kept.append
         self.put_last = self.put
-        self.flow: Flow | None = None
+        self.flow: FlowControl | None = None
 
     def pass_on(
-        self, put: Callable[[bytes], None], put_last: Callable[[bytes], None], flow: Flow | None
+        self,
+        put: Callable[[bytes], None],
+        put_last: Callable[[bytes], None],
+        flow: FlowControl | None,
     ) -> None:
         """Give each payload to `put` from now on, the last one to `put_last`."""
         self.put, self.put_last, self.flow = put, put_last, flow
@@ -119,7 +116,7 @@ class Client:
     def __init__(self, connection: ClientConnection, cycle: RequestResponseCycle) -> None:
         self._connection = connection
         self.cycle = cycle
-        self.flow: Flow = cycle.flow
+        self.flow = cycle.flow
         self._unsent: list[bytes] = []
         self.headers: Iterable[tuple[bytes, bytes]] = ()
         self.pieces = 0  # since they were last counted

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import msgspec
 
@@ -32,7 +33,7 @@ from kvrelay.router.request.placer import Placer
 from kvrelay.router.request_log import RequestLog
 from kvrelay.router.roles import RoleChanger
 from kvrelay.router.shared import Shared
-from kvrelay.router.state import health_of
+from kvrelay.router.state import Health, model_health, node_statuses
 from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.router.transport.node_errors import AttemptFailed
 from kvrelay.wire.config import Role
@@ -189,11 +190,16 @@ class Router:
 
     def health(self) -> tuple[int, bytes]:
         """Return status (503 if no model can be served) and body of GET /health."""
-        ready, body = health_of(self.pool, self.models, len(self.log.running), time.monotonic())
-        workers = self.shared.workers()
-        if workers is not None:
+        status, by_model = model_health(self.models)
+        body: dict[str, Any] = {"status": status, "models": by_model}
+        for role in (Role.PREFILL, Role.DECODE):
+            listed = sum(node.role == role for node in self.pool.nodes)
+            body[role.value] = {"up": len(self.pool.up(role)), "listed": listed}
+        body["requests"] = len(self.log.running)
+        body["nodes"] = node_statuses(self.pool, time.monotonic())
+        if (workers := self.shared.workers()) is not None:
             body["workers"] = workers
-        return (200 if ready else 503), msgspec.json.encode(body)
+        return (503 if status is Health.UNAVAILABLE else 200), msgspec.json.encode(body)
 
 
 def changes(old: RouterConfig, new: RouterConfig) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -23,7 +22,6 @@ __all__ = [
     "NodeStatus",
     "RoleStatus",
     "WorkerStatus",
-    "health_of",
     "joined_nodes",
     "model_health",
     "node_status",
@@ -160,23 +158,3 @@ def model_health(models: Models) -> tuple[Health, dict[str, bool]]:
     if any(by_model.values()):
         return Health.OK, by_model
     return Health.DEGRADED if models.alone() else Health.UNAVAILABLE, by_model
-
-
-def health_of(pool: Pool, models: Models, requests: int, now: float) -> tuple[bool, dict[str, Any]]:
-    """Return whether requests for any model can be served, and the body of GET /health."""
-    counts = {
-        role.value: {
-            "up": len(pool.up(role)),
-            "listed": sum(node.role == role for node in pool.nodes),
-        }
-        for role in (Role.PREFILL, Role.DECODE)
-    }
-    status, by_model = model_health(models)
-    body = {
-        "status": status,
-        **counts,
-        "models": by_model,
-        "requests": requests,
-        "nodes": node_statuses(pool, now),
-    }
-    return status is not Health.UNAVAILABLE, body

@@ -24,6 +24,7 @@ __all__ = [
     "SESSION_HEADER",
     "Job",
     "Slo",
+    "begun",
     "decode_body",
     "job_of",
     "parse_body",
@@ -318,16 +319,22 @@ def prefill_body(job: Job) -> bytes:
         # Not dropped: with min_tokens >= 1 the first token must not be the end of the answer.
         fields["min_tokens"] = min(job.known.min_tokens, 1)
     fields["seed"] = job.seed
-    fields["kv_transfer_params"] = KvTransferParams(
-        do_remote_decode=True,
+    fields["kv_transfer_params"] = begun(job, prefill=True)
+    return msgspec.json.encode(fields)
+
+
+def begun(job: Job, *, prefill: bool) -> KvTransferParams:
+    """Return what a node is told of an answer that has not begun."""
+    return KvTransferParams(
+        do_remote_decode=prefill,
+        do_remote_prefill=not prefill,
+        pipelined=prefill,
         client_max_tokens=job.max_tokens,
-        pipelined=True,
         created=job.created,
         seed=job.seed,
         part=job.part,
         first_index=job.first_index,
     )
-    return msgspec.json.encode(fields)
 
 
 def decode_body(job: Job, params: KvTransferParams) -> bytes:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvrelay.router.request.job import Job
+from kvrelay.router.request.job import Job, begun
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
 
@@ -142,15 +142,7 @@ class AnswerProgress:
 
     def without_kv(self) -> KvTransferParams:
         """Return the start of a decode request that computes prompt and tokens itself."""
-        job = self._job
-        told = self.told or KvTransferParams(
-            do_remote_prefill=True,
-            client_max_tokens=job.max_tokens,
-            created=job.created,
-            seed=job.seed,
-            part=job.part,
-            first_index=job.first_index,
-        )
+        told = self.told or begun(self._job, prefill=False)
         known = range(max(self._choices) + 1)
         choices = [_copied(self._choices.get(at, ChoiceSoFar())) for at in known]
         return told.with_ticket(None).with_choices(choices)

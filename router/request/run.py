@@ -443,9 +443,7 @@ class Attempt:
         if ids and self._tokens < 2:
             self._note_tokens(now)
         flow = reply.flow
-        if flow is None or not flow.write_paused:
-            return None
-        return flow.drain()
+        return flow.drain() if flow is not None and flow.write_paused else None
 
     def _note_tokens(self, now: float) -> None:
         run, timeline, first = self._run, self._run.timeline, self._tokens == 0

@@ -48,18 +48,6 @@ def watch() -> None:
             active = True
 
 
-if hasattr(sys, "monitoring"):
-    sys.monitoring.use_tool_id(sys.monitoring.PROFILER_ID, "trace_request")
-
-    def started(code: CodeType, _: int) -> None:
-        if active:
-            seen.add(code)
-
-    events = sys.monitoring.events.PY_START | sys.monitoring.events.PY_RESUME
-    for event in (sys.monitoring.events.PY_START, sys.monitoring.events.PY_RESUME):
-        sys.monitoring.register_callback(sys.monitoring.PROFILER_ID, event, started)
-    sys.monitoring.set_events(sys.monitoring.PROFILER_ID, events)
-else:
-    threading.setprofile(note)
-    sys.setprofile(note)
+threading.setprofile(note)
+sys.setprofile(note)
 threading.Thread(target=watch, name="trace", daemon=True).start()
