@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 if "router" in sys.orig_argv:
-    from kvrelay.router.request import poison
+    from kvrelay.router.request import failures
 
-    poison.REFUSED_S = float(os.environ["POISON_REFUSED_S"])
+    failures.REFUSED_S = float(os.environ["POISON_REFUSED_S"])
 elif {"prefill", "decode"} & set(sys.orig_argv):
     from typing import Any
 
