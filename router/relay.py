@@ -70,7 +70,6 @@ class Reply:
         put_last: Callable[[bytes], None],
         flow: FlowControl | None,
     ) -> None:
-        """Give each payload to `put` from now on, the last one to `put_last`."""
         self.put, self.put_last, self.flow = put, put_last, flow
 
     def detach(self) -> None:

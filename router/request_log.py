@@ -42,12 +42,9 @@ class Running:
 
 
 class RequestLog:
-    """A record of requests that run, are refused or end."""
-
     def __init__(self, metrics: Metrics, ended: deque[EndedRequest]) -> None:
         self._metrics, self._ended = metrics, ended
         self.running: dict[str, Running] = {}
-        """By the request's id."""
         metrics.running = lambda: Counter(each.model for each in self.running.values())
 
     def begin(self, job: Job, runs: Sequence[Run], key: str) -> None:
@@ -55,7 +52,6 @@ class RequestLog:
         self.running[job.id] = Running(runs, key, self._metrics.model_of(job.model))
 
     def count(self) -> None:
-        """Count the output tokens that are new since the last time."""
         for each in self.running.values():
             self._count(each)
 

@@ -232,7 +232,6 @@ def _path_on_nodes(path: str, dialect: Dialect) -> str:
 
 
 async def checked_body(request: Request, config: RouterConfig) -> bytes:
-    """Return a request's body, its size and shape checked. Raises KvrelayError."""
     deadline_s = min(_BODY_DEADLINE_S, config.request_deadline_s)
     body = await read_body(request, config.max_body_bytes, deadline_s)
     await off_loop(len(body), check_shape, body)

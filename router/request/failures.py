@@ -67,12 +67,10 @@ class RetryBudget:
         self._requests = self._retries = self._at = 0.0
 
     def add_request(self, now: float) -> None:
-        """Count a request; `now` is in monotonic seconds."""
         self._decay(now)
         self._requests += 1
 
     def spend(self, now: float) -> bool:
-        """Count a retry and return True, or return False if none is left."""
         self._decay(now)
         allowed = self._retries + 1 <= FLOOR + SHARE * self._requests
         self._retries += allowed
@@ -131,14 +129,11 @@ class RunContext:
         return True
 
     def note_kv_failure(self, prefill: Node, decode: Node, cause: str) -> None:
-        """Note that a decode node did not get a prefill node's KV."""
         self.metrics.kv_failures.labels(cause).inc()
         self.node_health.kv_failed(prefill, decode, cause, time.monotonic())
 
 
 class Attempts:
-    """A record of one request's attempts for one role."""
-
     def __init__(self, context: RunContext, role: Role) -> None:
         self._context, self._role = context, role
         self._failed: dict[Node, str] = {}  # nodes, and their processes at that time
@@ -216,7 +211,6 @@ class Poison:
         self.tell(fingerprint, "")
 
     def suspects(self, now: float) -> Mapping[bytes, Suspect]:
-        """Return the suspects that count now, by fingerprint."""
         while self._suspects and next(iter(self._suspects.values()))[1] <= now:
             del self._suspects[next(iter(self._suspects))]
         return self._suspects

@@ -137,7 +137,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Common to the requests of one conversation, or of one user."""
     targets: Slo = Slo()
     known: _Fields = _Fields()
-    """Fields as the client said them."""
     mark: str = ""
     """Makes an id unique that the client chose, in case another router has the same one."""
 
@@ -324,7 +323,6 @@ def prefill_body(job: Job) -> bytes:
 
 
 def begun(job: Job, *, prefill: bool) -> KvTransferParams:
-    """Return what a node is told of an answer that has not begun."""
     return KvTransferParams(
         do_remote_decode=prefill,
         do_remote_prefill=not prefill,

@@ -57,8 +57,6 @@ class PlacementQuery:
 
 @dataclass(frozen=True, slots=True)
 class ChosenNodes:
-    """A placement and its nodes, with nothing leased yet."""
-
     wanted: PlacementQuery
     placement: Placement
     prefill: Node

@@ -61,21 +61,17 @@ class Run:
     timeline: Timeline
     context: RunContext
     crashes: CrashRecord
-    """The record of the client's request, which may have more prompts."""
     reply: Reply
     placed: PlacementLeases | None = None
     """Where the request was placed last; admission may set it before `run`."""
     prompt_tokens: int | None = None
-    """None until a node has told."""
     cached_tokens: int = 0
     output_tokens: int = 0
-    """Tokens of all choices so far."""
     usage: tuple[int, int, int] = (0, 0, 0)
     """Prompt, generated and cached tokens of the whole answer."""
     nodes: dict[Role, str] = field(
         default_factory=lambda: {Role.PREFILL: "-", Role.DECODE: "-"}, init=False
     )
-    """URLs of the last nodes."""
 
     def __post_init__(self) -> None:
         self._pool, self._prefix = self.context.pool, prefix_of(self.job)
@@ -108,7 +104,6 @@ class RequestRun(Run):
         super().__post_init__()
         self.progress = AnswerProgress(self.job)
         self.kv_failed = False
-        """A decode node could not get the KV."""
         self._metrics = self.context.metrics
         self.unread: list[Lease] = []
         """Attempts that failed while their nodes read the request."""

@@ -207,10 +207,6 @@ class NodeClient:
             return answer.status, content, answer.headers.get("retry-after", "")
 
     async def ask(self, node: Node, path: str, body: bytes) -> bytes:
-        """Post a short question, and return the answer.
-
-        Raises AttemptFailed, Refused, DeadlineExceeded.
-        """
         timeout = aiohttp.ClientTimeout(total=_QUESTION_DEADLINE_S)
         try:
             status, answer, retry_after = await self._request(

@@ -131,7 +131,6 @@ def error_of_status(
 
 
 def parse_message(body: bytes) -> str:
-    """Return the message of an answer, error or not."""
     return _parsed(body).message or "no message"
 
 

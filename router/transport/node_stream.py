@@ -168,7 +168,6 @@ class NodeStream(asyncio.Protocol):
             )
 
     def give_up(self, why: str, detail: str = "") -> None:
-        """Close the connection, and fail all of its requests."""
         if self.broken:
             return
         self.broken = True
