@@ -26,7 +26,7 @@ from kvrelay.router.relay import CLIENT_GONE
 from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH
 from kvrelay.router.router import Reread, Router
 from kvrelay.router.serve import RouterApp, read_body
-from kvrelay.router.shared import Shared
+from kvrelay.router.state import Shared
 from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["create_app"]

@@ -32,8 +32,7 @@ from kvrelay.router.request.failures import MAX_LOST, RunContext
 from kvrelay.router.request.placer import Placer
 from kvrelay.router.request_log import RequestLog
 from kvrelay.router.roles import RoleChanger
-from kvrelay.router.shared import Shared
-from kvrelay.router.state import Health, model_health, node_statuses
+from kvrelay.router.state import Health, Shared, model_health, node_statuses
 from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.router.transport.node_errors import AttemptFailed
 from kvrelay.wire.config import Role

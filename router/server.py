@@ -22,7 +22,7 @@ from kvrelay.openai_api.tls import server_context
 from kvrelay.router.app import create_app
 from kvrelay.router.relay import ClientConnection
 from kvrelay.router.router import Reread, Router, reload_on_hangup
-from kvrelay.router.shared import Shared
+from kvrelay.router.state import Shared
 from kvrelay.router.transport.node_client import node_tls
 from kvrelay.wire.router_config import RouterConfig
 

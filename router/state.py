@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
+from fastapi import Request
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.responses import Response
 
+from kvrelay.openai_api.dialects.response_store import IN_MEMORY, ResponseStore
 from kvrelay.router.node_load import UNKNOWN
 from kvrelay.router.nodes.breaker import BreakerState
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.node import Node
 from kvrelay.router.nodes.pool import DRAINS, Pool
+from kvrelay.router.request.failures import Poison
 from kvrelay.router.timeline import EndedRequest
 from kvrelay.wire.config import Role
 from kvrelay.wire.step_costs import StepCosts
@@ -21,6 +26,7 @@ __all__ = [
     "Health",
     "NodeStatus",
     "RoleStatus",
+    "Shared",
     "WorkerStatus",
     "joined_nodes",
     "model_health",
@@ -158,3 +164,40 @@ def model_health(models: Models) -> tuple[Health, dict[str, bool]]:
     if any(by_model.values()):
         return Health.OK, by_model
     return Health.DEGRADED if models.alone() else Health.UNAVAILABLE, by_model
+
+
+class Shared:
+    """A router process's part in a group on one port; this is the case of one alone.
+
+    router/workers/worker.py overrides it in those that answer requests, router/workers/parent.py in
+    their parent.
+    """
+
+    leads = True
+    """This process changes the roles of nodes."""
+    serves = True
+    """This process answers requests, so it follows what nodes have in their caches."""
+    forward: Callable[[Request, bytes, float], Awaitable[Response]] | None = None
+    """Asks the leading process what operators and scrapers want to know or to change."""
+    responses: ResponseStore
+    """Set in processes that serve."""
+
+    def __init__(self, responses: str = IN_MEMORY) -> None:
+        self.poison = Poison()
+        if self.serves:
+            self.responses = ResponseStore(responses)
+
+    def other_workers(self) -> Sequence[WorkerStatus]:
+        """Return what the other processes see, as far as they answer requests."""
+        return ()
+
+    def exposition(self, own: CollectorRegistry) -> bytes:
+        """Return the metrics of all processes in Prometheus's format."""
+        return generate_latest(own)
+
+    def workers(self) -> dict[str, int] | None:
+        """Return the index of this process and the number of all; None: it is alone."""
+        return None
+
+    async def settled(self) -> None:
+        """Wait until all processes have taken over what was changed here."""

@@ -18,11 +18,11 @@ from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.roles import RoleChanger
-from kvrelay.router.shared import Shared
 from kvrelay.router.state import (
     Health,
     NodeStatus,
     RoleStatus,
+    Shared,
     WorkerStatus,
     joined_nodes,
     model_health,

@@ -22,8 +22,7 @@ from prometheus_client import Counter as CounterMetric
 
 from kvrelay.router.router import Reread, Router
 from kvrelay.router.server import make_server
-from kvrelay.router.shared import Shared
-from kvrelay.router.state import WorkerStatus
+from kvrelay.router.state import Shared, WorkerStatus
 from kvrelay.router.workers.messages import (
     ClusterState,
     LinkBroken,

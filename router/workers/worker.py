@@ -22,7 +22,7 @@ from starlette.responses import Response
 from kvrelay.router.guard import PEER_HEADER, peer_of
 from kvrelay.router.router import Router
 from kvrelay.router.server import make_server
-from kvrelay.router.shared import Shared
+from kvrelay.router.state import Shared
 from kvrelay.router.workers.messages import (
     ClusterState,
     LinkBroken,

@@ -79,7 +79,6 @@ ROUTER_ORDER = (
     "roles",
     "admission",
     "state",
-    "shared",
     "console",
     "guard",
     "request_log",
