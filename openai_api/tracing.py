@@ -56,9 +56,8 @@ def start_tracing(configured: str, service: str) -> Tracing | None:
 
 
 def trace_id_of(traceparent: str) -> str:
-    """Return the trace id of a W3C traceparent, empty if it has none."""
-    parts = traceparent.split("-")
-    return parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else ""
+    """Return the trace id of a valid traceparent, empty for none."""
+    return traceparent[3:35]
 
 
 def trace_headers(header: Callable[[str], str | None]) -> dict[str, str]:
