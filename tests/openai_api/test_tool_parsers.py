@@ -133,6 +133,12 @@ HARD = (
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}', "", [("f", '{"a": 1}')]),
         (
             "mistral",
+            '[TOOL_CALLS][{"name":"f","arguments":{}}][TOOL_CALLS][{"name":"g","arguments":{}}]',
+            "",
+            [("f", "{}"), ("g", "{}")],
+        ),
+        (
+            "mistral",
             "[TOOL_CALLS]f{}[TOOL_CALLS]g[CALL_ID]x1y2z3abc[ARGS]{}",
             "",
             [("f", "{}"), ("g", "{}")],
@@ -252,6 +258,7 @@ def test_members_before_the_name_may_be_long_texts() -> None:
     assert message("hermes", text) == ("", [("f", "{}")])
     late = f'<tool_call>{{"arguments": {{"a": "{"x" * 5000}"}}, "name": "f"}}'
     assert message("hermes", late) == (late, [])
+    assert parse(parser("hermes"), [late]) == [Part("content", late)]
 
 
 def test_a_malformed_call_before_a_good_one_hides_nothing() -> None:
