@@ -138,20 +138,15 @@ class Serving:
         params = request.kv_transfer_params or KvTransferParams()
         if not isinstance(request, CompletionRequest):
             return [self._request(call, request, params, prompts[0])]
-        given = prompts_of(request)
-        if len(given) == 1:
-            only = msgspec.structs.replace(request, prompt=given[0])
-            return [self._request(call, only, params, prompts[0])]
-        created = int(time.time())
-        return [
-            self._request(
-                call,
-                msgspec.structs.replace(request, prompt=given[at]),
-                KvTransferParams(created=created, part=True, first_index=at * (request.n or 1)),
-                prompt,
-            )
-            for at, prompt in enumerate(prompts)
-        ]
+        given, created = prompts_of(request), int(time.time())
+        found = []
+        for at, prompt in enumerate(prompts):
+            one = msgspec.structs.replace(request, prompt=given[at])
+            if len(given) > 1:
+                first = at * (request.n or 1)
+                params = KvTransferParams(created=created, part=True, first_index=first)
+            found.append(self._request(call, one, params, prompt))
+        return found
 
     def _request(
         self,

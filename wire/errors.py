@@ -1,32 +1,4 @@
-"""The error tree of kvrelay with HTTP statuses, and its OpenAI-shaped body.
-
-KvrelayError 500
-+-- ConfigError                 the process exits with 2
-+-- RequestError 400            never counted against a node
-|   +-- Unauthorized 401
-|   +-- Forbidden 403
-|   +-- NotFound 404
-|   +-- RequestTimeout 408
-|   +-- Conflict 409
-|   +-- BodyTooLarge 413
-+-- Unavailable 503             carries Retry-After
-|   +-- NoNode 503
-|   +-- EngineDead 503
-|   +-- Draining 503
-|   +-- Overloaded 429
-|   +-- RateLimited 429
-+-- PoisonRequest 503
-+-- NodeFailed 502
-|   +-- RequestBroke 500        its own fault if another node reads it
-+-- KvNotLoaded 502
-+-- DeadlineExceeded 504
-+-- TransferError 500           by default the decode node recomputes
-    +-- Incompatible
-    +-- PeerLost
-    +-- LeaseLost
-    +-- TransferTimeout
-    +-- KvCorrupted
-"""
+"""The error tree of kvrelay with HTTP statuses, and its OpenAI-shaped body."""
 
 from __future__ import annotations
 
