@@ -34,7 +34,6 @@ from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.engine_messages import Order
 from kvrelay.wire.errors import DeadlineExceeded, KvrelayError, NotFound, Overloaded
 from kvrelay.wire.frames import (
-    LOAD_HEADER,
     Frame,
     FrameKind,
 )
@@ -79,7 +78,7 @@ async def complete(node: Node, request: Request, body: bytes, *, chat: bool) -> 
     if started is None:
         return client_left()
     requests, parsed, load, frames = started
-    headers = {LOAD_HEADER: load.header(), "x-request-id": call.id}
+    headers = {"x-request-id": call.id}
     since = began if parsed.include_metrics else None
     first = await unless_disconnected(request, anext(frames))
     if first is None:

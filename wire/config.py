@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from kvrelay.wire.config_checks import (
@@ -51,22 +51,19 @@ class Role(enum.StrEnum):
 
 
 def _named_adapter(text: str) -> tuple[str, str]:
-    name, equals, path = text.partition("=")
+    name, _, path = text.partition("=")
     if text.lstrip().startswith("{"):
         try:
-            fields = json.loads(text)
-            name, path = (
-                fields["name"],
-                fields["path"] if "path" in fields else fields["local_path"],
-            )
-        except (ValueError, KeyError, TypeError) as why:
+            fields = msgspec.json.decode(text, type=dict[str, str | None])
+        except msgspec.DecodeError as why:
             raise ConfigError(
                 f"lora_modules {text!r} must be JSON with name and path, or name=path"
             ) from why
-        equals = "=" if isinstance(name, str) and isinstance(path, str) else ""
+        name, path = fields.get("name") or "", fields.get("path") or fields.get("local_path") or ""
     require(
-        bool(equals and name and path),
-        f"lora_modules {text!r} must be name=path of a folder in PEFT's layout",
+        bool(name and path),
+        f"lora_modules {text!r} must be name=path of a folder in PEFT's layout, or JSON with name "
+        f"and path",
     )
     return name, path
 

@@ -27,7 +27,6 @@ __all__ = [
     "LEGS_MEDIA_TYPE",
     "LEGS_PATH",
     "LEGS_VERSION_HEADER",
-    "LOAD_HEADER",
     "MALFORMED",
     "MAX_FRAME_BYTES",
     "MAX_HANDOVER_BYTES",
@@ -45,7 +44,6 @@ __all__ = [
     "message",
 ]
 
-LOAD_HEADER = "x-kvrelay-load"
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors that decoding raises on malformed or too deeply nested bytes."""
 MAX_FRAME_BYTES = 64 * 1024 * 1024

@@ -79,14 +79,6 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
         """Return the seconds until waiting prompts are computed, 1 to 60."""
         return min(60, max(1, math.ceil(self.backlog_ms / 1e3)))
 
-    def header(self) -> str:
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def parse(cls, header: str) -> Load:
-        """Return the load of a header. Raises msgspec.DecodeError."""
-        return msgspec.json.decode(header, type=cls)
-
 
 class PromptBlocks(msgspec.Struct, frozen=True, array_like=True):
     """A prompt's full blocks, by name."""
