@@ -23,11 +23,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.workloads import BLOCK_TOKENS, WORKLOADS, streams_of
 from kvrelay.load.measures import percentile
 from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, read_trace
-from kvrelay.planner.setting import NETWORK_MS, Result, Setting, Stream, at_load, streams_of
+from kvrelay.planner.setting import NETWORK_MS, Result, Setting, Stream, at_load
 from kvrelay.planner.speeds import Speeds
-from kvrelay.planner.workloads import BLOCK_TOKENS, WORKLOADS
 from kvrelay.planner.world import simulate
 from kvrelay.wire.router_config import POLICY_NAMES, PRICE
 

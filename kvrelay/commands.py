@@ -91,7 +91,7 @@ def _plan(
         str,
         typer.Option(
             metavar="NAME|IN:OUT|TRACE",
-            help="chat, code, summarise ...; lengths in tokens; or a file.",
+            help="chat, code, summarise, long-context, reasoning; lengths in tokens; or a trace.",
         ),
     ],
     ttft_ms: Annotated[

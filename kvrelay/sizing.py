@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,19 +16,17 @@ from random import Random
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, Asked, read_trace
+from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, Asked, lengths_of, read_trace
 from kvrelay.planner.goodput import Served, at_rate, highest_rate, requests_needed
 from kvrelay.planner.rate_card import RateCard, read_card
 from kvrelay.planner.setting import Setting, Targets
 from kvrelay.planner.speeds import Speeds
 from kvrelay.planner.splits import Split, bound_of, splits
-from kvrelay.planner.workloads import BLOCK_TOKENS, WORKLOADS
 from kvrelay.wire.errors import ConfigError
 
 __all__ = ["Sized", "Wanted", "read_cards", "run", "sized", "workload_of"]
 
 _SAMPLE = 4_000
-_LENGTHS = re.compile(r"(\d{1,7}):(\d{1,7})")
 _TRACED = (".jsonl", ".gz")
 _CAPTION = (
     "requests/s in time for each GPU and asked in all; p90 of TTFT and TPOT, p99 of the time "
@@ -41,34 +38,22 @@ _FIRST = 0.8
 """Share of a split's bound at which its highest rate is looked for first."""
 
 
-Asking = tuple[Callable[[int], Sequence[Asked]], int]
-"""A function that makes so many requests, or as many as a trace has; tokens of named blocks."""
+Asking = Callable[[int], Sequence[Asked]]
+"""A function that makes so many requests, or as many as a trace has."""
 
 
 def workload_of(name: str) -> Asking:
     """Return a workload by its name, as IN:OUT, or from a trace. Raises ConfigError."""
-    if name in WORKLOADS:
-        make = WORKLOADS[name].make
-        return lambda count: make(Random(f"{name} plan"), count), BLOCK_TOKENS
-    lengths = _LENGTHS.fullmatch(name)
-    if lengths:
-        prompt, output = int(lengths[1]), int(lengths[2])
-        if not prompt or not output:
-            raise ConfigError(f"--workload {name} asks for no tokens; give at least 1:1")
-        return lambda count: _alike(prompt, output, count), TRACE_BLOCK_TOKENS
-    if name.endswith(_TRACED):
-        try:
-            traced = read_trace(Path(name))
-            return lambda count: traced[:count], TRACE_BLOCK_TOKENS
-        except (OSError, ValueError, KeyError, TypeError) as why:
-            raise ConfigError(
-                f"the trace {name} cannot be read: {why}; it has a JSON object a line"
-            ) from why
-    known = ", ".join(WORKLOADS)
-    raise ConfigError(
-        f"--workload {name!r} is none of {known}; nor lengths as 512:256, nor a trace (.jsonl, "
-        f".jsonl.gz)"
-    )
+    if not name.endswith(_TRACED):
+        lengths = lengths_of(name)
+        return lambda count: _alike(lengths.prompt, lengths.output, count)
+    try:
+        traced = read_trace(Path(name))
+    except (OSError, ValueError, KeyError, TypeError) as why:
+        raise ConfigError(
+            f"the trace {name} cannot be read: {why}; it has a JSON object a line"
+        ) from why
+    return lambda count: traced[:count]
 
 
 def _alike(prompt: int, output: int, count: int) -> list[Asked]:
@@ -92,9 +77,8 @@ class Wanted:
 
     def requests(self, rate: float) -> tuple[int, Sequence[Asked]]:
         """Return how many requests a run at this rate needs, and as many, or as there are."""
-        make, _ = self.asking
-        needed = requests_needed(make(_SAMPLE), self.targets, rate)
-        return needed, make(needed)
+        needed = requests_needed(self.asking(_SAMPLE), self.targets, rate)
+        return needed, self.asking(needed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +106,8 @@ class Sized:
 
 def sized(wanted: Wanted, tried: Callable[[str], None] = lambda _: None) -> list[Sized]:
     """Return all splits, the best first; `tried` is told of each simulation. Raises ConfigError."""
-    targets, (make, block_size) = wanted.targets, wanted.asking
-    sample = make(_SAMPLE)[:_SAMPLE]
+    targets, block_size = wanted.targets, TRACE_BLOCK_TOKENS
+    sample = wanted.asking(_SAMPLE)[:_SAMPLE]
     bounds = [
         Sized(split, *bound_of(split, sample, block_size, targets.tpot_ms))
         for split in splits(wanted.gpus, wanted.cards)

@@ -10,9 +10,8 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from kvrelay.load.measures import Slo
-from kvrelay.load.workloads import FIRST_TOKEN, LENGTHS, Arrival, ArrivalProcess, Lengths, Work
+from kvrelay.load.workloads import FIRST_TOKEN, Arrival, ArrivalProcess, Lengths, Work, lengths_of
 from kvrelay.wire.config_checks import base_url, check_fields, require
-from kvrelay.wire.errors import ConfigError
 
 __all__ = ["BenchConfig"]
 
@@ -167,17 +166,7 @@ class BenchConfig:
     @property
     def fixed(self) -> Lengths:
         """The lengths by name, or those of IN:OUT. Raises ConfigError."""
-        if self.lengths in LENGTHS:
-            return LENGTHS[self.lengths]
-        numbers = self.lengths.split(":")
-        if len(numbers) != 2 or not all(
-            each.isascii() and each.isdigit() and int(each) for each in numbers
-        ):
-            known = ", ".join(LENGTHS)
-            raise ConfigError(
-                f"lengths {self.lengths!r} is not one of {known}, and not IN:OUT in tokens"
-            )
-        return Lengths(int(numbers[0]), int(numbers[1]))
+        return lengths_of(self.lengths)
 
     @property
     def rates(self) -> list[float]:

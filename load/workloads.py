@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import random
+import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ __all__ = [
     "Turn",
     "Work",
     "arrival_times",
+    "lengths_of",
     "read_trace",
     "sessions",
 ]
@@ -66,6 +68,17 @@ LENGTHS = MappingProxyType(
         "reasoning": Lengths(512, 4_096, 500.0, 20.0),
     }
 )
+
+
+def lengths_of(name: str) -> Lengths:
+    """Return the lengths of a name, or those of IN:OUT. Raises ConfigError."""
+    if name in LENGTHS:
+        return LENGTHS[name]
+    found = re.fullmatch(r"([1-9][0-9]{0,6}):([1-9][0-9]{0,6})", name)
+    if found is None:
+        known = ", ".join(LENGTHS)
+        raise ConfigError(f"lengths {name!r} is not one of {known}, and not IN:OUT in tokens")
+    return Lengths(int(found[1]), int(found[2]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from random import Random
 from typing import Literal
 
 from kvrelay.load.workloads import Asked
 from kvrelay.planner.speeds import H200, Speeds
-from kvrelay.planner.workloads import BLOCK_TOKENS, WORKLOADS
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.router_config import PRICE
@@ -28,7 +26,6 @@ __all__ = [
     "Targets",
     "at_load",
     "streams_at",
-    "streams_of",
 ]
 
 
@@ -94,31 +91,18 @@ class Stream:
 
 
 def at_load(asks: Sequence[Asked], duration_ms: float) -> list[Stream]:
+    """Return requests that come within so much time, in order."""
     last = max(each.at for each in asks)
-    return _streams(asks, duration_ms / last if last else 0.0)
-
-
-def streams_at(asks: Sequence[Asked], rate_s: float) -> list[Stream]:
-    """Return requests at so many a second on average, in order."""
-    return at_load(asks, len(asks) / rate_s * 1e3)
-
-
-def _streams(asks: Sequence[Asked], stretched: float) -> list[Stream]:
+    stretched = duration_ms / last if last else 0.0
     return [
         Stream(each.at * stretched, each.prompt, each.output, each.blocks, each.session)
         for each in sorted(asks, key=lambda each: each.at)
     ]
 
 
-def streams_of(
-    name: str, count: int, prefill_nodes: int, seed: int, speeds: Speeds | None = None
-) -> list[Stream]:
-    """Return so many requests of a workload, at the rate that gives its load."""
-    speeds, workload = speeds or Speeds(H200), WORKLOADS[name]
-    asks = workload.make(Random(f"{name} {seed}"), count)
-    return at_load(
-        asks, sum(speeds.prompt_ms(each.prompt) for each in asks) / prefill_nodes / workload.load
-    )
+def streams_at(asks: Sequence[Asked], rate_s: float) -> list[Stream]:
+    """Return requests at so many a second on average, in order."""
+    return at_load(asks, len(asks) / rate_s * 1e3)
 
 
 _PERCENT = math.log(1.01)
@@ -152,7 +136,7 @@ class Setting:
     routers: int = 1
     stale_ms: float = 0.0
     seed: int = 0
-    block_size: int = BLOCK_TOKENS
+    block_size: int = 128
     prefixes: bool = True
     strict_roles: bool = False
     """Decode nodes compute no prompt that a prefill node can."""

@@ -113,18 +113,18 @@ def test_a_trace_that_is_too_short_is_said_to_be(
 
 
 def test_a_workload_is_a_name_lengths_or_a_trace(tmp_path: Path) -> None:
-    assert workload_of("chat")[1] == 128
-    fixed = workload_of("512:256")[0](50)
-    assert [(each.prompt, each.output) for each in fixed] == [(512, 256)] * 50
+    for name in ("chat", "512:256"):
+        fixed = workload_of(name)(50)
+        assert [(each.prompt, each.output) for each in fixed] == [(512, 256)] * 50
     trace = tmp_path / "trace.jsonl"
     trace.write_text(
         '{"timestamp": 1, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]}\n' * 3
     )
-    assert [each.blocks for each in workload_of(str(trace))[0](2)] == [(7,), (7,)]
+    assert [each.blocks for each in workload_of(str(trace))(2)] == [(7,), (7,)]
     trace.write_text("nonsense\n")
     for wrong, says in (
-        ("0:5", "no tokens"),
-        ("songs", "none of chat"),
+        ("0:5", "not IN:OUT in tokens"),
+        ("songs", "is not one of chat"),
         (str(trace), "cannot be read"),
     ):
         with pytest.raises(ConfigError, match=says):

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.placement import Cell, loads, rows, ways
 from benchmarks.simulate import main
+from benchmarks.workloads import streams_of
 from kvrelay.load.workloads import read_trace
 from kvrelay.paged_engine import waiting as engines_waiting
 from kvrelay.paged_engine.blocks import BlockPool
@@ -21,7 +22,7 @@ from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.planner.block_cache import BlockCache
 from kvrelay.planner.engine import OVERTAKEN, Engine
 from kvrelay.planner.seat import Leg, PlacementHints
-from kvrelay.planner.setting import Result, Setting, Stream, streams_of
+from kvrelay.planner.setting import Result, Setting, Stream
 from kvrelay.planner.speeds import H200, Speeds, slowed
 from kvrelay.planner.world import simulate
 from kvrelay.wire.engine_messages import Submit

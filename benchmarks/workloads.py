@@ -1,4 +1,4 @@
-"""Workloads with varying lengths and shared prefixes, drawn by a seed. Pure."""
+"""Workloads with varying lengths and shared prefixes, drawn by a seed, for simulate.py. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvrelay.load.workloads import Asked
+from kvrelay.planner.setting import Stream, at_load
+from kvrelay.planner.speeds import H200, Speeds
 
-__all__ = ["BLOCK_TOKENS", "WORKLOADS", "Workload"]
+__all__ = ["BLOCK_TOKENS", "WORKLOADS", "Workload", "streams_of"]
 
 BLOCK_TOKENS = 128
 """Tokens of a named block."""
@@ -141,3 +143,14 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
         "scale": Workload(_scale, 0.85),
     }
 )
+
+
+def streams_of(
+    name: str, count: int, prefill_nodes: int, seed: int, speeds: Speeds | None = None
+) -> list[Stream]:
+    """Return so many requests of a workload, at the rate that gives its load."""
+    speeds, workload = speeds or Speeds(H200), WORKLOADS[name]
+    asks = workload.make(random.Random(f"{name} {seed}"), count)
+    return at_load(
+        asks, sum(speeds.prompt_ms(each.prompt) for each in asks) / prefill_nodes / workload.load
+    )
