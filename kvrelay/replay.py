@@ -1,4 +1,4 @@
-"""`kvrelay replay`: simulates a recorded incident, as it was or with other nodes or policies."""
+"""`kvrelay replay`: simulates what a router has logged, as it was or with other nodes or policies."""
 
 from __future__ import annotations
 
