@@ -97,12 +97,13 @@ class PrefixIndex:
         block_size = prefix.block_size or self._block_size
         per_byte = tokens / prefix.text_bytes if tokens else self._tokens_per_byte.value
         if keys is None:
-            depth, keys = _depth(chunks, self._learned), array("Q")
+            depth, keys = _depth(chunks[::-1], self._learned), array("Q")
             for chunk in chunks[:depth]:
                 keys += self._learned[chunk]
             new_bytes = max(0, prefix.text_bytes - depth * CHUNK_BYTES)
             tokens = len(keys) * block_size + int(new_bytes * per_byte)
         cached: dict[str, int] = {}
+        chunks, keys = chunks[::-1], keys[::-1]
         for url, node in self._nodes.items():
             texts: Container[int] = node.running if node.trusted else node.sent
             has = int(_depth(chunks, texts) * CHUNK_BYTES * per_byte)
@@ -179,10 +180,10 @@ class PrefixIndex:
 
 
 def _depth(names: Sequence[int], held: Container[int]) -> int:
-    """Return how many names, from the first on, are held."""
-    if not names or names[0] not in held:
+    """Return how many names, from the first on, are held; `names` are in reverse."""
+    if not names or names[-1] not in held:
         return 0
-    return bisect_left(names, True, key=lambda name: name not in held)
+    return len(names) - bisect_left(names, True, key=held.__contains__)  # no Python a step
 
 
 def _keep(kept: dict[int, Any], new: dict[int, Any], most: int) -> None:
