@@ -68,11 +68,8 @@ def test_the_first_decode_leg_gets_the_hand_over_as_it_is() -> None:
 def test_after_tokens_a_decode_leg_resumes_without_remote_ids() -> None:
     state = handed_over()
     take(state, tokens(12, 13, sent=4))
-    told = HANDOVER.answer()
-    so_far = ChoiceSoFar(generated=[11, 12, 13], logprobs=told.choices[0].logprobs, sent_text=4)
-    assert state.decode_params() == KvTransferParams.of(
-        HANDOVER.request(), msgspec.structs.replace(told, choices=[so_far])
-    )
+    so_far = ChoiceSoFar(generated=[11, 12, 13], logprobs=HANDOVER.generated_logprobs, sent_text=4)
+    assert state.decode_params() == HANDOVER.with_ticket(None).with_choices([so_far])
     assert state.settled
 
 
