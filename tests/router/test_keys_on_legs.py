@@ -57,7 +57,7 @@ async def test_no_redirect_is_followed(status: int) -> None:
             with suppress(KvrelayError):
                 await legs.ask(node, "/asked", b"{}")
             with suppress(KvrelayError):
-                await whole_answer(legs, Lease(node, 1), "/whole", b"{}", {})
+                await whole_answer(legs, Lease(node), "/whole", b"{}", {})
         finally:
             await legs.close()
     paths = {

@@ -79,7 +79,7 @@ class Stream:
 
     def leg(self, take: Callable[[Frame], Awaitable[None] | None]) -> asyncio.Task[FrameKind]:
         return asyncio.ensure_future(
-            self.end.run(Lease(self.node, 0), "/v1/completions", b"{}", {}, take)
+            self.end.run(Lease(self.node), "/v1/completions", b"{}", {}, take)
         )
 
     def hear(self, *messages: bytes) -> None:
