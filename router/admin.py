@@ -1,6 +1,4 @@
-"""Operators' routes: nodes are listed, drained and given other roles.
-
-All nodes are told to reset their prefix caches, to load and to unload adapters.
+"""Operators' routes, for nodes, roles, prefix caches and adapters.
 
 router/guard.py checks who may ask. Changes are logged with their sender and may be repeated.
 """
@@ -45,7 +43,7 @@ __all__ = ["ADAPTER_PATHS", "add_admin_routes"]
 ADAPTER_PATHS = _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _RESET = "/reset_prefix_cache"
 _RESET_S = 35.0
-"""The seconds that a node may take: a little more than it allows its engine."""
+"""A little more than a node allows its engine."""
 _NO_SUCH_ROUTE = (404, 405)
 _TELL_DEADLINE_S = 5.0
 _MAX_BODY_BYTES = 1 << 16
@@ -99,11 +97,11 @@ class _AdminRoutes:
         begin = path == "/drain"
         node = self._known((await _order(request, _Name)).url)
         (self._pool.drain if begin else self._pool.undrain)(node, time.monotonic())
-        # Other routers see it by its health; one that is not ours does not know the route, and is
-        # drained by us alone.
+        # Other routers see it by its health; a foreign node does not know the route, and only we
+        # drain it.
         status, _ = await self._router.node_client.tell(node, path, b"{}", _TELL_DEADLINE_S)
         if begin and status == 200:
-            # It says so itself from now on, and whoever asks it to end that is heard by all.
+            # The node says so itself from now on, and hears whoever asks it to end that.
             self._pool.undrain(node, time.monotonic())
         _note(request, "asks to %s node %s, which answers %d", path[1:], node.url, status)
         return json_response({"node_told": status == 200, "node": self._row(node)})
@@ -122,7 +120,6 @@ class _AdminRoutes:
         _note(request, "asks %s node %s to be %s: %d", *of)
         if status not in (BEGUN, 200):
             raise _not_flipped(node, status, message)
-        # Other routers and workers see it by its health, and all when it is over.
         return json_response({"node": self._row(node)})
 
     async def reload(self, request: Request) -> Response:
@@ -149,7 +146,7 @@ class _AdminRoutes:
         body = await checked_body(request, router.config)
         asked = _decoded(body, _Adapter, "lora_name")
 
-        def done(node: Node) -> None:  # so that nobody waits for the next health check
+        def done(node: Node) -> None:  # not to wait for the next health check
             names, name = node.adapters, {asked.lora_name}
             changed = names | name if path == _LOAD else names - name
             pool.note_adapters(node, changed, time.monotonic())

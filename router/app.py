@@ -102,7 +102,6 @@ def _add_operator_routes(app: FastAPI, router: Router) -> None:
 def _forward_operator_routes(
     app: FastAPI, router: Router, forward: Callable[[Request, bytes, float], Awaitable[Response]]
 ) -> None:
-    # Another process answers them.
     async def get(request: Request) -> Response:
         return await forward(request, b"", 0.0)
 

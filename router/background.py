@@ -1,4 +1,4 @@
-"""Background tasks: small work that outlives its request, and work beside a block."""
+"""Background tasks that outlive a request, or run beside a block."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["BackgroundTasks", "cancel_and_wait", "running_task"]
 
 
 async def cancel_and_wait(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks that still run, and wait for them; what they raise is dropped."""
+    """Cancel the tasks that still run and wait for them; drop what they raise."""
     for task in tasks:
         task.cancel()
-    # Else the event loop complains of what nobody has seen, and tasks keep the traceback.
+    # Else the event loop complains of unseen errors, and tasks keep the traceback.
     for why in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(why, BaseException):
             without_frames(why)
@@ -24,7 +24,6 @@ async def cancel_and_wait(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 @asynccontextmanager
 async def running_task(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` while the block runs."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -33,13 +32,12 @@ async def running_task(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 class BackgroundTasks:
-    """A set of tasks that each have a deadline of their own and raise nothing."""
+    """A set of tasks that each have a deadline and raise nothing."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[object]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
-        """Run `work` beside the caller, who may be cancelled already."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

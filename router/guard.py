@@ -1,8 +1,8 @@
 """Checks before the routes: keys, size of bodies, answers to errors.
 
-Operators' paths want the admin key from everybody: a proxy on this machine sends strangers'
-requests from loopback, and Host and Origin are what the sender writes. No browser adds the key by
-itself, and CORS keeps other origins' pages from sending it.
+Operators' paths always want the admin key: a proxy on this machine sends strangers' requests from
+loopback, and senders write Host and Origin themselves. No browser adds the key by itself, and CORS
+keeps other origins' pages from sending it.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ __all__ = [
 ]
 
 OPERATED = ("/admin", "/console/state", "/reset_prefix_cache")
-"""Beginnings of the paths that want the admin key."""
 PEER_HEADER = "x-kvrelay-peer"
-"""From which address a request came that a worker hands on to its parent."""
+"""The sender of a request that a worker forwards to its parent."""
 
 _PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ANTHROPIC_PATH)
 _WANT_KEYS = (*GUARDED, *OPERATED)
@@ -95,8 +94,7 @@ def caller_of(request: Request) -> Caller:
 
 
 def peer_of(request: Request) -> str:
-    # Only on a Unix socket nobody is known who asks: then a worker of this router does, and says
-    # for whom.
+    # On a Unix socket a worker of this router asks, and says for whom.
     return (
         request.client.host
         if request.client is not None

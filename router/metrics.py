@@ -21,7 +21,7 @@ __all__ = ["AdmissionMetrics", "Metrics"]
 
 _LEGS = (Role.PREFILL.value, Role.DECODE.value)
 _LOCAL_REASONS = ("no_prefill_node", "incompatible", "price")
-"""Why a prompt is computed on a decode node: the first two whatever it costs there."""
+"""Why a decode node computes a prompt."""
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _STAGE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *_LATENCY_S)
@@ -32,11 +32,11 @@ _INTER_TOKEN_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 
 
 
 _Levels = Callable[[], Mapping[str, float]]
-"""Tells a gauge's levels by model, at a scrape; models that it does not name have none."""
+"""Tells a gauge's levels by model at a scrape."""
 
 
 class AdmissionMetrics:
-    """A set of metrics of queues and API keys. Their labels come from code and configuration alone."""
+    """A set of metrics of queues and API keys. Labels come from code and configuration alone."""
 
     def __init__(self, registry: CollectorRegistry, keys: Iterable[str]) -> None:
         counter = partial(Counter, registry=registry)
@@ -78,13 +78,11 @@ class AdmissionMetrics:
             self.tokens.labels(key, "output")
 
     def admitted(self, key: str, waited_s: float | None = None) -> None:
-        """Count a request that begins, at once or after a wait."""
         self._requests.labels(key, "begun").inc()
         if waited_s is not None:
             self._wait.observe(waited_s)
 
     def refused(self, key: str, reason: str) -> None:
-        """Count a request that will not begin."""
         self._refused.labels(reason).inc()
         self._requests.labels(key, "refused").inc()
 
@@ -235,20 +233,18 @@ class Metrics:
         return self._pool.base_of(asked)
 
     def refused(self, path: str, status: int, asked: str = "") -> None:
-        """Count a request that was refused before it ran; `asked` is the model that it named."""
+        """Count a request refused before it ran; `asked` is the model it named."""
         self.requests.labels(self.model_of(asked), path, str(status)).inc()
 
     def cached(self, estimate: int, report: int) -> None:
-        """Count a prompt's cached tokens, as they were estimated and as its node has told."""
+        """Count a prompt's cached tokens: estimated, and as its node told."""
         self._cached_tokens.labels("estimate").inc(estimate)
         self._cached_tokens.labels("report").inc(report)
 
     def handed_over(self, asked: str) -> None:
-        """Count a request whose KV goes from one node to another."""
         self.disaggregated.labels(self.model_of(asked)).inc()
 
     def local(self, asked: str, reason: str) -> None:
-        """Count a prompt that a decode node computes."""
         self.local_prefills.labels(self.model_of(asked), reason).inc()
 
     def finished(self, model: str, request: EndedRequest) -> None:

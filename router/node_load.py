@@ -1,7 +1,7 @@
-"""A node's load as placement sees it: what it has announced, and what was placed on it since. Pure.
+"""A node's load as placement sees it: as announced, and what was placed there since. Pure.
 
-A node numbers the requests that it takes, and says up to which number an announcement has them. A
-router adds what it has placed since, and nothing else. All times are milliseconds.
+A node numbers the requests that it takes, and says up to which number an announcement goes; a
+router adds only what it placed since. All times are milliseconds.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["LEAST_LEFT", "UNKNOWN", "NodeLoad", "Share", "default_targets"]
 LOST = 0.5
 """A row that is delayed has on average half of its answer behind it."""
 LEAST_LEFT = 0.08
-"""A decode node's steps are not thought to stretch further than by this share of its time."""
+"""The least share of its time that a decode node's steps are thought to leave."""
 MOST_SHARE = 0.97
 MOST_KV = 0.5
 """Whoever needs more than this share of a node's KV need not wait until there is more."""
 UNKNOWN = StepCosts(20.0, 0.2, 0.0, 0.0, 0.1, 0.0)
-"""The step costs of a node that has not said them, until something was seen of it."""
+"""The step costs of a node of which none are known yet."""
 _REQUEST_TOKENS = 512
 _ANY = 1e9  # of a node that does not say how many prompts it has
 _TTFT_TPOTS, _TTFT_PROMPTS = 6.25, 2.2
@@ -44,7 +44,7 @@ class Share:
     prompt_ms: float = 0.0
     kv_tokens: float = 0.0
     context: float = 0.0
-    """Tokens that each of its steps reads, if it decodes there."""
+    """Tokens that each decode step reads there."""
     output: float = 0.0
     row_weight: float = 0.0
     spill_ms: float = 0.0
@@ -58,7 +58,7 @@ class NodeLoad:
 
     def __init__(self, name: str, costs: StepCosts = UNKNOWN, gap_ms: float = 50.0) -> None:
         self.name, self.costs, self.gap_ms = name, costs, gap_ms
-        self.own = 0  # requests that were placed here and have not ended
+        self.own = 0  # requests placed here that have not ended
         self._pending: dict[Share, None] = {}
         self.announced(Load())
 
@@ -111,10 +111,7 @@ class NodeLoad:
         self._settle()
 
     def first_token(self, share: Share) -> None:
-        """Note that a request's prompt is computed; a second time changes nothing.
-
-        The node itself changes what it has announced of a request.
-        """
+        """Note that a request's prompt is computed; a second time changes nothing."""
         if share in self._pending and share.prompt_ms:
             self.backlog_ms = max(0.0, self.backlog_ms - share.prompt_ms)
             self._settle()
@@ -156,7 +153,7 @@ class NodeLoad:
         )
         left = max(LEAST_LEFT, 1 - share - self.token_rate * self.per_token_ms)
         self.lost = LOST * self._row_weight / left
-        # Whoever needs no more tokens of KV finds room; an idle node has what it has.
+        # Whoever needs no more KV finds room; an idle node has what it has.
         self.room = math.inf if self.kv_most <= self.kv_free or self.is_idle else self.kv_free
 
     @property

@@ -1,12 +1,12 @@
 """Chooses where a prompt is computed and where its answer is generated, by one price. Pure.
 
 A prompt goes to a prefill node, or to a decode node where that is cheaper for all: for the request,
-which waits, and for those whose tokens it delays. The targets of those who lose them make
-milliseconds of waiting and of decoding comparable.
+which waits, and for those whose tokens it delays. Each one's targets make milliseconds of waiting
+and of decoding comparable.
 
 A decode node with `r` tokens per ms, of which each costs `b` of its steps, and a share `u` of its
-time for prompts settles at a time per token of `step / (1 - u - r * b)`: near that limit (the node
-keeps it: Load.spill_ms) each millisecond counts many times. All times are milliseconds.
+time for prompts settles at a time per token of `step / (1 - u - r * b)`: near that limit
+(Load.spill_ms) each millisecond counts many times. All times are milliseconds.
 """
 
 from __future__ import annotations
@@ -33,28 +33,26 @@ __all__ = [
 ]
 
 LINK_MS = 2.0
-"""The time of a hand-over between two nodes of which nothing else is known."""
+"""The time of an unknown hand-over."""
 DEEP_MS = 1_000.0
-"""The backlog from which on a node needs no more: further requests wait in the router, in order."""
+"""The backlog from which on further requests wait in the router, in order."""
 _AVOIDED_MS = 10_000.0
-"""The time of a hand-over between two nodes of which the last one failed, if no others are left."""
+"""The time of a hand-over between two nodes whose last one failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """A request as placement knows it."""
-
     tokens: int
     """Tokens of the prompt, and those generated elsewhere."""
     output: float
-    """Expected tokens of the answer: a mean of answers that ended, never what is allowed."""
+    """Expected tokens of the answer: a mean of ended answers."""
     ttft_ms: float
     tpot_ms: float
     """The targets by which a millisecond of waiting and of decoding is measured."""
     most_output: float = math.inf
-    """Tokens that may be generated at most; they count for KV room alone."""
+    """Most tokens that may be generated; for KV room alone."""
     ttft_limit_ms: float = math.inf
-    """A first token later than this is of no use: the request is refused."""
+    """The request is refused if its first token would be later."""
     tpot_limit_ms: float = math.inf
     tie: int = 0
     cached: Mapping[str, int] = field(default_factory=dict)
@@ -64,7 +62,7 @@ class PlacementRequest:
 
     @property
     def kv_tokens(self) -> float:
-        """Return the tokens of KV on the decode node; what is cached there is in free blocks."""
+        """Return the tokens of KV on the decode node; cached ones are in free blocks."""
         return self.tokens + min(self.output, self.most_output)
 
     def prompt_ms(self, node: NodeLoad) -> float:
@@ -95,7 +93,7 @@ def _shown(prefill: str, decode: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A verdict that no node has room for the KV now, or all have enough before them."""
+    """A verdict that no node has room for the KV now, or all are busy enough."""
 
     why: str
 
@@ -134,7 +132,7 @@ def fitting(
 
 _NO_ROOM = Wait("no decode node has room for its KV")
 _Way = tuple[float, float, NodeLoad, NodeLoad]
-"""A way's price, milliseconds to the first token, and its nodes."""
+"""Price, milliseconds to the first token, nodes."""
 
 
 def place(request: PlacementRequest, cluster: Cluster) -> Placement | Wait | Refuse:
@@ -233,7 +231,7 @@ def _remote(
     targets: list[tuple[float, NodeLoad]],
     cluster: Cluster,
 ) -> _Way:
-    """Return the cheapest pair, by its wait, what it adds to the wait of others, and decoding."""
+    """Return the cheapest pair: its wait, what it adds to others' wait, and decoding."""
     per_ttft, priced = 1 / request.ttft_ms, _sources(request, sources)
     (price, source), (decoding, target) = (
         _cheapest(each, request.tie) for each in (priced, targets)
@@ -299,7 +297,7 @@ def _too_late(request: PlacementRequest, cluster: Cluster, expected_ms: float) -
 def shares_of(
     request: PlacementRequest, placed: Placement, source: NodeLoad, target: NodeLoad
 ) -> tuple[Share | None, Share]:
-    """Return what a placement takes of its prefill node, if it has one, and of its decode node."""
+    """Return what a placement takes of its prefill node, if any, and of its decode node."""
     own = request.prompt_ms(source)
     output = max(1.0, min(request.output, request.most_output))
     row = Share(

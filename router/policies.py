@@ -1,7 +1,7 @@
-"""Simple rules by which an operator may have the nodes of one role chosen. Pure.
+"""Simple rules to choose the nodes of one role. Pure.
 
-Affinity ends at a bound that is each node's own: an overloaded node sends its requests elsewhere,
-and all others keep theirs.
+Affinity ends at each node's own bound: an overloaded node sends its requests elsewhere, and all
+others keep theirs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from kvrelay.router.placement import PlacementRequest
 
 __all__ = ["POLICIES", "Policy", "least_queue", "most_depth", "prefix", "round_robin", "session"]
 
-# consistent hashing with bounded loads, Mirrokni et al. 2016: moves little, evens out much
+# consistent hashing with bounded loads, Mirrokni et al. 2016
 _MOST_OVER_MEAN = 1.25
-_SLACK = 2.0  # requests: with short queues chance alone makes larger differences than the factor
+_SLACK = 2.0  # requests: in short queues chance alone exceeds the factor
 _ALL_BITS = (1 << 64) - 1
 
 Policy = Callable[[PlacementRequest, Sequence[Node], random.Random], Node]
@@ -32,7 +32,7 @@ def least_queue(request: PlacementRequest, nodes: Sequence[Node], rng: random.Ra
 
 
 def round_robin(request: PlacementRequest, nodes: Sequence[Node], rng: random.Random) -> Node:
-    """Return the node that was chosen longest ago; of those that never were, the first."""
+    """Return the node chosen longest ago, or the first that never was."""
     return min(nodes, key=lambda node: node.turn)
 
 
@@ -48,9 +48,9 @@ def prefix(request: PlacementRequest, nodes: Sequence[Node], rng: random.Random)
 def session(request: PlacementRequest, nodes: Sequence[Node], rng: random.Random) -> Node:
     """Return the session's node; without a session the node with the shortest queue.
 
-    By rendezvous hashing (Thaler and Ravishankar 1998): the choice needs no memory, is the same in
-    every router, and changes for a session only if its own node leaves, a node joins that comes
-    before it, or its queue is too deep.
+    By rendezvous hashing (Thaler and Ravishankar 1998): the choice is the same in every router, and
+    changes only if the session's node leaves, a node that comes before it joins, or its queue is
+    too deep.
     """
     if not request.session:
         return least_queue(request, nodes, rng)
@@ -67,7 +67,7 @@ POLICIES: Mapping[str, Policy] = {
 
 
 def most_depth(nodes: Iterable[Node]) -> float:
-    """Return the depth up to which a node is chosen for what it has. Some node is below."""
+    """Return the depth up to which affinity holds; some node is below."""
     depths = [node.depth for node in nodes]
     return _MOST_OVER_MEAN * sum(depths) / len(depths) + _SLACK
 

@@ -1,7 +1,6 @@
 """The answer that a client sees: headers as late as is honest, then bytes, never a silent end.
 
-A stream's bytes go past ASGI, whose `send` is a coroutine: the pieces of an answer would need a
-task, about 5 us for each.
+A stream's bytes bypass ASGI, whose `send` would need a task, about 5 us, for each piece.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ __all__ = [
 ]
 
 HOLD_S = 10.0
-"""Seconds that headers wait for a first payload; afterwards, silence before a keep-alive comment."""
+"""Seconds until headers go without a payload; afterwards, until a keep-alive comment."""
 CLIENT_GONE = 499
 _KEY, _HEADERS = "kvrelay.client", "kvrelay.headers"
 _STREAM_HEADERS = (
@@ -46,7 +45,7 @@ _STREAM_HEADERS = (
 )
 
 Finished = Callable[[int, KvrelayError | None], None]
-"""Called with the status (that of an in-band error, too) and what went wrong."""
+"""Called with the status, also of an in-band error, and what went wrong."""
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -54,8 +53,8 @@ _log = logging.getLogger("kvrelay.router")
 class Reply:
     """A writer of one answer's bytes: kept, or passed on as they come.
 
-    `put` never waits, so a payload is either counted and put, or neither, whenever the request is
-    cut off. Whoever puts waits for `flow`: a slow client slows its nodes instead of filling memory.
+    `put` never waits, so a payload is counted and put, or neither. Whoever puts waits for `flow`: a
+    slow client slows its nodes instead of filling memory.
     """
 
     def __init__(self) -> None:
@@ -85,7 +84,6 @@ class ClientConnection(HttpConnection):
     """A stream may wait for its client for as long as its request may take."""
 
     def on_headers_complete(self) -> None:
-        """Add the `Client`; the request's task exists and has not begun."""
         super().on_headers_complete()
         self.scope[_KEY] = Client(self, self.cycle)  # type: ignore[literal-required]
 
@@ -142,7 +140,6 @@ class Client:
         self._unsent += (STATUS_LINE[status], *lines, close, b"transfer-encoding: chunked\r\n\r\n")
 
     def write(self, payload: bytes) -> None:
-        """Write a piece of the body, sent at the next turn of the event loop."""
         if not self._unsent:
             self._connection.loop.call_soon(self.flush)
         self.write_last(payload)
@@ -231,7 +228,7 @@ class Relay(Response):
         self._running = False
         self._left = False  # the client went away before the end
         self._begun = False  # headers were sent
-        self._complete = False  # the last byte was sent
+        self._complete = False
         self._broken: NodeFailed | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,6 +1,6 @@
 """The log of requests that end: metrics, console, log line, span of the trace.
 
-Output tokens are counted once a second: to count each would cost as much as all else per token.
+Output tokens are counted once a second: counting each would double the cost per token.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RequestLog:
         metrics.running = lambda: Counter(each.model for each in self.running.values())
 
     def begin(self, job: Job, runs: Sequence[Run], key: str) -> None:
-        """Note a request that begins, a run for each prompt; `finished` must follow."""
+        """Note a request that begins, a run per prompt; `finished` must follow."""
         self.running[job.id] = Running(runs, key, self._metrics.model_of(job.model))
 
     def count(self) -> None:
@@ -77,7 +77,7 @@ class RequestLog:
         span: RequestSpan | None,
         job: Job | None,
     ) -> None:
-        """Record a request that was refused before it ran; `job` is None if it was not parsed."""
+        """Record a request refused before it ran; `job` is None if unparsed."""
         self._metrics.refused(path, why.status, "" if job is None else job.model)
         more = Fields() if job is None else Fields(model=job.model, prompt_tokens=job.prompt_tokens)
         error = more["error"] = shown_error(why)
@@ -177,7 +177,7 @@ def shown_error(why: KvrelayError) -> str:
 def _stage_times(
     timeline: Timeline, stages_s: Mapping[str, float], ended: float
 ) -> list[StageTime]:
-    # Stages that the router sees; the nodes' spans have the others.
+    # The nodes' spans have the other stages.
     sent, prefilled = timeline.sent, timeline.prefilled
     times = [StageTime("queue", timeline.arrived, ended if sent is None else sent)]
     if prefilled is not None and "announce" in stages_s:

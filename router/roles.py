@@ -1,10 +1,10 @@
 """Lets roles follow the load: a role that is short of nodes gets one of the other role.
 
 Work is reckoned in nodes, from what they announce: prompts may take all of a prefill node's time,
-and tokens `1 - A / TPOT` of a decode node's, whose empty step takes A (router/placement.py);
-requests may take all of its seats. Where even the last prefill node does more as a decode node, all
-nodes compute the prompts of what they generate, until the load falls. All routers see the same and
-ask the same node, which changes once (node/lifecycle.py).
+tokens `1 - A / TPOT` of a decode node's, whose empty step takes A (router/placement.py), and
+requests all of its seats. Where even the last prefill node does more as a decode node, all nodes
+compute their own prompts until the load falls. All routers see the same and ask the same node,
+which changes once (node/lifecycle.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 EVERY_S, HALF_LIFE_S, LOOKS, COOL_DOWN_S, REMEMBERS_S = 5.0, 20.0, 3, 30.0, 3600.0
 LIMIT, MARGIN, RESTS_S = 0.85, 0.1, 300.0
 BEGUN = 202
-"""A node's status code when it begins to change its role."""
+"""A node's status when it begins to change its role."""
 _ASK_DEADLINE_S = 5.0
 OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 _log = logging.getLogger("kvrelay.router")
@@ -51,7 +51,7 @@ _log = logging.getLogger("kvrelay.router")
 def work_of(
     loads: Mapping[Role, Sequence[NodeLoad]], tpot_ms: float = 0.0
 ) -> tuple[dict[Role, float], float]:
-    """Return how many nodes the work of each role takes, and what share of a decode node work may.
+    """Return how many nodes each role's work takes, and the share of a decode node it may take.
 
     A `tpot_ms` of 0 stands for the default TPOT.
     """
@@ -70,7 +70,7 @@ def work_of(
 
 
 def use_of(work: Mapping[Role, float], nodes: Mapping[Role, int], left: float) -> dict[Role, float]:
-    """Return the share of each role's nodes that work takes; decode nodes alone do all of it."""
+    """Return the share of each role's nodes that work takes; decode nodes alone do all."""
     prefill, decode = nodes[Role.PREFILL], max(1, nodes[Role.DECODE])
     prompts, answers = work[Role.PREFILL], work[Role.DECODE]
     if prefill:
@@ -79,14 +79,14 @@ def use_of(work: Mapping[Role, float], nodes: Mapping[Role, int], left: float) -
 
 
 class RolePlanner:
-    """A planner of the roles of one model's nodes. Times are seconds of any one clock."""
+    """A planner of one model's roles. Times are seconds of any one clock."""
 
     def __init__(self, least_prefill: int = 0, least_decode: int = 1) -> None:
         self._least = {Role.PREFILL: least_prefill, Role.DECODE: least_decode}
         self._work, self._looked = dict.fromkeys(OTHER, 0.0), -inf
         self._changed, self._last, self._busy, self._times = -inf, Role.PREFILL, Role.PREFILL, 0
         self.use, self.why = dict(self._work), ""
-        """The share of each role's nodes that work took of late; why nothing changes, or what."""
+        """The share of each role's nodes lately used; why nothing changes, or what."""
 
     def changed(self, role: Role, now: float) -> None:
         self._changed, self._last, self._times = now, role, 0
@@ -103,7 +103,7 @@ class RolePlanner:
 
         `left` is the share of a decode node that work may take (`work_of`).
         """
-        # Until then what had piled up says nothing of what is needed now.
+        # Until then what had piled up says nothing of what is needed.
         rests = now - self._changed < COOL_DOWN_S
         kept, self._looked = 0.0 if rests else 0.5 ** ((now - self._looked) / HALF_LIFE_S), now
         self._work = {
@@ -114,10 +114,9 @@ class RolePlanner:
         busy = Role.PREFILL if mixed else max(use, key=lambda role: use[role])
         idle, most = OTHER[busy], max(use.values())
         then = use_of(self._work, {busy: up[busy] + 1, idle: up[idle] - 1}, left)
-        # To a role of many nodes one more is less than any margin: what counts is the role that
-        # gives it away.
+        # In a role of many nodes one more is less than any margin: the giving role counts.
         after = then[idle] if up[Role.PREFILL] and up[idle] > 1 else max(then.values())
-        # The last prefill node that became a decode node, or another, goes back when it can.
+        # The last prefill node that became a decode node goes back when it can.
         returns = mixed and self._last is Role.DECODE and after <= LIMIT - 2 * MARGIN
         margin = MARGIN * (2 if self._last is idle and now - self._changed < REMEMBERS_S else 1)
         against = (

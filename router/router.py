@@ -51,8 +51,6 @@ _log = logging.getLogger("kvrelay.router")
 
 
 class Router:
-    """A router process: all that its routes share."""
-
     node_client: NodeClient
     """Set while `running`, as `run_context` is."""
     run_context: RunContext
@@ -123,7 +121,7 @@ class Router:
                 await asyncio.to_thread(self.tracing.close)
 
     def take_over(self, config: RouterConfig) -> None:
-        """Use a configuration for new requests; it does not tell the pool which nodes there are."""
+        """Use a configuration for new requests; the pool's nodes stay."""
         self.config = config
         self.keyring.take_over(config.api_key, config.keys)
         self.models.aliases = config.aliases
@@ -133,7 +131,7 @@ class Router:
             self.run_context = dataclasses.replace(self.run_context, config=config)
 
     def reload(self) -> list[str]:
-        """Read the configuration again, and return the names of settings that changed.
+        """Reread the configuration; return the names of changed settings.
 
         Raises RequestError, ConfigError, and changes nothing then.
         """
@@ -151,15 +149,15 @@ class Router:
         return changed
 
     async def ask(self, path: str, body: bytes) -> bytes:
-        """Return the answer of any node of a model to a short question. Raises KvrelayError."""
+        """Ask any node of a model a short question. Raises KvrelayError."""
         model, body = self._for_model(body)
-        # Prefill nodes first, because they tokenize anyway.
+        # Prefill nodes tokenize anyway.
         nodes = [
             node for role in (Role.PREFILL, Role.DECODE) for node in self.pool.up(role, model=model)
         ]
         if not nodes:
             raise self.pool.no_node(Role.PREFILL, model)
-        # A text that ends one node may end the next, as a completion may.
+        # A text may end nodes as a completion may.
         *others, last = nodes[: min(self.config.attempts, MAX_LOST)]
         for node in others:
             try:
@@ -169,7 +167,7 @@ class Router:
         return await self.node_client.ask(last, path, body)
 
     def _for_model(self, body: bytes) -> tuple[str, bytes]:
-        # The model whose nodes are asked (empty: any), and the body with the name that they know.
+        # The model to ask (empty: any), and the body with the nodes' name for it.
         try:
             fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
             named = msgspec.json.decode(fields.get("model", b"null"), type=str | None)
@@ -202,9 +200,8 @@ class Router:
 
 
 def changes(old: RouterConfig, new: RouterConfig) -> list[str]:
-    """Return the names of settings that differ. Raises ConfigError if some are fixed.
-
-    Also if no API key were left: half a file must not open the router to everybody.
+    """Return the names of settings that differ. Raises ConfigError if some are fixed, or no API key
+    is left.
     """
     differ = [
         field.name

@@ -1,4 +1,4 @@
-"""How a request begins: its key and body are checked, it is admitted, and run by its answer."""
+"""How a request begins: key and body are checked, it is admitted and run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _log = logging.getLogger("kvrelay.router")
 
 
 class RouterApp(FastAPI):
-    """A router as an ASGI application, and as the routes of the OpenAI API see it."""
+    """A router as an ASGI application, and for the routes of the OpenAI API."""
 
     def __init__(self, router: Router) -> None:
         super().__init__(
@@ -81,7 +81,7 @@ class RouterApp(FastAPI):
         )
 
     async def _early_answer(self, scope: Scope, receive: Receive) -> Response | None:
-        # Refuses requests without a key. Completions need nothing that FastAPI puts around a route.
+        # Completions need nothing that FastAPI puts around a route.
         router, request = self._router, Request(scope, receive)
         try:
             check_key(scope, router.keyring, router.metrics, router.config.admin_key)
@@ -155,7 +155,7 @@ class RouterApp(FastAPI):
         router, header = self._router, headers_of(request.scope).get
         own_ids = header("x-request-id"), job.known.request_id or ""
         wanted = own_ids[1] if own_ids[0] is None and own_ids[1] else request.state.job_id
-        # Another request may have taken the id while the body was awaited.
+        # Another request may have taken the id meanwhile.
         job_id = request.state.job_id = self._new_id(wanted)
         slo = router.admission.slo(*slo_of_headers(header))
         caller.check_model(job.model)
@@ -199,10 +199,9 @@ class RouterApp(FastAPI):
     async def tokenized(
         self, request: Request, path: str, translate: Callable[[bytes], bytes]
     ) -> bytes | None:
-        """Return a node's answer to /tokenize or /detokenize; None if the client has gone.
+        """Return a node's answer to /tokenize or /detokenize; None if the client left.
 
-        No node is blamed, which would keep it from all other requests for the sake of one large
-        text. Raises KvrelayError.
+        No node is blamed, which would block it for one large text. Raises KvrelayError.
         """
         router = self._router
         body = await checked_body(request, router.config)
@@ -247,7 +246,7 @@ async def read_body(request: Request, limit_bytes: int, deadline_s: float) -> by
     announced = headers_of(request.scope).get("content-length", "0")
     if announced.isascii() and announced.isdigit() and int(announced) > limit_bytes:
         raise too_large()
-    whole = arrived_body(request.scope)  # mostly it has, with the headers: no need to wait then
+    whole = arrived_body(request.scope)  # mostly it has, with the headers
     if whole is not None:
         if len(whole) > limit_bytes:
             raise too_large()

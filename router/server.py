@@ -28,22 +28,20 @@ from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["settle", "make_server", "run", "serve"]
 
-# Above the idle time after which OpenAI clients close a kept connection themselves, so that we
-# never do it first.
+# Above OpenAI clients' idle time, so that we never close first.
 _KEEP_CONNECTION_S = 75
 
 
 def settle() -> None:
     """Have the interpreter of a process that only routes do less.
 
-    The cyclic collector took 9 % of the time and found next to nothing: requests free themselves by
-    their reference counts.
+    The cyclic collector took 9 % of the time and found next to nothing.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     return_large_blocks()
-    # Facts that no line of the log names, and that each record would ask the system for.
+    # Facts that no log line names, but that each record would ask the system for.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     setattr(logging, "_srcfile", None)  # noqa: B010 - as the logging module's own page on speed has it
 

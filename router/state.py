@@ -1,4 +1,4 @@
-"""The router's view of its nodes, models and processes, as values: for operators and other workers."""
+"""The router's view of nodes, models and processes, for operators and workers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     prompt_share: float = 0.0
     """The share of the node's time that arriving prompts take."""
     limit_left: float = 0.0
-    """The share of the node's time left for prompts until tokens take too long there."""
+    """The share of the node's time left for prompts until tokens take too long."""
     generation: str = ""
     release: str = ""
     leg_version: int = 1
@@ -112,7 +112,6 @@ class Health(enum.StrEnum):
 
 
 def node_status(node: Node, pool: Pool, now: float) -> NodeStatus:
-    """Return one node as operators see it."""
     load, state = node.load, node.state
     return NodeStatus(
         **{name: getattr(node, name) for name in _OF_NODE},
@@ -134,12 +133,12 @@ def node_status(node: Node, pool: Pool, now: float) -> NodeStatus:
 
 
 def node_statuses(pool: Pool, now: float) -> list[NodeStatus]:
-    """Return all nodes, also those that only finish what they have."""
+    """Return all nodes, also leaving ones."""
     return [node_status(node, pool, now) for node in (*pool.nodes, *pool.leaving)]
 
 
 def joined_nodes(own: WorkerStatus, workers: Sequence[WorkerStatus]) -> list[NodeStatus]:
-    """Return all nodes as all workers see them: requests are summed, breakers are the worst."""
+    """Return all nodes as all workers see them: requests are summed, breakers the worst."""
     rows = {node.url: node for node in own.nodes}
     up_in: Counter[str] = Counter()
     for each in workers:
@@ -167,18 +166,17 @@ def model_health(models: Models) -> tuple[Health, dict[str, bool]]:
 
 
 class Shared:
-    """A router process's part in a group on one port; this is the case of one alone.
+    """A router process's part in a group on one port; this is one alone.
 
-    router/workers/worker.py overrides it in those that answer requests, router/workers/parent.py in
-    their parent.
+    router/workers/worker.py overrides it in workers, router/workers/parent.py in their parent.
     """
 
     leads = True
     """This process changes the roles of nodes."""
     serves = True
-    """This process answers requests, so it follows what nodes have in their caches."""
+    """This process answers requests, and follows nodes' caches."""
     forward: Callable[[Request, bytes, float], Awaitable[Response]] | None = None
-    """Asks the leading process what operators and scrapers want to know or to change."""
+    """Asks the leading process for operators and scrapers."""
     responses: ResponseStore
     """Set in processes that serve."""
 

@@ -1,4 +1,4 @@
-"""The times of one request, and what is kept of it when it has ended."""
+"""The times of one request, while it runs and when it has ended."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ __all__ = ["EndedRequest", "Timeline"]
 class Timeline:
     """A request's times in monotonic seconds; None is a point that was not reached.
 
-    Nodes report the stages inside them (openai_api/stages.py), each by its own clock; the router
-    sees what lies between.
+    Nodes report their own stages (openai_api/stages.py), each by its own clock.
     """
 
     arrived: float
     sent: float | None = None
     prefilled: float | None = None
-    """When the KV was complete, as far as the router sees, and the hand-over began."""
+    """When the KV was complete for the router, and the hand-over began."""
     stepped: float | None = None
     """When the newest decode request sent a token that is not the answer's first."""
     first_token: float | None = None
@@ -30,9 +29,9 @@ class Timeline:
     local: bool = False
     """A decode node computed the prompt, and no other node had."""
     prefill_ms: dict[str, float] = field(default_factory=dict)
-    """Stages that the nodes of all prefill requests reported."""
+    """Stages reported for all prefill requests."""
     decode_ms: dict[str, float] = field(default_factory=dict)
-    """Stages that the node of the last decode request reported."""
+    """Stages of the last decode request."""
 
     def note_tokens(self, now: float) -> None:
         self.last_token = now
@@ -56,14 +55,14 @@ class Timeline:
         if self.local:
             stages["queue"] += waited
         elif self.decode_ms:
-            # A decode request without a ticket waited to compute the prompt itself.
+            # A decode request without a ticket waited to compute the prompt.
             stages["decode_queue"] = stages.get("decode_queue", 0.0) + waited
         if self.prefill_ms:
             stages["queue"] += self.prefill_ms.get("queue", 0.0) / 1e3
             prefill_s = self.prefill_ms.get("prefill", 0.0) / 1e3
             stages["prefill"] = stages.get("prefill", 0.0) + prefill_s
         if self.prefilled is not None and self.stepped is not None and TOLD in self.decode_ms:
-            # Both ways lead through a node's HTTP process and one connection: they cancel out.
+            # Both ways lead through one connection: they cancel out.
             announce_s = self.stepped - self.prefilled - self.decode_ms[TOLD] / 1e3
             stages["announce"] = max(0.0, announce_s)
         stages["total"] = now - self.arrived
@@ -73,9 +72,9 @@ class Timeline:
         return with_stages(end, {name: took * 1e3 for name, took in self.stages_s(now).items()})
 
     def inter_token_s(self, tokens: int, answers: int) -> float | None:
-        """Return the mean time between an answer's tokens, where `answers` have `tokens` in all.
+        """Return the mean time between tokens; None without two in an answer.
 
-        None if each has fewer than two.
+        The `answers` have `tokens` in all.
         """
         each = tokens / answers
         if each < 2 or self.first_token is None or self.last_token is None:
@@ -90,9 +89,8 @@ class EndedRequest(msgspec.Struct, frozen=True):
     path: str
     model: str
     key: str
-    """The name of its API key."""
     status: int
-    """499: the client went away. A stream that broke has the status it would have had."""
+    """499: the client left. A broken stream has the status it would have had."""
     error: str
     stream: bool
     local: bool
@@ -108,7 +106,7 @@ class EndedRequest(msgspec.Struct, frozen=True):
     decode: str
     """The addresses of the last nodes; `-` is none."""
     kv_bytes: int
-    """Bytes that the decode node has fetched; 0 if none, or if it does not say."""
+    """Bytes that the decode node fetched; 0 if none or unknown."""
     stages_s: dict[str, float]
     """Stages as openai_api/stages.py names them."""
     placed: str = "-"

@@ -1,7 +1,4 @@
-"""The asyncio shell of admission: a request gets a slot here, and gives it back in any case.
-
-It owns the clock, waiting and metrics, and decides nothing itself.
-"""
+"""The asyncio shell of admission: the clock, waiting and metrics, but no decisions."""
 
 from __future__ import annotations
 
@@ -28,9 +25,9 @@ from kvrelay.wire.router_config import RouterConfig
 __all__ = ["AdmissionController", "AdmissionSlot"]
 
 _LOOK_S = 0.01
-"""The time between two looks at the queue while a request waits, and none ends."""
+"""Between two looks at the queue while a request waits and none ends."""
 _LONGEST_S = 60.0
-"""The longest Retry-After; OpenAI's clients take more for a mistake, and return at once."""
+"""The longest Retry-After that OpenAI's clients obey; they return at once for more."""
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -55,7 +52,7 @@ class AdmissionSlot(QueuedRequest):
             raise why
 
     def settle(self, why: KvrelayError | None = None) -> None:
-        if not self.result.done():  # cancelled: its client is just leaving
+        if not self.result.done():  # its client is leaving
             self.result.set_result(why)
 
 
@@ -63,8 +60,6 @@ ModelQueue = AdmissionQueue[AdmissionSlot, ChosenNodes | None]
 
 
 class AdmissionController:
-    """A router's admission of requests. `close` it at the end."""
-
     def __init__(
         self, config: RouterConfig, pool: Pool, placer: Placer, metrics: AdmissionMetrics
     ) -> None:
@@ -86,8 +81,7 @@ class AdmissionController:
         return {model: len(each) for model, each in self._queues.items() if each}
 
     def slo(self, ttft_s: float | None, tpot_s: float | None) -> Slo:
-        # The router's time per token is a promise to all who are served: a laxer one is no reason
-        # to break it.
+        # The router's time per token is a promise to all: a laxer one is no reason to break it.
         tpots = [each for each in (tpot_s, self._config.tpot_target_ms / 1e3) if each]
         return Slo(ttft_s or self._config.ttft_target_ms / 1e3 or None, min(tpots, default=None))
 
@@ -106,7 +100,7 @@ class AdmissionController:
         output = min(wanted.request.output, wanted.request.most_output)
         tokens = limit_tokens = job.prompt_tokens + math.ceil(output)
         if caller.tokens_per_minute:
-            # A long answer may be expected that never comes: alone it is no reason to refuse.
+            # A long answer may be expected that never comes: alone no reason to refuse.
             limit_tokens = max(job.prompt_tokens, min(tokens, caller.tokens_per_minute))
         slot = AdmissionSlot(
             key=caller.name,
@@ -152,9 +146,9 @@ class AdmissionController:
 
     @asynccontextmanager
     async def question(self, caller: Caller) -> AsyncIterator[None]:
-        """Admit a short question for the length of the block; it waits in no queue.
+        """Admit a short question for the block, without a queue. Raises RateLimited.
 
-        It counts as a request of no tokens for its key's limits. Raises RateLimited.
+        It counts as a request of no tokens for its key's limits.
         """
         self._take_limits(caller, 0)
         try:
@@ -167,7 +161,7 @@ class AdmissionController:
             await cancel_and_wait([self._looking])
 
     def _find(self, slot: AdmissionSlot) -> ChosenNodes | Wait | Refuse | None:
-        """Return where a request would be placed now; None: its run chooses its nodes itself."""
+        """Return where a request would be placed now; None: its run chooses itself."""
         wanted, limit_ms = slot.wanted, slot.wanted.request.ttft_limit_ms
         if self._pool.kind_for(wanted.model) is not NodeKind.KVRELAY:
             return None

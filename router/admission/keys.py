@@ -1,11 +1,10 @@
 """API keys by their hashes, what each may do, and how much of it. Pure; times are seconds.
 
-Keys are random (256 bits), so a plain SHA-256 of them is kept: a slow hash protects words that
-people think up, and would cost every request. A given key is compared with all, in constant time.
+Keys are random (256 bits), so a plain SHA-256 is enough. A given key is compared with all, in
+constant time.
 
-Limits per minute are token buckets, a minute's worth deep. Tokens are taken by estimate when a
-request comes and put right when it is over, so a bucket may owe some, and the next request waits
-for that.
+Limits per minute are token buckets, a minute's worth deep. Tokens are taken by estimate and put
+right at the end, so a bucket may owe some, for which the next request waits.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ _ROUNDING_S = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Caller(KeyConfig):
-    """A sender of requests, known by the hash of its key."""
-
     most_important: int = -_MAX_PRIORITY
 
     @classmethod
@@ -106,7 +103,7 @@ class Keyring:
             return ANYONE
         digest = hash_of(given)
         found: Caller | None = None
-        for caller in self.callers:  # all of them, whichever it is
+        for caller in self.callers:
             if hmac.compare_digest(caller.sha256, digest):
                 found = caller
         if found is None:
@@ -131,7 +128,7 @@ class Refusal:
     reason: str
     message: str
     retry_after_s: float | None
-    """The expected wait if the request came again; 0: unknown; None: it will never be taken."""
+    """The expected wait; 0: unknown; None: the request will never be taken."""
 
 
 class KeyLimits:
@@ -140,7 +137,7 @@ class KeyLimits:
     def __init__(self) -> None:
         self._running: Counter[str] = Counter()
         self._full_at: defaultdict[tuple[str, str], float] = defaultdict(float)
-        """When a key's bucket will be full again: its level in seconds, whatever its size."""
+        """When a key's bucket will be full again, in seconds."""
 
     def take(self, caller: Caller, tokens: int, now: float) -> Refusal | None:
         """Take a request of about so many tokens, or return why not."""
@@ -179,7 +176,7 @@ class KeyLimits:
         return None
 
     def give_back(self, caller: Caller, tokens: int, used: int | None, now: float) -> None:
-        """End a request that has used so many tokens of its estimate; None: it never began."""
+        """End a request that used so many tokens; None: it never began."""
         self._running[caller.name] -= 1
         left = {"requests": -1 if used is None else 0, "tokens": (used or 0) - tokens}
         self._spend(caller, left, now)

@@ -1,10 +1,10 @@
 """Decides which requests begin now, wait, or are refused. Pure: times are given, in seconds.
 
-One bounded queue for the nodes of one model. The first in it begins as soon as it can be placed:
-by priority, then by fair shares between keys. Shares are start-time fair queueing (Goyal, Vin,
-Cheng 1996): each key has a virtual clock that runs by cost / weight as its requests begin, and the
-key whose clock is furthest behind is next. Who was idle saves nothing up. Costs are estimates in
-tokens; `correct` puts the clock right at the end.
+One bounded queue for the nodes of one model. The first begins as soon as it can be placed: by
+priority, then by fair shares between keys. Shares are start-time fair queueing (Goyal, Vin, Cheng
+1996): each key's virtual clock runs by cost / weight as its requests begin, and the key whose clock
+is furthest behind is next. Idle keys save nothing up. Costs are estimates in tokens, which
+`correct` puts right at the end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ _LATER = "try again after the time in Retry-After"
 
 @dataclass(eq=False, slots=True)
 class QueuedRequest:
-    """A request that waits to begin. Times are seconds of one clock."""
-
     key: str
     arrived: float
     weight: float = 1.0
@@ -49,10 +47,7 @@ P = TypeVar("P")
 
 class AdmissionQueue(Generic[E, P]):
     def __init__(self, max_queue: int, find: Callable[[E], P | Wait | Refuse]) -> None:
-        """`find` tells where a request would be placed now, taking nothing.
-
-        It raises KvrelayError where no node can.
-        """
+        """`find` tells where a request would be placed, taking nothing; it raises KvrelayError."""
         self.max_queue = max_queue
         self._find = find
         self._lines: dict[int, dict[str, dict[E, None]]] = {}
@@ -71,9 +66,10 @@ class AdmissionQueue(Generic[E, P]):
         return request in self._lines.get(request.priority, {}).get(request.key, ())
 
     def arrive(self, request: E, max_of_key: int = 0) -> P | Wait | Refusal:
-        """Return where a new request begins now, or that it waits, or why it does neither.
+        """Return where a new request begins now, or that it waits, or why neither. Raises
+        KvrelayError.
 
-        `max_of_key` limits how many of its key may wait; 0: no limit. Raises KvrelayError.
+        `max_of_key` limits how many of its key may wait; 0: no limit.
         """
         found = self._find(request)
         if isinstance(found, Refuse):
@@ -133,10 +129,10 @@ class AdmissionQueue(Generic[E, P]):
             found: P | Wait | Refuse | KvrelayError
             try:
                 found = self._find(first)
-            except KvrelayError as why:  # there are no nodes any more
+            except KvrelayError as why:
                 found = why
             if isinstance(found, Wait) or (isinstance(found, Refuse) and not found.never):
-                return  # a target that would be missed now: the request is late when that is over
+                return  # the request is late after this target
             self.remove(first)
             if isinstance(found, Refuse):
                 yield first, _refusal(found)
@@ -149,7 +145,7 @@ class AdmissionQueue(Generic[E, P]):
     def correct(self, request: E, tokens: int) -> None:
         """Put a key's clock right: a request that began has cost so many tokens."""
         clock = self._clocks[request.key]
-        # Cheaper than thought is no credit: the clock is not put back behind the time of all.
+        # Cheaper than thought is no credit: the clock is never behind the time of all.
         right = clock + (tokens - request.tokens) / request.weight
         self._clocks[request.key] = max(right, min(clock, self._now))
 

@@ -1,7 +1,7 @@
 """The routes of the console: its page, and what the page shows.
 
-The page holds no secret and needs no key; all that it shows and does wants the admin key
-(router/guard.py). Its headers keep it from loading anything from elsewhere.
+The page needs no key; all that it shows and does wants the admin key (router/guard.py). Its headers
+keep it from loading anything from elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["CONSOLE_PATH", "STATE_PATH", "add_console_routes"]
 CONSOLE_PATH = "/console"
 STATE_PATH = "/console/state"
 
-_LATEST = 1e12  # no Unix time is later
+_LATEST = 1e12
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src "
     "'self'; "
@@ -33,7 +33,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    # A page is never older than the router that serves it.
+    # A page is never older than its router.
     "cache-control": "no-cache",
 }
 
@@ -46,7 +46,7 @@ class _Files(StaticFiles):
 
 
 def add_console_routes(app: FastAPI, snapshot: Callable[[float], Snapshot], root_path: str) -> None:
-    """Add them all. `snapshot` is asked for with the Unix time after which requests are news."""
+    """Add all routes; `snapshot` gets the Unix time after which requests are news."""
     files = _Files(directory=Path(__file__).parent / "static")
 
     async def home(_: Request) -> Response:

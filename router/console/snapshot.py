@@ -1,7 +1,8 @@
-"""The snapshot that the console shows, put together from what all workers see.
+"""The console's snapshot, joined from all workers. Its types are the contract of GET
+/console/state.
 
-The types are the contract of GET /console/state. Requests are added up; what each process finds out
-by itself (is a node up, its breakers) is shown as the worst that any sees.
+Requests are summed; what each process finds out by itself (is a node up, its breakers) is shown as
+the worst that any sees.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     waiting: int
     waiting_for_room: int
     ttft: list[float]
-    """Seconds at 50, 90 and 99 % of the remembered requests, as the next two; empty: no request."""
+    """Seconds at 50, 90 and 99 % of the remembered requests, also the next two."""
     inter_token: list[float]
     total: list[float]
     nodes: list[NodeStatus]
@@ -124,11 +125,6 @@ def _edges(requests: Iterable[EndedRequest]) -> list[tuple[str, str, int]]:
 
 
 class ConsoleState:
-    """A process's state for the console, with what other workers reported.
-
-    No prompt, answer or body is kept.
-    """
-
     def __init__(self, pool: Pool, models: Models, metrics: Metrics, shared: Shared) -> None:
         self._pool, self._models = pool, models
         self._metrics, self._shared = metrics, shared
@@ -155,7 +151,6 @@ class ConsoleState:
         )
 
     def snapshot(self, since: float) -> Snapshot:
-        """Return what all workers see, with the requests that ended after the Unix time `since`."""
         workers, own = self._shared.workers(), self.status()
         health, models = model_health(self._models)
         return snapshot_of(

@@ -71,7 +71,7 @@ async def _check(node: Node, pool: Pool, client: NodeClient, events: KvEvents | 
         if isinstance(why, aiohttp.ClientConnectorError) and isinstance(
             why.os_error, ConnectionRefusedError
         ):
-            pool.note_refused(node, time.monotonic())  # the machine is there
+            pool.note_refused(node, time.monotonic())
         else:
             pool.note_miss(node, f"its health check failed: {why}", time.monotonic())
     except Exception as why:  # noqa: BLE001 - a mistake of ours must not end the watch

@@ -1,7 +1,4 @@
-"""Nodes that announce themselves over UDP.
-
-This source no longer names a node that is not heard for LOST_AFTER_S. Nothing is sent to a node.
-"""
+"""Nodes that announce themselves over UDP; one not heard for LOST_AFTER_S is no longer named."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from kvrelay.wire.heartbeat import LOST_AFTER_S, MAX_SKEW_S, Heartbeat, NodeStat
 
 __all__ = ["AnnouncedNodes", "hear_heartbeats"]
 
-# A cluster has thousands at most; what is beyond is a mistake, and memory must not pay for it.
+# A cluster has thousands at most, and memory must not pay for mistakes.
 MAX_NODES = 10_000
 _EXPIRE_S = 0.25
 _COMPLAIN_S = 10.0
@@ -36,12 +33,10 @@ class _Heard:
 
 
 class AnnouncedNodes:
-    """A table of the nodes that have announced themselves. Pure."""
-
     def __init__(self, key: str) -> None:
         self._key = key
         self._heard: dict[str, _Heard] = {}
-        self.changed = False  # specs() differs from when this was last set to False
+        self.changed = False  # specs() differs
 
     def add(self, message: bytes, unix_now: float, now: float) -> Heartbeat | None:
         """Return what a message says; None if it is out of date. Raises KvrelayError."""
@@ -69,7 +64,7 @@ class AnnouncedNodes:
                     now - heard.at,
                 )
                 heard.spec, self.changed = None, True
-        # Remembered for as long as an old message of it could be played again.
+        # Kept for as long as an old message could be played again.
         for url in [
             url
             for url, heard in self._heard.items()
@@ -103,8 +98,8 @@ async def hear_heartbeats(pool: Pool, host: str, port: int, key: str) -> AsyncIt
 
 
 class _Protocol(asyncio.DatagramProtocol):
-    # A turn of the event loop reads one datagram (uvloop: 32), a stranger's is refused in 5 us, and
-    # the kernel drops what it has no room for: a flood takes CPU time, but no memory.
+    # Each turn of the event loop reads one datagram (uvloop: 32), a stranger's is refused in 5 us,
+    # and the kernel drops the rest: a flood takes CPU time, but no memory.
 
     def __init__(self, pool: Pool, announced: AnnouncedNodes) -> None:
         self._pool, self._announced = pool, announced

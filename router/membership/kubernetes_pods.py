@@ -1,7 +1,6 @@
 """Lists the pods of a Kubernetes namespace once a second and tells the pool which nodes they are.
 
-An API server that is away, slow or refuses takes no node down: its last list stays, and each node's
-health decides.
+If the API server is away or slow, its last list stays, and each node's health decides.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kvrelay.wire.errors import ConfigError, RequestError
 
 __all__ = ["follow_pods", "kubernetes_client", "listed_gauge", "node_of", "nodes_of"]
 
-_ROLE = "kvrelay/role"  # a label
+_ROLE = "kvrelay/role"
 _MODEL = "kvrelay/model"  # a label, or an annotation for names that a label cannot have
 _PORT = "kvrelay/port"  # an annotation, instead of the container port of this name:
 _PORT_NAME = "http"
@@ -82,8 +81,7 @@ def node_of(pod: _Pod) -> NodeSpec | None:
 def nodes_of(pods: Iterable[_Pod]) -> tuple[dict[str, NodeSpec], set[str]]:
     nodes: dict[str, NodeSpec] = {}
     complaints: set[str] = set()
-    # Of two pods at one address the younger one is there: an address is given away again when its
-    # pod has ended.
+    # An address is given away again when its pod has ended: the younger pod is there.
     for pod in sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp") or ""):
         try:
             node = node_of(pod)
@@ -107,9 +105,9 @@ def listed_gauge(registry: CollectorRegistry) -> Gauge:
 async def follow_pods(
     pool: Pool, selector: str, namespace: str, registry: CollectorRegistry
 ) -> AsyncIterator[None]:
-    """Follow pods for the length of the block; with an empty selector do nothing.
+    """Follow pods for the block; with an empty selector do nothing. Raises ConfigError.
 
-    An empty namespace is the one that this process or its kubeconfig is in. Raises ConfigError.
+    An empty namespace is that of this process or its kubeconfig.
     """
     if not selector:
         yield
@@ -123,7 +121,7 @@ async def follow_pods(
         answer = api.list_namespaced_pod(
             namespace,
             label_selector=f"{selector},{_ROLE}",
-            _preload_content=False,  # the client's own types would be made of each pod
+            _preload_content=False,  # else each pod becomes objects
             _request_timeout=DEADLINES_S,
         )
         return nodes_of(msgspec.json.decode(answer.data)["items"] or ())

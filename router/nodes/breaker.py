@@ -1,11 +1,9 @@
 """A circuit breaker of a node. Pure: `now` is an argument, in seconds of one monotonic clock.
 
 Closed until FAILURES_IN_A_ROW requests have failed; then open for a second, and after each failed
-trial twice as long; then half-open: one real request at a time goes through as a trial, whose
-success closes it. Only a node's own faults count: never a 4xx, a refusal, or a client that went
-away.
-
-Prior art: Nygard, Release It! (2007).
+trial twice as long; then half-open: one request at a time is a trial, whose success closes it. Only
+a node's own faults count: never a 4xx, a refusal, or a client that left. Prior art: Nygard, Release
+It! (2007).
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ class State(enum.StrEnum):
 class Verdict(enum.IntEnum):
     """A decision on whether a request may go to a node, the best first.
 
-    RESTS: not for a while, the node has no room. LAST: only if no other node is left.
+    RESTS: the node has no room for a while. LAST: only if no other node is left.
     """
 
     TAKES = 0

@@ -1,7 +1,7 @@
 """Judges which nodes may take a request now, by how requests on them have ended. Pure.
 
-A node that is up takes requests unless its breaker is open, or it rests: it has no room. Where only
-open breakers are left, one request at a time may try: a cluster's last node is never given up.
+A node that is up takes requests unless its breaker is open, or it rests for want of room. Where
+only open breakers are left, one request at a time may try.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ _log = logging.getLogger("kvrelay.router")
 
 
 class NodeHealth:
-    """A judge of which nodes of a pool may take requests."""
-
     def __init__(self, pool: Pool) -> None:
         self._failed_pairs: dict[tuple[str, str], float] = {}
         """Until when pairs of processes are avoided."""
         self._pool = pool
         self._troubled: set[Node] = set()
-        """Nodes with a breaker that is not closed, or that rest: all others need no look."""
+        """Nodes that rest or whose breaker is not closed: others need no look."""
 
     def available(
         self, role: Role, model: str, exclude: Collection[Node], now: float
@@ -51,7 +49,7 @@ class NodeHealth:
         if best in (Verdict.TAKES, Verdict.LAST):
             return [node for node, verdict in zip(nodes, verdicts, strict=True) if verdict is best]
         after_s = max(1, math.ceil(min(node.breaker.opens_in(now) for node in nodes)))
-        # No name for the error here: its traceback would keep this frame, and the frame the error.
+        # No name for the error: its traceback would keep this frame, and the frame the error.
         raise _to_be_retried(role, after_s, rest=best is Verdict.RESTS)
 
     def avoids(self, now: float) -> Callable[[str, str], bool] | None:
@@ -87,7 +85,7 @@ class NodeHealth:
 
     def kv_failed(self, prefill: Node, decode: Node, cause: str, now: float) -> None:
         _log.warning("%s says that the KV of %s did not come: %s", decode.url, prefill.url, cause)
-        if cause != "LeaseLost":  # which says nothing of the way between the two
+        if cause != "LeaseLost":  # it says nothing of the way between them
             pairs = self._failed_pairs
             pairs[_pair(prefill, decode)] = now + AVOID_S
             if len(pairs) > _MOST_FAILED_PAIRS:

@@ -17,8 +17,6 @@ __all__ = ["Models"]
 
 
 class Models:
-    """A list of what the nodes of a pool serve, and of aliases; `created` is a Unix second."""
-
     def __init__(self, pool: Pool, aliases: Mapping[str, str], created: int) -> None:
         self._pool = pool
         self.aliases = aliases

@@ -47,7 +47,7 @@ NEW = "not checked yet"
 
 
 class Source(enum.StrEnum):
-    """A source of membership. Where two disagree about a role, the first of these counts."""
+    """A source of membership; where two disagree about a role, the first here counts."""
 
     STATIC = "static"
     KUBERNETES = "kubernetes"
@@ -58,8 +58,8 @@ class Source(enum.StrEnum):
 class NodeSpec:
     """A node that a source names. Raises RequestError for a bad address or role.
 
-    `model`: if the source knows it; what the node itself says counts. `generation`: the source's
-    own name for the process behind the address, or its pod.
+    `model` if known; the node's own word counts. `generation`: the source's name for the process,
+    or its pod.
     """
 
     url: str
@@ -94,7 +94,7 @@ class NodeKind(enum.StrEnum):
 
 
 class HealthReport(msgspec.Struct, frozen=True):
-    """A node's answer to GET /health, or what was found out about one that answers with less."""
+    """A node's answer to GET /health, or what was learnt otherwise."""
 
     role: Role
     model: str
@@ -116,7 +116,6 @@ class HealthReport(msgspec.Struct, frozen=True):
     flips: int = 0
     flips_to: Role | None = None
     costs: StepCosts | None = None
-    """Costs of steps, measured when the node started."""
     max_gap_ms: float = 0.0
     """The longest step with prompts beside requests that decode; 0: no limit."""
 
@@ -146,15 +145,15 @@ class HealthReport(msgspec.Struct, frozen=True):
 class ProcessDeaths:
     """A record of which processes at one address have died, by generation.
 
-    A connection that breaks proves nothing. A process has died if its address refuses connections,
-    another generation answers there, or its node says that its engine is dead. It lives if it
-    answers a health check that began after the request was lost. While its node is silent nobody
-    knows. The end of a process that drains is no death.
+    A broken connection proves nothing. A process has died if its address refuses connections,
+    another generation answers there, or its engine is dead. It lives if it answers a health check
+    begun after the loss. While it is silent nobody knows. The end of a process that drains is no
+    death.
     """
 
     def __init__(self) -> None:
-        self._generation: str | None = None  # the newest that has answered
-        self._check_began = -inf  # of the newest health check that was answered
+        self._generation: str | None = None  # the newest that answered
+        self._check_began = -inf  # of the newest answered health check
         self._died: str | None = None
         self._drains: str | None = None
         self._questions: list[tuple[str, float, Callable[[bool], None]]] = []
@@ -225,12 +224,10 @@ class Lease:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A node as the router knows it."""
-
     url: str
     role: Role
     turn: int = 0
-    """The number of the choice that chose this node last, counted from 1."""
+    """The number, from 1, of the choice that last chose this node."""
     state: NodeLoad = field(init=False)
     flips_to: Role | None = None
     kind: NodeKind = NodeKind.KVRELAY
@@ -242,21 +239,20 @@ class Node:
     model: str = ""
     adapters: frozenset[str] = frozenset()
     adapters_at: float = -inf
-    """When this router last had an adapter loaded or unloaded; older reports do not know."""
+    """When this router last changed its adapters; older reports do not know."""
     emptied: int = 0
-    """How often an operator had its prefix cache reset."""
     max_model_len: int = 0
     generation: str = ""
     deaths: ProcessDeaths = field(default_factory=ProcessDeaths)
     drain_asked: bool = False
-    """An operator drains the node through this router alone, and the node does not know."""
+    """Only this router drains the node, and the node does not know."""
     held_blocks: int = 0
     release: str = ""
     leg_version: int = 1
     misses: int = 0
     blamed_at: float = -inf
     reported_at: float = -inf
-    """When the newest health check began that was answered with a report."""
+    """When the newest answered health check began."""
     load: Load = field(default_factory=Load)
     leases: set[Lease] = field(default_factory=set)
     kv: KvFacts | None = None
@@ -271,14 +267,14 @@ class Node:
 
     @property
     def computes_prompts(self) -> bool:
-        """Return whether a decode node computes prompts if asked; other projects' nodes do."""
+        """Return whether a decode node computes prompts if asked; vLLM's do."""
         return self.kv is None or self.kv.computes_prompts
 
     def serves(self, base: str, name: str) -> bool:
         return self.model == base and (name == base or name in self.adapters)
 
     def note_load(self, load: Load) -> None:
-        """Take over a reported load, unless a figure in it is impossible."""
+        """Take over a load, unless a figure in it is impossible."""
         if all(0 <= getattr(load, name) < inf for name in Load.__struct_fields__):
             self.load = load
             self.state.announced(load)
@@ -288,7 +284,7 @@ class Node:
 def kv_mismatch(prefill: KvFacts | None, decode: KvFacts | None) -> str | None:
     """Return why the decode node cannot take the prefill node's KV, naming both values, if so.
 
-    A node that reports nothing of its KV (another project's) fits all: its own handshake will show.
+    A vLLM node reports nothing of its KV and fits all: its own handshake will show.
     """
     if prefill is None or decode is None:
         return None

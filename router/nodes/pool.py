@@ -1,11 +1,10 @@
 """The known nodes: role, health, load, and which requests run on each. Reads no clock.
 
 A blamed failure takes a node down until a health check that *started* later succeeds. Three missed
-health checks in a row, a dead engine, or a new generation also cut the requests that wait for it: a
-stopped process never closes its connections, and one whose engine hangs keeps them.
+health checks in a row, a dead engine, or a new generation also cut its requests: a stopped process
+never closes its connections, and one whose engine hangs keeps them.
 
-Nodes come and go at run time. One that no source names any more takes no new requests and is
-watched until its last one has ended.
+A node that no source names any more takes no new requests and is watched until its last one ends.
 """
 
 from __future__ import annotations
@@ -43,35 +42,32 @@ _log = logging.getLogger("kvrelay.router")
 
 
 class Pool:
-    """A record of all nodes. Times are seconds of any one monotonic clock, given by the caller."""
+    """A record of all nodes. Times are seconds of one monotonic clock."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
         self.nodes: list[Node] = []
-        """The wanted nodes; a new list with every change, so a caller may wait while it iterates."""
+        """The wanted nodes; a new list with every change, so a caller may iterate and wait."""
         self._by_url: dict[str, Node] = {}
         self._has_foreign = False
         self._up: dict[tuple[Role, str, NodeKind | None], list[Node]] = {}
         self._bases: dict[str, str] = {}
         self.leaving: list[Node] = []
-        """Nodes that nobody wants any more, with requests that have not ended."""
+        """Unwanted nodes whose requests have not ended."""
         self.members: dict[Source, dict[str, NodeSpec]] = {source: {} for source in Source}
         self.prefixes = PrefixIndex()
         self.joined: Callable[[Node], None] = lambda _node: None
         """Called for each node that comes."""
         self.left: Callable[[Node], None] = lambda _node: None
-        """Called when the last request of a node that nobody wants has ended."""
+        """Called when the last request of an unwanted node has ended."""
         self._turns = 0
         self.kv_mixed = False
-        """Some two nodes of a model cannot hand over; until then no choice needs to compare."""
+        """Some two nodes of a model cannot hand over; else no choice compares."""
         self._kv_kinds: defaultdict[str, set[KvFacts]] = defaultdict(set)
         self._typical_costs: dict[str, StepCosts] = {}
         self.set_members(Source.STATIC, static_nodes(prefill, decode), 0.0)
 
     def set_members(self, source: Source, specs: Iterable[NodeSpec], now: float) -> None:
-        """Take over the list of all nodes that a source names now.
-
-        Nodes that no source names any more take no new requests, and end those that they have.
-        """
+        """Take over the list of all nodes that a source names now."""
         members = self.members | {source: {spec.url: spec for spec in specs}}
         before, wanted = _wanted(self.members), _wanted(members)
         self._forget_choices()
@@ -173,8 +169,8 @@ class Pool:
     def base_of(self, name: str) -> str:
         """Return the model that a name stands for: itself, or an adapter's; empty if unknown.
 
-        An adapter's name that nodes of several models have means one of them only, so that prefill
-        and decode agree.
+        An adapter's name in several models means one of them only, so that prefill and decode
+        agree.
         """
         base = self._bases.get(name)
         if base is None:
@@ -183,14 +179,14 @@ class Pool:
             else:
                 holders = (node.model for node in self._trusted() if name in node.adapters)
                 base = min(holders, default="")
-            if base:  # else clients could name as many as they like
+            if base:  # else clients could name any number
                 self._bases[name] = base
         return base
 
     def models(self) -> dict[str, int]:
-        """Return the models of all nodes, each with the context in tokens that its nodes can take.
+        """Return all models, each with its nodes' context in tokens; 0: never up.
 
-        Nodes that are down count, too; 0 if no node of a model was ever up.
+        Nodes that are down count, too.
         """
         known: dict[str, int] = {}
         for node in self.nodes:
@@ -218,7 +214,7 @@ class Pool:
         return NoNode(f"no {role} node is up ({listed} listed); try again, or {_LOOK}")
 
     def typical_costs(self, model: str) -> StepCosts:
-        """Return the step costs of a middling node of a model, by which targets are reckoned."""
+        """Return the step costs of a middling node of a model."""
         base = self.base_of(model)
         costs = self._typical_costs.get(base)
         if costs is None:
@@ -260,8 +256,7 @@ class Pool:
         self._take_down(node, why, now)
 
     def note_report(self, node: Node, report: HealthReport, started: float, now: float) -> None:
-        # A vLLM node whose metrics are not to be had does not say which process it is: the same,
-        # for all we know.
+        # A vLLM node without metrics does not say which process it is: taken for the same.
         generation = report.generation or node.generation
         if node.generation and generation != node.generation:
             self._cut(node)
@@ -335,7 +330,7 @@ class Pool:
                 self.note_draining(node, now)
 
     def note_draining(self, node: Node, now: float) -> None:
-        """Note that the node takes nothing new; a health check started later may say otherwise."""
+        """Note that the node takes nothing new until a later health check says otherwise."""
         node.deaths.drains(node.generation)
         self.blame(node, DRAINS, now)
 
@@ -356,22 +351,21 @@ class Pool:
         self._take_down(node, why, now)
 
     def note_refused(self, node: Node, now: float) -> None:
-        """Note that nobody listens at the address of a node.
+        """Note that nobody listens at a node's address.
 
-        A draining process goes on with its requests, a dead one has lost them.
+        A draining process goes on, a dead one is lost.
         """
         node.deaths.died(node.generation)
         self.note_unready(node, "it refuses connections", now)
 
     def note_dead(self, node: Node, why: str, now: float) -> None:
-        """Note that no request will be answered: the process has ended, or its engine has."""
+        """Note that the process or its engine has ended."""
         node.deaths.died(node.generation)
         self.blame(node, why, now)
         node.misses, node.flips_to = 0, None
         self._cut(node)
 
     def note_miss(self, node: Node, why: str, now: float) -> None:
-        """Count a health check that was not answered."""
         node.flips_to, node.misses = None, node.misses + 1
         self._take_down(node, why, now)
         if node.misses >= LOST_AFTER_MISSES:

@@ -1,12 +1,11 @@
 """An index of what nodes have in their prefix caches, by untokenized prompts. Pure.
 
-A node that tells KV events has the blocks it told of; the text of a prompt leads to their keys.
-Running requests count, too: what they compute is there for the next. Any other node has what this
-router has sent there.
+A node with KV events has the blocks it told of; the text of a prompt leads to their keys. Running
+requests count, too. Any other node has what this router has sent there.
 
 A text is a sequence of chunks, each named by a 64-bit hash of all text up to its end, by a secret
-of this process. Blocks are chained as well, and caches evict the end of a prefix first: who holds a
-name holds those before it, and a bisection finds how deep a node is.
+of this process. Blocks are chained as well, and caches evict the end of a prefix first: a name
+implies those before it, and a bisection finds how deep a node is.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ __all__ = ["CHUNK_BYTES", "MAX_TEXT_BYTES", "Prefix", "PrefixIndex", "Sent"]
 CHUNK_BYTES = 128
 """The text of one chunk, about two blocks of 16 tokens."""
 MAX_TEXT_BYTES = 512 << 10
-"""The text of a prompt that is looked at: 128,000 tokens. The rest counts as new."""
+"""The text of a prompt that is looked at: 128,000 tokens; the rest is new."""
 MAX_BLOCKS = 1_000_000
 """Blocks of one node, about 100 bytes each; a pool of 8 MiB blocks has 12,000."""
 MAX_SENT = 32_768
@@ -45,9 +44,9 @@ Sent = tuple[Counter[int], Sequence[int]]
 
 
 class Prefix(msgspec.Struct, frozen=True):
-    """A prompt as the index knows it: by its chunks, which also name what else decides its tokens.
+    """A prompt by its chunks, which also name what else decides its tokens.
 
-    Once a node has tokenized it: the number of `tokens`, and the `keys` of its full blocks.
+    Once tokenized: the number of `tokens`, and the `keys` of its full blocks.
     """
 
     chunks: array[int]
@@ -56,7 +55,7 @@ class Prefix(msgspec.Struct, frozen=True):
     tokens: int = 0
     block_size: int = 0
     counted: bool = False
-    """The text is a list of token ids, and says nothing of how many tokens other texts have."""
+    """The text is token ids, and says nothing of other texts' tokens."""
 
     @classmethod
     def of(cls, context: int, text: bytes, ids: int = 0) -> Prefix:
@@ -78,7 +77,7 @@ class Prefix(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    held: set[int] = field(default_factory=set)  # keys of blocks
+    held: set[int] = field(default_factory=set)  # block keys
     sent: dict[int, None] = field(default_factory=dict)  # chunks, the least recently sent first
     running: Counter[int] = field(default_factory=Counter)  # requests by chunk
     trusted: bool = False  # its events are complete
@@ -88,11 +87,11 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._nodes: defaultdict[str, _Node] = defaultdict(_Node)
         self._learned: dict[int, array[int]] = {}  # keys of the blocks that end in a chunk
-        self._block_size = 0  # the last seen
+        self._block_size = 0
         self._tokens_per_byte = RunningMean(_TOKENS_PER_BYTE, _PROMPTS_MEAN)
 
     def lookup(self, prefix: Prefix) -> tuple[int, dict[str, int]]:
-        """Return a prompt's tokens, an estimate until it is tokenized, and those cached by URL."""
+        """Return a prompt's tokens (an estimate until tokenized), and those cached by URL."""
         chunks, keys, tokens = prefix.chunks, prefix.keys, prefix.tokens
         block_size = prefix.block_size or self._block_size
         per_byte = tokens / prefix.text_bytes if tokens else self._tokens_per_byte.value
@@ -165,7 +164,7 @@ class PrefixIndex:
         return url in self._nodes and self._nodes[url].trusted
 
     def clear(self, url: str) -> None:
-        """Note that a node's cache is empty; what runs there is computed all the same."""
+        """Note that a node's cache is empty, but for what runs there."""
         node = self._nodes[url]
         node.held, node.sent = set(), {}
 

@@ -1,9 +1,8 @@
 """Listens to the nodes' KV events for the prefix index: a task per node.
 
-PUB/SUB may lose anything. A missing number is asked for again, which also brings what was held
-before; a replay that does not reach back far enough brings a snapshot instead. The health report
-says which number comes next, and so whether any is missing at the end. What is told meanwhile waits
-in the socket.
+PUB/SUB may lose anything. A missing number is asked for again; a replay that does not reach back
+far enough brings a snapshot instead. The health report says which number comes next, and so whether
+any is missing at the end.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ REPLAY_DEADLINE_S = 10.0
 RETRY_S = 2.0
 """The time after a failure."""
 _MAX_MESSAGE_BYTES = 64 << 20
-_MAX_AHEAD = 4_096  # batches that wait in a socket; more are dropped, and come with a replay
+_MAX_AHEAD = 4_096  # batches in a socket; more are dropped, and replayed
 _MAX_SOCKETS = 16_384  # two per node; ZeroMQ's own limit is 1,023
 
 _log = logging.getLogger("kvrelay.router")
@@ -47,7 +46,6 @@ class KvEvents:
     """A listener to all nodes, by URL. Call it on the event loop; `close` it."""
 
     def __init__(self, index: PrefixIndex, blocks: Counter) -> None:
-        """`blocks` counts those that events tell of."""
         self._index, self._blocks = index, blocks
         self._listeners: dict[str, _Listener] = {}
         zmq.asyncio.Context.instance().set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
@@ -90,8 +88,8 @@ class _Listener:
         host = urlsplit(url).hostname or ""
         host = f"[{host}]" if ":" in host else host
         self._events, self._replays = (f"tcp://{host}:{port}" for port in told_at[1:])
-        self._next = 0  # the number of the batch that is taken next
-        self._expected = 0  # the same, as of the last health report
+        self._next = 0  # number of the next batch
+        self._expected = 0  # as of the last health report
         self._caught_up = False
         self._failure = ""
         self.task = asyncio.create_task(self._listen())

@@ -1,9 +1,9 @@
 """Decisions on a request that failed on a node: whose fault it was, and whether it is tried again.
 
 A request's fingerprint is a hash of its API key and whole body, so that sending it again gives it
-no fresh nodes. A process that is lost counts once. A request that is answered to its end is
-forgotten: most requests on a node that dies are innocent. After the first loss a request goes on at
-once; before a third node it waits until health checks show which processes have died.
+no fresh nodes. A lost process counts once. A fully answered request is forgotten: most requests on
+a node that dies are innocent. After the first loss a request goes on at once; before a third node
+it waits until health checks show which processes have died.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ SHARE, FLOOR, WINDOW_S = 0.2, 10, 10.0
 MAX_LOST = 2
 """Processes that one request may be lost with: its first node, and one more."""
 REFUSED_S = 300.0
-"""Seconds that a request is refused after the last death: as long as a large model takes to load."""
+"""Seconds that a request is refused after the last death: about a large model's load time."""
 _MAX_SUSPECTS = 4096
-# By then a node that lives, or refuses connections, has shown it: by default a node that is down is
-# asked twice a second, and has 2 s to answer.
+# By then a node has shown if it lives: a node that is down is asked twice a second, and has 2 s to
+# answer.
 _VERDICT_S = 5.0
 
 _log = logging.getLogger("kvrelay.router")
@@ -112,7 +112,7 @@ class RunContext:
         )
         if why.reading:
             return  # another node will show whose fault that is
-        # A process that is lost with all of its requests has failed once.
+        # A process lost with all of its requests has failed once.
         if call is not None and (node.up or not why.lost):
             self.node_health.failed(call, node, why.detail, now)
         if why.lost or call is None:
@@ -136,11 +136,11 @@ class RunContext:
 class Attempts:
     def __init__(self, context: RunContext, role: Role) -> None:
         self._context, self._role = context, role
-        self._failed: dict[Node, str] = {}  # nodes, and their processes at that time
+        self._failed: dict[Node, str] = {}  # each node's process then
         self._in_vain = 0
 
     def nodes(self) -> list[Node]:
-        """Return the nodes that are not tried again, unless they were restarted since."""
+        """Return the nodes not to try again, unless restarted since."""
         return [node for node, process in self._failed.items() if node.generation == process]
 
     def failed(self, node: Node, why: AttemptFailed, *, progressed: bool = False) -> None:
@@ -159,8 +159,8 @@ class Attempts:
     def require_another(self, why: AttemptFailed, *, begun: bool = False) -> None:
         """Raise NodeFailed unless another attempt is allowed.
 
-        The retry budget is not asked if the client has a part of the answer (`begun`), nor for
-        what a lost process was doing: its place is free.
+        The retry budget is not asked if the client has a part of the answer (`begun`), nor after a
+        lost process, whose place is free.
         """
         if self._in_vain < self._context.config.attempts:
             free = why.lost or why.draining or begun
@@ -192,7 +192,7 @@ class Poison:
     def __init__(self) -> None:
         self._suspects: dict[bytes, Suspect] = {}  # by fingerprint, the oldest death first
         self.tell: Callable[[bytes, str], None] = lambda _fingerprint, _process: None
-        """Called with each death, and without a process when a request was answered."""
+        """Called with each death; without a process when a request was answered."""
 
     def __bool__(self) -> bool:
         return bool(self._suspects)
@@ -205,7 +205,7 @@ class Poison:
         self.tell(fingerprint, process)
 
     def spared(self, fingerprint: bytes) -> None:
-        """Forget a request that was answered to its end, unless it is refused."""
+        """Forget a fully answered request, unless it is refused."""
         if 0 < len(self._suspects.get(fingerprint, _NOBODY)[0]) < MAX_LOST:
             del self._suspects[fingerprint]
         self.tell(fingerprint, "")
@@ -222,7 +222,7 @@ class Poison:
         return self.suspects(now).get(fingerprint, _NOBODY)[0]
 
     def refused_s(self, fingerprint: bytes, now: float) -> float:
-        """Return for how many seconds the request is still refused; 0 if it is not."""
+        """Return for how many seconds the request is refused; 0: it is not."""
         processes, until = self.suspects(now).get(fingerprint, _NOBODY)
         return until - now if len(processes) >= MAX_LOST else 0.0
 
@@ -232,14 +232,12 @@ def fingerprint_of(key: str, body: bytes) -> bytes:
 
 
 class CrashRecord:
-    """A record of the processes that one request was lost with."""
-
     def __init__(self, poison: Poison, metrics: Metrics, fingerprint: Callable[[], bytes]) -> None:
-        """`fingerprint` is called at most once: it takes 1 ms for each MB of the body."""
+        """`fingerprint` is called at most once: it takes 1 ms per MB of body."""
         self._poison, self._metrics = poison, metrics
         self._make = fingerprint
         self.first_token = asyncio.Event()
-        """Set once a node has sent a token: the request can be computed."""
+        """A node has sent a token: the request can be computed."""
         self._died: dict[str, asyncio.Future[bool]] = {}  # by process
 
     @cached_property
@@ -257,14 +255,14 @@ class CrashRecord:
             raise _poison_request(f"{died}, so it is refused for {refused_s:.0f} s more", refused_s)
 
     async def lost(self, lease: Lease) -> None:
-        """Note a lost process; return if the request may go to one more node.
+        """Note a lost process; return if the request may go to one more node. Raises PoisonRequest.
 
-        A process that is still silent counts as dead for this request alone. Raises PoisonRequest.
+        A process that is still silent counts as dead for this request alone.
         """
         process = f"{lease.node.url} {lease.generation}"
         if process not in self._died:
             verdict = self._died[process] = asyncio.get_running_loop().create_future()
-            # Not the body, which the verdict may outlive by far.
+            # Not the body, which the verdict outlives.
             poison, fingerprint = self._poison, self._fingerprint
 
             def tell(died: bool) -> None:

@@ -1,6 +1,6 @@
 """A client's request as the router needs it, and the bodies of its two requests to nodes. Pure.
 
-The fields that decide nothing here stay the client's bytes; the nodes check everything.
+All other fields stay the client's bytes; the nodes check everything.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _StreamOptions(msgspec.Struct):
 class _Fields(msgspec.Struct, frozen=True):
     model: str | None = None
     stream: bool | None = None
-    # Nodes do not see these as the client gave them, because the prefill request changes them.
+    # The prefill request changes these.
     max_tokens: _Limit | None = None
     max_completion_tokens: _Limit | None = None
     min_tokens: Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT)] | None = None
@@ -126,19 +126,19 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """For each prompt, returned of `best_of`."""
     best_of: int
     prompt_only: bool
-    """The client wants its prompt back and no token more."""
+    """The client wants only its prompt back."""
     fields: dict[str, msgspec.Raw]
     part: bool = False
     first_index: int = 0
     priority: int = 0
     cache_salt: str = ""
-    """Keeps the KV apart from that of requests with another salt."""
+    """Keeps the KV apart from other salts'."""
     session: str = ""
-    """Common to the requests of one conversation, or of one user."""
+    """Common to the requests of one conversation or user."""
     targets: Slo = Slo()
     known: _Fields = _Fields()
     mark: str = ""
-    """Makes an id unique that the client chose, in case another router has the same one."""
+    """Makes a client's id unique among all routers."""
 
     @property
     def node_id(self) -> str:
@@ -266,8 +266,8 @@ def job_of(
 ) -> Job:
     """Return the request to run: `model` and `priority` replace the client's, for nodes too.
 
-    `drawn_seed` is taken if the client gave none, `session` is what its headers name, and with
-    `key_hash` the KV is kept for requests of that API key alone.
+    `drawn_seed` replaces a missing one, `session` is from its headers, and with `key_hash` the KV
+    is kept for requests of that API key alone.
     """
     nodes_see = {
         "model": model or job.model,
@@ -293,8 +293,8 @@ def job_of(
 
 
 def _salt(own: str, key_hash: str) -> str:
-    # The key's hash is the secret, so no client can name the salt of another key, a salt does not
-    # lead back to its key, and all routers make the same one.
+    # The key's hash is the secret: no client can name another key's salt, a salt does not lead back
+    # to its key, and all routers make the same one.
     message = b"kvrelay cache salt 1\0" + own.encode()
     return hmac.digest(bytes.fromhex(key_hash), message, "sha256").hex()
 
@@ -315,7 +315,7 @@ def prefill_body(job: Job) -> bytes:
     if "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = 1
     if job.known.min_tokens is not None:
-        # Not dropped: with min_tokens >= 1 the first token must not be the end of the answer.
+        # Not dropped: with min_tokens >= 1 the first token must not end the answer.
         fields["min_tokens"] = min(job.known.min_tokens, 1)
     fields["seed"] = job.seed
     fields["kv_transfer_params"] = begun(job, prefill=True)
@@ -339,7 +339,7 @@ def decode_body(job: Job, params: KvTransferParams) -> bytes:
     """Return the body of a decode request, without the prompt if its token ids are in `params`."""
     fields: dict[str, Any] = dict(job.fields)
     known = job.known
-    # An answer may depend on the prompt's own words, not on its tokens alone.
+    # An answer may depend on the prompt's words.
     repeats = known.echo or known.continue_final_message or known.add_generation_prompt is False
     if params.prompt_tokens is not None and not repeats:
         fields[job.prompt_field] = [] if job.path == CHAT_PATH else ""
@@ -353,7 +353,7 @@ def _prompt_field(path: str) -> str:
 
 
 def _length(prompt: bytes) -> tuple[int, bool]:
-    # Tokens of a prompt in JSON, and whether they are counted: all but token ids is estimated.
+    # Tokens of a JSON prompt, and whether they are counted.
     raw = prompt.strip()
     if raw[:1] == b"[" and raw[1:32].lstrip()[:1].isdigit():
         return raw.count(b",") + 1, True

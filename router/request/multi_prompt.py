@@ -1,4 +1,4 @@
-"""A request with several prompts: a run for each, with nodes of its own, and one answer."""
+"""A request with several prompts: each runs on its own nodes, for one answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def run_together(job: Job, runs: Sequence[Run], reply: Reply) -> None:
     """Answer all prompts into `reply`; the first that fails ends the others. Raises KvrelayError.
 
     Events are joined as they come: then `reply` is also that of each run. Until a node has sent a
-    token, at most MAX_LOST prompts run, so that many prompts do not end more nodes.
+    token, at most MAX_LOST prompts run, to spare further nodes.
     """
     tasks = [asyncio.create_task(run.run()) for run in runs[:MAX_LOST]]
     told = asyncio.create_task(runs[0].crashes.first_token.wait())

@@ -39,7 +39,7 @@ __all__ = ["ChosenNodes", "PlacementLeases", "Placer", "PlacementQuery"]
 
 _OUTPUTS_MEAN = 64
 _MOST_OUTPUT = 16_384.0
-# A target counts within these factors of what such nodes' users expect, or it would buy priority.
+# Beyond these factors of such nodes' usual targets a target would buy priority.
 _LEAST_TARGET, _MOST_TARGET = 0.5, 10.0
 
 
@@ -90,7 +90,7 @@ class Placer:
     def wanted(
         self, job: Job, prefix: Prefix | None, tokens: int = 0, peer: Node | None = None
     ) -> PlacementQuery:
-        """Return the query for a job; `tokens` of prompt and output so far, if a node has told."""
+        """Return the query for a job; `tokens` so far, if a node has told."""
         length, cached = (
             self._pool.prefixes.lookup(prefix) if prefix is not None else (job.prompt_tokens, {})
         )
@@ -111,7 +111,7 @@ class Placer:
         return PlacementQuery(job.model, request, prefix, peer)
 
     def limited(self, wanted: PlacementQuery, targets: Slo) -> PlacementQuery:
-        """Return a query that is refused, or waits, where it cannot be served within targets.
+        """Return a query that waits or is refused where it would miss its targets.
 
         While no node has told its costs, nothing is refused.
         """
@@ -187,7 +187,6 @@ class Placer:
         return self._found(wanted, way) if isinstance(way, Placement) else way
 
     def take(self, found: ChosenNodes) -> PlacementLeases:
-        """Lease what a placement takes, until `give_back`."""
         wanted, request, source, target = (
             found.wanted,
             found.wanted.request,
@@ -232,7 +231,7 @@ class Placer:
         return node
 
     def _found(self, wanted: PlacementQuery, placed: Placement) -> ChosenNodes:
-        # A node that nobody names any more may still have its KV.
+        # A node that nobody names may still have its KV.
         return ChosenNodes(
             wanted, placed, wanted.peer or self._named(placed.prefill), self._named(placed.decode)
         )

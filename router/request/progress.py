@@ -1,7 +1,7 @@
 """The progress of one answer, and what the next request to a node must be told. Pure.
 
-What the client has seen is never computed again with another result. Prefill and decode request may
-send the same token; the first one counts.
+What the client has seen is never computed again with another result. If prefill and decode request
+send the same token, the first counts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ class Diverged(Exception):
 
 @dataclass(slots=True)
 class FramePosition:
-    """A request's position: tokens of each choice before its next frame."""
-
     at: dict[int, int] = field(default_factory=dict)
     decoding: bool = False
 
@@ -37,15 +35,13 @@ class FramePosition:
 
 
 class AnswerProgress:
-    """An answer's state over all of its attempts."""
-
     def __init__(self, job: Job) -> None:
         self._job = job
         self.ticket: KvTransferParams | None = None
         self.handover: KvTransferParams | None = None
         self.forwarded = False
         self.settled = False
-        """A decode leg has shown that it needs the prefill node's KV no more."""
+        """A decode leg needs the prefill node's KV no more."""
         self.ended = False
         self.output_tokens = 0
         self._choices: dict[int, ChoiceSoFar] = {0: ChoiceSoFar()}
@@ -76,8 +72,7 @@ class AnswerProgress:
             choice = self._choices[frame.choice] = ChoiceSoFar()
         says = bool(ids) or frame.finish is not None
         if begin < len(choice.generated) or (says and choice.finish is not None):
-            # In 16 bits a prompt that is computed twice may have two first tokens. The client's
-            # counts.
+            # In 16 bits a prompt computed twice may have two first tokens. The client's counts.
             if place.decoding and (over or not _is_known(frame, begin, choice)):
                 self._diverged = True
                 raise Diverged(
@@ -100,7 +95,6 @@ class AnswerProgress:
 
     def _take_handover(self, params: KvTransferParams) -> None:
         if params.prompt_tokens is None and self.ticket is not None:
-            # Its ticket has told them.
             told_there = self.ticket
             params = msgspec.structs.replace(
                 params,
@@ -113,7 +107,7 @@ class AnswerProgress:
             self._diverged = True  # the client may have the first token of a decode request
             return
         self.handover = params
-        # A decode leg that has begun with the ticket may be further already.
+        # A decode leg begun with the ticket may be further already.
         if len(first.generated) <= len(told.generated):
             self.output_tokens += len(told.generated) - len(first.generated)
             self._choices[0] = _copied(told)
@@ -141,7 +135,7 @@ class AnswerProgress:
         return self.without_kv()
 
     def without_kv(self) -> KvTransferParams:
-        """Return the start of a decode request that computes prompt and tokens itself."""
+        """Return the start of a decode request that computes everything itself."""
         told = self.told or begun(self._job, prefill=False)
         known = range(max(self._choices) + 1)
         choices = [_copied(self._choices.get(at, ChoiceSoFar())) for at in known]

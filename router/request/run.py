@@ -5,8 +5,8 @@ makes room and reads the KV meanwhile. The first token comes through whichever h
 
 A 4xx goes to the client and blames nobody. After a 429 the node rests, and another one gets the
 request with the same ticket. A lost process is down until it answers a health check, and its
-requests always move. Any other failure counts for the node's breaker, and is tried elsewhere while
-the retry budget lasts, or if the client has a part of the answer.
+requests always move. Any other failure counts for the node's breaker, and is retried while the
+retry budget lasts, or if the client has a part of the answer.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ __all__ = ["ROOM_DEADLINE_S", "RequestRun", "Run"]
 _log = logging.getLogger("kvrelay.router")
 
 ROOM_DEADLINE_S = 30.0
-"""Seconds that a failed attempt waits for room elsewhere while the client has nothing."""
+"""Seconds that a failed attempt without output waits for room elsewhere."""
 _POLL_S = 0.05
-_RENEW_S = 1.0  # where a node does not tell how long its leases are
+_RENEW_S = 1.0  # for nodes that do not tell
 _RENEWALS_PER_LEASE = 4.0
 
 
@@ -68,7 +68,7 @@ class Run:
     cached_tokens: int = 0
     output_tokens: int = 0
     usage: tuple[int, int, int] = (0, 0, 0)
-    """Prompt, generated and cached tokens of the whole answer."""
+    """Prompt, generated and cached tokens."""
     nodes: dict[Role, str] = field(
         default_factory=lambda: {Role.PREFILL: "-", Role.DECODE: "-"}, init=False
     )
@@ -98,8 +98,6 @@ class Run:
 
 
 class RequestRun(Run):
-    """A prompt on its way through two of our nodes."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.progress = AnswerProgress(self.job)
@@ -146,7 +144,7 @@ class RequestRun(Run):
             self.placed = await self._place()
 
     async def _prefill_and_decode(self) -> bool:
-        # Returns whether the answer is complete; else a decode request must follow.
+        # Returns whether the answer is complete.
         prefilling = self._prefilling = asyncio.create_task(self._prefill())
         await asyncio.wait([prefilling])
         early = self._early_decode
@@ -155,7 +153,7 @@ class RequestRun(Run):
         return (not prefilling.cancelled() and prefilling.result()) or await early
 
     async def _decode_early(self) -> bool:
-        # Begins with the ticket. Ends the prefill request when it has answered or was refused.
+        # Begins with the ticket; ends the prefill request when answered or refused.
         prefilling, failed = self._prefilling, False
         assert prefilling is not None
         try:
@@ -164,7 +162,7 @@ class RequestRun(Run):
             failed = not (isinstance(why, Refused | PoisonRequest) or prefilling.done())
             if not failed:
                 raise
-            return False  # the hand-over may find nodes that the ticket has not found
+            return False  # the hand-over may find other nodes
         finally:
             if not failed:
                 prefilling.cancel()
@@ -178,7 +176,7 @@ class RequestRun(Run):
             failure: AttemptFailed | Refused
             try:
                 end = await Attempt(self, lease, FramePosition()).run(prefill_body(self.job))
-                # Behind a first token of the decode request, that one tells the end of the answer.
+                # After a first token from the decode request, that one ends the answer.
                 return end is not FrameKind.HANDOVER and self.progress.ended
             except AttemptFailed as why:
                 failure = without_frames(why)
@@ -211,8 +209,8 @@ class RequestRun(Run):
         return False
 
     async def _decode(self) -> bool:
-        # Runs decode requests, each from where the answer stands, until one ends it (True), or does
-        # not want to compute a prompt for prefill nodes (False).
+        # Runs decode requests, each from where the answer stands, until one ends it (True), or
+        # refuses to compute a prompt (False).
         attempts = Attempts(self.context, Role.DECODE)
         until = time.monotonic() + ROOM_DEADLINE_S
         while True:
@@ -227,7 +225,7 @@ class RequestRun(Run):
                     await Attempt(self, lease, place, source).run(body)
                     return True
             except Diverged as why:
-                # Nobody's fault; the next request begins behind what the client has.
+                # Nobody's fault.
                 again = "id=%s: the decode request on %s starts again: %s"
                 _log.warning(again, self.job.id, lease.node.url, why)
             except AttemptFailed as why:
@@ -245,7 +243,7 @@ class RequestRun(Run):
                     raise
             finally:
                 self._pool.give_back(lease)
-            # Where the KV can be fetched, if there is any; else the next node computes the prompt.
+            # Without KV to fetch the next node computes the prompt.
             told = self.progress.decode_params().remote_engine_id is not None
             source = self._prefill_node if told and not self.kv_failed else None
             try:
@@ -294,7 +292,7 @@ class RequestRun(Run):
                 if now >= until and not begun:
                     limit = f"no node had room for the request within {ROOM_DEADLINE_S:g} s"
                     full = Overloaded(f"{limit}; try again later")
-                    full.retry_after_s = math.ceil(ROOM_DEADLINE_S)  # as others have waited
+                    full.retry_after_s = math.ceil(ROOM_DEADLINE_S)
                     raise full
                 if source is not None and now >= renew_at:
                     renew_at = now + self._renew_kv(source)
@@ -303,7 +301,7 @@ class RequestRun(Run):
             placer.waiting[model] -= 1
 
     def _renew_kv(self, source: Node) -> float:
-        # Returns the seconds until the lease must be renewed again.
+        # Returns seconds until the next renewal.
         if (held := self.progress.held) is not None:
             renewal = self.context.node_client.tell_of_kv(source, "renew", held)
             self.context.background.spawn(renewal)
@@ -311,7 +309,7 @@ class RequestRun(Run):
         return lease_s / _RENEWALS_PER_LEASE if lease_s else _RENEW_S
 
     def _release_kv(self) -> None:
-        # A prefill node that was cut before it told of any KV has ended the request itself.
+        # A prefill node cut before it told of KV has ended the request itself.
         node, held = self._prefill_node, self.progress.held
         unfetched = self._kv_unused or not self.progress.settled
         if node is not None and held is not None and unfetched:
@@ -337,7 +335,7 @@ class RequestRun(Run):
         return msgspec.structs.replace(params, spill=True, cached_tokens=cached)
 
     def _can_fetch(self, node: Node) -> bool:
-        # Whether a decode node can take the KV that is held for it; else it computes the prompt.
+        # Returns whether a decode node can take the held KV.
         assert self._prefill_node is not None
         if kv_mismatch(self._prefill_node.kv, node.kv) is None and not self.kv_failed:
             if not self._handover_counted:
@@ -350,7 +348,7 @@ class RequestRun(Run):
         return False
 
     def on_ticket(self, params: KvTransferParams, frame: Frame, lease: Lease) -> None:
-        """Begin the decode request: the prompt is tokenized, and its cached part is known."""
+        """Begin the decode request: the prompt is tokenized, its cached part known."""
         self._metrics.cached(lease.cached_tokens, params.cached_tokens)
         if frame.blocks is not None:
             self._prefix = self._prefix.known(frame.blocks, params.num_tokens)

@@ -1,14 +1,14 @@
 """One request on two vLLM nodes: prefill request, hand-over, decode request, and failures.
 
 The contract is that of vLLM's NixlConnector: the prefill request asks for one token with
-`do_remote_decode`; the answer's `kv_transfer_params`, which differ between versions, go to the
-decode node unchanged, which draws the token again.
+`do_remote_decode`; the answer's `kv_transfer_params` go to the decode node unchanged, which draws
+the token again.
 
-A failed request is tried on other nodes until the client has bytes; then it ends with an error,
-because a vLLM node does not tell the state that another one would go on from. KV that a decode node
-may have read is offered to no other: vLLM frees a prompt's blocks after the first read without a
-fence, so a second reader could get another request's KV. KV that nobody fetches stays until its
-node lets go of it (after 30 s, in older versions 480).
+A failed request is tried on other nodes until the client has bytes; a vLLM node does not tell the
+state from which another could go on. KV that a decode node may have read is offered to no other:
+vLLM frees a prompt's blocks after the first read without a fence, so a second reader could get
+another request's KV. Unfetched KV stays until its node drops it (after 30 s, in older versions
+480).
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ _ASK_TO_HOLD = {
     "remote_host": None,
     "remote_port": None,
 }
-# Both forms in which versions begin an error event. Inside a string of another event its quotes are
-# escaped.
+# Both forms in which versions begin an error event; quotes inside strings are escaped.
 _ERROR_EVENT = re.compile(rb'data: (\{"(?:error"|object": ?"error")[^\n]*)')
 
 
@@ -74,7 +73,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """A whole answer as far as the router reads it. Decoding it proves that the rest is JSON."""
+    """A whole answer as the router reads it; decoding proves the rest is JSON."""
 
     choices: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
     usage: _Usage | None = None
@@ -86,15 +85,14 @@ class _Held(msgspec.Struct):
 
 
 class VllmRun(Run):
-    """A request on its way through two vLLM nodes; each of the two is placed when it begins.
+    """A request on two vLLM nodes, each placed when it begins.
 
     `output_tokens` are as the node counts them; in a stream its events, about one for each token.
     """
 
     def __post_init__(self) -> None:
-        """Raise RequestError for what would reach a node's KV transfer past the router's check."""
-        # vLLM merges this object with kv_transfer_params; a client could point a node at an address
-        # with it.
+        """Raise RequestError for KV-transfer fields that the router's check cannot see."""
+        # vLLM merges this object with kv_transfer_params, which could point a node at an address.
         if b"kv_transfer_params" in bytes(self.job.fields.get("vllm_xargs", b"")):
             raise RequestError(
                 "kv_transfer_params is set by the router; leave it out of vllm_xargs",
@@ -111,14 +109,13 @@ class VllmRun(Run):
     async def _answer(self) -> None:
         unique = self.job.node_id
         for again in count(1):
-            # An id is used for one hand-over, so that nothing left by another is found.
+            # One id per hand-over, so that nothing left by another is found.
             if await self._prefill_and_decode({**self.headers, "x-request-id": unique}):
                 return
             unique = f"{self.job.node_id}-{again}"
 
     async def _prefill_and_decode(self, headers: Mapping[str, str]) -> bool:
-        # Runs one prefill request, and decode requests while its KV is good; returns whether one
-        # has answered.
+        # Returns whether a decode request has answered.
         params, alone = None, undivided_because(self.job)
         if alone is None:
             params = await self._prefill(headers)
@@ -169,7 +166,7 @@ class VllmRun(Run):
         else:
             answer = await whole_answer(client, lease, job.path, body, headers)
             plain, usage = plain_answer(answer)
-            if self.timeline.prefilled is not None:  # when the first token was computed
+            if self.timeline.prefilled is not None:
                 self.timeline.note_tokens(self.timeline.prefilled)
                 self.timeline.note_tokens(time.monotonic())
             self.prompt_tokens = usage.prompt_tokens
@@ -213,7 +210,7 @@ class VllmRun(Run):
             self._pool.give_back(lease)
 
     async def _note_failure(self, lease: Lease, why: AttemptFailed) -> None:
-        # Raises what the client is told when there is nowhere to go.
+        # Raises what the client is told.
         attempts = self._attempts[lease.role]
         self.context.note_failure(self.job.id, lease, None, why)
         if why.lost and why.reached:
@@ -271,8 +268,8 @@ async def _events(
 def undivided_because(job: Job) -> str | None:
     """Return why the decode node must do the request alone, as a metric's label; None if not.
 
-    One hand-over is for one sequence. And fetched KV has no logits, which log-probabilities of a
-    prompt are made of.
+    One hand-over is for one sequence; and fetched KV has no logits for a prompt's
+    log-probabilities.
     """
     values = {name: bytes(value).strip() for name, value in job.fields.items()}
     given = {name for name, value in values.items() if value not in (b"null", b"false")}
@@ -292,8 +289,8 @@ def undivided_because(job: Job) -> str | None:
 def prefill_body(job: Job) -> bytes:
     """Return the body of the prefill request.
 
-    Fields that do not go with one token are left out, and those by which older versions hold
-    nothing: KV of a request that a token has stopped is freed at once.
+    Left out are fields that do not go with one token, and stops: older versions free KV of a
+    stopped request at once.
     """
     fields: dict[str, Any] = dict(job.fields)
     if "max_completion_tokens" in fields:
@@ -326,8 +323,7 @@ def plain_answer(body: bytes) -> tuple[bytes, _Usage]:
     """Return a decode node's whole answer without its KV fields. Raises AttemptFailed."""
     answer = _decoded(body)
     if bytes(answer.kv_transfer_params).strip() != b"null":
-        # Of a node that offers its KV back to prefill nodes: addresses, which are no business of a
-        # client.
+        # Addresses that a node offers to prefill nodes are no business of a client.
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         del fields["kv_transfer_params"]
         body = msgspec.json.encode(fields)

@@ -1,6 +1,6 @@
 """The router's client of its nodes: requests, health checks, small calls. Nothing is retried here.
 
-Requests to our nodes go over the node's stream (node_stream.py), those to vLLM nodes over HTTP.
+Our nodes use the stream (node_stream.py), vLLM nodes HTTP.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ from kvrelay.wire.router_config import RouterConfig
 __all__ = ["AttemptFailed", "NodeClient", "Refused", "node_tls"]
 
 _KV_DEADLINE_S = 2.0
-_QUESTION_DEADLINE_S = 10.0  # 16 MiB of text are tokenized in about as long
+_QUESTION_DEADLINE_S = 10.0  # tokenizes 16 MiB of text
 _MAX_SHORT_BYTES = 1 << 20
-_SILENT_CHECKS = 3  # as many as a node may miss before its requests are cut
-# Below uvicorn's 5 s: a node that closed a kept connection just as a request is sent on it would
-# look broken.
+_SILENT_CHECKS = 3  # as many as cut a node's requests
+# Below uvicorn's 5 s, so that nodes never close a kept connection under a request.
 _KEEP_CONNECTION_S = 2.0
 
 _log = logging.getLogger("kvrelay.router")
@@ -62,7 +61,7 @@ def node_tls(config: RouterConfig) -> ssl.SSLContext | bool:
 
 
 class NodeClient:
-    """A client of all nodes: one pool of HTTP connections, and a stream for each node."""
+    """A client of all nodes: HTTP connections, and a stream for each node."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
@@ -85,16 +84,13 @@ class NodeClient:
         await self._session.close()
 
     def forget(self, node: Node) -> None:
-        """Close the stream of a node that gets no more requests, and whose checks have ended."""
+        """Close the stream of a node that is gone."""
         stream = self._streams.pop(node, None)
         if stream is not None:
             stream.give_up("the connection failed", "the node is gone")
 
     async def heard(self, node: Node, report: HealthReport) -> str | None:
-        """Have a stream to the process that reported, unless it speaks no common version.
-
-        Returns why there is none.
-        """
+        """Have a stream to the process that reported; return why there is none."""
         if report.leg_version is None:
             self.forget(node)
             return None
@@ -227,7 +223,7 @@ class NodeClient:
     async def tell_of_kv(
         self, node: Node, what: Literal["release", "renew"], request_id: str
     ) -> bool:
-        """Have a prefill node release or renew the lease of held KV; return whether it could.
+        """Have a prefill node release or renew a KV lease; return whether it could.
 
         Without an answer the lease ends by itself.
         """
@@ -245,14 +241,14 @@ class NodeClient:
         return status < 300
 
     async def tell(self, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, str]:
-        """Post a small request; return status and message, 503 if the node is not reached."""
+        """Post a small request; return status and message, 503 if not reached."""
         status, answer = await self.call("POST", node, path, body, deadline_s)
         return status, answer if isinstance(answer, str) else parse_message(answer)
 
     async def call(
         self, method: str, node: Node, path: str, body: bytes, deadline_s: float
     ) -> tuple[int, bytes | str]:
-        """Send a small request; return status and body, or 503 and why the node is not reached."""
+        """Send a small request; return status and body, or 503 and why."""
         timeout = aiohttp.ClientTimeout(total=deadline_s, connect=self._config.connect_deadline_s)
         try:
             return (await self._request(method, node, path, timeout, body, self._json))[:2]

@@ -33,13 +33,13 @@ __all__ = [
 LOST = "the node stopped answering health checks, was restarted, or says that its engine is dead"
 
 OnFrame = Callable[[Frame], Awaitable[None] | None]
-"""Called with each frame; what it returns is awaited before the next one."""
+"""Called with each frame; its result is awaited before the next."""
 
 _log = logging.getLogger("kvrelay.router")
 
 
 class _ErrorAnswer(msgspec.Struct):
-    # Our nodes and newer versions of vLLM wrap it in `error`.
+    # Our nodes and newer vLLM wrap it in `error`.
     error: _ErrorAnswer | None = None
     message: str = ""
     type: str | None = None
@@ -65,7 +65,7 @@ class AttemptFailed(NodeFailed):
     """A request that a node broke: no connection, a 5xx, or a cut stream."""
 
     reading = False
-    """The node failed while it read the request; another node will show whose fault that is."""
+    """The node failed while reading the request; another will show whose fault that is."""
     draining = False
     """The node takes no new requests, and is not to blame."""
 
@@ -79,9 +79,9 @@ class AttemptFailed(NodeFailed):
         lost: bool = False,
         reached: bool = True,
     ) -> None:
-        """`detail` goes to the log only, because it may name addresses.
+        """`detail` goes to the log only: it may name addresses.
 
-        `lost`: the process or its engine seems to be gone. `reached`: it may have had the request.
+        `lost`: the process or its engine seems gone. `reached`: it may have had the request.
         """
         super().__init__(message)
         self.lost, self.reached = lost, reached
@@ -116,7 +116,7 @@ def error_of_status(
     """Return the error that a status other than 200 means."""
     error = error or ErrorBody(f"a node answered {status} without a reason", NodeFailed.type)
     if status in (401, 403):
-        # The nodes' key is the operator's mistake, not the client's.
+        # The nodes' key is the operator's mistake.
         _log.error(
             "a node refused the router's key; give the router the nodes' key as node_api_key"
         )

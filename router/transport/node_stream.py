@@ -1,7 +1,7 @@
 """One connection to each node that carries all of its requests (wire/frames.py).
 
-Frames reach their request without a task in between. A request whose client does not read keeps at
-most a window of its own frames, and holds up no other.
+Frames reach their request without a task between. A client that does not read keeps at most a
+window of its own frames, and holds up no other.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = ["NodeStream", "open_stream"]
 _LARGE_READ_BYTES = 32 << 10
 _CREDIT_BYTES = WINDOW_BYTES // 2  # a short answer never returns credit
 _NOT_LAST = (FrameKind.TOKENS, FrameKind.TICKET)
-_FRAME = int(Kind.FRAME)  # an enum's member is looked up in its class each time
+_FRAME = int(Kind.FRAME)  # an enum's member costs a look-up each time
 
 
 class _StreamedRequest:
@@ -157,7 +157,7 @@ class NodeStream(asyncio.Protocol):
                 self._send(message(Kind.CANCEL, number))
 
     def ping(self, now: float, deadline_s: float) -> None:
-        """Ping the node, or give the stream up if the last ping went unanswered for too long."""
+        """Ping the node, or give the stream up if the last ping is unanswered too long."""
         if self._pinged is None:
             self._pinged = now
             self._send(message(Kind.PING))
@@ -186,7 +186,6 @@ class NodeStream(asyncio.Protocol):
         self.give_up("the connection failed", cut)
 
     def data_received(self, data: bytes) -> None:
-        """Deliver all complete frames, and send what clients get of them."""
         if len(data) >= _LARGE_READ_BYTES:
             # Otherwise the event loop reads on while there is data, and health checks wait.
             self._transport.pause_reading()
@@ -241,7 +240,7 @@ class NodeStream(asyncio.Protocol):
             request.fail(AttemptFailed("the answer was cut before its end"))
 
     def _send(self, data: bytes) -> None:
-        # One write for all messages of one turn of the event loop.
+        # One write per turn of the event loop.
         if not self._unsent:
             self._loop.call_soon(self._flush)
         self._unsent.append(data)

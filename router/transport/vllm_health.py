@@ -35,7 +35,7 @@ class _Cards(msgspec.Struct):
 
 
 async def vllm_report(node: Node, fetch: Fetch) -> HealthReport | str:
-    """Return the report of a node whose /health is empty, or why it takes no requests."""
+    """Return the report of a vLLM node, or why it takes no requests."""
     if node.kind is NodeKind.KVRELAY:  # not known yet
         status, body = await fetch("/version")
         if status != 200 or b'"version"' not in body:
@@ -56,7 +56,7 @@ async def vllm_report(node: Node, fetch: Fetch) -> HealthReport | str:
 def report_of(role: Role, models: bytes, metrics: bytes) -> HealthReport | str:
     """Return the report that two answers amount to, or what is wrong with them. Pure.
 
-    `role` is as listed, because a vLLM node does not tell. Without metrics its load is unknown.
+    `role` is as listed: a vLLM node does not tell. Without metrics its load is unknown.
     """
     try:
         cards = msgspec.json.decode(models, type=_Cards).data
@@ -70,7 +70,7 @@ def report_of(role: Role, models: bytes, metrics: bytes) -> HealthReport | str:
         role=role,
         model=base.id,
         max_model_len=base.max_model_len or 0,
-        # A restart changes the time at which the process began.
+        # A restart changes this time.
         generation=next(map(str, _values(metrics, b"process_start_time_seconds")), ""),
         load=_load_of(role, metrics),
         adapters=[card.id for card in cards if card.id != base.id],

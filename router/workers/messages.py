@@ -1,7 +1,7 @@
 """The two messages between a router's parent process and its workers: a length, then msgpack.
 
-The parent sends the whole state that its workers must know, whenever it has changed; a worker
-reports what it sees. Both ends are of one installation, so the format has no versions.
+The parent sends its whole state with every change; a worker reports what it sees. Both ends are of
+one installation, so the format has no versions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ClusterState(msgspec.Struct, frozen=True, array_like=True):
-    """A snapshot of all that a worker must know; a newer one makes an older one useless."""
+    """A snapshot of all that a worker must know."""
 
     version: int
     listening: int
@@ -54,7 +54,7 @@ class ClusterState(msgspec.Struct, frozen=True, array_like=True):
     """The configuration of one worker, with the port of all."""
     members: dict[Source, list[NodeSpec]]
     nodes: dict[str, tuple[str | None, list[str], int]]
-    """By address: which generation an operator drains, adapters, resets of the prefix cache."""
+    """By address: drained generation, adapters, cache resets."""
     poison: dict[bytes, Suspect]
     deaths: dict[int, int]
     """How many of each worker's deaths are in `poison`, by its index."""
@@ -63,7 +63,7 @@ class ClusterState(msgspec.Struct, frozen=True, array_like=True):
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     version: int
     death: tuple[bytes, str] | None = None
-    """The fingerprint of a request, and which process just died of it; empty: it was answered."""
+    """A request's fingerprint, and the process that just died of it; empty: it was answered."""
     status: WorkerStatus | None = None
     metrics: list[MetricFamily] = []
 

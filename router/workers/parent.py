@@ -1,7 +1,7 @@
 """The process that looks after the workers of one port, and after nodes, roles and metrics.
 
-It is a router that answers no completions, but operators, whose requests the workers forward to its
-Unix socket. Workers get one state (router/workers/messages.py). kvrelay/workers.py starts them.
+It is a router that answers only operators, whose requests the workers forward to its Unix socket.
+kvrelay/workers.py starts the workers.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ from kvrelay.wire.router_config import RouterConfig
 __all__ = ["BACKLOG_BYTES", "HANGS_S", "SOCKET", "Parent", "config_of_worker", "worker_metrics"]
 
 SOCKET = "parent"
-"""The name of the parent's socket in the folder that it shares with its workers."""
 HANGS_S = 15.0
-"""A worker without a report for so long is stopped, or in a loop without end: it is replaced."""
+"""A worker without a report for so long is replaced."""
 _TICK_S = 0.1
 _SETTLED_S = 1.0
 BACKLOG_BYTES = 1 << 20
-"""A worker with so much to read gets nothing more until it has read on; then the newest."""
+"""A worker with so much to read gets nothing more for now; then the newest."""
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -54,17 +53,17 @@ class _Peer:
     kill: Callable[[], None]
     writer: asyncio.StreamWriter
     silent: int = 0
-    """Looks since its last report. Not seconds: this process may have been stopped itself."""
+    """Looks since its last report. Not seconds: this process may itself have stopped."""
     sent: int = -1
     report: WorkerReport | None = None
-    """The newest report; before the first the worker takes no connections."""
+    """The newest; before the first the worker takes no connections."""
     status: WorkerStatus | None = None
     metrics: list[MetricFamily] = field(default_factory=list)
     deaths: int = 0
 
 
 def config_of_worker(config: RouterConfig, port: int) -> RouterConfig:
-    """Return the configuration of one worker: limits are divided, and it hears no nodes itself."""
+    """Return a worker's configuration: limits are divided, and it hears no nodes itself."""
 
     def divided(count: int) -> int:
         return math.ceil(count / config.workers)
@@ -146,7 +145,7 @@ class Parent(Shared):
         return index in self._peers and self._peers[index].report is not None
 
     async def lead(self, index: int, pair: socket.socket, kill: Callable[[], None]) -> None:
-        """Lead a worker that was started until it is gone, and keep what it has counted.
+        """Lead a started worker until it is gone, and keep its counts.
 
         `pair` is our end of its socket pair; `kill` is called if it hangs.
         """
@@ -215,7 +214,7 @@ class Parent(Shared):
         return version
 
     async def settled(self) -> None:
-        """Wait until all workers that read at all have what was changed here."""
+        """Wait until all workers that read have what was changed here."""
         version, until = self._broadcast(), time.monotonic() + _SETTLED_S
         while any(peer.report and peer.report.version < version for peer in self._peers.values()):
             if time.monotonic() > until:

@@ -1,6 +1,6 @@
-"""One worker process of a router that has several: it serves the port as a router alone does.
+"""One worker process of a router that has several, serving as a router alone does.
 
-Its parent tells it what it must know of the cluster, and answers operators.
+Its parent tells it of the cluster, and answers operators.
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ _log = logging.getLogger("kvrelay.router")
 
 
 def shared_port(host: str, port: int) -> socket.socket:
-    """Return a socket that shares a port with others that were made here; 0 takes a free one.
-
-    The kernel gives each connection to one of those that listen. Raises ConfigError.
-    """
+    """Return a socket that shares its port; 0 takes a free one. Raises ConfigError."""
     if not hasattr(socket, "SO_REUSEPORT"):
         raise ConfigError("several workers need SO_REUSEPORT, which this system has not; use one")
     try:
@@ -90,12 +87,12 @@ class Worker(Shared):
         self._deaths = 0
 
     async def _forward(self, request: Request, body: bytes, deadline_s: float = 0.0) -> Response:
-        # Returns the parent's answer to a request. Raises Unavailable after the deadline.
+        # Returns the parent's answer. Raises Unavailable after the deadline.
         if self._http is None:
             connector = aiohttp.UnixConnector(self._socket)
             self._http = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout())
         deadline_s = deadline_s or (_QUESTION_S if request.method == "GET" else _ORDER_S)
-        # As it came: what is encoded or has dots in it must not be another path there.
+        # Unchanged: encoded parts or dots must not make another path there.
         path, query = (
             request.scope[part].decode("latin-1") for part in ("raw_path", "query_string")
         )
@@ -120,7 +117,7 @@ class Worker(Shared):
     def apply(self, state: ClusterState) -> None:
         """Take over what the parent says, and leave the rest as this process sees it."""
         router, pool, now = self.router, self.router.pool, time.monotonic()
-        # A new process has its configuration, and asks the nodes itself what has become of them.
+        # A new process asks the nodes itself what has become of them.
         before = self._state or msgspec.structs.replace(state, members={})
         self._state = state
         for source, specs in state.members.items():
@@ -185,7 +182,7 @@ async def serve_worker(end: socket.socket, index: int, folder: Path) -> None:
             asyncio.create_task(worker.report_for_ever()),
         }
         await asyncio.wait({serving, *beside}, return_when=asyncio.FIRST_COMPLETED)
-        if not serving.done():  # without the parent there is nobody who would end this process
+        if not serving.done():  # without the parent nobody would end this process
             failures = [task.exception() for task in beside if task.done()]
             for why in failures:
                 if not isinstance(why, LinkBroken):
