@@ -1,5 +1,4 @@
 """Moves KV blocks between nodes: tickets, leases, handshake, connectors.
 
-Knows where blocks lie in memory and nothing of requests, models or schedulers. Called by
-node/engine_process.py.
+Knows nothing of requests, models or schedulers. Called by node/engine_process.py.
 """

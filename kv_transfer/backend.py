@@ -1,15 +1,15 @@
 """A transfer backend: what moves bytes, and the one thread that it lives on.
 
 Blocks may be used again only when nothing can land in them, so the thread polls each read to its
-end, whoever wants it. What a backend can know of that end:
+end, whoever wants it:
 
 - direct: our own copies always end; a read never breaks.
 - NCCL: bytes land in staging, and who ends a pair locks the pool: a failed read is over at once.
-- NIXL: a read is many operations of UCX. Disconnected: none goes on but copies of our own GPU. Any
-  other error is that of one operation: the read is *broken*, and its other parts may land. With a
-  stopped peer a read hangs, and lands later (seen: after the release of its handle, too).
+- NIXL: a read is many operations of UCX. Disconnected: none goes on but copies of our own GPU.
+  After any other error the read is *broken*: its other parts may land. With a stopped peer a read hangs,
+  and lands later (seen: after the release of its handle, too).
 
-So a connection that ends proves nothing; a process that is gone does (`peer_gone`).
+A connection that ends proves nothing; a process that is gone does (`peer_gone`).
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# How often reads are polled, a twentieth longer each time. A long one needs progress to receive: 64
-# MiB over UCX's TCP on loopback took 42 to 58 ms with at most 1 ms, 71 to 114 ms with 5.
+# How often reads are polled, a twentieth longer each time. A long one needs progress: 64 MiB over
+# UCX's TCP on loopback took 42 to 58 ms with at most 1 ms, 71 to 114 ms with 5.
 POLL_MIN_S, POLL_MAX_S, POLL_GROWTH = 0.00005, 0.001, 1.05
 # How long a broken read is waited for: TCP gives up after 15 minutes, RDMA after seconds.
 BROKEN_S = 1000.0
 # When a read that hangs is logged.
 HANGING_S = 60.0
-# How often a backend is progressed that peers need for their reads from here, and any other one.
+# How often a backend is progressed that peers read by, and any other.
 SERVE_S, IDLE_S = 0.002, 0.05
 
 
@@ -80,7 +80,7 @@ class Source:
 class TransferBackend(Protocol):
     """A way to read the memory of other processes. Called from one thread.
 
-    Peers have generations for names; they are added before and dropped after all of their reads.
+    Peers are named by generations, added before and dropped after all of their reads.
     """
 
     helps_readers: bool
@@ -90,9 +90,10 @@ class TransferBackend(Protocol):
         """Load what `open` will need, without listening. Raises ConfigError."""
 
     def open(self) -> bytes:
-        """Take devices, memory and sockets. Returns the metadata that peers need.
+        """Take devices, memory and sockets; return the metadata that peers need.
 
-        Raises ConfigError, and has given back what it took then."""
+        Raises ConfigError, and has given everything back then.
+        """
 
     def add_peer(self, source: Source) -> None:
         """Get ready to read from a peer. Raises TransferError."""
@@ -100,9 +101,7 @@ class TransferBackend(Protocol):
     def post_read(
         self, source: Source, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> object:
-        """Start to read. Returns a handle for `poll`, which tells all but what is raised here.
-
-        Raises TransferError if nothing was started."""
+        """Start to read; return a handle for `poll`. Raises TransferError if nothing has begun."""
 
     def poll(self, handle: object) -> bool:
         """Return True when all bytes are in.
@@ -142,13 +141,13 @@ class PeerGone(msgspec.Struct, tag="gone", frozen=True):
 
 
 class DropPeer(msgspec.Struct, tag="drop", frozen=True):
-    """A job: no read from this peer is in flight, and none comes before the next AddPeer."""
+    """A job: no read from this peer is in flight, or comes before the next AddPeer."""
 
     peer: PeerKey
 
 
 class Opened(msgspec.Struct, tag="opened", frozen=True):
-    """An event: the metadata that peers need, or None and why the backend cannot be had."""
+    """An event: the metadata that peers need, or None and why the backend is missing."""
 
     metadata: bytes | None
     why: str = ""
@@ -165,7 +164,7 @@ class Joined(msgspec.Struct, tag="joined", frozen=True):
 class ReadEnded(msgspec.Struct, tag="ended", frozen=True):
     """An event: all bytes of a read are in, or it broke.
 
-    `in_flight`: bytes may still land, and another event follows.
+    `in_flight`: bytes may still land; another event follows.
     """
 
     peer: PeerKey
@@ -196,7 +195,7 @@ class BackendThread:
         tell: Callable[[BackendEvent], None],
         on_error: Callable[[Exception], None],
     ) -> None:
-        """`tell` and `on_error`, when the thread has ended, are called from the thread."""
+        """`tell`, and `on_error` at an unexpected end, are called from the thread."""
         self._backend = backend
         self._tell, self._on_error = tell, on_error
         # SimpleQueue.get() with a timeout may never return (CPython 3.10 to 3.12).
@@ -235,7 +234,7 @@ class BackendThread:
         wake_in_time()
         try:
             self._backend.prepare()
-        except Exception as error:  # noqa: BLE001 - raised again by start(), in the thread that asked
+        except Exception as error:  # noqa: BLE001 - raised again by start()
             self._prepared.set_exception(error)
             return
         self._prepared.set_result(None)
@@ -365,6 +364,6 @@ _PR_SET_TIMERSLACK, _NANOSECONDS = 29, 1000
 
 
 def wake_in_time() -> None:
-    """Have this thread sleep 1 us longer than it asks for, not 50 as is Linux's habit."""
+    """Have this thread sleep 1 us longer than it asks for, not Linux's usual 50."""
     with contextlib.suppress(OSError, AttributeError):  # another system
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _NANOSECONDS, 0, 0, 0)

@@ -1,7 +1,7 @@
 """The backends of an engine over all of its ranks: when each is opened, and what peers read by it.
 
-A peer is joined when all parts are. A read has ended when all its parts have, fails with the first
-part that does, and is in flight until no part is: so long its blocks stay in quarantine.
+A peer is joined when all parts are. A read has ended when all parts have, fails with the first that
+does, and is in flight until no part is: so long its blocks stay in quarantine.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class _Read:
 
 
 class Backends:
-    """An engine's backends on all of its ranks, the best first. Called under the engine's lock.
+    """An engine's backends on all ranks, the best first. Called under the engine's lock.
 
-    An open backend listens, and who reaches UCX's listener can write anywhere. So the first is
-    opened at start, and another one when a peer asks for it that the earlier ones do not reach.
+    An open backend listens, and who reaches UCX's listener can write anywhere: the first is opened
+    at start, others when a peer asks that the earlier ones do not reach.
     """
 
     def __init__(
@@ -91,19 +91,17 @@ class Backends:
     ) -> None:
         """Prepare all; leave out those that some rank cannot have.
 
-        `region` and `heads` are rank 0's. `engine.on_rank` hands to `heard` what ranks tell. Raises
-        ConfigError without other ranks, or if no checksums can be had.
+        `region` and `heads` are rank 0's. `engine.on_rank` hands ranks' messages to `heard`. Raises
+        ConfigError without other ranks or checksums.
         """
         self.can_sum = checksums
-        """True if blocks are checked by checksum."""
         self.missing: dict[str, str] = {}
         """Backends that are left out, and why."""
         self.wanted = tuple(backends)
-        """Backends that were named: those here, and those left out."""
+        """Backends that were named."""
         self._link = link
         self._pools = [(heads, region)]  # of each rank
         self._cards: dict[str, list[bytes]] = {}  # of open backends, by rank
-        # What ranks have told of backends that are being opened.
         self._opening: dict[str, dict[int, Opened]] = {}
         self._ways: dict[PeerKey, _Way] = {}
         self._reads: dict[int, _Read] = {}
@@ -129,7 +127,7 @@ class Backends:
                     self._leave_out(kind, rank, why)
 
     def open_first(self, on_opened: Callable[[str], None]) -> None:
-        """Open the first that can be; `on_opened` is called with each that is opened after it.
+        """Open the first that can be; `on_opened` follows for each later one.
 
         Raises ConfigError if the only one cannot be had, or none of several.
         """
@@ -156,7 +154,7 @@ class Backends:
         return kind in self._opening
 
     def heard(self, rank: int, message: FromRank) -> Joined | ReadEnded | None:
-        """Take what a rank tells. Returns the event of all ranks that it completes."""
+        """Take a rank's message; return the event of all ranks that it completes."""
         match message:
             case News(kind, Opened() as opened):
                 self._told(kind, rank, opened)
@@ -187,8 +185,8 @@ class Backends:
         log.info("no KV by %s on this node: %s", kind, self.missing[kind])
         self._do_all(Stop(kind))
 
-    # Peers, in parts: what is asked goes to ranks, what they tell becomes one event. A part's
-    # events come in order, those of different parts in any order.
+    # Peers, in parts: questions go to ranks, answers become one event. A part's events come in
+    # order, those of different parts in any.
 
     def add_peer(self, peer: PeerKey, kind: str, sources: Sequence[tuple[int, Source]]) -> None:
         """Have each rank get ready to read from its source. Joined follows."""
@@ -246,7 +244,7 @@ class Backends:
 
     @property
     def ranks(self) -> list[RankCard]:
-        """Cards of all ranks, with what peers need to read through the open backends."""
+        """Return all ranks' cards, with what peers need for the open backends."""
         return [
             RankCard(heads, region, {kind: cards[rank] for kind, cards in self._cards.items()})
             for rank, (heads, region) in enumerate(self._pools)
@@ -254,7 +252,7 @@ class Backends:
 
     @property
     def on_request(self) -> list[str]:
-        """Names of backends that are not open, and can be."""
+        """Return the backends that can still be opened."""
         return [kind for kind in self if kind not in self._cards]
 
     def __iter__(self) -> Iterator[str]:
@@ -288,10 +286,7 @@ class Backends:
         ]
 
     def order_of_heads(self, welcome: HandshakeReply) -> list[int]:
-        """Return where each KV head of our ranks lies in the peer's.
-
-        Raises Incompatible if our ranks cannot read from the peer's.
-        """
+        """Return where each of our KV heads lies in the peer's. Raises Incompatible."""
         self._shares(welcome)
         return order_of_heads(
             [heads for heads, _ in self._pools], [card.heads for card in welcome.ranks]
@@ -344,6 +339,6 @@ def _head_bytes(card: RankCard) -> int:
 
 def _source(welcome: HandshakeReply, rank: int, kind: str, share: Share) -> Source:
     card = welcome.ranks[rank]
-    # A rank is a process of its own, so it has a generation of its own.
+    # Each rank is a process with a generation of its own.
     generation = f"{welcome.generation}/{rank}" if rank else welcome.generation
     return Source(welcome.engine_id, generation, card.region, card.planes[kind], share)

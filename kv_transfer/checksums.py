@@ -1,6 +1,6 @@
 """Checksums of KV blocks: which fetched blocks are compared with their source's, and by what.
 
-An answer may be about blocks that have changed since it was asked for; the lease tells.
+Blocks may have changed since they were asked about; the lease tells.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["MOST_BLOCKS", "Checks", "Checksums", "in_our_order"]
 
 log = logging.getLogger(__name__)
 
-# So many blocks in one question and one launch: the answer has 256 KiB with 128 KV heads.
+# In one question and one launch: the answer has 256 KiB with 128 KV heads.
 MOST_BLOCKS = 256
 _CHECKSUM_BYTES = 8  # of a KV head's part of a block (kernels/block_checksums.py)
 
@@ -28,7 +28,7 @@ Sums = Callable[[Sequence[int]], list[bytes]]
 
 
 def in_our_order(checksums: bytes, order: Sequence[int]) -> bytes:
-    """Return a source's checksums of a block by the KV heads of our ranks; empty if any lacks.
+    """Return a source's checksums of a block in our heads' order; empty if any lacks.
 
     `order`: where each head of each of our ranks lies in the source's.
     """
@@ -68,15 +68,13 @@ class Checks:
 
     @property
     def sound(self) -> float:
-        """Number of first blocks that a failed fetch may keep; none if any block is wrong."""
+        """Return how many first blocks a failed fetch may keep; none if any is wrong."""
         known = self.theirs.keys() & self.ours.keys()
         unknown = (place for block, place in self.places.items() if block not in known)
         return 0 if self.wrong else min(unknown, default=float("inf"))
 
 
 class Checksums:
-    """A thread that sums blocks of this process's pool."""
-
     def __init__(
         self, region: PoolRegion, kv_heads: int, on_error: Callable[[Exception], None]
     ) -> None:
@@ -95,12 +93,12 @@ class Checksums:
         self._asked.put((blocks, done))
 
     def silent_s(self) -> float:
-        """Return the seconds since the thread was seen at work; 0 while it is asked nothing."""
+        """Return the seconds since the thread was seen at work; 0 without a question."""
         begun_at = self._begun_at
         return 0.0 if begun_at is None else time.monotonic() - begun_at
 
     def close(self, timeout_s: float) -> None:
-        """End the thread; what it was asked and has not begun is never answered."""
+        """End the thread; questions not begun are never answered."""
         self._closing = True
         self._asked.put(None)
         self._thread.join(timeout_s)

@@ -73,7 +73,7 @@ class Fetched:
     completion: Completion | None = None
     """How the source's part of the request has ended, if the ticket was growing."""
     exposed_s: float = 0.0
-    """Seconds since the KV was complete and the fetch asked for."""
+    """Seconds since the KV was complete and asked for."""
     told_at: float | None = field(default=None, compare=False)
     """When the news of the completion came, monotonic."""
 
@@ -82,7 +82,7 @@ class Fetched:
 class FetchFailed:
     """An event at the reader: no more KV will come. Its blocks stay untouched until Settled.
 
-    The first `verified` blocks are in, and the source held them until after that: they may be used.
+    The first `verified` blocks may be used: the source held them until after they were in.
     """
 
     request_id: str
@@ -92,13 +92,12 @@ class FetchFailed:
 
     @property
     def cause(self) -> str:
-        """Name by which failures are counted."""
         return self.reason.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """An event at the reader: nothing can touch the blocks of a failed fetch any more."""
+    """An event at the reader: nothing can touch a failed fetch's blocks any more."""
 
     request_id: str
 
@@ -108,24 +107,19 @@ Event = Released | Fetched | FetchFailed | Settled
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A backend by which a peer's KV is read, and why no better one is."""
-
     plane: str
-    """Name of the backend."""
     missed: Mapping[str, str]
-    """Backends that are preferred to it, and why each cannot be had."""
+    """Preferred backends, and why each cannot be had."""
 
 
 @dataclass(slots=True)
 class TransferStats:
-    """A connector's counters since start, and gauges."""
-
     leases_granted: int = 0
     leases_released: int = 0
     leases_expired: int = 0
     fetches: int = 0
     failures: Counter[str] = field(default_factory=Counter)
-    """Failed fetches by their error's name."""
+    """Failed fetches by error name."""
     retries: int = 0
     fetched_bytes: int = 0
     fetch_s: float = 0.0
@@ -134,18 +128,18 @@ class TransferStats:
     unchecked_blocks: int = 0
     """Blocks drawn for a check whose source gives no checksums."""
     silent_s: float = 0.0
-    """Seconds since the slowest of its threads was seen at work or waiting for work."""
+    """Seconds since the slowest of its threads was last seen alive."""
 
 
 class LeaseId(NamedTuple):
-    """A lease of a request. The epoch tells a second offer of a request from the first."""
+    """A lease of a request; the epoch tells a second offer from the first."""
 
     request_id: str
     epoch: int
 
 
 class PeerKey(NamedTuple):
-    """A process that we read from. A restarted one has another generation."""
+    """A process that we read from; a restart has another generation."""
 
     host: str
     port: int

@@ -1,8 +1,7 @@
 """The control channel: one thread with a ROUTER that peers dial, and a DEALER per peer we dial.
 
-Sends never wait, and `TransferEngine.tick` keeps every deadline, whatever the step loop does. With
-a cluster secret connections are authenticated and encrypted (ZMQ CURVE); without one the
-configuration allows loopback addresses only.
+Sends never wait, and `TransferEngine.tick` keeps every deadline. With a cluster secret connections
+use ZMQ CURVE; without one the configuration allows loopback addresses only.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ENDED", "ENDED_EARLY", "ControlThread"]
 
-# A host that is there says at once that nobody listens.
+# A live host says at once that nobody listens.
 PROBE_S = 0.3
 ENDED = "has ended or was refused"
 ENDED_EARLY = (
@@ -56,20 +55,19 @@ class ControlThread(SocketThread):
         self.post(partial(self._dial, peer, encode(handshake)))
 
     def send(self, peer: PeerKey, message: Message) -> None:
-        """Send to a peer that was dialled; lost if it is gone or does not read."""
+        """Send to a dialled peer; lost if it is gone or does not read."""
         self.post(partial(self._send, peer, encode(message)))
 
     def send_to_reader(self, reader: bytes, message: Message) -> None:
-        """Send to a peer that has dialled us; lost if it is gone or does not read."""
+        """Send to a peer that dialled us; lost if it is gone or does not read."""
         self.post(partial(self._send_to_reader, reader, encode(message)))
 
     def hang_up(self, peer: PeerKey) -> None:
-        """Forget a peer. No `on_disconnect` follows."""
         self.post(partial(self._hang_up, peer))
 
     def probe(self, peer: PeerKey) -> None:
         """Find out whether a peer's process is gone; `on_process_gone` follows if nobody listens."""
-        # Zmq does not tell a refused connection from one that could not be made.
+        # Zmq does not tell a refused connection from an impossible one.
         threading.Thread(target=self._probe, args=(peer,), name="kv-probe", daemon=True).start()
 
     def wait_ms(self) -> int:
@@ -104,7 +102,7 @@ class ControlThread(SocketThread):
                 with socket.socket(family, kind) as door:
                     door.settimeout(PROBE_S)
                     if door.connect_ex(address) != errno.ECONNREFUSED:
-                        return  # also if there is no answer, which proves nothing
+                        return  # no answer proves nothing
         except OSError:
             return
         self._engine.on_process_gone(peer)
@@ -141,7 +139,7 @@ class ControlThread(SocketThread):
             self._connections[peer].send(frame)
 
     def _send_to_reader(self, reader: bytes, frame: bytes) -> None:
-        # A reader that does not take it asks again with its next heartbeat.
+        # The reader asks again with its next heartbeat.
         with contextlib.suppress(zmq.Again):
             self._router.send_multipart([reader, frame], zmq.NOBLOCK)
 

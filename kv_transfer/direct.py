@@ -1,8 +1,8 @@
 """The direct backend: nodes of one host map each other's KV pool, and the reader copies blocks.
 
 Here are the proof that a mapped pool is the peer's, and copying on a CPU; kv_transfer/mapped_gpu.py
-has the GPU. Nobody on the source's side takes part in a read, so it always ends, whatever becomes
-of the source. Fences of fetches tell whether the bytes were still the right ones.
+has the GPU. The source takes no part in a read, so it always ends. Fences of fetches tell whether
+the bytes were still the right ones.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ __all__ = ["DirectBackend", "HostSide", "Metadata"]
 
 
 class Metadata(msgspec.Struct, frozen=True):
-    """A direct backend's metadata, as msgpack."""
-
     boot_id: str
     nonce: bytes
     place: HostFile | GpuPiece
@@ -41,10 +39,10 @@ class DirectBackend:
     helps_readers = False
 
     def __init__(self, region: PoolRegion) -> None:
-        """Takes nothing before `open`. The region's pool must outlive the backend."""
+        """Take nothing yet. The region's pool must outlive the backend."""
         self._region = region
         self._side: Any = HostSide(region) if region.device == "cpu" else GpuSide(region)
-        self._pools: dict[str, Any] = {}  # as our side has mapped them, by generation
+        self._pools: dict[str, Any] = {}  # as mapped by us, by generation
 
     def prepare(self) -> None: ...
 
@@ -98,7 +96,7 @@ class DirectBackend:
         return handle
 
     def poll(self, handle: object) -> bool:
-        """Go on copying. Raises only what ends the process: a failed GPU fails for good."""
+        """Go on copying. Raises only if the GPU has failed for good."""
         return bool(self._side.poll(handle))
 
     def peer_gone(self, generation: str) -> None: ...
@@ -122,14 +120,14 @@ class DirectBackend:
             )
 
 
-# One call of `poll` copies for so long, and looks at the clock after each step (1 ms or less). The
-# backend's thread sleeps up to 1 ms between two calls.
+# One `poll` copies for so long, and looks at the clock after each step (1 ms or less). The
+# backend's thread sleeps up to 1 ms between two.
 SLICE_S = 0.010
 STEP_BYTES = 4 << 20
 
 
 class HostSide:
-    """A CPU's side of the backend: maps pools and copies."""
+    """A CPU's side of the backend."""
 
     def __init__(self, region: PoolRegion) -> None:
         self._region = region
@@ -146,7 +144,7 @@ class HostSide:
         return place_of(memory.file)
 
     def map(self, source: Source, place: HostFile) -> Any:
-        """Return the peer's pool and its nonce as a numpy array, read-only. Raises TransferError."""
+        """Return the peer's pool and nonce as a numpy array, read-only. Raises TransferError."""
         size = nonce_offset(source.region.num_blocks * source.region.block_bytes) + NONCE_BYTES
         mapping = mapped(place, size, source.engine_id, "KV pool")
         return self._np.frombuffer(mapping, dtype=self._np.uint8)
@@ -165,7 +163,7 @@ class HostSide:
         return read
 
     def poll(self, handle: Iterator[None]) -> bool:
-        """Copy for a while if it is this read's turn; sharing would make the first ones late."""
+        """Copy for a while if it is this read's turn: reads end one by one."""
         if handle is not self._reads[0]:
             return False
         until = time.monotonic() + SLICE_S

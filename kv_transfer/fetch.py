@@ -12,8 +12,7 @@ from kvrelay.wire.errors import KvrelayError, PeerLost, TransferTimeout
 
 __all__ = ["MARGIN", "NEVER", "Fetch", "State"]
 
-# Part of the lease that the entry fence gives away to clock drift and to the way of an
-# acknowledgement.
+# Part of the lease left to clock drift and an acknowledgement's way.
 MARGIN = 0.1
 NEVER = float("inf")
 
@@ -22,23 +21,21 @@ class State(enum.Enum):
     """A fetch's state."""
 
     WATCHED = enum.auto()  # not asked for yet
-    WAITING = enum.auto()  # asked for; the peer, its renewal or more of the KV is not there yet
+    WAITING = enum.auto()  # asked for; the peer, its renewal or more of the KV lacks
     READING = enum.auto()  # a READ is in flight
-    CONFIRMING = enum.auto()  # all bytes are in; the source's word is not
-    CHECKING = enum.auto()  # the source has held it all the while; our own checksums are not there
-    ABANDONED = enum.auto()  # nobody wants the KV any more, but a READ is in flight
+    CONFIRMING = enum.auto()  # all bytes are in; not the source's word
+    CHECKING = enum.auto()  # the source held it; our own checksums lack
+    ABANDONED = enum.auto()  # unwanted, but a READ is in flight
 
 
 @dataclass(slots=True)
 class Fetch:
-    """A watched request's fetch. All times are on one monotonic clock."""
-
     request_id: str
     peer: PeerKey
     lease: LeaseId
     config: TransferConfig
     block_bytes: int
-    growing: int | None  # blocks of a ticket made before its KV was there
+    growing: int | None  # blocks of a ticket older than its KV
     complete: bool
     state: State = State.WATCHED
     held_until: float = -NEVER  # entry fence
@@ -50,8 +47,8 @@ class Fetch:
     taken: int = 0  # our blocks whose READ was posted
     landed: int = 0  # taken blocks that are in
     ends: list[tuple[float, int]] = field(default_factory=list)
-    """When READs ended that are not verified yet, and `landed` then."""
-    verified: int = 0  # landed blocks that the source has held since
+    """When unverified READs ended, and `landed` then."""
+    verified: int = 0  # landed blocks held since
     retried: bool = False
     token: int = 0  # names the End that is to confirm it
     checks: Checks = field(default_factory=Checks)
@@ -70,11 +67,10 @@ class Fetch:
 
     @property
     def released(self) -> bool:
-        """Return whether the source was told that we are through."""
         return self.state in (State.CONFIRMING, State.CHECKING)
 
     def kept(self, sent_at: float) -> None:
-        """Note that the source still held the lease when our renewal of `sent_at` came."""
+        """Note that the source held the lease when our renewal of `sent_at` came."""
         self.held_until = max(self.held_until, sent_at + self.config.lease_s * (1 - MARGIN))
         while self.ends and self.ends[0][0] <= sent_at:
             self.verified = self.ends.pop(0)[1]
@@ -87,11 +83,11 @@ class Fetch:
 
     @property
     def due(self) -> float:
-        """Second at which it is late, if nothing happens until then."""
+        """Return when it is late if nothing happens."""
         return NEVER if self.state is State.ABANDONED else min(self.deadline, self._silent_at)
 
     def late(self, now: float) -> KvrelayError | None:
-        """Return why it fails now by its limits alone; None while it may go on."""
+        """Return why it fails now by its limits alone, or None."""
         if now < self.due:
             return None
         where = f"{self.peer.host}:{self.peer.port}"

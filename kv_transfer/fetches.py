@@ -4,14 +4,14 @@ A READ *starts* only while the lease is surely held: the last acknowledged renew
 than a lease (minus a margin) ago. KV is *admitted* only when the source confirms, after the last
 byte, that it held the lease until then. Blocks are *verified*, and kept if the fetch fails, by an
 acknowledged renewal that was sent after their READ. While a ticket grows, each READ takes what was
-announced since the last one.
+announced since the last.
 
 A share of the blocks is compared with the source's checksums. The source is asked as each READ
-begins, and let go when it has answered. Only what differs although the lease was held is
-KvCorrupted, and then nothing is kept.
+begins, and let go when it has answered. Only a difference under a held lease is KvCorrupted, and
+then nothing is kept.
 
-A failed or cancelled fetch whose READ is in flight is Settled only when nothing of it can land any
-more: NIXL hands back a cancelled handle and goes on writing (seen: 969 of 1024 MiB).
+A failed or cancelled fetch is Settled only when nothing of its READ can land any more: NIXL hands
+back a cancelled handle and goes on writing (seen: 969 of 1024 MiB).
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class Sum(NamedTuple):
 
 
 Command = Read | Sum | tuple[PeerKey, Message]
-"""The last: something to say to a peer."""
 
 
 class FetchTable:
@@ -67,9 +66,9 @@ class FetchTable:
     def watch(
         self, request_id: str, peer: PeerKey, lease: LeaseId, growing: int | None = None
     ) -> None:
-        """Begin to renew a lease. `growing`: number of blocks, if the KV is not complete.
+        """Begin to renew a lease. Raises ValueError if the request is watched or unsettled.
 
-        Raises ValueError if the request is watched, or not settled yet.
+        `growing`: number of blocks, if the KV is not complete.
         """
         if request_id in self._fetches:
             raise ValueError(
@@ -91,10 +90,7 @@ class FetchTable:
     def fetch(
         self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int], now: float
     ) -> None:
-        """Fetch the KV of a watched request; no blocks means that all of it was cached.
-
-        Raises ValueError for misuse.
-        """
+        """Fetch a watched request's KV; no blocks: all was cached. Raises ValueError for misuse."""
         fetch = self._fetches.get(request_id)
         if fetch is None or fetch.state is not State.WATCHED:
             raise ValueError(
@@ -120,12 +116,12 @@ class FetchTable:
             self._start(fetch, now)
 
     def cancel(self, request_id: str) -> None:
-        """End a request; it gets no Fetched or FetchFailed any more."""
+        """End a request: no Fetched or FetchFailed follows."""
         for event in self.events:
             if isinstance(event, Fetched | FetchFailed) and event.request_id == request_id:
                 self.events.remove(event)
                 if isinstance(event, Fetched):
-                    # To the caller the fetch was still running, so it waits for Settled.
+                    # To the caller the fetch still ran, so it waits for Settled.
                     self.events.append(Settled(request_id))
                 return
         fetch = self._fetches.get(request_id)
@@ -148,16 +144,16 @@ class FetchTable:
         self._ready.pop(peer, None)
 
     def peer_lost(self, peer: PeerKey, error: KvrelayError) -> None:
-        """Fail what needs this peer's answers. Its reads in flight end by themselves."""
+        """Fail what needs this peer's answers; reads in flight end by themselves."""
         self.peer_not_ready(peer)
         for fetch in self._of(peer):
-            if fetch.state is not State.CHECKING:  # else it has held all that we need of it
+            if fetch.state is not State.CHECKING:  # else it has held all that we need
                 self._lose(fetch, error)
 
     def grown(
         self, peer: PeerKey, lease: LeaseId, ready: int, completion: Completion | None, now: float
     ) -> None:
-        """Note that the first `ready` blocks can be read; all of them, with a completion."""
+        """Note that the first `ready` blocks can be read; with a completion all."""
         for fetch in self._of(peer):
             if fetch.lease != lease or fetch.complete:
                 continue
@@ -198,7 +194,7 @@ class FetchTable:
     def vouched(
         self, peer: PeerKey, lease: LeaseId, checksums: Mapping[int, bytes], now: float
     ) -> None:
-        """Handle the peer's checksums of blocks of this lease, by its own ids."""
+        """Handle the peer's checksums of blocks of this lease, by its ids."""
         for fetch in self._of(peer):
             if fetch.lease == lease:
                 fetch.checks.add_theirs(checksums)
@@ -228,9 +224,9 @@ class FetchTable:
     def read_failed(
         self, read_id: int, error: KvrelayError, now: float, *, in_flight: bool
     ) -> None:
-        """Handle a broken READ. `in_flight`: bytes may still land, and another call follows.
+        """Handle a broken READ. `in_flight`: bytes may still land; another call follows.
 
-        A READ is tried again once, if the peer is there and nothing of the first try is on its way.
+        A READ is retried once, if the peer is there and nothing of the first try is in flight.
         """
         fetch = self._reading(read_id)
         if fetch is None:
@@ -262,7 +258,6 @@ class FetchTable:
         return min((fetch.due for fetch in self._fetches.values()), default=NEVER)
 
     def growing(self, peer: PeerKey) -> list[LeaseId]:
-        """Return the leases whose progress we want to hear."""
         return [
             f.lease
             for f in self._of(peer)

@@ -1,11 +1,10 @@
 """Memory that processes of one host share: how a peer opens it safely, and leases in it.
 
-The memory is a sealed memfd, opened as /proc/PID/fd/FD: that takes one user and one PID namespace.
-Process ids are used again, so whoever maps looks in the memory itself for a proof.
+The memory is a sealed memfd, opened as /proc/PID/fd/FD, within one user and PID namespace. Process
+ids are reused, so whoever maps looks in the memory itself for a proof.
 
-A source keeps one word per lease there: its epoch, until the step loop hears that the lease has
-ended. A reader that finds the epoch there after its last byte has the right bytes; one that does
-not has learned nothing (leases share words) and asks.
+A source keeps each held lease's epoch in a word there. A reader that finds the epoch after its last
+byte has the right bytes; otherwise (leases share words) it asks.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class HostFile(msgspec.Struct, frozen=True, tag="host"):
 
 
 def place_of(file: int) -> HostFile:
-    """Return how peers find a file descriptor of ours. Raises OSError without /proc."""
+    """Return how peers find our file descriptor. Raises OSError without /proc."""
     return HostFile(_pid_namespace(), os.getpid(), file)
 
 
@@ -45,7 +44,7 @@ def mapped(place: HostFile, size: int, who: str, what: str) -> mmap.mmap:
             f"kv_connector direct needs one PID namespace, and {who} runs in another one "
             "(containers: docker run --pid, shareProcessNamespace in a pod)"
         )
-    # What the peer names must not make us wait (a pipe) or fault (a file that shrinks).
+    # Must not make us wait (a pipe) or fault (a file that shrinks).
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
         file = os.open(f"/proc/{place.pid}/fd/{place.file}", flags)
@@ -82,14 +81,14 @@ def _pid_namespace() -> int:
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
-# 512 KiB. Leases whose epochs are equal modulo this share a word; the younger one has it.
+# 512 KiB. Leases with equal epochs modulo this share a word; the younger has it.
 _WORDS = 1 << 16
 _WORD_BYTES = 8
 _GENERATION_BYTES = 32
 
 
 class LeaseWords:
-    """A source's held leases. `place` is what readers are told; None without shared memory."""
+    """A source's held leases. Readers are told `place`; None without shared memory."""
 
     def __init__(self, generation: str) -> None:
         # Not before the engine has been imported, which sees to it that `kernels` is ours.
@@ -119,10 +118,8 @@ class LeaseWords:
 
 
 class HeldWords:
-    """A reader's view of a source's held leases."""
-
     def __init__(self, place: HostFile, generation: str, engine_id: str) -> None:
-        """Raises TransferError if that memory cannot be seen from here, or is another's."""
+        """Map it. Raises TransferError if it is invisible from here, or another's."""
         memory = mapped(
             place, _GENERATION_BYTES + _WORDS * _WORD_BYTES, engine_id, "table of leases"
         )

@@ -1,6 +1,6 @@
 """KV pools of a GPU that peers map by CUDA IPC, and the kernel that reads them.
 
-A pool is one cudaMalloc (kernels/pool_memory.py). Used by kv_transfer/direct.py alone.
+A pool is one cudaMalloc (kernels/pool_memory.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvrelay.wire.errors import ConfigError, TransferError
 
 __all__ = ["GpuPiece", "GpuSide"]
 
-# One launch copies so much (0.36 ms at 370 GB/s), and so many wait in the stream: enough for the
-# millisecond until `poll` is called again.
+# One launch copies so much (0.36 ms at 370 GB/s), and so many wait in the stream, to last until the
+# next `poll`.
 SLICE_BYTES = 128 << 20
 SLICES_AHEAD = 4
 
@@ -44,7 +44,7 @@ class _Table:
 
 @dataclass(slots=True)
 class _GpuRead:
-    source: int  # where the part of block 0 begins, in the peer's pool and in ours
+    source: int  # where the part of block 0 begins, here and there
     target: int
     source_stride: int  # bytes of a block in the peer's pool
     part_bytes: int
@@ -54,23 +54,23 @@ class _GpuRead:
     tiles: int
     launched: int = 0
     slices: deque[Any] = field(default_factory=deque)
-    """Events behind the launches that have not ended."""
+    """Events of unended launches."""
 
 
 class GpuSide:
-    """A GPU's side of the direct backend, as `HostSide`. All methods run on one thread.
+    """A GPU's side of the direct backend, on one thread.
 
-    A read that breaks raises torch's own error: the GPU is lost to this process, which has to end.
+    A read that breaks raises torch's own error: the process has lost the GPU and has to end.
     """
 
     def __init__(self, region: PoolRegion) -> None:
         assert region.gpu is not None
         self._region = region
         self._device = region.gpu
-        self._tables: list[_Table] = []  # that no read uses
+        self._tables: list[_Table] = []  # unused
 
     def open(self, memory: PoolMemory) -> GpuPiece:
-        """Take a stream and compile the kernel, which may take seconds. Raises ConfigError."""
+        """Take a stream and compile the kernel, which takes seconds. Raises ConfigError."""
         import torch
 
         from kvrelay.kernels import cuda_runtime, gather_blocks
@@ -84,14 +84,14 @@ class GpuSide:
         torch.cuda.set_device(self._device)
         # 0 is the lowest priority: waiting programs of steps go first.
         self._stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
-        torch.cuda.set_stream(self._stream)  # of this thread, which does nothing else
+        torch.cuda.set_stream(self._stream)  # of this thread alone
         try:
             handle = cuda_runtime.handle_of(memory.address)
         except cuda_runtime.CudaError as error:
             raise ConfigError(
                 f"the KV pool cannot be shared with other processes: {error}"
             ) from error
-        # Compile: block 0 is the null block, which nobody reads, onto itself.
+        # Compile: copy the unused null block 0 onto itself.
         ourselves = Source("", "", self._region, b"")
         read = self.start(ourselves, memory.address, [0], [0])
         self._stream.synchronize()
@@ -99,9 +99,9 @@ class GpuSide:
         return GpuPiece(_ipc_namespace(), handle, self._uuid(self._device))
 
     def map(self, source: Source, place: GpuPiece) -> int:
-        """Return the address of the peer's pool for our GPU. Raises TransferError."""
+        """Return the peer's pool's address on our GPU. Raises TransferError."""
         cuda, who = self._torch.cuda, source.engine_id
-        # CUDA opens memory of a GPU that CUDA_VISIBLE_DEVICES hides, but cannot be asked about it.
+        # CUDA opens memory of a hidden GPU, but cannot be asked about it.
         visible = {self._uuid(index): index for index in range(cuda.device_count())}
         theirs = visible.get(place.gpu, self._device)
         if theirs != self._device and not cuda.can_device_access_peer(self._device, theirs):
@@ -110,7 +110,7 @@ class GpuSide:
             )
         try:
             return self._cuda.open_handle(place.handle)
-        except (self._cuda.CudaError, ValueError) as error:  # ValueError: no handle at all
+        except (self._cuda.CudaError, ValueError) as error:  # ValueError: no handle
             raise TransferError(
                 f"the KV pool of {who} cannot be mapped ({error}): CUDA IPC needs "
                 f"{self._lacking(place, visible)}"
@@ -130,7 +130,7 @@ class GpuSide:
         return bytes(found.tolist())
 
     def unmap(self, pool: int) -> None:
-        # Transfers from other peers may be under way; they are bounded by SLICES_AHEAD.
+        # Other transfers under way are bounded by SLICES_AHEAD.
         self._stream.synchronize()
         with contextlib.suppress(self._cuda.CudaError):
             self._cuda.close_handle(pool)
@@ -141,7 +141,7 @@ class GpuSide:
         count, part = len(remote_blocks), source.part
         table = self._tables.pop() if self._tables else self._new_table()
         table.written[:count], table.written[count : 2 * count] = remote_blocks, local_blocks
-        # torch's own copy takes a third of a millisecond here.
+        # torch's own copy takes a third of a millisecond.
         self._cuda.copy(
             table.gpu.data_ptr(), table.host.data_ptr(), 2 * count * 4, self._stream.cuda_stream
         )

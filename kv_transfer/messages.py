@@ -1,6 +1,6 @@
 """Messages of two connectors on the control channel: typed msgpack of a limited size.
 
-The backends' metadata is opaque bytes, handed on only after the fingerprints agreed.
+Backends' metadata is opaque bytes, used only after the fingerprints agreed.
 """
 
 from __future__ import annotations
@@ -35,40 +35,37 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 
 class HandshakeRequest(msgspec.Struct, tag="hello", frozen=True):
-    """A reader's first message, sent again with each backend that it needs."""
+    """A reader's first message, repeated with each backend that it needs."""
 
     engine_id: str
     fingerprint: Fingerprint
     opens: list[str] = []
-    """Backends to open; each that is opened is told by another reply."""
+    """Backends to open; another reply tells of each."""
 
 
 class RankCard(msgspec.Struct, frozen=True):
-    """A rank of a source."""
-
     heads: Heads
     region: PoolRegion
     planes: dict[str, bytes]
-    """Open backends of the rank, with what a reader needs to use each."""
+    """Open backends, with what a reader needs for each."""
 
 
 class HandshakeReply(msgspec.Struct, tag="welcome", frozen=True):
-    """A source's answer to a handshake: the fingerprints agree; here are the pools."""
+    """A source's answer to a handshake: fingerprints agree; here are the pools."""
 
     engine_id: str
     generation: str
     fingerprint: Fingerprint
     ranks: list[RankCard]
     lease_words: HostFile | None = None
-    """Where a reader on this host finds its leases."""
+    """Where a reader on this host finds leases."""
     checksums: bool = False
-    """True if the source gives checksums of blocks."""
     on_request: list[str] = []
     """Backends that another HandshakeRequest opens."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """A source's refusal: no KV from here, and why, in one sentence."""
+    """A source's refusal, with its reason in one sentence."""
 
     reason: str
 
@@ -89,7 +86,7 @@ class Renewed(msgspec.Struct, tag="renewed", frozen=True):
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
-    """A reader's farewell to a lease. Only a token other than 0 is waited for."""
+    """A reader's farewell to a lease; tokens other than 0 are waited for."""
 
     lease: LeaseId
     token: int
@@ -103,7 +100,7 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
 
 
 class Follow(msgspec.Struct, tag="follow", frozen=True):
-    """A reader's request to hear how far a lease's KV is, now and whenever it has grown.
+    """A reader's request to hear how far a lease's KV is, now and as it grows.
 
     With `checksums` it asks for those of these blocks instead.
     """
@@ -113,7 +110,7 @@ class Follow(msgspec.Struct, tag="follow", frozen=True):
 
 
 class ChunkProgress(msgspec.Struct, tag="grown", frozen=True):
-    """A source's news: the first `ready` blocks can be read; all of them with a completion."""
+    """A source's news: the first `ready` blocks can be read; with a completion all."""
 
     lease: LeaseId
     ready: int

@@ -1,8 +1,8 @@
 """The NCCL backend: two-rank communicators between pairs of nodes with GPUs.
 
-The control socket has a thread, and each pair has one (kv_transfer/nccl_pairs.py). Bytes travel as
-NCCL sends them: not encrypted, between addresses that it chooses (NCCL_SOCKET_IFNAME). The control
-socket is encrypted: the key to get in is in the backend's metadata.
+The control socket has a thread, and each pair (kv_transfer/nccl_pairs.py). NCCL's bytes are not
+encrypted and go between addresses of its choice (NCCL_SOCKET_IFNAME). The control socket is
+encrypted; its key is in the metadata.
 """
 
 from __future__ import annotations
@@ -42,19 +42,18 @@ from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["NcclBackend"]
 
-# 64 MiB take 190 us over NVLink, twice what the host needs to copy and to launch a slice; larger
-# slices are not faster, and smaller ones leave the wire idle.
+# 64 MiB take 190 us over NVLink, twice what the host needs per slice; larger ones are not faster,
+# smaller ones leave the wire idle.
 SLICE_BYTES = 64 << 20
 # 7 pairs on a GPU.
 MEMORY_CAP_BYTES = 2 << 30
-# How long we wait for the pairs' threads when we close.
 JOIN_S = 0.1
 
 
 class NcclBackend:
     """A `TransferBackend` over NCCL."""
 
-    helps_readers = False  # its own threads do
+    helps_readers = False  # its threads do
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class NcclBackend:
         return msgspec.msgpack.encode(self._control.address)
 
     def add_peer(self, source: Source) -> None:
-        """Dial a peer's control socket. The pair is made at the first read."""
+        """Dial a peer's control socket; the first read makes the pair."""
         try:
             address = msgspec.msgpack.decode(source.metadata, type=Address)
         except MALFORMED as error:
@@ -120,7 +119,7 @@ class NcclBackend:
         return transfer
 
     def poll(self, handle: object) -> bool:
-        """Return True when all is in. Raises PeerLost alone: from then on nothing lands."""
+        """Return True when all is in. Raises only PeerLost, after which nothing lands."""
         assert isinstance(handle, Transfer)
         if handle.error is not None:
             raise PeerLost(handle.error.message) from handle.error
@@ -141,7 +140,7 @@ class NcclBackend:
             )
 
     def close(self) -> None:
-        """Hang up everywhere. A communicator that hangs keeps its staging, never the pool."""
+        """Hang up everywhere. A hung communicator keeps its staging, never the pool."""
         self._control.close()
 
 
@@ -154,17 +153,15 @@ class _Source:
 
 
 class PairControl(SocketThread):
-    """A thread with a ROUTER for readers, and a DEALER for each source."""
-
     def __init__(self, host: str, terms: Terms) -> None:
         """Listen. Raises ConfigError without the address."""
         super().__init__("kv-nccl", MAX_PAIR_MESSAGE_BYTES)
         self._terms = terms
         terms.budget.wanted = partial(self.post, self._make_room)
         self.broken: Exception | None = None
-        """Why the thread has ended, if it was an error of ours."""
+        """Our own error that ended the thread."""
         self._sources: dict[str, _Source] = {}
-        # By the pair: the connection that it came by, and the pair.
+        # By pair: its connection, and the pair.
         self._readers: dict[bytes, tuple[bytes, SourcePair]] = {}
         self._keys = zmq.curve_keypair()
         self._router, port = self.new_router(host, 0, self._keys)
@@ -208,7 +205,7 @@ class PairControl(SocketThread):
             self._meet(sender, message)
             return
         known, pair = self._readers.get(message.pair, (b"", None))
-        if pair is None or known != sender:  # has ended meanwhile; or is somebody else's
+        if pair is None or known != sender:  # ended meanwhile, or somebody else's
             return
         if isinstance(message, Part):
             pair.abort(PeerLost(f"the reader has ended the pair: {message.reason}"))
@@ -217,7 +214,7 @@ class PairControl(SocketThread):
             if isinstance(message, Ask):
                 pair.serve(message)
         except ValueError as error:
-            # A transfer that is not sent would shift all that follow: the pair ends.
+            # A skipped transfer would shift all that follow: the pair ends.
             pair.abort(PeerLost(f"refused: {error}"))
 
     def _meet(self, sender: bytes, meet: Meet) -> None:
@@ -246,7 +243,7 @@ class PairControl(SocketThread):
             self.hang_up(generation, f"{where}: {error}")
 
     def read(self, generation: str, transfer: Transfer) -> None:
-        """Ask a peer to send, through a pair that is made if there is none."""
+        """Ask a peer to send, through a pair made on demand."""
         source = self._sources.get(generation)
         if source is None:
             transfer.error = PeerLost(
@@ -263,7 +260,7 @@ class PairControl(SocketThread):
 
     def _listen(self, source: _Source) -> None:
         for _, message in codec.received(source.connection.dealer):
-            pair = source.pair  # another message may be of a pair that has ended
+            pair = source.pair  # the pair may have ended
             if isinstance(message, Part) and pair is not None and message.pair == pair.name:
                 self._parted(source, pair, message)
 
@@ -272,7 +269,7 @@ class PairControl(SocketThread):
         if not message.idle:
             pair.abort(why)
             return
-        # What was asked for when the source closed an idle pair is asked for again.
+        # Asked for when the source closed an idle pair: asked for again.
         for transfer in pair.end(why):
             self.read(source.generation, transfer)
 
@@ -311,7 +308,7 @@ class PairControl(SocketThread):
             source.connection.send(encode(message))
 
     def _send_to_reader(self, sender: bytes, message: PairMessage) -> None:
-        # Full means that the reader has not read for long: patience ends what waits for it.
+        # Full: the reader has not read for long; patience ends what waits for it.
         with contextlib.suppress(zmq.Again):
             self._router.send_multipart([sender, encode(message)], zmq.NOBLOCK)
 

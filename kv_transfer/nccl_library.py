@@ -1,9 +1,9 @@
 """Communicators of two ranks over NCCL: 0 sends and 1 receives.
 
-NCCL is called directly: torch's watchdog ends the process when an operation times out. Two ranks
-meet in a communicator that does not block (NCCL 2.14 and later), so that `ncclCommAbort` is always
-possible. Each of its calls takes 150 to 230 us, so bytes move in a child that does block (15 us):
-split off with its parent's connections (`splitShare`; NCCL 2.18), it has nobody to wait for.
+NCCL is called directly: torch's watchdog ends the process on a time-out. Two ranks meet in a
+communicator that does not block (NCCL 2.14), so that `ncclCommAbort` is always possible. Its calls
+take 150 to 230 us, so bytes move in a blocking child (15 us), split off with its parent's
+connections (`splitShare`; NCCL 2.18).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["RECEIVES", "SENDS", "NcclCommunicator", "NcclLibrary", "Work"]
 
 SENDS, RECEIVES = 0, 1  # ranks
 Work = Callable[[], None]
-"""Waits for the end of a transfer of one slice. Raises PeerLost."""
+"""Waits for one slice. Raises PeerLost."""
 # How often NCCL is asked: often for as long as an operation takes (64 MiB over NVLink: 190 us).
 POLL_S, LATER_POLL_S, LATER_S = 20e-6, 100e-6, 0.005
 
@@ -50,13 +50,11 @@ _UINT8 = 1
 
 
 class NcclLibrary:
-    """An NCCL library, loaded for one GPU."""
-
     communicator_bytes = 96 << 20
     """GPU memory of a communicator: about 100 MB with 16 channels."""
 
     def __init__(self, device: int, patience_s: float) -> None:
-        """Load the NCCL that torch brought. Raises ConfigError without one."""
+        """Load torch's NCCL. Raises ConfigError without one."""
         try:
             self.library = ctypes.CDLL("libnccl.so.2")
         except OSError as error:
@@ -73,11 +71,11 @@ class NcclLibrary:
             move.argtypes = [pointer, ctypes.c_size_t, number, number, pointer, pointer]
         self.device = device
         self.patience_s = patience_s
-        # torch gives out 32 streams in turn: on a shared one a hung pair would hold up another.
+        # torch's 32 shared streams could let a hung pair block another.
         self.spare_streams: list[torch.cuda.Stream] = []
 
     def facts(self) -> bytes:
-        """Return the unique id of a communicator to be, which both ranks must know."""
+        """Return a communicator's unique id, for both ranks."""
         unique_id = _UniqueId()
         self.check(self.library.ncclGetUniqueId(ctypes.byref(unique_id)), "make a unique id")
         return bytes(unique_id)
@@ -85,7 +83,7 @@ class NcclLibrary:
     def open(
         self, rank: int, facts: bytes, given_up: Callable[[], bool], deadline: float
     ) -> NcclCommunicator:
-        """Meet the other rank of this unique id; `rank` is ours. Raises PeerLost."""
+        """Meet the other rank of this unique id. Raises PeerLost."""
         if len(facts) != ctypes.sizeof(_UniqueId):
             raise PeerLost(
                 f"a unique id of NCCL has {ctypes.sizeof(_UniqueId)} bytes, got {len(facts)}"
@@ -113,12 +111,12 @@ class NcclCommunicator:
         self._nccl = nccl
         self._peer = peer
         self._given_up = given_up
-        # Written by NCCL, later than the call returns.
+        # Written by NCCL after the call returns.
         self._parent, self._child = ctypes.c_void_p(), ctypes.c_void_p()
         self._comm = self._parent  # which operations go to
         self._interrupted = False
         spare = nccl.spare_streams
-        # 0 is the lowest priority there is.
+        # 0 is the lowest priority.
         self._wire: torch.cuda.Stream
         self._wire = spare.pop() if spare else torch.cuda.Stream(nccl.device, priority=0)  # type: ignore[no-untyped-call]
 
@@ -128,7 +126,7 @@ class NcclCommunicator:
         result = library.ncclCommInitRankConfig(parent, 2, unique_id, rank, config)
         self._nccl.check(result, "start a communicator")
         self.settle("meet the other rank", deadline)
-        # The first operation connects the two GPUs, by all channels whatever its size.
+        # The first operation connects the two GPUs by all channels.
         byte = torch.zeros(1, dtype=torch.uint8, device=self._wire.device)
         (self.send if rank == SENDS else self.recv)(byte)()
         self._split(rank, deadline)
@@ -140,7 +138,7 @@ class NcclCommunicator:
             self._parent, 0, rank, ctypes.byref(self._child), config
         )
         self._nccl.check(result, doing)
-        # It is the parent that tells the child's state until there is one.
+        # The parent tells the child's state until there is one.
         self.settle(doing, deadline)
         if not self._child:
             raise PeerLost(f"NCCL could not {doing}")
@@ -161,7 +159,7 @@ class NcclCommunicator:
 
     def close(self) -> None:
         """Abort, whatever the other side does."""
-        # The parent's ends a split that is under way, which may leave a child.
+        # The parent's abort ends a split under way, which may leave a child.
         for comm in (self._child, self._parent, self._child):
             if comm:
                 self._nccl.library.ncclCommAbort(comm)
@@ -171,7 +169,7 @@ class NcclCommunicator:
         self._nccl.spare_streams.append(self._wire)
 
     def settle(self, doing: str, deadline: float) -> None:
-        """Wait until NCCL has done on the host what it was asked. Raises PeerLost."""
+        """Wait until NCCL has done its work on the host. Raises PeerLost."""
         began = time.monotonic()
         while (state := self.state(doing)) == _IN_PROGRESS:
             self.patiently(doing, began, deadline)
@@ -200,7 +198,7 @@ class NcclCommunicator:
             staging.data_ptr(), staging.numel(), _UINT8, self._peer, self._comm, wire.cuda_stream
         )
         self._nccl.check(result, "start a transfer")
-        # Only then has a communicator that does not block put a kernel into the stream.
+        # Only then is the kernel in the stream.
         self.settle("start a transfer", time.monotonic() + self._nccl.patience_s)
         return partial(self._finish, wire.record_event())
 

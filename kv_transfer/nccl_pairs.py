@@ -1,11 +1,11 @@
 """Pairs: a reader and a source that move slices of blocks through staging memory.
 
-As soon as a stage is free the next slice is begun: its time on the wire hides what the host does
-for another one. Each pair has a thread, because meeting the other rank blocks.
+As soon as a stage is free the next slice begins: its time on the wire hides the host's work. Each
+pair has a thread, because meeting the other rank blocks.
 
-Nothing lands after an abort, even if a stopped peer wakes up later: bytes from outside go to the
-staging memory of their pair, which is given back when its communicator is closed; and the copy into
-the pool happens under a lock that `abort` takes. So no transfer needs a quarantine.
+Nothing lands after an abort, even if a stopped peer wakes up: bytes from outside go to the pair's
+staging, given back when its communicator is closed, and the copy into the pool holds a lock that
+`abort` takes. No transfer needs a quarantine.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MAX_PAIR_MESSAGE_BYTES = 1 << 20
 
 
 class Address(msgspec.Struct, frozen=True):
-    """An NCCL backend's metadata: its control socket, and the CURVE key to get in."""
+    """An NCCL backend's metadata: its control socket and CURVE key."""
 
     host: str
     port: int
@@ -63,17 +63,17 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Meet(msgspec.Struct, tag="meet", frozen=True):
-    """A reader's first message: make the communicator of a new pair with me."""
+    """A reader's first message: make a new pair's communicator with me."""
 
     pair: bytes
     slice_bytes: int
-    """Both sides cut transfers into slices of at most this size, which holds a block's part."""
+    """The most bytes of a slice on both sides; it holds a block's part."""
     facts: bytes
     """The unique id of an NCCL communicator."""
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
-    """A reader's request to send this part of these blocks, after what was asked before."""
+    """A reader's request to send this part of these blocks, in order."""
 
     pair: bytes
     blocks: list[int]
@@ -82,12 +82,12 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
 
 
 class Part(msgspec.Struct, tag="part", frozen=True):
-    """A farewell of either side: this pair is over, and what was not sent will not be."""
+    """A farewell of either side: nothing more is sent."""
 
     pair: bytes
     reason: str
     idle: bool = False
-    """All that this end has heard of was sent; what it has not may go to another pair."""
+    """All that this end heard of was sent; the rest may go to another pair."""
 
 
 PairMessage = Meet | Ask | Part
@@ -96,20 +96,19 @@ codec: Codec[PairMessage] = Codec(PairMessage, MAX_PAIR_MESSAGE_BYTES)
 encode, decode = codec.encode, codec.decode
 
 
-# A pair that is idle for so long is closed by its reader, and made again on demand; the source
-# waits twice as long.
+# The reader closes an idle pair; the source waits twice as long.
 IDLE_S = 60.0
-# One slice is on the wire, one waits behind it, and one is being copied.
+# One slice on the wire, one behind it, one being copied.
 STAGES = 3
-# A copy takes less than 100 us where nobody is in its way.
+# An undisturbed copy takes less than 100 us.
 SETTLE_S, POLL_S = 0.1, 20e-6
-# How long a reader whose communicator has broken waits for the source's reason.
+# How long a reader waits for the source's reason after a break.
 HEAR_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """A process's terms: a pair must be met in `meet_s`, and moves a slice every `patience_s`."""
+    """A process's terms: a pair is met in `meet_s`, and moves a slice every `patience_s`."""
 
     pool: StagedPool
     nccl: NcclLibrary
@@ -158,7 +157,7 @@ class Pair(abc.ABC):
         say: Callable[[PairMessage], None],
         ended: Callable[[Pair], None],
     ) -> None:
-        """`say` sends to the other end; `ended` is called when all memory is given back."""
+        """`say` sends to the other end; `ended`: all memory is given back."""
         self.name = name
         self.slice_bytes = slice_bytes
         self.idle_since: float | None = None
@@ -176,16 +175,14 @@ class Pair(abc.ABC):
         self._unwanted = False  # unless there is something to do
         self._changed = threading.Condition()  # guards all of the above, and the pool
         self.thread = threading.Thread(target=self._run, name="kv-pair", daemon=True)
-        """Meets the other end when it is started."""
 
     def make_room(self) -> None:
-        """End if it is idle."""
         with self._changed:
             self._unwanted = True
             self._changed.notify_all()
 
     def abort(self, error: TransferError) -> None:
-        """End at once. From the return of this call on the pool is not touched any more.
+        """End at once; afterwards the pool is not touched any more.
 
         (If a GPU cannot copy for `SETTLE_S`: not before the transfers have an error.)
         """
@@ -193,7 +190,7 @@ class Pair(abc.ABC):
             transfer.error = self.over
 
     def end(self, error: TransferError) -> list[Transfer]:
-        """End at once, as `abort`. Returns transfers that another pair may do."""
+        """End at once, as `abort`; return transfers for another pair."""
         with self._changed:
             first, self.over = self.over is None, self.over or error
             communicator, lane = self._communicator, self._lane
@@ -208,7 +205,7 @@ class Pair(abc.ABC):
                 left = list(self._jobs)
                 self._jobs.clear()
             return left
-        # The pair's own thread comes here when it has closed the communicator.
+        # The pair's own thread, with the communicator closed.
         return []
 
     def _run(self) -> None:
@@ -216,7 +213,7 @@ class Pair(abc.ABC):
         try:
             self._live()
         except KvrelayError as error:
-            if self._rank == RECEIVES:  # the source's reason may still be on its way
+            if self._rank == RECEIVES:  # the source's reason may be on its way
                 with self._changed:
                     self._changed.wait_for(self._given_up, HEAR_S)
             self.abort(error if isinstance(error, PeerLost) else PeerLost(error.message))
@@ -300,7 +297,7 @@ class Pair(abc.ABC):
 
     def _idle(self) -> None:
         self.idle_since = time.monotonic()
-        # Whoever waits for memory gets that of idle pairs.
+        # Idle pairs give their memory to who waits.
         self._unwanted = self._terms.budget.waiting > 0
         self._changed.wait_for(
             lambda: self._jobs or self.over or self._unwanted,
@@ -331,7 +328,7 @@ class Pair(abc.ABC):
 
 
 def within(limit_s: float, true: Callable[[], bool]) -> bool:
-    """Wait until it is true; return False if it takes longer than `limit_s`."""
+    """Wait until it is true; False: it took longer than `limit_s`."""
     deadline = time.monotonic() + limit_s
     while not true():
         if time.monotonic() >= deadline:
@@ -340,13 +337,11 @@ def within(limit_s: float, true: Callable[[], bool]) -> bool:
     return True
 
 
-# Transfers that a reader may ask for before the first of them is through.
+# Asked for before the first is through.
 MAX_ASKS = 4096
 
 
 class SourcePair(Pair):
-    """A pair's end that sends what it is asked for."""
-
     def __init__(
         self,
         meet: Meet,
@@ -358,7 +353,7 @@ class SourcePair(Pair):
         self._facts = meet.facts
 
     def serve(self, ask: Ask) -> None:
-        """Send these blocks after those before them. Raises ValueError for what none may ask."""
+        """Send these blocks in turn. Raises ValueError for a wrong request."""
         blocks, start, num_bytes = ask.blocks, ask.start, ask.num_bytes
         with self._changed:
             if len(self._jobs) >= MAX_ASKS:
@@ -395,7 +390,7 @@ class SourcePair(Pair):
 
 
 class ReaderPair(Pair):
-    """A pair's end that asks, and receives in the order in which it has asked."""
+    """A pair's end that asks, and receives in that order."""
 
     def __init__(
         self,
@@ -409,7 +404,7 @@ class ReaderPair(Pair):
         self._introduced = False
 
     def read(self, transfer: Transfer) -> bool:
-        """Read, or return False if this pair has ended: another one is needed."""
+        """Read; False if this pair has ended and another is needed."""
         with self._changed:
             if self.over is not None:
                 return False

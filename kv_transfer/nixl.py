@@ -101,15 +101,14 @@ def _ipv6() -> list[tuple[str, str]]:
     ]
 
 
-# When what came before its peer's end is in: bytes in UCX's buffers, and copies of our own GPU over
-# NVLink and PCIe (4 GiB at 20 GB/s).
+# By then bytes in UCX's buffers are in, and our GPU's copies (4 GiB at 20 GB/s).
 COPIED_S = 0.25
 
 
 @dataclass(slots=True)
 class _Remote:
     agent: str
-    blocks: Any  # prepared descriptor list, one descriptor per block
+    blocks: Any  # a descriptor per block
     ours: Any  # the same of our pool
 
 
@@ -130,7 +129,7 @@ class NixlBackend:
     helps_readers = True
 
     def __init__(self, name: str, region: PoolRegion, host: str) -> None:
-        """`name` is unique among all agents; UCX listens on the interface of `host` alone."""
+        """`name` is unique among agents; UCX listens on `host`'s interface alone."""
         self._name = name
         self._region = region
         self._host = host
@@ -139,7 +138,7 @@ class NixlBackend:
         self._remotes: dict[str, _Remote] = {}
         self._handles: list[_Handle] = []
         self._prepared: dict[tuple[int, int], Any] = {}
-        """Descriptor lists of our pool, by (start, bytes) of the part of a block."""
+        """Our pool's descriptor lists, by (start, bytes) of a block's part."""
 
     def prepare(self) -> None:
         """Load NIXL and its UCX plugin, without starting UCX. Raises ConfigError."""
@@ -166,7 +165,7 @@ class NixlBackend:
         ]
         self._errors = (RuntimeError, ValueError, OverflowError, *named)
         if self._memory == "VRAM":
-            # Else UCX reads through TCP, at 0.5 GB/s, where it sees no NVLink.
+            # Else, without NVLink in sight, UCX reads through TCP, at 0.5 GB/s.
             os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
         try:
             # Its progress thread would spin on one core, idle or not.
@@ -181,7 +180,7 @@ class NixlBackend:
         """Start UCX and register the pool (up to 3 s). Returns the metadata."""
         region = self._region
         if self._memory == "VRAM":
-            # UCX looks for the CUDA context of the thread that calls it; a new thread has none.
+            # UCX needs a CUDA context in this thread.
             import torch
 
             torch.cuda.set_device(self._device)
@@ -198,7 +197,7 @@ class NixlBackend:
         return bytes(self._agent.get_agent_metadata())
 
     def add_peer(self, source: Source) -> None:
-        """Load a peer's metadata (8 to 40 ms) and prepare one descriptor per block of its pool."""
+        """Load a peer's metadata (8 to 40 ms); prepare one descriptor per block."""
         region = source.region
         try:
             memory, _ = _memory(region)
@@ -218,7 +217,7 @@ class NixlBackend:
     def post_read(
         self, source: Source, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> _Handle:
-        """Post one READ. Between processes of one host UCX copies inside this call (CMA)."""
+        """Post one READ. Within a host UCX copies inside this call (CMA)."""
         remote = self._remotes[source.generation]
         indices = [
             self._np.array(blocks, dtype=self._np.int32) for blocks in (local_blocks, remote_blocks)
@@ -240,7 +239,7 @@ class NixlBackend:
         return handle
 
     def poll(self, handle: object) -> bool:
-        """Return True when all is in. NIXL reports failure by exceptions, never by its "ERR"."""
+        """Return True when all is in. NIXL fails by exceptions, never by its "ERR"."""
         assert isinstance(handle, _Handle)
         error, handle.error = handle.error, None
         if error is None and not handle.done and handle.lost is None:
@@ -263,7 +262,7 @@ class NixlBackend:
         return handle.done
 
     def peer_gone(self, generation: str) -> None:
-        """Also what UCX has not noticed: in shared memory it looks for its peer every 20 s."""
+        """Tell UCX, too, which looks for a shared-memory peer every 20 s."""
         remote = self._remotes.get(generation)
         for handle in self._handles:
             if (
@@ -281,11 +280,11 @@ class NixlBackend:
         self._quietly(lambda: self._agent.remove_remote_agent(remote.agent))
 
     def progress(self) -> None:
-        """Let UCX serve peers that read from here, by asking for notifications."""
+        """Serve readers, by asking for notifications."""
         self._agent.get_new_notifs()
 
     def close(self) -> None:
-        """Give the agent back. A READ in flight is not stopped, so the pool must outlive it."""
+        """Give the agent back. A READ in flight goes on: the pool must outlive it."""
         for handle in list(self._handles):
             self._forget(handle)
         for generation in list(self._remotes):

@@ -1,9 +1,8 @@
 """Offers of the source side: which blocks are leased to readers, and how far their KV is. Pure.
 
-A lease ends exactly once. While its KV grows it has no end of its own: whoever computes the prompt
-is waited for, as the router waits. A reader that follows an offer hears where it stands, and again
-each time it has grown. One reader at a time follows it: a second one is there because the first has
-failed.
+A lease ends exactly once; while its KV grows it does not expire. A reader that follows an offer
+hears where it stands, and each time it has grown. Only one reader follows: a second one means that
+the first has failed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["Offer", "Offers"]
 
 @dataclass(slots=True)
 class Offer:
-    """A ticket's blocks, leased; it grows as long as it has no expiry."""
+    """A ticket's leased blocks; without expiry it grows."""
 
     ticket: Ticket
     ready: int  # blocks that can be read
@@ -33,7 +32,7 @@ class Offer:
     completion: Completion | None = None
     follower: bytes | None = None
     asked: set[tuple[bytes, int]] = field(default_factory=set)
-    """Readers and the blocks whose checksums they have asked for."""
+    """Blocks whose checksums each reader asked for."""
 
     @property
     def lease(self) -> LeaseId:
@@ -48,29 +47,29 @@ class Offer:
 
 
 class Offers:
-    """A source's offers. Times are seconds on any one monotonic clock."""
+    """A source's offers. Times are seconds on one monotonic clock."""
 
     def __init__(self, lease_s: float, words: LeaseWords) -> None:
-        """`words`: where readers of this host see which leases are held."""
+        """`words` show readers of this host which leases are held."""
         self.lease_s = lease_s
         self.events: list[Released] = []
         self.news: list[tuple[bytes, ChunkProgress]] = []
-        """Messages to followers, by their connection."""
+        """Messages to followers, by connection."""
         self.granted = 0
         self.released = 0
         self.expired = 0
         self._words = words
-        # By request. Those that expire are in that order: what is prolonged moves to the end, and
-        # all leases are equally long.
+        # By request, in order of expiry: prolonged ones move to the end, and all leases are equally
+        # long.
         self._offers: dict[str, Offer] = {}
 
     def __len__(self) -> int:
         return len(self._offers)
 
     def add(self, ticket: Ticket, ready: int, now: float) -> Ticket:
-        """Begin a lease on the ticket's blocks; return the ticket with the lease's epoch.
+        """Lease the ticket's blocks; return it with the lease's epoch.
 
-        Raises ValueError if the request has one already.
+        Raises ValueError if the request has a lease.
         """
         request_id = ticket.remote_request_id
         if request_id in self._offers:
@@ -85,14 +84,14 @@ class Offers:
         return ticket
 
     def grow(self, request_id: str, ready: int) -> None:
-        """Note that so many blocks of a growing offer can be read. Ignores other ids."""
+        """Note how many blocks of a growing offer can be read. Ignores other ids."""
         offer = self._growing(request_id)
         if offer is not None and ready > offer.ready:
             offer.ready = ready
             self._tell(offer)
 
     def complete(self, request_id: str, completion: Completion, now: float) -> Ticket | None:
-        """Start the time of a growing lease; return its complete ticket, None for other ids."""
+        """Start a growing lease's time; return its complete ticket, None for other ids."""
         offer = self._growing(request_id)
         if offer is None:
             return None
@@ -103,10 +102,7 @@ class Offers:
         return offer.ticket
 
     def follow(self, lease: LeaseId, reader: bytes) -> ChunkProgress | None:
-        """Return where a lease stands, and send `news` to this reader from now on.
-
-        None for an unknown lease.
-        """
+        """Return where a lease stands (None: unknown); send `news` to this reader from now on."""
         offer = self.find(lease)
         if offer is None:
             return None
@@ -116,7 +112,7 @@ class Offers:
     def ask(self, lease: LeaseId, reader: bytes, blocks: Sequence[int]) -> list[int] | None:
         """Return blocks whose checksums this reader is to hear; None if the lease is over.
 
-        More than `MOST_BLOCKS`, those that cannot be read, and what was asked before are left out.
+        Left out are those beyond `MOST_BLOCKS`, unreadable ones, and repeats.
         """
         offer = self.find(lease)
         if offer is None:
@@ -139,17 +135,17 @@ class Offers:
         return kept, lost
 
     def prolong(self, request_id: str, now: float) -> None:
-        """Begin the time of a lease anew, if it has one."""
+        """Restart a lease's time, if it has one."""
         self.expire(now)
         offer = self._offers.get(request_id)
         if offer is not None and offer.expires_at < NEVER:
             self._prolong(offer, now)
 
     def end(self, lease: LeaseId, reader: bytes, now: float) -> bool:
-        """End the lease for its reader. Returns whether it was held, complete, until now.
+        """End the lease for its reader; return whether it was held, complete, until now.
 
-        While it grows it goes on, as another reader may come. A reader whose place another one has
-        taken ends nothing; but what it has read counts.
+        A growing one goes on for another reader. A displaced reader ends nothing, but what it has
+        read counts.
         """
         self.expire(now)
         offer = self.find(lease)
@@ -160,7 +156,7 @@ class Offers:
         return True
 
     def release(self, request_id: str) -> None:
-        """End the lease of a request, whatever its epoch. Ignores unknown ids."""
+        """End a request's lease, whatever its epoch. Ignores unknown ids."""
         if request_id in self._offers:
             self.released += 1
             self._close(request_id, expired=False)
@@ -176,7 +172,6 @@ class Offers:
         return NEVER if first is None else first.expires_at
 
     def find(self, lease: LeaseId) -> Offer | None:
-        """Return the offer under this lease."""
         offer = self._offers.get(lease.request_id)
         return offer if offer is not None and offer.lease == lease else None
 
@@ -201,6 +196,6 @@ class Offers:
             self.news.append((offer.follower, offer.progress()))
 
     def _close(self, request_id: str, *, expired: bool) -> None:
-        # Before the step loop hears of it, and may use the blocks again.
+        # Before the step loop may use the blocks again.
         self._words.end(self._offers.pop(request_id).lease.epoch)
         self.events.append(Released(request_id, expired))

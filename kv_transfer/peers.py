@@ -1,8 +1,8 @@
 """The peers that a node reads from: handshake, choice of a backend, renewals, and their loss.
 
-Three things end apart. The *connection* to a peer: its fetches fail, and the next one dials again.
-The backend's *way* to it: it is joined anew, when no READ is on the old way. And the *process*: it
-is gone only if somebody else answers for it, or its host says that nobody listens there any more.
+Three things end apart. The *connection* to a peer: its fetches fail, and the next dials again. The
+backend's *way* to it: it is joined anew when no READ is on the old way. And the *process*: it is
+gone only if somebody else answers for it, or nobody listens there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["Peers"]
 
 log = logging.getLogger(__name__)
 
-# 1,000 leases of the longest request id make a message of half the size limit.
+# 1,000 of the longest request ids take half the message limit.
 RENEW_BATCH = 1000
 
 
@@ -49,23 +49,23 @@ RENEW_BATCH = 1000
 class _Peer:
     key: PeerKey
     due: float = 0.0
-    """When its answer is late, a heartbeat is due, or it is dialled again."""
+    """When its answer, a heartbeat or another dialling is due."""
     welcome: HandshakeReply | None = None
-    """The last one on this connection."""
+    """Of this connection."""
     lost: KvrelayError | None = None
-    vanished: bool = False  # the process is gone for certain
+    vanished: bool = False
     words: HeldWords | None = None
-    """The leases of a peer on this host."""
+    """Leases of a peer on this host."""
     kind: str = ""
-    """The backend that we try, or read through."""
+    """The backend tried or used."""
     failed: dict[str, KvrelayError] = field(default_factory=dict)
-    """Backends that were tried, and why they cannot read."""
+    """Failed backends and why."""
     sources: list[tuple[int, Source]] = field(default_factory=list)
-    """Which rank of ours reads what through it; none until it is open at both ends."""
+    """Which rank of ours reads what; none until open at both ends."""
     heads: list[int] = field(default_factory=list)
-    """Where our KV heads' checksums lie among its own; empty if either has none."""
+    """Where our KV heads' checksums lie; empty if either has none."""
     joined: bool = False
-    """The backend can read, as far as is known."""
+    """The backend can read, as far as known."""
 
     @property
     def where(self) -> str:
@@ -73,8 +73,6 @@ class _Peer:
 
 
 class Peers:
-    """A table of the peers that a node reads from."""
-
     def __init__(
         self,
         hello: HandshakeRequest,
@@ -93,7 +91,7 @@ class Peers:
     # What the step loop wants.
 
     def want(self, request_id: str, key: PeerKey, lease: LeaseId, now: float) -> None:
-        """Care for a lease that a request watches at this peer, or doom its fetch."""
+        """Care for a request's lease at this peer, or doom its fetch."""
         peer = self._peers.get(key)
         if peer is None:
             peer = self._peers[key] = _Peer(key)
@@ -107,7 +105,7 @@ class Peers:
             self._control.send(key, Follow(lease))
 
     def say(self, key: PeerKey, message: Message, now: float) -> None:
-        """Send a fetch's message, unless the answer is in sight already."""
+        """Send a fetch's message, unless its answer is near."""
         words = self._peers[key].words if key in self._peers else None
         if isinstance(message, End) and message.token and words and words.held(message.lease):
             self._fetches.confirmed(key, message.token, held=True, now=now)
@@ -142,7 +140,7 @@ class Peers:
             case HandshakeReply() if peer.welcome is None:
                 self._be_welcomed(peer, message, now)
             case HandshakeReply() if not peer.sources and _pools(message) == _pools(peer.welcome):
-                peer.welcome = message  # with a backend that we have asked for
+                peer.welcome = message
                 self._go_on(peer, now)
 
     def on_disconnect(self, key: PeerKey, how: str, now: float) -> None:
@@ -161,7 +159,7 @@ class Peers:
         peer.due = NEVER
 
     def tick(self, now: float) -> float:
-        """Send what is due, and lose silent peers. Returns when something is due again."""
+        """Send what is due, and lose silent peers; return when to come again."""
         for peer in list(self._peers.values()):
             if now < peer.due:
                 continue
@@ -200,13 +198,13 @@ class Peers:
         self._fetches.peer_ready(key, now, vouches=bool(peer.heads))
 
     def on_way_lost(self, key: PeerKey) -> None:
-        """Start no READ on this way: the backend has lost it. The peer may still be there."""
+        """Start no READ on this lost way; the peer may still be there."""
         if key in self._peers:
             self._peers[key].joined = False
             self._fetches.peer_not_ready(key)
 
     def on_read_over(self, key: PeerKey) -> None:
-        """Forget a lost peer, or look for a lost way anew, when no READ is left."""
+        """When no READ is left, forget a lost peer or renew a lost way."""
         peer = self._peers.get(key)
         if peer is None or self._fetches.reading(key):
             return
@@ -220,7 +218,7 @@ class Peers:
     # Meeting.
 
     def _dial(self, peer: _Peer, now: float) -> None:
-        # Whoever does not answer for a lease has let it run out, too.
+        # A silent peer has let its lease run out, too.
         peer.lost, peer.welcome, peer.due = None, None, now + self._config.lease_s
         self._control.dial(peer.key, self._hello)
 
@@ -242,23 +240,23 @@ class Peers:
             return
         peer.welcome, peer.due = welcome, now + self._config.heartbeat_s
         if welcome.lease_words is not None and peer.words is None:
-            with contextlib.suppress(TransferError):  # another host, or another user: we ask
+            with contextlib.suppress(TransferError):  # another host or user: we ask
                 peer.words = HeldWords(welcome.lease_words, key.generation, welcome.engine_id)
         leases = self._fetches.leases(key)
         self._renew(key, leases, now)
-        for lease in leases:  # also of complete KV: it may have had another reader
+        for lease in leases:  # also complete KV, which may have had another reader
             self._control.send(key, Follow(lease))
         if not peer.sources:
             peer.failed, peer.kind = {}, ""
             peer.heads = heads if welcome.checksums and self._backends.can_sum else []
             self._go_on(peer, now)
-        elif peer.joined:  # we were here before, and a READ is still on this way
+        elif peer.joined:  # a READ is still on this old way
             self._fetches.peer_ready(key, now, vouches=bool(peer.heads))
         else:
             self.on_read_over(key)
 
     def _go_on(self, peer: _Peer, now: float) -> None:
-        """Open the best backend that has not failed at both ends, then join the peer by it."""
+        """Open the best backend left at both ends, then join the peer."""
         welcome, backends = peer.welcome, self._backends
         assert welcome is not None
         kinds = backends.shared(welcome)

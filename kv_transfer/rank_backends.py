@@ -1,4 +1,4 @@
-"""The backends of one rank, which the transfer engine at rank 0 leads, on its own rank, too."""
+"""The backends of one rank, led by the transfer engine at rank 0."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from kvrelay.wire.errors import ConfigError, PeerLost
 __all__ = ["LedBackends", "RankBackends", "join_connector", "make_backends", "terms_of"]
 
 JOIN_S = 0.4
-# The fastest first: so a pair of nodes chooses among those that both have.
+# The fastest first: a pair chooses among those that both have.
 KINDS = ("direct", "nixl", "nccl")
 
 
 class RankBackends:
-    """A rank's backends, each on a thread over its own pool, and its checksums."""
+    """A rank's backends, each on a thread over its pool, and its checksums."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RankBackends:
         tell: Callable[[FromRank], None],
         on_error: Callable[[Exception], None],
     ) -> None:
-        """Prepare all. `summed_heads`: this rank's KV heads, if checksums may be asked for; else 0.
+        """Prepare all. `summed_heads`: this rank's KV heads if it gives checksums, else 0.
 
         `tell` is called from threads. Raises ConfigError if blocks cannot be summed.
         """
@@ -101,8 +101,6 @@ class RankBackends:
 
 
 class LedBackends(SocketThread):
-    """A rank's backends that rank 0 leads over the link."""
-
     def __init__(
         self,
         rank: int,
@@ -113,7 +111,7 @@ class LedBackends(SocketThread):
     ) -> None:
         """Prepare them and tell rank 0.
 
-        `lost` is called once, from another thread, unless the engine ends in order.
+        `lost` is called once, from another thread, at an unexpected end.
         """
         super().__init__("kv-rank", MAX_RANK_MESSAGE_BYTES, unbounded=True)
         self._lost = lost
@@ -158,8 +156,8 @@ def join_connector(
 ) -> LedBackends:
     """Prepare the backends of a rank other than 0, which rank 0 opens.
 
-    `host` is an address of its machine that peers reach. `lost` is called, from another thread, if
-    rank 0 is lost.
+    `host`: this machine's address for peers. `lost` is called, from another thread, if rank 0 is
+    lost.
     """
     terms = msgspec.structs.replace(address.terms, host=host)
     backends = make_backends(f"{address.engine_id}-{rank}", region, terms)
@@ -167,13 +165,9 @@ def join_connector(
 
 
 def terms_of(config: TransferConfig, rank_heads: int = 0) -> BackendTerms:
-    """Return what backends must know of the configuration.
-
-    `rank_heads`: KV heads of each of several ranks.
-    """
+    """Return the backends' configuration; `rank_heads`: KV heads of each of several ranks."""
     kinds = KINDS if config.kv_connector == "auto" else (config.kv_connector,)
-    # A pair that is not made by its fetch's deadline is of no use; and who is silent for a lease
-    # has lost it.
+    # A later pair is useless; who is silent for a lease has lost it.
     summed_heads = rank_heads if config.kv_checksums else 0
     return BackendTerms(
         kinds, config.kv_host, config.transfer_deadline_s, config.lease_s, summed_heads
@@ -181,7 +175,7 @@ def terms_of(config: TransferConfig, rank_heads: int = 0) -> BackendTerms:
 
 
 def make_backends(name: str, region: PoolRegion, terms: BackendTerms) -> dict[str, TransferBackend]:
-    """Return the backends of these terms, by kind; none has taken anything yet."""
+    """Return the unopened backends of these terms, by kind."""
     return {kind: _backend(kind, name, region, terms) for kind in terms.kinds}
 
 
@@ -193,7 +187,7 @@ def _backend(kind: str, name: str, region: PoolRegion, terms: BackendTerms) -> T
     if kind == "nixl":
         from kvrelay.kv_transfer.nixl import NixlBackend
 
-        # NIXL knows its peers by name, so a restarted node must not come back under its old one.
+        # NIXL knows peers by name: a restarted node needs another one.
         return NixlBackend(f"{name}-{uuid.uuid4().hex}", region, terms.host)
     from kvrelay.kv_transfer.nccl import NcclBackend
 

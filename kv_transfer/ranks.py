@@ -1,8 +1,7 @@
 """The link between rank 0 of an engine, where its `TransferEngine` is, and its other ranks.
 
-An engine of one rank has none. Connections are authenticated and encrypted (ZMQ CURVE) by a key
-that rank 0 draws at its start. The key goes to the ranks with the engine's own messages, so ranks
-of other hosts need no secret to be configured.
+An engine of one rank has none. Connections are encrypted (ZMQ CURVE) by a key that rank 0 draws at
+its start and sends with the engine's own messages, so ranks of other hosts need no secret.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ __all__ = [
     "to_rank",
 ]
 
-# How long ranks may take to prepare their backends, and to open one: on a GPU each compiles.
+# Ranks' time to prepare or open backends: on a GPU each compiles.
 OPEN_S = 300.0
 # A Read names up to 100,000 blocks on either side.
 MAX_RANK_MESSAGE_BYTES = 1 << 20
@@ -53,15 +52,14 @@ class BackendTerms(msgspec.Struct, frozen=True):
 
     kinds: tuple[str, ...]
     host: str
-    """Address at which peers reach this process."""
     meet_s: float
     patience_s: float
     summed_heads: int = 0
-    """KV heads of each rank, if checksums may be asked for; else 0."""
+    """KV heads of each rank, if checksums are given; else 0."""
 
 
 class LinkAddress(msgspec.Struct, frozen=True):
-    """A socket where rank 0 awaits the others, and the CURVE key that lets them in."""
+    """A socket where rank 0 awaits the others, and its CURVE key."""
 
     host: str
     port: int
@@ -71,7 +69,7 @@ class LinkAddress(msgspec.Struct, frozen=True):
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
-    """A command to close a backend for good: another rank cannot have it."""
+    """A command to close a backend that another rank cannot have."""
 
     kind: str
 
@@ -95,7 +93,7 @@ class Close(msgspec.Struct, tag="close", frozen=True):
 
 
 class Prepared(msgspec.Struct, tag="prepared", frozen=True):
-    """A rank's first message: its pool, and why it cannot have some backends."""
+    """A rank's first message: its pool, and which backends it lacks."""
 
     rank: int
     region: PoolRegion
@@ -117,7 +115,7 @@ class Summed(msgspec.Struct, tag="summed", frozen=True):
 
 
 class Broke(msgspec.Struct, tag="broke", frozen=True):
-    """A thread of the rank has ended by an error of ours."""
+    """A thread of the rank has ended by our own error."""
 
     reason: str
 
@@ -154,7 +152,7 @@ class RankLink(SocketThread):
             raise ConfigError(
                 "tensor-parallel nodes need a libzmq with CURVE; take pyzmq from a wheel"
             )
-        # Messages are bounded by the requests of one engine.
+        # Bounded by the requests of one engine.
         super().__init__("kv-ranks", MAX_RANK_MESSAGE_BYTES, unbounded=True)
         self.heads = tuple(heads)
         self._on_message: Callable[[int, FromRank], None] = lambda _rank, _message: None
@@ -170,7 +168,7 @@ class RankLink(SocketThread):
     def prepared(
         self, on_message: Callable[[int, FromRank], None], on_error: Callable[[Exception], None]
     ) -> list[Prepared]:
-        """Wait for all other ranks, and hand on what they say. Raises ConfigError without one."""
+        """Wait for all other ranks, then hand on their messages. Raises ConfigError without one."""
         self._on_message, self._on_error = on_message, on_error
         until = time.monotonic() + OPEN_S
         found: dict[int, Prepared] = {}
@@ -215,6 +213,6 @@ class RankLink(SocketThread):
             self._on_message(self._names[name], message)
 
     def _send(self, name: bytes, message: ToRank) -> None:
-        # A rank that does not take what it is told has hung, and so has the engine.
+        # A rank that takes no messages has hung, and so has the engine.
         with contextlib.suppress(zmq.Again):
             self._router.send_multipart([name, to_rank.encode(message)], zmq.NOBLOCK)

@@ -1,7 +1,7 @@
 """Which bytes of a block a reading rank takes from which rank of a source. Pure.
 
-A block is [kv_heads of its rank, bytes of a head], so two ranks have one contiguous range in
-common: a *share*. KV heads that several ranks of the source hold are taken from them in turn.
+A block is [kv_heads of its rank, bytes of a head], so two ranks share one contiguous range. KV
+heads on several source ranks are taken from them in turn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvrelay.wire.errors import Incompatible
 __all__ = ["Heads", "Share", "order_of_heads", "shares"]
 
 Heads = tuple[int, int]
-"""The KV heads of a rank: the first, and the one behind the last."""
+"""The first KV head of a rank, and the one behind its last."""
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
@@ -29,7 +29,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
 def shares(
     rank: int, readers: Sequence[Heads], sources: Sequence[Heads], head_bytes: int
 ) -> list[tuple[int, Share]]:
-    """Return (rank of the source, share) that reader `rank` takes, in the order of our block.
+    """Return (rank of the source, share) for reader `rank`, in its block's order.
 
     Raises Incompatible for a head that no rank of the source holds.
     """
@@ -54,10 +54,7 @@ def shares(
 
 
 def order_of_heads(readers: Sequence[Heads], sources: Sequence[Heads]) -> list[int]:
-    """Return where each KV head of each reader lies among all of the source's.
-
-    Raises Incompatible for a head that no rank of the source holds.
-    """
+    """Return where each reader's KV heads lie among the source's. Raises Incompatible."""
     before = [sum(end - first for first, end in sources[:index]) for index in range(len(sources))]
     return [
         before[source] + share.remote_start + head

@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Socket = zmq.Socket[bytes]
 
-# Messages taken from one socket before the others and the clock get their turn.
+# Messages taken from one socket at a time.
 BURST = 256
 # How long farewells may take when we close.
 LINGER_MS = 100
-# What a CURVE message has beyond its content, counted by zmq's size limit.
+# What CURVE adds to a message under zmq's size limit.
 CURVE_OVERHEAD_BYTES = 33
-# A node with another secret hangs up without a word ("no detail", as a cut connection).
+# A node with another secret hangs up silently ("no detail", as a cut connection).
 NO_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 NO_HANDSHAKE |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | NO_HANDSHAKE
@@ -46,7 +46,7 @@ class Codec(Generic[T]):
         enc_hook: Callable[[Any], Any] | None = None,
         dec_hook: Callable[[type, Any], Any] | None = None,
     ) -> None:
-        """`messages`: the union; `limit`: bytes of a frame; hooks as msgspec's."""
+        """`limit`: bytes of a frame; hooks as msgspec's."""
         self.limit = limit
         self._encoder = msgspec.msgpack.Encoder(enc_hook=enc_hook)
         self._decoder: msgspec.msgpack.Decoder[T]
@@ -58,7 +58,7 @@ class Codec(Generic[T]):
         return frame
 
     def decode(self, frame: bytes) -> T:
-        """Return a message. Raises msgspec.DecodeError; ValueError if too long or too nested."""
+        """Return a message. Raises msgspec.DecodeError; ValueError if too long or nested."""
         self._check(frame)
         try:
             return self._decoder.decode(frame)
@@ -66,7 +66,7 @@ class Codec(Generic[T]):
             raise ValueError("the message is nested too deeply") from why
 
     def received(self, sock: Socket) -> Iterator[tuple[bytes, T | None]]:
-        """Yield messages that are there, with a ROUTER's senders; None for what is malformed."""
+        """Yield waiting messages, with a ROUTER's senders; None if malformed."""
         for frames in received(sock):
             *sender, frame = frames
             try:
@@ -86,16 +86,14 @@ class Codec(Generic[T]):
 
 
 class SocketThread(abc.ABC):
-    """A thread that polls its sockets."""
-
     def __init__(self, name: str, max_message_bytes: int, *, unbounded: bool = False) -> None:
-        """`unbounded`: no message is dropped because the other side does not read."""
+        """`unbounded`: never drop messages to a slow reader."""
         self._max_bytes, self._unbounded = max_message_bytes, unbounded
         self._context: zmq.Context[Socket] = zmq.Context()
         self._jobs: collections.deque[Callable[[], None]] = collections.deque()
         self._closing = False
         self.poller = zmq.Poller()
-        # ZMQ sockets belong to one thread; others can write to a socket pair.
+        # ZMQ sockets belong to one thread; a socket pair wakes it.
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
@@ -110,12 +108,12 @@ class SocketThread(abc.ABC):
         self.wake()
 
     def wake(self) -> None:
-        # A full buffer means that the thread is about to look.
+        # full: the thread is about to look
         with contextlib.suppress(BlockingIOError, OSError):
             self._waker.send(b"\0")
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the thread and its sockets; wait for so long, by default without limit."""
+        """End the thread and its sockets; wait so long, by default without limit."""
         self._closing = True
         self.wake()
         if self._thread.ident is None:
@@ -126,7 +124,7 @@ class SocketThread(abc.ABC):
     def new_socket(
         self, kind: int, keys: tuple[bytes, bytes] | None = None, server: bytes | None = None
     ) -> Socket:
-        """Return a socket; with CURVE `keys` (public, secret) a server, or one that dials it."""
+        """Return a socket; with CURVE `keys` (public, secret) a server or its client."""
         sock = self._context.socket(kind)
         sock.setsockopt(zmq.IPV6, 1)
         sock.setsockopt(zmq.MAXMSGSIZE, self._max_bytes + CURVE_OVERHEAD_BYTES)
@@ -143,7 +141,7 @@ class SocketThread(abc.ABC):
     def new_router(
         self, host: str, port: int, keys: tuple[bytes, bytes] | None
     ) -> tuple[Socket, int]:
-        """Return a ROUTER that listens, and its port. Raises ConfigError, and all is closed."""
+        """Return a listening ROUTER and its port. Raises ConfigError, with all closed."""
         router = self.new_socket(zmq.ROUTER, keys)
         try:
             port = listen(router, host, port)
@@ -159,7 +157,7 @@ class SocketThread(abc.ABC):
             self._jobs.popleft()()
 
     def wait_ms(self) -> int | None:
-        """Return how long to poll at most; None: until something happens."""
+        """Return the longest time to poll; None: no limit."""
         return None
 
     @abc.abstractmethod
@@ -167,7 +165,7 @@ class SocketThread(abc.ABC):
 
     @abc.abstractmethod
     def on_error(self, error: Exception) -> None:
-        """Report that the thread has ended by an error of ours."""
+        """Report that our own error has ended the thread."""
 
     @abc.abstractmethod
     def on_close(self) -> None: ...
@@ -208,7 +206,7 @@ class Connection:
     ) -> None:
         self._thread = thread
         self.dealer = thread.new_socket(zmq.DEALER, keys, server)
-        # No reconnecting: behind the same address there may be another process.
+        # Another process may have come to this address.
         self.dealer.reconnect_ivl = -1
         self.monitor = self.dealer.get_monitor_socket(_GONE)
         for sock in (self.dealer, self.monitor):
@@ -219,7 +217,7 @@ class Connection:
         self.dealer.connect(_tcp(host, port))
 
     def send(self, frame: bytes) -> None:
-        """Send, or drop the frame if the peer has not read for long (1,000 messages)."""
+        """Send, or drop the frame after 1,000 unread ones."""
         with contextlib.suppress(zmq.Again):
             self.dealer.send(frame, zmq.NOBLOCK)
 
@@ -237,7 +235,7 @@ class Connection:
 
 
 def received(sock: Socket) -> Iterator[list[bytes]]:
-    """Yield the messages that are there, BURST at most, while the socket is open."""
+    """Yield waiting messages, BURST at most, while the socket is open."""
     for _ in range(BURST):
         if sock.closed:
             return
@@ -253,12 +251,12 @@ def listen(
     port: int = 0,
     called: tuple[str, str] = ("kv_host", "kv_port"),
 ) -> int:
-    """Listen at this address of this machine; return the port, a free one for 0.
+    """Listen at this address; return the port, a free one for 0. Raises ConfigError.
 
-    `host`: a name, a number, or * for all; `called`: the options of both. Raises ConfigError.
+    `host`: a name, a number, or * for all; `called`: the options of both.
     """
     try:
-        # zmq binds to numbers only, so names are looked up first.
+        # zmq binds to numbers only.
         found = None if host == "*" else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         number = host if found is None else str(found[0][4][0])
         listener.bind(_tcp(number, port or "*"))

@@ -1,7 +1,7 @@
 """The KV pool as rows of bytes, and copies of slices between it and staging memory.
 
-On a GPU a slice is one launch of kernels/gather_blocks.py, on a stream that has nothing but such
-copies, so that it waits for no peer.
+On a GPU a slice is one launch of kernels/gather_blocks.py, on a stream for copies alone, which
+waits for no peer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvrelay.wire.errors import PeerLost, TransferError
 
 __all__ = ["Budget", "StagedPool", "Lane", "Places", "cut"]
 
-# The kernel's: twice what a peer's pool is read with; a GPU has ten times NVLink's bandwidth.
+# Twice as many as for reading a peer's pool: GPU memory has ten times NVLink's bandwidth.
 PROGRAMS = 128
 
 
@@ -51,7 +51,7 @@ class Budget:
     def share(
         self, num_bytes: int, deadline: float, given_up: Callable[[], bool]
     ) -> Iterator[None]:
-        """Wait for room, then hold it. Raises PeerLost if there is none by `deadline`."""
+        """Wait for room, then hold it. Raises PeerLost after `deadline`."""
         with self._changed:
             self.waiting += 1
             if self.used_bytes + num_bytes > self.limit_bytes:
@@ -95,7 +95,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """A table of block ids, int32, used again: pinned memory costs half a millisecond to make."""
+    """A reused int32 table of block ids: pinned memory costs half a millisecond to make."""
 
     host: torch.Tensor
     written: Any  # numpy's view of `host`
@@ -104,7 +104,7 @@ class Table:
 
 
 Rows = tuple[int, torch.Tensor, int]
-"""A side of a copy: rows with ids (int32, on the GPU) from an address on, a stride apart."""
+"""A side of a copy: rows with ids (int32, on the GPU), an address and stride."""
 
 
 class StagedPool:
@@ -115,7 +115,7 @@ class StagedPool:
         self.address = region.address
         self.device = torch.device(region.device)
         self.rows = _mapped(region).view(region.num_blocks, region.block_bytes)
-        # torch gives out 32 streams in turn: were one also a pair's, copies would wait for its peer.
+        # torch's 32 shared streams could let copies wait for a peer.
         self._spare_streams: list[torch.cuda.Stream] = []
 
     @contextlib.contextmanager
@@ -126,7 +126,7 @@ class StagedPool:
             return
         torch.cuda.set_device(self.device)
         spare = self._spare_streams
-        # 0 is the lowest priority there is.
+        # 0 is the lowest priority.
         stream = spare.pop() if spare else torch.cuda.Stream(self.device, priority=0)  # type: ignore[no-untyped-call]
         try:
             with torch.cuda.stream(stream):
@@ -144,15 +144,13 @@ class StagedPool:
 
 
 class Lane:
-    """A thread's copies between pool and staging, in order."""
-
     def __init__(
         self, pool: StagedPool, stream: torch.cuda.Stream | None, kernel: Any = None
     ) -> None:
         self._pool = pool
         self._stream = stream
         self._kernel = kernel
-        self._tables: list[Table] = []  # that no transfer uses
+        self._tables: list[Table] = []  # unused
         if stream is not None:
             from kvrelay.kernels import cuda_runtime, gather_blocks
 
@@ -160,7 +158,7 @@ class Lane:
             self._tables.append(self._new_table(pool.num_blocks))
 
     def staging(self, num_bytes: int) -> torch.Tensor:
-        """Return memory on the pool's device, [num_bytes] uint8. Raises TransferError."""
+        """Return uint8 [num_bytes] on the pool's device. Raises TransferError."""
         device = self._pool.device
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -172,7 +170,7 @@ class Lane:
     def places(
         self, blocks: Sequence[int], offset: int = 0, row_bytes: int | None = None
     ) -> Places:
-        """Get ready to copy this part of these blocks, by default all, until `forget`."""
+        """Prepare to copy this part of these blocks, by default all, until `forget`."""
         pool = self._pool
         size = pool.block_bytes if row_bytes is None else row_bytes
         if self._kernel is None or any(
@@ -182,7 +180,7 @@ class Lane:
             return Places(blocks, offset, size, None)
         count = len(blocks)
         table = self._tables.pop() if self._tables else None
-        if table is None or len(table.host) < count:  # a peer may ask for a block many times
+        if table is None or len(table.host) < count:  # blocks may repeat
             table = self._new_table(max(count, pool.num_blocks))
         table.written[:count] = blocks
         if self._stream is None:
@@ -203,7 +201,7 @@ class Lane:
         self._copy(places, rows, staging, into_pool=False)
 
     def scatter(self, places: Places, rows: range, staging: torch.Tensor) -> None:
-        """Copy staging -> pool; the bytes are there when all is `settled`."""
+        """Copy staging -> pool, complete when `settled`."""
         self._copy(places, rows, staging, into_pool=True)
 
     def _copy(self, places: Places, rows: range, staging: torch.Tensor, *, into_pool: bool) -> None:

@@ -1,7 +1,7 @@
 """Signed tickets: a reader follows the ticket of a node that has the cluster's secret.
 
-Pure: `now` is a Unix second. The signature is HMAC-SHA256 under a key made of the secret, so its
-audience is the cluster. Without a secret tickets carry none and lead to no other machine.
+Pure: `now` is a Unix second. HMAC-SHA256 under a key made of the secret, so the audience is the
+cluster. Without a secret tickets are unsigned and lead to no other machine.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["LIFE_S", "MAX_ID_CHARS", "refusal", "signed"]
 
 MAX_ID_CHARS = 256
 
-# As long as a request may live (600 s by default), and five minutes for clocks that differ. Its
-# lease fences what is read.
+# A request's longest life (600 s by default), and five minutes for clocks that differ. Its lease
+# fences what is read.
 LIFE_S = 900
 
 _REMEDY = "set the same KVRELAY_CLUSTER_SECRET on all nodes"
 
 
 def signed(ticket: Ticket, secret: str, now: float) -> Ticket:
-    """Return the ticket as it is given away, good for LIFE_S. Unchanged without a secret."""
+    """Return the ticket signed for LIFE_S; unchanged without a secret."""
     if not secret:
         return ticket
     ticket = msgspec.structs.replace(ticket, expires_at=int(now) + LIFE_S)
@@ -34,7 +34,7 @@ def signed(ticket: Ticket, secret: str, now: float) -> Ticket:
 
 
 def refusal(ticket: Ticket, secret: str, now: float) -> str | None:
-    """Return why a reader must not follow this ticket, in one sentence; None if it may."""
+    """Return why a reader must not follow this ticket, in one sentence, or None."""
     if not secret:
         if ticket.signature is not None:
             return (
@@ -60,7 +60,7 @@ def refusal(ticket: Ticket, secret: str, now: float) -> str | None:
 
 
 def _signature(ticket: Ticket, secret: str) -> str:
-    # A JSON list, in this order: no two tickets have the same bytes.
+    # An ordered JSON list: no two tickets have the same bytes.
     claim = msgspec.json.encode(
         [
             ticket.remote_engine_id,

@@ -1,7 +1,7 @@
 """The transfer engine: leases, fetches and peers of a node, over its backends.
 
-It has the lock under which the pure tables change. `ControlThread` has sockets, heartbeats and
-deadlines; the threads of backends have the bytes.
+Its lock guards the pure tables. `ControlThread` has sockets, heartbeats and deadlines; backends'
+threads have the bytes.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from kvrelay.wire.transfer import Fingerprint, Ticket
 
 __all__ = ["TransferEngine", "open_connector"]
 
-# Two threads to join, and close() promises a second.
+# close() promises a second, and joins two threads.
 JOIN_S = 0.4
-# A step loop that has not looked for so long hangs. A step of a long prompt on a CPU takes seconds.
+# A step loop silent for so long hangs. A long prompt's step on a CPU takes seconds.
 STALL_S = 60.0
 
 
 class TransferEngine:
     """A node's KV connector, both as source and as reader.
 
-    As the source it keeps a lease on offered blocks until the reader or the router releases them,
-    or the lease runs out. As the reader it keeps the source's lease alive from `watch` on, and
-    fetches. The step loop calls, and all methods but `close` return at once.
+    The source leases offered blocks until the reader or router releases them, or the lease runs
+    out. The reader renews the lease from `watch` on, and fetches. All methods but `close` return at
+    once.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class TransferEngine:
         `wake` is called from any thread when `events` has something. Raises ConfigError.
         """
         self.engine_id = engine_id
-        """Stable name of this node among its peers."""
+        """Stable name among its peers."""
         self.generation = uuid.uuid4().hex
-        """Fresh id of this process."""
+        """Fresh for each process."""
         self._fingerprint = fingerprint
         self._region = region
         self._config = config
@@ -95,11 +95,11 @@ class TransferEngine:
         heads = ((0, fingerprint.kv_heads),) if link is None else link.heads
         # All ranks hold equally many heads.
         self._fetches = FetchTable(config, len(heads) * region.block_bytes)
-        self._callers: set[bytes] = set()  # readers that wait for a backend to be opened
+        self._callers: set[bytes] = set()  # readers that await a backend
         self._broken: Exception | None = None
         self._control = ControlThread(self, config.kv_host, config.kv_port, config.cluster_secret)
         self.address = self._control.address
-        """Host and port of the control channel that peers dial."""
+        """Host and port that peers dial."""
         try:
             self._backends = Backends(
                 backends, self, region, heads[0], link, checksums=config.kv_checksums > 0
@@ -112,14 +112,14 @@ class TransferEngine:
             raise
         hello = HandshakeRequest(engine_id, fingerprint, [])
         self._peers = Peers(hello, config, self._fetches, self._control, self._backends)
-        self._beat_at = time.monotonic()  # of the control thread
+        self._beat_at = time.monotonic()
         self._control.start()
 
     # The connector interface: called from the step loop.
 
     @property
     def planes(self) -> tuple[str, ...]:
-        """Names of the backends that peers can use, the best first; not all are open."""
+        """Return the backends that peers can use, the best first; not all are open."""
         return tuple(self._backends)
 
     def offer(
@@ -130,10 +130,10 @@ class TransferEngine:
         ready: int | None = None,
         adapter: tuple[str, str] = ("", ""),
     ) -> Ticket:
-        """Source: lease these blocks to whoever comes with the ticket. One Released follows.
+        """Source: lease these blocks to whoever has the ticket. One Released follows.
 
-        `ready`: the KV still grows, so many of the blocks can be read. None: all of it is there.
-        Raises ValueError for a request that is offered already, or too long an id.
+        `ready`: so many blocks can be read while the KV grows; None: all. Raises ValueError for a
+        repeated request or too long an id.
         """
         if len(request_id) > MAX_ID_CHARS:
             raise ValueError(
@@ -164,13 +164,13 @@ class TransferEngine:
             self._offers.grow(request_id, ready)
 
     def complete(self, request_id: str, completion: Completion) -> Ticket | None:
-        """Source: a growing offer is complete. Returns the ticket; None for unknown ids."""
+        """Source: complete a growing offer; return the ticket, None for unknown ids."""
         with self._turn():
             ticket = self._offers.complete(request_id, completion, time.monotonic())
         return ticket and signed(ticket, self._config.cluster_secret, time.time())
 
     def prolong(self, request_id: str) -> None:
-        """Source: begin the lease anew, for somebody who waits without a connector."""
+        """Source: restart the lease, for a waiting node without a connector."""
         with self._turn():
             self._offers.prolong(request_id, time.monotonic())
 
@@ -180,9 +180,9 @@ class TransferEngine:
             self._offers.release(request_id)
 
     def watch(self, request_id: str, ticket: Ticket) -> None:
-        """Reader: keep this ticket's lease alive from now on.
+        """Reader: renew this ticket's lease from now on.
 
-        Raises ValueError if the request is watched already, or not settled yet.
+        Raises ValueError if the request is watched or not settled yet.
         """
         peer = PeerKey(ticket.remote_host, ticket.remote_port, ticket.generation)
         lease = LeaseId(ticket.remote_request_id, ticket.lease_epoch)
@@ -190,7 +190,7 @@ class TransferEngine:
         with self._turn():
             growing = sum(map(len, ticket.remote_block_ids)) if ticket.growing else None
             self._fetches.watch(request_id, peer, lease, growing)
-            # Before anything is dialled: the address is part of what the signature vouches for.
+            # Before anything is dialled: the signature vouches for the address, too.
             if refused is not None:
                 self._fetches.doom(request_id, Incompatible(refused))
             else:
@@ -201,8 +201,8 @@ class TransferEngine:
     ) -> None:
         """Reader: read remote block i into local block i. Fetched or FetchFailed follows.
 
-        Empty lists release the source's lease: the reader had all of it cached. Raises ValueError
-        for unwatched requests and blocks outside the pool.
+        Empty lists release the source's lease. Raises ValueError for unwatched requests and blocks
+        outside the pool.
         """
         if any(not 0 <= block < self._region.num_blocks for block in local_blocks):
             raise ValueError(
@@ -213,15 +213,12 @@ class TransferEngine:
             self._fetches.fetch(request_id, remote_blocks, local_blocks, time.monotonic())
 
     def cancel(self, request_id: str) -> None:
-        """Reader: give the request up.
-
-        One Settled follows if a fetch was running, and nothing if the request was only watched.
-        """
+        """Reader: give the request up. One Settled follows if a fetch was running."""
         with self._turn():
             self._fetches.cancel(request_id)
 
     def events(self) -> list[Event]:
-        """Return the events since the last call. Raises RuntimeError if a thread has ended."""
+        """Return new events. Raises RuntimeError if a thread has ended."""
         if self._broken is not None:
             why = f"a thread of the KV connector has ended: {self._broken}"
             raise RuntimeError(why) from self._broken
@@ -245,12 +242,12 @@ class TransferEngine:
             )
 
     def close(self) -> None:
-        """End all threads and sockets within a second; watched leases are given back."""
+        """End all threads and sockets within a second; give watched leases back."""
         with self._lock:
             self._peers.take_leave()
             self._words.close()
-        # The backends first: who finds nobody at our address believes that nothing of ours is on its
-        # way.
+        # The backends first: whoever finds nobody at our address believes that nothing of ours is
+        # in flight.
         self._backends.close(JOIN_S)
         self._control.close(JOIN_S)
 
@@ -298,7 +295,7 @@ class TransferEngine:
             self._fetches.tick(now)
             expiry, deadline = self._offers.next_expiry(), self._fetches.next_deadline()
             heartbeat = self._peers.tick(now)
-        # Never longer than a heartbeat: leases granted meanwhile are longer than that.
+        # At most a heartbeat: new leases are longer.
         return min(expiry, deadline, heartbeat, now + self._config.heartbeat_s) - now
 
     # Called from the threads of backends and of the link to other ranks.
@@ -393,11 +390,10 @@ def open_connector(
     wake: Callable[[], None],
     link: RankLink | None = None,
 ) -> TransferEngine:
-    """Prepare the backends that `config.kv_connector` names, and open the best.
+    """Prepare the backends of `config.kv_connector`, and open the best. Raises ConfigError.
 
-    The others are opened when a peer needs them. `link` leads to the other ranks, which call
-    `join_connector`. `wake` is called from any thread when `events` has something. Raises
-    ConfigError.
+    Others are opened when a peer needs them. `link` leads to ranks that call `join_connector`.
+    `wake` is called from any thread when `events` has something.
     """
     backends = make_backends(engine_id, region, terms_of(config))
     return TransferEngine(engine_id, fingerprint, region, config, wake, backends, link)
