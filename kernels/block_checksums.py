@@ -2,7 +2,7 @@
 
 Each KV head's slice of a block has one of 64 bits: the sum over its words w of key(i) * (w + (w >>
 32)), modulo 2**64, i being the word's place and >> keeping the sign. Keys are odd and differ: one
-wrong word is noticed, unless its halves were 0x7FFFFFFF and b and are 0x80000000 and b - 1, or the
+wrong word is noticed, unless its halves swap 0x7FFFFFFF and b for 0x80000000 and b - 1, or the
 reverse; several but for a chance of 2**-32. This finds faults, not forgery.
 """
 
@@ -30,7 +30,7 @@ def keys(count: int) -> Words:
 def block_checksums(pool: Words, blocks: Sequence[int], places: Words) -> Words:
     """Return int64 [blocks, kv_heads] of pool [num_blocks, kv_heads, words]; `places`: `keys`.
 
-    Lets go of the GIL for a whole slice.
+    Lets go of the GIL.
     """
     sums = [[np.dot(each + (each >> 32), places) for each in pool[block]] for block in blocks]
     return np.array(sums, dtype=np.int64).reshape(-1, pool.shape[1])

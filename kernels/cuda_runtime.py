@@ -47,7 +47,6 @@ def free(address: int) -> None:
 
 
 def handle_of(address: int) -> bytes:
-    """Return an allocation's IPC handle."""
     handle = _Handle()
     _call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
     return ctypes.string_at(ctypes.addressof(handle), HANDLE_BYTES)
@@ -67,7 +66,7 @@ def open_handle(handle: bytes) -> int:
 
 
 def close_handle(address: int) -> None:
-    """Unmap what `open_handle` has mapped; nothing may still read it."""
+    """Unmap what `open_handle` has mapped and nothing reads."""
     _call("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
 
 
@@ -85,7 +84,7 @@ def copy(target: int, source: int, num_bytes: int, stream: int) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    # The loader hands out the library that torch has loaded.
+    # The loader hands out torch's library.
     major = (torch.version.cuda or "").partition(".")[0]
     try:
         library = ctypes.CDLL(f"libcudart.so.{major}")

@@ -58,7 +58,6 @@ class DecodeWorkspace:
         self.max_batch, self.num_kv_heads = max_batch, num_kv_heads
         self.device, self.element_bytes = torch.device(device), element_bytes
         self.tiling, self.resident = _launch_shape(head_dim, element_bytes, self.device)
-        # batch size and window
         self.planned: tuple[int, int] | None = None
         programs, group = MAX_WAVES * self.resident, num_heads // num_kv_heads
         self.line = self._zeros(2)  # units per share, units in all

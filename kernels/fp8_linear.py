@@ -1,8 +1,8 @@
 """Linear layers with fp8 (e4m3) weights on a GPU.
 
-One row: the skinny kernel widens the weights in registers. More rows are quantized too, each with
-its own scale; then fp8 meets fp8, in the skinny kernel for few rows and in `torch._scaled_mm` for
-many (compute capability 8.9).
+One row: the skinny kernel widens the weights in registers. More rows are quantized, each with its
+own scale: fp8 meets fp8, in the skinny kernel for few rows and in `torch._scaled_mm` for many
+(compute capability 8.9).
 
 Grid of `quantize_rows`: one program per row, which stays in registers.
 """
@@ -30,7 +30,7 @@ Rows = tuple[torch.Tensor, torch.Tensor | None]
 class Fp8Linear:
     """A float8_e4m3fn weight [out_features, in_features] with scales and an optional bias.
 
-    scale: fp32, one per output channel or one for all. Methods as `GpuLinear`'s.
+    scale: fp32, one per output channel or one for all.
     """
 
     def __init__(

@@ -133,7 +133,7 @@ def _normed(
     return first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
 
 
-# Views of packed index arrays begin anywhere; variants would gain nothing.
+# Views of packed index arrays begin anywhere.
 @triton.jit(
     do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions", "blocks", "offsets"]
 )

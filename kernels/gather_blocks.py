@@ -1,8 +1,8 @@
 """Copy scattered blocks of one pool into another: how a GPU reads KV out of a peer's memory.
 
-One contiguous range of each block is copied: all, or the heads that two ranks have in common, in
-tiles. A launch copies a *slice* of a transfer, with at most PROGRAMS programs, so that decodes keep
-the rest of the GPU. Pools are addresses: this process may not see the peer's GPU.
+One contiguous range of each block is copied in tiles: all, or the heads that two ranks share. A
+launch copies a *slice* of a transfer, with at most PROGRAMS programs, to leave decodes the rest of
+the GPU. Pools are addresses: this process may not see the peer's GPU.
 """
 
 from __future__ import annotations

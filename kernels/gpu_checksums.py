@@ -1,7 +1,7 @@
 """Checksums of KV blocks on a GPU, as `kernels/block_checksums.py` defines them.
 
-Grid: at most PROGRAMS programs, so that steps keep the rest of the GPU. An item is a piece of a
-slice of a block; torch adds up a slice's.
+Grid: at most PROGRAMS programs, to leave steps the rest of the GPU. An item is a piece of a block's
+slice; torch adds up a slice's.
 """
 
 from __future__ import annotations

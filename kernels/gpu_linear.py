@@ -34,9 +34,9 @@ def skinny_rows(weight: torch.Tensor, *, gated: bool = False) -> int:
 class GpuLinear:
     """A weight [out_features, in_features] and an optional bias [out_features] on a GPU.
 
-    Methods take x [rows, in_features] (rows may be strided). `out`: where to write, else a new
-    tensor. `pdl`: launch before the predecessor has ended; writers of x and readers of `out` must
-    be on the same stream. batch_invariant: a row's bits never depend on the number of rows.
+    Methods take x [rows, in_features] (rows may be strided). `out`: where to write. `pdl`: launch
+    before the predecessor has ended; writers of x and readers of `out` must be on the same stream.
+    batch_invariant: a row's bits never depend on the number of rows.
     """
 
     def __init__(

@@ -129,7 +129,7 @@ def _sort_by_expert(
 ) -> tuple[torch.Tensor, SortedPlaces]:
     tokens, experts = router_logits.shape
     places = tokens * top_k
-    # Each expert with places has one tile that may not be full.
+    # Each expert has at most one tile that is not full.
     tiles = (places + min(experts, places) * (rows - 1)) // rows
     experts_pad, choices_pad = power_of_2(experts), power_of_2(top_k)
     # The chunk decides in which order a row's sums are added.
@@ -421,7 +421,7 @@ def _grouped_product(
     sections: tl.constexpr = 2 if ACT is not None else 1
     first_row = tl.load(tile_experts + tile) * (sections * N) + column
     line = tl.arange(0, ROWS)
-    # Lines without a place compute what the first does, and are not stored.
+    # Lines without a place repeat the first, and are not stored.
     place = tl.load(tile_places + tile * ROWS + tl.where(line < count, line, 0)).to(tl.int64)
     k = tl.arange(0, DEPTH)
     x_at = x + (place // PLACES_PER_ROW)[:, None] * x_stride + k[None, :]

@@ -39,7 +39,7 @@ class LoraTiles:
 
 
 def default_tiles(rows: int, k: int) -> LoraTiles:
-    """Return one of three kinds, which a node compiles before its first request."""
+    """Return one of three kinds, compiled before a node's first request."""
     parts = max(1, k // _PART_COLUMNS)
     if rows <= _FEW_ROWS:
         return LoraTiles(16, min(16, parts), 128)

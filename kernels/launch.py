@@ -35,7 +35,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def pdl_works(device: torch.device) -> bool:
-    """Return whether kernels can start before their predecessor ends: compute capability 9.0 on."""
+    """Return whether kernels can start before their predecessor ends: compute capability 9.0."""
     return capability(device) >= (9, 0) and not triton.knobs.runtime.interpret
 
 

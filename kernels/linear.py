@@ -77,8 +77,7 @@ class Linear:
 class PackedLora:
     """An adapter's matrices at one layer, y += B (A x); products have at least `min_rows`.
 
-    A layer's projections are side by side. Source: Hu et al., "LoRA: Low-rank adaptation of large
-    language models", 2021.
+    Source: Hu et al., "LoRA: Low-rank adaptation of large language models", 2021.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class PackedLora:
 
 
 def rows_are_invariant(linear: Linear, min_rows: int, dtype: torch.dtype = torch.float32) -> bool:
-    """Try whether a row has the same bits in every batch of at least `min_rows` rows."""
+    """Try whether a row has the same bits in batches of `min_rows` rows and more."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(130, linear.in_features, generator=generator).to(linear.device, dtype)
     whole = linear(x)

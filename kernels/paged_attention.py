@@ -23,7 +23,7 @@ PREFILL_TILE_TOKENS = 32
 ROW_MULTIPLE = 8
 # Of one slab's scores.
 SLAB_BYTES = 64 << 20
-# Finite: the join gives a fully masked split a weight of zero.
+# Finite: the join gives a fully masked split zero weight.
 MASKED = -1e30
 
 

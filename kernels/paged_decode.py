@@ -23,7 +23,7 @@ from kvrelay.kernels.launch import capability
 
 __all__ = ["paged_decode"]
 
-# Finite: a tile without a visible key gets a finite softmax, later multiplied by zero.
+# Finite: a tile without a visible key gets a finite softmax, later times zero.
 MASKED = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 FP8_MAX = tl.constexpr(448.0)
@@ -312,7 +312,7 @@ def _attend(
         visible = (key_index >= oldest) & (key_index < end_key)
         token = key_index % BLOCK_TOKENS
         block = next_blocks.to(tl.int64)
-        # One tile ahead, so that copies do not wait for block ids.
+        # One tile ahead: copies need not wait for block ids.
         next_blocks = _blocks_of_tile(table, tile + TILE, end_key, BLOCK_TOKENS, TILE)
         offsets = (block * block_stride + token * KEY_WORDS)[:, None] + word
         loaded = visible[:, None] & (word < KEY_WORDS)

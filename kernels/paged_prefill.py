@@ -1,13 +1,13 @@
 """Attention of prefill chunks over paged KV: variable length, prefixes, windows, grouped heads.
 
-Has the kernel for every device; Hopper's for 16-bit KV is `kernels/paged_prefill_hopper.py`. Both
+The kernel for every device; Hopper's for 16-bit KV is `kernels/paged_prefill_hopper.py`. Both
 compute a tile of queries at a time and walk its keys in *strips*. T rows of queries, Hq query
 heads, Hkv KV heads, D head dim, S sequences. Grid: (tiles * Hq / heads of a tile), tiles with many
 keys first.
 
 Batch-invariant: strips lie on a fixed grid from position 0, every product has one shape, and a
-strip of which a row sees no key adds zero. So a decode row, too, has the bits that it would have
-within a prefill.
+strip of which a row sees no key adds zero: a decode row has the bits that it would have within a
+prefill.
 
 fp8 (e4m3) is widened by bit operations: in the places of fp16 the bits are the number / 256,
 exactly. Algorithm: Dao, "FlashAttention-2", 2023. Twin: `kernels/paged_attention.py`.
@@ -60,7 +60,7 @@ def prefill_tiles(
 
     A tile has TILE_ROWS rows, token-major: heads that share a KV head, times consecutive tokens.
     query_lens: this step's tokens; context_lens: all tokens; `window` 0 is full. Tiles with many
-    keys come first, so that small ones fill the last round.
+    keys come first: small ones fill the last round.
     """
     tokens = tile_tokens(group)
     queries, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
@@ -173,7 +173,7 @@ def paged_prefill(
 
 
 def _launch_shape(query: torch.Tensor, key_cache: torch.Tensor) -> tuple[int, int]:
-    # Keys per strip, on which a row's bits depend, and strips in flight plus one.
+    # Keys per strip, which decide a row's bits, and strips in flight plus one.
     hopper = capability(query.device) >= (9, 0)
     # Else registers spill.
     if query.shape[2] > 128 or (not hopper and key_cache.dtype != query.dtype):

@@ -104,7 +104,6 @@ def _descriptor(
     )
 
 
-# Not specialized: one binary.
 @gluon.jit(do_not_specialize=["items"])
 def _prefill_kernel(
     queries,  # TMA descriptor of [T, Hq, D], boxes [TOKENS, HEADS, DIM]
@@ -274,7 +273,7 @@ def _loader(queries, pool, buffers, full, free, landed, work, how):
                         values, source, strip - 1, value_full.index(slot), value_ring.index(slot)
                     )
                 else:
-                    # A weight of zero times a value that nobody wrote might be a NaN.
+                    # Zero times a value that nobody wrote might be a NaN.
                     mbarrier.expect(landed.index(0), STRIP_BYTES)
                     _copy_strip(values, source, strip - 1, landed.index(0), value_ring.index(slot))
                     mbarrier.wait(landed.index(0), cleaned & 1)
@@ -299,7 +298,7 @@ def _copy_strip(cache, source, strip, landed, slot):
 
 @gluon.jit
 def _clear_rows(slot, first):
-    # Zeros rows from `first` on; eight at a time, as the loader has few registers.
+    # Zeros rows from `first` on; eight at a time: the loader has few registers.
     STRIP: gl.constexpr = slot.shape[0]
     DIM: gl.constexpr = slot.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [1, 1], [1, 0])
@@ -389,7 +388,7 @@ def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_expon
 def _start_scores(
     HALF: gl.constexpr, q, key_ring, key_full, turns, number, TAKE_TURNS: gl.constexpr
 ):
-    # Starts q k^T of a strip when its keys are there and it is this half's turn.
+    # Starts a strip's q k^T when its keys are there and it is this half's turn.
     SLOTS: gl.constexpr = key_ring.shape[0]
     STRIP: gl.constexpr = key_ring.shape[1]
     if TAKE_TURNS:

@@ -3,8 +3,8 @@
 Behind the pool lies a *nonce*, by which a peer knows that it has mapped this very pool.
 
 A memfd leaves nothing however a process ends, /dev/shm's size does not bound it, and it is sealed
-against shrinking, so a peer's read cannot end in SIGBUS. A peer of the same user and PID namespace
-opens /proc/PID/fd/FD. CUDA IPC cannot share the expandable segments of torch's allocator.
+against shrinking, so a peer's read cannot end in SIGBUS. CUDA IPC cannot share the expandable
+segments of torch's allocator.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ __all__ = [
 
 NONCE_BYTES = 32
 _PAGE = 4096
-# Smaller allocations share a piece, all of which an IPC handle would open.
+# Smaller allocations share a piece, which an IPC handle would open.
 _CUDA_PIECE = 2 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """A pool's memory, as long as its tensor lives."""
-
     address: int
     num_bytes: int
     # NONCE_BYTES bytes, at address + nonce_offset(num_bytes)
@@ -130,12 +128,12 @@ def _on_gpu(num_bytes: int, device: torch.device) -> torch.Tensor:
         assert whole.data_ptr() == address  # not a copy
         whole.zero_()
         whole[offset:] = torch.frombuffer(bytearray(memory.nonce), dtype=torch.uint8).to(device)
-        torch.cuda.synchronize(device)  # a peer may look at any time from here on
+        torch.cuda.synchronize(device)  # a peer may look from here on
     return whole[:num_bytes]
 
 
 def _forget(memory: PoolMemory) -> None:
-    # Another thread may have a new mapping at the same place already.
+    # Another thread may have a new mapping at this place.
     if _pools.get(memory.address) is memory:
         del _pools[memory.address]
     if memory.file is not None:

@@ -1,9 +1,8 @@
 """From logits to tokens in torch, row by row: penalties, cuts, the draw, its random numbers.
 
 The CPU path, and the twin of `kernels/fused_sampling.py`. A draw is a function of (seed, choice,
-token index), so a fail-over draws what the first node would have drawn. Philox4x32-10 is bit-equal
-on every device. Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3",
-SC 2011.
+token index), so a fail-over draws the same. Philox4x32-10 is bit-equal on every device. Source:
+Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
 from __future__ import annotations
@@ -91,11 +90,11 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """
     cumulative = logits.softmax(-1).cumsum(-1)
     total = cumulative[:, -1:]
-    # Rounding may lift the product behind the last token that has a share.
+    # Rounding may lift the product behind the last token with a share.
     point = torch.minimum(
         uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
     )
-    # Logits that are not finite must still give a token.
+    # Even infinite logits must give a token.
     return torch.searchsorted(cumulative, point, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
 
 

@@ -182,7 +182,7 @@ def _bracket(
         )
         low = _just_below(_kth_largest(maxima, top_k, _grain(rows, slot)))
     else:
-        # All logits below have less mass than the nucleus leaves out; 1 % is for rounding.
+        # Logits below have less mass than the nucleus leaves out; 1 % is for rounding.
         low = peak + tl.log2((1.0 - top_p) * 0.99 * (whole / UNIT) / rows.vocab) / scale
     limit = tl.where(top_k > 0, top_k, (top_p * whole).to(tl.int64))
     above_low = tl.where(top_k > SUBTILES, rows.vocab, 0)
@@ -232,7 +232,7 @@ def _pivots(low, high, PIVOTS: tl.constexpr):
 
 @triton.jit
 def _is_crowded(rows, slot, low, peak, above_low, above_high, ROOM: tl.constexpr):
-    # More logits in the bracket than there is room for.
+    # More logits in the bracket than room.
     count = (above_low - tl.where(_cuts_twice(rows, slot), 0, above_high)).to(tl.float32)
     if word_of(rows, slot, TOP_K) == 0:
         count /= (

@@ -112,9 +112,9 @@ class SlotTables:
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """A mask of the tokens that may come next in some rows of a launch."""
+    """A mask of the tokens that may come next in some rows."""
 
-    words: torch.Tensor  # int32 [masks, ceil(vocab / 32)]; bit i of word w is token 32 * w + i
+    words: torch.Tensor  # int32 [masks, ceil(vocab / 32)]; bit i of word w: token 32 * w + i
     of_row: torch.Tensor  # int32 [rows]: which mask is the row's; -1: none
 
 
@@ -182,7 +182,7 @@ class Rows(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """A summary of each tile, [rows, tiles]; maxima [rows, tiles * 8] and minima are for top-k."""
+    """A summary of each tile, [rows, tiles]; for top-k maxima [rows, tiles * 8] and minima."""
 
     peaks: torch.Tensor
     sums: torch.Tensor

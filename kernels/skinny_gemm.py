@@ -164,7 +164,7 @@ def _fp8_tile(rows: int, n: int, k: int, gated: bool, device: torch.device) -> T
 
 
 def _split(n: int, k: int, block_n: int, block_k: int, most: int, device: torch.device) -> int:
-    # Two or three programs on each SM, if each has a pipeline to fill.
+    # Two or three programs on each SM, if their pipelines fill.
     return int(
         max(1, min(3 * processors(device, 132) // cdiv(n, block_n), k // (4 * block_k), most))
     )

@@ -89,7 +89,6 @@ def ring_kernel(
     GATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Compute y = x W^T."""
     if PDL:
         gdc_launch_dependents()
     BM: gl.constexpr = x.block_type.shape[0]
