@@ -2,7 +2,7 @@
 
 Adds to uvicorn's httptools protocol: the check of Host, limits on heads, silent connections, open
 files and peers that do not read, and the end of a request whose client is gone while another waits
-on the same connection.
+behind it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from kvrelay.wire.log_lines import Seldom
 __all__ = ["HEAD_DEADLINE_S", "HttpConnection", "connection_class"]
 
 HEAD_DEADLINE_S = 20.0
-"""From a connection's start or a further request until its headers are complete."""
-# A body that still comes after the answer is read for so long, or the answer would be lost.
+"""Until the headers of a connection or further request are complete."""
+# A body that still comes after the answer is read for so long, or the answer is lost.
 _LINGER_S = 5.0
 _FLUSH_S = 30.0
 # A peer that reads less than this in _FLUSH_S does not read.
@@ -51,8 +51,6 @@ _log = logging.getLogger("kvrelay.http")
 
 
 class HttpConnection(HttpToolsProtocol):
-    """A connection with limits."""
-
     max_connections = 0
     max_files = sys.maxsize
     refusals = Seldom()
@@ -157,7 +155,6 @@ class HttpConnection(HttpToolsProtocol):
         self._flushing = self.loop.call_later(_FLUSH_S, self._look_at_flush)
 
     def flush_at_leisure(self) -> None:
-        """Let the peer read slowly."""
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
@@ -169,7 +166,7 @@ class HttpConnection(HttpToolsProtocol):
             self.flush_in_time()
 
     def _not_taken(self) -> int:
-        # The kernel's bytes count, too: it asks for more by megabytes only.
+        # The kernel's bytes count, too: it asks for more by megabytes.
         waiting = self.transport.get_write_buffer_size()
         socket = self.transport.get_extra_info("socket")
         if socket is not None:
@@ -188,8 +185,7 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, functools.partial(self._answer, cycle, app))
 
     async def _answer(self, cycle: RequestResponseCycle, app: Any, *args: Any) -> None:
-        # A request that is cut off at the server's end is told so; uvicorn would answer 500 and log
-        # a traceback.
+        # uvicorn would answer 500 and log a traceback.
         try:
             await app(*args)
         except asyncio.CancelledError:
@@ -227,8 +223,8 @@ class HttpConnection(HttpToolsProtocol):
         if len(self.connections) > self.max_connections:
             return f"{self.max_connections} connections are open, and no more may be"
         socket = self.transport.get_extra_info("socket")
-        # A file has the lowest free number. The other half is for connections to nodes: without a
-        # file left, libuv hangs up silently, and a request fails as if its node were gone.
+        # A file has the lowest free number. The other half is for nodes: without a file left, libuv
+        # hangs up silently, and a request fails as if its node were gone.
         if socket is not None and 2 * socket.fileno() >= self.max_files:
             return (
                 f"half of the {self.max_files} files that this process may have are open (ulimit "
@@ -254,7 +250,7 @@ class HttpConnection(HttpToolsProtocol):
             return
         begun = self._answering
         if begun is not None and begun.response_started and not begun.response_complete:
-            # In the middle of another answer, this one would be taken for a part of it.
+            # Within another answer this one would be a part of it.
             self._close()
             return
         body = why.json()

@@ -1,6 +1,6 @@
 """A proxy's path prefix, and CORS, before a server's routes.
 
-Starlette's CORS middleware is called, not wrapped around, as the router writes answers past ASGI.
+The router's answers bypass ASGI, so Starlette's CORS middleware is called, not wrapped around.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A tokenizer from a GGUF file's metadata, equal to its source's.
 
-GGUF only names the pre-tokenizer (`tokenizer.ggml.pre`). transformers' conversion ignores that
-name: for SmolLM2 it does not split digits, and gives other ids than the model was trained with.
+GGUF only names the pre-tokenizer (`tokenizer.ggml.pre`), which transformers ignores: SmolLM2's
+digits stay unsplit, and ids differ from training.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _token(tokens: list[str], ggml: dict[str, Any], name: str) -> str:
 
 def _byte_level_backend(tokens: list[str], ggml: dict[str, Any], path: Path) -> Backend:
     vocab = {token: i for i, token in enumerate(tokens)}
-    # A merge is two pieces with a space between them; the first may begin with one.
+    # A merge is two pieces around a space; the first may begin with one.
     cuts = ((merge, merge.index(" ", 1)) for merge in ggml.get("merges", []))
     merges = [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts]
     pre = ggml.get("pre") or "default"

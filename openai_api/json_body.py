@@ -186,7 +186,7 @@ def json_response(value: object, status: int = 200) -> Response:
 
 def wrong_value(message: str, value: Any, root: str = "") -> RequestError:
     """Return the error for msgspec's message about a part of `value`, which is called `root`."""
-    # The message ends with the place (`$.stop[0]`), or names the missing field.
+    # The message ends with the place (`$.stop[0]`), or the missing field.
     what, _, where = message.partition(" - at ")
     place = where.rpartition("$")[2].strip("`")
     name = f"{root}{place.removesuffix('[...]')}".removeprefix(".")
@@ -232,8 +232,8 @@ _alone = ThreadPoolExecutor(1, "long-bodies")
 def return_large_blocks() -> None:
     """Return the memory of freed long bodies to the system.
 
-    glibc raises its limit for that, 128 KiB, to the size of freed blocks, up to 32 MiB
-    (mallopt(3)): four bodies of 16 MiB left 300 MiB behind.
+    glibc raises its limit for that, 128 KiB, up to 32 MiB (mallopt(3)): four bodies of 16 MiB left
+    300 MiB behind.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -264,7 +264,7 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
             each,
             task,
             gone,
-        )  # or an error that leaves here holds a frame that holds the task that holds the error
+        )  # or an error that leaves here holds its own frame and task
 
 
 async def _gone(request: Request) -> None:

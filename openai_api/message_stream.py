@@ -1,7 +1,6 @@
 """A choice's text as its message: reasoning, content and tool calls. Pure.
 
-State depends on the text only: a node that continues an answer pushes the client's text and drops
-the deltas.
+State depends on the text only: a continuing node pushes the client's text and drops the deltas.
 """
 
 from __future__ import annotations

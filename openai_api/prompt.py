@@ -1,6 +1,6 @@
 """The prompt of a request as token ids: rendered and tokenized once.
 
-A text that cannot fit the context is refused by its bytes, or after its first parts were tokenized.
+A text that cannot fit the context is refused by its bytes or its first parts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = [
     "Prompts",
 ]
 
-# Text has 2 to 5 bytes per token. A text with more for each token of the context is counted first.
+# Text has 2 to 5 bytes per token. A text with more per context token is counted first.
 _LIKELY_BYTES_PER_TOKEN = 6
 _SLICE_CHARS = 256 << 10
 # A cut through a word adds fewer tokens than this.
 _CUT_TOKENS = 16
-# The longest text whose tokens are counted even if they do not fit the context.
+# The longest text that is counted even if it does not fit.
 _MAX_COUNTED_BYTES = 1 << 20
 _ASSISTANT = "assistant"
 

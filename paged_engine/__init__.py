@@ -1,4 +1,4 @@
 """One model on one node: weights, paged KV, prefix cache, scheduler, sampler and steps.
 
-Knows nothing of HTTP, text or other nodes. Called by node/engine_process.py.
+Knows nothing of HTTP, text or other nodes.
 """

@@ -1,7 +1,7 @@
 """LoRA adapters of an engine: read at start or between two steps, put into slots, taken out.
 
-A retired adapter keeps its slot until its last request is done, so one slot is spare where adapters
-load at run time. An adapter is in a slot on every rank or on none.
+A retired adapter keeps its slot until its last request is done: one slot is spare where adapters
+load at run time. An adapter is in a slot on every rank or none.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _stacked(
 ) -> Matrices | None:
     """Return A [projections * rank, in] and B [outputs, rank]; None where nothing is adapted.
 
-    Lower ranks are padded with zeros; B's rows for projection i belong to A's i-th `rank` rows.
+    Lower ranks are padded with zeros; projection i has A's i-th `rank` rows.
     """
     if not any(module in modules for module in site.modules):
         return None

@@ -1,7 +1,6 @@
 """Check before weights are read or downloaded: can a device serve a model, in how much memory?
 
-Needs the settings and config.json (or a GGUF header), and refuses by ConfigError. Imports torch only
-to look for a device.
+Needs only the settings and config.json (or a GGUF header). Imports torch only to look for a device.
 """
 
 from __future__ import annotations

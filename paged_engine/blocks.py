@@ -1,8 +1,7 @@
 """Block accounting: ids, reference counts, prefix hashes. Pure Python.
 
-A block is free (in LRU order; its hash may still be known), used, held (kept for a reader
-elsewhere) or quarantined (a transfer may still write to it). Block 0, the null block, is never
-given out.
+A block is free (in LRU order; its hash may still be known), used, held (for a reader elsewhere) or
+quarantined (a transfer may still write to it). Block 0, the null block, is never given out.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class BlockPool:
             if not self._references[block]:
                 self._free[block] = None
                 if self._hash_of[block] is None:
-                    # Nothing to find here: reuse it before anything cached.
+                    # Nothing to find here: reuse it first.
                     self._free.move_to_end(block, last=False)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
@@ -158,7 +157,7 @@ class KeptBlocks:
         return self._held.get(request_id)
 
     def held_for(self, call_id: str) -> list[str]:
-        """Return ids of held requests that are `call_id` or `call_id` and a suffix."""
+        """Return ids of held requests: `call_id`, alone or with a suffix."""
         return [name for name in self._held if call_id in (name, name.rpartition("-")[0])]
 
     def release(self, request_id: str) -> None:

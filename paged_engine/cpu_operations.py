@@ -51,10 +51,7 @@ def fewest_rows(linears: Iterable[Linear], dtype: torch.dtype) -> int:
 
 
 class CpuOperations:
-    """A CPU's operations for one model; GpuOperations has the same methods.
-
-    Results may be written into `hidden`.
-    """
+    """A CPU's operations for one model; GpuOperations has the same methods."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, ranks: Ranks, *, adapted: bool

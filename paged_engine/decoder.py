@@ -1,6 +1,6 @@
 """Decoder-only models of every supported architecture, over the operations of a device.
 
-Activations are [T, features] for the T tokens of a step; `step` is the device's own type.
+Activations are [T, features] for a step's T tokens; `step` is the device's type.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ QkNorm = tuple[torch.Tensor, torch.Tensor]
 """Weights [head_dim] of the RMS norms of query and key heads."""
 
 _LAYERS = "model.layers."
-# The norms of attention's input and output, of the MLP's input and output.
+# The norms of attention's and the MLP's inputs and outputs.
 _NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
 _GEMMA_NORMS = (
     "input_layernorm",
@@ -69,7 +69,7 @@ def split_fused(
 class Decoder:
     """A decoder with its weights, ready for the forward pass.
 
-    Takes what `split_fused` yields, in any order; each weight is dropped once it is packed.
+    Takes what `split_fused` yields, in any order; packed weights are dropped.
     """
 
     def __init__(

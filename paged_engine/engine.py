@@ -1,6 +1,6 @@
 """The engine of one node: model, KV pool, scheduler and sampler joined into one step.
 
-KV may come from other nodes (`fetch`) or be kept for them (`hold`); a `Handover` moves the bytes.
+KV may come from other nodes (`fetch`) or be kept for them (`hold`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Runner: TypeAlias = "CpuRunner | GpuRunner"
 # A longer wait for tokens shows when their step ended.
 _WAITED_S = 2e-4
 _PACE_EVERY = 4  # steps: summing up a step of 256 requests takes 60 us
-# A longer step is waited for in one piece, which has a deadline.
+# A longer step is waited for in one piece.
 _PATIENCE_S = 0.5
 # Begins a message that is not about a step; no msgpack begins so.
 _ASIDE = b"\xc1"
@@ -215,8 +215,8 @@ class Engine:
         """Schedule and launch a step, then take the previous one's tokens; return updated requests.
 
         On a GPU the host stays one step ahead, except where proposals depend on this step's tokens.
-        Without `wait` it returns early, with `idles` set, where there is nothing to launch and
-        tokens are still to come: whoever arrives meanwhile is launched behind.
+        Without `wait` it returns early, with `idles` set, if there is nothing to launch and tokens
+        are still to come: whoever arrives meanwhile is launched behind.
         """
         began = self._clock()
         since = self._idle_since if self.idles else began
@@ -245,7 +245,7 @@ class Engine:
         if self._in_flight is not None:
             self._in_flight.launched.sample()
         if previous is not None:
-            # Only now may transfers write to blocks that the previous step could touch.
+            # Only now may transfers write to blocks of the previous step.
             self._fetch(plan, handover)
         if self._in_flight is not None and not self._runner.runs_ahead:
             done, self._in_flight = self._in_flight, None
@@ -322,10 +322,7 @@ def run_follower(
     device: torch.device,
     on_aside: Callable[[KVPool, bytes], None],
 ) -> None:
-    """Compute what rank 0 computes until it ends; `on_aside` takes each aside.
-
-    Raises PeerLost if it is lost.
-    """
+    """Compute what rank 0 computes until it ends; `on_aside` takes each aside. Raises PeerLost."""
     runner, adapters = _open_runner(config, checked_model(config, device.type), device, ranks)
     while message := ranks.receive():
         if message.startswith(ABOUT_ADAPTERS):
@@ -354,7 +351,7 @@ def _open_runner(
 def _loaded_runner(
     config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks
 ) -> Runner:
-    # On the host if ranks share tensors: a view of a share would keep a whole tensor.
+    # On the host if ranks share tensors: a view of a share keeps its whole tensor.
     plain = ranks.size == 1 and model.quantization is None
     tensors = read_tensors(
         config.model, model, config.load_format, device if plain else torch.device("cpu")

@@ -66,7 +66,7 @@ class GgufFile:
             raise ConfigError(
                 f"{self.path}: tensor {name} has type {_kind(place)}, which cannot be read: {why}"
             ) from why
-        # A copy, as F32 is a view of the read-only file.
+        # A copy: F32 is a view of the read-only file.
         return torch.from_numpy(np.array(values, np.float32)).view(place.shape)
 
 

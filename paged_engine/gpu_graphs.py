@@ -1,7 +1,7 @@
 """CUDA graphs: decode steps by batch size, steps with short prompts by shape, and the sampler.
 
-Without them a step takes what the host needs to launch its kernels, several times the GPU's own
-time. All are captured before the first request, over buffers at fixed addresses, in one memory.
+Without them launching a step's kernels takes several times the GPU's own time. All are captured
+before the first request, over buffers at fixed addresses, in one memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PADDING = np.array([*PADDING_ROW, *PADDING_SEQUENCE, -1], np.int32)
 class StepUploads:
     """An uploader of a step's integers: pinned memory, one copy, fixed buffers.
 
-    Owns the block tables of slots. Nothing waits for the device.
+    Owns the block tables of slots.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class _OfBatch:
 
 
 class GpuGraphs:
-    """A set of all CUDA graphs; `forward` writes all logits into one memory."""
+    """A set of all CUDA graphs; logits share one memory."""
 
     @torch.inference_mode()
     def __init__(
@@ -277,7 +277,7 @@ class GpuGraphs:
     def logits(self, values: StepValues) -> torch.Tensor | None:
         """Upload and compute a step; return logits [sampled rows, vocab], of `decode_slots`.
 
-        Returns None, with nothing done, if there is no graph for such a step.
+        Returns None if there is no graph for it.
         """
         rows = len(values.sampled_rows)
         if values.is_decode:

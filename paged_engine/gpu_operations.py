@@ -1,6 +1,6 @@
 """The decoder's operations on an NVIDIA GPU: Triton kernels and cuBLAS, fit for CUDA graphs.
 
-Without an adapter in any row, a step runs the kernels of an engine without adapters.
+A step without adapters runs only plain kernels.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ class AdaptedLinear:
         tiles = default_tiles(
             INVARIANT_ROWS if self._operations.batch_invariant else len(x), x.shape[1]
         )
-        # Before the layer's product, which fetches its first weights meanwhile.
+        # Before the layer's product, which fetches weights meanwhile.
         low = shrink(x, self._down, rows, pdl=pdl, tiles=tiles)
         y = self._base(x, residual=residual, out=out, pdl=pdl)
         return expand(low, self._up, rows, y, self._widths, pdl=pdl, tiles=tiles)

@@ -1,7 +1,7 @@
 """The GPU's runner: steps are launched ahead of the host, all but long prompts as CUDA graphs.
 
-A step is one upload, the forward pass and the sampler, in one stream. The host synchronizes once a
-step, when it takes the previous step's tokens.
+A step is one upload, the forward pass and the sampler, in one stream, and one synchronization: for
+the previous step's tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Choose the next tokens on the GPU; a launch reads nothing of the host.
 
-What a request asks for lies in its *slot*. Token indices, output counts and min_tokens move on
-there, so the next step can be launched before anybody has seen this one's tokens. Twin on the CPU:
+A request's options lie in its *slot*. Token indices, output counts and min_tokens move on there, so
+the next step can be launched before this one's tokens are known. Twin on the CPU:
 paged_engine/sampler.py.
 """
 

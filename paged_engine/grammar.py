@@ -1,8 +1,7 @@
 """Constraints on an answer's text as token masks, by llguidance.
 
 A matcher forces no tokens, so masks need no tokenizer. The step loop waits for masks, so a token's
-time is limited: by the library, which counts; by `try_out`, before a grammar is used; and by
-TimedMatcher, in the loop.
+time is limited: by the library, which counts; by `try_out`; and by TimedMatcher, in the loop.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ _OPEN = (
 def closed(schema: Any) -> Any:
     """Return a schema in which objects that list properties have no others.
 
-    A small model that begins to invent properties goes on until its limit. Schemas that say what
-    else may be there, and parts of an `allOf`, stay open.
+    A small model invents properties until its limit. Schemas that say what else may be there, and
+    parts of an `allOf`, stay open.
     """
     if not isinstance(schema, dict):
         return schema
@@ -128,7 +127,7 @@ class Grammars:
     def matcher(self, constraint: Constraint) -> LLMatcher:
         """Return a new matcher for one answer. Raises RequestError with the library's reason.
 
-        Compiling takes some milliseconds, at the limit of a schema's size a quarter of a second.
+        Compiling takes milliseconds, for the largest schemas 250.
         """
         copy: LLMatcher = self._compiled(constraint).deep_copy()
         return copy
@@ -227,10 +226,7 @@ class Grammars:
 
 
 class TimedMatcher:
-    """A matcher that fails once it has held up the step loop too often.
-
-    After a slow step masks are computed row by row for a while.
-    """
+    """A matcher that fails once it has held up the step loop too often."""
 
     def __init__(self, inner: LLMatcher) -> None:
         self.inner = inner
@@ -273,7 +269,7 @@ class TimedMatcher:
 def row_masks(requests: Sequence[Request], vocab_size: int) -> RowMasks | None:
     """Return the masks of a step's rows; row i is requests[i]. None if no row needs one.
 
-    A row that no token can follow has no mask: its request ends.
+    A row that no token can follow has no mask.
     """
     guided = [
         (row, request, request.guide)

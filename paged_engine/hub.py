@@ -51,9 +51,9 @@ class DownloadFailed(ConfigError):
 def resolve_model(config: EngineConfig, check: Callable[[EngineConfig], None]) -> Path:
     """Return the folder or file of the engine's model, downloaded if it is a Hub id.
 
-    A Hub id is org/name or org/name/file.gguf, with @revision behind it if wanted. `check` takes
-    the folder of small files before weights are downloaded, and raises ConfigError for a model that
-    cannot be served. Raises ConfigError, and DownloadFailed if another try may help.
+    A Hub id is org/name or org/name/file.gguf, with @revision if wanted. `check` takes the folder
+    of small files before weights are downloaded. Raises ConfigError, and DownloadFailed if another
+    try may help.
     """
     model, revision = config.model, config.revision
     found = _ID.fullmatch(model)

@@ -1,8 +1,8 @@
 """LoRA adapters on disk, in PEFT's layout: matrices and a digest.
 
 A and B of attention's and the MLP's projections are served, with alpha, rank-stabilized scaling and
-ranks by pattern. What else would change answers is refused by name. Never unpickles. Source: Hu et
-al., "LoRA: Low-rank adaptation of large language models", 2021.
+ranks by pattern. What else would change answers is refused. Never unpickles. Source: Hu et al.,
+"LoRA: Low-rank adaptation of large language models", 2021.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def dummy_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) in the config's dtype: std 0.02, norms around 1.
 
-    A function of names and shapes alone, cut from one random pool: seconds, not minutes.
+    Cut from one random pool: seconds, not minutes.
     """
     import torch
 

@@ -3,9 +3,9 @@
 Rank 0 runs the engine and broadcasts each step; all compute it, and sum up their parts of the
 hidden state. Collectives are torch.distributed's: gloo between CPUs, NCCL between GPUs.
 
-When rank 0 has seen a step end, all ranks are through with its KV: each is before the step's last
-collective (the gathering of logits, or `barrier`), which needs all ranks. So rank 0 alone says when
-other nodes can read or write blocks.
+When rank 0 has seen a step end, all ranks are through with its KV: its last collective (the
+gathering of logits, or `barrier`) needs all ranks. So rank 0 alone says when other nodes can read
+or write blocks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Continuous batching: which requests run next, how many of their tokens, in which blocks.
 
-Pure Python; `now` is an argument. Decodes come first; wire/step_costs.py says how much of prompts
-fits beside them. A step may be scheduled while the previous one's tokens are *pending*. A request
-without a block for its next token preempts the last in order. No block has two writers, and none
-that a transfer may touch is given away.
+Pure Python; `now` is an argument. Decodes come first; wire/step_costs.py says what fits beside
+them. A step may be scheduled while the previous one's tokens are *pending*. A request without a
+block for its next token preempts the last in order. No block has two writers, and none that a
+transfer may touch is given away.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class Scheduler:
         assert params is not None
         shared = self._cached_prefix(request, params.num_tokens)
         needed = self._blocks_for(params.num_tokens) - len(shared)
-        # With room for the next token: else it is preempted as soon as it arrives.
+        # With room for the next token: else it is preempted at once.
         room = min(self._blocks_for(params.num_tokens + 1), self.pool.total) - len(shared)
         if room > self.pool.free_after(shared):
             return None
@@ -287,7 +287,7 @@ class Scheduler:
         self.preemptions += 1
 
     def mark_launched(self, chunk: Chunk) -> None:
-        """Note that a chunk's KV is written, or will be before a later step reads it."""
+        """Note that a chunk's KV will be written before a later step reads it."""
         request = chunk.request
         request.num_computed = chunk.start + chunk.count - len(chunk.proposals)
         request.num_pending += chunk.samples

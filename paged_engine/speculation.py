@@ -1,8 +1,7 @@
 """Speculative decoding by prompt lookup: propose tokens, and accept those that were drawn. Pure.
 
 A decode chunk with k proposals samples 1 + k rows. A draw depends on seed, choice and token index,
-so tokens are those of an engine that proposes nothing. Source: Apoorv Saxena, "Prompt Lookup
-Decoding", 2023.
+so answers stay the same. Source: Apoorv Saxena, "Prompt Lookup Decoding", 2023.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ class Speculation:
     ) -> list[Chunk]:
         """Return chunks with up to `rows` proposals behind decodes, in equal shares.
 
-        `room_for(request, tokens)` makes room for KV and says how many tokens fit. The last token
-        of a context is never computed.
+        `room_for(request, tokens)` makes room for KV and says how many tokens fit.
         """
         extended = []
         rows = min(rows, ROWS - len(chunks))

@@ -52,7 +52,7 @@ def step_shapes(*, max_num_seqs: int, max_prompt_rows: int) -> list[StepShape]:
         for rows in prompt_rows
         for n in decodes
     ]
-    # The first parts of a long prompt fill a step each, and sample nothing.
+    # A long prompt's first parts fill a step each, and sample nothing.
     return sorted([*shapes, StepShape(most_rows, 0, 0)])
 
 

@@ -1,8 +1,7 @@
 """A scheduled step as plain arrays: what a GPU and every rank of its group are told. Pure numpy.
 
-A *slot* is a running request's row in tables that stay on the device, so a step carries only what
-is new: one token, one position and one block per decode. A chunk with proposals is sampled in
-*spare* slots, one per row.
+A *slot* is a running request's row in tables on the device, so a step carries only one token,
+position and block per decode. A chunk with proposals is sampled in *spare* slots, one per row.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class _Seat:
 class Slots:
     """A table of running requests' slots, and of what the device knows of them.
 
-    Whatever overwrites a slot's tables is queued behind the step that used it.
+    News of a slot is queued behind the step that used it.
     """
 
     def __init__(self, count: int, *, max_blocks: int, block_size: int) -> None:

@@ -1,7 +1,7 @@
 """Time an engine's single steps, and fit the costs of steps (wire/step_costs.py) to them.
 
-Contexts are dummy content, so 128 of 16k tokens are there in a second. A time is that between the
-tokens of two steps, in ms.
+Contexts are dummy content: 128 of 16k tokens take a second. A time lies between two steps' tokens,
+in ms.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class TimedSteps:
         request = Request.from_submit(
             Submit(f"timed-{self._made}", tokens, params, fetch=fetch), time.monotonic()
         )
-        # Serving has made them long before, step by step.
+        # Serving has made them before, step by step.
         request.block_hashes(self.engine.pool.block_size)
         return request
 

@@ -1,9 +1,8 @@
 """Stored responses, in SQLite, which later requests continue.
 
-A response belongs to the key that made it, its owner; for another one it does not exist. When the
-limits of number or bytes are reached, the owner with the most loses its least recently used
-response. In memory the store dies with its process; a file is shared by the processes of one
-router.
+A response belongs to the key that made it; for others it does not exist. At the limits of number or
+bytes, the owner with the most loses its least recently used response. A file is shared by the
+processes of one router.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _WAIT_S = 2.0
 
 _log = logging.getLogger("kvrelay.responses")
 
-# The index covers the search for the owner with the most: no row is read.
+# The index finds the owner with the most without reading rows.
 _TABLE = """
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = OFF;
@@ -44,7 +43,7 @@ _OLDEST = "SELECT rowid, size FROM kept WHERE owner = ? ORDER BY used LIMIT 1"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A response as it was sent, and the conversation up to it: the JSON of so many items."""
+    """A response as it was sent, and its conversation: the JSON of so many items."""
 
     body: bytes
     turns: bytes
@@ -87,7 +86,7 @@ class ResponseStore:
             return
         try:
             self._put(owner, response_id, stored)
-        except Unavailable as why:  # its answer is whole, and its client has mostly read it
+        except Unavailable as why:  # its answer is whole, and mostly read
             _log.warning("response %s is not kept: %s", response_id, why.message)
 
     def _put(self, owner: str, response_id: str, stored: Stored) -> None:

@@ -63,7 +63,7 @@ class StoredConversation:
             return 0  # translate_responses() reports it
         if wanted is None or self._responses is None:
             return 0
-        # On a thread: several processes may use its file, and one waits for the other.
+        # On a thread: several processes may use its file, and wait.
         self._found = await asyncio.to_thread(self._responses.get, self._owner, wanted, _NAMED)
         earlier = len(self._found.turns)
         _check_bytes(len(body) + earlier, max_bytes)
