@@ -244,7 +244,6 @@ def reachable(config: RouterConfig | NodeConfig) -> str:
 def _spec(
     name: str, command: str, flags: Sequence[str], url: str, log_dir: Path, env: Mapping[str, str]
 ) -> ChildSpec:
-    # -P: what lies in the folder where `kvrelay up` is typed must not be imported in place of our
-    # packages.
+    # -P: nothing in the working folder may be imported in place of our packages.
     words = (sys.executable, "-P", "-u", "-m", "kvrelay.cli", command, *flags)
     return ChildSpec(name, words, f"{url}/health", log_dir / f"{name}.log", env)

@@ -190,8 +190,7 @@ def environment_of(
         "OTEL_EXPORTER_OTLP_ENDPOINT": "",
     }
     drawn = (ADMIN_KEY, NODE_API_KEY, CLUSTER_SECRET, "GRAFANA_PASSWORD")
-    # An image that was named by us is that of another size or release; one that somebody else has
-    # named is theirs.
+    # An image named by us is of another size or release; another name is somebody else's.
     kept = {name: value for name, value in given.items() if not _OUR_IMAGE.fullmatch(value)}
     return {
         name: kept.get(name) or (draw() if name in drawn else value)
@@ -255,8 +254,8 @@ def _node(
         "environment": environment,
         **shared,
         "depends_on": {before: {"condition": condition} for before, condition in after.items()},
-        # One name for all nodes of a role, too: Prometheus looks it up. The name on the other
-        # network is of that alone.
+        # One name for all nodes of a role, too, for Prometheus. The other network's name is of that
+        # alone.
         "networks": {"default": {"aliases": [role.value]}, _KV: {"aliases": [f"{_KV}-{name}"]}},
         "volumes": [
             f"cache:{_CACHE}",

@@ -1,7 +1,6 @@
 """Commands whose flags are the settings of a config type: those that serve, profile, bench.
 
-A server is imported by its own command alone: `kvrelay router` must not load torch, and
-`kvrelay --help` must not wait for anything.
+A server is imported by its own command alone: `kvrelay router` must not load torch.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ def _serve_ranks(values: dict[str, object]) -> int:
 
 
 def _run_cluster(values: dict[str, object]) -> int:
-    # A cluster that nobody gave a secret draws its own: no other node of this machine can join it.
+    # A cluster without a secret draws its own: no other node of this machine can join it.
     config = build(
         ClusterConfig, {"cluster_secret": secrets.token_urlsafe(32)} | _for_engine(values)
     )
@@ -206,8 +205,8 @@ def _add(
     env: Mapping[str, str] = _ENV,
     reloads: bool = False,
 ) -> None:
-    # `env`: variables that stand in for flags. `reloads`: `run` is also given how to read its
-    # settings again, None without a config file.
+    # `env`: variables that stand in for flags. `reloads`: `run` also gets a way to reread its
+    # settings, None without a config file.
     known = settings_of(config, skip)
 
     def command(**given: Any) -> int:

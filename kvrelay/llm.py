@@ -1,7 +1,7 @@
 """The class LLM: a model in Python without a server, under names that users of vLLM know.
 
-An event loop on a thread of its own talks to the engine, so it works from plain code, notebooks and
-other event loops.
+An event loop on its own thread talks to the engine: LLM works in plain code, notebooks and other
+event loops.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_AT_ONCE = 1024  # requests that the engine knows of
 _NOT_OFFLINE = ("role", "host", "port", "api_key", "max_body_bytes", "kv_events_config")
 _NOT_SAMPLING = {"model", "prompt", "stream", "stream_options", "user", "kv_transfer_params"}
 _FIELDS = {*SamplingFields.__struct_fields__, *CompletionRequest.__struct_fields__} - _NOT_SAMPLING
-# Given to the node in so many words, so that it takes none of the model's.
+# Given to the node explicitly: it takes none of the model's.
 _NEUTRAL = msgspec.structs.asdict(SamplingDefaults(max_tokens=16))
 del _NEUTRAL["limit"]
 

@@ -36,15 +36,14 @@ _NODE_EXTRA = (
     "safetensors",
     "tokenizers",
 )
-# A driver shows one of them, also where there is no nvidia-smi: Linux, Linux within Windows,
-# Jetson.
+# A driver shows one of them, even without nvidia-smi: Linux, Linux within Windows, Jetson.
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvmap"))
 
 
 def this_machine(config: ClusterConfig) -> Machine:
     """Look at the machine for a cluster. Raises ConfigError if the router's port is taken."""
     with ExitStack() as held:
-        # All are held at once, so that no port is found twice.
+        # All are held at once: no port is found twice.
         wanted = [(config.router.host, config.router.port)] + [("127.0.0.1", 0)] * (
             config.prefill + config.decode
         )

@@ -236,7 +236,7 @@ def read_file(path: str, known: Mapping[str, Setting]) -> dict[str, object]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except yaml.MarkedYAMLError as why:
-        # Not in its own words: they quote the line, and a secret may stand there.
+        # Not in its own words, which may quote a secret.
         line = f"line {why.problem_mark.line + 1}" if why.problem_mark else "it"
         raise ConfigError(
             f"cannot read config file {path}: {line} is not valid YAML; values with special "
@@ -321,7 +321,7 @@ def flags_of(config: object, skip: Collection[str] = ()) -> list[str]:
             flags.append(flag if value else flag.replace("--", "--no-", 1))
         else:
             for item in map(_flag_text, value if isinstance(value, tuple) else (value,)):
-                # With `=`, so that a value which starts with a dash stays a value.
+                # With `=`: a value may start with a dash.
                 flags.append(f"{flag}={item}")
     return flags
 

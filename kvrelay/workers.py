@@ -205,8 +205,7 @@ def main() -> None:
         )
         sys.exit(2)
     settle()
-    # Ctrl-C in a terminal reaches all processes at once; uvicorn has drained before it is raised
-    # here.
+    # Ctrl-C reaches all processes at once; uvicorn has drained before it is raised here.
     with (
         contextlib.suppress(KeyboardInterrupt),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,

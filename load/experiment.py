@@ -1,7 +1,7 @@
 """An experiment: one server at one or several rates, or the search of a rate.
 
-A run has a warm-up, the time that counts, and a while in which requests still come, so that the
-last ones that count are served under load, too.
+A run has a warm-up, the time that counts, and a while in which requests still come, to keep the
+last ones under load.
 """
 
 from __future__ import annotations
@@ -257,8 +257,7 @@ class Experiment:
             load, sending_s=sending_s, judged_s=window.end_s, drain_s=config.deadline_s
         )
         if config.find_rate:
-            # A request without an answer by then has missed its targets; a search does not wait to
-            # see by how much.
+            # A request without an answer by then has missed its targets.
             first_s, token_s = slo.ttft_ms / 1e3, slo.tpot_ms / 1e3
             load = dataclasses.replace(
                 load, drain_s=_SEARCH_DRAIN_S, first_s=first_s, token_s=token_s

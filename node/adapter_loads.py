@@ -13,7 +13,7 @@ __all__ = ["adapter_of", "load_adapter", "mismatch"]
 
 
 def load_adapter(engine: Engine, load: LoadAdapter) -> AdapterAnswer:
-    """Read an adapter and give it a slot, between two steps."""
+    """Read an adapter into a slot, between two steps."""
     if engine.adapters is None:
         reason = "this node has no slots for adapters; start it with --max-loras"
     else:

@@ -21,10 +21,10 @@ __all__ = ["COMPILE_DEADLINE_S", "GrammarCompiler", "grammars_for"]
 
 log = logging.getLogger("kvrelay.engine")
 
-# The largest schemas that are accepted take about 1 s.
+# The largest accepted schemas take about 1 s.
 COMPILE_DEADLINE_S = 10.0
 _THREADS = 2
-# Compilers recurse. What comes here has been compiled with less (GRAMMAR in sandbox.py).
+# Compilers recurse; all was compiled with less before (GRAMMAR in sandbox.py).
 _STACK_BYTES = 16 << 20
 
 
@@ -41,7 +41,7 @@ class GrammarCompiler:
     def __init__(self, model: str, engine: Engine, wakeup: Callable[[], None]) -> None:
         self._model, self._engine, self._wakeup = model, engine, wakeup
         self._waiting: dict[str, tuple[Request, Future[str | None]]] = {}
-        threading.stack_size(_STACK_BYTES)  # of threads that are started from now on
+        threading.stack_size(_STACK_BYTES)  # of later threads
         self._threads = ThreadPoolExecutor(_THREADS, "compiling")
         self._grammars = self._threads.submit(self._load)
 

@@ -145,8 +145,8 @@ async def run_requests(node: Node, requests: Sequence[NodeRequest], call: Call) 
 async def _run(node: Node, request: NodeRequest, call: Call) -> Frames:
     """Yield frames, errors as an ERROR frame; closing it aborts the request.
 
-    The first frame says that the engine has the request: only a generator that has begun is closed
-    when it is forgotten.
+    The first frame says that the engine has the request: only a generator that has begun is ever
+    closed.
     """
     limit_s = node.config.request_deadline_s
     deadline = asyncio.get_running_loop().time() + limit_s
@@ -161,8 +161,7 @@ async def _run(node: Node, request: NodeRequest, call: Call) -> Frames:
         for opening in request.opening_frames(node.engine.load):
             yield opening
         while not request.done:
-            # Only around the wait: a timeout must not stay open across a yield, which may resume
-            # in another task.
+            # Only around the wait: across a yield another task may resume.
             async with asyncio.timeout_at(deadline):
                 update, load = await updates.next()
             record.update(update)

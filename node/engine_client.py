@@ -41,7 +41,7 @@ __all__ = ["EngineClient"]
 log = logging.getLogger("kvrelay.node")
 
 STOP_DEADLINE_S = 5.0
-# Time for the crash report to come through the socket after the process has ended.
+# The crash report may come after the process has ended.
 _REPORT_S = 0.05
 
 
@@ -97,7 +97,7 @@ class EngineClient:
         self.stats = EngineStats(Load())
         self.load = Load()
         self.submitted = 1
-        """The number of the last request submitted, the first of which is 2."""
+        """The number of the last request submitted; the first is 2."""
         self._spilled: deque[tuple[int, float]] = deque()
         """Prompts that a prefill node could compute: number of the request, milliseconds."""
         self._heard_at = time.monotonic()
@@ -113,12 +113,12 @@ class EngineClient:
         self._socket.set_hwm(0)
         self._socket.bind(endpoint)
         environment = {
-            # Huge pages: a step takes 53 ms instead of 57, as weights need fewer TLB entries. Freed
-            # buffers are kept: mapping the same megabytes in every layer costs another 2 %.
+            # Huge pages: a step takes 53 ms instead of 57, with fewer TLB misses. Freed buffers are
+            # kept: mapping them anew in every layer costs another 2 %.
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=1073741824"
             ":glibc.malloc.mmap_threshold=33554432",
             "OMP_NUM_THREADS": str(self._config.engine.threads_on(os.cpu_count() or 1)),
-            # Threads that fill masks recurse into grammars as the compiler does.
+            # Threads that fill masks recurse as compilers do.
             "RUST_MIN_STACK": str(16 << 20),
             **child_environ(),
             PARENT_PID: str(os.getpid()),
@@ -305,7 +305,7 @@ class EngineClient:
                     self._remove_folder()  # they are connected, and a kill leaves nothing
                     self._ready_or_ended.set()
                 case EngineFailed(message):
-                    # Its process may be slow to end after a failure of its GPU, or never do.
+                    # The process may end slowly or never after a GPU failure.
                     self._end(message)
 
     def _queue_update(self, update: RequestUpdate) -> None:

@@ -67,7 +67,7 @@ log = logging.getLogger("kvrelay.engine")
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 STATS_INTERVAL_S = 0.5
-# Sleep of the loop while requests wait for blocks that only a transfer event can free.
+# Sleep while requests wait for blocks that only a transfer frees.
 BLOCKED_WAIT_S = 0.02
 # The end of a step wakes nobody, so it is polled for.
 _STEP_POLL_S = 5e-5
@@ -196,7 +196,7 @@ class EngineProcess:
             os.read(self._wake_read, 4096)
 
     def _wait_for_step(self) -> None:
-        # Or for a message: a prompt that comes now is launched right behind the running step.
+        # Or for a message: a prompt that comes now is launched behind the running step.
         until = time.monotonic() + BLOCKED_WAIT_S
         while not (self.engine.is_done or self._poller.poll(0)) and time.monotonic() < until:
             time.sleep(_STEP_POLL_S)
@@ -287,7 +287,7 @@ class EngineProcess:
     def _abort(self, request_id: str) -> None:
         request = self.engine.scheduler.abort(request_id) or self._grammars.drop(request_id)
         if request is None or request.offered:
-            # It may have ended just now with its KV held: nobody knows, so nobody will fetch it.
+            # It may have ended just now with its KV held, which nobody will fetch.
             self.connector.release(request_id)
         elif request.fetch is not None:
             self.connector.cancel(request_id)
@@ -356,7 +356,7 @@ class EngineProcess:
             cached_tokens=request.cached_tokens or 0,
             blocks=self._cache.prompt_blocks(request),
         )
-        # At once, not after the step: a decode node makes room meanwhile.
+        # At once: a decode node makes room meanwhile.
         self._send(StepOutputs([update], self.engine.load(time.monotonic())))
 
     def grow(self, request: Request, tokens: int) -> None:
@@ -430,7 +430,7 @@ def main() -> NoReturn:
         socket.context.destroy()  # waits until it is sent
         exit_now(2 if isinstance(why, KvrelayError) else 1)
     socket.context.destroy()
-    exit_now(0)  # all is closed, and tearing torch down takes the interpreter 0.7 s
+    exit_now(0)  # tearing torch down takes 0.7 s
 
 
 def connect(endpoint: str) -> zmq.Socket[bytes]:

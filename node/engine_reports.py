@@ -15,7 +15,7 @@ from kvrelay.wire.transfer import Ticket
 
 __all__ = ["CacheReporter", "engine_stats", "request_update"]
 
-# A report is a message to every router, whose knowledge of the cache may be as old as this.
+# A message to every router, whose knowledge may be as old as this.
 _CACHE_INTERVAL_S = 0.05
 
 

@@ -34,9 +34,9 @@ __all__ = ["KvEvents"]
 
 log = logging.getLogger("kvrelay.node")
 
-# Batches that wait for one listener; further ones are lost to it, and it asks for a replay.
+# Batches that wait for one listener; further ones are lost to it until a replay.
 _QUEUED_BATCHES = 1_024
-# Messages of replays that wait for one listener. What does not fit is dropped, and asked for again.
+# Replay messages for one listener; the rest is dropped, and asked for again.
 _QUEUED_REPLAYS = 4
 # Replays that one listener may have asked for; it waits with further ones.
 _QUEUED_ASKS = 16

@@ -1,7 +1,7 @@
 """Life of a node: its parts, draining, changes of its role, and heartbeats to routers.
 
-The engine process knows no roles. A change refuses new requests, waits until those that run have
-ended and held KV is fetched, and then serves the other role. The rest runs on beside it.
+The engine process knows no roles. A change refuses new requests, waits until running ones have
+ended and held KV is fetched, and then serves the other role.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ __all__ = ["DRAIN_DEADLINE_S", "FLIPPING", "Heartbeats", "Node"]
 DRAIN_DEADLINE_S = 30.0
 FLIPPING = "flipping"
 LOOK_UP_S = 1.0
-# The engine process reports every half second; a step of the largest chunk takes a few seconds on a
-# slow machine.
+# The engine process reports every half second; a largest chunk takes seconds on a slow machine.
 SILENCE_LIMIT_S = 20.0
 _POLL_S = 0.05
 _STATS_DEADLINE_S = 5.0
@@ -251,7 +250,7 @@ class Heartbeats:
         self._last = heartbeat
         message = sealed(msgspec.structs.replace(heartbeat, sent_at=time.time()), self._key)
         for family, address in [each for found in self._addresses.values() for each in found]:
-            # A socket that stays open would be a port at which this node takes datagrams.
+            # An open socket would be a port for strangers' datagrams.
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as once:
                 once.setblocking(False)
                 once.sendto(message, address)

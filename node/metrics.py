@@ -1,7 +1,6 @@
 """Prometheus metrics of a node: its requests, its processes, and what its engine reports.
 
-Names that begin with `vllm:` mean what vLLM means by them. A request that is handed over runs on
-two nodes, and each counts its own part.
+Names that begin with `vllm:` mean what vLLM means. Each node of a hand-over counts its own part.
 """
 
 from __future__ import annotations
@@ -84,8 +83,7 @@ _FLIPS = "kvrelay_node_flips"
 _FAILED = "kvrelay_fetches_failed"
 _RECOMPUTED = "kvrelay_recomputed_prompts"
 _NOT_LOADED = "kvrelay_requests_not_loaded"
-# The text, a label and its values, all shown from the start so that a rate can be taken of the
-# first.
+# The text, a label and its values, all shown from the start: a first rate is right.
 _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     _SUCCESS: ("Requests by how they ended", "finished_reason", tuple(map(str, Finish))),
     _FLIPS: ("Changes of the node's role, by how they ended", "outcome", ("done", "cancelled")),

@@ -50,7 +50,7 @@ class Offline:
 async def offline(config: NodeConfig) -> AsyncIterator[Offline]:
     """Start an engine. Raises ConfigError, EngineDead."""
     config = replace(config, kv_events_config=None)
-    # Nobody is there to try again later: all that is asked at once is done in turn.
+    # Nobody tries again later: all is done in turn.
     sandbox = Sandbox(start_deadline_s=None)
     node = Node(config, EngineClient(config), int(time.time()), sandbox=sandbox)
     await node.engine.start()

@@ -20,9 +20,9 @@ __all__ = ["detokenize", "prepare", "tokenize"]
 # A child costs 6 ms more than a thread (17 KB in 40 and in 20 ms on two busy cores), but it can be
 # ended.
 _THREAD_BYTES = 256 << 10
-# Messages, their calls, tools and documents. What is below both limits runs the operator's template
-# on the event loop: for 11 ms at most with the templates of some 60 models. Some look at each item
-# for each item: Command A's takes 20 ms for 128.
+# Messages, their calls, tools and documents. Below both limits the operator's template runs on the
+# event loop: for 11 ms at most with some 60 models' templates. Some are quadratic: Command A's
+# takes 20 ms for 128.
 _THREAD_ITEMS = 64
 # Spaces that Llama's template writes before each value of a tool, for each level of depth.
 _INDENT = 4
@@ -38,7 +38,7 @@ async def prepare(
     size = len(call.body)
     async with sandbox.body_slot(size):
         request = await off_loop(size, serving.parse, call)
-        if size > _THREAD_BYTES:  # refuse a grammar that is too large before a child reads it all
+        if size > _THREAD_BYTES:  # refuse too large a grammar before a child reads it
             await off_loop(size, constraint_of, request)
         prompts = await _token_ids(serving, sandbox, request, call.body, fits=True)
         prepared = await off_loop(size, serving.requests, call, request, prompts)
@@ -77,8 +77,8 @@ async def _token_ids(
         size = _rendered_bytes(request, size)
         if _could_be_endless(request, size):
             return await sandbox.token_ids(isinstance(request, ChatRequest), body, fits=fits)
-    # Twice: a template may look at each character (Llama 3.2 Vision's does, at 1 us), and then the
-    # text is tokenized.
+    # Twice: a template may look at each character (Llama 3.2 Vision's does, at 1 us) before
+    # tokenizing.
     return await off_loop(2 * size, serving.token_ids, request, fits=fits)
 
 

@@ -43,7 +43,7 @@ __all__ = [
 PARENT_PID = "KVRELAY_PARENT_PID"
 LOG_FORMAT = "KVRELAY_LOG_FORMAT"
 MAX_QUEUED_LINES = 10_000
-# The kernel's default for the hard limit. Some systems allow 2**30, and libraries loop over all.
+# The kernel's default hard limit. Some systems allow 2**30, and libraries loop over all.
 _MAX_OPEN_FILES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _PRIVATE = 0o700
@@ -60,7 +60,7 @@ _GPU_FAILURE = re.compile(
 def python_command(module: str, *flags: str) -> list[str]:
     """Return the command that runs `main` of a module, which must call `freeze_imports`.
 
-    Searching the half million objects of torch for garbage took 0.3 s of the start.
+    Garbage collection among torch's half million objects took 0.3 s of the start.
     """
     code = f"import gc; gc.disable(); from {module} import main; main()"
     # With -P nothing is imported from the working directory.

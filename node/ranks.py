@@ -127,7 +127,7 @@ def _end_with(child: subprocess.Popen[bytes], rank: int) -> None:
 
 
 def _end_at_once(why: str) -> None:
-    # The main thread may wait for the lost rank on the GPU, forever.
+    # The main thread may wait for the lost rank's GPU forever.
     log.error("%s", why)
     logging.shutdown()
     os._exit(1)

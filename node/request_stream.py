@@ -82,7 +82,7 @@ class _Credit:
 
 
 class RequestStream(Response):
-    """A connection, as the answer to the request that opened it; its end cancels all of its own."""
+    """A connection, as the answer to its opening request; its end cancels all of its own."""
 
     def __init__(self, start: Start, max_body_bytes: int, streams: set[RequestStream]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """A sandbox for work that a request could make endless: child processes with limits.
 
-Long prompts, templates of requests and new grammars go to children (sandbox_process.py). One that
-reaches a limit is a 400; one for which nobody waits any more is ended. Messages are msgpack.
+Long prompts, templates of requests and new grammars go to children (sandbox_process.py). One at a
+limit is a 400; one that nobody awaits is ended. Messages are msgpack.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Limits:
         return f"{self.cpu_s} s of CPU time, {memory} MiB of memory and {stack} MiB of stack"
 
 
-# A schema of 1,000 properties takes 0.2 s and 14 MiB to try out. The engine compiles what passes
-# here with 8 times the stack.
+# A schema of 1,000 properties takes 0.2 s and 14 MiB to try out. The engine compiles with 8 times
+# the stack.
 GRAMMAR = Limits(cpu_s=2, memory_bytes=256 << 20, stack_bytes=2 << 20)
 # Tokenizing takes about 1 us and 60 bytes of memory per byte of text.
 PROMPT = Limits(cpu_s=10, memory_bytes=1 << 30, stack_bytes=8 << 20)
@@ -110,7 +110,7 @@ class Sandbox:
         self._tokenizing = asyncio.Semaphore(_CHILDREN)
         self._compiling = asyncio.Semaphore(_CHILDREN)
         self._long_body = asyncio.Semaphore(1)
-        # Not exceptions: each raise adds frames to one, and they hold the request's body.
+        # Not exceptions: each raise adds frames, which hold the request's body.
         self._compiled: dict[Constraint, Answer] = {}
 
     def open(self, setup: Setup) -> None:

@@ -43,7 +43,7 @@ _MAX_COMPILED_BYTES = 32 << 20
 
 
 def main() -> None:
-    # They reach the whole group or service, and a draining node needs this process.
+    # They reach the whole group, and a draining node needs this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children

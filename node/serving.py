@@ -114,8 +114,8 @@ class Serving:
         self._check_model(request.model)
         params = request.kv_transfer_params or KvTransferParams()
         self._check_role(params)
-        # Nothing is held for a prefill request with several prompts, as a third-party proxy sends:
-        # its decode request comes without a ticket, and is served whole.
+        # A third-party proxy's prefill request with several prompts holds nothing: its decode
+        # request comes without a ticket, and is served whole.
         if params.do_remote_prefill and _has_several_prompts(request):
             raise RequestError("a hand-over has one prompt; send one for each", param="prompt")
         return request
@@ -209,7 +209,7 @@ class Serving:
             prompt_tokens=len(prompt),
             max_model_len=self.info.max_model_len,
             defaults=defaults,
-            # 53 bits: a proxy on its way to the decode node may read numbers as floats.
+            # 53 bits: a proxy may read numbers as floats.
             default_seed=params.seed if params.seed is not None else random.getrandbits(53),
         )
 
@@ -224,7 +224,7 @@ class Serving:
         known = len(prompt) + len(params.generated)
         low, high = _TPOT_RANGE_MS
         return Submit(
-            # An id of our own: a retry must not meet what its first try left behind.
+            # Our own id: a retry must not meet its first try's leftovers.
             f"{call.id}-{uuid.uuid4().hex[:8]}",
             prompt,
             sampling,

@@ -48,10 +48,9 @@ class BlockCache:
         return (len(blocks) - shared) * self.block_size + private <= self.free
 
     def take(self, blocks: Sequence[int], private: int) -> tuple[int, ...]:
-        """Use these blocks and private tokens, and return the blocks that have a name from now on.
+        """Use these blocks and private tokens; return the newly named blocks.
 
-        A block that is not cached but has a name already is computed a second time, as private
-        tokens.
+        A named block that is not cached is computed again, as private tokens.
         """
         used, unused = self._used, self._unused
         found = self._found(blocks)

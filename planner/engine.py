@@ -57,7 +57,7 @@ class Engine:
         self._pace = Pace()
         """The pace that the node learns from its steps."""
         self._computed = 0, 0.0
-        """Prompt tokens of the step that runs, and each of them times those before it."""
+        """Prompt tokens of the running step, and each times those before it."""
         costs, gap_ms = speeds.card.costs, speeds.card.max_gap_ms
         self._budget = StepBudget(speeds.step_tokens, block_size, costs, gap_ms, pace=1.0)
         self._announced = Announced()
@@ -70,14 +70,14 @@ class Engine:
         self._ready: list[Seat] = []
         self._batch: list[tuple[int, int, Seat]] = []
         self._computing: list[Seat] = []
-        """Whose last chunk is in the step that runs."""
+        """Whose last chunk is in the running step."""
         self._joined: list[tuple[Seat, float]] = []
-        """Whose first step is the next one that ends, and how long they waited for it to begin."""
+        """Whose first step ends next, and how long they waited for it."""
         self._steps = self._context = self._plan = 0
         self._planned = Planned()
         self._ahead = speeds.ahead
         self._launched = self._launching = float("-inf")
-        """When the launch of the step that runs had ended; and when that of the next one began."""
+        """When the running step's launch had ended; and when the next one's began."""
         self._changing = self._again = False
 
     # --- what others see

@@ -18,11 +18,9 @@ __all__ = ["Served", "at_rate", "attained", "requests_needed", "is_good", "highe
 _SECONDS = 20
 _LEAST_REQUESTS, _MOST_REQUESTS = 400, 4_000
 # The first requests find empty nodes, the last ones nobody behind them: these shares of a run do
-# not count, and no less than an answer takes, because until then a node has less to do than it will
-# have.
+# not count, and at least an answer's time, until which a node has less to do.
 _BEFORE, _BEHIND = 0.15, 0.1
-# So many times an answer takes a run, of which two are not counted; one is for rates that are
-# higher than guessed.
+# A run takes so many times an answer, of which two do not count; one is for rates above the guess.
 _ANSWERS = 5
 _NARROW = 0.03
 _MOST_TRIES = 9

@@ -1,7 +1,7 @@
 """A simulated cluster: what becomes of each request on its way through routers and nodes.
 
-The way is that of router/walk/: a prefill leg, a decode leg beside it as soon as the ticket is
-there, or a decode node that does it all.
+The way is that of router/request/: a prefill leg, a decode leg beside it from the ticket on, or a
+decode node that does it all.
 """
 
 from __future__ import annotations

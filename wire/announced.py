@@ -1,7 +1,7 @@
 """Sums over a node's requests, for a price. Pure.
 
-Tokens and prompts count when they are announced; an answer counts with its expected tokens until it
-has ended. `now` is in milliseconds.
+Tokens and prompts count when announced; an answer counts with its expected tokens until it ends.
+`now` is in milliseconds.
 """
 
 from __future__ import annotations

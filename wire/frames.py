@@ -1,14 +1,13 @@
 """Frames, by which a node answers a router, and the stream that carries them.
 
-A frame has the bytes for the client (`payload`) and beside them what a router needs to hand over or
-continue the request, so that it parses no JSON per token.
+A frame has the bytes for the client (`payload`) and what a router needs to hand over or continue
+the request without parsing JSON.
 
 The leg stream is one connection between a router and a node for all of their requests ("legs"): a
 POST to LEGS_PATH whose bodies last as long as the connection. Both are made of messages: 9 bytes
-little-endian (length of the body, leg, kind), and the body. The router never uses a leg's number
-twice. Whoever breaks a rule loses the connection. A node sends at most WINDOW_BYTES of a leg's
-messages that the router has not given back as CREDIT (a longer message is sent, the next one
-waits).
+little-endian (length of the body, leg, kind), and the body. Leg numbers are never reused. Whoever
+breaks a rule loses the connection. A node sends at most WINDOW_BYTES of a leg's messages beyond the
+router's CREDIT (a longer message is sent, the next one waits).
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ __all__ = [
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors that decoding raises on malformed or too deeply nested bytes."""
 MAX_FRAME_BYTES = 64 * 1024 * 1024
-# What a node may be sent of a hand-over, in JSON and beside the client's own body:
-# log-probabilities of a long prompt are longer than any prompt may be. A number has up to four
-# times as many characters as it has bytes in a frame.
+# What a node may be sent of a hand-over, in JSON and beside the client's body: a long prompt's
+# log-probabilities outgrow any prompt. Numbers in JSON are up to four times as long as in a frame.
 MAX_HANDOVER_BYTES = 4 * MAX_FRAME_BYTES
 
 

@@ -4,9 +4,9 @@ Names are chained hashes over little-endian 32-bit token ids from a fixed root, 
 Only full blocks are hashed.
 
 A PUB socket sends (nothing, sequence number as 8 bytes big-endian, batch as msgpack). A ROUTER
-socket answers a number with (number, batch), unless that number is the next one, then (END,
-nothing): the batch begins with AllBlocksCleared and stores all that is held. A batch is the array
-(time, events), an event the array of its kind and its fields.
+socket answers a number with (number, batch), or, if that number is the next one, (END, nothing):
+the batch begins with AllBlocksCleared and stores all that is held. A batch is the array (time,
+events), an event the array of its kind and its fields.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     context_tokens: int = 0
     """Tokens of KV of the running requests."""
     # From here on: what a price of a leg is made of. Prompts and tokens are reckoned by the node's
-    # own card times its pace; a mean is over the last seconds (wire/step_costs.py).
+    # card times its pace; a mean is over the last seconds (wire/step_costs.py).
     legs: int = 0
     """Requests that the engine has taken, and one; 0: not counted."""
     leg: int = 0
