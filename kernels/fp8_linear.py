@@ -30,7 +30,7 @@ Rows = tuple[torch.Tensor, torch.Tensor | None]
 class Fp8Linear:
     """A float8_e4m3fn weight [out_features, in_features] with scales and an optional bias.
 
-    scale: fp32, one per output channel or one for all.
+    scale: fp32, one per output channel or one for all. Methods as `GpuLinear`'s.
     """
 
     def __init__(
@@ -62,7 +62,6 @@ class Fp8Linear:
         out: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> torch.Tensor:
-        """Return x W^T + bias + residual, [rows, out_features]; `out` may be the residual."""
         return self._product(_rows(x, pdl), x.dtype, residual=residual, out=out, pdl=pdl)
 
     def normed(
@@ -74,7 +73,6 @@ class Fp8Linear:
         plus_one: bool = False,
         pdl: bool = False,
     ) -> torch.Tensor:
-        """Return the product of RMSNorm(x); norm_weight [in_features]."""
         rows = _normed_rows(x, norm_weight, eps, plus_one, pdl)
         return self._product(rows, x.dtype, pdl=pdl)
 
@@ -88,7 +86,6 @@ class Fp8Linear:
         plus_one: bool = False,
         pdl: bool = False,
     ) -> torch.Tensor:
-        """Return act(gate) * up of RMSNorm(x), [rows, out_features / 2]; gate's rows first."""
         rows = _normed_rows(x, norm_weight, eps, plus_one, pdl)
         if 0 < len(x) <= SKINNY_ROWS:
             return self._product(rows, x.dtype, gate=act, pdl=pdl)

@@ -6,8 +6,8 @@ end, whoever wants it:
 - direct: our own copies always end; a read never breaks.
 - NCCL: bytes land in staging, and who ends a pair locks the pool: a failed read is over at once.
 - NIXL: a read is many operations of UCX. Disconnected: none goes on but copies of our own GPU.
-  After any other error the read is *broken*: its other parts may land. With a stopped peer a read hangs,
-  and lands later (seen: after the release of its handle, too).
+  After any other error the read is *broken*: its other parts may land. With a stopped peer a read
+  hangs, and lands later (seen: after the release of its handle, too).
 
 A connection that ends proves nothing; a process that is gone does (`peer_gone`).
 """

@@ -28,7 +28,7 @@ Sums = Callable[[Sequence[int]], list[bytes]]
 
 
 def in_our_order(checksums: bytes, order: Sequence[int]) -> bytes:
-    """Return a source's checksums of a block in our heads' order; empty if any lacks.
+    """Return a source's checksums of a block in our heads' order; empty if any is missing.
 
     `order`: where each head of each of our ranks lies in the source's.
     """

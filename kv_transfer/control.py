@@ -1,7 +1,8 @@
 """The control channel: one thread with a ROUTER that peers dial, and a DEALER per peer we dial.
 
 Sends never wait, and `TransferEngine.tick` keeps every deadline. With a cluster secret connections
-use ZMQ CURVE; without one the configuration allows loopback addresses only.
+are authenticated and encrypted (ZMQ CURVE); without one the configuration allows loopback addresses
+only.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class ControlThread(SocketThread):
 
     def probe(self, peer: PeerKey) -> None:
         """Find out whether a peer's process is gone; `on_process_gone` follows if nobody listens."""
-        # Zmq does not tell a refused connection from an impossible one.
+        # Zmq does not tell a refused connection from one that could not be made.
         threading.Thread(target=self._probe, args=(peer,), name="kv-probe", daemon=True).start()
 
     def wait_ms(self) -> int:
@@ -102,7 +103,7 @@ class ControlThread(SocketThread):
                 with socket.socket(family, kind) as door:
                     door.settimeout(PROBE_S)
                     if door.connect_ex(address) != errno.ECONNREFUSED:
-                        return  # no answer proves nothing
+                        return  # silence proves nothing
         except OSError:
             return
         self._engine.on_process_gone(peer)

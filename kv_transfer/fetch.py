@@ -21,10 +21,10 @@ class State(enum.Enum):
     """A fetch's state."""
 
     WATCHED = enum.auto()  # not asked for yet
-    WAITING = enum.auto()  # asked for; the peer, its renewal or more of the KV lacks
+    WAITING = enum.auto()  # asked for; the peer, its renewal or more of the KV is missing
     READING = enum.auto()  # a READ is in flight
-    CONFIRMING = enum.auto()  # all bytes are in; not the source's word
-    CHECKING = enum.auto()  # the source held it; our own checksums lack
+    CONFIRMING = enum.auto()  # all bytes are in; the source's word is missing
+    CHECKING = enum.auto()  # the source held it; our own checksums are missing
     ABANDONED = enum.auto()  # unwanted, but a READ is in flight
 
 
@@ -48,7 +48,7 @@ class Fetch:
     landed: int = 0  # taken blocks that are in
     ends: list[tuple[float, int]] = field(default_factory=list)
     """When unverified READs ended, and `landed` then."""
-    verified: int = 0  # landed blocks held since
+    verified: int = 0  # landed blocks that the source has held since
     retried: bool = False
     token: int = 0  # names the End that is to confirm it
     checks: Checks = field(default_factory=Checks)

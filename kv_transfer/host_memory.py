@@ -3,8 +3,9 @@
 The memory is a sealed memfd, opened as /proc/PID/fd/FD, within one user and PID namespace. Process
 ids are reused, so whoever maps looks in the memory itself for a proof.
 
-A source keeps each held lease's epoch in a word there. A reader that finds the epoch after its last
-byte has the right bytes; otherwise (leases share words) it asks.
+A source keeps each lease's epoch in a word there, until the step loop hears that the lease has
+ended. A reader that finds the epoch after its last byte has the right bytes; otherwise (leases
+share words) it asks.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def mapped(place: HostFile, size: int, who: str, what: str) -> mmap.mmap:
             f"kv_connector direct needs one PID namespace, and {who} runs in another one "
             "(containers: docker run --pid, shareProcessNamespace in a pod)"
         )
-    # Must not make us wait (a pipe) or fault (a file that shrinks).
+    # The peer's file must not make us wait (a pipe) or fault (a file that shrinks).
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
         file = os.open(f"/proc/{place.pid}/fd/{place.file}", flags)

@@ -70,7 +70,7 @@ class GpuSide:
         self._tables: list[_Table] = []  # unused
 
     def open(self, memory: PoolMemory) -> GpuPiece:
-        """Take a stream and compile the kernel, which takes seconds. Raises ConfigError."""
+        """Take a stream and compile the kernel, which may take seconds. Raises ConfigError."""
         import torch
 
         from kvrelay.kernels import cuda_runtime, gather_blocks

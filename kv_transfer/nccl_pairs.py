@@ -328,7 +328,7 @@ class Pair(abc.ABC):
 
 
 def within(limit_s: float, true: Callable[[], bool]) -> bool:
-    """Wait until it is true; False: it took longer than `limit_s`."""
+    """Wait until it is true; return False after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while not true():
         if time.monotonic() >= deadline:
@@ -337,7 +337,7 @@ def within(limit_s: float, true: Callable[[], bool]) -> bool:
     return True
 
 
-# Asked for before the first is through.
+# Transfers asked for before the first is through.
 MAX_ASKS = 4096
 
 
@@ -404,7 +404,7 @@ class ReaderPair(Pair):
         self._introduced = False
 
     def read(self, transfer: Transfer) -> bool:
-        """Read; False if this pair has ended and another is needed."""
+        """Read; return False if this pair has ended: another is needed."""
         with self._changed:
             if self.over is not None:
                 return False

@@ -51,7 +51,7 @@ class _Peer:
     due: float = 0.0
     """When its answer, a heartbeat or another dialling is due."""
     welcome: HandshakeReply | None = None
-    """Of this connection."""
+    """The last one on this connection."""
     lost: KvrelayError | None = None
     vanished: bool = False
     words: HeldWords | None = None
@@ -63,7 +63,7 @@ class _Peer:
     sources: list[tuple[int, Source]] = field(default_factory=list)
     """Which rank of ours reads what; none until open at both ends."""
     heads: list[int] = field(default_factory=list)
-    """Where our KV heads' checksums lie; empty if either has none."""
+    """Where our KV heads' checksums lie among the peer's; empty if either has none."""
     joined: bool = False
     """The backend can read, as far as known."""
 

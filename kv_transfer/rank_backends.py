@@ -167,7 +167,7 @@ def join_connector(
 def terms_of(config: TransferConfig, rank_heads: int = 0) -> BackendTerms:
     """Return the backends' configuration; `rank_heads`: KV heads of each of several ranks."""
     kinds = KINDS if config.kv_connector == "auto" else (config.kv_connector,)
-    # A later pair is useless; who is silent for a lease has lost it.
+    # A pair made after its fetch's deadline is useless; who is silent for a lease has lost it.
     summed_heads = rank_heads if config.kv_checksums else 0
     return BackendTerms(
         kinds, config.kv_host, config.transfer_deadline_s, config.lease_s, summed_heads
@@ -187,7 +187,7 @@ def _backend(kind: str, name: str, region: PoolRegion, terms: BackendTerms) -> T
     if kind == "nixl":
         from kvrelay.kv_transfer.nixl import NixlBackend
 
-        # NIXL knows peers by name: a restarted node needs another one.
+        # NIXL knows peers by name: a restarted node needs another name.
         return NixlBackend(f"{name}-{uuid.uuid4().hex}", region, terms.host)
     from kvrelay.kv_transfer.nccl import NcclBackend
 

@@ -1,7 +1,8 @@
 """The link between rank 0 of an engine, where its `TransferEngine` is, and its other ranks.
 
-An engine of one rank has none. Connections are encrypted (ZMQ CURVE) by a key that rank 0 draws at
-its start and sends with the engine's own messages, so ranks of other hosts need no secret.
+An engine of one rank has none. Connections are authenticated and encrypted (ZMQ CURVE) by a key
+that rank 0 draws at its start and sends with the engine's own messages, so ranks of other hosts
+need no secret.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Close(msgspec.Struct, tag="close", frozen=True):
 
 
 class Prepared(msgspec.Struct, tag="prepared", frozen=True):
-    """A rank's first message: its pool, and which backends it lacks."""
+    """A rank's first message: its pool, and why it lacks some backends."""
 
     rank: int
     region: PoolRegion

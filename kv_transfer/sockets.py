@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Socket = zmq.Socket[bytes]
 
-# Messages taken from one socket at a time.
+# Messages taken from one socket before the others get their turn.
 BURST = 256
 # How long farewells may take when we close.
 LINGER_MS = 100

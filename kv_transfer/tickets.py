@@ -1,7 +1,7 @@
 """Signed tickets: a reader follows the ticket of a node that has the cluster's secret.
 
-Pure: `now` is a Unix second. HMAC-SHA256 under a key made of the secret, so the audience is the
-cluster. Without a secret tickets are unsigned and lead to no other machine.
+Pure: `now` is a Unix second. The signature is HMAC-SHA256 under a key made of the secret, so its
+audience is the cluster. Without a secret tickets are unsigned and lead to no other machine.
 """
 
 from __future__ import annotations

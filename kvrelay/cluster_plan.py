@@ -115,8 +115,6 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine as the plan must know it."""
-
     cores: int
     gpus: tuple[str, ...]
     """Values for CUDA_VISIBLE_DEVICES, one per GPU."""

@@ -29,7 +29,6 @@ _AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Add all of them to the program."""
     for name, command in (
         ("chat", _chat),
         ("key", _key),

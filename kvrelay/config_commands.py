@@ -284,7 +284,6 @@ def _shown(setting: Setting) -> str | bool:
 
 
 def add_config_commands(app: typer.Typer) -> None:
-    """Add all of them to the program."""
     about = "Start a whole cluster on this machine and keep it alive."
     _add(app, "up", about, ClusterConfig, _run_cluster, skip=_CLUSTER_SKIP)
     about = "Write compose.yaml and .env for a whole cluster in containers on one host."

@@ -35,8 +35,6 @@ class _HelpInOrder:
 
 
 class GroupedCommand(_HelpInOrder, TyperCommand):
-    """A command whose help has a section for each group of settings."""
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Remember which help is wanted: both options end the command in the same way."""
         ctx.meta[ALL] = ALL in args
@@ -62,8 +60,6 @@ class GroupedCommand(_HelpInOrder, TyperCommand):
 
 
 class GroupedCommands(_HelpInOrder, TyperGroup):
-    """A program whose help has a section for each group of commands."""
-
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for title, names in GROUPS.items():
             with formatter.section(title):

@@ -66,8 +66,6 @@ def _alike(prompt: int, output: int, count: int) -> list[Asked]:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A question to `kvrelay plan`."""
-
     gpus: int
     cards: Sequence[RateCard]
     asking: Asking

@@ -184,7 +184,6 @@ class BenchConfig:
 
     @property
     def slo(self) -> Slo:
-        """The targets of each answer."""
         default = Lengths(0, 0) if self.trace or self.sharegpt else self.fixed
         return Slo(self.ttft_ms or default.ttft_ms, self.tpot_ms or default.tpot_ms, self.gap_ms)
 
@@ -209,5 +208,4 @@ class BenchConfig:
         )
 
     def arrival(self, rate: float) -> Arrival:
-        """Return how requests come at that rate."""
         return Arrival(self.arrivals, rate, self.variation)

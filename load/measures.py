@@ -115,8 +115,6 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class ClientHealth(msgspec.Struct, frozen=True):
-    """How well the client itself did."""
-
     late: Percentiles
     lag: Percentiles
     """How late timers were, and so how late answers are read."""

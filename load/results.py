@@ -101,7 +101,6 @@ class Result(msgspec.Struct, frozen=True):
     work: Work
     slo: Slo
     attainment: float
-    """Share of requests that has to meet its targets."""
     made: Provenance
     runs: list[Run]
     found: SearchResult | None = None

@@ -118,8 +118,6 @@ def _rare_collections() -> Iterator[None]:
 
 
 class Sender:
-    """One load on its way."""
-
     def __init__(self, endpoint: Endpoint, load: Load) -> None:
         self._endpoint, self._load = endpoint, load
         path = f"/v1/{'chat/completions' if endpoint.chat else 'completions'}"

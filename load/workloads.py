@@ -101,7 +101,6 @@ class Work(msgspec.Struct, frozen=True):
     """Mean time between an answer and the next turn."""
     trace: str = ""
     sharegpt: str = ""
-    """A file in ShareGPT's format, instead of lengths."""
 
 
 @dataclass(frozen=True, slots=True)

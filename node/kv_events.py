@@ -99,7 +99,6 @@ class KvEvents:
         self._pub.send_multipart((b"", packed_number(number), payload), zmq.NOBLOCK)
 
     def report(self) -> KvEventsReport:
-        """Return where routers can listen."""
         return KvEventsReport(self._port, self._replay_port, self._next_number)
 
     async def close(self) -> None:

@@ -137,7 +137,6 @@ class MessageStream:
         return self._deltas(self._split_parts(self._parser, self._split.push(text)))
 
     def finish(self) -> list[Delta]:
-        """Return the rest."""
         if self._parser is None:
             return []
         parts = self._split_parts(self._parser, self._split.finish()) if self._split else []

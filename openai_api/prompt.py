@@ -43,8 +43,6 @@ class Beginning:
 
 
 class Prompts:
-    """A model's prompts."""
-
     def __init__(
         self,
         tokenizer: Tokenizer,

@@ -34,8 +34,6 @@ def opening(prompt_end: str, form: ReasoningFormat) -> Opening:
 
 
 class ReasoningSplit(StateParser):
-    """A splitter of text into reasoning and content."""
-
     def __init__(self, form: ReasoningFormat, begins: Opening) -> None:
         self._openers, self._closers = form.openers, form.closers
         self._inside = begins is Opening.INSIDE

@@ -28,8 +28,6 @@ _STILL_THERE = ("it is draining", "it was removed")
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """A request that was answered."""
-
     at_ms: float
     prompt: int
     output: int

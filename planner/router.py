@@ -173,8 +173,6 @@ class _Queued(QueuedRequest):
 
 
 class SimulatedAdmission:
-    """A router's admission."""
-
     def __init__(
         self, router: Router, max_queue: int, later: Callable[[float, Callable[[float], None]], None],
         begins: Begins, refused: Callable[[Stream], None],

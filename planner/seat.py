@@ -12,14 +12,11 @@ __all__ = ["Leg", "PlacementHints", "Planned", "Seat"]
 
 
 class Leg(enum.Enum):
-    """A request's wish of a node."""
-
     PREFILL = "prefill"
     """Compute the prompt's KV, and a token; the KV is kept until it is released."""
     DECODE = "decode"
     """Generate tokens from KV that is fetched."""
     WHOLE = "whole"
-    """Prompt and tokens."""
 
 
 @dataclass(frozen=True, slots=True)

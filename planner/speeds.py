@@ -20,8 +20,6 @@ _BY_LAUNCH = 1.25
 
 
 class Speeds:
-    """A card's speeds, for all nodes that have it."""
-
     def __init__(self, card: RateCard) -> None:
         self.card = card
         self.ahead = card.ahead

@@ -1,8 +1,8 @@
 """Chooses where a prompt is computed and where its answer is generated, by one price. Pure.
 
 A prompt goes to a prefill node, or to a decode node where that is cheaper for all: for the request,
-which waits, and for those whose tokens it delays. Each one's targets make milliseconds of waiting
-and of decoding comparable.
+which waits, and for those whose tokens it delays. Each request's targets make milliseconds of
+waiting and of decoding comparable.
 
 A decode node with `r` tokens per ms, of which each costs `b` of its steps, and a share `u` of its
 time for prompts settles at a time per token of `step / (1 - u - r * b)`: near that limit
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 LINK_MS = 2.0
-"""The time of an unknown hand-over."""
+"""The time of a hand-over between nodes of which nothing is known."""
 DEEP_MS = 1_000.0
 """The backlog from which on further requests wait in the router, in order."""
 _AVOIDED_MS = 10_000.0
@@ -45,7 +45,7 @@ class PlacementRequest:
     tokens: int
     """Tokens of the prompt, and those generated elsewhere."""
     output: float
-    """Expected tokens of the answer: a mean of ended answers."""
+    """Expected tokens of the answer: a mean of ended answers, never what is allowed."""
     ttft_ms: float
     tpot_ms: float
     """The targets by which a millisecond of waiting and of decoding is measured."""

@@ -114,7 +114,8 @@ class RolePlanner:
         busy = Role.PREFILL if mixed else max(use, key=lambda role: use[role])
         idle, most = OTHER[busy], max(use.values())
         then = use_of(self._work, {busy: up[busy] + 1, idle: up[idle] - 1}, left)
-        # In a role of many nodes one more is less than any margin: the giving role counts.
+        # To a role of many nodes one more is less than any margin: what counts is the role that
+        # gives it away.
         after = then[idle] if up[Role.PREFILL] and up[idle] > 1 else max(then.values())
         # The last prefill node that became a decode node goes back when it can.
         returns = mixed and self._last is Role.DECODE and after <= LIMIT - 2 * MARGIN

@@ -157,7 +157,7 @@ class Router:
         ]
         if not nodes:
             raise self.pool.no_node(Role.PREFILL, model)
-        # A text may end nodes as a completion may.
+        # A text that ends one node may end the next, as a completion may.
         *others, last = nodes[: min(self.config.attempts, MAX_LOST)]
         for node in others:
             try:
@@ -200,8 +200,9 @@ class Router:
 
 
 def changes(old: RouterConfig, new: RouterConfig) -> list[str]:
-    """Return the names of settings that differ. Raises ConfigError if some are fixed, or no API key
-    is left.
+    """Return the names of settings that differ. Raises ConfigError if some are fixed.
+
+    Also if no API key is left: half a file must not open the router to everybody.
     """
     differ = [
         field.name

@@ -81,7 +81,7 @@ class RouterApp(FastAPI):
         )
 
     async def _early_answer(self, scope: Scope, receive: Receive) -> Response | None:
-        # Completions need nothing that FastAPI puts around a route.
+        # Refuses requests without a key. Completions need nothing that FastAPI puts around a route.
         router, request = self._router, Request(scope, receive)
         try:
             check_key(scope, router.keyring, router.metrics, router.config.admin_key)

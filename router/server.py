@@ -28,7 +28,7 @@ from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["settle", "make_server", "run", "serve"]
 
-# Above OpenAI clients' idle time, so that we never close first.
+# Above the idle time after which OpenAI clients close a kept connection: we never do so first.
 _KEEP_CONNECTION_S = 75
 
 

@@ -166,7 +166,7 @@ def model_health(models: Models) -> tuple[Health, dict[str, bool]]:
 
 
 class Shared:
-    """A router process's part in a group on one port; this is one alone.
+    """A router process's part in a group on one port; this one is alone.
 
     router/workers/worker.py overrides it in workers, router/workers/parent.py in their parent.
     """

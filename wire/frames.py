@@ -166,8 +166,6 @@ frame_of = msgspec.msgpack.Decoder(Frame).decode
 
 
 class MessageReader:
-    """A reader that cuts a byte stream into messages."""
-
     def __init__(self, max_body_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_body_bytes = max_body_bytes
         self._rest = bytearray()

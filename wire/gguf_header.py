@@ -26,8 +26,6 @@ _MAX_DIMENSIONS = 8  # GGML has 4
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A tensor in the header."""
-
     shape: tuple[int, ...]
     """In torch's order."""
     kind: int
@@ -38,8 +36,6 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """A GGUF file's header."""
-
     metadata: dict[str, Value]
     tensors: dict[str, TensorPlace]
 

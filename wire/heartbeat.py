@@ -41,8 +41,6 @@ _CONTEXT = b"kvrelay heartbeat 1\0"
 
 
 class NodeState(enum.StrEnum):
-    """A state of a node that announces itself."""
-
     OK = "ok"
     DRAINING = "draining"
     LEAVING = "leaving"

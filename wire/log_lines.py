@@ -53,7 +53,6 @@ class Seldom:
 
 
 def formatter(log_format: str, process: str, worker: int | None = None) -> logging.Formatter:
-    """Return the format of a process's lines."""
     if log_format == "json":
         return JsonLines(process, worker)
     return _TextLines(_TEXT.format("" if worker is None else f"[{worker}]"))
@@ -65,8 +64,6 @@ class _TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """A line as one JSON object."""
-
     def __init__(self, process: str, worker: int | None = None) -> None:
         super().__init__()
         self._of: dict[str, object] = {"process": process} | (

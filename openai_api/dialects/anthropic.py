@@ -262,8 +262,6 @@ def translate_messages(body: bytes, message_id: str) -> tuple[bytes, Dialect]:
 
 
 class AnthropicAnswer(ChatAnswer):
-    """An answer of the Anthropic API."""
-
     begins_at_once = False
     kinds = ("thinking", "text")
 

@@ -1,7 +1,7 @@
 """API keys by their hashes, what each may do, and how much of it. Pure; times are seconds.
 
-Keys are random (256 bits), so a plain SHA-256 is enough. A given key is compared with all, in
-constant time.
+Keys are random (256 bits), so a plain SHA-256 is enough, and a slow hash would cost every request.
+A given key is compared with all, in constant time.
 
 Limits per minute are token buckets, a minute's worth deep. Tokens are taken by estimate and put
 right at the end, so a bucket may owe some, for which the next request waits.
@@ -103,7 +103,7 @@ class Keyring:
             return ANYONE
         digest = hash_of(given)
         found: Caller | None = None
-        for caller in self.callers:
+        for caller in self.callers:  # all of them, whichever it is
             if hmac.compare_digest(caller.sha256, digest):
                 found = caller
         if found is None:

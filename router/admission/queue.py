@@ -66,10 +66,9 @@ class AdmissionQueue(Generic[E, P]):
         return request in self._lines.get(request.priority, {}).get(request.key, ())
 
     def arrive(self, request: E, max_of_key: int = 0) -> P | Wait | Refusal:
-        """Return where a new request begins now, or that it waits, or why neither. Raises
-        KvrelayError.
+        """Return where a new request begins now, or that it waits, or why neither.
 
-        `max_of_key` limits how many of its key may wait; 0: no limit.
+        `max_of_key` limits how many of its key may wait; 0: no limit. Raises KvrelayError.
         """
         found = self._find(request)
         if isinstance(found, Refuse):

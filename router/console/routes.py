@@ -1,7 +1,7 @@
 """The routes of the console: its page, and what the page shows.
 
-The page needs no key; all that it shows and does wants the admin key (router/guard.py). Its headers
-keep it from loading anything from elsewhere.
+The page holds no secret and needs no key; all that it shows and does wants the admin key
+(router/guard.py). Its headers keep it from loading anything from elsewhere.
 """
 
 from __future__ import annotations

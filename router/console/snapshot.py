@@ -1,8 +1,7 @@
-"""The console's snapshot, joined from all workers. Its types are the contract of GET
-/console/state.
+"""The console's snapshot, joined from all workers.
 
-Requests are summed; what each process finds out by itself (is a node up, its breakers) is shown as
-the worst that any sees.
+The types are the contract of GET /console/state. Requests are summed; what each process finds out
+by itself (is a node up, its breakers) is shown as the worst that any sees.
 """
 
 from __future__ import annotations
@@ -125,6 +124,8 @@ def _edges(requests: Iterable[EndedRequest]) -> list[tuple[str, str, int]]:
 
 
 class ConsoleState:
+    """A process's state for the console; no prompt, answer or body is kept."""
+
     def __init__(self, pool: Pool, models: Models, metrics: Metrics, shared: Shared) -> None:
         self._pool, self._models = pool, models
         self._metrics, self._shared = metrics, shared

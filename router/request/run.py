@@ -5,8 +5,8 @@ makes room and reads the KV meanwhile. The first token comes through whichever h
 
 A 4xx goes to the client and blames nobody. After a 429 the node rests, and another one gets the
 request with the same ticket. A lost process is down until it answers a health check, and its
-requests always move. Any other failure counts for the node's breaker, and is retried while the
-retry budget lasts, or if the client has a part of the answer.
+requests always move. Any other failure counts for the node's breaker, and is tried elsewhere while
+the retry budget lasts, or if the client has a part of the answer.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class RequestRun(Run):
                     await Attempt(self, lease, place, source).run(body)
                     return True
             except Diverged as why:
-                # Nobody's fault.
+                # Nobody's fault; the next request begins behind what the client has.
                 again = "id=%s: the decode request on %s starts again: %s"
                 _log.warning(again, self.job.id, lease.node.url, why)
             except AttemptFailed as why:

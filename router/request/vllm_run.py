@@ -4,11 +4,11 @@ The contract is that of vLLM's NixlConnector: the prefill request asks for one t
 `do_remote_decode`; the answer's `kv_transfer_params` go to the decode node unchanged, which draws
 the token again.
 
-A failed request is tried on other nodes until the client has bytes; a vLLM node does not tell the
-state from which another could go on. KV that a decode node may have read is offered to no other:
-vLLM frees a prompt's blocks after the first read without a fence, so a second reader could get
-another request's KV. Unfetched KV stays until its node drops it (after 30 s, in older versions
-480).
+A failed request is tried on other nodes until the client has bytes; then it ends with an error, as
+a vLLM node does not tell the state from which another could go on. KV that a decode node may have
+read is offered to no other: vLLM frees a prompt's blocks after the first read without a fence, so a
+second reader could get another request's KV. Unfetched KV stays until its node drops it (after 30
+s, in older versions 480).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class VllmRun(Run):
             unique = f"{self.job.node_id}-{again}"
 
     async def _prefill_and_decode(self, headers: Mapping[str, str]) -> bool:
-        # Returns whether a decode request has answered.
+        # Runs decode requests while the KV is good; returns whether one has answered.
         params, alone = None, undivided_because(self.job)
         if alone is None:
             params = await self._prefill(headers)

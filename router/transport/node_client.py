@@ -37,9 +37,9 @@ from kvrelay.wire.router_config import RouterConfig
 __all__ = ["AttemptFailed", "NodeClient", "Refused", "node_tls"]
 
 _KV_DEADLINE_S = 2.0
-_QUESTION_DEADLINE_S = 10.0  # tokenizes 16 MiB of text
+_QUESTION_DEADLINE_S = 10.0  # enough to tokenize 16 MiB
 _MAX_SHORT_BYTES = 1 << 20
-_SILENT_CHECKS = 3  # as many as cut a node's requests
+_SILENT_CHECKS = 3  # so many missed cut a node's requests
 # Below uvicorn's 5 s, so that nodes never close a kept connection under a request.
 _KEEP_CONNECTION_S = 2.0
 
