@@ -171,7 +171,7 @@ class Peers:
                 for lease in self._fetches.growing(peer.key):  # news may have been lost
                     self._control.send(peer.key, Follow(lease))
                 if not peer.sources:
-                    self._go_on(peer, now)
+                    self._go_on(peer, now, again=True)
             else:
                 waited = f"within {self._config.lease_s:g} s"
                 self._lose(peer, PeerLost(f"no answer from {peer.where} {waited}"), now)
@@ -255,8 +255,11 @@ class Peers:
         else:
             self.on_read_over(key)
 
-    def _go_on(self, peer: _Peer, now: float) -> None:
-        """Open the best backend left at both ends, then join the peer."""
+    def _go_on(self, peer: _Peer, now: float, *, again: bool = False) -> None:
+        """Open the best backend left at both ends, then join the peer.
+
+        The peer tells when it has opened it; `again`: ask it anew.
+        """
         welcome, backends = peer.welcome, self._backends
         assert welcome is not None
         kinds = backends.shared(welcome)
@@ -273,10 +276,12 @@ class Peers:
         if peer.kind in peer.failed:
             why = peer.failed[peer.kind].message
             log.info("no KV by %s from %s: %s", peer.kind, peer.where, why)
+        again = again or peer.kind != kinds[0]
         peer.kind = kind = kinds[0]
         opening = backends.open(kind)
         if kind in welcome.on_request:
-            self._control.send(peer.key, msgspec.structs.replace(self._hello, opens=[kind]))
+            if again:
+                self._control.send(peer.key, msgspec.structs.replace(self._hello, opens=[kind]))
         elif not opening:
             peer.sources = backends.sources(welcome, kind)
             backends.add_peer(peer.key, kind, peer.sources)
