@@ -13,6 +13,9 @@ from kvrelay.paged_engine.request import Chunk, Request
 
 __all__ = ["NgramIndex", "ROWS", "Speculation"]
 
+# Indexing a long prompt at once would take more than a millisecond.
+_INDEXED_PER_CALL = 2048
+
 
 class NgramIndex:
     """An index from n-grams of a growing text to what followed them last."""
@@ -28,10 +31,11 @@ class NgramIndex:
 
         `tokens` may only have grown since the last call.
         """
-        for end in range(self._indexed, len(tokens)):
+        until = min(len(tokens), self._indexed + _INDEXED_PER_CALL)
+        for end in range(self._indexed, until):
             for n in range(self._shortest, min(self._longest, end) + 1):
                 self._follower[tuple(tokens[end - n : end])] = end
-        self._indexed = len(tokens)
+        self._indexed = until
         for n in range(min(self._longest, len(tokens)), self._shortest - 1, -1):
             place = self._follower.get(tuple(tokens[-n:]))
             if place is not None:
