@@ -78,7 +78,7 @@ def read_adapter(path: str, model: ModelConfig, max_rank: int) -> Adapter:
     """Return the adapter in a folder, checked against the whole model. Raises ConfigError."""
     folder = Path(path)
     config = _read_config(folder)
-    decisive = [config.get(name) or None for name in _DECISIVE]
+    decisive = {name: config.get(name) or None for name in _DECISIVE}
     digest = blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16)
     modules: dict[str, Matrices] = {}
     try:

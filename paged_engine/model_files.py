@@ -132,7 +132,7 @@ def _model_path(model: str, load_format: str) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as why:
+    except (OSError, ValueError, RecursionError) as why:
         raise ConfigError(f"{path} cannot be read as JSON: {why}") from why
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object, got {type(value).__name__}")

@@ -67,6 +67,24 @@ def test_the_digest_is_of_the_content(base, tmp_path):
     assert len(set(digests)) == 3
 
 
+def test_the_digest_is_that_of_earlier_releases(base, tmp_path):
+    """It travels in tickets between releases."""
+    scaled = {"use_rslora": True, "alpha_pattern": {"q_proj": 8}}
+    folder = make_adapter(tmp_path / "a", base, seed=1, targets=("q_proj",), **scaled)
+    path = folder / "adapter_model.safetensors"
+    save_file({name: torch.ones_like(each) for name, each in load_file(path).items()}, path)
+    assert read(folder, base).digest == "8a01d814f490ea48245340cf6a81d254"
+
+
+@pytest.mark.parametrize("depth", [950, 100_000])
+def test_a_config_that_is_nested_too_deeply_is_refused(base, tmp_path, depth):
+    folder = make_adapter(tmp_path / "a", base, seed=1)
+    config = '{"peft_type": "LORA", "r": 4, "lora_alpha": 1, "rank_pattern": '
+    (folder / "adapter_config.json").write_text(config + "[" * depth + "]" * depth + "}")
+    with pytest.raises(ConfigError):
+        read(folder, base)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
