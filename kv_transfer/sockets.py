@@ -8,6 +8,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.log_lines import Seldom
 
 __all__ = ["NO_HANDSHAKE", "Codec", "Connection", "Socket", "SocketThread", "listen", "received"]
 
@@ -48,6 +50,7 @@ class Codec(Generic[T]):
     ) -> None:
         """`limit`: bytes of a frame; hooks as msgspec's."""
         self.limit = limit
+        self._malformed = Seldom()
         self._encoder = msgspec.msgpack.Encoder(enc_hook=enc_hook)
         self._decoder: msgspec.msgpack.Decoder[T]
         self._decoder = msgspec.msgpack.Decoder(messages, dec_hook=dec_hook)
@@ -74,9 +77,13 @@ class Codec(Generic[T]):
                     raise ValueError(f"a message has one frame, not {len(frames)}")
                 message = self.decode(frame)
             except (msgspec.DecodeError, ValueError) as error:
-                log.warning(
-                    "%s is not understood: %s", sock.getsockopt_string(zmq.LAST_ENDPOINT), error
-                )
+                if times := self._malformed.times(time.monotonic()):
+                    log.warning(
+                        "%s is not understood: %s, times=%d since the last line",
+                        sock.getsockopt_string(zmq.LAST_ENDPOINT),
+                        error,
+                        times,
+                    )
                 message = None
             yield sender[0] if sender else b"", message
 
