@@ -32,7 +32,7 @@ class Offer:
     completion: Completion | None = None
     follower: bytes | None = None
     asked: set[tuple[bytes, int]] = field(default_factory=set)
-    """Blocks whose checksums each reader asked for."""
+    """Blocks whose checksums are due to each reader."""
 
     @property
     def lease(self) -> LeaseId:
@@ -112,7 +112,7 @@ class Offers:
     def ask(self, lease: LeaseId, reader: bytes, blocks: Sequence[int]) -> list[int] | None:
         """Return blocks whose checksums this reader is to hear; None if the lease is over.
 
-        Left out are those beyond `MOST_BLOCKS`, unreadable ones, and repeats.
+        Left out are those beyond `MOST_BLOCKS`, unreadable ones, and those already due.
         """
         offer = self.find(lease)
         if offer is None:
@@ -123,15 +123,26 @@ class Offers:
         offer.asked.update((reader, block) for block in new)
         return new
 
+    def vouch(
+        self, lease: LeaseId, reader: bytes, checksums: dict[int, bytes]
+    ) -> ChunkProgress | None:
+        """Return the answer to `ask`; None if the lease is over. The reader may ask again."""
+        offer = self.find(lease)
+        if offer is None:
+            return None
+        offer.asked.difference_update((reader, block) for block in checksums)
+        return msgspec.structs.replace(offer.progress(), checksums=checksums)
+
     def renew(self, leases: Iterable[LeaseId], now: float) -> tuple[list[LeaseId], list[LeaseId]]:
         """Prolong leases to `now + lease_s`. Returns (kept, lost)."""
         self.expire(now)
         kept: list[LeaseId] = []
         lost: list[LeaseId] = []
         for lease in dict.fromkeys(leases):
-            (lost if self.find(lease) is None else kept).append(lease)
-        for lease in kept:
-            self.prolong(lease.request_id, now)
+            offer = self.find(lease)
+            (lost if offer is None else kept).append(lease)
+            if offer is not None and offer.expires_at < NEVER:
+                self._prolong(offer, now)
         return kept, lost
 
     def prolong(self, request_id: str, now: float) -> None:

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-import msgspec
-
 from kvrelay.kv_transfer.backend import Joined, ReadEnded, TransferBackend
 from kvrelay.kv_transfer.backends import Backends
 from kvrelay.kv_transfer.connector import (
@@ -95,7 +93,7 @@ class TransferEngine:
         heads = ((0, fingerprint.kv_heads),) if link is None else link.heads
         # All ranks hold equally many heads.
         self._fetches = FetchTable(config, len(heads) * region.block_bytes)
-        self._callers: set[bytes] = set()  # readers that await a backend
+        self._callers: dict[bytes, list[str]] = {}  # readers, and backends that they await
         self._broken: Exception | None = None
         self._control = ControlThread(self, config.kv_host, config.kv_port, config.cluster_secret)
         self.address = self._control.address
@@ -342,13 +340,15 @@ class TransferEngine:
         if news:
             self._wake()
 
-    def _welcome(self, caller: bytes, hello: HandshakeRequest) -> Message:
+    def _welcome(self, caller: bytes, hello: HandshakeRequest) -> Message | None:
         difference = hello.fingerprint.difference(self._fingerprint)
         if difference is not None:
             return Refused(f"{difference}; both nodes need the same model and KV settings")
-        for kind in hello.opens:
-            if self._backends.open(kind):
-                self._callers.add(caller)
+        kinds = list(self._backends) if hello.opens is None else hello.opens
+        if opening := [kind for kind in kinds if self._backends.open(kind)]:
+            self._callers[caller] = opening
+            if hello.opens is None:
+                return None
         return self._reply()
 
     def _reply(self) -> HandshakeReply:
@@ -365,17 +365,16 @@ class TransferEngine:
 
     def _on_opened(self, _: str) -> None:
         self._peers.on_opened(time.monotonic())
-        for caller in self._callers:
-            self._control.send_to_reader(caller, self._reply())
-        self._callers.clear()
+        for caller, kinds in list(self._callers.items()):
+            if not any(map(self._backends.open, kinds)):
+                del self._callers[caller]
+                self._control.send_to_reader(caller, self._reply())
 
     def _vouch(
         self, reader: bytes, lease: LeaseId, blocks: list[int], checksums: list[bytes]
     ) -> None:
-        offer = self._offers.find(lease)
-        if offer is not None:
-            sums = dict(zip(blocks, checksums, strict=True))
-            told = msgspec.structs.replace(offer.progress(), checksums=sums)
+        told = self._offers.vouch(lease, reader, dict(zip(blocks, checksums, strict=True)))
+        if told is not None:
             self._control.send_to_reader(reader, told)
 
     def _summed(self, command: Sum, checksums: list[bytes]) -> None:

@@ -6,7 +6,7 @@ import math
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrelay.kv_transfer import offers as module
@@ -51,6 +51,15 @@ class Table(Offers):
         max_size=60,
     )
 )
+@example(  # both run out in one step, the older one last
+    [
+        ("offer", "a", 0, 0.1),
+        ("offer", "b", 0, 0.1),
+        ("renew", "a", 0, 0.1),
+        ("release", "c", 0, 4.0),
+        ("release", "c", 0, 4.0),
+    ]
+)
 def test_leases_equal_a_model(operations: list[tuple[str, str, int, float]]) -> None:
     offers, now = Table(), 0.0
     held: dict[str, tuple[int, float]] = {}  # by request: epoch, and end or infinity
@@ -59,7 +68,8 @@ def test_leases_equal_a_model(operations: list[tuple[str, str, int, float]]) -> 
     for operation, name, age, seconds in operations:
         now += seconds
         offers.expire(now)
-        for late in sorted((each for each in held if held[each][1] <= now), key=held.__getitem__):
+        over = [each for each in held if held[each][1] <= now]
+        for late in sorted(over, key=lambda each: held[each][1]):
             ended.append(Released(late, expired=True))
             del held[late]
         lease = LeaseId(name, epochs.get(name, 0) - age)
@@ -149,11 +159,12 @@ def test_a_lease_of_another_time_and_one_that_has_ended_are_not_known() -> None:
     assert offers.ask(LeaseId("r", 2), b"a", [1]) is None
     offers.release("r")
     assert offers.follow(LEASE, b"a") is offers.ask(LEASE, b"a", [1]) is None
+    assert offers.vouch(LEASE, b"a", {1: b"1"}) is None
     offers.grow("r", 1)
     assert (offers.news, len(offers)) == ([], 0)
 
 
-def test_a_reader_hears_each_checksum_once_and_none_of_what_cannot_be_read(
+def test_a_reader_hears_each_checksum_once_a_question_and_none_of_what_cannot_be_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "MOST_BLOCKS", 2)
@@ -161,5 +172,8 @@ def test_a_reader_hears_each_checksum_once_and_none_of_what_cannot_be_read(
     offers.offer("r", ready=3)
     asked = [offers.ask(LEASE, b"a", blocks) for blocks in ([1], [2, 2, 1], [1, 2], [4], [9, 3])]
     assert asked == [[1], [2], [], [], []]
+    told = offers.vouch(LEASE, b"a", {2: b"2"})
+    assert told == ChunkProgress(LEASE, 3, None, {2: b"2"})
+    assert offers.ask(LEASE, b"a", [1, 2]) == [2]  # the lease's next fetch
     assert offers.ask(LEASE, b"b", [1, 2, 3]) == []  # too many
     assert offers.ask(LEASE, b"b", [1, 2]) == [1, 2]
