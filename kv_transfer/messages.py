@@ -39,8 +39,8 @@ class HandshakeRequest(msgspec.Struct, tag="hello", frozen=True):
 
     engine_id: str
     fingerprint: Fingerprint
-    opens: list[str] = []
-    """Backends to open; another reply tells of each."""
+    opens: list[str] | None = None
+    """Backends to open, told by another reply; None, of version 1: all, before the reply."""
 
 
 class RankCard(msgspec.Struct, frozen=True):

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 from engine_node import CONFIG, FINGERPRINT, EngineNode
 from shared_backend import BLOCKS, REGION, Missing, Refusing, SharedBackend, pattern
 
 from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed
-from kvrelay.kv_transfer.messages import HandshakeReply, HandshakeRequest, decode, encode
+from kvrelay.kv_transfer.messages import HandshakeReply, HandshakeRequest, Message, decode, encode
 from kvrelay.wire.errors import ConfigError
 
 
@@ -178,6 +179,43 @@ def test_a_source_opens_once_what_is_asked_for_and_says_when_it_is_open(make, mo
             assert reply() == (["a"], ["b"])
         may.set()
         assert reply() == (["a", "b"], [])
+        assert not dealer.poll(100)
+
+
+def test_a_source_that_is_slow_to_open_is_asked_once_a_heartbeat(make, monkeypatch) -> None:
+    may, asked = threading.Event(), []
+    monkeypatch.setattr(Slow, "may", may)
+    here, there = make(a=Refusing, b=SharedBackend), make(a=SharedBackend, b=Slow)
+    answer = there.engine.answer
+
+    def heard(sender: bytes, message: Message) -> Message | None:
+        asked.append(isinstance(message, HandshakeRequest))
+        return answer(sender, message)
+
+    monkeypatch.setattr(there.engine, "answer", heard)
+    threading.Timer(2 * CONFIG.heartbeat_s, may.set).start()
+    assert isinstance(here.fetch_from(there), Fetched)
+    assert 2 <= sum(asked) < 10
+
+
+def test_a_reader_of_version_1_gets_one_reply_when_all_backends_are_open(make, monkeypatch) -> None:
+    may = threading.Event()
+    monkeypatch.setattr(Slow, "may", may)
+    there = make(a=SharedBackend, b=Slow, c=SharedBackend)
+    host, port = there.engine.address
+    hello = msgspec.msgpack.decode(encode(HandshakeRequest("reader", FINGERPRINT)))
+    del hello["opens"]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(f"tcp://{host}:{port}")
+        dealer.send(msgspec.msgpack.encode(hello))
+        assert there.backends["c"].opened.wait(5)
+        assert not dealer.poll(100)
+        may.set()
+        assert dealer.poll(5000)
+        welcome = decode(dealer.recv())
+        assert isinstance(welcome, HandshakeReply)
+        assert (set(welcome.ranks[0].planes), welcome.on_request) == ({"a", "b", "c"}, [])
         assert not dealer.poll(100)
 
 
