@@ -35,8 +35,10 @@ __all__ = [
     "NodeKind",
     "NodeSpec",
     "ProcessDeaths",
+    "Reach",
     "Source",
     "kv_mismatch",
+    "kv_reach",
     "static_nodes",
 ]
 
@@ -256,6 +258,8 @@ class Node:
     load: Load = field(default_factory=Load)
     leases: set[Lease] = field(default_factory=set)
     kv: KvFacts | None = None
+    kv_kind: KvFacts | None = None
+    """What of `kv` counts for hand-overs, but for the host: few nodes differ in it."""
     breaker: Breaker = field(default_factory=Breaker)
 
     def __post_init__(self) -> None:
@@ -270,6 +274,16 @@ class Node:
         """Return whether a decode node computes prompts if asked; vLLM's do."""
         return self.kv is None or self.kv.computes_prompts
 
+    @property
+    def host(self) -> str:
+        return "" if self.kv is None else self.kv.host
+
+    def note_kv(self, kv: KvFacts | None) -> None:
+        self.kv = self.kv_kind = kv
+        if kv is not None:
+            address = kv.address if is_loopback(kv.address) else ""
+            self.kv_kind = KvFacts(kv.fingerprint, kv.planes, "", address)
+
     def serves(self, base: str, name: str) -> bool:
         return self.model == base and (name == base or name in self.adapters)
 
@@ -280,7 +294,26 @@ class Node:
             self.state.announced(load)
 
 
+class Reach(enum.Enum):
+    NONE = enum.auto()
+    ONE_HOST = enum.auto()
+    ANY = enum.auto()
+
+
 @functools.lru_cache(4096)
+def kv_reach(prefill: KvFacts | None, decode: KvFacts | None) -> Reach:
+    """Return between which hosts nodes of these two kinds of KV can hand over."""
+    if prefill is None or decode is None:
+        return Reach.ANY
+    if kv_mismatch(prefill, decode):
+        return Reach.NONE
+    here, there = (
+        msgspec.structs.replace(kind, host=host)
+        for kind, host in ((prefill, "one"), (decode, "other"))
+    )
+    return Reach.ONE_HOST if kv_mismatch(here, there) else Reach.ANY
+
+
 def kv_mismatch(prefill: KvFacts | None, decode: KvFacts | None) -> str | None:
     """Return why the decode node cannot take the prefill node's KV, naming both values, if so.
 

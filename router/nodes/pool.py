@@ -9,6 +9,7 @@ A node that no source names any more takes no new requests and is watched until 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -21,8 +22,9 @@ from kvrelay.router.nodes.node import (
     Node,
     NodeKind,
     NodeSpec,
+    Reach,
     Source,
-    kv_mismatch,
+    kv_reach,
     static_nodes,
 )
 from kvrelay.router.prefix.index import Prefix, PrefixIndex
@@ -60,9 +62,7 @@ class Pool:
         self.left: Callable[[Node], None] = lambda _node: None
         """Called when the last request of an unwanted node has ended."""
         self._turns = 0
-        self.kv_mixed = False
-        """Some two nodes of a model cannot hand over; else no choice compares."""
-        self._kv_kinds: defaultdict[str, set[KvFacts]] = defaultdict(set)
+        self._kv_mixed: bool | None = None  # None: not compared since a change
         self._typical_costs: dict[str, StepCosts] = {}
         self.set_members(Source.STATIC, static_nodes(prefill, decode), 0.0)
 
@@ -77,7 +77,7 @@ class Pool:
             node = self._by_url.get(url)
             if node is None:
                 self._join(spec, now)
-            elif before[url].role is not spec.role and node.role is not spec.role:
+            elif before.get(url, spec).role is not spec.role and node.role is not spec.role:
                 self.blame(node, f"it is listed as a {spec.role} node now", now)
                 self._set_role(node, spec.role)
         self.members = members  # last: what was not applied is told again
@@ -114,12 +114,14 @@ class Pool:
     def _drop_if_idle(self, node: Node) -> None:
         if node in self.leaving and not node.leases:
             self.leaving.remove(node)
+            self._kv_mixed = None
             self.prefixes.forget(node.url)
             self.left(node)
 
     def _forget_choices(self) -> None:
         self._up.clear()
         self._bases.clear()
+        self._kv_mixed = None
 
     def find(self, url: str) -> Node | None:
         return self._by_url.get(url.rstrip("/"))
@@ -288,21 +290,31 @@ class Pool:
             self._typical_costs.clear()
         node.model, node.max_model_len = report.model, report.max_model_len
         if report.kv != node.kv:
-            node.kv = report.kv
-            self._note_kv(report.model, report.kv)
+            node.note_kv(report.kv)
+            self._kv_mixed = None
         if started >= node.adapters_at:
             node.adapters = frozenset(report.adapters)
         if not node.up:
             node.up, node.since, node.reason = True, now, ""
             _log.info("%s node %s is up", node.role, node.url)
 
-    def _note_kv(self, model: str, facts: KvFacts | None) -> None:
-        known = self._kv_kinds[model]
-        if facts is not None and facts not in known:
-            known.add(facts)
-            self.kv_mixed |= any(
-                kv_mismatch(facts, other) or kv_mismatch(other, facts) for other in known
+    @property
+    def kv_mixed(self) -> bool:
+        """Return whether some two nodes of a model cannot hand over; else no choice compares."""
+        if self._kv_mixed is None:
+            kinds, hosts = (
+                defaultdict[str, set[KvFacts | None]](set),
+                defaultdict[str, set[str]](set),
             )
+            for node in (*self.nodes, *self.leaving):
+                kinds[node.model].add(node.kv_kind)
+                hosts[node.model].add(node.host)
+            self._kv_mixed = any(
+                reach is Reach.NONE or (reach is Reach.ONE_HOST and len(hosts[model] - {""}) > 1)
+                for model, known in kinds.items()
+                for reach in itertools.starmap(kv_reach, itertools.product(known, repeat=2))
+            )
+        return self._kv_mixed
 
     def _follow_role(self, node: Node, report: HealthReport) -> None:
         node.flips_to = report.flips_to

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from zlib import crc32
 
 from kvrelay.router.node_load import UNKNOWN, Share, default_targets
 from kvrelay.router.nodes.health import NodeHealth
-from kvrelay.router.nodes.node import Lease, Node, NodeKind, kv_mismatch
+from kvrelay.router.nodes.node import Lease, Node, NodeKind, Reach, kv_mismatch, kv_reach
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import (
     Cluster,
@@ -34,6 +35,7 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode
 from kvrelay.wire.router_config import PRICE, RouterConfig
 from kvrelay.wire.step_costs import RunningMean
+from kvrelay.wire.transfer import KvFacts
 
 __all__ = ["ChosenNodes", "PlacementLeases", "Placer", "PlacementQuery"]
 
@@ -43,7 +45,10 @@ _MOST_OUTPUT = 16_384.0
 _LEAST_TARGET, _MOST_TARGET = 0.5, 10.0
 
 
-Avoids = Callable[[str, str], bool]
+_Kind = tuple[KvFacts | None, str]
+"""A kind of KV, and the host where that counts."""
+_Group = tuple[Sequence[Node], Sequence[Node]]
+"""Prefill nodes that all can hand over to all of these decode nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,36 +160,41 @@ class Placer:
             request = replace(
                 request, ignores_room=True, ttft_limit_ms=math.inf, tpot_limit_ms=math.inf
             )
-        available, peer, mixed = self._node_health.available, wanted.peer, self._pool.kv_mixed
+        available, peer = self._node_health.available, wanted.peer
         decode: Sequence[Node] = available(Role.DECODE, wanted.model, tried_decode, now)
         able = [node for node in decode if anyway or node.computes_prompts]
         sources: Sequence[Node] = () if peer is None else (peer,)
         if peer is None and not alone:
             with suppress(NoNode):
                 sources = available(Role.PREFILL, wanted.model, tried_prefill, now)
-        if mixed:
-            sources = [source for source in sources if _takers(source, decode)]
-        if not sources:
+        groups = self._groups(sources, decode)
+        if not groups:
             if not able:
                 return self._nowhere(wanted, tried_prefill, now)
-            decode = able
-        sources = self._by_policy(Role.PREFILL, wanted, sources)
-        if mixed and len(sources) == 1:
-            decode = _takers(sources[0], decode)
-        targets = [node.state for node in self._by_policy(Role.DECODE, wanted, decode)]
+            groups = [((), able)]
         avoids = self._node_health.avoids(now)
         if peer is not None:
+            targets = [node.state for node in self._by_policy(Role.DECODE, wanted, groups[0][1])]
             placed = place_decode(request, targets, peer.url, avoids)
             return placed if isinstance(placed, Wait) else self._found(wanted, placed)
-        cluster = Cluster(
-            [node.state for node in sources],
-            targets,
-            self._unlike_or(avoids) if mixed else avoids,
-            self._spills and spills,
-            None if len(able) == len(decode) else {node.url for node in able}.__contains__,
-        )
-        way = place(request, cluster)
-        return self._found(wanted, way) if isinstance(way, Placement) else way
+        computes = None if len(able) == len(decode) else {node.url for node in able}.__contains__
+        ways, others = list[Placement](), list[Wait | Refuse]()
+        for prefill, takers in groups:
+            cluster = Cluster(
+                [node.state for node in self._by_policy(Role.PREFILL, wanted, prefill)],
+                [node.state for node in self._by_policy(Role.DECODE, wanted, takers)],
+                avoids,
+                self._spills and spills,
+                computes,
+            )
+            way = place(request, cluster)
+            if isinstance(way, Placement):
+                ways.append(way)
+            else:
+                others.append(way)
+        if ways:
+            return self._found(wanted, min(ways, key=lambda way: way.price))
+        return next((other for other in others if isinstance(other, Wait)), others[0])
 
     def take(self, found: ChosenNodes) -> PlacementLeases:
         wanted, request, source, target = (
@@ -236,13 +246,20 @@ class Placer:
             wanted, placed, wanted.peer or self._named(placed.prefill), self._named(placed.decode)
         )
 
-    def _unlike_or(self, avoids: Avoids | None) -> Avoids:
-        def unlike_or_avoided(prefill: str, decode: str) -> bool:
-            source, target = self._named(prefill), self._named(decode)
-            unlike = kv_mismatch(source.kv, target.kv) is not None
-            return unlike or (avoids is not None and avoids(prefill, decode))
-
-        return unlike_or_avoided
+    def _groups(self, prefill: Sequence[Node], decode: Sequence[Node]) -> list[_Group]:
+        if not self._pool.kv_mixed:
+            return [(prefill, decode)] if prefill and decode else []
+        kinds = itertools.product(*({node.kv_kind for node in each} for each in (prefill, decode)))
+        by_host = Reach.ONE_HOST in itertools.starmap(kv_reach, kinds)
+        sources, targets = (_by_kind(nodes, by_host=by_host) for nodes in (prefill, decode))
+        alike = defaultdict[tuple[_Kind, ...], list[Node]](list)
+        for kind, nodes in sources.items():
+            if takers := tuple(other for other in targets if _can_hand_over(kind, other)):
+                alike[takers] += nodes
+        return [
+            (nodes, [node for kind in takers for node in targets[kind]])
+            for takers, nodes in alike.items()
+        ]
 
     def _nowhere(self, wanted: PlacementQuery, tried: Collection[Node], now: float) -> Wait:
         prefill: Sequence[Node] = (
@@ -251,7 +268,7 @@ class Placer:
             else (wanted.peer,)
         )
         decode = self._pool.up(Role.DECODE, model=wanted.model, kind=NodeKind.KVRELAY)
-        if wanted.peer is None and any(_takers(source, decode) for source in prefill):
+        if wanted.peer is None and self._groups(prefill, decode):
             return Wait("no decode node that could take its KV takes legs now")
         unlikes = (kv_mismatch(source.kv, target.kv) for source in prefill for target in decode)
         raise KvNotLoaded.because("Incompatible", next(filter(None, unlikes), ""))
@@ -269,8 +286,18 @@ class Placer:
         return [POLICIES[name](wanted.request, roomy or nodes, self._rng)]
 
 
-def _takers(source: Node, decode: Sequence[Node]) -> list[Node]:
-    return [node for node in decode if kv_mismatch(source.kv, node.kv) is None]
+def _by_kind(nodes: Sequence[Node], *, by_host: bool) -> dict[_Kind, list[Node]]:
+    found = defaultdict[_Kind, list[Node]](list)
+    for node in nodes:
+        found[node.kv_kind, node.host if by_host else ""].append(node)
+    return found
+
+
+def _can_hand_over(prefill: _Kind, decode: _Kind) -> bool:
+    (kind, host), (other_kind, other_host) = prefill, decode
+    reach = kv_reach(kind, other_kind)
+    near = not host or not other_host or host == other_host  # an unknown host may be any
+    return reach is Reach.ANY or (reach is Reach.ONE_HOST and near)
 
 
 def _bounded(told_s: float | None, expected_ms: float) -> float:

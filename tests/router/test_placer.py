@@ -15,7 +15,7 @@ import pytest
 from router_doubles import KV, NO_PROMPTS, parse_job
 
 from kvrelay.router.nodes.health import NodeHealth
-from kvrelay.router.nodes.node import HealthReport, Node, NodeSpec, Source
+from kvrelay.router.nodes.node import HealthReport, Node, NodeSpec, Source, kv_reach
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Refuse, Wait
 from kvrelay.router.request.job import CHAT_PATH, Job, Slo, prefix_of
@@ -244,3 +244,29 @@ def test_among_many_hosts_each_prefill_node_is_paired_with_those_that_can_take_i
         prefill, decode = rig.found(job(user=str(at)), spills=False)
         assert prefill != "p1"
         assert int(prefill[1:]) % 2 == int(decode[1:]) % 2
+
+
+def test_nodes_are_compared_by_the_kinds_of_their_kv_until_the_odd_one_is_gone() -> None:
+    rig = Rig(30, 30)
+    for node in rig.pool.nodes:
+        rig.says(node.url[7:], kv=msgspec.structs.replace(KV, host=node.url, address=node.url[7:]))
+    assert not rig.pool.kv_mixed
+    rig.says("d0", kv=OTHER_KV)
+    assert rig.pool.kv_mixed
+    kv_reach.cache_clear()
+    assert rig.found(job(), spills=False)[1] != "d0"
+    assert kv_reach.cache_info().misses <= 4
+    static = [NodeSpec(node.url, node.role) for node in rig.pool.nodes if node.url != "http://d0"]
+    rig.pool.set_members(Source.STATIC, static, 2.0)
+    assert not rig.pool.kv_mixed
+
+
+def test_who_cannot_hand_over_is_no_pair_though_nobody_else_has_room() -> None:
+    rig, full = Rig(2, 2), msgspec.structs.replace(ROOMY, free_blocks=0, running=1)
+    rig.says("d0", full)
+    rig.says("p1", full, kv=OTHER_KV)
+    rig.says("d1", kv=OTHER_KV)
+    assert isinstance(rig.placer.find(rig.placer.wanted(job(), None), spills=False), Wait)
+    assert rig.found(job()) == ("d1", "d1")
+    rig.says("d1", full, kv=OTHER_KV)
+    assert isinstance(rig.placer.find(rig.placer.wanted(job(), None)), Wait)
