@@ -85,6 +85,11 @@ class Breaker:
         elif self._failures < FAILURES_IN_A_ROW:
             self._failures = 0
 
+    def answered(self, call: object) -> None:
+        """Note that a request has tokens, which is enough for a trial; others count at their end."""
+        if self._trial is call:
+            self.succeeded(call)
+
     def failed(self, call: object, why: str, now: float) -> bool:
         """Count a failure that is the node's own fault; return whether it opens the breaker."""
         trial = self._trial is call

@@ -51,6 +51,18 @@ def test_half_open_lets_one_through_and_closes_when_it_succeeds(breaker: Breaker
     assert (breaker.state(now), breaker.verdict(now)) == (State.CLOSED, Verdict.TAKES)
 
 
+def test_tokens_close_after_a_trial_and_forgive_no_other_failures(breaker: Breaker) -> None:
+    for _ in range(FAILURES_IN_A_ROW):
+        request = begin(breaker)
+        breaker.answered(request)
+        breaker.failed(request, "it breaks midway", 0.0)
+    assert breaker.state(0.0) is State.OPEN
+    breaker.answered(object())
+    assert breaker.state(0.0) is State.OPEN
+    breaker.answered(begin(breaker))
+    assert breaker.state(0.0) is State.CLOSED
+
+
 def test_openings_double_up_to_a_limit_until_a_trial_succeeds(breaker: Breaker) -> None:
     now, lengths = 0.0, []
     fail(breaker, FAILURES_IN_A_ROW, now)
