@@ -263,13 +263,17 @@ class RequestRun(Run):
         """
         placer, model, renew_at = self.context.placer, self._pool.base_of(self.job.model), 0.0
         until = time.monotonic() + ROOM_DEADLINE_S
+        query, tokens = (
+            placer.wanted(self.job, self._prefix, self._tokens(), source),
+            self._tokens(),
+        )
         placer.waiting[model] += 1
         try:
             while True:
-                output, found = self.progress.output_tokens, None
-                tokens = self.prompt_tokens + output if self.prompt_tokens else 0
-                query = placer.wanted(self.job, self._prefix, tokens, source)
-                begun = output > 0
+                begun, found = self.progress.output_tokens > 0, None
+                if tokens != self._tokens():  # looks the prefix up, which takes long
+                    tokens = self._tokens()
+                    query = placer.wanted(self.job, self._prefix, tokens, source)
                 tried = [] if decode is None else decode.nodes()
                 try:
                     found = placer.find(
@@ -299,6 +303,9 @@ class RequestRun(Run):
                 await asyncio.sleep(_POLL_S)
         finally:
             placer.waiting[model] -= 1
+
+    def _tokens(self) -> int:
+        return self.prompt_tokens + self.progress.output_tokens if self.prompt_tokens else 0
 
     def _renew_kv(self, source: Node) -> float:
         # Returns seconds until the next renewal.
@@ -446,7 +453,7 @@ class Attempt:
         elif not first or self._source is None or self._position.at[0] > 1:
             timeline.stepped = timeline.stepped or now
         if not first:  # the first may be the prefill node's
-            self._breaker.succeeded(self)
+            self._breaker.answered(self)
             return
         run.crashes.first_token.set()
         self._lease.answered()
