@@ -30,10 +30,10 @@ CHUNK_BYTES = 128
 """The text of one chunk, about two blocks of 16 tokens."""
 MAX_TEXT_BYTES = 512 << 10
 """The text of a prompt that is looked at: 128,000 tokens; the rest is new."""
-MAX_BLOCKS = 1_000_000
-"""Blocks of one node, about 100 bytes each; a pool of 8 MiB blocks has 12,000."""
-MAX_SENT = 32_768
-"""Chunks sent to one node, about 100 bytes each: 4 MiB of text."""
+MAX_BLOCKS = 4_000_000
+"""Blocks of all nodes, about 100 bytes each; each node may have an equal share."""
+MAX_SENT = 640_000
+"""Chunks sent to all nodes, about 100 bytes each, shared alike: 80 MiB of text."""
 MAX_LEARNED = 400_000
 """Chunks whose blocks are known, about 200 bytes each: 12,000 prompts of 4 KB that share nothing."""
 _CHUNKS = re.compile(rb"(?s).{1,%d}" % CHUNK_BYTES).findall  # three times as fast as slices
@@ -78,8 +78,8 @@ class Prefix(msgspec.Struct, frozen=True):
 @dataclass(eq=False, slots=True)
 class _Node:
     held: set[int] = field(default_factory=set)  # block keys
-    sent: dict[int, None] = field(default_factory=dict)  # chunks, the least recently sent first
-    running: Counter[int] = field(default_factory=Counter)  # requests by chunk
+    sent: dict[int, None] = field(default_factory=dict)  # chunks, the oldest first; without trust
+    running: Counter[int] = field(default_factory=Counter)  # requests by chunk; with trust
     trusted: bool = False  # its events are complete
 
 
@@ -115,9 +115,11 @@ class PrefixIndex:
     def send(self, prefix: Prefix, url: str) -> Sent:
         """Note that a request with this prompt begins on a node; the result is for `end`."""
         node = self._nodes[url]
-        _keep(node.sent, dict.fromkeys(prefix.chunks), MAX_SENT)
-        node.running.update(prefix.chunks)
-        return node.running, prefix.chunks
+        if node.trusted:
+            node.running.update(prefix.chunks)
+            return node.running, prefix.chunks
+        _keep(node.sent, dict.fromkeys(prefix.chunks), MAX_SENT // len(self._nodes))
+        return node.running, ()
 
     @staticmethod
     def end(sent: Sent) -> None:
@@ -147,7 +149,7 @@ class PrefixIndex:
     def stored(self, url: str, keys: Iterable[int]) -> None:
         held = self._nodes[url].held
         held.update(keys)
-        while len(held) > MAX_BLOCKS:
+        while len(held) > MAX_BLOCKS // len(self._nodes):
             held.pop()
 
     def removed(self, url: str, keys: Iterable[int]) -> None:

@@ -64,20 +64,19 @@ def prefix_of_words(text: list[int]) -> Prefix:
 @given(st.lists(st.tuples(words, st.sampled_from("abc")), max_size=12), words, st.booleans())
 @settings(max_examples=60)
 def test_a_node_has_the_longest_beginning_that_it_was_sent(
-    requests: list[tuple[list[int], str]], text: list[int], ended: bool
+    requests: list[tuple[list[int], str]], text: list[int], trusts: bool
 ) -> None:
     """With trust: that runs there now."""
     index, has = PrefixIndex(), defaultdict[str, int](int)
     under_way = []
     for at, (sent, url) in enumerate(requests):
-        going = index.send(prefix_of_words(sent), url)
-        if ended and at % 2:
+        if trusts:
             index.trust(url)
+        going = index.send(prefix_of_words(sent), url)
+        if trusts and at % 2:
             index.end(going)
         else:
             under_way.append((sent, url, going))
-    for _, url in requests:
-        index.trust(url)
     for sent, url, _ in under_way:
         depth = common(array("q", sent), array("q", text))
         if depth:
@@ -85,7 +84,22 @@ def test_a_node_has_the_longest_beginning_that_it_was_sent(
     assert cached(index, prefix_of_words(text)) == has
     for _, _, going in under_way:
         index.end(going)
-    assert not cached(index, prefix_of_words(text))
+    assert cached(index, prefix_of_words(text)) == ({} if trusts else has)
+
+
+@pytest.mark.parametrize("limit", ["MAX_SENT", "MAX_BLOCKS"])
+def test_many_nodes_share_what_may_be_remembered(
+    monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(module, limit, 1_000)
+    index = PrefixIndex()
+    for at in range(2_000):
+        text, url = Prefix.of(7, f"{at} ".encode() + bytes(8 * CHUNK_BYTES)), f"n{at % 20}"
+        index.end(index.send(text, url))
+        index.stored(url, text.chunks)
+    nodes = index._nodes.values()
+    kept = sum(len(node.sent if limit == "MAX_SENT" else node.held) for node in nodes)
+    assert 800 <= kept <= 1_000
 
 
 @pytest.mark.parametrize("limit", ["MAX_SENT", "MAX_LEARNED", "MAX_BLOCKS"])
