@@ -6,14 +6,16 @@ If the API server is away or slow, its last list stays, and each node's health d
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, Gauge
@@ -39,6 +41,7 @@ _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 _log = logging.getLogger("kvrelay.router")
 _Pod = dict[str, Any]
+_T = TypeVar("_T")
 
 
 def node_of(pod: _Pod) -> NodeSpec | None:
@@ -131,6 +134,21 @@ async def follow_pods(
         yield
 
 
+def _in_daemon_thread(call: Callable[[], _T]) -> asyncio.Future[_T]:
+    # The end of this process would wait for a thread of asyncio.to_thread, as long as a list hangs.
+    future = concurrent.futures.Future[_T]()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as why:  # noqa: BLE001 - who waits has it
+            future.set_exception(why)
+
+    threading.Thread(target=run, name="kubernetes", daemon=True).start()
+    return asyncio.wrap_future(future)
+
+
 async def _follow(
     pool: Pool, list_nodes: Callable[[], tuple[dict[str, NodeSpec], set[str]]], listed: Gauge
 ) -> None:
@@ -139,7 +157,7 @@ async def _follow(
     while True:
         known, now = complaints, time.monotonic()
         try:
-            found, complaints = await asyncio.to_thread(list_nodes)
+            found, complaints = await _in_daemon_thread(list_nodes)
             for complaint in complaints - known:
                 _log.warning("%s", complaint)
             if found != nodes:
