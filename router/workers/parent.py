@@ -122,6 +122,7 @@ class Parent(Shared):
         self.router: Router = self._server.config.app.state.router  # type: ignore[union-attr]
         self._peers: dict[int, _Peer] = {}
         self._ended: list[MetricFamily] = []
+        self._broadcast_due = False
         self._state = self._state_now(0)
         self._message = encode_message(self._state)
         registry = self.router.metrics.registry
@@ -168,6 +169,9 @@ class Parent(Shared):
         peer.report, peer.silent = report, 0
         if report.death is not None:
             peer.deaths += 1
+            if not self._broadcast_due:  # a node that dies has many requests: one broadcast
+                self._broadcast_due = True
+                asyncio.get_running_loop().call_soon(self._broadcast)
             fingerprint, process = report.death
             if process:
                 self.poison.died(fingerprint, process, time.monotonic())
@@ -196,7 +200,7 @@ class Parent(Shared):
         )
 
     def _broadcast(self) -> int:
-        version = self._state.version
+        version, self._broadcast_due = self._state.version, False
         now = self._state_now(version)
         if now != self._state:
             version += 1
