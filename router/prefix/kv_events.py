@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
+from math import inf
 from urllib.parse import urlsplit
 
 import zmq
@@ -89,7 +91,8 @@ class _Listener:
         host = f"[{host}]" if ":" in host else host
         self._events, self._replays = (f"tcp://{host}:{port}" for port in told_at[1:])
         self._next = 0  # number of the next batch
-        self._expected = 0  # as of the last health report
+        self._expected = self._reached = 0  # as of the last health report
+        self._restarted_at = -inf
         self._caught_up = False
         self._failure = ""
         self.task = asyncio.create_task(self._listen())
@@ -97,12 +100,14 @@ class _Listener:
     def should_have(self, next_number: int) -> None:
         """Note that the node has sent all batches before this one.
 
-        Those of the report before must have come by now.
+        Those of the report before must have come by now, unless some still wait in the socket.
         """
-        if self._caught_up and self._next < self._expected:
+        now, stands = time.monotonic(), self._next == self._reached
+        late = self._next < self._expected and now - self._restarted_at >= RETRY_S
+        if self._caught_up and stands and late:
             self.task.cancel()
-            self.task = asyncio.create_task(self._listen())
-        self._expected = next_number
+            self.task, self._restarted_at = asyncio.create_task(self._listen()), now
+        self._expected, self._reached = next_number, self._next
 
     async def _listen(self) -> None:
         while True:
