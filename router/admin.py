@@ -172,7 +172,7 @@ class _AdminRoutes:
 
         said = await asyncio.gather(*map(one, nodes))
         for node, each in zip(nodes, said, strict=True):
-            if each.status == 200:
+            if each.status == 200 and node.wanted:  # else nobody would forget it
                 done(node)
         return said
 
