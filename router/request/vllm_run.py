@@ -146,17 +146,18 @@ class VllmRun(Run):
                     answer = await whole_answer(client, lease, self.job.path, body, headers)
                     params, usage = handover_of(answer)
                 except AttemptFailed as why:
-                    await self._note_failure(lease, why)
-                    continue
-                self.timeline.prefilled = time.monotonic()
-                self.prompt_tokens = usage.prompt_tokens or None
-                if usage.prompt_tokens_details is not None:
-                    cached = usage.prompt_tokens_details.cached_tokens
-                    self.context.metrics.cached(lease.cached_tokens, cached)
-                if params is None:
-                    told = "prefill node %s hands no KV over; start it with a NixlConnector"
-                    _log.warning(told, lease.node.url)
-                return params
+                    failure = why
+                else:
+                    self.timeline.prefilled = time.monotonic()
+                    self.prompt_tokens = usage.prompt_tokens or None
+                    if usage.prompt_tokens_details is not None:
+                        cached = usage.prompt_tokens_details.cached_tokens
+                        self.context.metrics.cached(lease.cached_tokens, cached)
+                    if params is None:
+                        told = "prefill node %s hands no KV over; start it with a NixlConnector"
+                        _log.warning(told, lease.node.url)
+                    return params
+            await self._note_failure(lease, failure)
 
     async def _decode(self, lease: Lease, body: bytes, headers: Mapping[str, str]) -> None:
         # Raises Refused; AttemptFailed while the client has nothing, else NodeFailed.
