@@ -76,15 +76,11 @@ def check_operator(key: str, given: str) -> None:
     if not key:
         raise Unauthorized(
             "this router has no admin key, so its admin routes and its console are closed; start "
-            "it with "
-            "KVRELAY_ADMIN_KEY, or see in its log why it could not write a key of its own"
+            "the router with KVRELAY_ADMIN_KEY"
         )
     if not hmac.compare_digest(given.encode(), key.encode()):
         raise Unauthorized(
-            "the admin key is missing or wrong; send it as `Authorization: Bearer <key>` (a "
-            "router that was given none "
-            "draws one and logs the name of its file; `kvrelay drain` and `role` find it "
-            "by themselves)"
+            "the admin key is missing or wrong; send it as `Authorization: Bearer <key>`"
         )
 
 

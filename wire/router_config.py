@@ -128,8 +128,8 @@ class RouterConfig(ServerConfig):
     node_api_key: str = field(default="", repr=False)
     """Sent to the nodes."""
     admin_key: str = field(default="", repr=False)
-    """Key of /admin routes and the console, as `Authorization: Bearer <admin_key>`; empty draws one
-    at start, for the router's own user on this machine.
+    """Key of /admin routes and the console, as `Authorization: Bearer <admin_key>`; empty keeps
+    those routes closed.
     """
     drain_deadline_s: Annotated[float, Meta(gt=0, le=MAX_DRAIN_S)] = 30.0
     """At the end, requests under way may take this long; an hour at most."""
