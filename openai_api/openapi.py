@@ -20,7 +20,7 @@ from kvrelay.openai_api.model_types import (
     UnloadAdapterRequest,
 )
 from kvrelay.openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH
-from kvrelay.openai_api.types import ChatRequest, CompletionRequest
+from kvrelay.openai_api.types import ChatRequest, CompletionRequest, Message
 from kvrelay.wire.errors import ErrorBody
 
 __all__ = ["OPERATIONS", "document"]
@@ -35,6 +35,37 @@ _FIELDS = f"Fields not listed here mean what they mean in a chat completion: {',
 _LOAD = "Load a LoRA adapter, which is a model's name from then on; where nodes allow it."
 _TOKENIZE = "A prompt as token ids, with `return_token_strs` also as their texts."
 _LIVE = "200 unless only a new process can help: also while it loads or drains."
+
+
+_EVENT: Schema = {
+    "type": "object",
+    "properties": {"event": _TEXT, "data": _TEXT},
+    "required": ["data"],
+}
+_SCHEMAS: dict[str, Schema] = {
+    "application/json": {"type": "object"},
+    "text/event-stream": _EVENT,
+}
+
+
+class TokenizePrompt(msgspec.Struct):
+    """A body that asks for the tokens of a text."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(msgspec.Struct):
+    """A body that asks for the tokens of a rendered chat."""
+
+    messages: list[Message]
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
 
 
 class _Operation(NamedTuple):
@@ -78,7 +109,7 @@ OPERATIONS = (
     _Operation(
         "post", "/v1/unload_lora_adapter", "Unload a LoRA adapter.", (UnloadAdapterRequest,)
     ),
-    _Operation("post", "/tokenize", _TOKENIZE, (CompletionRequest, ChatRequest)),
+    _Operation("post", "/tokenize", _TOKENIZE, (TokenizePrompt, TokenizeChat)),
     _Operation("post", "/detokenize", "Token ids as a text.", (DetokenizeRequest,)),
     _Operation("get", "/health", "200 when requests can be served."),
     _Operation("get", "/ping", "The same without a body.", answers=()),
@@ -142,9 +173,7 @@ def _used(schema: Any, components: Mapping[str, Schema]) -> set[str]:
 def _operation(each: _Operation, schema_of: Mapping[Any, Schema]) -> Schema:
     error = {"type": "object", "properties": {"error": schema_of[ErrorBody]}}
     errors = {"description": "An error.", "content": {"application/json": {"schema": error}}}
-    answers = {
-        kind: {"schema": {"type": "object"} if kind in _JSON else _TEXT} for kind in each.answers
-    }
+    answers = {kind: {"schema": _SCHEMAS.get(kind, _TEXT)} for kind in each.answers}
     schema: Schema = {
         "summary": each.about.partition(". ")[0].rstrip("."),
         "description": each.about,
