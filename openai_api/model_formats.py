@@ -1,5 +1,7 @@
 """Formats of tool calls and reasoning by family of models, with vLLM's names; a plugin adds rows."""
 
+# ruff: noqa: RUF001 - DeepSeek's markers are written with these characters
+
 from __future__ import annotations
 
 import importlib.util
@@ -74,6 +76,13 @@ _CODER = ToolFormat(
 )
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
+    "deepseek_v3": ToolFormat(
+        openers=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        closers=("```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        inner=("<｜tool▁sep｜>",),
+        head=r"\w+<｜tool▁sep｜>(?P<name>[^\s<>{}`]+)\s*```json\s*(?=\{)",
+        signs=(("<｜tool▁sep｜>", "```json"),),
+    ),
     "qwen3_coder": _CODER,
     "qwen3_xml": _CODER,
     "mistral": ToolFormat(
@@ -101,7 +110,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "mistral": ReasoningFormat(openers=("[THINK]",), closers=("[/THINK]",), signs=(("[THINK]",),)),
     "deepseek_r1": ReasoningFormat(
         assumed=True,
-        signs=(("<｜Assistant｜><think>",),),  # noqa: RUF001 - DeepSeek's characters
+        signs=(("<｜Assistant｜><think>",),),
     ),
     "qwen3": ReasoningFormat(signs=(("<think>",), ("</think>",))),
 }

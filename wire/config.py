@@ -280,7 +280,9 @@ class RanksConfig:
 
 
 # The rows of openai_api/model_formats.py.
-TOOL_CALL_PARSERS = ("qwen3_coder", "qwen3_xml", "mistral", "hermes", "llama3_json", "json")
+TOOL_CALL_PARSERS = (
+    *("deepseek_v3", "qwen3_coder", "qwen3_xml", "mistral", "hermes", "llama3_json", "json"),
+)
 REASONING_PARSERS = ("mistral", "deepseek_r1", "qwen3")
 
 

@@ -1,5 +1,7 @@
 """The table of formats: how each family reasons, and that the right row is chosen."""
 
+# ruff: noqa: RUF001 - DeepSeek's markers are written with these characters
+
 from __future__ import annotations
 
 import json
@@ -74,7 +76,8 @@ def test_how_models_of_a_family_reason(
 TEMPLATES = {
     ("hermes", "qwen3"): '<tools>... <tool_call>\n{"name": ...}\n</tool_call> {{ "<think>" }}',
     ("qwen3_coder", None): "<tool_call>\n<function=example_name>\n<parameter=example_parameter_1>",
-    ("hermes", "deepseek_r1"): "{{'<｜Assistant｜><think>\\n'}}",  # noqa: RUF001
+    ("hermes", "deepseek_r1"): "{{'<｜Assistant｜><think>\\n'}}",
+    ("deepseek_v3", "qwen3"): "{{'<｜tool▁sep｜>' + name + '\\n' + '```json'}} </think>",
     ("mistral", "mistral"): "[AVAILABLE_TOOLS] [TOOL_CALLS] [THINK]",
     ("llama3_json", None): '{"name": function name, "parameters": dictionary of argument name and ',
 }
