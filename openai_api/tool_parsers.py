@@ -34,9 +34,13 @@ class ArgumentsReader:
     within the first 4,096 characters.
     """
 
+    _MEMBERS = (  # such as "type": "function", "id": 1,
+        r'(?:"(?!(?:name|arguments|parameters)")[^"\\]*+"\s*:\s*(?:"[^"\\]*+"|true|false|null|'
+        r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?)\s*,\s*)*+"
+    )
     _HEAD = re.compile(
-        r'\{\s*(?:"(?!name")[^"\\]*+"\s*:\s*"[^"\\]*+"\s*,\s*)*+'  # such as "type": "function"
-        r'"name"\s*:\s*("(?:[^"\\]|\\.)*+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+        rf'\{{\s*{_MEMBERS}"name"\s*:\s*("(?:[^"\\]|\\.)*+")\s*,\s*'
+        rf'{_MEMBERS}"(?:arguments|parameters)"\s*:\s*(?=\{{)'
     )
     _STRING_MARK = re.compile(r'["\\]')
     _PLAIN = re.compile(r"[\s:,.+\-0-9Eaeflnrstu]*+")
@@ -96,10 +100,14 @@ class ArgumentsReader:
         if not named or not isinstance(arguments, dict) or end > _MAX_NAMELESS_CHARS:
             self.failed = True
             return 0
-        self.name, self.begun = name, True
         if not head:
-            self._pieces.append(json.dumps(arguments, ensure_ascii=False))
+            try:
+                self._pieces.append(_dumped(arguments))
+            except ValueError:  # a number too large for JSON
+                self.failed = True
+                return 0
             self._over = self.done = True
+        self.name, self.begun = name, True
         return end
 
     def _to_depth(self, depth: int, text: str, i: int) -> int:
@@ -188,7 +196,8 @@ class TaggedReader(ArgumentsReader):
 
 
 def _dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    # In ASCII: half a surrogate pair could not be sent.
+    return json.dumps(value, allow_nan=False)
 
 
 def _types(schema: Any) -> frozenset[str]:
@@ -299,7 +308,7 @@ class CallParser(TextParser):
         closers = self._form.closers if self.calls else ()
         marker = self._content_to((*self._sought, *closers))
         if marker in self._form.openers:
-            self._held = "" if marker in self._hidden else marker or ""
+            self._held = marker or ""
             self._state = self._between_calls
         return marker is not None
 
@@ -325,8 +334,8 @@ class CallParser(TextParser):
             self._in_list = False
             self._buffer, self._held = text[1:], ""
             self._state = self._start if form.bare else self._text
-        elif form.head is not None:
-            return self._named(form.head)
+        elif form.head is not None and (not self.calls or self._held.strip(_SEPARATORS)):
+            return self._named(form.head)  # behind a call only after another opener
         else:
             self._release()
         return True
@@ -393,6 +402,9 @@ class CallParser(TextParser):
         # Separators and a marker that was cut off are no content behind a call.
         begun = self._reader is not None and self._reader.begun and self._state == self._call
         cut_off = self.calls and self._state == self._between_calls
+        if cut_off and self._buffer:
+            markers = (*self._form.openers, *self._form.closers)
+            cut_off = any(each.startswith(self._buffer) for each in markers)
         return "" if begun or cut_off else self._without_hidden(self._held + self._buffer)
 
 

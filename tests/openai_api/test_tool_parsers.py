@@ -1,5 +1,7 @@
 """Calls in generated text: every format, wherever it is cut; what is no call stays text."""
 
+# ruff: noqa: RUF001 - DeepSeek's markers are written with these characters
+
 from __future__ import annotations
 
 from itertools import pairwise
@@ -52,6 +54,11 @@ HARD = (
     '{"q": "a \\"}{]\\\\", "é": ["😀", {"x": -1.5e3, "y": null}], "code": "<tool_call>{\\n\\u00e9"}'
 )
 """Arguments with what could confuse: quotes, brackets and markers in strings, nesting, escapes."""
+
+_DEEPSEEK = "<｜tool▁calls▁begin｜>" + "\n".join(
+    f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{text}\n```<｜tool▁call▁end｜>"
+    for name, text in (("f", HARD), ("g", "{}"))
+)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +174,29 @@ HARD = (
             "",
             [("f", '{"city": "Par')],
         ),
+        # Text behind calls
+        ("mistral", '[TOOL_CALLS]f{"a": "1"} Then text.', "Then text.", [("f", '{"a": "1"}')]),
+        (
+            "mistral",
+            "[TOOL_CALLS]f{}[TOOL_CALLS]g then",
+            "[TOOL_CALLS]g then",
+            [("f", "{}")],
+        ),
+        ("qwen3_coder", "<function=f></function>\nend text", "end text", [("f", "{}")]),
+        (
+            "qwen3_coder",
+            "<tool_call><function=f></function> note </tool_call>",
+            "note",
+            [("f", "{}")],
+        ),
+        ("qwen3_coder", "<tool_call><function=f></function>\n</tool_c", "", [("f", "{}")]),
+        # DeepSeek's older form
+        (
+            "deepseek_v3",
+            f"Hm.\n{_DEEPSEEK}<｜tool▁calls▁end｜>",
+            "Hm.",
+            [("f", HARD), ("g", "{}")],
+        ),
         # Plain JSON
         ("json", f'{{"name": "f", "arguments": {HARD}}}', "", [("f", HARD)]),
         (
@@ -179,6 +209,14 @@ HARD = (
 )
 def test_calls_are_found(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     assert message(name, text) == (content, calls)
+    whole = parse(parser(name), [text])
+    assert "".join(part.text for part in whole if part.kind == "content") == content
+
+
+def test_text_behind_a_call_does_not_wait() -> None:
+    mistral = parser("mistral")
+    mistral.push("[TOOL_CALLS]f{}")
+    assert mistral.push(" So") == [Part("content", "So")]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +227,7 @@ def test_calls_are_found(name: str, text: str, content: str, calls: list[tuple[s
         ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {"a": 1e400}, "name": "f"}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", }</tool_call>'),
         ("hermes", "<tool_call>"),
         ("hermes", "  <tool_cal \n"),
@@ -256,9 +295,25 @@ def test_the_rest_of_a_call_that_is_cut_off_is_no_content(
 def test_members_before_the_name_may_be_long_texts() -> None:
     text = f'<tool_call>{{"type": "function", "thought": "{"x" * 3000}", "name": "f", "arguments": {{}}}}'
     assert message("hermes", text) == ("", [("f", "{}")])
+    for member in ('"id": -1.5e3', '"id": null', '"id": "x"'):
+        text = f'<tool_call>{{"a": 1, "name": "f", {member}, "arguments": {{"a": "{"x" * 5000}"}}}}'
+        assert message("hermes", text)[1] == [("f", f'{{"a": "{"x" * 5000}"}}')]
     late = f'<tool_call>{{"arguments": {{"a": "{"x" * 5000}"}}, "name": "f"}}'
     assert message("hermes", late) == (late, [])
     assert parse(parser("hermes"), [late]) == [Part("content", late)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}</tool_call>'),
+        ("qwen3_coder", '<function=f><parameter=a>["\\ud800"]</parameter></function>'),
+    ],
+)
+def test_half_a_surrogate_pair_can_be_sent(name: str, text: str) -> None:
+    (_, [(_, arguments)]) = message(name, text)
+    assert "\\ud800" in arguments
+    arguments.encode()
 
 
 def test_a_malformed_call_before_a_good_one_hides_nothing() -> None:
