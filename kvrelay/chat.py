@@ -83,16 +83,22 @@ async def answer(http: aiohttp.ClientSession, model: str, messages: Sequence[Any
 
 
 def chat(url: str, api_key: str, model: str) -> int:
-    """Answer questions, one a line, until the end of the input or Ctrl-C. Raises ChatFailed."""
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
-        asyncio.run(_chat(url, api_key, model))
-    return 0
-
-
-async def _chat(url: str, api_key: str, model: str) -> None:
+    """Answer questions, one a line, until /exit, the input's end or Ctrl-C. Raises ChatFailed."""
     said: list[dict[str, str]] = []
-    async with http_session(url, api_key) as http:
-        model = model or await first_model(http)
-        while line := input("> " if sys.stdin.isatty() else "").strip():
-            said.append({"role": "user", "content": line})
-            said.append({"role": "assistant", "content": await answer(http, model, said)})
+
+    async def first() -> str:
+        async with http_session(url, api_key) as http:
+            return await first_model(http)
+
+    async def turn() -> str:
+        async with http_session(url, api_key) as http:
+            return await answer(http, model, said)
+
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        model = model or asyncio.run(first())
+        # Outside of the event loop, which would swallow the first Ctrl-C.
+        while (line := input("> " if sys.stdin.isatty() else "").strip()) != "/exit":
+            if line:
+                said.append({"role": "user", "content": line})
+                said.append({"role": "assistant", "content": asyncio.run(turn())})
+    return 0

@@ -51,6 +51,7 @@ def url() -> Iterator[str]:
     ("typed", "code", "out", "err"),
     [
         ("one\ntwo\n", 0, [f"{ANSWER} (1)", f"{ANSWER} (3)"], ""),
+        ("\none\n\n/exit\ntwo\n", 0, [f"{ANSWER} (1)"], ""),
         ("think\n", 0, [f"Let me see.{ANSWER} (1)"], ""),
         ("refuse\none\n", 1, [], "the server refused with 429: "),
         ("break\n", 1, ["A"], "the answer broke off: "),
