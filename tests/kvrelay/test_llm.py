@@ -79,6 +79,8 @@ def test_what_is_wrong_is_said_and_the_rest_goes_on(llm: LLM, model: str) -> Non
         llm.generate(["a", "b"], SamplingParams(top_p=2))
     with pytest.raises(RequestError, match="did you mean max_tokens"):
         SamplingParams(max_token=2)
+    with pytest.raises(RequestError, match="no sampling parameter 'logprobs'"):
+        SamplingParams(logprobs=5)
     with pytest.raises(ConfigError, match="did you mean max_model_len"):
         LLM(model, max_model_length=3)
     with pytest.raises(ConfigError, match="max_model_len must be a whole number"):
