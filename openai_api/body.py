@@ -234,7 +234,7 @@ def sampling_params(
 
 def _decode(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     request = read_json(body, decoder)
-    refuse_not_built(body)
+    refuse_not_built(body, best_of=request.n)
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     if request.request_id is not None and not is_valid_id(request.request_id):
@@ -286,7 +286,9 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "truncate_prompt_tokens": ((), "shorten the prompt; POST /tokenize counts its tokens"),
     "return_tokens_as_token_ids": ((False,), "return_token_ids is served"),
     "logits_processors": (([],), "logit_bias is served"),
-    "documents": ((), "send them in chat_template_kwargs"),
+    "structural_tag": ((), "send a schema, regex, choice or grammar in structured_outputs"),
+    "lora_request": ((), "name the adapter as the model"),
+    "documents": (([],), "send them in chat_template_kwargs"),
     "guided_json": ((), _STRUCTURED),
     "guided_regex": ((), _STRUCTURED),
     "guided_choice": (([],), _STRUCTURED),

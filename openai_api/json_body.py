@@ -151,20 +151,21 @@ def read_json(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 Harmless = tuple[Any, ...]
 
 
-def refuser(refused: Mapping[str, tuple[Harmless, str]]) -> Callable[[bytes], None]:
+def refuser(refused: Mapping[str, tuple[Harmless, str]]) -> Callable[..., None]:
     """Return a check that raises RequestError for JSON that asks for a refused field.
 
-    A row has the values that ask for nothing, and the remedy.
+    A row has the values that ask for nothing, and the remedy. The check may get further such values.
     """
     decoder = msgspec.json.Decoder(
         msgspec.defstruct("_Asked", [(name, Any, None) for name in refused])
     )
 
-    def refuse(body: bytes) -> None:
+    def refuse(body: bytes, **further: Any) -> None:
         asked = read_json(body, decoder)
         for name, (harmless, instead) in refused.items():
             value = getattr(asked, name)
-            same = (type(value) is type(each) and value == each for each in harmless)
+            nothing = (*harmless, further.get(name))
+            same = (type(value) is type(each) and value == each for each in nothing)
             if value is not None and not any(same):
                 raise RequestError(
                     f"{name} is not supported; {instead}", param=name, code="unsupported_parameter"

@@ -145,6 +145,10 @@ def test_what_is_not_built_is_refused_unless_it_asks_for_nothing(field: str, oth
         assert f"{field} is not supported; " in why.message
 
 
+def test_best_of_that_equals_n_asks_for_nothing() -> None:
+    assert completion(best_of=3, n=3).n == 3
+
+
 def test_null_is_the_default_everywhere_and_unknown_fields_are_ignored() -> None:
     names = [name for name in ChatRequest.__struct_fields__ if name not in ("messages", "model")]
     assert params(chat(**dict.fromkeys(names), store=True, metadata={"a": [1]})) == params(chat())
