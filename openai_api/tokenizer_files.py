@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +133,27 @@ def _decoding(backend: Backend) -> tuple[Callable[[str], bytes], bool]:
         return sentencepiece, known["Metaspace"].get("prepend_scheme", "always") != "never"
     if "Replace" in steps or "ByteFallback" in steps:
         return sentencepiece, bool(steps.get("Strip", {}).get("start", 0))
-    raise ConfigError(
-        f"tokenizer.json decodes by {', '.join(known) or 'nothing'}; byte-level and sentencepiece "
-        "tokenizers are supported"
-    )
+    if "BPEDecoder" in steps:
+        return partial(_before_space, suffix=steps["BPEDecoder"]["suffix"]), False
+    if "WordPiece" in steps or not steps:
+        # Without a decoder the library puts spaces between tokens.
+        return partial(_after_space, prefix=steps.get("WordPiece", {}).get("prefix", "")), True
+    return str.encode, False
 
 
 def _steps(part: Any) -> dict[str, dict[str, Any]]:
     state: dict[str, Any] = json.loads(part.__getstate__()) if part else {}
     steps = state.get("decoders") or state.get("pretokenizers") or [state]
     return {step["type"]: step for step in steps if step}
+
+
+def _after_space(piece: str, prefix: str) -> bytes:
+    continues = prefix and piece.startswith(prefix)
+    return piece[len(prefix) :].encode() if continues else f" {piece}".encode()
+
+
+def _before_space(piece: str, suffix: str) -> bytes:
+    return piece.replace(suffix, " ").encode()
 
 
 def _eos_token_ids(config: Path) -> tuple[int, ...]:

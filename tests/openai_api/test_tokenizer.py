@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders
+from tokenizers import decoders, models, pre_tokenizers
 
 from kvrelay.openai_api.tokenizer import BYTE_CHARS, Tokenizer
 from kvrelay.openai_api.tokenizer_files import byte_tokenizer, load_tokenizer
@@ -242,12 +242,31 @@ def test_a_byte_fallback_folder_keeps_spaces(folder: Path) -> None:
     assert tokenizer.decode([97, 98]) == "ab"
 
 
-def test_a_tokenizer_that_decodes_in_another_way_is_refused(folder: Path) -> None:
-    backend = Backend.from_file(str(folder / "tokenizer.json"))
-    backend.decoder = decoders.WordPiece()
+WORDS = {"[UNK]": 0, "hello": 1, "wor": 2, "##ld": 3, "he": 4, "llo</w>": 5}
+
+
+@pytest.mark.parametrize(
+    ("decoder", "ids"),
+    [
+        (None, [1, 2]),
+        (decoders.WordPiece(cleanup=False), [1, 2, 3, 1]),
+        (decoders.BPEDecoder(), [4, 5, 4]),
+        (decoders.Fuse(), [1, 2]),
+    ],
+    ids=["none", "WordPiece", "BPE", "Fuse"],
+)
+def test_tokens_are_joined_as_the_decoder_joins_them(
+    folder: Path, decoder: Any, ids: list[int]
+) -> None:
+    backend = Backend(models.WordLevel(WORDS, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    if decoder is not None:
+        backend.decoder = decoder
     backend.save(str(folder / "tokenizer.json"))
-    with pytest.raises(ConfigError, match="decodes by WordPiece"):
-        load_tokenizer(str(folder))
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.encode("hello wor", False) == [1, 2]
+    assert tokenizer.decode(ids) == backend.decode(ids)
+    assert tokenizer.token_text(1).strip() == "hello"
 
 
 def test_a_byte_level_tokenizer_may_lack_its_decoder(folder: Path) -> None:
