@@ -141,10 +141,20 @@ class AdapterStore:
         for site, linear in self._sites:
             linear.make_room(site, num_slots(config), self._rank, dtype)
 
-    def install(self, slot: int, adapter: Adapter) -> None:
-        """Put this rank's share into an unused slot, behind the steps so far."""
-        for site, linear in self._sites:
-            linear.put(slot, _stacked(adapter.modules, site, self._rank, self._dtype))
+    def prepare(self, adapter: Adapter) -> list[Any]:
+        """Return this rank's share in host memory, as `install` takes it."""
+        stacked = (
+            _stacked(adapter.modules, site, self._rank, self._dtype) for site, _ in self._sites
+        )
+        return [
+            each and linear.prepare(*each)
+            for each, (_, linear) in zip(stacked, self._sites, strict=True)
+        ]
+
+    def install(self, slot: int, prepared: Sequence[Any]) -> None:
+        """Put it into an unused slot, behind the steps so far."""
+        for each, (_, linear) in zip(prepared, self._sites, strict=True):
+            linear.put(slot, each)
 
 
 # Before rank 0's messages about adapters; see `_ASIDE` in paged_engine/engine.py.
@@ -182,7 +192,7 @@ class Adapters:
         self._named: dict[str, Loaded] = {}
         self._ending: set[int] = set()
         for (name, _), adapter in zip(config.adapters, given, strict=True):
-            self._install(self._free.pop(), name, adapter)
+            self._install(self._free.pop(), name, adapter, self._prepare(adapter))
 
     @property
     def loaded(self) -> list[AdapterFacts]:
@@ -221,24 +231,29 @@ class Adapters:
 
     def _read(self, slot: int, name: str, path: str) -> None:
         failure: ConfigError | None = None
-        adapter, digest = None, ""
+        digest = ""
         try:
             adapter = read_adapter(path, self._model, self._max_rank)
+            prepared = self._prepare(adapter)
             digest = adapter.digest
         except ConfigError as why:
             failure = why
+        except (MemoryError, RuntimeError) as why:  # also RecursionError
+            failure = ConfigError(f"adapter {path} cannot be read: {why!r}")
         try:
             self._ranks.require_equal({f"adapter {path}": digest})
         except ConfigError as why:
             failure = failure or why
         if failure is not None:
             raise failure
-        assert adapter is not None
-        self._install(slot, name, adapter)
+        self._install(slot, name, adapter, prepared)
 
-    def _install(self, slot: int, name: str, adapter: Adapter) -> None:
+    def _prepare(self, adapter: Adapter) -> list[Any]:
         share = _share(adapter, self._model, self._ranks.rank, self._ranks.size)
-        self._store.install(slot, share)
+        return self._store.prepare(share)
+
+    def _install(self, slot: int, name: str, adapter: Adapter, prepared: Sequence[Any]) -> None:
+        self._store.install(slot, prepared)
         self.retire(name)
         self._named[name] = Loaded(slot, AdapterFacts(name, adapter.digest, adapter.rank))
 

@@ -15,7 +15,6 @@ from kvrelay.kernels.moe import Experts, route
 from kvrelay.kernels.paged_attention import AttentionPlan, attend
 from kvrelay.paged_engine.adapters import Site
 from kvrelay.paged_engine.decoder import LayerCache, QkNorm
-from kvrelay.paged_engine.lora_files import Matrices
 from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.paged_engine.sharding import vocab_shard
@@ -195,10 +194,13 @@ class AdaptedLinear(Linear):
         shapes = [(len(site.rows) * rank, site.in_features), *((rows, rank) for rows in site.rows)]
         self._min_rows = self._operations.fewest_rows(*shapes)
 
-    def put(self, slot: int, matrices: Matrices | None) -> None:
+    def prepare(self, down: torch.Tensor, up: torch.Tensor) -> PackedLora:
+        return PackedLora(down, up, self._widths, self._min_rows)
+
+    def put(self, slot: int, prepared: PackedLora | None) -> None:
         self._slots.pop(slot, None)
-        if matrices is not None:
-            self._slots[slot] = PackedLora(*matrices, self._widths, self._min_rows)
+        if prepared is not None:
+            self._slots[slot] = prepared
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = self._base(x)

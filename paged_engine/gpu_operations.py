@@ -310,13 +310,16 @@ class AdaptedLinear:
         )
         self._up = torch.zeros(slots, sum(site.rows), rank, dtype=dtype, device=device)
 
+    def prepare(self, down: torch.Tensor, up: torch.Tensor) -> Matrices:
+        return (down.pin_memory(), up.pin_memory()) if self._down.is_cuda else (down, up)
+
     def put(self, slot: int, matrices: Matrices | None) -> None:
-        """Queue a slot's matrices, or zeros, behind what uses it now."""
+        """Queue a slot's prepared matrices, or zeros, behind what uses it now."""
         for held, given in zip((self._down, self._up), matrices or (None, None), strict=True):
             if given is None:
                 held[slot].zero_()
             else:
-                held[slot].copy_(given.pin_memory() if held.is_cuda else given, non_blocking=True)
+                held[slot].copy_(given, non_blocking=True)
 
     def __call__(
         self,

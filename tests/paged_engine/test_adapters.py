@@ -198,9 +198,30 @@ def test_an_adapter_that_another_rank_has_not_read_is_on_none(base, two):
     adapters = engine.adapters
     assert adapters is not None
     alone = adapters._ranks
-    adapters._ranks = SimpleNamespace(broadcast=lambda message: None, require_equal=differs)
+    adapters._ranks = SimpleNamespace(
+        rank=0, size=1, broadcast=lambda message: None, require_equal=differs
+    )
     with pytest.raises(ConfigError, match="the ranks differ"):
         adapters.load("x", str(two[0]), in_place=False)
     assert adapters.loaded == []
     adapters._ranks = alone
+    assert adapters.load("x", str(two[0]), in_place=False).rank == 4
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError, RecursionError])
+def test_an_adapter_that_one_rank_cannot_prepare_is_on_none(base, two, monkeypatch, error):
+    heard = []
+
+    def prepare(adapter):
+        raise error("no room")
+
+    engine = make(base, enable_lora=True, allow_runtime_lora=True)
+    adapters = engine.adapters
+    assert adapters is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(adapters._store, "prepare", prepare)
+        patch.setattr(adapters._ranks, "require_equal", heard.append)
+        with pytest.raises(ConfigError, match="no room"):
+            adapters.load("x", str(two[0]), in_place=False)
+    assert heard == [{f"adapter {two[0]}": ""}]  # the other ranks are told
     assert adapters.load("x", str(two[0]), in_place=False).rank == 4
