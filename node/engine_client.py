@@ -27,6 +27,7 @@ from kvrelay.wire.engine_messages import (
     EngineReady,
     EngineStats,
     FromEngine,
+    LoadAdapter,
     Order,
     RequestUpdate,
     StepOutputs,
@@ -87,6 +88,8 @@ class EngineClient:
         self._queues: dict[str, asyncio.Queue[RequestUpdate | None]] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         """Answers that are due, by the number of their question."""
+        self._loads: dict[int, float] = {}
+        """Adapter loads that are due, with their deadlines: the engine is silent while it reads."""
         self._asked = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -191,7 +194,10 @@ class EngineClient:
         number = self._asked
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            self.send(question(number))
+            message = question(number)
+            if isinstance(message, LoadAdapter):
+                self._loads[number] = time.monotonic() + deadline_s
+            self.send(message)
             async with asyncio.timeout(deadline_s):
                 return await answer
         except TimeoutError as why:
@@ -209,7 +215,8 @@ class EngineClient:
         return -1 if self._process is None else self._process.pid
 
     def silent_s(self) -> float:
-        return time.monotonic() - self._heard_at
+        """Return the seconds without a message, or since a due adapter load's deadline."""
+        return max(0.0, time.monotonic() - max([self._heard_at, *self._loads.values()]))
 
     def queue_depth(self) -> int:
         return len(self._queues)
@@ -299,6 +306,7 @@ class EngineClient:
                     if self.on_cache_changes is not None:
                         self.on_cache_changes(changes)
                 case AdapterAnswer() as answer:
+                    self._loads.pop(answer.asked, None)
                     self._answer(answer.asked, answer)
                 case EngineReady() as info:
                     self.info = info

@@ -4,6 +4,7 @@ request.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from kvrelay.node.adapter_loads import adapter_of, mismatch
 from kvrelay.node.adapter_loads import load_adapter as load_into
 from kvrelay.node.admin_routes import load_adapter, unload_adapter
+from kvrelay.node.engine_client import EngineClient
 from kvrelay.paged_engine.adapters import Loaded
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.config import EngineConfig, NodeConfig
@@ -102,6 +104,25 @@ async def test_bad_bodies_and_missing_files(raw, kind, words):
     with pytest.raises(kind, match=words):
         await load_adapter(node, raw)
     assert not node.ready().adapters
+
+
+async def test_an_engine_that_reads_an_adapter_is_not_silent_before_the_deadline() -> None:
+    client = EngineClient(NodeConfig(EngineConfig("m")))
+    client._heard_at -= 100
+    sent: list[Any] = []
+    client.send = sent.append  # type: ignore[method-assign]
+    assert client.silent_s() >= 100
+
+    def load(number: int) -> LoadAdapter:
+        return LoadAdapter(number, "a", "/x")
+
+    for deadline_s in (0.01, 50.0):
+        asking = asyncio.create_task(client.ask(load, deadline_s, failed="it was not read"))
+        await asyncio.wait([asking], timeout=0.2)
+        assert (0 < client.silent_s() < 50) == (deadline_s < 1)
+        asking.cancel()
+    assert client.silent_s() == 0  # the engine still reads
+    assert len(sent) == 2
 
 
 def asked(adapter: AdapterFacts | None, name: str, digest: str) -> Request:
