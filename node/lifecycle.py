@@ -96,7 +96,9 @@ class Node:
         """Wait until no request runs and no KV is held; return False at the deadline."""
         with contextlib.suppress(EngineDead, TimeoutError):
             async with asyncio.timeout(deadline_s):
-                while self.engine.queue_depth() or await self._held_blocks():
+                while (
+                    self.engine.queue_depth() or self.streams.running() or await self._held_blocks()
+                ):
                     await asyncio.sleep(_POLL_S)
             return True
         return self.engine.ended.is_set()

@@ -59,6 +59,10 @@ class RequestStreams:
     def open(self, start: Start, max_body_bytes: int) -> RequestStream:
         return RequestStream(start, max_body_bytes, self._streams)
 
+    def running(self) -> int:
+        """Return the requests that have not ended, with those not yet tokenized."""
+        return sum(stream.running() for stream in self._streams)
+
     def close(self) -> None:
         for stream in self._streams:
             stream.close()
@@ -94,6 +98,9 @@ class RequestStream(Response):
         self._wakeup = asyncio.Event()
         self._closed = False
 
+    def running(self) -> int:
+        return len(self._requests)
+
     def close(self) -> None:
         self._closed = True
         self._wakeup.set()
@@ -112,7 +119,8 @@ class RequestStream(Response):
                 body = b"".join(self._out)
                 self._out.clear()
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            last = b"".join(self._out)
+            await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             self._streams.discard(self)
             tasks = [reading, *(task for _, task in self._requests.values())]

@@ -109,6 +109,13 @@ async def test_a_drain_is_over_when_kv_was_fetched_and_not_before() -> None:
     assert engine.held == [0]
 
 
+async def test_a_drain_waits_for_a_request_that_the_engine_does_not_have_yet() -> None:
+    (node, _), running = node_of(), [0, 1, 1]
+    node.streams = cast(Any, SimpleNamespace(running=running.pop))
+    assert await node.wait_idle(5.0)
+    assert not running
+
+
 def test_new_requests_are_refused_while_it_drains_and_each_change_is_told_once() -> None:
     (node, _), told = node_of(), list[bool]()
     node.on_change = lambda: told.append(node.draining)

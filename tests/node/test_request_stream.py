@@ -159,13 +159,16 @@ async def test_a_request_waits_for_credit_and_others_do_not() -> None:
 
 async def test_a_cancelled_request_ends_and_says_nothing_more() -> None:
     requests = Requests()
-    async with served(requests) as (router, _, _):
+    async with served(requests) as (router, streams, _):
         router.open(1, "hang")
         await router.frames(1, 0)
+        assert streams.running() == 1
         router.say(message(Kind.CANCEL, 1))
         router.open(2)
         await router.frames(2, 2)
         assert requests.ended == ["hang", "ok"]
+        await asyncio.sleep(0)
+        assert streams.running() == 0
 
 
 @pytest.mark.parametrize("how", ["disconnect", "close", "end", "too long"])
