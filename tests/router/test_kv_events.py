@@ -182,6 +182,24 @@ def test_a_restarted_node_has_nothing_of_the_old_one() -> None:
     run(test)
 
 
+def test_a_listener_begins_again_only_where_it_stands_and_not_at_each_report() -> None:
+    async def test() -> None:
+        async with telling() as node, listening() as router:
+            router.heard(node)
+            await router.trusted()
+            listener = router.events._listeners[URL]
+            tasks = [listener.task]
+            for at in range(1, 8):
+                listener._caught_up = True
+                listener._next += at < 3  # then nothing waits
+                listener.should_have(100)
+                tasks.append(listener.task)
+            assert tasks[2] is tasks[0], "it gets on"
+            assert len(set(tasks)) == 2
+
+    run(test)
+
+
 def test_a_node_that_answers_no_replay_is_doubted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
