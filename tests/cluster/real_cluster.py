@@ -338,11 +338,12 @@ class Cluster:
         self.wait_up()
 
     def wait_up(self) -> None:
-        """Wait until the router sees all of its nodes up."""
+        """Wait until each worker of the router sees all of its nodes up."""
 
         def all_up() -> bool:
-            nodes = httpx2.get(f"{self.url}/health", timeout=5).json()["nodes"]
-            return all(node["up"] for node in nodes)
+            # Each question is a connection of its own, which any of two workers may answer.
+            told = [httpx2.get(f"{self.url}/health", timeout=5).json() for _ in range(16)]
+            return all(node["up"] for each in told for node in each["nodes"])
 
         wait_until(all_up, 60, "the router sees all nodes up")
 

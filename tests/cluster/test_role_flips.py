@@ -63,6 +63,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         wait_until(
             lambda: all(ratio(url) == (2, 1) for url in urls(cluster)), 60, "both routers see 2P1D"
         )
+        cluster.wait_up()
         yield cluster
     finally:
         cluster.stop()
