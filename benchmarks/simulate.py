@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 WARM_UP = 0.1
-"""This share of the requests, the first ones, is served and not counted: caches are filled."""
+"""Share of the requests, the first ones, that fill caches and are not counted."""
 TTFT_MS, TTFT_ALONE, TPOT_MS = 500.0, 2.0, 20.0
 """The aim: the first token within 0.5 s and twice what the prompt takes alone, the others each
 within 20 ms.

@@ -25,7 +25,7 @@ class Workload:
 
     make: Callable[[random.Random, int], list[Asked]]
     load: float
-    """Of the prefill nodes' time, as if nothing was cached."""
+    """Share of the prefill nodes' time, as if nothing was cached."""
 
 
 def _lognormal(rng: random.Random, median: float, sigma: float, least: int, most: int) -> int:

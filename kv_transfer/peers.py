@@ -61,7 +61,7 @@ class _Peer:
     failed: dict[str, KvrelayError] = field(default_factory=dict)
     """Failed backends and why."""
     sources: list[tuple[int, Source]] = field(default_factory=list)
-    """Which rank of ours reads what; none until open at both ends."""
+    """Ranks of ours and what each reads; none until open at both ends."""
     heads: list[int] = field(default_factory=list)
     """Where our KV heads' checksums lie among the peer's; empty if either has none."""
     joined: bool = False

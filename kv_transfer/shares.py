@@ -1,4 +1,4 @@
-"""Which bytes of a block a reading rank takes from which rank of a source. Pure.
+"""Bytes of a block that a reading rank takes from each rank of a source. Pure.
 
 A block is [kv_heads of its rank, bytes of a head], so two ranks have one contiguous range in
 common: a *share*. KV heads on several source ranks are taken from them in turn.

@@ -1,4 +1,4 @@
-"""This machine: cores, GPUs, free ports, memory, the embedded model.
+"""Facts about the machine: cores, GPUs, free ports, memory, the embedded model.
 
 Imports none of the packages it tells about, so it works where torch is missing or broken.
 """

@@ -32,7 +32,7 @@ __all__ = ["run", "spread_of"]
 
 _SECONDS = {"cpu": 45.0, "cuda": 120.0}
 _POINT_SHARE, _POINT_S = 1 / 60, 1.0
-"""Of the time of all, for the runs of one step; and at most."""
+"""Limits for the runs of one step: a share of all the time, and seconds."""
 _NOISY = 0.1
 """How much runs of a step may differ (`spread_of`): on two cores 0.02 alone, 0.15 to 0.3 beside two
 busy processes.

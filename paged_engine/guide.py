@@ -1,4 +1,4 @@
-"""Which tokens may come next in one request: a grammar, allowed tokens, bad words. Pure numpy.
+"""Tokens that may come next in a request: a grammar, allowed tokens, bad words. Pure numpy.
 
 A guide is a function of parameters and output tokens, so a hand-over carries nothing of it. Bit i
 of a mask's word w is token 32 * w + i.

@@ -52,7 +52,7 @@ class Engine:
         self.running = 0
         self.waiting = 0
         self.legs = 1
-        """That came, and one."""
+        """Requests that came, and one."""
         self.preemptions = 0
         self._pace = Pace()
         """The pace that the node learns from its steps."""
@@ -70,9 +70,9 @@ class Engine:
         self._ready: list[Seat] = []
         self._batch: list[tuple[int, int, Seat]] = []
         self._computing: list[Seat] = []
-        """Whose last chunk is in the running step."""
+        """Requests with their last chunk in the running step."""
         self._joined: list[tuple[Seat, float]] = []
-        """Whose first step ends next, and how long they waited for it."""
+        """Requests whose first step ends next, and how long they waited for it."""
         self._steps = self._context = self._plan = 0
         self._planned = Planned()
         self._ahead = speeds.ahead

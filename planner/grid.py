@@ -1,4 +1,4 @@
-"""Which steps to measure for a rate card, coarse ones first, so that one may stop anywhere.
+"""Steps to measure for a rate card, coarse ones first, so that one may stop anywhere.
 
 Pure.
 """

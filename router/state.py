@@ -172,9 +172,9 @@ class Shared:
     """
 
     leads = True
-    """This process changes the roles of nodes."""
+    """True if this process changes the roles of nodes."""
     serves = True
-    """This process answers requests, and follows nodes' caches."""
+    """True if this process answers requests and follows nodes' caches."""
     forward: Callable[[Request, bytes, float], Awaitable[Response]] | None = None
     """Asks the leading process for operators and scrapers."""
     responses: ResponseStore

@@ -1,4 +1,4 @@
-"""Which files one streamed request runs, from its POST to its last byte, in a cluster of 1P1D.
+"""Files that one streamed request runs, from POST to last byte, in a cluster of 1P1D.
 
     python -m scripts.trace_request [--check]
 

@@ -43,7 +43,7 @@ class Announced:
         self._tpots: Counter[float] = Counter()
         self._tokens, self._prompts = DecayingMean(), DecayingMean()
         self._new_tokens = self._new_prompts_ms = 0.0
-        """That have come since the means were brought up to date."""
+        """Tokens and prompts since the means were brought up to date."""
         self._at = math.inf
 
     @property

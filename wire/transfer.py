@@ -124,9 +124,9 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     seed: int | None = None
     prompt_token_ids: list[int] | None = None
     packed_prompt: bytes | None = None
-    """The same, 4 bytes each: routers do not read them."""
+    """`prompt_token_ids`, 4 bytes each: routers do not read them."""
     generated: list[int] = []
-    """This and the next three are of the first choice (`choices`)."""
+    """Tokens of the first choice; the next three fields belong to that choice, too."""
     generated_logprobs: list[TokenLogprobs] = []
     sent_text: int | None = None
     finish: Finish | None = None

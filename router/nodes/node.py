@@ -259,7 +259,7 @@ class Node:
     leases: set[Lease] = field(default_factory=set)
     kv: KvFacts | None = None
     kv_kind: KvFacts | None = None
-    """What of `kv` counts for hand-overs, but for the host: few nodes differ in it."""
+    """The part of `kv` that decides on hand-overs, without the host: few nodes differ in it."""
     breaker: Breaker = field(default_factory=Breaker)
 
     def __post_init__(self) -> None:
