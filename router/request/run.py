@@ -11,6 +11,7 @@ the retry budget lasts, or if the client has a part of the answer.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import logging
 import math
@@ -53,7 +54,7 @@ _RENEWALS_PER_LEASE = 4.0
 
 
 @dataclass(eq=False)
-class Run:
+class Run(abc.ABC):
     """A prompt on its way through nodes: ours, or vLLM's."""
 
     job: Job
@@ -76,8 +77,8 @@ class Run:
     def __post_init__(self) -> None:
         self._pool, self._prefix = self.context.pool, prefix_of(self.job)
 
-    def wanted(self) -> PlacementQuery:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def wanted(self) -> PlacementQuery: ...
 
     async def run(self) -> None:
         """Answer the request into `reply`, once. Raises KvrelayError."""
@@ -93,8 +94,8 @@ class Run:
                 f"raise request_deadline_s"
             ) from why
 
-    async def _answer(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    async def _answer(self) -> None: ...
 
 
 class RequestRun(Run):
