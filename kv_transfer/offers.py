@@ -31,6 +31,8 @@ class Offer:
     expires_at: float = NEVER
     completion: Completion | None = None
     follower: bytes | None = None
+    unwanted: bool = False
+    """The reader has left while the KV grew, and no other has come."""
     asked: set[tuple[bytes, int]] = field(default_factory=set)
     """Blocks whose checksums are due to each reader."""
 
@@ -91,9 +93,15 @@ class Offers:
             self._tell(offer)
 
     def complete(self, request_id: str, completion: Completion, now: float) -> Ticket | None:
-        """Start a growing lease's time; return its complete ticket, None for other ids."""
+        """Start a growing lease's time; return its complete ticket, None for other ids.
+
+        An unwanted lease ends instead.
+        """
         offer = self._growing(request_id)
         if offer is None:
+            return None
+        if offer.unwanted:
+            self.release(request_id)
             return None
         offer.ticket = msgspec.structs.replace(offer.ticket, growing=False)
         offer.ready, offer.completion = len(offer.blocks), completion
@@ -106,7 +114,7 @@ class Offers:
         offer = self.find(lease)
         if offer is None:
             return None
-        offer.follower = reader
+        offer.follower, offer.unwanted = reader, False
         return offer.progress()
 
     def ask(self, lease: LeaseId, reader: bytes, blocks: Sequence[int]) -> list[int] | None:
@@ -155,16 +163,19 @@ class Offers:
     def end(self, lease: LeaseId, reader: bytes, now: float) -> bool:
         """End the lease for its reader; return whether it was held, complete, until now.
 
-        A growing one goes on for another reader. A displaced reader ends nothing, but what it has
-        read counts.
+        A growing one goes on for another reader, until it is complete. A displaced reader ends
+        nothing, but what it has read counts.
         """
         self.expire(now)
         offer = self.find(lease)
-        if offer is None or offer.expires_at == NEVER:
+        if offer is None:
             return False
-        if offer.follower in (None, reader):
+        grows, displaced = offer.expires_at == NEVER, offer.follower not in (None, reader)
+        if grows:
+            offer.unwanted = offer.unwanted or not displaced
+        elif not displaced:
             self.release(lease.request_id)
-        return True
+        return not grows
 
     def release(self, request_id: str) -> None:
         """End a request's lease, whatever its epoch. Ignores unknown ids."""

@@ -43,7 +43,9 @@ class Table(Offers):
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["offer", "begin", "complete", "renew", "prolong", "end", "release"]),
+            st.sampled_from(
+                ["offer", "begin", "follow", "complete", "renew", "prolong", "end", "release"]
+            ),
             st.sampled_from("abc"),
             st.integers(0, 1),  # how many epochs old the reader's knowledge is
             st.floats(0.001, 4.0),
@@ -60,10 +62,22 @@ class Table(Offers):
         ("release", "c", 0, 4.0),
     ]
 )
+@example(  # the reader leaves while the KV grows: the lease ends when it is complete
+    [("begin", "a", 0, 0.1), ("end", "a", 0, 0.1), ("complete", "a", 0, 0.1)]
+)
+@example(  # another reader has come
+    [
+        ("begin", "a", 0, 0.1),
+        ("end", "a", 0, 0.1),
+        ("follow", "a", 0, 0.1),
+        ("complete", "a", 0, 0.1),
+    ]
+)
 def test_leases_equal_a_model(operations: list[tuple[str, str, int, float]]) -> None:
     offers, now = Table(), 0.0
     held: dict[str, tuple[int, float]] = {}  # by request: epoch, and end or infinity
     epochs: dict[str, int] = {}
+    unwanted: set[str] = set()
     ended: list[Released] = []
     for operation, name, age, seconds in operations:
         now += seconds
@@ -77,6 +91,7 @@ def test_leases_equal_a_model(operations: list[tuple[str, str, int, float]]) -> 
         known = epoch == lease.epoch != 0
         grows = until == math.inf
         ends = operation == "release" or (operation == "end" and known and not grows)
+        ends = ends or (operation == "complete" and name in unwanted)
         goes_on = operation == "prolong" or (operation == "renew" and known)
         match operation:
             case "offer" | "begin" if name in held:
@@ -89,7 +104,9 @@ def test_leases_equal_a_model(operations: list[tuple[str, str, int, float]]) -> 
                 epochs[name] = offers.offer(name, now, ready=1).lease_epoch
                 held[name] = epochs[name], math.inf
             case "complete":
-                assert (offers.complete(name, DONE, now) is not None) == grows
+                assert (offers.complete(name, DONE, now) is not None) == (grows and not ends)
+            case "follow":
+                assert (offers.follow(lease, b"reader") is not None) == known
             case "renew":
                 both = ([lease], []) if known else ([], [lease])
                 assert offers.renew([lease, lease], now) == both
@@ -99,7 +116,10 @@ def test_leases_equal_a_model(operations: list[tuple[str, str, int, float]]) -> 
                 assert offers.end(lease, b"reader", now) == ends
             case "release":
                 offers.release(name)
+        if known and grows and operation in ("end", "follow"):
+            (unwanted.add if operation == "end" else unwanted.discard)(name)
         if epoch and ends:
+            unwanted.discard(name)
             ended.append(Released(name, expired=False))
             del held[name]
         elif epoch and (operation == "complete" if grows else goes_on):
