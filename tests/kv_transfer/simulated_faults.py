@@ -55,9 +55,9 @@ STATES = (
     "abandoned",
     "decoding",
 )
-# A fault is over when the last one whom it concerns has seen it, not counting the lease.
+# A fault is over when the last one whom it concerns has seen it, or has seen the lease run out.
 SEEN_S = simulated_world.SLOW_S + LATE_S
-FREE_WITHIN_S = TRANSFER.lease_s + 1.0
+FREE_WITHIN_S = 1.0
 SILENT = logging.Logger("simulated", logging.CRITICAL + 1)
 
 
@@ -269,7 +269,9 @@ class Schedule:
         elif fault.kind in ("short stop", "long stop"):
             victim.stop(fault.lasts_s)
             self.router.node_stopped(victim)
-            world.disturbed_until(world.now + fault.lasts_s + SEEN_S)
+            world.disturbed_until(
+                world.now + fault.lasts_s + TRANSFER.lease_s * (fault.kind == "long stop") + SEEN_S
+            )
             self._crowd(fault.lasts_s)
         elif scene.source is not None and scene.reader is not None:
             self._part(scene.source, scene.reader, fault)
@@ -280,7 +282,7 @@ class Schedule:
         self.router.node_died(victim)
         # Its connections tell it to those who read from it; what it would have read is held for a
         # lease.
-        world.disturbed_until(world.now + SEEN_S)
+        world.disturbed_until(world.now + TRANSFER.lease_s + SEEN_S)
         if restart:
             role = victim.name.rstrip("0123456789'")
 
@@ -295,14 +297,14 @@ class Schedule:
             until = world.now + fault.lasts_s
             world.dark[frozenset((source.host, reader.host))] = until
             # What was on its way arrives then; a lease that was renewed by it runs out after that.
-            world.disturbed_until(until + SEEN_S)
+            world.disturbed_until(until + TRANSFER.lease_s + SEEN_S)
             self._crowd(fault.lasts_s)
             return
         for link in world.links:
             if link.reader is reader and link.source is source and link.up and not link.hung_up:
                 link.reset()
         # The source is not told: what it held for this reader is free when the lease has run out.
-        world.disturbed_until(world.now + SEEN_S)
+        world.disturbed_until(world.now + TRANSFER.lease_s + SEEN_S)
 
     def _crowd(self, lasts_s: float) -> None:
         """Others come, who take the blocks of whoever has lost them meanwhile."""

@@ -101,6 +101,8 @@ class SimulatedConnector(TransferEngine):
         replaced = offer is not None and offer.follower not in (None, sender)
         if answer.held and replaced and lease.request_id not in offers:
             raise Violation(f"{self.node.name}: a reader that was replaced has ended {lease}")
+        if replaced:  # the other reader may not want it any more
+            self.node.disturbed_for_a_lease()
         return answer
 
 
@@ -250,6 +252,8 @@ class SimulatedNode(EngineProcess):
                     if event.cause == "KvCorrupted":
                         raise Violation(f"{self.name}: nothing spoils KV here, but {event}")
                     self.unsettled.add(request_id)
+                    if event.cause == "PeerLost":  # its source, if alive, cannot be told
+                        self.disturbed_for_a_lease()
             case Settled(request_id):
                 if request_id in self.unsettled:
                     self.unsettled.discard(request_id)
@@ -259,6 +263,9 @@ class SimulatedNode(EngineProcess):
                     raise Violation(f"{self.name}: {event} of a fetch that is over, or was none")
             case Released():
                 pass
+
+    def disturbed_for_a_lease(self) -> None:
+        self.world.disturbed_until(self.world.now + TRANSFER.lease_s + LATE_S)
 
     def _fetched(self, request: Request, fetched: Fetched) -> None:
         blocks, count = list(request.blocks), request.fetch.num_tokens if request.fetch else 0
