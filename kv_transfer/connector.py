@@ -11,12 +11,15 @@ import msgspec
 
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.outputs import TokenLogprobs
+from kvrelay.wire.transfer import Ticket
 
 __all__ = [
+    "CachedAsked",
     "Completion",
     "Event",
     "FetchFailed",
     "Fetched",
+    "Granted",
     "LeaseId",
     "PeerKey",
     "PoolRegion",
@@ -102,7 +105,28 @@ class Settled:
     request_id: str
 
 
-Event = Released | Fetched | FetchFailed | Settled
+@dataclass(frozen=True, slots=True)
+class CachedAsked:
+    """An event at the source: a peer wants a lease on the longest cached prefix of these hashes.
+
+    `answer_cached` answers it. Prefixes of chained hashes need no earlier block.
+    """
+
+    request_id: str
+    hashes: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """An event at the reader: the answer to `ask`, a ticket or why there is none."""
+
+    request_id: str
+    ticket: Ticket | None
+    reason: str = ""
+    """The name of an error, or NotHeld, and perhaps a colon and a sentence."""
+
+
+Event = Released | Fetched | FetchFailed | Settled | CachedAsked | Granted
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +144,8 @@ class TransferStats:
     fetches: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     """Failed fetches by error name."""
+    ask_failures: Counter[str] = field(default_factory=Counter)
+    """Asks for cached blocks without a ticket, by cause."""
     retries: int = 0
     fetched_bytes: int = 0
     fetch_s: float = 0.0

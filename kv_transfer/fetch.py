@@ -55,6 +55,7 @@ class Fetch:
     remote_blocks: tuple[int, ...] = ()
     local_blocks: tuple[int, ...] = ()
     asked_at: float = 0.0
+    within_s: float = 0.0  # its own limit, if not 0
     exposed_at: float = 0.0  # from here on nobody waits but for us
     deadline: float = NEVER
 
@@ -79,7 +80,8 @@ class Fetch:
         """Start the deadline: the KV is complete and asked for."""
         missing_bytes = (len(self.local_blocks) - self.taken) * self.block_bytes
         missing_s = missing_bytes / self.config.transfer_floor_bytes_s
-        self.exposed_at, self.deadline = now, now + self.config.transfer_deadline_s + missing_s
+        limit_s = self.within_s or self.config.transfer_deadline_s + missing_s
+        self.exposed_at, self.deadline = now, now + limit_s
 
     @property
     def due(self) -> float:

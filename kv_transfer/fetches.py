@@ -88,7 +88,12 @@ class FetchTable:
         self._lose(self._fetches[request_id], error)
 
     def fetch(
-        self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int], now: float
+        self,
+        request_id: str,
+        remote_blocks: Sequence[int],
+        local_blocks: Sequence[int],
+        now: float,
+        within_s: float = 0.0,
     ) -> None:
         """Fetch a watched request's KV; no blocks: all was cached. Raises ValueError for misuse."""
         fetch = self._fetches.get(request_id)
@@ -103,7 +108,7 @@ class FetchTable:
         if fetch.growing is not None and len(remote_blocks) > fetch.growing:
             raise ValueError(f"{len(remote_blocks)} blocks of a ticket for {fetch.growing}")
         fetch.remote_blocks, fetch.local_blocks = tuple(remote_blocks), tuple(local_blocks)
-        fetch.asked_at = now
+        fetch.asked_at, fetch.within_s = now, within_s
         fetch.state = State.WAITING
         if fetch.complete:
             fetch.hurry(now)

@@ -11,7 +11,7 @@ from kvrelay.kv_transfer.connector import Completion, LeaseId, PoolRegion
 from kvrelay.kv_transfer.host_memory import HostFile
 from kvrelay.kv_transfer.shares import Heads
 from kvrelay.kv_transfer.sockets import Codec
-from kvrelay.wire.transfer import Fingerprint
+from kvrelay.wire.transfer import Fingerprint, Ticket
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
@@ -20,6 +20,8 @@ __all__ = [
     "Follow",
     "ChunkProgress",
     "HandshakeRequest",
+    "LeaseCached",
+    "Leased",
     "Message",
     "RankCard",
     "Refused",
@@ -119,6 +121,29 @@ class ChunkProgress(msgspec.Struct, tag="grown", frozen=True):
     """Checksums by block: 8 bytes for each KV head of each rank."""
 
 
+class LeaseCached(msgspec.Struct, tag="lease", frozen=True):
+    """A reader's wish for a lease on the longest cached prefix of `hashes`; since version 2."""
+
+    token: int
+    generation: str
+    first: int
+    """Number of the first block in its chain."""
+    hashes: bytes
+    """16 bytes for each block; each names all before it, too."""
+    expires_at: int | None = None
+    signature: str | None = None
+    """As a ticket's."""
+
+
+class Leased(msgspec.Struct, tag="leased", frozen=True):
+    """A source's answer to LeaseCached: a ticket that begins with block `first`, or none."""
+
+    token: int
+    ticket: Ticket | None
+    refused: str = ""
+    """Why it was not looked up."""
+
+
 Message = (
     HandshakeRequest
     | HandshakeReply
@@ -129,6 +154,8 @@ Message = (
     | Ended
     | Follow
     | ChunkProgress
+    | LeaseCached
+    | Leased
 )
 
 codec: Codec[Message] = Codec(Message, MAX_MESSAGE_BYTES)

@@ -15,6 +15,7 @@ import msgspec
 
 from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.backends import Backends
+from kvrelay.kv_transfer.cached import Asks
 from kvrelay.kv_transfer.checksums import in_our_order
 from kvrelay.kv_transfer.connector import LeaseId, PeerKey, PoolRegion
 from kvrelay.kv_transfer.control import ControlThread
@@ -28,6 +29,7 @@ from kvrelay.kv_transfer.messages import (
     Follow,
     HandshakeReply,
     HandshakeRequest,
+    Leased,
     Message,
     Refused,
     Renew,
@@ -43,6 +45,8 @@ log = logging.getLogger(__name__)
 
 # 1,000 of the longest request ids take half the message limit.
 RENEW_BATCH = 1000
+LEASES_CACHED = 2
+"""Since this protocol version a peer leases cached blocks."""
 
 
 @dataclass(slots=True)
@@ -78,12 +82,14 @@ class Peers:
         hello: HandshakeRequest,
         config: TransferConfig,
         fetches: FetchTable,
+        asks: Asks,
         control: ControlThread,
         backends: Backends,
     ) -> None:
         self._hello = hello
         self._config = config
         self._fetches = fetches
+        self._asks = asks
         self._control = control
         self._backends = backends
         self._peers: dict[PeerKey, _Peer] = {}
@@ -92,17 +98,20 @@ class Peers:
 
     def want(self, request_id: str, key: PeerKey, lease: LeaseId, now: float) -> None:
         """Care for a request's lease at this peer, or doom its fetch."""
-        peer = self._peers.get(key)
-        if peer is None:
-            peer = self._peers[key] = _Peer(key)
-            self._dial(peer, now)
-        elif peer.lost is not None and peer.vanished:
+        peer = self._meet(key, now)
+        if peer.lost is not None:
             self._fetches.doom(request_id, peer.lost)
-        elif peer.lost is not None:
-            self._dial(peer, now)
         elif peer.welcome is not None:
             self._renew(key, [lease], now)
             self._control.send(key, Follow(lease))
+
+    def ask(self, key: PeerKey, now: float) -> None:
+        """Send this peer what it was not asked yet, or fail it."""
+        peer = self._meet(key, now)
+        if peer.lost is not None:
+            self._asks.peer_lost(key, peer.lost)
+        elif peer.welcome is not None:
+            self._send_asks(peer)
 
     def say(self, key: PeerKey, message: Message, now: float) -> None:
         """Send a fetch's message, unless its answer is near."""
@@ -128,6 +137,9 @@ class Peers:
                 self._fetches.renewed(key, kept, lost, sent_at, now)
             case Ended(token, held):
                 self._fetches.confirmed(key, token, held=held, now=now)
+            case Leased():
+                if (unwanted := self._asks.answered(key, message)) is not None:
+                    self._control.send(key, End(unwanted, 0))
             case ChunkProgress(lease, ready, completion, checksums):
                 if peer.heads and checksums:
                     ours = {
@@ -175,7 +187,9 @@ class Peers:
             else:
                 waited = f"within {self._config.lease_s:g} s"
                 self._lose(peer, PeerLost(f"no answer from {peer.where} {waited}"), now)
-        return min((peer.due for peer in self._peers.values()), default=NEVER)
+        self._asks.tick(now)
+        due = min((peer.due for peer in self._peers.values()), default=NEVER)
+        return min(due, self._asks.next_deadline())
 
     # What the backends tell.
 
@@ -217,6 +231,15 @@ class Peers:
 
     # Meeting.
 
+    def _meet(self, key: PeerKey, now: float) -> _Peer:
+        peer = self._peers.get(key)
+        if peer is None:
+            peer = self._peers[key] = _Peer(key)
+            self._dial(peer, now)
+        elif peer.lost is not None and not peer.vanished:
+            self._dial(peer, now)
+        return peer
+
     def _dial(self, peer: _Peer, now: float) -> None:
         # A silent peer has let its lease run out, too.
         peer.lost, peer.welcome, peer.due = None, None, now + self._config.lease_s
@@ -242,6 +265,7 @@ class Peers:
         if welcome.lease_words is not None and peer.words is None:
             with contextlib.suppress(TransferError):  # another host or user: we ask
                 peer.words = HeldWords(welcome.lease_words, key.generation, welcome.engine_id)
+        self._send_asks(peer)
         leases = self._fetches.leases(key)
         self._renew(key, leases, now)
         for lease in leases:  # also complete KV, which may have had another reader
@@ -286,6 +310,15 @@ class Peers:
             peer.sources = backends.sources(welcome, kind)
             backends.add_peer(peer.key, kind, peer.sources)
 
+    def _send_asks(self, peer: _Peer) -> None:
+        assert peer.welcome is not None
+        theirs = peer.welcome.fingerprint.protocols
+        if LEASES_CACHED not in theirs:
+            older = Incompatible(f"{peer.where} leases no cached KV: it speaks protocol {theirs}")
+            self._asks.peer_lost(peer.key, older)
+        for ask in self._asks.to_send(peer.key):
+            self._control.send(peer.key, ask)
+
     def _renew(self, key: PeerKey, leases: list[LeaseId], now: float) -> None:
         for first in range(0, len(leases), RENEW_BATCH):
             self._control.send(key, Renew(now, leases[first : first + RENEW_BATCH]))
@@ -294,6 +327,7 @@ class Peers:
         if peer.lost is None:
             peer.lost, peer.due = error, now + self._config.heartbeat_s
             self._fetches.peer_lost(peer.key, error)
+            self._asks.peer_lost(peer.key, error)
             self._control.hang_up(peer.key)
             self.on_read_over(peer.key)
 

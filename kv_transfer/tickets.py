@@ -1,7 +1,8 @@
 """Signed tickets: a reader follows the ticket of a node that has the cluster's secret.
 
-Pure: `now` is a Unix second. The signature is HMAC-SHA256 under a key made of the secret, so its
-audience is the cluster. Without a secret tickets are unsigned and lead to no other machine.
+Asks for leases on cached blocks are signed alike. Pure: `now` is a Unix second. The signature is
+HMAC-SHA256 under a key made of the secret, so its audience is the cluster. Without a secret nothing
+is signed, and nothing leads to another machine.
 """
 
 from __future__ import annotations
@@ -11,10 +12,19 @@ import hmac
 
 import msgspec
 
+from kvrelay.kv_transfer.messages import LeaseCached
 from kvrelay.wire.config_checks import is_loopback
 from kvrelay.wire.transfer import Ticket
 
-__all__ = ["LIFE_S", "MAX_ID_CHARS", "refusal", "signed"]
+__all__ = [
+    "LIFE_S",
+    "MAX_ID_CHARS",
+    "ask_refusal",
+    "asking_refusal",
+    "refusal",
+    "signed",
+    "signed_ask",
+]
 
 MAX_ID_CHARS = 256
 
@@ -35,48 +45,76 @@ def signed(ticket: Ticket, secret: str, now: float) -> Ticket:
 
 def refusal(ticket: Ticket, secret: str, now: float) -> str | None:
     """Return why a reader must not follow this ticket, in one sentence, or None."""
-    if not secret:
-        if ticket.signature is not None:
-            return (
-                f"the ticket is signed and this node has no cluster_secret to check it; {_REMEDY}"
-            )
-        if not is_loopback(ticket.remote_host):
-            return (
-                f"without cluster_secret a ticket may lead to a loopback address only, not to "
-                f"{ticket.remote_host!r}; " + _REMEDY
-            )
-        return None
-    if ticket.signature is None or ticket.expires_at is None:
-        return f"the ticket is not signed, and this node has a cluster_secret; {_REMEDY}"
-    if not hmac.compare_digest(ticket.signature.encode(), _signature(ticket, secret).encode()):
-        return f"the ticket was altered, or signed with another cluster_secret; {_REMEDY}"
-    if now > ticket.expires_at:
+    if not (secret or ticket.signature or is_loopback(ticket.remote_host)):
         return (
-            f"the ticket expired {now - ticket.expires_at:.0f} s ago by this node's clock; it is "
-            f"good for {LIFE_S} s, "
-            "so compare the clocks of the nodes"
+            f"without cluster_secret a ticket may lead to a loopback address only, not to "
+            f"{ticket.remote_host!r}; " + _REMEDY
+        )
+    return _seal_refusal("ticket", ticket, secret, now)
+
+
+def signed_ask(ask: LeaseCached, secret: str, now: float) -> LeaseCached:
+    if not secret:
+        return ask
+    ask = msgspec.structs.replace(ask, expires_at=int(now) + LIFE_S)
+    return msgspec.structs.replace(ask, signature=_signature(ask, secret))
+
+
+def asking_refusal(host: str, secret: str) -> str | None:
+    """Return why this host must not be asked, or None."""
+    if secret or is_loopback(host):
+        return None
+    return (
+        f"without cluster_secret only loopback addresses are asked for KV, not {host!r}; {_REMEDY}"
+    )
+
+
+def ask_refusal(ask: LeaseCached, generation: str, secret: str, now: float) -> str | None:
+    """Return why a source of this generation must not answer the ask, or None."""
+    if ask.generation != generation:
+        return f"the ask is for {ask.generation}, and this process is {generation}"
+    return _seal_refusal("ask", ask, secret, now)
+
+
+def _seal_refusal(what: str, sealed: Ticket | LeaseCached, secret: str, now: float) -> str | None:
+    if not secret:
+        if sealed.signature is None:
+            return None
+        return f"the {what} is signed and this node has no cluster_secret to check it; {_REMEDY}"
+    if sealed.signature is None or sealed.expires_at is None:
+        return f"the {what} is not signed, and this node has a cluster_secret; {_REMEDY}"
+    if not hmac.compare_digest(sealed.signature.encode(), _signature(sealed, secret).encode()):
+        return f"the {what} was altered, or signed with another cluster_secret; {_REMEDY}"
+    if now > sealed.expires_at:
+        return (
+            f"the {what} expired {now - sealed.expires_at:.0f} s ago by this node's clock; it is "
+            f"good for {LIFE_S} s, so compare the clocks of the nodes"
         )
     return None
 
 
-def _signature(ticket: Ticket, secret: str) -> str:
+def _signature(sealed: Ticket | LeaseCached, secret: str) -> str:
     # An ordered JSON list: no two tickets have the same bytes.
-    claim = msgspec.json.encode(
-        [
-            ticket.remote_engine_id,
-            ticket.generation,
-            ticket.remote_request_id,
-            ticket.lease_epoch,
-            ticket.remote_host,
-            ticket.remote_port,
-            ticket.tp_size,
-            ticket.growing,
-            ticket.remote_block_ids,
-            ticket.num_tokens,
-            ticket.adapter,
-            ticket.adapter_digest,
-            ticket.expires_at,
+    claim: list[object]
+    if isinstance(sealed, LeaseCached):
+        person = b"kvrelay-ask"
+        claim = [sealed.token, sealed.generation, sealed.first, sealed.hashes, sealed.expires_at]
+    else:
+        person = b"kvrelay-ticket"
+        claim = [
+            sealed.remote_engine_id,
+            sealed.generation,
+            sealed.remote_request_id,
+            sealed.lease_epoch,
+            sealed.remote_host,
+            sealed.remote_port,
+            sealed.tp_size,
+            sealed.growing,
+            sealed.remote_block_ids,
+            sealed.num_tokens,
+            sealed.adapter,
+            sealed.adapter_digest,
+            sealed.expires_at,
         ]
-    )
-    key = hashlib.blake2b(secret.encode(), digest_size=32, person=b"kvrelay-ticket").digest()
-    return hmac.new(key, claim, hashlib.sha256).hexdigest()
+    key = hashlib.blake2b(secret.encode(), digest_size=32, person=person).digest()
+    return hmac.new(key, msgspec.json.encode(claim), hashlib.sha256).hexdigest()

@@ -16,6 +16,7 @@ from functools import partial
 
 from kvrelay.kv_transfer.backend import Joined, ReadEnded, TransferBackend
 from kvrelay.kv_transfer.backends import Backends
+from kvrelay.kv_transfer.cached import Asks, Callers
 from kvrelay.kv_transfer.connector import (
     Completion,
     Event,
@@ -34,6 +35,8 @@ from kvrelay.kv_transfer.messages import (
     Follow,
     HandshakeReply,
     HandshakeRequest,
+    LeaseCached,
+    Leased,
     Message,
     Refused,
     Renew,
@@ -89,6 +92,8 @@ class TransferEngine:
         self._lock = threading.Lock()
         self._words = LeaseWords(self.generation)
         self._offers = Offers(config.lease_s, self._words)
+        self._callers_asks = Callers(self.generation, config.cluster_secret)
+        self._asks = Asks(config.cluster_secret)
         self._stepped_at = time.monotonic()
         heads = ((0, fingerprint.kv_heads),) if link is None else link.heads
         # All ranks hold equally many heads.
@@ -109,7 +114,7 @@ class TransferEngine:
                 link.close(JOIN_S)
             raise
         hello = HandshakeRequest(engine_id, fingerprint, [])
-        self._peers = Peers(hello, config, self._fetches, self._control, self._backends)
+        self._peers = Peers(hello, config, self._fetches, self._asks, self._control, self._backends)
         self._beat_at = time.monotonic()
         self._control.start()
 
@@ -177,6 +182,30 @@ class TransferEngine:
         with self._turn():
             self._offers.release(request_id)
 
+    def answer_cached(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Source: answer a CachedAsked with the first of its blocks that are held for it, if any.
+
+        A lease begins for this request id, as by `offer`.
+        """
+        with self._turn():
+            caller, ask = self._callers_asks.take(request_id)
+        tokens = (ask.first + len(block_ids)) * self._fingerprint.block_size
+        ticket = self.offer(request_id, block_ids, tokens) if block_ids else None
+        self._control.send_to_reader(caller, Leased(ask.token, ticket))
+
+    def ask(
+        self, request_id: str, peer: PeerKey, hashes: Sequence[bytes], first: int, within_s: float
+    ) -> None:
+        """Reader: ask for a lease on the longest cached prefix of these hashes. One Granted follows.
+
+        `first`: the number of their first block, with which the ticket's blocks begin.
+        """
+        now = time.monotonic()
+        with self._turn():
+            if self._asks.begin(request_id, peer, hashes, first, now + within_s, time.time()):
+                self._peers.ask(peer, now)
+        self._control.wake()
+
     def watch(self, request_id: str, ticket: Ticket) -> None:
         """Reader: renew this ticket's lease from now on.
 
@@ -195,11 +224,16 @@ class TransferEngine:
                 self._peers.want(request_id, peer, lease, time.monotonic())
 
     def fetch(
-        self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+        self,
+        request_id: str,
+        remote_blocks: Sequence[int],
+        local_blocks: Sequence[int],
+        within_s: float = 0.0,
     ) -> None:
         """Reader: read remote block i into local block i. Fetched or FetchFailed follows.
 
-        Empty lists release the source's lease. Raises ValueError for unwatched requests and blocks
+        It may take `within_s`; 0: what the configuration says. Empty lists release the source's
+        lease. Raises ValueError for unwatched requests and blocks
         outside the pool.
         """
         if any(not 0 <= block < self._region.num_blocks for block in local_blocks):
@@ -208,12 +242,14 @@ class TransferEngine:
                 f"{self._region.num_blocks}"
             )
         with self._turn():
-            self._fetches.fetch(request_id, remote_blocks, local_blocks, time.monotonic())
+            now = time.monotonic()
+            self._fetches.fetch(request_id, remote_blocks, local_blocks, now, within_s)
 
     def cancel(self, request_id: str) -> None:
         """Reader: give the request up. One Settled follows if a fetch was running."""
         with self._turn():
             self._fetches.cancel(request_id)
+            self._fetches.commands += self._asks.cancel(request_id)
 
     def events(self) -> list[Event]:
         """Return new events. Raises RuntimeError if a thread has ended."""
@@ -222,9 +258,10 @@ class TransferEngine:
             raise RuntimeError(why) from self._broken
         with self._lock:
             self._stepped_at = time.monotonic()
-            news: list[Event] = [*self._offers.events, *self._fetches.events]
-            self._offers.events.clear()
-            self._fetches.events.clear()
+            tables = (self._offers, self._fetches, self._asks, self._callers_asks)
+            news: list[Event] = [event for table in tables for event in table.events]
+            for table in tables:
+                table.events.clear()
         return news
 
     def stats(self) -> TransferStats:
@@ -233,6 +270,7 @@ class TransferEngine:
             return replace(
                 stats,
                 failures=stats.failures.copy(),
+                ask_failures=self._asks.failures.copy(),
                 leases_granted=offers.granted,
                 leases_released=offers.released,
                 leases_expired=offers.expired,
@@ -269,6 +307,8 @@ class TransferEngine:
                     if asked and self._backends.can_sum:
                         self._backends.sums(asked, partial(self._vouch, sender, lease, asked))
                     return Renewed(now, [], [lease]) if asked is None else None
+                case LeaseCached():
+                    return self._callers_asks.asked(sender, message, time.time())
                 case End(lease, token):
                     return Ended(token, self._offers.end(lease, sender, now))
                 case _:
@@ -292,9 +332,9 @@ class TransferEngine:
             self._offers.expire(now)
             self._fetches.tick(now)
             expiry, deadline = self._offers.next_expiry(), self._fetches.next_deadline()
-            heartbeat = self._peers.tick(now)
+            due = self._peers.tick(now)
         # At most a heartbeat: new leases are longer.
-        return min(expiry, deadline, heartbeat, now + self._config.heartbeat_s) - now
+        return min(expiry, deadline, due, now + self._config.heartbeat_s) - now
 
     # Called from the threads of backends and of the link to other ranks.
 
@@ -337,6 +377,7 @@ class TransferEngine:
             for follower, grown in progress:
                 self._control.send_to_reader(follower, grown)
             news = bool(self._offers.events or self._fetches.events)
+            news = news or bool(self._asks.events or self._callers_asks.events)
         if news:
             self._wake()
 

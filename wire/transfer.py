@@ -24,6 +24,7 @@ __all__ = [
     "Fingerprint",
     "KvFacts",
     "KvTransferParams",
+    "Source",
     "Ticket",
     "packed",
 ]
@@ -79,6 +80,15 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     adapter_digest: str = ""
 
 
+class Source(msgspec.Struct, frozen=True):
+    """A node that likely has KV of a prompt's first tokens in its prefix cache."""
+
+    host: str
+    port: int
+    generation: str
+    tokens: int
+
+
 class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A router's wishes for a request of a hand-over, a ticket, and the answer so far.
 
@@ -99,6 +109,8 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """To a decode node: likely tokens of the answer."""
     spill: bool = False
     """To a decode node: a prefill node could compute the prompt."""
+    sources: list[Source] = []
+    """To a node that computes the prompt: where it may get a part of the KV instead."""
 
     # The fields of Ticket.
     remote_engine_id: str | None = None
@@ -254,3 +266,6 @@ class KvFacts(msgspec.Struct, frozen=True, cache_hash=True):
     """Unrenewed KV is held so long."""
     computes_prompts: bool = True
     """The node computes a prompt whose KV does not come."""
+    port: int = 0
+    """Port of its control channel; 0 of the previous release, which leases no cached KV."""
+    generation: str = ""

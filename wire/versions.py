@@ -36,8 +36,8 @@ class Versions(msgspec.Struct, frozen=True, array_like=True):
         return str(self.oldest) if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
 
 
-HANDOVER = Versions(1, 1)
-"""Node and node: tickets, control channel, data planes."""
+HANDOVER = Versions(1, 2)
+"""Node and node: tickets, control channel, data planes. Version 1 leased no cached blocks."""
 
 LEGS = Versions(2, 2)
 """Router and node: request streams, their frames, and the bodies of requests (wire/frames.py). A

@@ -23,6 +23,8 @@ from kvrelay.kv_transfer.messages import (
     Follow,
     HandshakeReply,
     HandshakeRequest,
+    LeaseCached,
+    Leased,
     RankCard,
     Refused,
     Renew,
@@ -35,7 +37,14 @@ from kvrelay.wire.frames import Answer, Frame, FrameKind, Open
 from kvrelay.wire.heartbeat import Heartbeat
 from kvrelay.wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
 from kvrelay.wire.step_costs import StepCosts
-from kvrelay.wire.transfer import ChoiceSoFar, Fingerprint, KvFacts, KvTransferParams
+from kvrelay.wire.transfer import (
+    ChoiceSoFar,
+    Fingerprint,
+    KvFacts,
+    KvTransferParams,
+    Source,
+    Ticket,
+)
 from kvrelay.wire.versions import RELEASE, Versions
 
 RANGES = st.integers(1, 9).flatmap(
@@ -52,13 +61,13 @@ TICKET = KvTransferParams(
     first_index=1, generation="g", lease_epoch=3, num_tokens=20, growing=True, expires_at=12, signature="ab",
     adapter="a", adapter_digest="d", prompt_token_ids=[1], generated=[2], generated_logprobs=LOGPROBS, sent_text=4,
     finish=Finish.LENGTH, other_choices=[ChoiceSoFar(generated=[8], logprobs=LOGPROBS, sent_text=1)], seed=5,
-    cached_tokens=6, prompt_logprobs=LOGPROBS,
+    cached_tokens=6, prompt_logprobs=LOGPROBS, sources=[Source("10.0.0.2", 8, "g", 64)],
 )  # fmt: skip
 FRAME = Frame(
     FrameKind.TICKET, b"x", [1], 2, TICKET, LOAD, 503, ErrorBody("m", "t"), {"queue": 1.0}, 1, LOGPROBS, Finish.STOP,
     (1, 2, 3), PromptBlocks(16, b"hash"), "PeerLost",
 )  # fmt: skip
-FACTS = KvFacts(PRINT, ("nixl",), "host", "10.0.0.1", 5.0, False)
+FACTS = KvFacts(PRINT, ("nixl",), "host", "10.0.0.1", 5.0, False, 7, "g")
 REPORT = HealthReport(
     Role.DECODE,
     "m",
@@ -82,6 +91,8 @@ ON_THE_CHANNEL = [
     Ended(3, True),
     Follow(LEASE),
     ChunkProgress(LEASE, 3, None),
+    LeaseCached(5, "g", 2, b"h" * 16, 12, "ab"),
+    Leased(5, Ticket(remote_block_ids=[[1]]), "why"),
 ]
 ALL = [
     PRINT, LOAD, TICKET, FRAME, FACTS, REPORT, Open("/p", {"a": "b"}, b"c"), Answer(429, LOAD, ErrorBody("m", "t"), 3),

@@ -1,0 +1,161 @@
+"""Leases on cached blocks that no request offers: a reader's asks, and those of a source's callers.
+
+Pure: times are arguments. A source that is asleep does not answer; each ask has a deadline.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrelay.kv_transfer.connector import CachedAsked, Granted, LeaseId, PeerKey
+from kvrelay.kv_transfer.fetch import NEVER
+from kvrelay.kv_transfer.messages import End, LeaseCached, Leased
+from kvrelay.kv_transfer.tickets import ask_refusal, asking_refusal, signed_ask
+from kvrelay.wire.errors import Incompatible, KvrelayError, TransferTimeout
+from kvrelay.wire.transfer import Ticket
+
+__all__ = ["MOST_ASKED", "NOT_HELD", "Asks", "Callers"]
+
+HASH_BYTES = 16
+MOST_ASKED = 60_000
+"""Blocks in an ask; their hashes fill a message."""
+_MOST_OF_A_CALLER = 64  # asks that the step loop has not answered
+NOT_HELD = "NotHeld"
+"""A cause: the peer has no such block."""
+
+
+@dataclass(slots=True)
+class _Ask:
+    request_id: str
+    peer: PeerKey
+    message: LeaseCached
+    deadline: float
+    sent: bool = False
+
+
+class Asks:
+    """A reader's asks. Each has one Granted, unless it is cancelled."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+        self.events: list[Granted] = []
+        self.failures: Counter[str] = Counter()
+        """Asks without a ticket, by the name of an error or NOT_HELD."""
+        self._asks: dict[int, _Ask] = {}
+        self._tokens = 0
+
+    def begin(
+        self,
+        request_id: str,
+        peer: PeerKey,
+        hashes: Sequence[bytes],
+        first: int,
+        deadline: float,
+        unix_now: float,
+    ) -> bool:
+        """Begin an ask; False if it may not go to this peer."""
+        self._tokens += 1
+        message = LeaseCached(self._tokens, peer.generation, first, b"".join(hashes[:MOST_ASKED]))
+        message = signed_ask(message, self._secret, unix_now)
+        self._asks[self._tokens] = ask = _Ask(request_id, peer, message, deadline)
+        if refused := asking_refusal(peer.host, self._secret):
+            self._fail(ask, Incompatible(refused))
+        return not refused
+
+    def to_send(self, peer: PeerKey) -> list[LeaseCached]:
+        """Return the messages of asks that were not sent yet."""
+        unsent = [ask for ask in self._asks.values() if ask.peer == peer and not ask.sent]
+        for ask in unsent:
+            ask.sent = True
+        return [ask.message for ask in unsent]
+
+    def answered(self, peer: PeerKey, answer: Leased) -> LeaseId | None:
+        """Handle a peer's answer; return a lease that nobody wants any more."""
+        ask, ticket = self._asks.get(answer.token), answer.ticket
+        if ask is None or ask.peer != peer:
+            return None if ticket is None else _lease_of(ticket)
+        if ticket is None:
+            cause = Incompatible.__name__ if answer.refused else NOT_HELD
+            self._end(ask, None, cause, answer.refused)
+        elif not _fits(ticket, ask):
+            self._fail(ask, Incompatible("the ticket is not about what was asked for"))
+            return _lease_of(ticket)
+        else:
+            self._end(ask, ticket)
+        return None
+
+    def cancel(self, request_id: str) -> list[tuple[PeerKey, End]]:
+        """Forget an ask; return what to tell its peer. A ticket that comes later is given back."""
+        for ask in [each for each in self._asks.values() if each.request_id == request_id]:
+            del self._asks[ask.message.token]
+        ended = [event for event in self.events if event.request_id == request_id]
+        self.events = [event for event in self.events if event.request_id != request_id]
+        tickets = [event.ticket for event in ended if event.ticket is not None]
+        return [(_peer_of(ticket), End(_lease_of(ticket), 0)) for ticket in tickets]
+
+    def peer_lost(self, peer: PeerKey, error: KvrelayError) -> None:
+        for ask in [each for each in self._asks.values() if each.peer == peer]:
+            self._fail(ask, error)
+
+    def tick(self, now: float) -> None:
+        for ask in [each for each in self._asks.values() if each.deadline <= now]:
+            self._fail(ask, TransferTimeout("no answer in time"))
+
+    def next_deadline(self) -> float:
+        return min((ask.deadline for ask in self._asks.values()), default=NEVER)
+
+    def _fail(self, ask: _Ask, error: KvrelayError) -> None:
+        self._end(ask, None, type(error).__name__, error.message)
+
+    def _end(self, ask: _Ask, ticket: Ticket | None, cause: str = "", why: str = "") -> None:
+        del self._asks[ask.message.token]
+        if ticket is None:
+            self.failures[cause] += 1
+        self.events.append(Granted(ask.request_id, ticket, f"{cause}: {why}" if why else cause))
+
+
+class Callers:
+    """A source's unanswered asks, by the id that a lease would have."""
+
+    def __init__(self, generation: str, secret: str) -> None:
+        self._generation, self._secret = generation, secret
+        self.events: list[CachedAsked] = []
+        self._asked: dict[str, tuple[bytes, LeaseCached]] = {}
+        self._count = 0
+
+    def asked(self, caller: bytes, ask: LeaseCached, unix_now: float) -> Leased | None:
+        """Hand an ask to the step loop, or return a refusal."""
+        refused = ask_refusal(ask, self._generation, self._secret, unix_now)
+        if not 0 < len(ask.hashes) <= MOST_ASKED * HASH_BYTES or len(ask.hashes) % HASH_BYTES:
+            refused = f"{len(ask.hashes)} bytes are no hashes of 1 to {MOST_ASKED} blocks"
+        if sum(caller == each for each, _ in self._asked.values()) >= _MOST_OF_A_CALLER:
+            refused = f"{_MOST_OF_A_CALLER} asks of yours wait; ask again later"
+        if refused is not None:
+            return Leased(ask.token, None, refused)
+        self._count += 1
+        request_id = f"cached.{self._count}"
+        self._asked[request_id] = caller, ask
+        starts = range(0, len(ask.hashes), HASH_BYTES)
+        hashes = [ask.hashes[start : start + HASH_BYTES] for start in starts]
+        self.events.append(CachedAsked(request_id, hashes))
+        return None
+
+    def take(self, request_id: str) -> tuple[bytes, LeaseCached]:
+        """Return who has asked what. Raises KeyError for what is answered."""
+        return self._asked.pop(request_id)
+
+
+def _fits(ticket: Ticket, ask: _Ask) -> bool:
+    blocks = sum(map(len, ticket.remote_block_ids[:1]))
+    most = len(ask.message.hashes) // HASH_BYTES
+    return _peer_of(ticket) == ask.peer and 0 < blocks <= most and not ticket.growing
+
+
+def _peer_of(ticket: Ticket) -> PeerKey:
+    return PeerKey(ticket.remote_host, ticket.remote_port, ticket.generation)
+
+
+def _lease_of(ticket: Ticket) -> LeaseId:
+    return LeaseId(ticket.remote_request_id, ticket.lease_epoch)

@@ -1,0 +1,276 @@
+"""Leases on cached blocks that no request offers: asks, answers, and who gets none."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from engine_node import CONFIG, FINGERPRINT, SLOW, SharedNode, node, wait_until
+from peer_process import peer_process
+from shared_backend import pattern
+
+from kvrelay.kv_transfer.cached import MOST_ASKED, Asks, Callers
+from kvrelay.kv_transfer.connector import CachedAsked, Fetched, Granted, PeerKey, Released
+from kvrelay.kv_transfer.messages import MAX_MESSAGE_BYTES, LeaseCached, Leased, encode
+from kvrelay.kv_transfer.tickets import LIFE_S, asking_refusal, signed_ask
+from kvrelay.wire.transfer import Ticket
+
+NEWEST = msgspec.structs.replace(FINGERPRINT, protocol_newest=2)
+HASHES = [bytes([number]) * 16 for number in range(1, 5)]
+SECRET = "the secret of this cluster"
+NOW = 1_800_000_000.25
+PEER = PeerKey("127.0.0.1", 4000, "g")
+ASK = LeaseCached(1, "g", 0, b"".join(HASHES))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[SharedNode]:
+    with node("source", tmp_path, fingerprint=NEWEST) as it:
+        yield it
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[SharedNode]:
+    with node("reader", tmp_path, fingerprint=NEWEST) as it:
+        yield it
+
+
+def key(source: SharedNode) -> PeerKey:
+    return PeerKey(*source.engine.address, source.engine.generation)
+
+
+def ask(reader: SharedNode, source: SharedNode, within_s: float = 20.0) -> None:
+    reader.engine.ask("r", key(source), HASHES, 3, within_s)
+
+
+def asked(source: SharedNode) -> str:
+    (event,) = source.wait(1)
+    assert isinstance(event, CachedAsked)
+    assert event.hashes == HASHES
+    return event.request_id
+
+
+def granted(reader: SharedNode) -> Granted:
+    (event,) = reader.wait(1)
+    assert isinstance(event, Granted)
+    assert event.request_id == "r"
+    return event
+
+
+def test_a_leased_prefix_is_fetched_like_any_other(source: SharedNode, reader: SharedNode) -> None:
+    ask(reader, source)
+    lease = asked(source)
+    source.engine.answer_cached(lease, [5, 0, 9])
+    ticket = granted(reader).ticket
+    assert ticket is not None
+    assert (ticket.remote_block_ids, ticket.num_tokens) == ([[5, 0, 9]], (3 + 3) * 16)
+    reader.fetch("r", ticket, [5, 0, 9], [7, 3, 11])
+    (fetched,) = reader.wait(1)
+    assert isinstance(fetched, Fetched)
+    assert [reader.backend.read(i) for i in (7, 3, 11)] == [pattern(i) for i in (5, 0, 9)]
+    assert source.wait(1) == [Released(lease, expired=False)]
+    assert reader.engine.stats().ask_failures == {}
+
+
+def test_nothing_held_is_an_answer(source: SharedNode, reader: SharedNode) -> None:
+    ask(reader, source)
+    source.engine.answer_cached(asked(source), [])
+    assert granted(reader) == Granted("r", None, "NotHeld")
+    assert reader.engine.stats().ask_failures == {"NotHeld": 1}
+    assert len(source.engine._offers) == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_lease_that_nobody_waits_for_ends_at_once(tmp_path: Path, *, late: bool) -> None:
+    with (
+        node("source", tmp_path, SLOW, NEWEST) as source,
+        node("reader", tmp_path, SLOW, NEWEST) as reader,
+    ):
+        ask(reader, source)
+        lease = asked(source)
+        if not late:
+            source.engine.answer_cached(lease, [5])
+            wait_until(lambda: reader.engine._asks.events)
+        reader.engine.cancel("r")
+        if late:
+            source.engine.answer_cached(lease, [5])
+        assert source.wait(1) == [Released(lease, expired=False)]
+        assert reader.engine.events() == []
+
+
+def test_a_source_that_sleeps_costs_the_deadline(source: SharedNode, reader: SharedNode) -> None:
+    began = time.monotonic()
+    ask(reader, source, 0.2)
+    assert granted(reader).reason == "TransferTimeout: no answer in time"
+    assert time.monotonic() - began < CONFIG.lease_s
+    lease = asked(source)
+    source.engine.answer_cached(lease, [5])
+    assert source.wait(1) == [Released(lease, expired=False)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"kv_dtype": "bfloat16"}, "kv_dtype is "),
+        ({"protocol_newest": 0}, "leases no cached KV: it speaks protocol 1"),
+    ],
+)
+def test_another_fingerprint_or_the_previous_release_gets_no_ask(
+    tmp_path: Path, reader: SharedNode, fields: dict[str, object], why: str
+) -> None:
+    with node("source", tmp_path, fingerprint=msgspec.structs.replace(NEWEST, **fields)) as source:
+        ask(reader, source)
+        reason = granted(reader).reason
+        assert reason.startswith("Incompatible: ")
+        assert why in reason
+        source.quiet()
+
+
+def test_another_generation_and_a_dead_peer_get_no_ask(
+    tmp_path: Path, source: SharedNode, reader: SharedNode
+) -> None:
+    reader.engine.ask("r", key(source)._replace(generation="old"), HASHES, 0, 20.0)
+    assert "has restarted: the KV is of old" in granted(reader).reason
+    with node("other", tmp_path, fingerprint=NEWEST) as other:
+        gone = key(other)
+    reader.engine.ask("r", gone, HASHES, 0, 20.0)
+    assert granted(reader).reason.startswith("PeerLost: ")
+    source.quiet()
+    assert reader.engine.stats().ask_failures == {"PeerLost": 2}
+
+
+def test_nodes_with_a_secret_ask_each_other(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, cluster_secret=SECRET)
+    with (
+        node("source", tmp_path, config, NEWEST) as source,
+        node("reader", tmp_path, config, NEWEST) as reader,
+    ):
+        ask(reader, source)
+        source.engine.answer_cached(asked(source), [5])
+        ticket = granted(reader).ticket
+        assert ticket is not None
+        assert ticket.signature is not None
+
+
+def test_a_killed_source_fails_the_ask_at_once(tmp_path: Path, reader: SharedNode) -> None:
+    made = (SharedNode, "child", tmp_path, CONFIG, NEWEST)
+    with peer_process(*made) as child:
+        peer = PeerKey(*child.ask("engine.address"), child.ask("engine.generation"))
+        reader.engine.ask("r", peer, HASHES, 0, 20.0)
+        (event,) = child.events(1, within_s=20.0)
+        child.ask("engine.answer_cached", event.request_id, [5])
+        assert granted(reader).ticket is not None
+        reader.engine.ask("r", peer, HASHES, 0, 20.0)
+        child.kill()
+        assert granted(reader).reason.startswith("PeerLost: ")
+
+
+# What a source answers whom.
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"generation": "other"}, "the ask is for other, and this process is g"),
+        ({"token": 2}, "altered"),
+        ({"first": 1}, "altered"),
+        ({"hashes": b"x" * 16}, "altered"),
+        ({"expires_at": int(NOW) + LIFE_S + 1}, "altered"),
+        ({"signature": None}, "not signed"),
+        ({"signature": "é"}, "altered"),
+    ],
+)
+def test_a_forged_ask_is_refused(changes: dict[str, object], why: str) -> None:
+    callers = Callers("g", SECRET)
+    forged = msgspec.structs.replace(signed_ask(ASK, SECRET, NOW), **changes)
+    answer = callers.asked(b"caller", forged, NOW)
+    assert answer is not None
+    assert why in answer.refused
+    assert callers.events == []
+
+
+def test_an_expired_ask_is_refused_and_so_is_a_signature_without_a_secret() -> None:
+    sealed = signed_ask(ASK, SECRET, NOW)
+    late = Callers("g", SECRET).asked(b"", sealed, NOW + LIFE_S + 2)
+    unknown = Callers("g", "").asked(b"", sealed, NOW)
+    assert late is not None
+    assert "the ask expired 2 s ago" in late.refused
+    assert unknown is not None
+    assert "no cluster_secret to check it" in unknown.refused
+    assert Callers("g", "").asked(b"", ASK, NOW) is None
+
+
+def test_without_a_secret_only_loopback_addresses_are_asked() -> None:
+    asks = Asks("")
+    assert not asks.begin("r", PEER._replace(host="10.0.0.1"), HASHES, 0, 1.0, NOW)
+    (event,) = asks.events
+    assert event.reason.startswith("Incompatible: without cluster_secret only loopback")
+    assert asks.begin("r", PEER, HASHES, 0, 1.0, NOW)
+    assert asking_refusal("10.0.0.1", SECRET) is None
+
+
+@pytest.mark.parametrize("hashes", [b"", b"x" * 15, b"x" * 16 * (MOST_ASKED + 1)])
+def test_what_is_no_list_of_hashes_is_refused(hashes: bytes) -> None:
+    answer = Callers("g", "").asked(b"", msgspec.structs.replace(ASK, hashes=hashes), NOW)
+    assert answer is not None
+    assert "are no hashes" in answer.refused
+
+
+def test_a_caller_has_so_many_asks_in_flight() -> None:
+    callers = Callers("g", "")
+    answers = [callers.asked(b"one", ASK, NOW) for _ in range(65)]
+    assert answers[:64] == [None] * 64
+    assert answers[64] == Leased(1, None, "64 asks of yours wait; ask again later")
+    assert callers.asked(b"two", ASK, NOW) is None
+    callers.take(callers.events[0].request_id)
+    assert callers.asked(b"one", ASK, NOW) is None
+
+
+def test_the_longest_ask_and_its_answer_fit_a_message() -> None:
+    asks = Asks(SECRET)
+    asks.begin("r", PEER, HASHES * MOST_ASKED, 0, 1.0, NOW)
+    (message,) = asks.to_send(PEER)
+    assert asks.to_send(PEER) == []
+    assert MAX_MESSAGE_BYTES * 0.9 < len(encode(message)) <= MAX_MESSAGE_BYTES
+    encode(Leased(1, Ticket(remote_block_ids=[[2**31] * MOST_ASKED])))
+
+
+def ticket(blocks: Sequence[int], **changes: object) -> Ticket:
+    mine = Ticket(
+        remote_block_ids=[list(blocks)], remote_host=PEER.host, remote_port=PEER.port,
+        generation=PEER.generation, remote_request_id="cached.1", lease_epoch=7,
+    )  # fmt: skip
+    return msgspec.structs.replace(mine, **changes)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ticket([]),
+        ticket(range(5)),
+        ticket([1], growing=True),
+        ticket([1], generation="x"),
+        ticket([1], remote_port=1),
+        ticket([1], remote_block_ids=[]),
+    ],
+)
+def test_a_ticket_about_something_else_is_given_back(wrong: Ticket) -> None:
+    asks = Asks("")
+    asks.begin("r", PEER, HASHES, 0, 1.0, NOW)
+    assert asks.answered(PEER, Leased(1, wrong)) == ("cached.1", 7)
+    (event,) = asks.events
+    assert event.ticket is None
+    assert asks.next_deadline() == float("inf")
+
+
+def test_another_peer_cannot_answer() -> None:
+    asks = Asks("")
+    asks.begin("r", PEER, HASHES, 0, 1.0, NOW)
+    other = PEER._replace(port=1)
+    assert asks.answered(other, Leased(1, ticket([1], remote_port=1))) == ("cached.1", 7)
+    assert asks.events == []
+    assert asks.next_deadline() == 1.0
