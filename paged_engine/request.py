@@ -12,7 +12,7 @@ from kvrelay.wire.engine_messages import Submit, Timing
 from kvrelay.wire.kv_events import BlockHash, extend, root_of
 from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import Ticket
+from kvrelay.wire.transfer import Source, Ticket
 
 if TYPE_CHECKING:
     from kvrelay.paged_engine.adapters import Loaded
@@ -49,6 +49,13 @@ class Request:
     spill: bool = False  # a prefill node could compute its prompt
     guide: Guide | None = None
     fetch: Ticket | None = None
+    pull_from: int | None = None
+    """First block of a ticket for a part of the prompt, asked of a peer's prefix cache."""
+    sources: list[Source] = field(default_factory=list)  # to ask for such a ticket
+    asking: bool = False
+    asked_s: float = 0.0
+    pull_s: float = 0.0  # its answer and its KV may each take so long
+    pulled_tokens: int = 0
     fetch_error: str | None = None
     state: State = State.WAITING
     finish: Finish | None = None
@@ -108,6 +115,7 @@ class Request:
             expected_output=submit.expected_output,
             spill=submit.spill_tokens > 0,
             fetch=submit.fetch,
+            sources=submit.sources,
         )
 
     @property
@@ -125,6 +133,11 @@ class Request:
     @property
     def uncomputed(self) -> int:
         return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Return whether all its KV comes from where its prompt is computed."""
+        return self.fetch_error is None and self.pull_from is None
 
     @property
     def expected_tokens(self) -> int:
@@ -147,7 +160,7 @@ class Request:
         return self.hashes
 
     def mark_launched(self, start: int, now: float) -> None:
-        handed_over = self.fetched_s is not None and self.fetch_error is None
+        handed_over = self.is_handed_over and self.fetched_s is not None
         if self.first_step is None and (handed_over or start >= self.prompt_tokens):
             self.first_step, self.first_step_s = start, now
 
@@ -176,9 +189,10 @@ class Request:
         if self.fetch_started_s is not None:
             fetched = now if self.fetched_s is None else self.fetched_s
             transfer = fetched - self.fetch_started_s
-            decode_queue = self.fetch_started_s - self.arrival_s
             prefill -= transfer
-            if self.fetch_error is None:
+            if self.pull_from is None:
+                decode_queue = self.fetch_started_s - self.arrival_s
+            if self.is_handed_over:
                 # Nothing was computed before it: all that follows is decoding.
                 computed, prefill = fetched, 0.0
                 decode_queue += 0.0 if self.first_step_s is None else self.first_step_s - fetched

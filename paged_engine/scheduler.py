@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 
+import msgspec
+
 from kvrelay.paged_engine.blocks import BlockPool, KeptBlocks
 from kvrelay.paged_engine.request import Chunk, Fetch, Request, State, StepPlan
 from kvrelay.paged_engine.speculation import Speculation
@@ -18,6 +20,7 @@ from kvrelay.paged_engine.waiting import WaitingQueue
 from kvrelay.wire.announced import Announced
 from kvrelay.wire.outputs import Finish, Load
 from kvrelay.wire.step_costs import StepBudget, StepRoom
+from kvrelay.wire.transfer import Ticket
 
 __all__ = ["Scheduler"]
 
@@ -84,6 +87,16 @@ class Scheduler:
             self._end(request, Finish.ABORT)
         return request
 
+    def cached_tokens(self, request: Request) -> int:
+        """Return how many of a request's tokens need not be computed now."""
+        return len(self._cached_prefix(request, len(request.token_ids) - 1)) * self._block_size
+
+    def end_ask(self, request: Request, ticket: Ticket | None) -> None:
+        """Let a request go on that has asked for KV, with a ticket for a part of its prompt."""
+        self._waiting.remove(request)
+        request.asking, request.fetch = False, ticket
+        self._wait(request)
+
     def finish_fetch(self, request_id: str, generated: Sequence[int] = ()) -> None:
         """Run a request whose KV has arrived, with tokens from where it was computed."""
         request = self._fetching.pop(request_id)
@@ -93,6 +106,7 @@ class Scheduler:
             request.new_tokens += generated
         # Without a first token the last prompt token is computed again.
         request.num_computed = min(request.fetch.num_tokens, len(request.token_ids) - 1)
+        self._count_pulled(request)
         request.fetch = None
         request.state = State.RUNNING
         self._running.append(request)
@@ -106,7 +120,9 @@ class Scheduler:
         The first `verified` of the fetched blocks are right.
         """
         request = self._requests[request_id]
-        fetch, request.fetch, request.fetch_error = request.fetch, None, reason
+        fetch, request.fetch = request.fetch, None
+        if request.pull_from is None:
+            request.fetch_error = reason
         if request_id in self._fetching:
             assert fetch is not None
             self._keep_verified(self._fetching.pop(request_id), fetch.num_tokens, verified)
@@ -127,6 +143,7 @@ class Scheduler:
         if kept > cached:
             self.kept_blocks += kept - cached
             request.num_computed = kept * self._block_size
+            self._count_pulled(request)
             self._publish(request)
         if kept and self._blocks_for(known) - kept <= self.pool.free:
             request.state = State.RUNNING
@@ -135,11 +152,18 @@ class Scheduler:
         self._drop_blocks(request)
         self._wait(request)
 
+    def _count_pulled(self, request: Request) -> None:
+        if request.pull_from is not None:
+            request.pulled_tokens = request.num_computed - (request.cached_tokens or 0)
+            request.cached_tokens = request.num_computed
+
     def _wait(self, request: Request) -> None:
-        cached: list[int] = []
+        cached = 0
         if request.fetch is None:
-            cached = self._cached_prefix(request, len(request.token_ids) - 1)
-        self._waiting.add(request, len(cached) * self._block_size)
+            cached = self.cached_tokens(request)
+        elif request.pull_from is not None:
+            cached = request.fetch.num_tokens
+        self._waiting.add(request, cached)
 
     def schedule(self, now: float) -> StepPlan:
         plan = StepPlan([], [], [])
@@ -149,14 +173,14 @@ class Scheduler:
             (each for each in self._running if each.uncomputed > 1), key=lambda each: each.turn
         )
         for request in decodes:
-            self._schedule_running(request, plan.chunks, None)
+            self._schedule_running(request, plan, None)
         room = self.budget.room(len(plan.chunks), sum(chunk.start for chunk in plan.chunks))
         for request in prompts:
             # One whose turn comes before goes first.
             if self.preemptions == preemptions:
                 self._admit(plan, room, now, before=request)
             if room.is_open:
-                self._schedule_running(request, plan.chunks, room)
+                self._schedule_running(request, plan, room)
         if self.preemptions != preemptions:
             return plan
         self._admit(plan, room, now)
@@ -169,26 +193,35 @@ class Scheduler:
         )
         return StepPlan(chunks, plan.fetches, plan.offers)
 
-    def _schedule_running(
-        self, request: Request, chunks: list[Chunk], room: StepRoom | None
-    ) -> None:
+    def _schedule_running(self, request: Request, plan: StepPlan, room: StepRoom | None) -> None:
         if request.state is not State.RUNNING or self._waits_for_tokens(request):
             return
         tokens = 1 if room is None else room.take(request.uncomputed, request.num_computed)
         if not tokens:
             return
         chunk = Chunk.next_for(request, tokens)
-        while not self._grow(request, chunk.start + chunk.count):
+        while not self._take(plan, chunk):
             # Blocks of a request whose last token is pending are free or held soon.
             going_on = [r for r in self._running if not (r.offered or self._waits_for_tokens(r))]
             victim = max(going_on, key=lambda r: r.turn, default=None)
             if victim is None:
                 return
             self._preempt(victim)
-            chunks[:] = [each for each in chunks if each.request is not victim]
+            plan.chunks[:] = [each for each in plan.chunks if each.request is not victim]
             if victim is request:
                 return
-        chunks.append(chunk)
+
+    def _take(self, plan: StepPlan, chunk: Chunk) -> bool:
+        request = chunk.request
+        # What is offered has all its blocks.
+        end = len(request.token_ids) if request.hold else chunk.start + chunk.count
+        if not self._grow(request, end):
+            return False
+        if request.hold and not request.offered:
+            request.offered = True
+            plan.offers.append(request)
+        plan.chunks.append(chunk)
+        return True
 
     def _room_for(self, request: Request, tokens: int) -> int:
         if self._grow(request, tokens):
@@ -217,14 +250,8 @@ class Scheduler:
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = now
             chunk = Chunk.next_for(request, room.take(request.uncomputed, request.num_computed))
-            grown = self._grow(
-                request, len(request.token_ids) if request.hold else chunk.start + chunk.count
-            )
-            assert grown, "admission checked that the whole request fits"
-            if request.hold and not request.offered:
-                request.offered = True
-                plan.offers.append(request)
-            plan.chunks.append(chunk)
+            taken = self._take(plan, chunk)
+            assert taken, "admission checked that the whole request fits"
 
     def _start(self, request: Request) -> bool:
         if request.num_pending:
@@ -245,12 +272,15 @@ class Scheduler:
         return True
 
     def _start_fetch(self, request: Request) -> Fetch | None:
-        params = request.fetch
-        assert params is not None
-        shared = self._cached_prefix(request, params.num_tokens)
-        needed = self._blocks_for(params.num_tokens) - len(shared)
+        ticket = request.fetch
+        assert ticket is not None
+        first, tokens, pulls = 0, ticket.num_tokens, request.pull_from is not None
+        if request.pull_from is not None:  # all else of the prompt is computed behind it
+            first, tokens = request.pull_from, len(request.token_ids)
+        shared = self._cached_prefix(request, tokens - pulls)
+        needed = self._blocks_for(tokens) - len(shared)
         # With room for the next token: else it is preempted at once.
-        room = min(self._blocks_for(params.num_tokens + 1), self.pool.total) - len(shared)
+        room = min(self._blocks_for(tokens + 1), self.pool.total) - len(shared)
         if room > self.pool.free_after(shared):
             return None
         self._waiting.remove(request)
@@ -262,7 +292,13 @@ class Scheduler:
         request.cached_tokens = len(shared) * self._block_size
         request.state = State.FETCHING
         self._fetching[request.request_id] = request
-        return Fetch(request, params.remote_block_ids[0][len(shared) :], fresh)
+        # A block before the first one may have been evicted meanwhile.
+        missing = first > len(shared)
+        remote = [] if missing else ticket.remote_block_ids[0][len(shared) - first :]
+        if pulls:
+            reached = (len(shared) + len(remote)) * self._block_size
+            request.fetch = msgspec.structs.replace(ticket, num_tokens=reached)
+        return Fetch(request, remote, fresh[: len(remote)])
 
     def _cached_prefix(self, request: Request, tokens: int) -> list[int]:
         if not self._prefix_cache:

@@ -42,7 +42,8 @@ class WaitingQueue:
     def add(self, request: Request, cached: int = 0) -> None:
         request.state = State.WAITING
         request.shared = max(cached, self._forked(request) * self._block_size)
-        request.work = 0 if request.fetch is not None else request.uncomputed - request.shared
+        handed_over = request.fetch is not None and request.pull_from is None
+        request.work = 0 if handed_over else request.uncomputed - request.shared
         request.wanted = request.expected_tokens - request.shared
         self._count(request, 1)
         if not request.order:
@@ -84,8 +85,8 @@ class WaitingQueue:
 
     def _held_back(self, request: Request) -> bool:
         parent = self._parent(request)
-        if parent is None:
-            return False
+        if request.asking or parent is None:
+            return request.asking
         return (
             parent.fetch is not None
             or parent.num_computed < self._forked(request) * self._block_size

@@ -9,7 +9,7 @@ import msgspec
 from kvrelay.wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.step_costs import StepCosts
-from kvrelay.wire.transfer import KvFacts, Ticket
+from kvrelay.wire.transfer import KvFacts, Source, Ticket
 
 __all__ = [
     "AdapterFacts",
@@ -59,6 +59,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """Likely length of the answer; 0: not said."""
     spill_tokens: int = 0
     """Prompt tokens computed here that a prefill node could compute."""
+    sources: list[Source] = []
+    """Nodes that may have KV of the first tokens; with `fetch` they are not asked."""
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
@@ -147,6 +149,8 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     """With an error: its adapter was unloaded meanwhile."""
     blocks: PromptBlocks | None = None
     """With the first `held`: names of the prompt's blocks."""
+    pulled_tokens: int = 0
+    """Those of cached_tokens that came from another node's cache."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
@@ -207,6 +211,9 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     """Number of the newest AskStats that these answer."""
     kv_silent_s: float = 0.0
     """Seconds since the slowest thread of the KV link was seen at work."""
+    pulled_tokens: int = 0
+    pull_failures: dict[str, int] = {}
+    """Pulls without or with a part of their KV, by cause."""
 
     @property
     def looked_up_tokens(self) -> int:
