@@ -13,23 +13,30 @@ import signal
 import sys
 import time
 import uuid
-from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 import zmq
 
 from kvrelay.kv_transfer.connector import (
+    CachedAsked,
     Completion,
     Fetched,
     FetchFailed,
+    Granted,
     Released,
     Settled,
 )
 from kvrelay.kv_transfer.transfer_engine import TransferEngine, open_connector
 from kvrelay.node.adapter_loads import adapter_of, load_adapter, mismatch
 from kvrelay.node.compiling import GrammarCompiler
-from kvrelay.node.engine_reports import CacheReporter, engine_stats, request_update
+from kvrelay.node.engine_reports import (
+    CacheReporter,
+    engine_ready,
+    engine_stats,
+    fingerprint_of,
+    request_update,
+)
 from kvrelay.node.process import (
     crash_report,
     die_with_parent,
@@ -38,6 +45,7 @@ from kvrelay.node.process import (
     freeze_imports,
     log_to_stderr,
 )
+from kvrelay.node.pulls import Pulls
 from kvrelay.node.ranks import join_as_rank_0, meet_ranks, pool_region
 from kvrelay.paged_engine.engine import AdapterNotLoaded, Engine
 from kvrelay.paged_engine.ranks import Ranks
@@ -47,7 +55,6 @@ from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.engine_messages import (
     AskStats,
     EngineFailed,
-    EngineReady,
     FromEngine,
     LoadAdapter,
     Order,
@@ -58,14 +65,12 @@ from kvrelay.wire.engine_messages import (
 )
 from kvrelay.wire.errors import KvNotLoaded, KvrelayError
 from kvrelay.wire.outputs import Finish
-from kvrelay.wire.transfer import Fingerprint, KvFacts, Ticket
-from kvrelay.wire.versions import HANDOVER
+from kvrelay.wire.transfer import Ticket
 
 __all__ = ["EngineProcess", "connect", "main"]
 
 log = logging.getLogger("kvrelay.engine")
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 STATS_INTERVAL_S = 0.5
 # Sleep while requests wait for blocks that only a transfer frees.
 BLOCKED_WAIT_S = 0.02
@@ -93,7 +98,7 @@ class EngineProcess:
         self._stats_due = 0.0
         ranks = join_as_rank_0(config.engine)
         self.engine = Engine(config.engine, ranks)
-        self._costs = measure_steps(self.engine, config.engine)
+        costs = measure_steps(self.engine, config.engine)
         self._cache = CacheReporter(
             self.engine.scheduler.pool,
             self.engine.pool.block_size,
@@ -103,62 +108,19 @@ class EngineProcess:
         self.connector = self._open_connector(ranks)
         self._mismatched_kv = 0
         self._grammars = GrammarCompiler(config.engine.model, self.engine, self.wakeup)
-        self._announce(time.monotonic() - began)
+        self._pulls = Pulls(self.engine, self.connector, config)
+        load_s = time.monotonic() - began
+        self._send(engine_ready(self.engine, self.connector, config, costs, load_s))
 
     def _open_connector(self, ranks: Ranks) -> TransferEngine:
         engine_id = f"engine-{uuid.uuid4().hex[:12]}"
         return open_connector(
             engine_id=engine_id,
-            fingerprint=self._fingerprint(),
+            fingerprint=fingerprint_of(self.engine, self._config.engine),
             region=pool_region(self.engine.pool),
             config=self._config.transfer,
             wake=self.wakeup,
             link=meet_ranks(ranks, self._config, self.engine.model.num_kv_heads, engine_id),
-        )
-
-    def _fingerprint(self) -> Fingerprint:
-        engine, model = self.engine, self.engine.model
-        return Fingerprint(
-            protocol=HANDOVER.oldest,
-            model=model.name,
-            kv_dtype=str(engine.pool.dtype).removeprefix("torch."),
-            block_size=engine.pool.block_size,
-            kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            layers=model.num_layers,
-            window=model.window,
-            tp_size=self._config.engine.tensor_parallel_size,
-            rope=engine.rope_variant,
-            protocol_newest=HANDOVER.newest,
-        )
-
-    def _announce(self, load_s: float) -> None:
-        engine, (host, _) = self.engine, self.connector.address
-        transfer, ranks = self._config.transfer, self._config.engine.tensor_parallel_size
-        self._send(
-            EngineReady(
-                engine_id=self.connector.engine_id,
-                generation=self.connector.generation,
-                model_name=engine.model.name,
-                vocab_size=engine.model.vocab_size,
-                max_model_len=engine.max_model_len,
-                block_size=engine.pool.block_size,
-                num_blocks=engine.scheduler.pool.total,
-                kv_bytes_per_token=engine.pool.block_bytes * ranks // engine.pool.block_size,
-                eos_token_ids=list(engine.model.eos_token_ids),
-                load_s=load_s,
-                adapters=[] if engine.adapters is None else engine.adapters.loaded,
-                kv=KvFacts(
-                    self._fingerprint(),
-                    self.connector.planes,
-                    _host_id(),
-                    host,
-                    transfer.lease_s,
-                    transfer.kv_load_failure_policy == "recompute",
-                ),
-                costs=self._costs,
-                max_gap_ms=engine.scheduler.budget.gap_ms,
-            )
         )
 
     def serve(self) -> None:
@@ -169,6 +131,7 @@ class EngineProcess:
             self._handle_compiled()
             self._handle_transfer_events()
             progressed = self._step()
+            self._pulls.answer()
             self._free_adapters()
             self._report()
         self.connector.close()
@@ -244,7 +207,7 @@ class EngineProcess:
                 return
             if submit.params.constraint is None:
                 request.guide = self.engine.guide(submit.params)
-                self.engine.scheduler.add(request)
+                self._add(request)
             else:
                 self._grammars.begin(request)
         except (ValueError, AdapterNotLoaded) as why:
@@ -260,6 +223,10 @@ class EngineProcess:
             if watched:
                 self.connector.cancel(submit.request_id)
 
+    def _add(self, request: Request) -> None:
+        self.engine.scheduler.add(request)
+        self._pulls.begin(request)
+
     def _goes_on_without_kv(self, request: Request, reason: str) -> bool:
         self._mismatched_kv += 1
         self.connector.cancel(request.request_id)
@@ -274,7 +241,7 @@ class EngineProcess:
         for request, error in self._grammars.ready(time.monotonic()):
             try:
                 if error is None and request.guide is not None and not request.guide.over:
-                    self.engine.scheduler.add(request)
+                    self._add(request)
                     continue
             except ValueError as why:
                 error = str(why)
@@ -289,7 +256,7 @@ class EngineProcess:
         if request is None or request.offered:
             # It may have ended just now with its KV held, which nobody will fetch.
             self.connector.release(request_id)
-        elif request.fetch is not None:
+        elif request.fetch is not None or request.asking:
             self.connector.cancel(request_id)
 
     def _handle_transfer_events(self) -> None:
@@ -313,6 +280,8 @@ class EngineProcess:
                             "request %s: nobody fetched its KV before the lease ended", request_id
                         )
                     scheduler.kept.release(request_id)
+                case CachedAsked() | Granted():
+                    self._pulls.handle(event)
 
     def _fetched(self, request: Request, fetched: Fetched) -> None:
         request.fetched_s, request.fetched_bytes = time.monotonic(), fetched.num_bytes
@@ -323,23 +292,29 @@ class EngineProcess:
         if not request.output_tokens:
             request.new_logprobs += completion.logprobs
         self.engine.scheduler.finish_fetch(request.request_id, completion.generated)
+        if request.pull_from is not None:
+            self._pulls.over(request, fetched.num_bytes, fetched.exposed_s)
         if request.new_tokens:
             request.first_token_s = request.fetched_s
             self._update(request)
 
     def _fetch_failed(self, request: Request, failed: FetchFailed) -> None:
         request.fetched_s = time.monotonic()
-        if self._config.transfer.kv_load_failure_policy == "fail":
+        pulled = request.pull_from is not None
+        if self._config.transfer.kv_load_failure_policy == "fail" and not pulled:
             self.engine.scheduler.end_failed_fetch(request.request_id, failed.reason)
             self._update(request, error=KvNotLoaded.because(failed.cause).message)
             then = "ending it with an error"
         else:
             self.engine.scheduler.fail_fetch(request.request_id, failed.reason, failed.verified)
+            if pulled:
+                self._pulls.failed(request, failed.cause)
             then = f"computing from token {request.num_computed} of {len(request.token_ids)} on"
         log.warning("request %s: KV not fetched, %s: %s", request.request_id, then, failed.reason)
 
     def fetch(self, fetch: Fetch) -> None:
-        self.connector.fetch(fetch.request.request_id, fetch.remote_blocks, fetch.local_blocks)
+        request, blocks = fetch.request, (fetch.remote_blocks, fetch.local_blocks)
+        self.connector.fetch(request.request_id, *blocks, request.pull_s)
 
     def offer(self, request: Request) -> None:
         ticket = self.connector.offer(
@@ -354,6 +329,7 @@ class EngineProcess:
             [],
             held=ticket,
             cached_tokens=request.cached_tokens or 0,
+            pulled_tokens=request.pulled_tokens,
             blocks=self._cache.prompt_blocks(request),
         )
         # At once: a decode node makes room meanwhile.
@@ -399,16 +375,11 @@ class EngineProcess:
 
     def _send_stats(self, asked: int = 0) -> None:
         now = time.monotonic()
-        self._send(engine_stats(self.engine, self.connector, self._mismatched_kv, now, asked))
+        parts = self.engine, self.connector, self._pulls
+        self._send(engine_stats(*parts, self._mismatched_kv, now, asked))
 
     def _send(self, message: FromEngine) -> None:
         self._socket.send(self._encoder.encode(message))
-
-
-def _host_id() -> str:
-    with contextlib.suppress(OSError):
-        return _BOOT_ID.read_text(encoding="ascii").strip()
-    return ""
 
 
 def main() -> NoReturn:

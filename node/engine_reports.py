@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
+from kvrelay.node.pulls import Pulls
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Request
-from kvrelay.wire.engine_messages import CacheChanges, EngineStats, RequestUpdate
+from kvrelay.wire.config import EngineConfig, NodeConfig
+from kvrelay.wire.engine_messages import CacheChanges, EngineReady, EngineStats, RequestUpdate
 from kvrelay.wire.outputs import Finish, PromptBlocks
-from kvrelay.wire.transfer import Ticket
+from kvrelay.wire.step_costs import StepCosts
+from kvrelay.wire.transfer import Fingerprint, KvFacts, Ticket
+from kvrelay.wire.versions import HANDOVER
 
-__all__ = ["CacheReporter", "engine_stats", "request_update"]
+__all__ = ["CacheReporter", "engine_ready", "engine_stats", "fingerprint_of", "request_update"]
 
 # A message to every router, whose knowledge may be as old as this.
 _CACHE_INTERVAL_S = 0.05
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class CacheReporter:
@@ -50,6 +57,64 @@ class CacheReporter:
         return PromptBlocks(self._block_size, b"".join(hashes))
 
 
+def fingerprint_of(engine: Engine, config: EngineConfig) -> Fingerprint:
+    model = engine.model
+    return Fingerprint(
+        protocol=HANDOVER.oldest,
+        model=model.name,
+        kv_dtype=str(engine.pool.dtype).removeprefix("torch."),
+        block_size=engine.pool.block_size,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        layers=model.num_layers,
+        window=model.window,
+        tp_size=config.tensor_parallel_size,
+        rope=engine.rope_variant,
+        protocol_newest=HANDOVER.newest,
+    )
+
+
+def engine_ready(
+    engine: Engine,
+    connector: TransferEngine,
+    config: NodeConfig,
+    costs: StepCosts | None,
+    load_s: float,
+) -> EngineReady:
+    (host, port), ranks = connector.address, config.engine.tensor_parallel_size
+    return EngineReady(
+        engine_id=connector.engine_id,
+        generation=connector.generation,
+        model_name=engine.model.name,
+        vocab_size=engine.model.vocab_size,
+        max_model_len=engine.max_model_len,
+        block_size=engine.pool.block_size,
+        num_blocks=engine.scheduler.pool.total,
+        kv_bytes_per_token=engine.pool.block_bytes * ranks // engine.pool.block_size,
+        eos_token_ids=list(engine.model.eos_token_ids),
+        load_s=load_s,
+        adapters=[] if engine.adapters is None else engine.adapters.loaded,
+        kv=KvFacts(
+            fingerprint_of(engine, config.engine),
+            connector.planes,
+            _host_id(),
+            host,
+            config.transfer.lease_s,
+            config.transfer.kv_load_failure_policy == "recompute",
+            port,
+            connector.generation,
+        ),
+        costs=costs,
+        max_gap_ms=engine.scheduler.budget.gap_ms,
+    )
+
+
+def _host_id() -> str:
+    with contextlib.suppress(OSError):
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    return ""
+
+
 def request_update(
     request: Request, ticket: Ticket | None, error: str | None, now: float
 ) -> RequestUpdate:
@@ -71,13 +136,19 @@ def request_update(
         error=error,
         refused=error is not None and constrained and request.fetch_error is None,
         prompt_logprobs=request.prompt_logprobs or None,
+        pulled_tokens=request.pulled_tokens,
     )
     request.new_tokens, request.new_logprobs, request.prompt_logprobs = [], [], []
     return update
 
 
 def engine_stats(
-    engine: Engine, connector: TransferEngine, mismatched_kv: int, now: float, asked: int = 0
+    engine: Engine,
+    connector: TransferEngine,
+    pulls: Pulls,
+    mismatched_kv: int,
+    now: float,
+    asked: int = 0,
 ) -> EngineStats:
     scheduler, counters, transfers = engine.scheduler, engine.counters, connector.stats()
     return EngineStats(
@@ -106,4 +177,6 @@ def engine_stats(
         leases_expired=transfers.leases_expired,
         asked=asked,
         kv_silent_s=transfers.silent_s,
+        pulled_tokens=pulls.tokens,
+        pull_failures=dict(transfers.ask_failures + pulls.failures),
     )

@@ -81,6 +81,7 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 _SUCCESS = "vllm:request_success"
 _FLIPS = "kvrelay_node_flips"
 _FAILED = "kvrelay_fetches_failed"
+_PULLS_FAILED = "kvrelay_pulls_failed"
 _RECOMPUTED = "kvrelay_recomputed_prompts"
 _NOT_LOADED = "kvrelay_requests_not_loaded"
 # The text, a label and its values, all shown from the start: a first rate is right.
@@ -88,6 +89,11 @@ _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     _SUCCESS: ("Requests by how they ended", "finished_reason", tuple(map(str, Finish))),
     _FLIPS: ("Changes of the node's role, by how they ended", "outcome", ("done", "cancelled")),
     _FAILED: ("KV fetches that failed, by cause", "cause", KV_CAUSES),
+    _PULLS_FAILED: (
+        "KV asked of another node's prefix cache that did not come, by cause",
+        "cause",
+        ("NotHeld", *KV_CAUSES),
+    ),
     _RECOMPUTED: (
         "Prompts computed on this decode node after a failed fetch, from the first missing block on",
         "",
@@ -129,6 +135,10 @@ _ENGINE_COUNTERS = {
     "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache", "cached_prompt_tokens"),
     "kvrelay_engine_steps": ("Engine steps", "steps"),
     "kvrelay_engine_step_seconds": ("Time inside engine steps", "step_s"),
+    "kvrelay_pulled_tokens": (
+        "Tokens found in the prefix cache of another node",
+        "pulled_tokens",
+    ),
     "kvrelay_fetches": ("KV fetches started", "fetches"),
     "kvrelay_fetch_retries": (
         "Reads of a KV fetch that broke and were tried again",
@@ -155,7 +165,7 @@ _ENGINE_COUNTERS = {
         "Fetched KV blocks drawn for a check whose source gives no checksums",
         "unchecked_blocks",
     ),
-    "kvrelay_leases_granted": ("Leases given to decode nodes", "leases_granted"),
+    "kvrelay_leases_granted": ("Leases given to other nodes", "leases_granted"),
     "kvrelay_leases_released": (
         "Leases ended by their reader or by the router",
         "leases_released",
@@ -279,6 +289,8 @@ class NodeMetrics:
             self._count(name, more=of(stats) - of(counted))
         for cause, failures in stats.fetch_failures.items():
             self._count(_FAILED, cause, more=failures - counted.fetch_failures.get(cause, 0))
+        for cause, failures in stats.pull_failures.items():
+            self._count(_PULLS_FAILED, cause, more=failures - counted.pull_failures.get(cause, 0))
         for name, (_, field) in _GAUGES.items():
             self._gauges[name].labels(*self._labels).set(attrgetter(field)(stats))
 

@@ -235,6 +235,7 @@ class Serving:
             tpot_ms=min(max(low, params.tpot_ms), high) if params.tpot_ms else 0.0,
             expected_output=min(max(0, params.expected_output), self.info.max_model_len),
             spill_tokens=max(1, known - max(0, params.cached_tokens)) if params.spill else 0,
+            sources=params.sources,
         )
 
     def parse_tokenize(

@@ -39,6 +39,7 @@ def fork_submits(first: Submit, generated: Mapping[int, Sequence[int]]) -> list[
                 params=msgspec.structs.replace(params, prompt_logprobs=None),
                 fork_of=first.request_id,
                 fetch=None,
+                sources=[],
             )
         submits.append(mine)
     return submits

@@ -317,6 +317,10 @@ class TransferConfig:
     """When KV does not come, a decode node recomputes (from the first missing block on) or fails
     the request.
     """
+    kv_pull: Literal["auto", "always", "never"] = "auto"
+    """Whether KV of a prompt's first tokens is taken from another node that has it cached: auto
+    does so where it is quicker than computing.
+    """
     kv_checksums: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of fetched KV blocks, 0 to 1, compared with their source by checksum; differing ones
     are not used. The source must have it above 0, too.

@@ -28,6 +28,7 @@ from kvrelay.kv_transfer.messages import End, Ended, Message
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.node.engine_process import EngineProcess
 from kvrelay.node.engine_reports import CacheReporter
+from kvrelay.node.pulls import Pulls
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.engine import Counters, Engine
 from kvrelay.paged_engine.request import Fetch, Request
@@ -142,6 +143,7 @@ class SimulatedNode(EngineProcess):
                 name, FINGERPRINT, region, config, self.wakeup, {"simulated": self.backend}
             )
             self.connector.node = self
+            self._pulls = Pulls(self.engine, self.connector, NODE_CONFIG)
         if not world.shares_words:
             self.connector._words.close()
         self._watch_expiry()
@@ -221,6 +223,7 @@ class SimulatedNode(EngineProcess):
             self._handle_commands()
             self._handle_transfer_events()
             progressed = self._step()
+            self._pulls.answer()
             self._report()
         self.check()
         if self.engine.has_work:
