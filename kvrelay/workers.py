@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -121,6 +120,7 @@ class _Worker:
             process = await self._start()
             ready = await self._was_ready(process, began) or ready
             code = await process.wait()
+            self._parent.ended(self._index)
             lived_s = time.monotonic() - began
             if not ready:
                 raise ChildFailed(
@@ -151,20 +151,15 @@ class _Worker:
                 await process.wait()
 
     async def _start(self) -> Process:
-        ours, its = socket.socketpair()
-        with its:
-            # Also on the main thread: Linux sends the parent's death to the children of a *thread*
-            # that ends.
-            self._process = process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-u", "-m", "kvrelay.workers"),
-                *(str(its.fileno()), str(self._index), str(self._folder), RELEASE),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(its.fileno(),),
-                env={**os.environ, PARENT_PID: str(os.getpid())},
-            )
-        self._hearing = asyncio.create_task(
-            self._parent.lead(self._index, ours, partial(_kill, process))
+        # Also on the main thread: Linux sends the parent's death to the children of a *thread* that
+        # ends.
+        self._process = process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-u", "-m", "kvrelay.workers"),
+            *(str(self._index), str(self._folder), RELEASE),
+            stdin=asyncio.subprocess.DEVNULL,
+            env={**os.environ, PARENT_PID: str(os.getpid())},
         )
+        self._parent.begin(self._index, partial(_kill, process))
         return process
 
     async def _was_ready(self, process: Process, began: float) -> bool:
@@ -188,20 +183,18 @@ def _kill(process: Process) -> None:
 
 
 def main() -> None:
-    """Run a worker process: `python -m kvrelay.workers FD INDEX FOLDER RELEASE`."""
+    """Run a worker process: `python -m kvrelay.workers INDEX FOLDER RELEASE`."""
     die_with_parent()
     signal.signal(
         signal.SIGHUP, signal.SIG_IGN
     )  # of a terminal, to all at once: the parent says what follows
-    descriptor, index = map(int, sys.argv[1:3])
+    index, folder, release = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     log_to_stderr("router", worker=index)
-    if (
-        sys.argv[4] != RELEASE
-    ):  # the package was replaced under a running router, and a worker has ended since
+    if release != RELEASE:  # the package was replaced under a running router
         _log.error(
             "this worker is of kvrelay %s and its parent of %s; restart the router",
             RELEASE,
-            sys.argv[4],
+            release,
         )
         sys.exit(2)
     settle()
@@ -210,7 +203,7 @@ def main() -> None:
         contextlib.suppress(KeyboardInterrupt),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        runner.run(serve_worker(socket.socket(fileno=descriptor), index, Path(sys.argv[3])))
+        runner.run(serve_worker(index, folder))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.middleware.base import RequestResponseEndpoint
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from kvrelay.openai_api.dialects.base import untranslated
@@ -17,21 +14,14 @@ from kvrelay.openai_api.model_types import model_list
 from kvrelay.openai_api.routes import add_routes
 from kvrelay.router.admin import ADAPTER_PATHS, add_admin_routes
 from kvrelay.router.console.routes import add_console_routes
-from kvrelay.router.guard import (
-    OPERATED,
-    add_error_answers,
-    caller_of,
-)
-from kvrelay.router.relay import CLIENT_GONE
+from kvrelay.router.guard import OPERATED, add_error_answers, caller_of
 from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH
 from kvrelay.router.router import Reread, Router
-from kvrelay.router.serve import RouterApp, read_body
+from kvrelay.router.serve import RouterApp
 from kvrelay.router.state import Shared
 from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["create_app"]
-
-_READ_DEADLINE_S = 10.0
 
 
 def create_app(
@@ -44,10 +34,18 @@ def create_app(
     router = Router(config, rng or random.Random(), shared, reread)
     app = RouterApp(router)
     add_error_answers(app)
-    if router.shared.forward is None:
-        _add_operator_routes(app, router)
+    forward = router.shared.forward
+    if forward is None:
+        add_admin_routes(app, router)
+
+        @app.get("/metrics", response_model=None)
+        async def metrics() -> Response:
+            content = router.shared.exposition(router.metrics.registry)
+            return Response(content, media_type=CONTENT_TYPE_LATEST)
+
     else:
-        _forward_operator_routes(app, router, router.shared.forward)
+        for path in ("/metrics", *OPERATED, "/admin/{rest:path}", *ADAPTER_PATHS):
+            app.add_route(path, forward, methods=["GET"] if path == "/metrics" else ["GET", "POST"])
     add_console_routes(app, router.console.snapshot, config.root_path)
     if router.shared.serves:
         _add_client_routes(app, router)
@@ -78,43 +76,3 @@ def _add_client_routes(app: RouterApp, router: Router) -> None:
     async def health() -> Response:
         status, body = router.health()
         return Response(body, status, media_type="application/json")
-
-
-def _add_operator_routes(app: FastAPI, router: Router) -> None:
-    add_admin_routes(app, router)
-
-    @app.get("/metrics", response_model=None)
-    async def metrics() -> Response:
-        content = router.shared.exposition(router.metrics.registry)
-        return Response(content, media_type=CONTENT_TYPE_LATEST)
-
-    if router.shared.serves:
-        return
-
-    @app.middleware("http")
-    async def settle(request: Request, answer: RequestResponseEndpoint) -> Response:
-        response = await answer(request)
-        if request.method != "GET":
-            await router.shared.settled()
-        return response
-
-
-def _forward_operator_routes(
-    app: FastAPI, router: Router, forward: Callable[[Request, bytes, float], Awaitable[Response]]
-) -> None:
-    async def get(request: Request) -> Response:
-        return await forward(request, b"", 0.0)
-
-    async def change(request: Request) -> Response:
-        config, adapter = router.config, request.url.path in ADAPTER_PATHS
-        try:
-            body = await read_body(request, config.max_body_bytes, _READ_DEADLINE_S)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_GONE)
-        deadline_s = config.request_deadline_s + _READ_DEADLINE_S if adapter else 0.0
-        return await forward(request, body, deadline_s)
-
-    app.add_route("/metrics", get, methods=["GET"])
-    for path in (*OPERATED, "/admin/{rest:path}", *ADAPTER_PATHS):
-        app.add_route(path, get, methods=["GET"])
-        app.add_route(path, change, methods=["POST", "DELETE"])

@@ -12,6 +12,7 @@ import logging
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -24,7 +25,7 @@ from kvrelay.openai_api.routes import (
 )
 from kvrelay.router.admission.keys import Caller, Keyring
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.relay import error_response, headers_of, id_headers
+from kvrelay.router.relay import CLIENT_GONE, error_response, headers_of, id_headers
 from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH
 from kvrelay.wire.errors import (
     KvrelayError,
@@ -99,7 +100,7 @@ def peer_of(request: Request) -> str:
 
 
 def add_error_answers(app: FastAPI) -> None:
-    for kind in (KvrelayError, HTTPException, Exception):
+    for kind in (KvrelayError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, answer_error)
 
 
@@ -108,6 +109,8 @@ async def answer_error(request: Request, why: Exception) -> Response:
     headers = id_headers(request.state.job_id) if hasattr(request.state, "job_id") else {}
     if isinstance(why, KvrelayError):
         error = why
+    elif isinstance(why, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE)
     elif isinstance(why, HTTPException):
         error = RequestError(f"{request.method} {path}: {why.detail}")
         error.status = why.status_code

@@ -6,7 +6,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -18,6 +25,8 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KV_CAUSES
 
 __all__ = ["AdmissionMetrics", "Metrics"]
+
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _LEGS = (Role.PREFILL.value, Role.DECODE.value)
 _LOCAL_REASONS = ("no_prefill_node", "incompatible", "price")

@@ -175,7 +175,7 @@ class Shared:
     """True if this process changes the roles of nodes."""
     serves = True
     """True if this process answers requests and follows nodes' caches."""
-    forward: Callable[[Request, bytes, float], Awaitable[Response]] | None = None
+    forward: Callable[[Request], Awaitable[Response]] | None = None
     """Asks the leading process for operators and scrapers."""
     responses: ResponseStore
     """Set in processes that serve."""

@@ -242,7 +242,6 @@ class Node:
     adapters: frozenset[str] = frozenset()
     adapters_at: float = -inf
     """When this router last changed its adapters; older reports do not know."""
-    emptied: int = 0
     max_model_len: int = 0
     generation: str = ""
     deaths: ProcessDeaths = field(default_factory=ProcessDeaths)
@@ -255,6 +254,8 @@ class Node:
     blamed_at: float = -inf
     reported_at: float = -inf
     """When the newest answered health check began."""
+    came_up: tuple[float, HealthReport] | None = None
+    """When the health check began that took it up, and the answer."""
     load: Load = field(default_factory=Load)
     leases: set[Lease] = field(default_factory=set)
     kv: KvFacts | None = None

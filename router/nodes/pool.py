@@ -296,6 +296,7 @@ class Pool:
             node.adapters = frozenset(report.adapters)
         if not node.up:
             node.up, node.since, node.reason = True, now, ""
+            node.came_up = started, report
             _log.info("%s node %s is up", node.role, node.url)
 
     @property
@@ -323,12 +324,6 @@ class Pool:
             self._set_role(node, report.role)
         elif listed is not None:
             self._set_role(node, listed.role)
-
-    def note_emptied(self, node: Node) -> None:
-        """Note that a node's prefix cache was reset; one with trusted KV events says so itself."""
-        node.emptied += 1
-        if not self.prefixes.trusts(node.url):
-            self.prefixes.clear(node.url)
 
     def note_adapters(self, node: Node, names: Iterable[str], now: float) -> None:
         node.adapters, node.adapters_at = frozenset(names), now

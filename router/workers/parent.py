@@ -1,7 +1,8 @@
 """The process that looks after the workers of one port, and after nodes, roles and metrics.
 
 It is a router that answers only operators, whose requests the workers forward to its Unix socket.
-kvrelay/workers.py starts the workers.
+There each worker asks ten times a second for what is new, and reports what it sees. Both are of one
+installation, so their messages have no versions. kvrelay/workers.py starts the workers.
 """
 
 from __future__ import annotations
@@ -9,57 +10,82 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-from prometheus_client import CollectorRegistry, Gauge
+from fastapi import FastAPI, Request
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client import Counter as CounterMetric
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import Response
 
+from kvrelay.router.nodes.node import NEW, HealthReport, NodeSpec, Source
+from kvrelay.router.request.failures import Suspect
 from kvrelay.router.router import Reread, Router
 from kvrelay.router.server import make_server
 from kvrelay.router.state import Shared, WorkerStatus
-from kvrelay.router.workers.messages import (
-    ClusterState,
-    LinkBroken,
-    MetricFamily,
-    WorkerReport,
-    encode_message,
-    read_message,
-)
-from kvrelay.router.workers.metrics import collected, lasting, summed, text_of
+from kvrelay.router.workers.metrics import lasting, summed, text_of
+from kvrelay.wire.errors import ConfigError, NotFound
 from kvrelay.wire.router_config import RouterConfig
 
-__all__ = ["BACKLOG_BYTES", "HANGS_S", "SOCKET", "Parent", "config_of_worker", "worker_metrics"]
+__all__ = [
+    "HANGS_S",
+    "POLL_S",
+    "SOCKET",
+    "ClusterState",
+    "Parent",
+    "WorkerReport",
+    "config_of_worker",
+    "worker_metrics",
+]
 
 SOCKET = "parent"
+POLL_S = 0.1
+"""Seconds between two reports of a worker."""
 HANGS_S = 15.0
 """A worker without a report for so long is replaced."""
-_TICK_S = 0.1
 _SETTLED_S = 1.0
-BACKLOG_BYTES = 1 << 20
-"""A worker with so much to read gets nothing more for now; then the newest."""
+_FIRST_CHECKS_S = 5.0
+"""For so long a new worker waits until the parent has checked all nodes."""
 
 _log = logging.getLogger("kvrelay.router")
 
 
+class ClusterState(msgspec.Struct, frozen=True, array_like=True):
+    """A snapshot of all that a worker must know."""
+
+    version: int
+    listening: int
+    config: RouterConfig
+    """The configuration of one worker, with the port of all."""
+    members: dict[Source, list[NodeSpec]]
+    nodes: dict[str, tuple[str | None, list[str], tuple[float, HealthReport] | None]]
+    """By address: drained generation, adapters, and when and how the node said that it is up."""
+    poison: dict[bytes, Suspect]
+
+
+class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    """The version that it follows; 0: none yet, and it takes no connections."""
+    deaths: list[tuple[bytes, str]] = []
+    """Fingerprints of requests, and processes that died of them; empty: it was answered."""
+    seen: tuple[WorkerStatus, str] | None = None
+    """Once a second what it sees, and its metrics as text."""
+
+
 @dataclass(eq=False, slots=True)
 class _Peer:
-    index: int
     kill: Callable[[], None]
-    writer: asyncio.StreamWriter
     silent: int = 0
     """Looks since its last report. Not seconds: this process may itself have stopped."""
-    sent: int = -1
-    report: WorkerReport | None = None
-    """The newest; before the first the worker takes no connections."""
+    version: int = 0
     status: WorkerStatus | None = None
-    metrics: list[MetricFamily] = field(default_factory=list)
-    deaths: int = 0
+    metrics: str = ""
 
 
 def config_of_worker(config: RouterConfig, port: int) -> RouterConfig:
@@ -119,126 +145,118 @@ class Parent(Shared):
         super().__init__()
         self._port = port
         self._server = make_server(config, self, reread, unix_socket=folder / SOCKET)
-        self.router: Router = self._server.config.app.state.router  # type: ignore[union-attr]
+        app: FastAPI = self._server.config.app  # type: ignore[assignment]
+        app.add_route("/workers/{index:int}", self._take_report, methods=["POST"])
+        self.router: Router = app.state.router
         self._peers: dict[int, _Peer] = {}
-        self._ended: list[MetricFamily] = []
-        self._broadcast_due = False
-        self._state = self._state_now(0)
-        self._message = encode_message(self._state)
+        self._ended: list[Metric] = []
+        self._patient_until = time.monotonic() + _FIRST_CHECKS_S
+        self._state = self._state_now(1)
+        self._message = msgspec.msgpack.encode(self._state)
         registry = self.router.metrics.registry
         self.restarts, self.hung = worker_metrics(registry, self.listening)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        """Answer workers and operators for the length of the block. Raises ConfigError."""
         serving = asyncio.create_task(self._server.serve())
-        ticking = asyncio.create_task(self._tick_for_ever())
+        while not self._server.started:
+            await asyncio.sleep(0.01)
+            if serving.done():
+                raise ConfigError("the router's parent process cannot start; its log says why")
+        looking = asyncio.create_task(self._look_for_ever())
         try:
             yield
         finally:
             self._server.should_exit = True
-            ticking.cancel()
-            await asyncio.gather(serving, ticking, return_exceptions=True)
+            looking.cancel()
+            await asyncio.gather(serving, looking, return_exceptions=True)
 
     def listening(self) -> int:
-        return sum(peer.report is not None for peer in self._peers.values())
+        return sum(map(self.serves_at, self._peers))
 
     def serves_at(self, index: int) -> bool:
-        return index in self._peers and self._peers[index].report is not None
+        return index in self._peers and self._peers[index].version > 0
 
-    async def lead(self, index: int, pair: socket.socket, kill: Callable[[], None]) -> None:
-        """Lead a started worker until it is gone, and keep its counts.
+    def begin(self, index: int, kill: Callable[[], None]) -> None:
+        """Take reports of a started worker; `kill` is called if it hangs."""
+        self._peers[index] = _Peer(kill)
 
-        `pair` is our end of its socket pair; `kill` is called if it hangs.
-        """
-        reader, writer = await asyncio.open_connection(sock=pair)
-        peer = self._peers[index] = _Peer(index, kill, writer)
-        self._broadcast()
-        try:
-            while True:
-                self._take_report(peer, await read_message(reader, WorkerReport))
-        except LinkBroken as why:
-            _log.info("worker %d is gone: %s", index, why.message)
-        finally:
-            writer.close()
-            if self._peers.get(index) is peer:
-                del self._peers[index]
-            self._ended = summed([self._ended, lasting(peer.metrics)])
-            self._broadcast()
+    def ended(self, index: int) -> None:
+        """Forget a worker whose process has ended, and keep its counts."""
+        self._ended = summed([self._ended, lasting(_families(self._peers.pop(index).metrics))])
 
-    def _take_report(self, peer: _Peer, report: WorkerReport) -> None:
-        peer.report, peer.silent = report, 0
-        if report.death is not None:
-            peer.deaths += 1
-            if not self._broadcast_due:  # a node that dies has many requests: one broadcast
-                self._broadcast_due = True
-                asyncio.get_running_loop().call_soon(self._broadcast)
-            fingerprint, process = report.death
+    async def _take_report(self, request: Request) -> Response:
+        peer = self._peers.get(request.path_params["index"])
+        if peer is None:
+            raise NotFound("this worker has ended")
+        report = msgspec.msgpack.decode(await request.body(), type=WorkerReport)
+        peer.version, peer.silent = report.version, 0
+        for fingerprint, process in report.deaths:
             if process:
                 self.poison.died(fingerprint, process, time.monotonic())
             else:
                 self.poison.spared(fingerprint)
-        if report.status is not None:
-            peer.status, peer.metrics = report.status, report.metrics
+        if report.deaths:
+            self._refresh()
+        if report.seen is not None:
+            peer.status, peer.metrics = report.seen
+        current = report.version == self._state.version
+        return Response(
+            b"" if current or not (report.version or self._checked()) else self._message
+        )
+
+    def _checked(self) -> bool:
+        checked = all(node.reason != NEW for node in self.router.pool.nodes)
+        return checked or time.monotonic() > self._patient_until
 
     def _state_now(self, version: int) -> ClusterState:
-        router, now = self.router, time.monotonic()
+        pool = self.router.pool
         return ClusterState(
             version=version,
             listening=self.listening(),
-            config=config_of_worker(router.config, self._port),
-            members={source: list(specs.values()) for source, specs in router.pool.members.items()},
+            config=config_of_worker(self.router.config, self._port),
+            members={source: list(specs.values()) for source, specs in pool.members.items()},
             nodes={
                 node.url: (
                     node.generation if node.drain_asked else None,
                     sorted(node.adapters),
-                    node.emptied,
+                    node.came_up if node.up else None,
                 )
-                for node in router.pool.nodes
+                for node in pool.nodes
             },
-            poison=dict(self.poison.suspects(now)),
-            deaths={peer.index: peer.deaths for peer in self._peers.values()},
+            poison=dict(self.poison.suspects(time.monotonic())),
         )
 
-    def _broadcast(self) -> int:
-        version, self._broadcast_due = self._state.version, False
-        now = self._state_now(version)
+    def _refresh(self) -> int:
+        now = self._state_now(self._state.version)
         if now != self._state:
-            version += 1
-            self._state = msgspec.structs.replace(now, version=version)
-            self._message = encode_message(self._state)
-        for peer in self._peers.values():
-            transport = peer.writer.transport
-            if (
-                peer.sent != version
-                and not transport.is_closing()
-                and transport.get_write_buffer_size() < BACKLOG_BYTES
-            ):
-                peer.writer.write(self._message)
-                peer.sent = version
-        return version
+            self._state = msgspec.structs.replace(now, version=now.version + 1)
+            self._message = msgspec.msgpack.encode(self._state)
+        return self._state.version
 
     async def settled(self) -> None:
-        """Wait until all workers that read have what was changed here."""
-        version, until = self._broadcast(), time.monotonic() + _SETTLED_S
-        while any(peer.report and peer.report.version < version for peer in self._peers.values()):
+        """Wait until all workers have what was changed here."""
+        version, until = self._refresh(), time.monotonic() + _SETTLED_S
+        while any(0 < peer.version < version for peer in self._peers.values()):
             if time.monotonic() > until:
                 return
             await asyncio.sleep(0.005)
 
-    async def _tick_for_ever(self) -> None:
+    async def _look_for_ever(self) -> None:
         while True:
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(POLL_S)
             try:
-                self._broadcast()
-                for peer in self._peers.values():
-                    self._look_after(peer)
+                self._refresh()
+                for index, peer in self._peers.items():
+                    self._look_after(index, peer)
             except Exception:  # noqa: BLE001 - a mistake of ours must not end what workers live by
                 _log.exception("the look after the workers failed")
 
-    def _look_after(self, peer: _Peer) -> None:
+    def _look_after(self, index: int, peer: _Peer) -> None:
         peer.silent += 1
-        if peer.report is not None and peer.silent == math.ceil(HANGS_S / _TICK_S):
-            _log.error("worker %d hangs and is killed: no report for %g s", peer.index, HANGS_S)
+        if peer.version and peer.silent == math.ceil(HANGS_S / POLL_S):
+            _log.error("worker %d hangs and is killed: no report for %g s", index, HANGS_S)
             self.hung.inc()
             peer.kill()
 
@@ -246,8 +264,12 @@ class Parent(Shared):
         return [peer.status for peer in self._peers.values() if peer.status is not None]
 
     def exposition(self, own: CollectorRegistry) -> bytes:
-        of_workers = [peer.metrics for peer in self._peers.values()]
-        return text_of(summed([*of_workers, self._ended, collected(own)]))
+        told = [generate_latest(own).decode(), *(peer.metrics for peer in self._peers.values())]
+        return text_of(summed([self._ended, *map(_families, told)]))
 
     def workers(self) -> dict[str, int] | None:
         return {"listening": self.listening(), "wanted": self.router.config.workers}
+
+
+def _families(metrics: str) -> Iterable[Metric]:
+    return text_string_to_metric_families(metrics)

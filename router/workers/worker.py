@@ -6,7 +6,6 @@ Its parent tells it of the cluster, and answers operators.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -17,32 +16,26 @@ import aiohttp
 import msgspec
 import yarl
 from fastapi import Request
+from prometheus_client import generate_latest
 from starlette.responses import Response
 
+from kvrelay.router.admin import ADAPTER_PATHS
 from kvrelay.router.guard import PEER_HEADER, peer_of
 from kvrelay.router.router import Router
+from kvrelay.router.serve import read_body
 from kvrelay.router.server import make_server
 from kvrelay.router.state import Shared
-from kvrelay.router.workers.messages import (
-    ClusterState,
-    LinkBroken,
-    WorkerReport,
-    encode_message,
-    read_message,
-)
-from kvrelay.router.workers.metrics import collected
-from kvrelay.router.workers.parent import BACKLOG_BYTES, SOCKET
+from kvrelay.router.workers.parent import POLL_S, SOCKET, ClusterState, WorkerReport
 from kvrelay.wire.errors import ConfigError, Unavailable
 
 __all__ = ["Worker", "serve_worker", "shared_port"]
 
-_BEGIN_S = 30.0
 _TICK_S = 0.005
-_REPORT_S = 1.0
-_NOTHING: tuple[None, list[str], int] = None, [], 0
+_SEEN_S = 1.0
+_NOTHING: tuple[None, list[str], None] = None, [], None
 _RESPONSES = "responses.sqlite"
+_READ_S = 10.0
 _ORDER_S = 45.0  # a node may take 35 s to reset its prefix cache
-_QUESTION_S = 20.0
 _FORWARDED = ("authorization", "x-api-key", "content-type")
 _RETURNED = ("content-type", "cache-control", "retry-after", "www-authenticate")
 
@@ -51,20 +44,20 @@ _log = logging.getLogger("kvrelay.router")
 
 def shared_port(host: str, port: int) -> socket.socket:
     """Return a socket that shares its port; 0 takes a free one. Raises ConfigError."""
-    if not hasattr(socket, "SO_REUSEPORT"):
-        raise ConfigError("several workers need SO_REUSEPORT, which this system has not; use one")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
         )[0]
-        with contextlib.ExitStack() as undo:
-            held = undo.enter_context(socket.socket(family, kind, protocol))
+        held = socket.socket(family, kind, protocol)
+        try:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also in TIME_WAIT
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
                 held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             held.bind(address)
-            undo.pop_all()
+        except OSError:
+            held.close()
+            raise
     except OSError as why:
         raise ConfigError(
             f"cannot listen on {host} port {port}: {why.strerror}; choose another --host or --port"
@@ -76,22 +69,28 @@ class Worker(Shared):
     leads = False
     router: Router
 
-    def __init__(self, index: int, folder: Path, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, index: int, folder: Path) -> None:
         super().__init__(str(folder / _RESPONSES))
-        self.poison.tell = lambda fingerprint, process: self.report((fingerprint, process))
-        self._socket = str(folder / SOCKET)
-        self._http: aiohttp.ClientSession | None = None
-        self.forward = self._forward
-        self.index, self._writer = index, writer
+        self.index, self.forward = index, self._forward
+        self.poison.tell = lambda *death: self._deaths.append(death)
+        # Two, so that no crowd of operators keeps a report waiting.
+        self._reports, self._orders = (
+            aiohttp.ClientSession(
+                connector=aiohttp.UnixConnector(str(folder / SOCKET)),
+                timeout=aiohttp.ClientTimeout(),
+            )
+            for _ in range(2)
+        )
+        self._deaths: list[tuple[bytes, str]] = []
         self._state: ClusterState | None = None
-        self._deaths = 0
+        self._seen_at = 0.0
 
-    async def _forward(self, request: Request, body: bytes, deadline_s: float = 0.0) -> Response:
-        # Returns the parent's answer. Raises Unavailable after the deadline.
-        if self._http is None:
-            connector = aiohttp.UnixConnector(self._socket)
-            self._http = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout())
-        deadline_s = deadline_s or (_QUESTION_S if request.method == "GET" else _ORDER_S)
+    async def _forward(self, request: Request) -> Response:
+        # Returns the parent's answer. Raises KvrelayError, Unavailable after the deadline.
+        config, deadline_s = self.router.config, _ORDER_S
+        if request.url.path in ADAPTER_PATHS:
+            deadline_s = config.request_deadline_s + _READ_S
+        body = await read_body(request, config.max_body_bytes, _READ_S)
         # Unchanged: encoded parts or dots must not make another path there.
         path, query = (
             request.scope[part].decode("latin-1") for part in ("raw_path", "query_string")
@@ -102,7 +101,7 @@ class Worker(Shared):
         headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
         headers[PEER_HEADER] = peer_of(request)
         try:
-            asking = self._http.request(request.method, url, data=body, headers=headers)
+            asking = self._orders.request(request.method, url, data=body, headers=headers)
             async with asyncio.timeout(deadline_s), asking as answer:
                 kept = {name: answer.headers[name] for name in _RETURNED if name in answer.headers}
                 return Response(await answer.read(), answer.status, kept)
@@ -114,62 +113,66 @@ class Worker(Shared):
         wanted = self.router.config.workers
         return {"index": self.index, "listening": self._state.listening, "wanted": wanted}
 
+    async def report(self) -> ClusterState | None:
+        """Report to the parent; return its snapshot if that is new. Raises ClientError, OSError."""
+        deaths, self._deaths = self._deaths, []
+        report = WorkerReport(0 if self._state is None else self._state.version, deaths)
+        now = time.monotonic()
+        if report.version and now >= self._seen_at + _SEEN_S:
+            router, self._seen_at = self.router, now
+            metrics = generate_latest(router.metrics.registry).decode()
+            report = msgspec.structs.replace(report, seen=(router.console.status(), metrics))
+        asking = self._reports.post(
+            f"http://parent/workers/{self.index}",
+            data=msgspec.msgpack.encode(report),
+            raise_for_status=True,
+        )
+        async with asking as answer:
+            told = await answer.read()
+        return msgspec.msgpack.decode(told, type=ClusterState) if told else None
+
     def apply(self, state: ClusterState) -> None:
         """Take over what the parent says, and leave the rest as this process sees it."""
         router, pool, now = self.router, self.router.pool, time.monotonic()
-        # A new process asks the nodes itself what has become of them.
-        before = self._state or msgspec.structs.replace(state, members={})
-        self._state = state
+        before, self._state, self._seen_at = self._state, state, 0.0
         for source, specs in state.members.items():
-            if before.members.get(source) != specs:
+            if before is None or before.members.get(source) != specs:
                 pool.set_members(source, specs, now)
         for node in pool.nodes:
-            meant, adapters, emptied = state.nodes.get(node.url, _NOTHING)
-            _, had, were = before.nodes.get(node.url, _NOTHING)
+            meant, adapters, came_up = state.nodes.get(node.url, _NOTHING)
+            _, had, _ = _NOTHING if before is None else before.nodes.get(node.url, _NOTHING)
+            if came_up is not None and node.reported_at < 0:  # else it has asked the node itself
+                started, report = came_up
+                pool.note_report(node, report, started, now)
             if adapters != had:
                 pool.note_adapters(node, adapters, now)
-            if emptied > were:
-                pool.note_emptied(node)
             if meant is None and node.drain_asked:
                 pool.undrain(node, now)
             elif meant is not None and not node.drain_asked and node.generation in ("", meant):
                 node.generation = meant
                 pool.drain(node, now)
-        if state.deaths.get(self.index, 0) >= self._deaths:  # else the newest are not in it
+        if not self._deaths:  # else they are not in it
             self.poison.take_over(state.poison)
-        if before.config != state.config:
+        if before is None or before.config != state.config:
             router.take_over(state.config)
 
-    def report(self, death: tuple[bytes, str] | None = None) -> None:
-        self._deaths += death is not None
-        report = WorkerReport(0 if self._state is None else self._state.version, death)
-        if death is None and self._writer.transport.get_write_buffer_size() < BACKLOG_BYTES:
-            router = self.router
-            status, metrics = router.console.status(), collected(router.metrics.registry)
-            report = msgspec.structs.replace(report, status=status, metrics=metrics)
-        self._writer.write(encode_message(report))
-
-    async def follow(self, reader: asyncio.StreamReader) -> None:
+    async def follow(self) -> None:
         while True:
-            self.apply(await read_message(reader, ClusterState))
-            self.report()
-
-    async def report_for_ever(self) -> None:
-        while True:
-            self.report()
-            await asyncio.sleep(_REPORT_S)
+            if (state := await self.report()) is not None:
+                self.apply(state)
+            else:
+                await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:
-        if self._http is not None:
-            await self._http.close()
+        await self._reports.close()
+        await self._orders.close()
 
 
-async def serve_worker(end: socket.socket, index: int, folder: Path) -> None:
-    """Serve until SIGTERM; `end` is connected to the parent. Raises KvrelayError."""
-    reader, writer = await asyncio.open_connection(sock=end)
-    async with asyncio.timeout(_BEGIN_S):
-        state = await read_message(reader, ClusterState)
-    worker = Worker(index, folder, writer)
+async def serve_worker(index: int, folder: Path) -> None:
+    """Serve until SIGTERM. Raises KvrelayError."""
+    worker = Worker(index, folder)
+    while (state := await worker.report()) is None:
+        await asyncio.sleep(POLL_S)
     server = make_server(state.config, worker)
     worker.router = server.config.app.state.router  # type: ignore[union-attr]
     worker.apply(state)
@@ -177,19 +180,11 @@ async def serve_worker(end: socket.socket, index: int, folder: Path) -> None:
         serving = asyncio.create_task(server.serve([listening]))
         while not (server.started or serving.done()):
             await asyncio.sleep(_TICK_S)
-        beside = {
-            asyncio.create_task(worker.follow(reader)),
-            asyncio.create_task(worker.report_for_ever()),
-        }
-        await asyncio.wait({serving, *beside}, return_when=asyncio.FIRST_COMPLETED)
+        following = asyncio.create_task(worker.follow())
+        await asyncio.wait({serving, following}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():  # without the parent nobody would end this process
-            failures = [task.exception() for task in beside if task.done()]
-            for why in failures:
-                if not isinstance(why, LinkBroken):
-                    _log.error("a worker ends, because of an error of its own", exc_info=why)
-            _log.error("the parent of this worker is gone")
+            _log.error("a worker ends: it has lost its parent", exc_info=following.exception())
             os._exit(1)
-        for task in beside:
-            task.cancel()
-        await asyncio.gather(*beside, worker.close(), return_exceptions=True)
+        following.cancel()
+        await asyncio.gather(following, worker.close(), return_exceptions=True)
         await serving

@@ -24,7 +24,6 @@ from kvrelay import workers
 from kvrelay.router.admission.keys import hash_of
 from kvrelay.router.guard import OPERATED
 from kvrelay.router.workers import parent as parent_module
-from kvrelay.router.workers.metrics import collected
 from kvrelay.router.workers.parent import Parent
 from kvrelay.router.workers.worker import shared_port
 from kvrelay.wire.router_config import RouterConfig
@@ -136,12 +135,8 @@ async def router(folder: Path, *nodes: FakeNode) -> AsyncIterator[Router]:
     try:
         await running.dial()
         for worker in (0, 1):
-
-            async def all_up(worker: int = worker) -> bool:
-                told = await running.json(worker, "/health")
-                return all(node["up"] for node in told["nodes"])
-
-            await until(all_up)
+            told = await running.json(worker, "/health")
+            assert all(node["up"] for node in told["nodes"])
         yield running
     finally:
         await running.hang_up()
@@ -339,13 +334,9 @@ async def test_a_worker_that_is_stopped_is_killed_and_replaced(
             await until(lambda: began[0].serves_at(0))
             assert began[0]._peers[0].kill is not kill
             assert not alive(stopped)
-            told = collected(began[0].router.metrics.registry)
-            families = {each.name: each.samples[0][2] for each in told if each.samples}
-            assert (
-                families["kvrelay_router_worker_hung"]
-                == families["kvrelay_router_worker_restarts"]
-                == 1
-            )
+            told = began[0].router.metrics.registry.get_sample_value
+            for what in ("hung", "restarts"):
+                assert told(f"kvrelay_router_worker_{what}_total") == 1
             assert "worker 0 hangs and is killed" in caplog.text
         finally:
             running.cancel()
@@ -355,7 +346,7 @@ async def test_a_worker_that_is_stopped_is_killed_and_replaced(
 
 
 async def test_a_worker_of_another_release_than_its_parent_says_so_and_ends() -> None:
-    command = (sys.executable, "-P", "-m", "kvrelay.workers", "0", "1", "/tmp", "0.0.9")
+    command = (sys.executable, "-P", "-m", "kvrelay.workers", "1", "/tmp", "0.0.9")
     worker = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     _, said = await asyncio.wait_for(worker.communicate(), 60)
     assert worker.returncode == 2

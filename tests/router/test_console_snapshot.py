@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from kvrelay.router.console.snapshot import KEPT_REQUESTS, Snapshot, snapshot_of
 from kvrelay.router.nodes.breaker import BreakerState
 from kvrelay.router.state import Health, NodeStatus, WorkerStatus
 from kvrelay.router.timeline import EndedRequest
-from kvrelay.router.workers.messages import WorkerReport, encode_message, read_message
+from kvrelay.router.workers.parent import WorkerReport
 
 P, D = "http://p:1", "http://d:1"
 
@@ -132,11 +133,9 @@ def test_a_picture_of_nothing_is_one() -> None:
     assert (seen.ttft, seen.edges, seen.requests) == ([], [], [])
 
 
-async def test_what_workers_tell_of_it_arrives_as_it_was() -> None:
-    told = WorkerReport(3, status=worker(request(4999.0)))
-    reader = asyncio.StreamReader()
-    reader.feed_data(encode_message(told))
-    assert await read_message(reader, WorkerReport) == told
+def test_what_workers_tell_of_it_arrives_as_it_was() -> None:
+    told = WorkerReport(3, seen=(worker(request(4999.0)), ""))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=WorkerReport) == told
 
 
 def test_the_page_reads_no_name_that_is_not_told(repository: Path) -> None:

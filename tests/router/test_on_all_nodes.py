@@ -58,22 +58,3 @@ async def test_a_vllm_node_that_keeps_blocks_has_not_done_it(said_too: dict[str,
         status, told = await said(c, "POST", "/reset_prefix_cache")
         assert status == 502
         assert "some of its blocks are in use" in told["error"]["message"]
-
-
-async def test_a_router_expects_nothing_of_a_cache_that_was_reset() -> None:
-    """Its nodes tell no KV events: it goes by what it has sent there."""
-    nodes = [prefill(), prefill()]
-    for node in nodes:
-        node.posts["/reset_prefix_cache"] = answering([], {"success": True})
-    d = decode(posts={"/reset_prefix_cache": answering([], {"success": True})})
-    async with cluster(*nodes, d, prefill_policy="prefix") as c:
-        long = {"messages": [{"role": "user", "content": "once upon a time " * 400}]}
-        for _ in range(4):
-            await c.text(long)
-        calls = [len(node.calls) for node in nodes]
-        assert sorted(calls) == [0, 4]
-        known = nodes[calls.index(4)]
-        index = c.router.pool.prefixes
-        assert index._nodes[known.url].sent
-        assert (await said(c, "POST", "/reset_prefix_cache"))[0] == 200
-        assert not index._nodes[known.url].sent

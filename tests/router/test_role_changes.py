@@ -134,13 +134,9 @@ async def test_a_node_is_asked_and_gets_what_its_new_role_gets() -> None:
 async def test_the_last_node_of_a_role_keeps_it_unless_the_operator_insists() -> None:
     p, d = prefill(), decode()
     async with cluster(p, d) as c:
-        for node, role, effect in (
-            (p, "decode", "compute all prompts"),
-            (d, "prefill", "nothing can be answered"),
-        ):
+        for node, role in ((p, "decode"), (d, "prefill")):
             status, body = await ask(c, node, role)
             assert (status, body["error"]["code"]) == (409, "last_of_role")
-            assert effect in body["error"]["message"]
             assert "force" in body["error"]["message"]
         assert (p.flips_to, d.flips_to) == (None, None)
         status, body = await ask(c, p, "decode", force=True)
@@ -150,7 +146,7 @@ async def test_the_last_node_of_a_role_keeps_it_unless_the_operator_insists() ->
         await until(lambda: c.node(p).up)
 
 
-@pytest.mark.parametrize(("answers", "status"), [(409, 409), (400, 400), (404, 400), (500, 503)])
+@pytest.mark.parametrize(("answers", "status"), [(409, 409), (400, 400), (404, 404), (500, 502)])
 async def test_what_the_node_says_against_it_is_told(answers: int, status: int) -> None:
     p, other, d = prefill(), prefill(role_status=answers), decode()
     async with cluster(p, other, d) as c:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.workers.messages import MetricFamily
-from kvrelay.router.workers.metrics import LARGEST, collected, lasting, summed, text_of
+from kvrelay.router.workers.metrics import LARGEST, lasting, summed, text_of
 
 ADDED = frozenset(
     {
@@ -23,7 +23,7 @@ ADDED = frozenset(
 """Gauges of what each worker has."""
 
 
-def worker(requests: int, seconds: list[float], running: int, up: int) -> list[MetricFamily]:
+def worker(requests: int, seconds: list[float], running: int, up: int) -> list[Metric]:
     registry = CollectorRegistry()
     counter = Counter("kvrelay_router_requests", "r", ["status"], registry=registry)
     if requests:
@@ -33,10 +33,10 @@ def worker(requests: int, seconds: list[float], running: int, up: int) -> list[M
         histogram.observe(each)
     Gauge("kvrelay_router_requests_running", "n", registry=registry).set(running)
     Gauge("kvrelay_router_node_up", "up", ["node"], registry=registry).labels("a").set(up)
-    return collected(registry)
+    return list(registry.collect())
 
 
-def values(families: list[MetricFamily]) -> dict[str, float]:
+def values(families: list[Metric]) -> dict[str, float]:
     text = text_of(families).decode()
     samples = [
         sample for family in text_string_to_metric_families(text) for sample in family.samples
@@ -54,11 +54,11 @@ def test_counts_are_summed_and_what_all_see_is_not() -> None:
 
 
 def test_one_process_that_is_near_its_limit_is_seen() -> None:
-    def of(opened: int) -> list[MetricFamily]:
+    def of(opened: int) -> list[Metric]:
         registry = CollectorRegistry()
         Gauge("process_open_fds", "n", registry=registry).set(opened)
         Gauge("process_max_fds", "n", registry=registry).set(1024)
-        return collected(registry)
+        return list(registry.collect())
 
     told = values(summed([of(20), of(1000), of(30)]))
     assert (told["process_open_fds"], told["process_max_fds"]) == (1000, 1024)
@@ -73,7 +73,7 @@ def test_of_a_worker_that_has_ended_the_counts_are_left() -> None:
 
 def test_every_gauge_says_how_it_is_joined() -> None:
     pool = Pool(["http://p"], ["http://d"])
-    families = collected(Metrics(pool, ["alice"]).registry)
-    gauges = {family.name for family in families if family.kind == "gauge"}
+    families = Metrics(pool, ["alice"]).registry.collect()
+    gauges = {family.name for family in families if family.type == "gauge"}
     assert gauges == ADDED | LARGEST
     assert not ADDED & LARGEST
