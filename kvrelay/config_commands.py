@@ -110,9 +110,9 @@ def _check_router(config: RouterConfig) -> int:
     if config.heartbeat_port:
         check_port(config.host, config.heartbeat_port, socket.SOCK_DGRAM)
     if config.kubernetes_selector:
-        from kvrelay.router.membership.kubernetes_pods import kubernetes_client
+        from kvrelay.router.membership.kubernetes_pods import api_server
 
-        kubernetes_client(config.kubernetes_namespace)
+        api_server(config.kubernetes_namespace)
     if config.ssl_certfile or config.ssl_ca_certs or config.node_ssl_certfile:
         from kvrelay.openai_api.tls import server_context
         from kvrelay.router.transport.node_client import node_tls

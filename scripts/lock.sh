@@ -32,6 +32,5 @@ node=(--extra tracing --extra node --extra nixl --no-emit-package nixl-cu12)
 lock build - <<<"setuptools$(sed -n 's/^requires = .*setuptools\([^"]*\)".*/\1/p' pyproject.toml)"
 lock model - --no-deps <<<"$(sed -n 's/^INSTALL = .* \(.*\)"/\1/p' kvrelay/embedded.py)"
 lock router pyproject.toml --extra tracing
-lock router-kubernetes pyproject.toml --extra tracing --extra kubernetes
 lock node-cpu pyproject.toml "${node[@]}" "${from[@]}" --override "$cpu_build"
 lock node-cuda pyproject.toml "${node[@]}"

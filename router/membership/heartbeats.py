@@ -13,7 +13,7 @@ from kvrelay.router.background import running_task
 from kvrelay.router.nodes.node import NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.errors import KvrelayError, RequestError
-from kvrelay.wire.heartbeat import LOST_AFTER_S, MAX_SKEW_S, Heartbeat, NodeState, opened
+from kvrelay.wire.heartbeat import LOST_AFTER_S, MAX_SKEW_S, NodeState, opened
 
 __all__ = ["AnnouncedNodes", "hear_heartbeats"]
 
@@ -32,48 +32,61 @@ class _Heard:
     spec: NodeSpec | None  # None while the node is not there
 
 
-class AnnouncedNodes:
-    def __init__(self, key: str) -> None:
-        self._key = key
-        self._heard: dict[str, _Heard] = {}
-        self.changed = False  # specs() differs
+class AnnouncedNodes(asyncio.DatagramProtocol):
+    # Each turn of the event loop reads one datagram (uvloop: 32), a stranger's is refused in 5 us,
+    # and the kernel drops the rest: a flood takes CPU time, but no memory.
 
-    def add(self, message: bytes, unix_now: float, now: float) -> Heartbeat | None:
-        """Return what a message says; None if it is out of date. Raises KvrelayError."""
+    def __init__(self, pool: Pool, key: str) -> None:
+        self._pool, self._key = pool, key
+        self._heard: dict[str, _Heard] = {}
+        self._complain_at = 0.0
+
+    def datagram_received(self, data: bytes, addr: object) -> None:
+        now = time.monotonic()
+        try:
+            self.add(data, time.time(), now)
+        except KvrelayError as why:
+            if now >= self._complain_at:  # a stranger must not fill the log
+                self._complain_at = now + _COMPLAIN_S
+                _log.warning("a heartbeat is refused: %s", why.message)
+
+    def add(self, message: bytes, unix_now: float, now: float) -> None:
+        """Take over a message, unless it is out of date. Raises KvrelayError."""
         beat = opened(message, self._key, unix_now)
         spec = NodeSpec(beat.url, beat.role, beat.model)
         known = self._heard.get(spec.url)
-        if known is not None and beat.sent_at <= known.sent_at:
-            return None
-        if known is None and len(self._heard) >= MAX_NODES:
-            raise RequestError(
-                f"{MAX_NODES} nodes have announced themselves; {spec.url} is one too many"
-            )
+        if known is None:
+            if len(self._heard) >= MAX_NODES:
+                raise RequestError(
+                    f"{MAX_NODES} nodes have announced themselves; {spec.url} is one too many"
+                )
+        elif beat.sent_at <= known.sent_at:
+            return
         there = None if beat.state is NodeState.LEAVING else spec
-        self.changed |= there != (known.spec if known is not None else None)
         self._heard[spec.url] = _Heard(beat.sent_at, now, there)
-        return beat
+        if there != (known and known.spec):
+            self._tell(now)
+
+    async def expire_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(_EXPIRE_S)
+            self.expire(time.monotonic())
 
     def expire(self, now: float) -> None:
-        for heard in self._heard.values():
-            if heard.spec is not None and now - heard.at > LOST_AFTER_S:
-                _log.warning(
-                    "%s node %s was not heard for %.1f s",
-                    heard.spec.role,
-                    heard.spec.url,
-                    now - heard.at,
-                )
-                heard.spec, self.changed = None, True
+        silent = {url for url, each in self._heard.items() if now - each.at > LOST_AFTER_S}
+        lost = [url for url in silent if self._heard[url].spec is not None]
+        for url in lost:
+            _log.warning("node %s is heard no more", url)
+            self._heard[url].spec = None
+        if lost:
+            self._tell(now)
         # Kept for as long as an old message could be played again.
-        for url in [
-            url
-            for url, heard in self._heard.items()
-            if not heard.spec and now - heard.at > 2 * MAX_SKEW_S
-        ]:
+        for url in [url for url, each in self._heard.items() if now - each.at > 2 * MAX_SKEW_S]:
             del self._heard[url]
 
-    def specs(self) -> list[NodeSpec]:
-        return [heard.spec for heard in self._heard.values() if heard.spec is not None]
+    def _tell(self, now: float) -> None:
+        there = [each.spec for each in self._heard.values() if each.spec is not None]
+        self._pool.set_members(Source.HEARTBEATS, there, now)
 
 
 @contextlib.asynccontextmanager
@@ -83,51 +96,15 @@ async def hear_heartbeats(pool: Pool, host: str, port: int, key: str) -> AsyncIt
         yield
         return
     address = {"localhost": "127.0.0.1"}.get(host, host), port
-    protocol = _Protocol(pool, AnnouncedNodes(key))
+    announced = AnnouncedNodes(pool, key)
     try:
         transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(
-            lambda: protocol, local_addr=address
+            lambda: announced, local_addr=address
         )
     except OSError as why:
         raise RequestError(
             f"cannot listen for heartbeats on {host}:{port}: {why}; give another port"
         ) from why
     with contextlib.closing(transport):
-        async with running_task(protocol.expire_for_ever()):
+        async with running_task(announced.expire_for_ever()):
             yield
-
-
-class _Protocol(asyncio.DatagramProtocol):
-    # Each turn of the event loop reads one datagram (uvloop: 32), a stranger's is refused in 5 us,
-    # and the kernel drops the rest: a flood takes CPU time, but no memory.
-
-    def __init__(self, pool: Pool, announced: AnnouncedNodes) -> None:
-        self._pool, self._announced = pool, announced
-        self._complain_at = 0.0
-
-    def datagram_received(self, data: bytes, addr: object) -> None:
-        now = time.monotonic()
-        try:
-            beat = self._announced.add(data, time.time(), now)
-        except KvrelayError as why:
-            if now >= self._complain_at:  # a stranger must not fill the log
-                self._complain_at = now + _COMPLAIN_S
-                _log.warning("a heartbeat is refused: %s", why.message)
-            return
-        self._tell(now)
-        if beat is not None:
-            self._pool.note_heartbeat(
-                beat.url, beat.load, now, draining=beat.state is NodeState.DRAINING
-            )
-
-    async def expire_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(_EXPIRE_S)
-            now = time.monotonic()
-            self._announced.expire(now)
-            self._tell(now)
-
-    def _tell(self, now: float) -> None:
-        if self._announced.changed:
-            self._announced.changed = False
-            self._pool.set_members(Source.HEARTBEATS, self._announced.specs(), now)

@@ -6,17 +6,17 @@ If the API server is away or slow, its last list stays, and each node's health d
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 import os
-import threading
+import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from math import inf
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import aiohttp
 import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -26,7 +26,7 @@ from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError, RequestError
 
-__all__ = ["follow_pods", "kubernetes_client", "listed_gauge", "node_of", "nodes_of"]
+__all__ = ["api_server", "follow_pods", "listed_gauge", "node_of", "nodes_of"]
 
 _ROLE = "kvrelay/role"
 _MODEL = "kvrelay/model"  # a label, or an annotation for names that a label cannot have
@@ -37,11 +37,10 @@ RELIST_S = 1.0
 # To connect, and between two pieces of a list.
 DEADLINES_S = 2.0, 5.0
 _COMPLAIN_S = 30.0
-_OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 _log = logging.getLogger("kvrelay.router")
 _Pod = dict[str, Any]
-_T = TypeVar("_T")
 
 
 def node_of(pod: _Pod) -> NodeSpec | None:
@@ -104,60 +103,66 @@ def listed_gauge(registry: CollectorRegistry) -> Gauge:
     )
 
 
+def api_server(namespace: str) -> tuple[str, ssl.SSLContext]:
+    """Return the address of a namespace's pods; an empty one is our own. Asks nobody.
+
+    Raises ConfigError outside of a pod.
+    """
+    try:
+        host, port = (os.environ[f"KUBERNETES_SERVICE_{part}"] for part in ("HOST", "PORT"))
+        namespace = namespace or (ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
+        tls = ssl.create_default_context(cafile=ACCOUNT / "ca.crt")
+    except (KeyError, OSError) as why:
+        raise ConfigError(
+            f"kubernetes_selector asks a Kubernetes API server, and none is known ({why}); run the "
+            "router in a pod with a service account"
+        ) from why
+    host = f"[{host}]" if ":" in host else host
+    return f"https://{host}:{port}/api/v1/namespaces/{namespace}/pods", tls
+
+
 @asynccontextmanager
 async def follow_pods(
     pool: Pool, selector: str, namespace: str, registry: CollectorRegistry
 ) -> AsyncIterator[None]:
-    """Follow pods for the block; with an empty selector do nothing. Raises ConfigError.
-
-    An empty namespace is that of this process or its kubeconfig.
-    """
+    """Follow pods for the block; with an empty selector do nothing. Raises ConfigError."""
     if not selector:
         yield
         return
-    settings, namespace = await asyncio.to_thread(kubernetes_client, namespace)
-    import kubernetes.client
+    url, tls = api_server(namespace)
+    connect_s, read_s = DEADLINES_S
+    timeout = aiohttp.ClientTimeout(connect=connect_s, sock_read=read_s)
 
-    api: Any = kubernetes.client.CoreV1Api(kubernetes.client.ApiClient(settings))
+    async def list_nodes() -> tuple[dict[str, NodeSpec], set[str]]:
+        token = (ACCOUNT / "token").read_text(encoding="utf-8")  # renewed every hour
+        async with http.get(
+            url,
+            params={"labelSelector": f"{selector},{_ROLE}"},
+            headers={"authorization": f"Bearer {token.strip()}"},
+        ) as answer:
+            return nodes_of(msgspec.json.decode(await answer.read())["items"] or ())
 
-    def list_nodes() -> tuple[dict[str, NodeSpec], set[str]]:
-        answer = api.list_namespaced_pod(
-            namespace,
-            label_selector=f"{selector},{_ROLE}",
-            _preload_content=False,  # else each pod becomes objects
-            _request_timeout=DEADLINES_S,
-        )
-        return nodes_of(msgspec.json.decode(answer.data)["items"] or ())
-
-    _log.info("nodes are the pods of namespace %s that match %s", namespace, selector)
-    async with running_task(_follow(pool, list_nodes, listed_gauge(registry))):
+    _log.info("nodes are the pods at %s that match %s", url, selector)
+    async with (
+        aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=tls), timeout=timeout, raise_for_status=True
+        ) as http,
+        running_task(_follow(pool, list_nodes, listed_gauge(registry))),
+    ):
         yield
 
 
-def _in_daemon_thread(call: Callable[[], _T]) -> asyncio.Future[_T]:
-    # The end of this process would wait for a thread of asyncio.to_thread, as long as a list hangs.
-    future = concurrent.futures.Future[_T]()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except Exception as why:  # noqa: BLE001 - who waits has it
-            future.set_exception(why)
-
-    threading.Thread(target=run, name="kubernetes", daemon=True).start()
-    return asyncio.wrap_future(future)
-
-
 async def _follow(
-    pool: Pool, list_nodes: Callable[[], tuple[dict[str, NodeSpec], set[str]]], listed: Gauge
+    pool: Pool,
+    list_nodes: Callable[[], Awaitable[tuple[dict[str, NodeSpec], set[str]]]],
+    listed: Gauge,
 ) -> None:
     nodes: dict[str, NodeSpec] = {}
     complaints, complained_at = set[str](), -inf
     while True:
         known, now = complaints, time.monotonic()
         try:
-            found, complaints = await _in_daemon_thread(list_nodes)
+            found, complaints = await list_nodes()
             for complaint in complaints - known:
                 _log.warning("%s", complaint)
             if found != nodes:
@@ -167,7 +172,7 @@ async def _follow(
         except Exception as why:  # noqa: BLE001 - the edge of this task: it must go on
             if now - complained_at >= _COMPLAIN_S:
                 complained_at = now
-                said = f"{type(why).__name__}: {str(why).strip().partition(chr(10))[0][:300]}"
+                said = f"{type(why).__name__}: {str(why)[:300]}"
                 if (status := getattr(why, "status", 0)) in (401, 403):
                     said = f"it answers {status}; the service account must be allowed to list pods"
                 _log.warning(
@@ -177,36 +182,3 @@ async def _follow(
                     len(nodes),
                 )
         await asyncio.sleep(RELIST_S)
-
-
-def kubernetes_client(namespace: str) -> tuple[Any, str]:
-    """Return the client's settings, and the namespace; an empty one is our own.
-
-    Asks nobody. Raises ConfigError if there is no client, or no API server is known.
-    """
-    try:
-        import kubernetes.client
-        import kubernetes.config
-    except ImportError as why:
-        raise ConfigError(
-            f"asking a Kubernetes API server takes the package kubernetes ({why}); run: "
-            "pip install 'kvrelay[kubernetes]'"
-        ) from why
-    settings, own = kubernetes.client.Configuration(), ""
-    try:
-        if os.environ.get("KUBERNETES_SERVICE_HOST"):
-            kubernetes.config.load_incluster_config(client_configuration=settings)
-            if _OWN_NAMESPACE.exists():
-                own = _OWN_NAMESPACE.read_text(encoding="utf-8").strip()
-        else:
-            file = os.environ.get("KUBECONFIG")  # the client reads it only when it is imported
-            kubernetes.config.load_kube_config(config_file=file, client_configuration=settings)
-            context = kubernetes.config.list_kube_config_contexts(config_file=file)[1]["context"]
-            own = context.get("namespace", "")
-    except (kubernetes.config.ConfigException, OSError) as why:
-        raise ConfigError(
-            f"a Kubernetes API server is to be asked, and none is known: {why}; run the router in "
-            f"a pod with a service account, or set KUBECONFIG"
-        ) from why
-    settings.retries = False  # the next list is one
-    return settings, namespace or own or "default"

@@ -30,7 +30,6 @@ from kvrelay.router.nodes.node import (
 from kvrelay.router.prefix.index import Prefix, PrefixIndex
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NoNode
-from kvrelay.wire.outputs import Load
 from kvrelay.wire.step_costs import StepCosts
 from kvrelay.wire.transfer import KvFacts
 
@@ -328,13 +327,6 @@ class Pool:
     def note_adapters(self, node: Node, names: Iterable[str], now: float) -> None:
         node.adapters, node.adapters_at = frozenset(names), now
         self._forget_choices()
-
-    def note_heartbeat(self, url: str, load: Load, now: float, *, draining: bool) -> None:
-        node = self.find(url)
-        if node is not None:
-            node.note_load(load)
-            if draining:
-                self.note_draining(node, now)
 
     def note_draining(self, node: Node, now: float) -> None:
         """Note that the node takes nothing new until a later health check says otherwise."""

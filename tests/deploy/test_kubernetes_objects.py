@@ -229,13 +229,7 @@ def test_images_are_those_of_this_version(overlay: str, repository: Path) -> Non
     ]
     cpu = overlay in ("cpu-demo", "monitoring")
     for pod in pods(overlay):
-        image = (
-            "router-kubernetes"
-            if pod.main["name"] == "router"
-            else "node-cpu"
-            if cpu
-            else "node-cuda"
-        )
+        image = "router" if pod.main["name"] == "router" else "node-cpu" if cpu else "node-cuda"
         assert {container["image"] for container in pod.containers} == {
             f"kvrelay/{image}:{version}"
         }

@@ -81,8 +81,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configs]:
         patch.setattr("kvrelay.paged_engine.rank_address.check_rank_0", lambda address: None)
         patch.setattr("kvrelay.paged_engine.rank_address.interface_towards", lambda address: "eth0")
         patch.setattr(
-            "kvrelay.router.membership.kubernetes_pods.kubernetes_client",
-            lambda namespace: (None, "kvrelay"),
+            "kvrelay.router.membership.kubernetes_pods.api_server", lambda namespace: None
         )
 
         def started(overlay: str, pod: PodOf) -> Started:

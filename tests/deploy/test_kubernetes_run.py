@@ -28,6 +28,14 @@ pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 400
+POD = """
+import os, pathlib, sys
+from kvrelay.cli import main
+from kvrelay.router.membership import kubernetes_pods
+kubernetes_pods.ACCOUNT = pathlib.Path(os.environ["ACCOUNT"])
+sys.exit(main())
+"""
+"""The command line, with a service account elsewhere."""
 
 
 @dataclass
@@ -89,7 +97,7 @@ class Kubelet:
         found = {
             name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")
         }
-        found |= {"PYTHONPATH": str(ROOT), "KUBECONFIG": str(self.folder / "kubeconfig")}
+        found |= {"PYTHONPATH": str(ROOT), "ACCOUNT": str(self.folder / "account")} | self.api.env
         for variable in pod.main["env"]:
             name, source = variable["name"], variable.get("valueFrom", {})
             field = source.get("fieldRef", {}).get("fieldPath")
@@ -109,10 +117,7 @@ class Kubelet:
         log = folder / "log"
         with log.open("wb") as out:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "kvrelay.cli",
-                *args,
+                *(sys.executable, "-c", POD, *args),
                 stdout=out,
                 stderr=out,
                 env=self.environment(pod, address),
@@ -153,8 +158,8 @@ async def until(
 
 @pytest.fixture
 async def kubelet(tmp_path: Path) -> AsyncIterator[Kubelet]:
-    async with ApiServer("kvrelay").running() as api, aiohttp.ClientSession() as http:
-        api.kubeconfig(tmp_path / "kubeconfig")
+    running = ApiServer("kvrelay").running(tmp_path / "account")
+    async with running as api, aiohttp.ClientSession() as http:
         kubelet = Kubelet(tmp_path, api, http)
         try:
             yield kubelet

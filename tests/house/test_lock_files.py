@@ -31,7 +31,6 @@ def locked(repository: Path, name: str) -> dict[str, str]:
     ("name", "extras"),
     [
         ("router", ()),
-        ("router-kubernetes", ("kubernetes",)),
         ("node-cpu", ("node", "nixl")),
         ("node-cuda", ("node", "nixl")),
     ],
@@ -61,9 +60,7 @@ def test_a_lock_file_has_what_its_image_needs(
 
 
 def test_the_router_is_without_torch_and_the_cpu_image_without_cuda(repository: Path) -> None:
-    assert not {"torch", "numpy", "nixl", "tokenizers", "kubernetes"} & set(
-        locked(repository, "router")
-    )
+    assert not {"torch", "numpy", "nixl", "tokenizers"} & set(locked(repository, "router"))
     on_cpu = locked(repository, "node-cpu")
     assert on_cpu["torch"].endswith("+cpu")
     assert not [name for name in on_cpu if name.startswith(("nvidia-", "triton"))]

@@ -20,7 +20,6 @@ HEAVY = {
     "gguf",
     "safetensors",
     "llguidance",
-    "kubernetes",
     "paged_engine",
     "kernels",
 }

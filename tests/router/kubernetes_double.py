@@ -1,15 +1,18 @@
-"""An API server that knows the pods of one namespace, over HTTP."""
+"""An API server that knows the pods of one namespace, over HTTPS."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import kmock
+from aiohttp import web
+
+from tests.cluster.certificates import authority, signed
 
 Object = dict[str, Any]
 
@@ -21,31 +24,31 @@ class ApiServer:
         self.namespace = namespace
         self.pods: dict[str, Object] = {}
         self.list_takes_s = 0.0
-        self.list_fails: kmock.KubernetesError | None = None
+        self.list_fails = 0
         self.lists = 0
-        self.url = ""
-        self._handler = kmock.KubernetesScaffold()
-        self._handler[kmock.action.LIST, kmock.resource("", "v1", "pods")] << self._list
+        self.env: dict[str, str] = {}
+        """Variables by which a pod finds it."""
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[ApiServer]:
-        """Serve."""
-        async with self._handler, kmock.Server(self._handler) as server:
-            self.url = str(server.url).rstrip("/")
+    async def running(self, account: Path) -> AsyncIterator[ApiServer]:
+        """Serve; the folder becomes that of a pod's service account."""
+        account.mkdir()
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(*signed(authority(account), "api"))
+        (account / "ca.pem").rename(account / "ca.crt")
+        (account / "token").write_text("secret\n")
+        (account / "namespace").write_text(f"{self.namespace}\n")
+        app = web.Application()
+        app.router.add_get("/api/v1/namespaces/{namespace}/pods", self._list)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+            host, port = runner.addresses[0]
+            self.env = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": str(port)}
             yield self
-
-    def kubeconfig(self, path: Path) -> Path:
-        """Write one that leads here."""
-        path.write_text(
-            f"""apiVersion: v1
-kind: Config
-current-context: here
-contexts: [{{name: here, context: {{cluster: here, user: me, namespace: {self.namespace}}}}}]
-clusters: [{{name: here, cluster: {{server: "{self.url}"}}}}]
-users: [{{name: me, user: {{token: secret}}}}]
-"""
-        )
-        return path
+        finally:
+            await runner.cleanup()
 
     def put(self, pod: Object) -> None:
         """Create or change a pod."""
@@ -55,16 +58,18 @@ users: [{{name: me, user: {{token: secret}}}}]
         """Remove a pod."""
         del self.pods[name]
 
-    async def _list(self, request: kmock.Request) -> Object:
+    async def _list(self, request: web.Request) -> web.Response:
         self.lists += 1
-        if request.namespace != self.namespace:
-            raise kmock.KubernetesError(403, "Forbidden", "cannot list pods there")
+        if request.headers["authorization"] != "Bearer secret":
+            return web.Response(status=401)
+        if request.match_info["namespace"] != self.namespace:
+            return web.Response(status=403)
         await asyncio.sleep(self.list_takes_s)
-        if self.list_fails is not None:
-            raise self.list_fails
-        selector = request.params["labelSelector"]
+        if self.list_fails:
+            return web.Response(status=self.list_fails)
+        selector = request.query["labelSelector"]
         found = [pod for pod in self.pods.values() if _matches(pod, selector)]
-        return {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": found}
+        return web.json_response({"kind": "PodList", "items": found})
 
 
 def _matches(pod: Object, selector: str) -> bool:

@@ -65,8 +65,13 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def urls(announced: AnnouncedNodes) -> list[str]:
-    return [spec.url for spec in announced.specs()]
+@pytest.fixture
+def pool() -> Pool:
+    return Pool([], [])
+
+
+def urls(pool: Pool) -> list[str]:
+    return [node.url for node in pool.nodes]
 
 
 def test_what_was_sealed_is_opened_by_who_has_the_key() -> None:
@@ -100,83 +105,70 @@ def test_one_that_is_longer_than_any_heartbeat_is_refused() -> None:
         opened(sealed(beat(model="m" * MAX_BYTES), KEY), KEY, NOW)
 
 
-def test_a_message_that_is_played_again_changes_nothing() -> None:
-    announced = AnnouncedNodes(KEY)
+def test_a_message_that_is_played_again_changes_nothing(pool: Pool) -> None:
+    announced = AnnouncedNodes(pool, KEY)
     first, last = sealed(beat(), KEY), sealed(beat(NOW + 1, state=NodeState.LEAVING), KEY)
-    assert announced.add(first, NOW, 0.0)
-    assert announced.add(last, NOW + 1, 1.0)
-    assert announced.add(first, NOW + 2, 2.0) is None
-    assert urls(announced) == []
+    announced.add(first, NOW, 0.0)
+    assert urls(pool) == ["http://p"]
+    announced.add(last, NOW + 1, 1.0)
+    announced.add(first, NOW + 2, 2.0)
     announced.expire(2 + MAX_SKEW_S)
-    assert announced.add(first, NOW + MAX_SKEW_S, MAX_SKEW_S) is None
+    announced.add(first, NOW + MAX_SKEW_S, MAX_SKEW_S)
+    assert urls(pool) == []
 
 
-def test_a_node_that_is_not_heard_is_there_until_three_beats_were_missed() -> None:
-    announced = AnnouncedNodes(KEY)
+def test_a_node_that_is_not_heard_is_there_until_three_beats_were_missed(pool: Pool) -> None:
+    announced = AnnouncedNodes(pool, KEY)
     announced.add(sealed(beat(), KEY), NOW, 10.0)
     announced.expire(10.0 + LOST_AFTER_S)
-    assert urls(announced) == ["http://p"]
-    announced.changed = False
+    assert urls(pool) == ["http://p"]
     announced.expire(10.1 + LOST_AFTER_S)
-    assert (urls(announced), announced.changed) == ([], True)
+    assert urls(pool) == []
     announced.add(sealed(beat(NOW + 20), KEY), NOW + 20, 30.0)
-    assert urls(announced) == ["http://p"]
+    assert urls(pool) == ["http://p"]
 
 
-def test_only_what_is_new_is_told() -> None:
-    announced, told = AnnouncedNodes(KEY), []
+def test_only_what_is_new_is_told(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    announced, told = AnnouncedNodes(pool, KEY), list[str]()
+    monkeypatch.setattr(pool, "set_members", lambda _, specs, __: told.append(specs[0].model))
     for at, model in enumerate(["m", "m", "n", "n"]):
         announced.add(sealed(beat(NOW + at, model=model), KEY), NOW + at, float(at))
-        told.append(announced.changed)
-        announced.changed = False
-    assert told == [True, False, True, False]
-    assert [spec.model for spec in announced.specs()] == ["n"]
+    assert told == ["m", "n"]
 
 
 @pytest.mark.parametrize("facts", [beat(url="ftp://p"), beat(role=Role.AGGREGATED)])
-def test_what_cannot_be_a_node_is_refused(facts: Heartbeat) -> None:
+def test_what_cannot_be_a_node_is_refused(facts: Heartbeat, pool: Pool) -> None:
     with pytest.raises(KvrelayError):
-        AnnouncedNodes(KEY).add(sealed(facts, KEY), NOW, 0.0)
+        AnnouncedNodes(pool, KEY).add(sealed(facts, KEY), NOW, 0.0)
 
 
-async def test_a_node_announces_itself_drains_leaves_and_a_stranger_is_not_heard() -> None:
-    port, state, pool = free_udp_port(), NodeState.OK, Pool([], [])
-
-    def facts() -> Heartbeat:
-        return beat(0.0, state=state)
-
+async def test_a_node_announces_itself_leaves_and_a_stranger_is_not_heard(pool: Pool) -> None:
+    port = free_udp_port()
     async with hear_heartbeats(pool, "127.0.0.1", port, KEY):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
             stranger.sendto(
                 sealed(beat(time.time(), "http://evil"), "guessed"), ("127.0.0.1", port)
             )
             stranger.sendto(b"", ("127.0.0.1", port))
-        announcer = Heartbeats([f"udp://127.0.0.1:{port}"], KEY, facts, interval_s=0.05)
+        announcer = Heartbeats([f"udp://127.0.0.1:{port}"], KEY, lambda: beat(0.0), interval_s=0.05)
         task = asyncio.create_task(announcer.run())
-        await until(lambda: pool.find("http://p") is not None)
-        node = pool.find("http://p")
-        assert node is not None
-        await until(lambda: node.load.running == 2)
-        state = NodeState.DRAINING
-        announcer.send_now()
-        await until(lambda: node.reason == "it is draining")
+        await until(lambda: urls(pool) == ["http://p"])
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await until(lambda: pool.nodes == [])
 
 
 @pytest.mark.parametrize("host", ["::", "::1"])
-async def test_nodes_are_heard_at_ipv6_addresses(host: str) -> None:
+async def test_nodes_are_heard_at_ipv6_addresses(host: str, pool: Pool) -> None:
     try:
         port = free_udp_port("::1")
     except OSError:
         pytest.skip("no IPv6 here")
-    pool = Pool([], [])
     async with hear_heartbeats(pool, host, port, KEY):
         task = asyncio.create_task(
             Heartbeats([f"udp://[::1]:{port}"], KEY, lambda: beat(0.0)).run()
         )
-        await until(lambda: [node.url for node in pool.nodes] == ["http://p"])
+        await until(lambda: urls(pool) == ["http://p"])
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

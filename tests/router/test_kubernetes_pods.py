@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import sys
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import kmock
 import pytest
 import pytest_asyncio
 from kubernetes_double import ApiServer, pod_of
@@ -19,12 +16,13 @@ from prometheus_client import CollectorRegistry
 from router_doubles import cluster, decode, prefill, until
 
 from kvrelay.router.membership import kubernetes_pods
-from kvrelay.router.membership.kubernetes_pods import follow_pods, kubernetes_client, nodes_of
+from kvrelay.router.membership.kubernetes_pods import api_server, follow_pods, nodes_of
 from kvrelay.router.nodes.node import HealthReport, Node, NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.router_config import RouterConfig
+from tests.cluster.certificates import authority
 
 P, D = "http://127.0.0.1:8100", "http://127.0.0.1:8200"
 ANNOTATIONS = "metadata|annotations"
@@ -114,22 +112,14 @@ def test_an_address_belongs_to_the_younger_pod() -> None:
 # Lists.
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
-    """The client takes a second or more to import: before any deadline, and not when tests are
-    collected.
-    """
-    importlib.import_module("kubernetes.client")
-
-
 @pytest_asyncio.fixture
 async def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[ApiServer]:
     monkeypatch.setattr(kubernetes_pods, "RELIST_S", 0.2)
     monkeypatch.setattr(kubernetes_pods, "DEADLINES_S", (0.5, 0.5))
-    async with ApiServer().running() as server:
-        monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "config")))
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(kubernetes_pods, "ACCOUNT", tmp_path / "account")
+    async with ApiServer().running(tmp_path / "account") as server:
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
         yield server
 
 
@@ -189,12 +179,11 @@ async def test_an_api_server_that_is_slow_or_fails_takes_no_node_down(api: ApiSe
         await until(lambda: urls(pool) == [P])
         api.delete("p")
         api.put(pod_of("d", D, "decode"))
-        for api.list_takes_s, fails in ((1.0, None), (0.0, 500)):
-            api.list_fails = fails and kmock.KubernetesError(fails, "InternalError", "etcd")
+        for api.list_takes_s, api.list_fails in ((1.0, 0), (0.0, 500)):
             lists = api.lists
             await until(lambda lists=lists: api.lists >= lists + 2)
             assert urls(pool) == [P]
-        api.list_fails = None
+        api.list_fails = 0
         await until(lambda: urls(pool) == [D])
 
 
@@ -232,7 +221,7 @@ async def test_without_an_api_server_health_finds_the_dead_and_the_replaced(api:
         c = await stack.enter_async_context(cluster(ready=False, kubernetes_selector="app=kvrelay"))
         pool = c.router.pool
         await until(lambda: len(pool.up(Role.DECODE)) == 3 and bool(pool.up(Role.PREFILL)))
-        api.list_fails = kmock.KubernetesError(500, "InternalError", "etcd")
+        api.list_fails = 500
         nodes["other"].pod_uid = "another pod"
         nodes["dead"].health_hangs = True
         await until(
@@ -260,34 +249,42 @@ async def test_who_is_not_what_the_pod_says_takes_no_requests(api: ApiServer) ->
         assert told().up
 
 
-async def test_without_a_client_or_a_cluster_the_router_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_new_token_is_sent_and_a_wrong_one_is_said(
+    api: ApiServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    monkeypatch.setenv("KUBECONFIG", "/nonexistent")
-    with pytest.raises(ConfigError, match="KUBECONFIG"):
-        kubernetes_client("")
-    monkeypatch.setitem(sys.modules, "kubernetes", None)
-    monkeypatch.delitem(sys.modules, "kubernetes.client", raising=False)
-    with pytest.raises(ConfigError, match=r"pip install 'kvrelay\[kubernetes\]'"):
-        kubernetes_client("")
+    token = kubernetes_pods.ACCOUNT / "token"
+    token.write_text("old")
+    api.put(pod_of("p", P, "prefill"))
+    async with following() as pool:
+        await until(lambda: "it answers 401" in caplog.text)
+        token.write_text("secret")
+        await until(lambda: urls(pool) == [P])
 
 
-async def test_in_a_pod_its_service_account_leads_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+async def test_an_api_server_that_another_authority_vouches_for_is_told_no_token(
+    api: ApiServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kubernetes.config import incluster_config
+    (tmp_path / "other").mkdir()
+    (authority(tmp_path / "other") / "ca.pem").rename(kubernetes_pods.ACCOUNT / "ca.crt")
+    async with following():
+        await until(lambda: "CERTIFICATE_VERIFY_FAILED" in caplog.text)
+    assert api.lists == 0
 
-    for name, text in (("token", "t0k3n"), ("ca.crt", "a certificate"), ("namespace", "mine\n")):
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
-    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
-    monkeypatch.setattr(kubernetes_pods, "_OWN_NAMESPACE", tmp_path / "namespace")
+
+async def test_outside_of_a_pod_the_router_says_what_to_do(
+    api: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
-    settings, namespace = kubernetes_client("")
-    assert (settings.host, namespace) == ("https://[fd00::1]:443", "mine")
-    assert kubernetes_client("theirs")[1] == "theirs"
+    for given, namespace in (("", "serving"), ("theirs", "theirs")):
+        url, _ = api_server(given)
+        assert url == f"https://[fd00::1]:443/api/v1/namespaces/{namespace}/pods"
+    (kubernetes_pods.ACCOUNT / "ca.crt").unlink()
+    with pytest.raises(ConfigError, match="in a pod with a service account"):
+        api_server("")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
+    with pytest.raises(ConfigError, match="in a pod with a service account"):
+        api_server("theirs")
 
 
 def test_a_namespace_alone_is_refused() -> None:
