@@ -7,9 +7,9 @@ import logging
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from kvrelay.node.http_edge import authorize, decode_body, read_body
+from kvrelay.node.http_edge import authorize, decode_body
 from kvrelay.node.lifecycle import Node
-from kvrelay.openai_api.json_body import json_response
+from kvrelay.openai_api.json_body import json_response, read_body
 from kvrelay.openai_api.model_types import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
 from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import (

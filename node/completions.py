@@ -12,7 +12,7 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
-from kvrelay.node.http_edge import authorize, client_left, read_body, safe_id
+from kvrelay.node.http_edge import authorize, client_left, safe_id
 from kvrelay.node.lifecycle import Node
 from kvrelay.node.preprocess import prepare
 from kvrelay.node.request_record import RequestRecord
@@ -22,6 +22,7 @@ from kvrelay.openai_api.json_body import (
     check_node_body,
     check_shape,
     off_loop,
+    read_body,
     unless_disconnected,
 )
 from kvrelay.openai_api.node_request import NodeRequest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import uuid
@@ -15,21 +14,18 @@ from starlette.requests import ClientDisconnect
 
 from kvrelay.openai_api.routes import error_shape, key_of_headers
 from kvrelay.wire.errors import (
-    BodyTooLarge,
     KvrelayError,
     NotFound,
     RequestBroke,
     RequestError,
-    RequestTimeout,
     Unauthorized,
 )
 from kvrelay.wire.frames import MALFORMED
 
-__all__ = ["add_error_handlers", "authorize", "client_left", "decode_body", "read_body", "safe_id"]
+__all__ = ["add_error_handlers", "authorize", "client_left", "decode_body", "safe_id"]
 
 log = logging.getLogger("kvrelay.node")
 
-READ_DEADLINE_S = 60.0
 # A router adds some to the 128 characters that its clients have.
 _MAX_ID_CHARS = 160
 
@@ -54,27 +50,6 @@ def safe_id(given: str | None) -> str:
     ):
         return given
     return uuid.uuid4().hex
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """Return the body of at most `limit` bytes. Raises BodyTooLarge, RequestTimeout."""
-    size = int(request.headers.get("content-length") or 0)
-    body = bytearray()
-    if size <= limit:
-        try:
-            async with asyncio.timeout(READ_DEADLINE_S):
-                async for chunk in request.stream():
-                    body += chunk
-                    size = max(size, len(body))
-                    if size > limit:
-                        break
-        except TimeoutError as why:
-            raise RequestTimeout(
-                f"the request body did not arrive within {READ_DEADLINE_S:g} s"
-            ) from why
-    if size > limit:
-        raise BodyTooLarge(f"the request body has {size} bytes or more; the limit is {limit}")
-    return bytes(body)
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:

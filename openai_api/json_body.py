@@ -17,7 +17,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvrelay.wire.errors import BodyTooLarge, RequestError, limit_of
+from kvrelay.wire.errors import BodyTooLarge, RequestError, RequestTimeout, limit_of
 from kvrelay.wire.frames import MALFORMED
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "return_large_blocks",
     "json_response",
     "one_of",
+    "read_body",
     "read_json",
     "refuser",
     "unless_disconnected",
@@ -179,6 +180,35 @@ def one_of(*choices: str) -> msgspec.Meta:
     return msgspec.Meta(
         pattern=f"^({'|'.join(choices)})$(?!\\n)", extra_json_schema={"enum": list(choices)}
     )
+
+
+async def read_body(
+    request: Request, limit: int, deadline_s: float = 60.0, arrived: bytes | None = None
+) -> bytes:
+    """Return a body of at most `limit` bytes, of which all may have `arrived`.
+
+    Raises BodyTooLarge before it is held in memory, RequestTimeout.
+    """
+    body = arrived or b""
+    size = int(request.headers.get("content-length") or 0) if arrived is None else len(body)
+    if arrived is None and size <= limit:
+        coming = bytearray()
+        try:
+            async with asyncio.timeout(deadline_s):
+                async for chunk in request.stream():
+                    coming += chunk
+                    if (size := max(size, len(coming))) > limit:
+                        break
+        except TimeoutError as why:
+            raise RequestTimeout(
+                f"the request body did not arrive within {deadline_s:g} s; send it faster"
+            ) from why
+        body = bytes(coming)
+    if size > limit:
+        raise BodyTooLarge(
+            f"the request body has {size} bytes or more; the limit is {limit}; send less"
+        )
+    return body
 
 
 def json_response(value: object, status: int = 200) -> Response:

@@ -16,14 +16,13 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from kvrelay.openai_api.json_body import json_response
+from kvrelay.openai_api.json_body import json_response, read_body
 from kvrelay.openai_api.model_types import AdapterAnswer, NodeAnswer, UnloadAdapterRequest
 from kvrelay.router.guard import caller_of, peer_of
 from kvrelay.router.nodes.node import Node, NodeKind
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.roles import BEGUN, ask_role
 from kvrelay.router.router import Router
-from kvrelay.router.serve import read_body
 from kvrelay.router.state import joined_nodes, node_status
 from kvrelay.router.transport.node_errors import parse_message
 from kvrelay.wire.config import Role

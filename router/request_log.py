@@ -49,7 +49,7 @@ class RequestLog:
 
     def begin(self, job: Job, runs: Sequence[Run], key: str) -> None:
         """Note a request that begins, a run per prompt; `finished` must follow."""
-        self.running[job.id] = Running(runs, key, self._metrics.model_of(job.model))
+        self.running[job.node_id] = Running(runs, key, self._metrics.model_of(job.model))
 
     def count(self) -> None:
         for each in self.running.values():
@@ -94,7 +94,7 @@ class RequestLog:
         trace: Mapping[str, str],
         span: RequestSpan | None,
     ) -> None:
-        running, now = self.running.pop(job.id), time.monotonic()
+        running, now = self.running.pop(job.node_id), time.monotonic()
         self._count(running)
         error = "" if why is None else shown_error(why)
         timeline = last_timeline(running.runs)

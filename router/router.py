@@ -9,11 +9,13 @@ import random
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import msgspec
 
+from kvrelay.openai_api.json_body import read_json
+from kvrelay.openai_api.model_types import TokenizeRequest
 from kvrelay.openai_api.tracing import start_tracing
 from kvrelay.router.admission.controller import AdmissionController
 from kvrelay.router.admission.keys import Keyring
@@ -37,7 +39,6 @@ from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.router.transport.node_errors import AttemptFailed
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError, KvrelayError, RequestError
-from kvrelay.wire.frames import MALFORMED
 from kvrelay.wire.router_config import LIVE, RouterConfig
 
 __all__ = ["Reread", "Router", "changes", "reload_on_hangup"]
@@ -46,6 +47,7 @@ Reread = Callable[[], RouterConfig]
 """Reads the configuration as at the start: flags over file over defaults. Raises ConfigError."""
 
 _SHUTDOWN_DEADLINE_S = 5.0
+_asked = msgspec.json.Decoder(TokenizeRequest)
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -91,25 +93,21 @@ class Router:
         if self.shared.serves:
             events = KvEvents(pool.prefixes, self.metrics.event_blocks)
             self.metrics.doubted_nodes.set_function(events.doubted)
+        roles = RoleChanger(lambda: self.config, pool, client, self.metrics, lambda: self.ending)
+        self.console.roles = roles if self.shared.leads else None
         try:
-            async with AsyncExitStack() as stack:
-                for context in (
-                    check_nodes(pool, client, events, config.health_interval_s),
-                    hear_heartbeats(pool, config.host, config.heartbeat_port, config.node_api_key),
-                    follow_pods(
-                        pool,
-                        config.kubernetes_selector,
-                        config.kubernetes_namespace,
-                        self.metrics.registry,
-                    ),
-                ):
-                    await stack.enter_async_context(context)
-                await stack.enter_async_context(running_task(self.log.count_for_ever()))
-                if self.shared.leads:
-                    roles = self.console.roles = RoleChanger(
-                        lambda: self.config, pool, client, self.metrics, lambda: self.ending
-                    )
-                    await stack.enter_async_context(running_task(roles.look_for_ever()))
+            async with (
+                check_nodes(pool, client, events, config.health_interval_s),
+                hear_heartbeats(pool, config.host, config.heartbeat_port, config.node_api_key),
+                follow_pods(
+                    pool,
+                    config.kubernetes_selector,
+                    config.kubernetes_namespace,
+                    self.metrics.registry,
+                ),
+                running_task(self.log.count_for_ever()),
+                running_task(roles.look_for_ever()) if self.shared.leads else nullcontext(),
+            ):
                 yield
         finally:
             await self.admission.close()
@@ -150,7 +148,15 @@ class Router:
 
     async def ask(self, path: str, body: bytes) -> bytes:
         """Ask any node of a model a short question. Raises KvrelayError."""
-        model, body = self._for_model(body)
+        model = read_json(body, _asked).model or ""
+        if model:
+            model = self.models.named(model)
+            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            body = msgspec.json.encode(fields | {"model": model})
+        elif len(served := list(self.models.ready())) > 1:
+            raise RequestError(
+                f"model is missing; served: {', '.join(map(repr, served))}", param="model"
+            )
         # Prefill nodes tokenize anyway.
         nodes = [
             node for role in (Role.PREFILL, Role.DECODE) for node in self.pool.up(role, model=model)
@@ -165,25 +171,6 @@ class Router:
             except AttemptFailed as why:
                 _log.warning("a question was not answered: %s", why.detail)
         return await self.node_client.ask(last, path, body)
-
-    def _for_model(self, body: bytes) -> tuple[str, bytes]:
-        # The model to ask (empty: any), and the body with the nodes' name for it.
-        try:
-            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-            named = msgspec.json.decode(fields.get("model", b"null"), type=str | None)
-        except MALFORMED:
-            named = None  # a node says what is wrong
-        if named:
-            model = self.models.named(named)
-            if model != named:
-                fields["model"] = msgspec.Raw(msgspec.json.encode(model))
-                body = msgspec.json.encode(fields)
-            return model, body
-        if len(served := list(self.models.ready())) > 1:
-            raise RequestError(
-                f"model is missing; served: {', '.join(map(repr, served))}", param="model"
-            )
-        return "", body
 
     def health(self) -> tuple[int, bytes]:
         """Return status (503 if no model can be served) and body of GET /health."""

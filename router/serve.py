@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import secrets
@@ -19,7 +18,7 @@ from kvrelay.openai_api.body import is_valid_id
 from kvrelay.openai_api.dialects.base import AS_IS, Dialect, Translate, untranslated
 from kvrelay.openai_api.dialects.responses import Recall, translate_body
 from kvrelay.openai_api.front import front_of
-from kvrelay.openai_api.json_body import check_shape, off_loop, unless_disconnected
+from kvrelay.openai_api.json_body import check_shape, off_loop, read_body, unless_disconnected
 from kvrelay.openai_api.routes import body_excerpt
 from kvrelay.openai_api.tracing import RequestSpan, trace_headers
 from kvrelay.router.admission.keys import Caller
@@ -41,11 +40,12 @@ from kvrelay.router.request.multi_prompt import prompt_tokens_of, run_together
 from kvrelay.router.request.run import RequestRun, Run
 from kvrelay.router.request.vllm_run import VllmRun
 from kvrelay.router.router import Router
+from kvrelay.router.state import Health, model_health
 from kvrelay.router.timeline import Timeline
-from kvrelay.wire.errors import BodyTooLarge, KvrelayError, RequestTimeout
+from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.router_config import RouterConfig
 
-__all__ = ["RouterApp", "checked_body", "read_body"]
+__all__ = ["RouterApp"]
 
 _BODY_DEADLINE_S = 60.0
 _ids = random.Random(secrets.randbits(256))  # unlike those of other routers, but no secrets
@@ -103,7 +103,7 @@ class RouterApp(FastAPI):
         """
         router, path, arrived = self._router, request.scope["path"], time.monotonic()
         caller, header = caller_of(request), headers_of(request.scope).get
-        request.state.job_id = self._new_id(header("x-request-id", ""))
+        request.state.job_id = _id(header("x-request-id", ""))
         span: RequestSpan | None = None
         job: Job | None = None
         try:
@@ -153,10 +153,8 @@ class RouterApp(FastAPI):
 
     def _job(self, request: Request, caller: Caller, job: Job) -> Job:
         router, header = self._router, headers_of(request.scope).get
-        own_ids = header("x-request-id"), job.known.request_id or ""
-        wanted = own_ids[1] if own_ids[0] is None and own_ids[1] else request.state.job_id
-        # Another request may have taken the id meanwhile.
-        job_id = request.state.job_id = self._new_id(wanted)
+        own = header("x-request-id") or job.known.request_id or ""
+        job_id = request.state.job_id = _id(own, request.state.job_id)
         slo = router.admission.slo(*slo_of_headers(header))
         caller.check_model(job.model)
         return job_of(
@@ -169,7 +167,7 @@ class RouterApp(FastAPI):
             model=router.models.named(job.model),
             priority=caller.check_priority(job.known.priority),
             key_hash=caller.sha256 if router.config.isolate_keys else "",
-            mark=secrets.token_hex(4) if job_id in own_ids else "",
+            mark=secrets.token_hex(4) if job_id == own else "",
         )
 
     def _runs_of(
@@ -191,10 +189,6 @@ class RouterApp(FastAPI):
             )
             for part in parts
         ]
-
-    def _new_id(self, wanted: str) -> str:
-        free = is_valid_id(wanted) and wanted not in self._router.log.running
-        return wanted if free else f"{_ids.getrandbits(128):032x}"
 
     async def tokenized(
         self, request: Request, path: str, translate: Callable[[bytes], bytes]
@@ -219,11 +213,14 @@ class RouterApp(FastAPI):
         return self._router.models.names()
 
     def healthy(self) -> bool:
-        models = self._router.models
-        return any(models.ready().values()) or models.alone()
+        return model_health(self._router.models)[0] is not Health.UNAVAILABLE
 
     def alive(self) -> bool:
         return True
+
+
+def _id(wanted: str, instead: str = "") -> str:
+    return wanted if is_valid_id(wanted) else instead or f"{_ids.getrandbits(128):032x}"
 
 
 def _path_on_nodes(path: str, dialect: Dialect) -> str:
@@ -232,34 +229,7 @@ def _path_on_nodes(path: str, dialect: Dialect) -> str:
 
 async def checked_body(request: Request, config: RouterConfig) -> bytes:
     deadline_s = min(_BODY_DEADLINE_S, config.request_deadline_s)
-    body = await read_body(request, config.max_body_bytes, deadline_s)
+    arrived = arrived_body(request.scope)  # mostly it has, with the headers
+    body = await read_body(request, config.max_body_bytes, deadline_s, arrived)
     await off_loop(len(body), check_shape, body)
     return body
-
-
-async def read_body(request: Request, limit_bytes: int, deadline_s: float) -> bytes:
-    """Return the request body. Raises BodyTooLarge before it is held in memory, RequestTimeout."""
-
-    def too_large() -> BodyTooLarge:
-        return BodyTooLarge(f"the request body is longer than {limit_bytes} bytes; send less")
-
-    announced = headers_of(request.scope).get("content-length", "0")
-    if announced.isascii() and announced.isdigit() and int(announced) > limit_bytes:
-        raise too_large()
-    whole = arrived_body(request.scope)  # mostly it has, with the headers
-    if whole is not None:
-        if len(whole) > limit_bytes:
-            raise too_large()
-        return whole
-    body = bytearray()
-    try:
-        async with asyncio.timeout(deadline_s):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit_bytes:
-                    raise too_large()
-    except TimeoutError as why:
-        raise RequestTimeout(
-            f"the request body did not arrive within {deadline_s:g} s; send it faster"
-        ) from why
-    return bytes(body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
@@ -39,7 +39,6 @@ _OF_NODE = (
     *("generation", "release", "leg_version"),
 )
 _OF_LOAD = "running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "block_size"
-_SEVERITY = {"closed": 0, "half_open": 1, "open": 2}
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -139,22 +138,25 @@ def node_statuses(pool: Pool, now: float) -> list[NodeStatus]:
 
 def joined_nodes(own: WorkerStatus, workers: Sequence[WorkerStatus]) -> list[NodeStatus]:
     """Return all nodes as all workers see them: requests are summed, breakers the worst."""
-    rows = {node.url: node for node in own.nodes}
-    up_in: Counter[str] = Counter()
+    rows = {node.url: node for each in (*workers, own) for node in each.nodes}
+    seen = defaultdict[str, list[NodeStatus]](list)
     for each in workers:
         for node in each.nodes:
-            up_in[node.url] += node.up
-            known = rows.setdefault(node.url, node)
-            if known is node or each is own:
-                continue
-            worst = max(known.breaker, node.breaker, key=lambda each: _SEVERITY[each.state])
-            rows[node.url] = msgspec.structs.replace(
-                known,
-                legs=known.legs + node.legs,
-                breaker=worst,
-                kv_events=known.kv_events or node.kv_events,
-            )
-    return [msgspec.structs.replace(row, up_in=up_in[row.url]) for row in rows.values()]
+            seen[node.url].append(node)
+    return [
+        msgspec.structs.replace(
+            row,
+            legs=sum(node.legs for node in seen[url]),
+            breaker=max((node.breaker for node in seen[url] or [row]), key=_severity),
+            kv_events=any(node.kv_events for node in seen[url]),
+            up_in=sum(node.up for node in seen[url]),
+        )
+        for url, row in rows.items()
+    ]
+
+
+def _severity(breaker: BreakerState) -> int:
+    return ("closed", "half_open", "open").index(breaker.state)
 
 
 def model_health(models: Models) -> tuple[Health, dict[str, bool]]:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -31,7 +32,7 @@ from kvrelay.router.server import make_server
 from kvrelay.router.state import Shared, WorkerStatus
 from kvrelay.router.workers.metrics import lasting, summed, text_of
 from kvrelay.wire.errors import ConfigError, NotFound
-from kvrelay.wire.router_config import RouterConfig
+from kvrelay.wire.router_config import KeyConfig, RouterConfig
 
 __all__ = [
     "HANGS_S",
@@ -64,8 +65,8 @@ class ClusterState(msgspec.Struct, frozen=True, array_like=True):
     config: RouterConfig
     """The configuration of one worker, with the port of all."""
     members: dict[Source, list[NodeSpec]]
-    nodes: dict[str, tuple[str | None, list[str], tuple[float, HealthReport] | None]]
-    """By address: drained generation, adapters, and when and how the node said that it is up."""
+    nodes: dict[str, tuple[bool, list[str], tuple[float, HealthReport] | None]]
+    """By address: whether only routers drain it, adapters, and when and how it said that it is up."""
     poison: dict[bytes, Suspect]
 
 
@@ -91,29 +92,20 @@ class _Peer:
 def config_of_worker(config: RouterConfig, port: int) -> RouterConfig:
     """Return a worker's configuration: limits are divided, and it hears no nodes itself."""
 
-    def divided(count: int) -> int:
-        return math.ceil(count / config.workers)
+    def divided(of: RouterConfig | KeyConfig, *limits: str) -> dict[str, Any]:
+        return {name: math.ceil(getattr(of, name) / config.workers) for name in limits}
 
+    of_keys = "max_queue", "max_running", "requests_per_minute", "tokens_per_minute"
     return replace(
         config,
         port=port,
         prefill=(),
         decode=(),
-        max_queue=divided(config.max_queue),
-        max_connections=divided(config.max_connections),
-        keys=tuple(
-            replace(
-                key,
-                max_queue=divided(key.max_queue),
-                max_running=divided(key.max_running),
-                requests_per_minute=divided(key.requests_per_minute),
-                tokens_per_minute=divided(key.tokens_per_minute),
-            )
-            for key in config.keys
-        ),
         heartbeat_port=0,
         kubernetes_selector="",
         kubernetes_namespace="",
+        keys=tuple(replace(key, **divided(key, *of_keys)) for key in config.keys),
+        **divided(config, "max_queue", "max_connections"),
     )
 
 
@@ -124,15 +116,14 @@ def worker_metrics(
     Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry).set_function(
         listening
     )
-    why = " because they reported nothing to their parent"
-    return (
-        CounterMetric(
-            "kvrelay_router_worker_restarts", "Processes that were replaced.", registry=registry
-        ),
-        CounterMetric(
-            "kvrelay_router_worker_hung", f"Processes that were replaced{why}.", registry=registry
-        ),
+    restarts, hung = (
+        CounterMetric(f"kvrelay_router_worker_{name}", about, registry=registry)
+        for name, about in (
+            ("restarts", "Processes that were replaced."),
+            ("hung", "Processes that were replaced because they reported nothing to their parent."),
+        )
     )
+    return restarts, hung
 
 
 class Parent(Shared):
@@ -219,7 +210,7 @@ class Parent(Shared):
             members={source: list(specs.values()) for source, specs in pool.members.items()},
             nodes={
                 node.url: (
-                    node.generation if node.drain_asked else None,
+                    node.drain_asked,
                     sorted(node.adapters),
                     node.came_up if node.up else None,
                 )

@@ -19,10 +19,10 @@ from fastapi import Request
 from prometheus_client import generate_latest
 from starlette.responses import Response
 
+from kvrelay.openai_api.json_body import read_body
 from kvrelay.router.admin import ADAPTER_PATHS
 from kvrelay.router.guard import PEER_HEADER, peer_of
 from kvrelay.router.router import Router
-from kvrelay.router.serve import read_body
 from kvrelay.router.server import make_server
 from kvrelay.router.state import Shared
 from kvrelay.router.workers.parent import POLL_S, SOCKET, ClusterState, WorkerReport
@@ -32,7 +32,7 @@ __all__ = ["Worker", "serve_worker", "shared_port"]
 
 _TICK_S = 0.005
 _SEEN_S = 1.0
-_NOTHING: tuple[None, list[str], None] = None, [], None
+_NOTHING: tuple[bool, list[str], None] = False, [], None
 _RESPONSES = "responses.sqlite"
 _READ_S = 10.0
 _ORDER_S = 45.0  # a node may take 35 s to reset its prefix cache
@@ -139,18 +139,15 @@ class Worker(Shared):
             if before is None or before.members.get(source) != specs:
                 pool.set_members(source, specs, now)
         for node in pool.nodes:
-            meant, adapters, came_up = state.nodes.get(node.url, _NOTHING)
+            drained, adapters, came_up = state.nodes.get(node.url, _NOTHING)
             _, had, _ = _NOTHING if before is None else before.nodes.get(node.url, _NOTHING)
             if came_up is not None and node.reported_at < 0:  # else it has asked the node itself
                 started, report = came_up
                 pool.note_report(node, report, started, now)
             if adapters != had:
                 pool.note_adapters(node, adapters, now)
-            if meant is None and node.drain_asked:
-                pool.undrain(node, now)
-            elif meant is not None and not node.drain_asked and node.generation in ("", meant):
-                node.generation = meant
-                pool.drain(node, now)
+            if drained != node.drain_asked:
+                (pool.drain if drained else pool.undrain)(node, now)
         if not self._deaths:  # else they are not in it
             self.poison.take_over(state.poison)
         if before is None or before.config != state.config:
