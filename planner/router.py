@@ -19,7 +19,6 @@ from kvrelay.planner.seat import PlacementHints
 from kvrelay.planner.setting import Setting, Stream
 from kvrelay.router.admission.keys import Refusal
 from kvrelay.router.admission.queue import AdmissionQueue, QueuedRequest
-from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Refuse, Wait
@@ -64,7 +63,7 @@ class Router:
         config = RouterConfig(
             prefill_policy=policy, decode_policy=policy, strict_roles=setting.strict_roles
         )
-        self.placer = Placer(config, self.pool, NodeHealth(self.pool), rng)
+        self.placer = Placer(config, self.pool, rng)
         self._told = setting.targets
         self._block_size = setting.block_size if setting.prefixes else 0
         self._engines = nodes

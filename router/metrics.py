@@ -18,7 +18,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvrelay.openai_api.stages import STAGES
-from kvrelay.router.nodes.breaker import State
+from kvrelay.router.nodes.node import State
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.timeline import EndedRequest
 from kvrelay.wire.config import Role

@@ -58,6 +58,8 @@ class NodeLoad:
 
     def __init__(self, name: str, costs: StepCosts = UNKNOWN, gap_ms: float = 50.0) -> None:
         self.name, self.costs, self.gap_ms = name, costs, gap_ms
+        self.computes = True
+        """A decode node computes prompts if asked."""
         self.own = 0  # requests placed here that have not ended
         self._pending: dict[Share, None] = {}
         self.announced(Load())

@@ -20,6 +20,7 @@ from zlib import crc32
 from kvrelay.router.node_load import NodeLoad, Share
 
 __all__ = [
+    "AVOIDED_MS",
     "LINK_MS",
     "Cluster",
     "Placement",
@@ -36,7 +37,7 @@ LINK_MS = 2.0
 """The time of a hand-over between nodes of which nothing is known."""
 DEEP_MS = 1_000.0
 """The backlog from which on further requests wait in the router, in order."""
-_AVOIDED_MS = 10_000.0
+AVOIDED_MS = 10_000.0
 """The time of a hand-over between two nodes whose last one failed."""
 
 
@@ -76,14 +77,16 @@ class Placement:
     prefill: str
     decode: str
     price: float
-    other: tuple[str, str] | None
-    other_price: float
+    other: tuple[str, str, float] | None
+    """The best of the other ways, and its price."""
     spills: bool
     """The prompt is computed on a decode node though a prefill node could."""
 
     def __str__(self) -> str:
-        other = "" if self.other is None else f", {_shown(*self.other)} {self.other_price:.2f}"
-        return f"{_shown(self.prefill, self.decode)} price={self.price:.2f}{other}"
+        way = f"{_shown(self.prefill, self.decode)} price={self.price:.2f}"
+        return (
+            way if self.other is None else f"{way}, {_shown(*self.other[:2])} {self.other[2]:.2f}"
+        )
 
 
 def _shown(prefill: str, decode: str) -> str:
@@ -109,16 +112,18 @@ class Refuse:
     """An idle cluster would miss the target, too."""
 
 
+def _near(_prefill: str, _decode: str) -> float:
+    return LINK_MS
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     prefill: Sequence[NodeLoad]
     decode: Sequence[NodeLoad]
-    avoids: Callable[[str, str], bool] | None = None
-    """Tells if the last hand-over between two addresses failed; None: none did."""
+    link: Callable[[str, str], float] = _near
+    """The time of a hand-over between two addresses, at least LINK_MS; infinite: impossible."""
     spills: bool = True
     """Decode nodes may compute prompts though a prefill node could."""
-    computes: Callable[[str], bool] | None = None
-    """Tells if a decode node computes prompts at all; None: all do."""
 
 
 def fitting(
@@ -149,14 +154,11 @@ def place(request: PlacementRequest, cluster: Cluster) -> Placement | Wait | Ref
         if not targets:
             return Wait("one more would make tokens take longer than a target")
     sources = fitting(request, cluster.prefill, decodes=False)
-    remote = _remote(request, sources, targets, cluster) if sources else None
+    remote = _remote(request, sources, targets, cluster.link) if sources else None
+    ways = [] if remote is None else [remote]
     # At low load roles are kept: a prefill node that has nothing before it computes the prompt.
-    local = (
-        None
-        if remote is not None and _is_free(remote, cluster)
-        else _local(request, targets, cluster)
-    )
-    ways = sorted(filter(None, (remote, local)), key=lambda way: way[0])
+    if remote is None or remote[2].backlog_ms or cluster.link(*_names(remote)) > LINK_MS:
+        ways = sorted([*ways, *_local(request, targets, cluster)], key=lambda way: way[0])
     if not ways:
         return Wait("no prefill node has room for its KV")
     in_time = [way for way in ways if way[1] <= request.ttft_limit_ms]
@@ -165,37 +167,28 @@ def place(request: PlacementRequest, cluster: Cluster) -> Placement | Wait | Ref
     price, _, source, target = in_time[0]
     if source.backlog_ms > max(DEEP_MS, 2 * request.ttft_ms) and not request.ignores_room:
         return Wait("all nodes have enough before them")
-    other = next((way for way in ways if way[2] is not source), None)
-    return Placement(
-        source.name,
-        target.name,
-        price,
-        None if other is None else (other[2].name, other[3].name),
-        math.inf if other is None else other[0],
-        source is target and bool(cluster.prefill),
-    )
+    others = ((*_names(way), way[0]) for way in ways if way[2] is not source)
+    spills = source is target and bool(cluster.prefill)
+    return Placement(source.name, target.name, price, next(others, None), spills)
 
 
-def _is_free(remote: _Way, cluster: Cluster) -> bool:
-    _, _, source, target = remote
-    avoids = cluster.avoids is not None and cluster.avoids(source.name, target.name)
-    return not (source.backlog_ms or avoids)
+def _names(way: _Way) -> tuple[str, str]:
+    return way[2].name, way[3].name
 
 
 def place_decode(
     request: PlacementRequest,
     nodes: Sequence[NodeLoad],
     peer: str,
-    avoids: Callable[[str, str], bool] | None = None,
+    link: Callable[[str, str], float] = _near,
 ) -> Placement | Wait:
     """Choose the decode node for a prompt whose KV the prefill node `peer` has or will have."""
     targets = _targets(request, nodes)
     if not targets:
         return _NO_ROOM
-    if avoids is not None:
-        targets = [each for each in targets if not avoids(peer, each[1].name)] or targets
-    price, target = _cheapest(targets, request.tie)
-    return Placement(peer, target.name, price, None, math.inf, spills=False)
+    near = [each for each in targets if link(peer, each[1].name) <= LINK_MS]
+    price, target = _cheapest(near or targets, request.tie)
+    return Placement(peer, target.name, price, None, spills=False)
 
 
 def _sources(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple[float, NodeLoad]]:
@@ -229,63 +222,57 @@ def _remote(
     request: PlacementRequest,
     sources: list[NodeLoad],
     targets: list[tuple[float, NodeLoad]],
-    cluster: Cluster,
-) -> _Way:
+    link: Callable[[str, str], float],
+) -> _Way | None:
     """Return the cheapest pair: its wait, what it adds to others' wait, and decoding."""
     per_ttft, priced = 1 / request.ttft_ms, _sources(request, sources)
     (price, source), (decoding, target) = (
         _cheapest(each, request.tie) for each in (priced, targets)
     )
-    link, avoids = LINK_MS, cluster.avoids
-    if avoids is not None and avoids(source.name, target.name):
-        pairs = [
-            (p_price, d_price, p, d)
-            for p_price, p in priced
-            for d_price, d in targets
-            if not avoids(p.name, d.name)
-        ]
-        if pairs:
-            price, decoding, source, target = min(
-                pairs, key=lambda each: (each[0] + each[1], each[2].name, each[3].name)
-            )
-        else:
-            link = _AVOIDED_MS
-    first = source.wait_ms + request.prompt_ms(source) + link
-    return price + decoding + link * per_ttft, first, source, target
+    link_ms = link(source.name, target.name)
+    best = price + decoding + link_ms * per_ttft
+    if link_ms > LINK_MS:
+        ordered = [sorted(each, key=_order(request.tie)) for each in (priced, targets)]
+        for p_price, p in ordered[0]:
+            for d_price, d in ordered[1]:
+                if p_price + d_price + LINK_MS * per_ttft >= best:
+                    break
+                ms = link(p.name, d.name)
+                if p_price + d_price + ms * per_ttft < best:
+                    best, source, target, link_ms = p_price + d_price + ms * per_ttft, p, d, ms
+    if link_ms == math.inf:
+        return None
+    return best, source.wait_ms + request.prompt_ms(source) + link_ms, source, target
 
 
 def _local(
     request: PlacementRequest, targets: list[tuple[float, NodeLoad]], cluster: Cluster
-) -> _Way | None:
+) -> list[_Way]:
     """Return the cheapest node alone, by its stretched wait and what those who decode lose."""
-    must = not cluster.prefill
+    must, per_ttft = not cluster.prefill, 1 / request.ttft_ms
     if not (must or cluster.spills):
-        return None
-    computes, per_ttft = cluster.computes, 1 / request.ttft_ms
+        return []
+    owns = _prompts_ms(request, [d for _, d in targets])
     priced = [
         ((d.wait_ms + own) * d.stretch * per_ttft + own * d.lost + decoding, d)
-        for (decoding, d), own in zip(
-            targets, _prompts_ms(request, [d for _, d in targets]), strict=True
-        )
-        if must or own <= d.spill_ms
+        for (decoding, d), own in zip(targets, owns, strict=True)
+        if (must or own <= d.spill_ms) and (d.computes or request.ignores_room)
     ]
-    if computes is not None:
-        priced = [(price, d) for price, d in priced if computes(d.name)]
     if not priced:
-        return None
+        return []
     price, node = _cheapest(priced, request.tie)
-    return price, (node.wait_ms + request.prompt_ms(node)) * node.stretch, node, node
+    return [(price, (node.wait_ms + request.prompt_ms(node)) * node.stretch, node, node)]
+
+
+def _order(tie: int) -> Callable[[tuple[float, NodeLoad]], tuple[float, int]]:
+    # The request's hash chooses among equals, the same in all routers.
+    return lambda each: (each[0], crc32(each[1].name.encode(), tie))
 
 
 def _cheapest(priced: list[tuple[float, NodeLoad]], tie: int) -> tuple[float, NodeLoad]:
-    # The request's hash chooses among equals, the same in all routers.
     least = min([price for price, _ in priced])
     equal = [each for each in priced if each[0] == least]
-    return (
-        equal[0]
-        if len(equal) == 1
-        else min(equal, key=lambda each: crc32(each[1].name.encode(), tie))
-    )
+    return equal[0] if len(equal) == 1 else min(equal, key=_order(tie))
 
 
 def _too_late(request: PlacementRequest, cluster: Cluster, expected_ms: float) -> Refuse:

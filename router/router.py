@@ -25,8 +25,6 @@ from kvrelay.router.membership.health_checks import check_nodes
 from kvrelay.router.membership.heartbeats import hear_heartbeats
 from kvrelay.router.membership.kubernetes_pods import follow_pods
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.nodes.health import NodeHealth
-from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.node import Source, static_nodes
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.prefix.kv_events import KvEvents
@@ -34,7 +32,7 @@ from kvrelay.router.request.failures import MAX_LOST, RunContext
 from kvrelay.router.request.placer import Placer
 from kvrelay.router.request_log import RequestLog
 from kvrelay.router.roles import RoleChanger
-from kvrelay.router.state import Health, Shared, model_health, node_statuses
+from kvrelay.router.state import Health, Models, Shared, model_health, node_statuses
 from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.router.transport.node_errors import AttemptFailed
 from kvrelay.wire.config import Role
@@ -67,8 +65,7 @@ class Router:
         self.config, self._reread = config, reread
         self.shared = shared or Shared()
         self.pool = Pool(config.prefill, config.decode)
-        self.node_health = NodeHealth(self.pool)
-        self.placer = Placer(config, self.pool, self.node_health, rng)
+        self.placer = Placer(config, self.pool, rng)
         self.models = Models(self.pool, config.aliases, int(time.time()))
         self.keyring = Keyring(config.api_key, config.keys)
         self.metrics = Metrics(self.pool, [caller.name for caller in self.keyring.callers])
@@ -87,7 +84,7 @@ class Router:
         config, pool = self.config, self.pool
         self.node_client = client = NodeClient(config)
         self.run_context = RunContext(
-            pool, self.node_health, self.placer, client, self.background, self.metrics, config
+            pool, self.placer, client, self.background, self.metrics, config
         )
         events = None
         if self.shared.serves:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 from fastapi import Request
@@ -12,18 +12,19 @@ from prometheus_client import CollectorRegistry, generate_latest
 from starlette.responses import Response
 
 from kvrelay.openai_api.dialects.response_store import IN_MEMORY, ResponseStore
+from kvrelay.openai_api.model_types import ModelCard
 from kvrelay.router.node_load import UNKNOWN
-from kvrelay.router.nodes.breaker import BreakerState
-from kvrelay.router.nodes.models import Models
-from kvrelay.router.nodes.node import Node
-from kvrelay.router.nodes.pool import DRAINS, Pool
+from kvrelay.router.nodes.node import BreakerState, Node, NodeKind
+from kvrelay.router.nodes.pool import DRAINS, LOOK, Pool
 from kvrelay.router.request.failures import Poison
 from kvrelay.router.timeline import EndedRequest
 from kvrelay.wire.config import Role
+from kvrelay.wire.errors import NoNode, NotFound
 from kvrelay.wire.step_costs import StepCosts
 
 __all__ = [
     "Health",
+    "Models",
     "NodeStatus",
     "RoleStatus",
     "Shared",
@@ -157,6 +158,58 @@ def joined_nodes(own: WorkerStatus, workers: Sequence[WorkerStatus]) -> list[Nod
 
 def _severity(breaker: BreakerState) -> int:
     return ("closed", "half_open", "open").index(breaker.state)
+
+
+class Models:
+    """A view of the names that requests may ask for: models, adapters, and aliases of both.
+
+    An alias is resolved at once: nodes see the name that they serve, and the answer's `model` is
+    it.
+    """
+
+    def __init__(self, pool: Pool, aliases: Mapping[str, str], created: int) -> None:
+        self._pool = pool
+        self.aliases = aliases
+        self._created = created
+
+    def named(self, name: str) -> str:
+        """Return the model or adapter that a name means. Raises NotFound, NoNode."""
+        meant = self.aliases.get(name, name)
+        if self._pool.base_of(meant):
+            return meant
+        served = self.names()
+        if not served:
+            raise NoNode(f"no node has reported its model yet; try again, or {LOOK}")
+        if name in self.aliases:
+            raise NoNode(f"{name!r} stands for {meant!r}, and no node has reported it; {LOOK}")
+        raise NotFound(
+            f"model {name!r} is not served here; served: {', '.join(map(repr, served))}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def names(self) -> list[str]:
+        return [card.id for card in self.cards()]
+
+    def cards(self) -> list[ModelCard]:
+        cards = {
+            name: ModelCard.create(name, self._created, longest)
+            for name, longest in sorted(self._pool.models().items())
+        }
+        for name, parent in sorted(self._pool.adapters().items()):
+            if name not in cards:
+                cards[name] = cards[parent].named(name, parent=parent)
+        for alias, meant in sorted(self.aliases.items()):
+            if meant in cards:
+                cards[alias] = cards[meant].named(alias, root=meant)
+        return list(cards.values())
+
+    def ready(self) -> dict[str, bool]:
+        return {name: bool(self._pool.node_kinds(name)) for name in sorted(self._pool.models())}
+
+    def alone(self) -> bool:
+        ours = self._pool.up(Role.DECODE, kind=NodeKind.KVRELAY)
+        return any(node.kv is not None and node.kv.computes_prompts for node in ours)
 
 
 def model_health(models: Models) -> tuple[Health, dict[str, bool]]:

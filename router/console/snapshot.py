@@ -15,11 +15,11 @@ import msgspec
 from prometheus_client.registry import Collector
 
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.roles import RoleChanger
 from kvrelay.router.state import (
     Health,
+    Models,
     NodeStatus,
     RoleStatus,
     Shared,

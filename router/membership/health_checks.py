@@ -64,16 +64,16 @@ async def _check(node: Node, pool: Pool, client: NodeClient, events: KvEvents | 
         if events is not None:
             events.note_report(node.url, node.generation, report.kv_events)
     except EngineDead as why:
-        pool.note_dead(node, why.message, time.monotonic())
+        pool.note_unready(node, why.message, time.monotonic(), died=True, cut=True)
     except TimeoutError:
-        pool.note_miss(node, "it did not answer its health check in time", time.monotonic())
+        said = "it did not answer its health check in time"
+        pool.note_unready(node, said, time.monotonic(), missed=True)
     except (aiohttp.ClientError, OSError) as why:
-        if isinstance(why, aiohttp.ClientConnectorError) and isinstance(
-            why.os_error, ConnectionRefusedError
-        ):
-            pool.note_refused(node, time.monotonic())
-        else:
-            pool.note_miss(node, f"its health check failed: {why}", time.monotonic())
+        cause = why.os_error if isinstance(why, aiohttp.ClientConnectorError) else why
+        refused = isinstance(cause, ConnectionRefusedError)
+        said = "it refuses connections" if refused else f"its health check failed: {why}"
+        pool.note_unready(node, said, time.monotonic(), missed=not refused, died=refused)
     except Exception as why:  # noqa: BLE001 - a mistake of ours must not end the watch
         _log.exception("the health check of %s node %s failed", node.role, node.url)
-        pool.note_miss(node, f"its health check failed: {why!r}", time.monotonic())
+        said = f"its health check failed: {why!r}"
+        pool.note_unready(node, said, time.monotonic(), missed=True)

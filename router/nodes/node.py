@@ -15,7 +15,6 @@ from math import inf
 import msgspec
 
 from kvrelay.router.node_load import NodeLoad, Share
-from kvrelay.router.nodes.breaker import Breaker
 from kvrelay.router.prefix.index import Sent
 from kvrelay.wire.config import Role
 from kvrelay.wire.config_checks import MAX_URL_CHARS, is_base_url, is_loopback
@@ -28,17 +27,20 @@ from kvrelay.wire.versions import LEGS, Versions
 
 __all__ = [
     "DRAINING",
+    "FAILURES_IN_A_ROW",
     "NEW",
+    "OPEN_CAP_S",
+    "Breaker",
+    "BreakerState",
     "HealthReport",
     "Lease",
     "Node",
     "NodeKind",
     "NodeSpec",
-    "ProcessDeaths",
-    "Reach",
     "Source",
+    "State",
+    "Verdict",
     "kv_mismatch",
-    "kv_reach",
     "static_nodes",
 ]
 
@@ -46,6 +48,8 @@ DRAINING = "draining"
 """The status of a node that takes nothing new and finishes what it has."""
 _SAME_HOST_PLANE = "direct"
 NEW = "not checked yet"
+FAILURES_IN_A_ROW = 5
+OPEN_CAP_S = 60.0
 
 
 class Source(enum.StrEnum):
@@ -144,62 +148,104 @@ class HealthReport(msgspec.Struct, frozen=True):
         return self.status == DRAINING
 
 
-class ProcessDeaths:
-    """A record of which processes at one address have died, by generation.
+class State(enum.StrEnum):
+    """A breaker's state: CLOSED lets requests through, OPEN none, HALF_OPEN one at a time."""
 
-    A broken connection proves nothing. A process has died if its address refuses connections,
-    another generation answers there, or its engine is dead. It lives if it answers a health check
-    begun after the loss. While it is silent nobody knows. The end of a process that drains is no
-    death.
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Verdict(enum.IntEnum):
+    """A decision on whether a request may go to a node, the best first.
+
+    RESTS: the node has no room for a while. LAST: only if no other node is left.
+    """
+
+    TAKES = 0
+    RESTS = 1
+    LAST = 2
+    NEVER = 3
+
+
+class BreakerState(msgspec.Struct, frozen=True):
+    state: str
+    reason: str = ""
+    opens_in_s: float = 0.0
+
+
+class Breaker:
+    """A circuit breaker of a node. Times are seconds of one monotonic clock.
+
+    Closed until FAILURES_IN_A_ROW requests have failed; then open for a second, and after each
+    failed trial twice as long; then half-open: one request at a time is a trial, whose success
+    closes it. Only a node's own faults count: never a 4xx, a refusal, or a client that left. Prior
+    art: Nygard, Release It! (2007).
     """
 
     def __init__(self) -> None:
-        self._generation: str | None = None  # the newest that answered
-        self._check_began = -inf  # of the newest answered health check
-        self._died: str | None = None
-        self._drains: str | None = None
-        self._questions: list[tuple[str, float, Callable[[bool], None]]] = []
+        self._why = ""  # of the last opening
+        self._failures = 0  # in a row
+        self._open_until = self._resting_until = -inf
+        self._trial: object = None
 
-    def ask(self, generation: str, since: float, answer: Callable[[bool], None]) -> None:
-        """Call `answer` once it is known whether a process has died that lost a request `since`."""
-        self._questions.append((generation, since, answer))
-        self._settle()
+    def state(self, now: float) -> State:
+        if self._failures < FAILURES_IN_A_ROW:
+            return State.CLOSED
+        return State.OPEN if now < self._open_until else State.HALF_OPEN
 
-    def answered(self, generation: str, began: float, *, drains: bool) -> None:
-        same = self._generation == generation
-        self._check_began = max(began, self._check_began) if same else began
-        self._generation = generation
-        if self._died == generation:  # an engine that hung, and goes on
-            self._died = None
-        if drains:
-            self._drains = generation
-        elif self._drains == generation:
-            self._drains = None
-        self._settle()
+    def verdict(self, now: float) -> Verdict:
+        state, rests = self.state(now), now < self._resting_until
+        if state is State.CLOSED or (state is State.HALF_OPEN and self._trial is None):
+            return Verdict.RESTS if rests else Verdict.TAKES
+        return Verdict.NEVER if rests or self._trial is not None else Verdict.LAST
 
-    def drains(self, generation: str) -> None:
-        self._drains = generation
+    def is_troubled(self, now: float) -> bool:
+        return self.state(now) is not State.CLOSED or now < self._resting_until
 
-    def died(self, generation: str) -> None:
-        self._died = generation
-        self._settle()
+    def rest(self, seconds: float, now: float) -> None:
+        self._resting_until = max(self._resting_until, now + seconds)
 
-    def _settle(self) -> None:
-        questions, self._questions = self._questions, []
-        for question in questions:
-            generation, since, answer = question
-            died = self._has_died(generation, since)
-            if died is None:
-                self._questions.append(question)
-            else:
-                answer(died)
+    def opens_in(self, now: float) -> float:
+        open_s = self._open_until - now if self.state(now) is State.OPEN else 0.0
+        return max(0.0, open_s, self._resting_until - now)
 
-    def _has_died(self, generation: str, since: float) -> bool | None:
-        if self._drains == generation:
+    def begin(self, call: object) -> None:
+        if self._trial is None and self._failures >= FAILURES_IN_A_ROW:
+            self._trial = call
+
+    def end(self, call: object) -> None:
+        if self._trial is call:
+            self._trial = None
+
+    def succeeded(self, call: object) -> None:
+        """Note a success. A request that was sent before an opening changes nothing."""
+        if self._trial is call:
+            self._trial, self._why, self._failures = None, "", 0
+        elif self._failures < FAILURES_IN_A_ROW:
+            self._failures = 0
+
+    def answered(self, call: object) -> None:
+        """Note that a request has tokens, which is enough for a trial; others count at their end."""
+        if self._trial is call:
+            self.succeeded(call)
+
+    def failed(self, call: object, why: str, now: float) -> bool:
+        """Count a failure that is the node's own fault; return whether it opens the breaker."""
+        trial = self._trial is call
+        self.end(call)
+        state = self.state(now)
+        if state is State.OPEN or (state is State.HALF_OPEN and not trial):
+            return False  # it was sent before the opening
+        self._failures += 1
+        if self._failures < FAILURES_IN_A_ROW:
             return False
-        if self._died == generation or self._generation not in (None, generation):
-            return True
-        return False if self._generation == generation and self._check_began >= since else None
+        self._open_until = now + min(OPEN_CAP_S, 2.0 ** min(self._failures - FAILURES_IN_A_ROW, 32))
+        self._why = why
+        return True
+
+    def shown(self, now: float) -> BreakerState:
+        return BreakerState(self.state(now), self._why, round(self.opens_in(now), 3))
 
 
 @dataclass(eq=False, slots=True)
@@ -244,7 +290,6 @@ class Node:
     """When this router last changed its adapters; older reports do not know."""
     max_model_len: int = 0
     generation: str = ""
-    deaths: ProcessDeaths = field(default_factory=ProcessDeaths)
     drain_asked: bool = False
     """Only this router drains the node, and the node does not know."""
     held_blocks: int = 0
@@ -259,9 +304,12 @@ class Node:
     load: Load = field(default_factory=Load)
     leases: set[Lease] = field(default_factory=set)
     kv: KvFacts | None = None
-    kv_kind: KvFacts | None = None
-    """The part of `kv` that decides on hand-overs, without the host: few nodes differ in it."""
     breaker: Breaker = field(default_factory=Breaker)
+    _died: str | None = None
+    """The process that died last."""
+    _drains: str | None = None
+    """The process that drained last."""
+    _questions: list[tuple[str, float, Callable[[bool], None]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.state = NodeLoad(self.url)
@@ -269,21 +317,6 @@ class Node:
     @property
     def depth(self) -> float:
         return self.state.depth
-
-    @property
-    def computes_prompts(self) -> bool:
-        """Return whether a decode node computes prompts if asked; vLLM's do."""
-        return self.kv is None or self.kv.computes_prompts
-
-    @property
-    def host(self) -> str:
-        return "" if self.kv is None else self.kv.host
-
-    def note_kv(self, kv: KvFacts | None) -> None:
-        self.kv = self.kv_kind = kv
-        if kv is not None:
-            address = kv.address if is_loopback(kv.address) else ""
-            self.kv_kind = KvFacts(kv.fingerprint, kv.planes, "", address)
 
     def serves(self, base: str, name: str) -> bool:
         return self.model == base and (name == base or name in self.adapters)
@@ -294,27 +327,54 @@ class Node:
             self.load = load
             self.state.announced(load)
 
+    def ask_if_died(self, process: str, since: float, answer: Callable[[bool], None]) -> None:
+        """Call `answer` once it is known whether a process has died that lost a request `since`.
 
-class Reach(enum.Enum):
-    NONE = enum.auto()
-    ONE_HOST = enum.auto()
-    ANY = enum.auto()
+        A broken connection proves nothing. A process has died if its address refuses connections,
+        another process answers there, or its engine is dead. A process that answers a health check
+        begun after the loss lives. The end of a process that drains is no death.
+        """
+        self._questions.append((process, since, answer))
+        self._settle()
+
+    def answered(self, process: str, began: float, *, drains: bool) -> None:
+        """Note that a health check which began then was answered, and by which process."""
+        self.reported_at = max(self.reported_at, began)
+        self.generation = process
+        if self._died == process:  # an engine that hung, and goes on
+            self._died = None
+        if drains:
+            self._drains = process
+        elif self._drains == process:
+            self._drains = None
+        self._settle()
+
+    def drains(self) -> None:
+        self._drains = self.generation
+
+    def died(self) -> None:
+        self._died = self.generation
+        self._settle()
+
+    def _settle(self) -> None:
+        questions, self._questions = self._questions, []
+        for question in questions:
+            process, since, answer = question
+            died = self._has_died(process, since)
+            if died is None:
+                self._questions.append(question)
+            else:
+                answer(died)
+
+    def _has_died(self, process: str, since: float) -> bool | None:
+        if self._drains == process:
+            return False
+        if self._died == process or self.generation not in ("", process):
+            return True
+        return False if self.reported_at >= since else None
 
 
-@functools.lru_cache(4096)
-def kv_reach(prefill: KvFacts | None, decode: KvFacts | None) -> Reach:
-    """Return between which hosts nodes of these two kinds of KV can hand over."""
-    if prefill is None or decode is None:
-        return Reach.ANY
-    if kv_mismatch(prefill, decode):
-        return Reach.NONE
-    here, there = (
-        msgspec.structs.replace(kind, host=host)
-        for kind, host in ((prefill, "one"), (decode, "other"))
-    )
-    return Reach.ONE_HOST if kv_mismatch(here, there) else Reach.ANY
-
-
+@functools.lru_cache(1 << 14)
 def kv_mismatch(prefill: KvFacts | None, decode: KvFacts | None) -> str | None:
     """Return why the decode node cannot take the prefill node's KV, naming both values, if so.
 

@@ -5,14 +5,17 @@ health checks in a row, a dead engine, or a new generation also cut its requests
 never closes its connections, and one whose engine hangs keeps them.
 
 A node that no source names any more takes no new requests and is watched until its last one ends.
+A node that is up takes requests unless its breaker is open, or it rests for want of room. Where
+only open breakers are left, one request at a time may try.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections import defaultdict
+import math
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from kvrelay.router.node_load import UNKNOWN, Share
 from kvrelay.router.nodes.node import (
@@ -22,22 +25,27 @@ from kvrelay.router.nodes.node import (
     Node,
     NodeKind,
     NodeSpec,
-    Reach,
     Source,
-    kv_reach,
+    Verdict,
+    kv_mismatch,
     static_nodes,
 )
+from kvrelay.router.placement import AVOIDED_MS, LINK_MS
 from kvrelay.router.prefix.index import Prefix, PrefixIndex
 from kvrelay.wire.config import Role
-from kvrelay.wire.errors import NoNode
+from kvrelay.wire.errors import NoNode, Overloaded
 from kvrelay.wire.step_costs import StepCosts
-from kvrelay.wire.transfer import KvFacts
 
-__all__ = ["DRAINS", "LOST_AFTER_MISSES", "Pool"]
+__all__ = ["AVOID_S", "DRAINS", "LOOK", "LOST_AFTER_MISSES", "Pool"]
 
 LOST_AFTER_MISSES = 3
 DRAINS = "it is draining"
-_LOOK = "look at the router's /health"
+AVOID_S = 30.0
+"""Seconds for which two nodes are avoided between which KV did not come."""
+LOOK = "look at the router's /health"
+_REST_CAP_S = 30.0
+_MOST_FAILED_PAIRS = 10_000
+_MOST_KNOWN = 4096  # clients could name any number of models
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -49,9 +57,6 @@ class Pool:
         self.nodes: list[Node] = []
         """The wanted nodes; a new list with every change, so a caller may iterate and wait."""
         self._by_url: dict[str, Node] = {}
-        self._has_foreign = False
-        self._up: dict[tuple[Role, str, NodeKind | None], list[Node]] = {}
-        self._bases: dict[str, str] = {}
         self.leaving: list[Node] = []
         """Unwanted nodes whose requests have not ended."""
         self.members: dict[Source, dict[str, NodeSpec]] = {source: {} for source in Source}
@@ -61,15 +66,25 @@ class Pool:
         self.left: Callable[[Node], None] = lambda _node: None
         """Called when the last request of an unwanted node has ended."""
         self._turns = 0
-        self._kv_mixed: bool | None = None  # None: not compared since a change
-        self._typical_costs: dict[str, StepCosts] = {}
+        self._failed_pairs: dict[tuple[str, str], float] = {}
+        """Until when pairs of processes are avoided."""
+        self._troubled: set[Node] = set()
+        """Nodes that rest or whose breaker is not closed: others need no look."""
+        known = lru_cache(_MOST_KNOWN)  # until a change
+        self._up, self.base_of = known(self._find_up), known(self._find_base)
+        self.node_kinds, self.typical_costs = known(self._find_kinds), known(self._find_costs)
         self.set_members(Source.STATIC, static_nodes(prefill, decode), 0.0)
+
+    def _changed(self) -> None:
+        for known in (self._up, self.base_of, self.node_kinds, self.typical_costs):
+            known.cache_clear()
+
+    # Which nodes there are.
 
     def set_members(self, source: Source, specs: Iterable[NodeSpec], now: float) -> None:
         """Take over the list of all nodes that a source names now."""
         members = self.members | {source: {spec.url: spec for spec in specs}}
-        before, wanted = _wanted(self.members), _wanted(members)
-        self._forget_choices()
+        before, wanted = ChainMap(*self.members.values()), ChainMap(*members.values())
         for url in self._by_url.keys() - wanted.keys():
             self._leave(self._by_url.pop(url), now)
         for url, spec in wanted.items():
@@ -84,14 +99,8 @@ class Pool:
     def sources(self, url: str) -> list[Source]:
         return [source for source, specs in self.members.items() if url in specs]
 
-    def _leave(self, node: Node, now: float) -> None:
-        self.nodes = [each for each in self.nodes if each is not node]
-        self.leaving.append(node)
-        node.wanted = False
-        running = len(node.leases)
-        _log.info("%s node %s is removed with %d requests running", node.role, node.url, running)
-        self._take_down(node, "it was removed", now)
-        self._drop_if_idle(node)
+    def find(self, url: str) -> Node | None:
+        return self._by_url.get(url.rstrip("/"))
 
     def _join(self, spec: NodeSpec, now: float) -> None:
         node = next((each for each in self.leaving if each.url == spec.url), None)
@@ -103,27 +112,31 @@ class Pool:
             node = Node(spec.url, role=spec.role, model=spec.model)
             self.joined(node)
         self.nodes, self._by_url[spec.url] = [*self.nodes, node], node
+        self._changed()
+
+    def _leave(self, node: Node, now: float) -> None:
+        self.nodes = [each for each in self.nodes if each is not node]
+        self.leaving.append(node)
+        node.wanted = False
+        running = len(node.leases)
+        _log.info("%s node %s is removed with %d requests running", node.role, node.url, running)
+        self._take_down(node, "it was removed", now)
+        self._changed()
+        self._drop_if_idle(node)
+
+    def _drop_if_idle(self, node: Node) -> None:
+        if node in self.leaving and not node.leases:
+            self.leaving.remove(node)
+            self.prefixes.forget(node.url)
+            self.left(node)
 
     def _set_role(self, node: Node, role: Role) -> None:
         if node.role is not role:
             _log.info("%s node %s is a %s node now", node.role, node.url, role)
             node.role, node.flips_to = role, None
-            self._forget_choices()
+            self._changed()
 
-    def _drop_if_idle(self, node: Node) -> None:
-        if node in self.leaving and not node.leases:
-            self.leaving.remove(node)
-            self._kv_mixed = None
-            self.prefixes.forget(node.url)
-            self.left(node)
-
-    def _forget_choices(self) -> None:
-        self._up.clear()
-        self._bases.clear()
-        self._kv_mixed = None
-
-    def find(self, url: str) -> Node | None:
-        return self._by_url.get(url.rstrip("/"))
+    # Which of them may take a request.
 
     def up(
         self,
@@ -136,23 +149,81 @@ class Pool:
 
         The list is not the caller's to change.
         """
-        key = (role, model, kind)
-        up = self._up.get(key)
-        if up is None:
-            base = self.base_of(model)
-            up = [
-                node
-                for node in self.nodes
-                if node.role == role
-                and node.up
-                and (not model or node.serves(base, model))
-                and kind in (None, node.kind)
-            ]
-            if up:
-                self._up[key] = up
+        up = self._up(role, model, kind)
         return [node for node in up if node not in exclude] if exclude else up
 
-    def node_kinds(self, model: str = "") -> list[NodeKind]:
+    def _find_up(self, role: Role, model: str, kind: NodeKind | None) -> list[Node]:
+        base = self.base_of(model)
+        return [
+            node
+            for node in self.nodes
+            if node.role == role
+            and node.up
+            and (not model or node.serves(base, model))
+            and kind in (None, node.kind)
+        ]
+
+    def available(
+        self, role: Role, model: str, exclude: Collection[Node], now: float
+    ) -> list[Node]:
+        """Return our nodes that may take a request. Raises NoNode, or Overloaded if they rest."""
+        nodes = self.up(role, exclude, model, NodeKind.KVRELAY)
+        if not nodes:
+            raise self.no_node(role, model)
+        if not self._troubled:
+            return nodes
+        self._troubled = {node for node in self._troubled if node.breaker.is_troubled(now)}
+        verdicts = [node.breaker.verdict(now) for node in nodes]
+        best = min(verdicts)
+        if best in (Verdict.TAKES, Verdict.LAST):
+            return [node for node, verdict in zip(nodes, verdicts, strict=True) if verdict is best]
+        after_s = max(1, math.ceil(min(node.breaker.opens_in(now) for node in nodes)))
+        # No name for the error: its traceback would keep this frame, and the frame the error.
+        raise _to_be_retried(role, after_s, rest=best is Verdict.RESTS)
+
+    def no_node(self, role: Role, model: str = "") -> NoNode:
+        if self.up(role, model=model):
+            return NoNode(f"no {role} node that is up is of a prefill node's kind; {LOOK}")
+        if model and self.up(role):
+            return NoNode(f"no {role} node that is up has {model!r}; load it there too, or {LOOK}")
+        listed = sum(node.role == role for node in self.nodes)
+        return NoNode(f"no {role} node is up ({listed} listed); try again, or {LOOK}")
+
+    def rest(self, node: Node, seconds: float | None, now: float) -> None:
+        node.breaker.rest(min(_REST_CAP_S, 1.0 if seconds is None else max(0.1, seconds)), now)
+        self._troubled.add(node)
+
+    def failed(self, call: object, node: Node, why: str, now: float) -> None:
+        if node.breaker.failed(call, why, now):
+            _log.warning("%s gets no requests for a while, the last one failed: %s", node.url, why)
+            self._troubled.add(node)
+
+    def could_not_read(self, node: Node, now: float) -> None:
+        call = object()
+        node.breaker.begin(call)
+        self.failed(call, node, "it fails on requests that others can read", now)
+
+    # Which of them can hand over.
+
+    def link_ms(self, prefill: Node, decode: Node, now: float) -> float:
+        """Return the time of a hand-over, long where one failed lately; infinite: impossible."""
+        if kv_mismatch(prefill.kv, decode.kv) is not None:
+            return math.inf
+        pairs = self._failed_pairs
+        return AVOIDED_MS if pairs and now < pairs.get(_pair(prefill, decode), now) else LINK_MS
+
+    def kv_came(self, prefill: Node, decode: Node) -> None:
+        self._failed_pairs.pop(_pair(prefill, decode), None)
+
+    def kv_failed(self, prefill: Node, decode: Node, cause: str, now: float) -> None:
+        _log.warning("%s says that the KV of %s did not come: %s", decode.url, prefill.url, cause)
+        if cause != "LeaseLost":  # it says nothing of the way between them
+            pairs = self._failed_pairs
+            pairs[_pair(prefill, decode)] = now + AVOID_S
+            if len(pairs) > _MOST_FAILED_PAIRS:
+                self._failed_pairs = {pair: until for pair, until in pairs.items() if until > now}
+
+    def _find_kinds(self, model: str = "") -> list[NodeKind]:
         prefill, decode = (
             {node.kind for node in self.up(role, model=model)}
             for role in (Role.PREFILL, Role.DECODE)
@@ -161,28 +232,23 @@ class Pool:
 
     def kind_for(self, model: str) -> NodeKind:
         """Return the kind of nodes that a request goes to: the one with the shortest queue."""
-        kinds = self.node_kinds(model) if self._has_foreign else ()
+        kinds = self.node_kinds(model)
         if len(kinds) < 2:
             return kinds[0] if kinds else NodeKind.KVRELAY
-        prefill = (node for node in self.up(Role.PREFILL, model=model) if node.kind in kinds)
-        return min(prefill, key=lambda node: node.depth).kind
+        return min(self.up(Role.PREFILL, model=model), key=lambda node: node.depth).kind
 
-    def base_of(self, name: str) -> str:
+    # What they serve.
+
+    def _find_base(self, name: str) -> str:
         """Return the model that a name stands for: itself, or an adapter's; empty if unknown.
 
         An adapter's name in several models means one of them only, so that prefill and decode
         agree.
         """
-        base = self._bases.get(name)
-        if base is None:
-            if not name or any(node.model == name for node in self.nodes):
-                base = name
-            else:
-                holders = (node.model for node in self._trusted() if name in node.adapters)
-                base = min(holders, default="")
-            if base:  # else clients could name any number
-                self._bases[name] = base
-        return base
+        if not name or any(node.model == name for node in self.nodes):
+            return name
+        holders = (node.model for node in self._trusted() if name in node.adapters)
+        return min(holders, default="")
 
     def models(self) -> dict[str, int]:
         """Return all models, each with its nodes' context in tokens; 0: never up.
@@ -203,31 +269,16 @@ class Pool:
         """Return the nodes whose word on adapters counts: those down only if none is up."""
         return [node for node in self.nodes if node.up] or self.nodes
 
-    def no_node(self, role: Role, model: str = "") -> NoNode:
-        if self.up(role, model=model):
-            found = (f"{node.role} node {node.url}: {node.kind}" for node in self.nodes if node.up)
-            return NoNode(
-                f"no {role} node that is up is of a prefill node's kind ({', '.join(found)})"
-            )
-        if model and self.up(role):
-            return NoNode(f"no {role} node that is up has {model!r}; load it there too, or {_LOOK}")
-        listed = sum(node.role == role for node in self.nodes)
-        return NoNode(f"no {role} node is up ({listed} listed); try again, or {_LOOK}")
-
-    def typical_costs(self, model: str) -> StepCosts:
+    def _find_costs(self, model: str) -> StepCosts:
         """Return the step costs of a middling node of a model."""
         base = self.base_of(model)
-        costs = self._typical_costs.get(base)
-        if costs is None:
-            known = [
-                node.state.costs
-                for node in self.nodes
-                if node.model == base and node.state.costs is not UNKNOWN
-            ]
-            ordered = sorted(known, key=lambda each: each.decode_ms(1, 0))
-            costs = ordered[len(ordered) // 2] if ordered else UNKNOWN
-            self._typical_costs[base] = costs
-        return costs
+        known = [node.state.costs for node in self.nodes if node.model == base]
+        ordered = sorted(
+            (each for each in known if each is not UNKNOWN), key=lambda each: each.decode_ms(1, 0)
+        )
+        return ordered[len(ordered) // 2] if ordered else UNKNOWN
+
+    # Which requests they have.
 
     def hold(
         self, node: Node, share: Share, prefix: Prefix | None, cached: Mapping[str, int]
@@ -251,10 +302,14 @@ class Pool:
         if not lease.node.wanted:
             self._drop_if_idle(lease.node)
 
-    def blame(self, node: Node, why: str, now: float) -> None:
-        """Take a node down until a health check that started after `now` succeeds."""
-        node.blamed_at = now
-        self._take_down(node, why, now)
+    @staticmethod
+    def _cut(node: Node) -> None:
+        for lease in list(node.leases):
+            cut, lease.cut = lease.cut, None  # once: an ending request cannot be cut again
+            if cut is not None:
+                cut()
+
+    # What they tell.
 
     def note_report(self, node: Node, report: HealthReport, started: float, now: float) -> None:
         # A vLLM node without metrics does not say which process it is: taken for the same.
@@ -264,11 +319,9 @@ class Pool:
             self.prefixes.forget(node.url)
             node.state.restarted()
             node.drain_asked = False
-        node.misses, node.reported_at = 0, max(node.reported_at, started)
         before = (node.kind, node.model, node.adapters, node.up)
-        node.generation, node.kind = generation, report.kind
-        self._has_foreign = self._has_foreign or node.kind is not NodeKind.KVRELAY
-        node.deaths.answered(generation, started, drains=report.draining or node.drain_asked)
+        node.misses, node.kind = 0, report.kind
+        node.answered(generation, started, drains=report.draining or node.drain_asked)
         node.held_blocks, node.release = report.held_blocks, report.release
         node.leg_version = report.leg_version or 1
         node.note_load(report.load)
@@ -280,17 +333,17 @@ class Pool:
         elif started >= node.blamed_at:
             self._bring_up(node, report, started, now)
         if before != (node.kind, node.model, node.adapters, node.up):
-            self._forget_choices()
+            self._changed()
 
     def _bring_up(self, node: Node, report: HealthReport, started: float, now: float) -> None:
         costs = report.costs
         if costs is not None and costs.is_sane and costs != node.state.costs:
             node.state.set_costs(costs, report.max_gap_ms or node.state.gap_ms)
-            self._typical_costs.clear()
+            self._changed()
         node.model, node.max_model_len = report.model, report.max_model_len
-        if report.kv != node.kv:
-            node.note_kv(report.kv)
-            self._kv_mixed = None
+        if report.kv != node.kv:  # else the old one, whose hash is known
+            node.kv = report.kv
+            node.state.computes = report.kv is None or report.kv.computes_prompts
         if started >= node.adapters_at:
             node.adapters = frozenset(report.adapters)
         if not node.up:
@@ -298,77 +351,13 @@ class Pool:
             node.came_up = started, report
             _log.info("%s node %s is up", node.role, node.url)
 
-    @property
-    def kv_mixed(self) -> bool:
-        """Return whether some two nodes of a model cannot hand over; else no choice compares."""
-        if self._kv_mixed is None:
-            kinds, hosts = (
-                defaultdict[str, set[KvFacts | None]](set),
-                defaultdict[str, set[str]](set),
-            )
-            for node in (*self.nodes, *self.leaving):
-                kinds[node.model].add(node.kv_kind)
-                hosts[node.model].add(node.host)
-            self._kv_mixed = any(
-                reach is Reach.NONE or (reach is Reach.ONE_HOST and len(hosts[model] - {""}) > 1)
-                for model, known in kinds.items()
-                for reach in itertools.starmap(kv_reach, itertools.product(known, repeat=2))
-            )
-        return self._kv_mixed
-
     def _follow_role(self, node: Node, report: HealthReport) -> None:
         node.flips_to = report.flips_to
-        listed = next((of[node.url] for of in self.members.values() if node.url in of), None)
+        listed = ChainMap(*self.members.values()).get(node.url)
         if report.flips and report.role is not Role.AGGREGATED:
             self._set_role(node, report.role)
         elif listed is not None:
             self._set_role(node, listed.role)
-
-    def note_adapters(self, node: Node, names: Iterable[str], now: float) -> None:
-        node.adapters, node.adapters_at = frozenset(names), now
-        self._forget_choices()
-
-    def note_draining(self, node: Node, now: float) -> None:
-        """Note that the node takes nothing new until a later health check says otherwise."""
-        node.deaths.drains(node.generation)
-        self.blame(node, DRAINS, now)
-
-    def drain(self, node: Node, now: float) -> None:
-        node.drain_asked = True
-        self.note_draining(node, now)
-
-    def undrain(self, node: Node, now: float) -> None:
-        node.drain_asked, node.blamed_at = False, now
-
-    def note_role_change(self, node: Node, role: Role, now: float) -> None:
-        """Note that a node begins to change its role; a later health check tells the result."""
-        node.flips_to = role
-        self.blame(node, f"it changes its role from {node.role} to {role}", now)
-
-    def note_unready(self, node: Node, why: str, now: float) -> None:
-        node.misses, node.flips_to = 0, None
-        self._take_down(node, why, now)
-
-    def note_refused(self, node: Node, now: float) -> None:
-        """Note that nobody listens at a node's address.
-
-        A draining process goes on, a dead one is lost.
-        """
-        node.deaths.died(node.generation)
-        self.note_unready(node, "it refuses connections", now)
-
-    def note_dead(self, node: Node, why: str, now: float) -> None:
-        """Note that the process or its engine has ended."""
-        node.deaths.died(node.generation)
-        self.blame(node, why, now)
-        node.misses, node.flips_to = 0, None
-        self._cut(node)
-
-    def note_miss(self, node: Node, why: str, now: float) -> None:
-        node.flips_to, node.misses = None, node.misses + 1
-        self._take_down(node, why, now)
-        if node.misses >= LOST_AFTER_MISSES:
-            self._cut(node)
 
     def _why_unfit(self, node: Node, report: HealthReport) -> str | None:
         if not node.wanted:
@@ -394,6 +383,55 @@ class Pool:
             )
         return None
 
+    def note_adapters(self, node: Node, names: Iterable[str], now: float) -> None:
+        node.adapters, node.adapters_at = frozenset(names), now
+        self._changed()
+
+    # What befalls them.
+
+    def blame(self, node: Node, why: str, now: float) -> None:
+        """Take a node down until a health check that started after `now` succeeds."""
+        node.blamed_at = now
+        self._take_down(node, why, now)
+
+    def note_draining(self, node: Node, now: float) -> None:
+        """Note that the node takes nothing new until a later health check says otherwise."""
+        node.drains()
+        self.blame(node, DRAINS, now)
+
+    def drain(self, node: Node, now: float) -> None:
+        node.drain_asked = True
+        self.note_draining(node, now)
+
+    def undrain(self, node: Node, now: float) -> None:
+        node.drain_asked, node.blamed_at = False, now
+
+    def note_role_change(self, node: Node, role: Role, now: float) -> None:
+        """Note that a node begins to change its role; a later health check tells the result."""
+        node.flips_to = role
+        self.blame(node, f"it changes its role from {node.role} to {role}", now)
+
+    def note_unready(
+        self,
+        node: Node,
+        why: str,
+        now: float,
+        *,
+        missed: bool = False,
+        died: bool = False,
+        cut: bool = False,
+    ) -> None:
+        """Note a health check that failed, or was `missed`, as nothing answered in time.
+
+        `died` tells that the process or its engine has ended; a draining one goes on until `cut`.
+        """
+        node.misses, node.flips_to = node.misses + 1 if missed else 0, None
+        if died:
+            node.died()
+        self._take_down(node, why, now)
+        if cut or node.misses >= LOST_AFTER_MISSES:
+            self._cut(node)
+
     def _take_down(self, node: Node, why: str, now: float) -> None:
         if node.up or not node.reason:
             _log.warning("%s node %s is kept out: %s", node.role, node.url, why)
@@ -401,20 +439,20 @@ class Pool:
             _log.debug("%s node %s is still kept out: %s", node.role, node.url, why)
         if node.up:
             node.up, node.since = False, now
-            self._forget_choices()
+            self._changed()
         node.reason = why
 
-    @staticmethod
-    def _cut(node: Node) -> None:
-        for lease in list(node.leases):
-            cut, lease.cut = lease.cut, None  # once: an ending request cannot be cut again
-            if cut is not None:
-                cut()
+
+def _to_be_retried(role: Role, after_s: int, *, rest: bool) -> NoNode | Overloaded:
+    error: NoNode | Overloaded
+    if rest:
+        error = Overloaded(f"no {role} node has room now; try again in {after_s} s")
+    else:
+        error = NoNode(f"all {role} nodes fail now, and the router is trying them; try again")
+    error.retry_after_s = after_s
+    return error
 
 
-def _wanted(members: Mapping[Source, Mapping[str, NodeSpec]]) -> dict[str, NodeSpec]:
-    # Where sources disagree the first of Source counts; nodes stay in the order of sources.
-    wanted: dict[str, NodeSpec] = {}
-    for specs in members.values():
-        wanted = {**wanted, **specs, **wanted}
-    return wanted
+def _pair(prefill: Node, decode: Node) -> tuple[str, str]:
+    # A node that is restarted is another one to its peers.
+    return prefill.generation or prefill.url, decode.generation or decode.url

@@ -19,7 +19,6 @@ from functools import cached_property
 
 from kvrelay.router.background import BackgroundTasks
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.node import Lease, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.request.placer import Placer
@@ -86,7 +85,6 @@ class RunContext:
     """A router's parts that its running requests use, and its configuration when they began."""
 
     pool: Pool
-    node_health: NodeHealth
     placer: Placer
     node_client: NodeClient
     background: BackgroundTasks
@@ -114,23 +112,23 @@ class RunContext:
             return  # another node will show whose fault that is
         # A process lost with all of its requests has failed once.
         if call is not None and (node.up or not why.lost):
-            self.node_health.failed(call, node, why.detail, now)
+            self.pool.failed(call, node, why.detail, now)
         if why.lost or call is None:
             self.pool.blame(node, f"a request failed on it: {why.detail}", now)
         elif why.retry_after_s is not None:
-            self.node_health.rest(node, why.retry_after_s, now)
+            self.pool.rest(node, why.retry_after_s, now)
 
     def note_if_full(self, lease: Lease, why: Refused) -> bool:
         """Return whether a node refused for want of room; then it rests."""
         if why.status != Overloaded.status:
             return False
-        self.node_health.rest(lease.node, why.retry_after_s, time.monotonic())
+        self.pool.rest(lease.node, why.retry_after_s, time.monotonic())
         self.metrics.full.labels(lease.role.value).inc()
         return True
 
     def note_kv_failure(self, prefill: Node, decode: Node, cause: str) -> None:
         self.metrics.kv_failures.labels(cause).inc()
-        self.node_health.kv_failed(prefill, decode, cause, time.monotonic())
+        self.pool.kv_failed(prefill, decode, cause, time.monotonic())
 
 
 class Attempts:
@@ -270,7 +268,7 @@ class CrashRecord:
                 if died:
                     poison.died(fingerprint, process, time.monotonic())
 
-            lease.node.deaths.ask(lease.generation, time.monotonic(), tell)
+            lease.node.ask_if_died(lease.generation, time.monotonic(), tell)
         if self._count() < MAX_LOST:
             return
         unknown = [verdict for verdict in self._died.values() if not verdict.done()]

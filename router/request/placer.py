@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from zlib import crc32
 
 from kvrelay.router.node_load import UNKNOWN, Share, default_targets
-from kvrelay.router.nodes.health import NodeHealth
-from kvrelay.router.nodes.node import Lease, Node, NodeKind, Reach, kv_mismatch, kv_reach
+from kvrelay.router.nodes.node import Lease, Node, NodeKind, kv_mismatch
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import (
     Cluster,
@@ -35,7 +33,6 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode
 from kvrelay.wire.router_config import PRICE, RouterConfig
 from kvrelay.wire.step_costs import RunningMean
-from kvrelay.wire.transfer import KvFacts
 
 __all__ = ["ChosenNodes", "PlacementLeases", "Placer", "PlacementQuery"]
 
@@ -43,12 +40,6 @@ _OUTPUTS_MEAN = 64
 _MOST_OUTPUT = 16_384.0
 # Beyond these factors of such nodes' usual targets a target would buy priority.
 _LEAST_TARGET, _MOST_TARGET = 0.5, 10.0
-
-
-_Kind = tuple[KvFacts | None, str]
-"""A kind of KV, and the host where that counts."""
-_Group = tuple[Sequence[Node], Sequence[Node]]
-"""Prefill nodes that all can hand over to all of these decode nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +70,8 @@ class PlacementLeases:
 
 
 class Placer:
-    def __init__(
-        self, config: RouterConfig, pool: Pool, node_health: NodeHealth, rng: random.Random
-    ) -> None:
-        self._pool, self._node_health, self._rng = pool, node_health, rng
+    def __init__(self, config: RouterConfig, pool: Pool, rng: random.Random) -> None:
+        self._pool, self._rng = pool, rng
         self._outputs: dict[str, RunningMean] = {}
         self.waiting: Counter[str] = Counter()
         """Requests, by model, that wait for a place after a failed attempt."""
@@ -160,41 +149,42 @@ class Placer:
             request = replace(
                 request, ignores_room=True, ttft_limit_ms=math.inf, tpot_limit_ms=math.inf
             )
-        available, peer = self._node_health.available, wanted.peer
-        decode: Sequence[Node] = available(Role.DECODE, wanted.model, tried_decode, now)
-        able = [node for node in decode if anyway or node.computes_prompts]
-        sources: Sequence[Node] = () if peer is None else (peer,)
-        if peer is None and not alone:
-            with suppress(NoNode):
-                sources = available(Role.PREFILL, wanted.model, tried_prefill, now)
-        groups = self._groups(sources, decode)
-        if not groups:
-            if not able:
-                return self._nowhere(wanted, tried_prefill, now)
-            groups = [((), able)]
-        avoids = self._node_health.avoids(now)
+        pool, peer, model = self._pool, wanted.peer, wanted.model
+        decode: Sequence[Node] = pool.available(Role.DECODE, model, tried_decode, now)
+        able = [node for node in decode if anyway or node.state.computes]
+
+        def link(prefill: str, decode: str) -> float:
+            return pool.link_ms(peer or self._named(prefill), self._named(decode), now)
+
         if peer is not None:
-            targets = [node.state for node in self._by_policy(Role.DECODE, wanted, groups[0][1])]
-            placed = place_decode(request, targets, peer.url, avoids)
+            takers = _takers((peer,), decode) or able
+            if not takers:
+                raise _incompatible((peer,), decode)
+            targets = [node.state for node in self._by_policy(Role.DECODE, wanted, takers)]
+            placed = place_decode(request, targets, peer.url, link)
             return placed if isinstance(placed, Wait) else self._found(wanted, placed)
-        computes = None if len(able) == len(decode) else {node.url for node in able}.__contains__
-        ways, others = list[Placement](), list[Wait | Refuse]()
-        for prefill, takers in groups:
-            cluster = Cluster(
-                [node.state for node in self._by_policy(Role.PREFILL, wanted, prefill)],
-                [node.state for node in self._by_policy(Role.DECODE, wanted, takers)],
-                avoids,
-                self._spills and spills,
-                computes,
-            )
-            way = place(request, cluster)
-            if isinstance(way, Placement):
-                ways.append(way)
-            else:
-                others.append(way)
-        if ways:
-            return self._found(wanted, min(ways, key=lambda way: way.price))
-        return next((other for other in others if isinstance(other, Wait)), others[0])
+        prefill: Sequence[Node] = ()
+        if not alone:
+            with suppress(NoNode):
+                prefill = pool.available(Role.PREFILL, model, tried_prefill, now)
+        if not (prefill or able):
+            pool.available(Role.PREFILL, model, tried_prefill, now)
+            return Wait("no decode node computes prompts")
+        chosen = [
+            self._by_policy(role, wanted, nodes)
+            for role, nodes in ((Role.PREFILL, prefill), (Role.DECODE, decode if prefill else able))
+        ]
+        # Where those that policies choose cannot hand over, all are asked; then decode nodes alone.
+        for sources, nodes in (chosen, (prefill, decode), ((), able)):
+            p_loads, d_loads = ([node.state for node in each] for each in (sources, nodes))
+            found = place(request, Cluster(p_loads, d_loads, link, self._spills and spills))
+            if not isinstance(found, Wait) or not sources or _takers(sources, nodes):
+                break
+        if not (sources or able):
+            up = pool.up(Role.DECODE, model=model, kind=NodeKind.KVRELAY)
+            if not _takers(prefill, up):
+                raise _incompatible(prefill, up)
+        return self._found(wanted, found) if isinstance(found, Placement) else found
 
     def take(self, found: ChosenNodes) -> PlacementLeases:
         wanted, request, source, target = (
@@ -246,33 +236,6 @@ class Placer:
             wanted, placed, wanted.peer or self._named(placed.prefill), self._named(placed.decode)
         )
 
-    def _groups(self, prefill: Sequence[Node], decode: Sequence[Node]) -> list[_Group]:
-        if not self._pool.kv_mixed:
-            return [(prefill, decode)] if prefill and decode else []
-        kinds = itertools.product(*({node.kv_kind for node in each} for each in (prefill, decode)))
-        by_host = Reach.ONE_HOST in itertools.starmap(kv_reach, kinds)
-        sources, targets = (_by_kind(nodes, by_host=by_host) for nodes in (prefill, decode))
-        alike = defaultdict[tuple[_Kind, ...], list[Node]](list)
-        for kind, nodes in sources.items():
-            if takers := tuple(other for other in targets if _can_hand_over(kind, other)):
-                alike[takers] += nodes
-        return [
-            (nodes, [node for kind in takers for node in targets[kind]])
-            for takers, nodes in alike.items()
-        ]
-
-    def _nowhere(self, wanted: PlacementQuery, tried: Collection[Node], now: float) -> Wait:
-        prefill: Sequence[Node] = (
-            self._node_health.available(Role.PREFILL, wanted.model, tried, now)
-            if wanted.peer is None
-            else (wanted.peer,)
-        )
-        decode = self._pool.up(Role.DECODE, model=wanted.model, kind=NodeKind.KVRELAY)
-        if wanted.peer is None and self._groups(prefill, decode):
-            return Wait("no decode node that could take its KV takes legs now")
-        unlikes = (kv_mismatch(source.kv, target.kv) for source in prefill for target in decode)
-        raise KvNotLoaded.because("Incompatible", next(filter(None, unlikes), ""))
-
     def _by_policy(
         self, role: Role, wanted: PlacementQuery, nodes: Sequence[Node]
     ) -> Sequence[Node]:
@@ -286,18 +249,14 @@ class Placer:
         return [POLICIES[name](wanted.request, roomy or nodes, self._rng)]
 
 
-def _by_kind(nodes: Sequence[Node], *, by_host: bool) -> dict[_Kind, list[Node]]:
-    found = defaultdict[_Kind, list[Node]](list)
-    for node in nodes:
-        found[node.kv_kind, node.host if by_host else ""].append(node)
-    return found
+def _takers(prefill: Sequence[Node], decode: Sequence[Node]) -> list[Node]:
+    """Return the decode nodes that can take KV of some of these prefill nodes."""
+    return [d for d in decode if any(kv_mismatch(p.kv, d.kv) is None for p in prefill)]
 
 
-def _can_hand_over(prefill: _Kind, decode: _Kind) -> bool:
-    (kind, host), (other_kind, other_host) = prefill, decode
-    reach = kv_reach(kind, other_kind)
-    near = not host or not other_host or host == other_host  # an unknown host may be any
-    return reach is Reach.ANY or (reach is Reach.ONE_HOST and near)
+def _incompatible(prefill: Sequence[Node], decode: Sequence[Node]) -> KvNotLoaded:
+    unlikes = (kv_mismatch(p.kv, d.kv) for p in prefill for d in decode)
+    return KvNotLoaded.because("Incompatible", next(filter(None, unlikes), ""))
 
 
 def _bounded(told_s: float | None, expected_ms: float) -> float:

@@ -325,8 +325,11 @@ class RequestRun(Run):
 
     def _count_local(self, placed: PlacementLeases) -> None:
         self.timeline.local = True
-        none_fits = self._pool.kv_mixed and self._pool.up(Role.PREFILL, model=self.job.model)
-        reason = "incompatible" if none_fits else "no_prefill_node"
+        unlikes = (
+            kv_mismatch(node.kv, placed.decode.node.kv)
+            for node in self._pool.up(Role.PREFILL, model=self.job.model)
+        )
+        reason = "incompatible" if any(unlikes) else "no_prefill_node"
         self._metrics.local(self.job.model, "price" if placed.placement.spills else reason)
 
     def _decode_params(self, placed: PlacementLeases) -> KvTransferParams:
@@ -372,7 +375,7 @@ class RequestRun(Run):
             per_choice = output // max(1, self.job.choices)
             self.context.placer.answered(self.job.model, per_choice, self._prefix, usage[0])
         for lease in self.unread:
-            self.context.node_health.could_not_read(lease.node, time.monotonic())
+            self._pool.could_not_read(lease.node, time.monotonic())
         self.unread.clear()
 
 
@@ -459,7 +462,7 @@ class Attempt:
         run.crashes.first_token.set()
         self._lease.answered()
         if self._source is not None and not run.kv_failed:
-            run.context.node_health.kv_came(self._source, self._lease.node)
+            run.context.pool.kv_came(self._source, self._lease.node)
 
     def _on_other_frame(self, frame: Frame, now: float) -> bytes:
         run, timeline, params = self._run, self._run.timeline, frame.params

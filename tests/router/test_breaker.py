@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.router.nodes.breaker import FAILURES_IN_A_ROW, OPEN_CAP_S, Breaker, State, Verdict
+from kvrelay.router.nodes.node import FAILURES_IN_A_ROW, OPEN_CAP_S, Breaker, State, Verdict
 
 
 @pytest.fixture

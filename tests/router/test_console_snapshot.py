@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.router.console.snapshot import KEPT_REQUESTS, Snapshot, snapshot_of
-from kvrelay.router.nodes.breaker import BreakerState
+from kvrelay.router.nodes.node import BreakerState
 from kvrelay.router.state import Health, NodeStatus, WorkerStatus
 from kvrelay.router.timeline import EndedRequest
 from kvrelay.router.workers.parent import WorkerReport

@@ -33,7 +33,7 @@ from router_doubles import (
 )
 
 import kvrelay.router.request.run
-from kvrelay.router.nodes.breaker import FAILURES_IN_A_ROW, State
+from kvrelay.router.nodes.node import FAILURES_IN_A_ROW, State
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import EngineDead, ErrorBody, KvNotLoaded
 from kvrelay.wire.frames import Frame, FrameKind

@@ -1,12 +1,13 @@
 """Which nodes can exchange KV by what they say, and which pairs are avoided for a while."""
 
+import math
+
 import msgspec
 import pytest
 
-from kvrelay.router.nodes.health import AVOID_S, NodeHealth
-from kvrelay.router.nodes.node import HealthReport, Node, kv_mismatch
-from kvrelay.router.nodes.pool import Pool
-from kvrelay.wire.config import Role
+from kvrelay.router.nodes.node import Node, kv_mismatch
+from kvrelay.router.nodes.pool import AVOID_S, Pool
+from kvrelay.router.placement import LINK_MS
 from kvrelay.wire.errors import KV_CAUSES
 from kvrelay.wire.transfer import Fingerprint, KvFacts
 
@@ -64,31 +65,18 @@ def test_a_control_channel_on_the_loopback_is_for_one_host() -> None:
     assert "127.0.0.1" in (kv_mismatch(local, facts(host="host-2")) or "")
 
 
-def test_no_choice_needs_to_look_until_two_of_one_model_cannot_talk() -> None:
-    pool = Pool([f"http://p{at}" for at in range(5)], [])
-    told = ("a", FACTS), ("a", None), ("a", shaped(tp_size=2)), ("b", shaped(model="n"))
-    for node, (model, kv) in zip(pool.nodes, told, strict=False):
-        pool.note_report(node, HealthReport(Role.PREFILL, model, kv=kv), 1.0, 1.0)
-    assert not pool.kv_mixed
-    last = HealthReport(Role.PREFILL, "a", kv=shaped(kv_dtype="float32"))
-    pool.note_report(pool.nodes[-1], last, 1.0, 1.0)
-    assert pool.kv_mixed
-
-
 class Pair:
     """A prefill node and two decode nodes."""
 
     def __init__(self) -> None:
         self.pool = Pool(["http://p"], ["http://d", "http://e"])
-        self.health = NodeHealth(self.pool)
         self.p, self.d, self.e = self.pool.nodes
 
     def failed(self, now: float, cause: str = "PeerLost") -> None:
-        self.health.kv_failed(self.p, self.d, cause, now)
+        self.pool.kv_failed(self.p, self.d, cause, now)
 
     def avoided(self, decode: Node, now: float) -> bool:
-        avoids = self.health.avoids(now)
-        return avoids is not None and avoids(self.p.url, decode.url)
+        return LINK_MS < self.pool.link_ms(self.p, decode, now) < math.inf
 
 
 def test_a_pair_is_avoided_for_a_time_or_until_kv_comes() -> None:
@@ -98,7 +86,7 @@ def test_a_pair_is_avoided_for_a_time_or_until_kv_comes() -> None:
     assert not pair.avoided(pair.d, AVOID_S)
     assert not pair.avoided(pair.e, 0.0)
     pair.failed(40.0)
-    pair.health.kv_came(pair.p, pair.d)
+    pair.pool.kv_came(pair.p, pair.d)
     assert not pair.avoided(pair.d, 40.1)
 
 
@@ -107,3 +95,10 @@ def test_whatever_went_wrong_is_the_pairs_fault_but_not_a_lease_that_ran_out(cau
     pair = Pair()
     pair.failed(0.0, cause)
     assert pair.avoided(pair.d, 1.0) == (cause != "LeaseLost")
+
+
+def test_between_nodes_whose_kv_differs_no_time_is_enough() -> None:
+    pair = Pair()
+    pair.p.kv, pair.d.kv, pair.e.kv = FACTS, shaped(kv_dtype="float32"), FACTS
+    assert pair.pool.link_ms(pair.p, pair.d, 0.0) == math.inf
+    assert pair.pool.link_ms(pair.p, pair.e, 0.0) == LINK_MS

@@ -123,7 +123,7 @@ def test_requests_of_a_removed_node_are_cut_when_it_is_silent() -> None:
         pool.set_members(Source.STATIC, [D], 2.0)
         assert cuts == []
         for at in range(LOST_AFTER_MISSES):
-            pool.note_miss(node, "silent", 3.0 + at)
+            pool.note_unready(node, "silent", 3.0 + at, missed=True)
         assert cuts == ["cut"]
 
 

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.router.node_load import NodeLoad, default_targets
-from kvrelay.router.placement import Cluster, Placement, PlacementRequest, Refuse, Wait, place
+from kvrelay.router.placement import (
+    AVOIDED_MS,
+    LINK_MS,
+    Cluster,
+    Placement,
+    PlacementRequest,
+    Refuse,
+    Wait,
+    place,
+)
 from kvrelay.router.placement import shares_of as taken_by
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.step_costs import StepCosts
@@ -75,19 +84,27 @@ requests = st.builds(
 )
 
 
-def avoids(prefill: str, decode: str) -> bool:
-    return prefill[-1] != decode[-1]
+def near(prefill: str, decode: str) -> float:
+    return LINK_MS
 
 
-@given(requests, nodes("p", 0), nodes("d", 1), st.booleans(), st.sampled_from([None, avoids]))
+def apart(prefill: str, decode: str) -> float:
+    return LINK_MS if prefill[-1] == decode[-1] else AVOIDED_MS
+
+
+def unlike(prefill: str, decode: str) -> float:
+    return LINK_MS if prefill[-1] == decode[-1] else math.inf
+
+
+@given(requests, nodes("p", 0), nodes("d", 1), st.booleans(), st.sampled_from([near, apart, unlike]))
 def test_nothing_is_placed_where_its_kv_cannot_fit(
     request: PlacementRequest,
     prefill: list[NodeLoad],
     decode: list[NodeLoad],
     spills: bool,
-    apart: Any,
+    link: Any,
 ) -> None:
-    placed = place(request, Cluster(prefill, decode, apart, spills))
+    placed = place(request, Cluster(prefill, decode, link, spills))
     by_name = {each.name: each for each in (*prefill, *decode)}
     if not isinstance(placed, Placement):
         assert isinstance(placed, Wait)
@@ -100,24 +117,25 @@ def test_nothing_is_placed_where_its_kv_cannot_fit(
         assert spills or not prefill
     else:
         assert source in prefill
+        assert link(source.name, target.name) < math.inf
         assert request.tokens - request.cached.get(source.name, 0) <= source.room
     if placed.other is not None:
-        assert placed.other_price >= placed.price
+        assert placed.other[2] >= placed.price
 
 
 @given(
     requests,
     nodes("p", 0),
     nodes("d", 1),
-    st.sampled_from([None, avoids]),
+    st.sampled_from([near, apart, unlike]),
     st.randoms(use_true_random=False),
 )
 def test_the_order_of_nodes_changes_nothing(
-    request: PlacementRequest, prefill: list[NodeLoad], decode: list[NodeLoad], apart: Any, rng: Any
+    request: PlacementRequest, prefill: list[NodeLoad], decode: list[NodeLoad], link: Any, rng: Any
 ) -> None:
     shuffled = [sorted(each, key=lambda _: rng.random()) for each in (prefill, decode)]
-    assert place(request, Cluster(prefill, decode, apart)) == place(
-        request, Cluster(*shuffled, apart)
+    assert place(request, Cluster(prefill, decode, link)) == place(
+        request, Cluster(*shuffled, link)
     )
 
 
@@ -255,11 +273,14 @@ def test_a_prompt_spills_when_the_prefill_node_is_busy_and_not_beyond_the_limit(
         "token_rate": 2.0,
     }
     target = node("d", **decoding)
+    waiter = node("d", **decoding)
+    waiter.computes = False
     placed = placing(request, Cluster([busy], [target]))
-    assert (placed.prefill, placed.spills, placed.other) == ("d", True, ("p", "d"))
+    assert placed.other is not None
+    assert (placed.prefill, placed.spills, placed.other[:2]) == ("d", True, ("p", "d"))
     for none in (
         Cluster([busy], [target], spills=False),
-        Cluster([busy], [target], computes=lambda _: False),
+        Cluster([busy], [waiter]),
         Cluster([busy], [node("d", **decoding | {"spill_ms": 10.0})]),
         Cluster([idle], [target]),
     ):
@@ -297,9 +318,9 @@ def test_a_pair_that_failed_is_avoided() -> None:
         [node("p0"), node("p1")],
         [node("d0", running=3, context_tokens=900), node("d1", running=2)],
     )
-    placed = placing(request, Cluster(*both, avoids))
+    placed = placing(request, Cluster(*both, apart))
     assert (placed.prefill, placed.decode) == ("p1", "d1")
-    placed = placing(replace(request, cached={"p0": 3_900}), Cluster(*both, avoids))
+    placed = placing(replace(request, cached={"p0": 3_900}), Cluster(*both, apart))
     assert (placed.prefill, placed.decode) == ("p0", "d0")
 
 

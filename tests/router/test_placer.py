@@ -14,8 +14,7 @@ import msgspec
 import pytest
 from router_doubles import KV, NO_PROMPTS, parse_job
 
-from kvrelay.router.nodes.health import NodeHealth
-from kvrelay.router.nodes.node import HealthReport, Node, NodeSpec, Source, kv_reach
+from kvrelay.router.nodes.node import HealthReport, Node, NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Refuse, Wait
 from kvrelay.router.request.job import CHAT_PATH, Job, Slo, prefix_of
@@ -43,8 +42,7 @@ class Rig:
         self.pool = Pool(
             [f"http://p{at}" for at in range(prefill)], [f"http://d{at}" for at in range(decode)]
         )
-        self.node_health = NodeHealth(self.pool)
-        self.placer = Placer(RouterConfig(**config), self.pool, self.node_health, random.Random(1))
+        self.placer = Placer(RouterConfig(**config), self.pool, random.Random(1))
         for node in self.pool.nodes:
             self.says(node.url[7:])
 
@@ -118,7 +116,7 @@ def test_a_told_target_is_a_limit_where_nodes_have_said_what_they_cost() -> None
     refused = rig.placer.find(wanted)
     assert isinstance(refused, Refuse)
     assert (refused.what, refused.never, refused.limit_ms) == ("ttft", True, 10)
-    unknown = Placer(RouterConfig(), Pool([], []), rig.node_health, random.Random(1))
+    unknown = Placer(RouterConfig(), Pool([], []), random.Random(1))
     assert unknown.limited(wanted, late.targets) is wanted
 
 
@@ -163,7 +161,7 @@ def test_while_the_only_partner_rests_others_are_not_asked_for_what_they_cannot_
     rig.says("p0", kv=OTHER_KV)
     rig.says("d0", kv=OTHER_KV)
     rig.says("d1", kv=msgspec.structs.replace(KV, computes_prompts=False))
-    rig.node_health.rest(rig.pool.nodes[1], 5.0, time.monotonic())
+    rig.pool.rest(rig.pool.nodes[1], 5.0, time.monotonic())
     assert isinstance(rig.placer.find(rig.placer.wanted(job(), None)), Wait)
     rig.says("d1")
     assert rig.found(job()) == ("d1", "d1")
@@ -244,21 +242,6 @@ def test_among_many_hosts_each_prefill_node_is_paired_with_those_that_can_take_i
         prefill, decode = rig.found(job(user=str(at)), spills=False)
         assert prefill != "p1"
         assert int(prefill[1:]) % 2 == int(decode[1:]) % 2
-
-
-def test_nodes_are_compared_by_the_kinds_of_their_kv_until_the_odd_one_is_gone() -> None:
-    rig = Rig(30, 30)
-    for node in rig.pool.nodes:
-        rig.says(node.url[7:], kv=msgspec.structs.replace(KV, host=node.url, address=node.url[7:]))
-    assert not rig.pool.kv_mixed
-    rig.says("d0", kv=OTHER_KV)
-    assert rig.pool.kv_mixed
-    kv_reach.cache_clear()
-    assert rig.found(job(), spills=False)[1] != "d0"
-    assert kv_reach.cache_info().misses <= 4
-    static = [NodeSpec(node.url, node.role) for node in rig.pool.nodes if node.url != "http://d0"]
-    rig.pool.set_members(Source.STATIC, static, 2.0)
-    assert not rig.pool.kv_mixed
 
 
 def test_who_cannot_hand_over_is_no_pair_though_nobody_else_has_room() -> None:

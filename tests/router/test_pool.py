@@ -1,9 +1,11 @@
 """Node states, leases and loads, with times given by hand."""
 
+from typing import Any
+
 import pytest
 from router_doubles import leg_on
 
-from kvrelay.router.nodes.node import HealthReport, Node, NodeKind, NodeSpec, ProcessDeaths, Source
+from kvrelay.router.nodes.node import HealthReport, Node, NodeKind, NodeSpec, Source
 from kvrelay.router.nodes.pool import LOST_AFTER_MISSES, Pool
 from kvrelay.wire.config import Role
 from kvrelay.wire.outputs import Load
@@ -52,7 +54,7 @@ def test_nodes_of_several_models_are_groups_and_a_leg_stays_in_its_own(pool: Poo
 
 def test_a_model_whose_nodes_are_down_is_still_known(pool: Pool) -> None:
     for node in pool.nodes:
-        pool.note_miss(node, "gone", 1.0)
+        pool.note_unready(node, "gone", 1.0, missed=True)
     assert list(pool.models()) == ["m"]
     pool.note_report(pool.nodes[0], report(model="other"), 2.0, 2.0)
     assert sorted(pool.models()) == ["m", "other"]
@@ -91,16 +93,16 @@ def cut_count(pool: Pool, node: Node) -> tuple[list[str], "object"]:
 def test_legs_on_a_silent_node_are_cut_after_three_missed_checks(pool: Pool) -> None:
     cuts, _context = cut_count(pool, pool.nodes[0])
     for at in range(LOST_AFTER_MISSES - 1):
-        pool.note_miss(pool.nodes[0], "silent", float(at))
+        pool.note_unready(pool.nodes[0], "silent", float(at), missed=True)
     assert (pool.nodes[0].up, cuts) == (False, [])
-    pool.note_miss(pool.nodes[0], "silent", 9.0)
+    pool.note_unready(pool.nodes[0], "silent", 9.0, missed=True)
     assert cuts == ["cut"]
 
 
 def test_an_answered_check_starts_the_count_of_misses_anew(pool: Pool) -> None:
     cuts, _context = cut_count(pool, pool.nodes[0])
     for at in range(LOST_AFTER_MISSES * 2):
-        pool.note_miss(pool.nodes[0], "silent", float(at))
+        pool.note_unready(pool.nodes[0], "silent", float(at), missed=True)
         pool.note_unready(pool.nodes[0], "its health check answers 503", float(at))
     assert cuts == []
 
@@ -112,7 +114,7 @@ def test_requests_of_a_process_that_is_gone_are_cut(ends: str, pool: Pool) -> No
     if ends == "restarted":
         pool.note_report(node, report(generation="g2"), 1.0, 1.0)
     else:
-        pool.note_dead(node, "the engine process has said nothing for 21 s", 1.0)
+        pool.note_unready(node, "its engine is dead", 1.0, died=True, cut=True)
     assert (node.up, cuts) == (ends == "restarted", ["cut"])
 
 
@@ -137,31 +139,31 @@ ASK, DIED, DRAINS, ANSWERED = "ask", "died", "drains", "answered"
     [
         # A check that began before the loss proves nothing, a later one that the process lives.
         ([(ASK, "g1", 1.0), (ANSWERED, "g1", 0.9)], []),
-        ([(ASK, "g1", 1.0), (ANSWERED, "g1", 1.0), (DIED, "g1")], [False]),
+        ([(ASK, "g1", 1.0), (ANSWERED, "g1", 1.0), (DIED,)], [False]),
         # Another generation proves a death, also to who asks later.
         ([(ASK, "g1", 1.0), (ANSWERED, "g2", 0.5), (ASK, "g1", 1.0)], [True, True]),
         ([(ANSWERED, "g2", 0.5), (ASK, "g2", 1.0)], []),
         # An engine that is called dead has died until it goes on.
-        ([(ASK, "g1", 1.0), (DIED, "g1"), (ASK, "g1", 1.0)], [True, True]),
-        ([(DIED, "g1"), (ANSWERED, "g1", 2.0), (ASK, "g1", 1.0), (ASK, "g1", 3.0)], [False]),
+        ([(ASK, "g1", 1.0), (DIED,), (ASK, "g1", 1.0)], [True, True]),
+        ([(DIED,), (ANSWERED, "g1", 2.0), (ASK, "g1", 1.0), (ASK, "g1", 3.0)], [False]),
         # The end of a process that drains is no death, unless it drains no more.
-        ([(DRAINS, "g1"), (DIED, "g1"), (ANSWERED, "g2", 2.0), (ASK, "g1", 1.0)], [False]),
+        ([(DRAINS,), (DIED,), (ANSWERED, "g2", 2.0), (ASK, "g1", 1.0)], [False]),
         (
-            [(DRAINS, "g1"), (ANSWERED, "g1", 2.0), (ASK, "g1", 3.0), (DIED, "g1")],
+            [(DRAINS,), (ANSWERED, "g1", 2.0), (ASK, "g1", 3.0), (DIED,)],
             [True],
         ),
     ],
 )
 def test_whether_a_process_has_died_is_told_once_it_is_known(
-    steps: list[tuple[str, str, float]], said: list[bool]
+    steps: list[tuple[Any, ...]], said: list[bool]
 ) -> None:
-    deaths, told = ProcessDeaths(), list[bool]()
-    deaths.answered("g1", 0.0, drains=False)
-    for what, generation, *at in steps:
+    node, told = Node("http://p", Role.PREFILL), list[bool]()
+    node.answered("g1", 0.0, drains=False)
+    for what, *which in steps:
         if what == ASK:
-            deaths.ask(generation, *at, told.append)
+            node.ask_if_died(*which, told.append)
         elif what == ANSWERED:
-            deaths.answered(generation, *at, drains=False)
+            node.answered(*which, drains=False)
         else:
-            getattr(deaths, what)(generation)
+            getattr(node, what)()
     assert told == said

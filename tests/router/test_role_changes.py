@@ -63,7 +63,7 @@ def test_a_flip_that_is_called_off_or_whose_node_dies_leaves_the_old_role(pool: 
     told(node, pool, P, 2.1)
     assert (node.up, node.flips_to, node.role) == (True, None, P)
     pool.note_role_change(node, D, 3.0)
-    pool.note_miss(node, "gone", 3.1)
+    pool.note_unready(node, "gone", 3.1, missed=True)
     assert (node.up, node.flips_to, node.reason) == (False, None, "gone")
 
 
