@@ -27,7 +27,7 @@ class RoleController:
     def __init__(self, setting: Setting, cluster: Cluster, clock: Clock, result: Result) -> None:
         self._tpot_ms = 0.0 if setting.targets is None else setting.targets.tpot_ms
         self._cluster, self._clock, self._result = cluster, clock, result
-        self._roles, self._becoming = RolePlanner(), False
+        self._roles = RolePlanner()
         clock.later(EVERY_S * 1e3, self._look)
 
     def _look(self, now: float) -> None:
@@ -37,18 +37,12 @@ class RoleController:
             {role: [node.state for node in of] for role, of in nodes.items()}, self._tpot_ms
         )
         hindered = "a node is changing its role" if cluster.switching else ""
-        if self._becoming and not cluster.switching:
-            role = self._result.flips[-1].role
-            assert role is not None
-            roles.changed(role, now / 1e3)
-        self._becoming = cluster.switching
         up = {role: len(of) for role, of in nodes.items()}
         role = roles.look(up, work, now / 1e3, hindered, left)
         if role is not None:
             at = router.number(max(nodes[OTHER[role]], key=lambda node: node.url))
             self._result.flips.append(NodeEvent(now, at, "role", role, roles.why))
             cluster.change_role(at, role, now)
-            self._becoming = True
         self._clock.later(now + EVERY_S * 1e3, self._look)
 
 

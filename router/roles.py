@@ -19,12 +19,11 @@ from math import fsum, inf
 import msgspec
 
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.node_load import LEAST_LEFT, UNKNOWN, NodeLoad, default_targets
+from kvrelay.router.node_load import LEAST_LEFT, UNKNOWN, NodeLoad
 from kvrelay.router.nodes.node import Node, NodeKind
 from kvrelay.router.nodes.pool import DRAINS, Pool
 from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.wire.config import Role
-from kvrelay.wire.errors import Conflict
 from kvrelay.wire.router_config import RouterConfig
 
 __all__ = [
@@ -40,7 +39,7 @@ __all__ = [
 ]
 
 EVERY_S, HALF_LIFE_S, LOOKS, COOL_DOWN_S, REMEMBERS_S = 5.0, 20.0, 3, 30.0, 3600.0
-LIMIT, MARGIN, RESTS_S = 0.85, 0.1, 300.0
+LIMIT, MARGIN = 0.85, 0.1
 BEGUN = 202
 """A node's status when it begins to change its role."""
 _ASK_DEADLINE_S = 5.0
@@ -55,16 +54,13 @@ def work_of(
 
     A `tpot_ms` of 0 stands for the default TPOT.
     """
-    prompts = fsum(
-        load.prompt_share for of in loads.values() for load in of
-    )  # decode nodes spare prefill nodes some
     decode = loads[Role.DECODE]
+    # Prompts that decode nodes compute spare prefill nodes some.
+    prompts = fsum(load.prompt_share for of in loads.values() for load in of)
     tokens = fsum(load.token_rate * load.per_token_ms for load in decode)
-    each_left = [
-        1 - load.step_ms / (load.strictest_tpot_ms or tpot_ms or default_targets(load.costs, 0)[1])
-        for load in decode
-    ]
-    left = max(LEAST_LEFT, fsum(each_left) / max(1, len(decode)))
+    tpots = [load.strictest_tpot_ms or tpot_ms or load.costs.usual_tpot_ms for load in decode]
+    taken = fsum(load.step_ms / tpot for load, tpot in zip(decode, tpots, strict=True))
+    left = max(LEAST_LEFT, 1 - taken / max(1, len(decode)))
     seats = fsum(load.rows / load.max_num_seqs for load in decode if load.max_num_seqs)
     return {Role.PREFILL: prompts, Role.DECODE: max(seats, tokens / left)}, left
 
@@ -84,12 +80,10 @@ class RolePlanner:
     def __init__(self, least_prefill: int = 0, least_decode: int = 1) -> None:
         self._least = {Role.PREFILL: least_prefill, Role.DECODE: least_decode}
         self._work, self._looked = dict.fromkeys(OTHER, 0.0), -inf
-        self._changed, self._last, self._busy, self._times = -inf, Role.PREFILL, Role.PREFILL, 0
+        self._up, self._changed, self._last = dict[Role, int](), -inf, Role.PREFILL
+        self._busy, self._times = Role.PREFILL, 0
         self.use, self.why = dict(self._work), ""
         """The share of each role's nodes lately used; why nothing changes, or what."""
-
-    def changed(self, role: Role, now: float) -> None:
-        self._changed, self._last, self._times = now, role, 0
 
     def look(
         self,
@@ -103,6 +97,11 @@ class RolePlanner:
 
         `left` is the share of a decode node that work may take (`work_of`).
         """
+        for role, other in OTHER.items():
+            gave = up[other] < self._up.get(other, 0)
+            if not hindered and gave and up[role] > self._up[role]:
+                self._changed, self._last = now, role
+        self._up = self._up if hindered else dict(up)
         # Until then what had piled up says nothing of what is needed.
         rests = now - self._changed < COOL_DOWN_S
         kept, self._looked = 0.0 if rests else 0.5 ** ((now - self._looked) / HALF_LIFE_S), now
@@ -130,17 +129,12 @@ class RolePlanner:
             (rests, "the last change was just now"),
         )
         why = hindered or next((reason for holds, reason in against if holds), "")
-        self._busy, self._times = (
-            busy,
-            0 if why else self._times % LOOKS + 1 if busy is self._busy else 1,
-        )
+        again = self._times % LOOKS + 1 if busy is self._busy else 1
+        self._busy, self._times = busy, 0 if why else again
         decided = self._times == LOOKS
-        why = why or (
-            f"one {idle} node becomes a {busy} node" if decided else f"{busy} is short of nodes"
-        )
-        self.why = f"{why}: " + ", ".join(
-            f"{up[role]} {role} nodes with {use[role]:.0%} to do" for role in use
-        )
+        short = f"one {idle} node becomes a {busy} node" if decided else f"{busy} is short of nodes"
+        nodes = (f"{up[role]} {role} nodes with {use[role]:.0%} to do" for role in use)
+        self.why = f"{why or short}: {', '.join(nodes)}"
         return busy if decided else None
 
 
@@ -163,8 +157,6 @@ class RoleChanger:
     metrics: Metrics
     ending: Callable[[], bool]
     models: dict[str, RolePlanner] = field(default_factory=dict)
-    _known: dict[str, tuple[Role, str]] = field(default_factory=dict)
-    _rests: dict[str, float] = field(default_factory=dict)
 
     async def look_for_ever(self) -> None:
         while True:
@@ -177,43 +169,26 @@ class RoleChanger:
     async def look(self, now: float) -> None:
         config = self.config()
         ours = [node for node in self.pool.nodes if node.kind is NodeKind.KVRELAY and node.model]
-        self._note_changes(ours, now)
+        least = config.least_prefill, config.least_decode
+        self.models = {
+            node.model: self.models.get(node.model) or RolePlanner(*least) for node in ours
+        }
         self.metrics.role_use.clear()
-        asked: list[tuple[RolePlanner, Node, Role]] = []
         for model, planner in self.models.items():
             nodes = {role: self.pool.up(role, model=model, kind=NodeKind.KVRELAY) for role in OTHER}
             loads = {role: [node.state for node in each] for role, each in nodes.items()}
             up = {role: len(each) for role, each in nodes.items()}
             hindered = self._hindered(config, [node for node in ours if node.model == model])
             work, left = work_of(loads, config.tpot_target_ms)
-            wanted = planner.look(up, work, now, hindered, left)
-            if wanted:
-                willing = [node for node in nodes[OTHER[wanted]] if node.url not in self._rests]
-                if willing:
-                    asked.append((planner, max(willing, key=lambda node: node.url), wanted))
-            for role, use in planner.use.items():
-                self.metrics.role_use.labels(model, role).set(use)
-        for planner, node, role in asked:
-            await self._ask(planner, node, role, now)
+            role = planner.look(up, work, now, hindered, left)
+            for each, use in planner.use.items():
+                self.metrics.role_use.labels(model, each).set(use)
+            if role is not None:
+                last = max(nodes[OTHER[role]], key=lambda node: node.url)
+                await self._ask(planner, last, role)
 
-    def _note_changes(self, ours: Sequence[Node], now: float) -> None:
-        config, known = self.config(), self._known
-        least = config.least_prefill, config.least_decode
-        self.models = {
-            model: self.models.get(model) or RolePlanner(*least)
-            for model in {node.model for node in ours}
-        }
-        self._known = {node.url: (node.role, node.generation) for node in ours}
-        self._rests = {url: until for url, until in self._rests.items() if until > now}
-        for node in ours:  # a restarted process has its first role: nobody has decided that
-            if known.get(node.url) == (OTHER.get(node.role), node.generation):
-                self.models[node.model].changed(node.role, now)
-                self._rests.pop(node.url, None)
-
-    async def _ask(self, planner: RolePlanner, node: Node, role: Role, now: float) -> None:
+    async def _ask(self, planner: RolePlanner, node: Node, role: Role) -> None:
         status, message = await ask_role(self.pool, self.node_client, node, role)
-        if status not in (200, Conflict.status):  # else another router has asked it, too
-            self._rests[node.url] = now + RESTS_S
         outcome = "begun" if status == BEGUN else f"refused: {status} {message}"
         self.metrics.role_changes.labels(node.model, role, outcome.partition(":")[0]).inc()
         _log.info("roles: %s; %s: %s", planner.why, node.url, outcome)
@@ -222,10 +197,9 @@ class RoleChanger:
         if config.strict_roles or self.ending():
             return "roles are strict" if config.strict_roles else "this router ends"
         for node in nodes:
-            if node.flips_to is not None:
-                return f"{node.url} is changing its role from {node.role} to {node.flips_to}"
-            if node.reason == DRAINS and not node.drain_asked and node.reported_at < node.since:
-                return f"{node.url} drains or changes its role, as its next health check must say"
+            # One that drains may change its role, as its next health check says.
+            if node.flips_to or (node.reason == DRAINS and node.reported_at < node.since):
+                return f"{node.url} changes its role"
             if node.up and node.state.costs == UNKNOWN:
                 return f"{node.url} has not said what its steps cost"
         return ""

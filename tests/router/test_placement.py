@@ -96,7 +96,9 @@ def unlike(prefill: str, decode: str) -> float:
     return LINK_MS if prefill[-1] == decode[-1] else math.inf
 
 
-@given(requests, nodes("p", 0), nodes("d", 1), st.booleans(), st.sampled_from([near, apart, unlike]))
+@given(
+    requests, nodes("p", 0), nodes("d", 1), st.booleans(), st.sampled_from([near, apart, unlike])
+)
 def test_nothing_is_placed_where_its_kv_cannot_fit(
     request: PlacementRequest,
     prefill: list[NodeLoad],
