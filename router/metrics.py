@@ -73,7 +73,6 @@ class AdmissionMetrics:
         )
         for reason in (
             "queue_full",
-            "displaced",
             "deadline",
             "ttft",
             "ttft_never",

@@ -160,7 +160,7 @@ def test_a_first_that_no_cluster_can_serve_any_more_leaves_the_queue() -> None:
     assert second == (behind, "a seat")
 
 
-# --- the order in which requests begin, and who leaves when there is no room
+# --- the order in which requests begin
 
 KEYS = ("a", "b", "c")
 sizes = st.integers(1, 1000)
@@ -214,7 +214,7 @@ def test_while_two_keys_wait_they_get_their_shares_within_one_request_of_each(
         key: max((tokens for name, tokens in asked if name == key), default=0) for key in KEYS
     }
     while len(queue.admission):
-        both = [key for key in KEYS if queue.admission._waiting[key]]
+        both = [key for key in KEYS if queue.admission.waiting(key)]
         for one, other in itertools.combinations(both, 2):
             apart = abs(got[one] / weight[one] - got[other] / weight[other])
             assert apart <= largest[one] / weight[one] + largest[other] / weight[other] + 1e-6
@@ -274,30 +274,3 @@ def test_an_answer_shorter_than_thought_is_paid_back_and_a_longer_one_paid() -> 
     for key in ("long", "short", "short"):
         queue.push(request(key, 100))
     assert [queue.begin_next().key for _ in range(3)] == ["short", "short", "long"]
-
-
-def displaced(waiting: list[QueuedRequest], comes: QueuedRequest) -> QueuedRequest | None:
-    """Who leaves a queue that is full with these for another one; None: the other one itself."""
-    queue = Queue(len(waiting))
-    for each in waiting:
-        queue.push(each)
-    if isinstance(found := queue.push(comes), Refusal):
-        assert found.reason == "queue_full"
-        return None
-    ((leaves, why),) = queue.admission.leaving(0.0)
-    assert refusal(why).reason == "displaced"
-    return leaves
-
-
-def test_the_least_important_leaves_for_a_more_important_one() -> None:
-    low = [request("a", priority=5), request("b", priority=5), request("a", priority=4)]
-    assert displaced(low, request("c", priority=0)) is low[0]  # of the key with most places
-    assert displaced(low, request("c", priority=6)) is None
-
-
-def test_among_equals_the_key_with_most_places_for_its_weight_makes_room() -> None:
-    waiting = [*(request("heavy") for _ in range(4)), request("light")]
-    assert displaced(waiting, request("light")) is waiting[3]
-    assert displaced(waiting, request("heavy")) is None
-    # Light would then have as many as heavy.
-    assert displaced([*waiting, request("light"), request("light")], request("light")) is None
