@@ -11,9 +11,10 @@ only open breakers are left, one request at a time may try.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections import ChainMap
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 
@@ -44,7 +45,6 @@ AVOID_S = 30.0
 """Seconds for which two nodes are avoided between which KV did not come."""
 LOOK = "look at the router's /health"
 _REST_CAP_S = 30.0
-_MOST_FAILED_PAIRS = 10_000
 _MOST_KNOWN = 4096  # clients could name any number of models
 
 _log = logging.getLogger("kvrelay.router")
@@ -65,7 +65,7 @@ class Pool:
         """Called for each node that comes."""
         self.left: Callable[[Node], None] = lambda _node: None
         """Called when the last request of an unwanted node has ended."""
-        self._turns = 0
+        self._turns = itertools.count(1)
         self._failed_pairs: dict[tuple[str, str], float] = {}
         """Until when pairs of processes are avoided."""
         self._troubled: set[Node] = set()
@@ -209,8 +209,8 @@ class Pool:
         """Return the time of a hand-over, long where one failed lately; infinite: impossible."""
         if kv_mismatch(prefill.kv, decode.kv) is not None:
             return math.inf
-        pairs = self._failed_pairs
-        return AVOIDED_MS if pairs and now < pairs.get(_pair(prefill, decode), now) else LINK_MS
+        until = self._failed_pairs.get(_pair(prefill, decode), now)
+        return AVOIDED_MS if now < until else LINK_MS
 
     def kv_came(self, prefill: Node, decode: Node) -> None:
         self._failed_pairs.pop(_pair(prefill, decode), None)
@@ -218,10 +218,8 @@ class Pool:
     def kv_failed(self, prefill: Node, decode: Node, cause: str, now: float) -> None:
         _log.warning("%s says that the KV of %s did not come: %s", decode.url, prefill.url, cause)
         if cause != "LeaseLost":  # it says nothing of the way between them
-            pairs = self._failed_pairs
-            pairs[_pair(prefill, decode)] = now + AVOID_S
-            if len(pairs) > _MOST_FAILED_PAIRS:
-                self._failed_pairs = {pair: until for pair, until in pairs.items() if until > now}
+            lately = {pair: until for pair, until in self._failed_pairs.items() if until > now}
+            self._failed_pairs = lately | {_pair(prefill, decode): now + AVOID_S}
 
     def _find_kinds(self, model: str = "") -> list[NodeKind]:
         prefill, decode = (
@@ -255,12 +253,11 @@ class Pool:
 
         Nodes that are down count, too.
         """
-        known: dict[str, int] = {}
+        known = defaultdict[str, list[int]](list)
         for node in self.nodes:
-            if node.model:
-                lengths = [each for each in (node.max_model_len, known.get(node.model, 0)) if each]
-                known[node.model] = min(lengths, default=0)
-        return known
+            known[node.model].append(node.max_model_len)
+        known.pop("", None)
+        return {model: min(filter(None, each), default=0) for model, each in known.items()}
 
     def adapters(self) -> dict[str, str]:
         return {name: self.base_of(name) for node in self._trusted() for name in node.adapters}
@@ -283,8 +280,7 @@ class Pool:
     def hold(
         self, node: Node, share: Share, prefix: Prefix | None, cached: Mapping[str, int]
     ) -> Lease:
-        self._turns += 1
-        node.turn = self._turns
+        node.turn = next(self._turns)
         lease = Lease(node, share, cached.get(node.url, 0))
         node.leases.add(lease)
         node.state.add(share)
@@ -377,10 +373,7 @@ class Pool:
         if pod is not None and report.pod_uid and report.pod_uid != pod.generation:
             return f"pod {pod.generation} had this address, and pod {report.pod_uid} answers there"
         if pod is not None and pod.model and report.model != pod.model:
-            return (
-                f"its pod is labelled with the model {pod.model!r} and it serves "
-                f"{report.model!r}; correct the label"
-            )
+            return f"its pod is labelled {pod.model!r} and it serves {report.model!r}"
         return None
 
     def note_adapters(self, node: Node, names: Iterable[str], now: float) -> None:
@@ -435,8 +428,6 @@ class Pool:
     def _take_down(self, node: Node, why: str, now: float) -> None:
         if node.up or not node.reason:
             _log.warning("%s node %s is kept out: %s", node.role, node.url, why)
-        elif node.reason != why:
-            _log.debug("%s node %s is still kept out: %s", node.role, node.url, why)
         if node.up:
             node.up, node.since = False, now
             self._changed()
