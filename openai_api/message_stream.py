@@ -118,10 +118,10 @@ class MessageStream:
         """Special tokens that have their text here, whatever the request says of them."""
         self._form = form
         self._parser = form.parser()
-        self._split = (
-            None if form.reasoning is None else ReasoningSplit(form.reasoning, form.opening)
-        )
-        self._thoughts = TextParser(form.hidden.values())
+        self._split: ReasoningSplit | None = None
+        if form.reasoning is not None:
+            self._split = ReasoningSplit(form.reasoning, form.opening)
+            self._thoughts = TextParser(form.hidden.values())
         short = form.tool_format is not None and form.tool_format.short_ids
         self._id_of = partial(call_id, response_id, choice, short=short)
         self._texts: dict[str, list[str]] = {"content": [], "reasoning": []}
@@ -139,8 +139,10 @@ class MessageStream:
     def finish(self) -> list[Delta]:
         if self._parser is None:
             return []
-        parts = self._split_parts(self._parser, self._split.finish()) if self._split else []
-        return self._deltas([*parts, *self._end_thoughts(), *self._parser.finish()])
+        parts: list[Part] = []
+        if self._split is not None:
+            parts = self._split_parts(self._parser, self._split.finish()) + self._end_thoughts()
+        return self._deltas([*parts, *self._parser.finish()])
 
     def message(self) -> ReplyMessage:
         """Return the message, after `finish`."""
