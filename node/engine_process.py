@@ -28,7 +28,6 @@ from kvrelay.kv_transfer.connector import (
     Settled,
 )
 from kvrelay.kv_transfer.transfer_engine import TransferEngine, open_connector
-from kvrelay.node.adapter_loads import adapter_of, load_adapter, mismatch
 from kvrelay.node.compiling import GrammarCompiler
 from kvrelay.node.engine_reports import (
     CacheReporter,
@@ -47,6 +46,7 @@ from kvrelay.node.process import (
 )
 from kvrelay.node.pulls import Pulls
 from kvrelay.node.ranks import join_as_rank_0, meet_ranks, pool_region
+from kvrelay.paged_engine.adapters import answer_load
 from kvrelay.paged_engine.engine import AdapterNotLoaded, Engine
 from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.paged_engine.request import Fetch, Request
@@ -181,7 +181,7 @@ class EngineProcess:
                 case Order("renew", request_id):
                     self.connector.prolong(request_id)
                 case LoadAdapter() as load:
-                    self._send(load_adapter(self.engine, load))
+                    self._send(answer_load(self.engine.adapters, load))
                 case Order("unload", name):
                     if self.engine.adapters is not None:
                         self.engine.adapters.retire(name)
@@ -202,7 +202,7 @@ class EngineProcess:
             if submit.fetch is not None:
                 self.connector.watch(submit.request_id, submit.fetch)
                 watched = True
-            reason = mismatch(request)
+            reason = request.kv_mismatch()
             if reason is not None and not self._goes_on_without_kv(request, reason):
                 return
             if submit.params.constraint is None:
@@ -322,7 +322,7 @@ class EngineProcess:
             request.blocks,
             request.prompt_tokens,
             ready=0,
-            adapter=adapter_of(request),
+            adapter=request.adapter_key,
         )
         update = RequestUpdate(
             request.request_id,

@@ -7,6 +7,7 @@ load at run time. An adapter is in a slot on every rank or none.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.sharding import shard_weights
 from kvrelay.wire.config import EngineConfig
-from kvrelay.wire.engine_messages import AdapterFacts
+from kvrelay.wire.engine_messages import AdapterAnswer, AdapterFacts, LoadAdapter
 from kvrelay.wire.errors import ConfigError
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Adapters",
     "Loaded",
     "Site",
+    "answer_load",
     "num_slots",
     "read_given",
 ]
@@ -268,3 +270,17 @@ class Adapters:
             freed = self._ending - used
             self._ending -= freed
             self._free += freed
+
+
+def answer_load(adapters: Adapters | None, asked: LoadAdapter) -> AdapterAnswer:
+    """Load an adapter, between two steps."""
+    if adapters is None:
+        reason = "this node has no slots for adapters; start it with --max-loras"
+    else:
+        try:
+            facts = adapters.load(asked.name, asked.path, in_place=asked.in_place)
+            return AdapterAnswer(asked.number, facts)
+        except ConfigError as why:
+            reason = why.message
+    # Not Path.is_dir, which raises on names that are too long.
+    return AdapterAnswer(asked.number, reason=reason, missing=not os.path.isdir(asked.path))

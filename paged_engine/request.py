@@ -123,6 +123,28 @@ class Request:
         return -1 if self.adapter is None else self.adapter.slot
 
     @property
+    def adapter_key(self) -> tuple[str, str]:
+        """Return name and digest of the adapter, empty without one."""
+        facts = None if self.adapter is None else self.adapter.facts
+        return ("", "") if facts is None else (facts.name, facts.digest)
+
+    def kv_mismatch(self) -> str | None:
+        """Return why KV from elsewhere is not of this request's adapter, or None."""
+        if self.fetch is None:
+            return None
+        theirs = self.fetch.adapter, self.fetch.adapter_digest
+        if theirs == self.adapter_key:
+            return None
+        made, asked = (
+            f"adapter {name!r} of content {digest[:12]}" if name else "no adapter"
+            for name, digest in (theirs, self.adapter_key)
+        )
+        return (
+            f"the KV was made with {made} and is asked for with {asked}; load the same adapters on "
+            f"all nodes"
+        )
+
+    @property
     def output_tokens(self) -> int:
         return len(self.token_ids) - self.prompt_tokens
 

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvrelay.node.adapter_loads import adapter_of, mismatch
-from kvrelay.node.adapter_loads import load_adapter as load_into
 from kvrelay.node.admin_routes import load_adapter, unload_adapter
 from kvrelay.node.engine_client import EngineClient
-from kvrelay.paged_engine.adapters import Loaded
+from kvrelay.paged_engine.adapters import Loaded, answer_load
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.engine_messages import (
@@ -132,21 +130,20 @@ def asked(adapter: AdapterFacts | None, name: str, digest: str) -> Request:
 
 
 def test_kv_is_taken_of_the_same_name_and_content_alone():
-    assert mismatch(asked(None, "", "")) is None
-    assert mismatch(asked(FACTS, "a", FACTS.digest)) is None
-    assert "'a' of content d1d1" in (mismatch(asked(FACTS, "a", "e2" * 16)) or "")
-    assert "no adapter" in (mismatch(asked(FACTS, "", "")) or "")
-    assert "'b'" in (mismatch(asked(FACTS, "b", FACTS.digest)) or "")
-    assert mismatch(asked(None, "a", FACTS.digest)) is not None
-    assert adapter_of(asked(FACTS, "", "")) == ("a", FACTS.digest)
-    assert adapter_of(asked(None, "", "")) == ("", "")
+    assert asked(None, "", "").kv_mismatch() is None
+    assert asked(FACTS, "a", FACTS.digest).kv_mismatch() is None
+    assert "'a' of content d1d1" in (asked(FACTS, "a", "e2" * 16).kv_mismatch() or "")
+    assert "no adapter" in (asked(FACTS, "", "").kv_mismatch() or "")
+    assert "'b'" in (asked(FACTS, "b", FACTS.digest).kv_mismatch() or "")
+    assert asked(None, "a", FACTS.digest).kv_mismatch() is not None
+    assert asked(FACTS, "", "").adapter_key == ("a", FACTS.digest)
+    assert asked(None, "", "").adapter_key == ("", "")
 
 
 def test_an_engine_without_slots_refuses_what_it_is_asked():
-    engine: Any = SimpleNamespace(adapters=None)
     for path in ("/nowhere", "~nobody-at-all", "x" * 5000, "\0", ""):
         reason = "this node has no slots for adapters; start it with --max-loras"
-        answer = load_into(engine, LoadAdapter(1, "a", path))
+        answer = answer_load(None, LoadAdapter(1, "a", path))
         assert answer == AdapterAnswer(1, reason=reason, missing=True)
 
 
