@@ -132,6 +132,7 @@ class CpuRunner:
         # The first exp() of two OpenMP threads at once may be off by 7e-4 (MKL 2024.2).
         torch.exp(torch.zeros(16))
         self._min_rows = fewest_rows(self._decoder.linears(), dtype)
+        self._windows = model.windows
 
     def can_speculate(self, request: Request) -> bool:
         """Return whether proposals can be sampled in one step; a guide follows one text."""
@@ -216,7 +217,7 @@ class CpuRunner:
                 group=config.num_heads // config.num_kv_heads,
                 window=window,
             )
-            for window in config.windows
+            for window in self._windows
         }
         step = CpuStep(
             token_ids=torch.from_numpy(token_ids).to(device),
