@@ -191,8 +191,11 @@ class Engine:
                 )
 
     def guide(self, params: SamplingParams, matcher: TimedMatcher | None = None) -> Guide | None:
+        """Return None if the request rules no token out."""
+        if not params.guided:
+            return None
         model = self.model
-        return Guide.for_params(
+        return Guide(
             params, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, matcher=matcher
         )
 

@@ -38,28 +38,16 @@ def words_for(vocab_size: int) -> int:
 class Guide:
     """A guide of one request; call `follow` before anything else."""
 
-    @classmethod
-    def for_params(
-        cls,
+    def __init__(
+        self,
         params: SamplingParams,
         *,
         vocab_size: int,
         eos_token_ids: Collection[int],
-        matcher: TimedMatcher | None,
-    ) -> Guide | None:
-        """Return None if nothing is ruled out; `matcher` is the constraint's, unused."""
-        assert (matcher is None) == (params.constraint is None), "a constraint needs its matcher"
-        if matcher is None and params.allowed_token_ids is None and not params.bad_words:
-            return None
-        return cls(params, vocab_size, eos_token_ids, matcher)
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        vocab_size: int,
-        eos_token_ids: Collection[int],
-        matcher: TimedMatcher | None,
+        matcher: TimedMatcher | None = None,
     ) -> None:
+        """`matcher` is the constraint's, unused."""
+        assert (matcher is None) == (params.constraint is None), "a constraint needs its matcher"
         self.matcher = matcher
         self.over = False
         self.exhausted = False

@@ -30,7 +30,8 @@ class Sampler:
         raw = logits[wanted]  # a copy
         for row, request in enumerate(requests):
             self._adjust(logits, row, request)
-        _mask(logits, requests)
+        if any(request.guide is not None for request in requests):
+            _mask(logits, requests)
         tokens = logits.argmax(-1)
         random = [row for row, request in enumerate(requests) if request.params.temperature > 0]
         if random:

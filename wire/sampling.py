@@ -190,6 +190,15 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: LogprobCount | None = None
 
+    @property
+    def guided(self) -> bool:
+        """Return whether a constraint, allowed tokens or bad words rule tokens out."""
+        return (
+            self.constraint is not None
+            or self.allowed_token_ids is not None
+            or bool(self.bad_words)
+        )
+
     def check(self, vocab_size: int) -> SamplingParams:
         """Return self. Raises RequestError for what the types cannot say."""
         if self.min_tokens > self.max_tokens:

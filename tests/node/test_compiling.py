@@ -23,7 +23,7 @@ class StandInEngine:
     model = SimpleNamespace(vocab_size=VOCAB, eos_token_ids=(EOS,))
 
     def guide(self, params, matcher):
-        return Guide.for_params(params, vocab_size=VOCAB, eos_token_ids=(EOS,), matcher=matcher)
+        return Guide(params, vocab_size=VOCAB, eos_token_ids=(EOS,), matcher=matcher)
 
 
 @pytest.fixture

@@ -154,10 +154,9 @@ def test_masked_rows_equal_the_cpus(device):
         bad = ((slot, 40), (41,)) if slot in (2, 3) else ()
         params = everything(rng, vocab) | {"allowed_token_ids": allowed, "bad_words": bad}
         new = pair(slot, [5, 6], [slot], **params)
-        for request in (new.known, new.behind):
-            request.guide = Guide.for_params(
-                request.params, vocab_size=vocab, eos_token_ids=EOS, matcher=None
-            )
+        if new.known.params.guided:
+            for request in (new.known, new.behind):
+                request.guide = Guide(request.params, vocab_size=vocab, eos_token_ids=EOS)
         ours.admit(slot, new.behind)
         pairs.append(new)
     rows = [p.slot for p in pairs]

@@ -38,7 +38,7 @@ def vocabulary() -> Grammars:
 def guided_request(grammars: Grammars, constraint: Constraint) -> Request:
     params = SamplingParams(max_tokens=200, seed=3, constraint=constraint)
     own = request("r", list(range(3, 12)))
-    own.guide = Guide.for_params(
+    own.guide = Guide(
         params,
         vocab_size=VOCAB,
         eos_token_ids=(EOS,),
