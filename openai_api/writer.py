@@ -18,8 +18,7 @@ from kvrelay.openai_api.body import echoes_logprobs, prompt_only, requested_logp
 from kvrelay.openai_api.logprobs import ScoredPrompt, chat_logprobs, completion_logprobs, joined
 from kvrelay.openai_api.message_stream import MessageForm, MessageStream
 from kvrelay.openai_api.prompt import Beginning
-from kvrelay.openai_api.text_stream import TextStream
-from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer import TextStream, Tokenizer
 from kvrelay.openai_api.types import (
     Answer,
     ChatRequest,

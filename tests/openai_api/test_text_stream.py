@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.openai_api.text_stream import TextStream
-from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer import TextStream, Tokenizer
 
 
 def pieces(stream: TextStream, ids: list[int]) -> list[str]:
