@@ -9,10 +9,10 @@ import msgspec
 from kvrelay.node.sandbox import Sandbox
 from kvrelay.node.serving import Call, Serving
 from kvrelay.openai_api.body import prompts_of
-from kvrelay.openai_api.chat_template import with_object
+from kvrelay.openai_api.constraints import constraint_of
 from kvrelay.openai_api.json_body import off_loop
 from kvrelay.openai_api.node_request import NodeRequest
-from kvrelay.openai_api.structured import constraint_of
+from kvrelay.openai_api.prompt import with_object
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 
 __all__ = ["detokenize", "prepare", "tokenize"]

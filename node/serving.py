@@ -23,7 +23,7 @@ from kvrelay.openai_api.body import (
     sampling_params,
     token_limit,
 )
-from kvrelay.openai_api.chat_template import check_template
+from kvrelay.openai_api.constraints import bad_word_ids
 from kvrelay.openai_api.generation_config import sampling_defaults
 from kvrelay.openai_api.json_body import read_json
 from kvrelay.openai_api.message_stream import message_form
@@ -41,8 +41,7 @@ from kvrelay.openai_api.model_types import (
     TokenizeResponse,
 )
 from kvrelay.openai_api.node_request import NodeRequest, fork_submits
-from kvrelay.openai_api.prompt import Prompts
-from kvrelay.openai_api.structured import bad_word_ids
+from kvrelay.openai_api.prompt import Prompts, check_template
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.openai_api.types import MAX_CHOICES, ChatRequest, CompletionRequest

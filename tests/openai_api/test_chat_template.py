@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvrelay.openai_api.body import decode_chat
-from kvrelay.openai_api.chat_template import check_template, render
+from kvrelay.openai_api.prompt import check_template, render
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.wire.errors import ConfigError, RequestError
 
