@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvrelay.openai_api.constraints import constraint_of, tool_use
 from kvrelay.openai_api.json_body import read_json, refuser
-from kvrelay.openai_api.structured import constraint_of
-from kvrelay.openai_api.tool_choice import tool_use
 from kvrelay.openai_api.types import MAX_CHOICES, ChatRequest, CompletionRequest, SamplingFields
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.frames import MALFORMED

@@ -12,11 +12,11 @@ from functools import partial
 import msgspec
 from msgspec import UNSET
 
+from kvrelay.openai_api.constraints import ToolUse, tool_use
 from kvrelay.openai_api.message_parts import Part, call_id, merged
 from kvrelay.openai_api.model_formats import TOOL_FORMATS, ReasoningFormat, ToolFormat
 from kvrelay.openai_api.reasoning import Opening, ReasoningSplit, opening
 from kvrelay.openai_api.tokenizer import Tokenizer
-from kvrelay.openai_api.tool_choice import ToolUse, tool_use
 from kvrelay.openai_api.tool_parsers import CallParser, NamedParser, TextParser
 from kvrelay.openai_api.types import (
     ChatRequest,

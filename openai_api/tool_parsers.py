@@ -21,7 +21,7 @@ __all__ = ["CallParser", "NamedParser", "TextParser", "Tools"]
 
 Tools = Sequence[Mapping[str, Any]]
 
-_MAX_HEAD_CHARS = 600  # names have 256 at most (openai_api/tool_choice.py)
+_MAX_HEAD_CHARS = 600  # names have 256 at most (openai_api/constraints.py)
 _MAX_NAMELESS_CHARS = 4096  # of arguments that stand before their call's name
 _SEPARATORS = " \t\r\n,;"
 _TEXT = frozenset({"string"})  # types of a value in tags

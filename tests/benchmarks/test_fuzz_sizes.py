@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from kvrelay.node.app import create_app as create_node
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.lifecycle import Node
-from kvrelay.openai_api.structured import _KINDS
+from kvrelay.openai_api.constraints import _KINDS
 from kvrelay.router.app import create_app as create_router
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.router_config import RouterConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvrelay.openai_api.body import decode_chat, sampling_params
-from kvrelay.openai_api.structured import bad_word_ids, constraint_of
+from kvrelay.openai_api.constraints import bad_word_ids, constraint_of
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.types import ChatRequest
 from kvrelay.wire.errors import RequestError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvrelay.openai_api.body import decode_chat
-from kvrelay.openai_api.tool_choice import ToolUse, tool_use
+from kvrelay.openai_api.constraints import ToolUse, tool_use
 from kvrelay.openai_api.types import ChatRequest
 from kvrelay.wire.errors import RequestError
 

@@ -19,11 +19,11 @@ from kvrelay.node.admin_routes import (
     HeldRequest,
     RoleRequest,
 )
+from kvrelay.openai_api.constraints import _KINDS
 from kvrelay.openai_api.dialects.anthropic import MessagesRequest
 from kvrelay.openai_api.dialects.base import PASSED_ON
 from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
 from kvrelay.openai_api.openapi import OPERATIONS
-from kvrelay.openai_api.structured import _KINDS
 from kvrelay.openai_api.types import ChatRequest, FunctionDelta
 from kvrelay.router.admin import _Flip, _Name
 
