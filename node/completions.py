@@ -12,12 +12,13 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
-from kvrelay.node.http_edge import authorize, client_left, safe_id
+from kvrelay.node.http_edge import authorize, client_left
 from kvrelay.node.lifecycle import Node
 from kvrelay.node.preprocess import prepare
 from kvrelay.node.request_record import RequestRecord
 from kvrelay.node.serving import Call
 from kvrelay.openai_api.body import body_request_id
+from kvrelay.openai_api.headers import safe_id, trace_headers
 from kvrelay.openai_api.json_body import (
     check_node_body,
     check_shape,
@@ -29,7 +30,6 @@ from kvrelay.openai_api.node_request import NodeRequest
 from kvrelay.openai_api.routes import body_excerpt
 from kvrelay.openai_api.sse import joined_body, joined_end
 from kvrelay.openai_api.stages import with_stages
-from kvrelay.openai_api.tracing import trace_headers
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.engine_messages import Order

@@ -1,10 +1,9 @@
-"""HTTP edge of a node: callers' keys, ids and bodies, and error answers in their dialect."""
+"""HTTP edge of a node: callers' keys and bodies, and error answers in their dialect."""
 
 from __future__ import annotations
 
 import hmac
 import logging
-import uuid
 from typing import TypeVar
 
 import msgspec
@@ -12,7 +11,8 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from kvrelay.openai_api.routes import error_shape, key_of_headers
+from kvrelay.openai_api.headers import key_of_headers
+from kvrelay.openai_api.routes import error_shape
 from kvrelay.wire.errors import (
     KvrelayError,
     NotFound,
@@ -22,12 +22,9 @@ from kvrelay.wire.errors import (
 )
 from kvrelay.wire.frames import MALFORMED
 
-__all__ = ["add_error_handlers", "authorize", "client_left", "decode_body", "safe_id"]
+__all__ = ["add_error_handlers", "authorize", "client_left", "decode_body"]
 
 log = logging.getLogger("kvrelay.node")
-
-# A router adds some to the 128 characters that its clients have.
-_MAX_ID_CHARS = 160
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -37,19 +34,6 @@ def authorize(key: str, request: Request) -> None:
         raise Unauthorized(
             "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
         )
-
-
-def safe_id(given: str | None) -> str:
-    """Return the caller's own id if it is printable and short, else a new one."""
-    if (
-        given
-        and len(given) <= _MAX_ID_CHARS
-        and given.isascii()
-        and given.isprintable()
-        and " " not in given
-    ):
-        return given
-    return uuid.uuid4().hex
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:

@@ -9,9 +9,10 @@ import msgspec
 
 from kvrelay.node.metrics import NodeMetrics
 from kvrelay.node.serving import Call
+from kvrelay.openai_api.headers import trace_id_of
 from kvrelay.openai_api.node_request import NodeRequest
 from kvrelay.openai_api.stages import STAGES, stage_times, stages_ms
-from kvrelay.openai_api.tracing import Attribute, RequestSpan, Tracing, trace_id_of
+from kvrelay.openai_api.tracing import Attribute, RequestSpan, Tracing
 from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import RequestUpdate, Timing
 from kvrelay.wire.log_lines import Fields

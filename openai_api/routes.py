@@ -37,7 +37,6 @@ __all__ = [
     "add_routes",
     "body_excerpt",
     "error_shape",
-    "key_of_headers",
 ]
 
 RESPONSES_PATH = "/v1/responses"
@@ -89,15 +88,6 @@ class Server(Protocol):
 def error_shape(path: str) -> Callable[[int, ErrorBody], bytes]:
     anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
     return anthropic_error if anthropic else openai_error
-
-
-def key_of_headers(headers: Callable[[str], str | None]) -> str:
-    """Return a request's API key, from `Authorization: Bearer` or x-api-key.
-
-    By RFC 9110, 11, the scheme has any case and one space or more after it.
-    """
-    scheme, _, token = (headers("authorization") or "").partition(" ")
-    return token.lstrip(" ") if scheme.lower() == "bearer" else headers("x-api-key") or ""
 
 
 def body_excerpt(body: bytes) -> str:

@@ -7,7 +7,6 @@ when a request has ended.
 from __future__ import annotations
 
 import os
-import re
 import socket
 import threading
 import time
@@ -25,8 +24,6 @@ __all__ = [
     "RequestSpan",
     "Tracing",
     "otlp_endpoint",
-    "trace_headers",
-    "trace_id_of",
     "start_tracing",
 ]
 
@@ -34,8 +31,6 @@ Attribute = str | bool | int | float
 
 _OURS, _ALL = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 _FLUSH_S = 3.0
-_TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-_STATE = re.compile(r"[\x20-\x7e]{1,512}")
 
 
 def otlp_endpoint(configured: str, environ: Mapping[str, str]) -> str:
@@ -53,21 +48,6 @@ def start_tracing(configured: str, service: str) -> Tracing | None:
     """Return this process's tracing, None without an endpoint. Raises ConfigError."""
     endpoint = otlp_endpoint(configured, os.environ)
     return Tracing(endpoint, service) if endpoint else None
-
-
-def trace_id_of(traceparent: str) -> str:
-    """Return the trace id of a valid traceparent, empty for none."""
-    return traceparent[3:35]
-
-
-def trace_headers(header: Callable[[str], str | None]) -> dict[str, str]:
-    """Return a caller's valid traceparent and tracestate."""
-    parent, state = header("traceparent"), header("tracestate")
-    if parent is None or not _TRACE.fullmatch(parent):
-        return {}
-    return {"traceparent": parent} | (
-        {"tracestate": state} if state and _STATE.fullmatch(state) else {}
-    )
 
 
 class RequestSpan:

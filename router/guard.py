@@ -16,12 +16,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Scope
 
+from kvrelay.openai_api.headers import key_of_headers
 from kvrelay.openai_api.routes import (
     ANTHROPIC_PATH,
     GUARDED,
     RESPONSES_PATH,
     error_shape,
-    key_of_headers,
 )
 from kvrelay.router.admission.keys import Caller, Keyring
 from kvrelay.router.metrics import Metrics

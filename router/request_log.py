@@ -12,8 +12,9 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvrelay.openai_api.headers import trace_id_of
 from kvrelay.openai_api.stages import MOVED, STAGES, StageTime
-from kvrelay.openai_api.tracing import Attribute, RequestSpan, trace_id_of
+from kvrelay.openai_api.tracing import Attribute, RequestSpan
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.relay import CLIENT_GONE
 from kvrelay.router.request.job import Job

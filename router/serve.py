@@ -18,9 +18,10 @@ from kvrelay.openai_api.body import is_valid_id
 from kvrelay.openai_api.dialects.base import AS_IS, Dialect, Translate, untranslated
 from kvrelay.openai_api.dialects.responses import Recall, translate_body
 from kvrelay.openai_api.front import front_of
+from kvrelay.openai_api.headers import trace_headers
 from kvrelay.openai_api.json_body import check_shape, off_loop, read_body, unless_disconnected
 from kvrelay.openai_api.routes import body_excerpt
-from kvrelay.openai_api.tracing import RequestSpan, trace_headers
+from kvrelay.openai_api.tracing import RequestSpan
 from kvrelay.router.admission.keys import Caller
 from kvrelay.router.guard import answer_error, caller_of, check_key
 from kvrelay.router.nodes.node import NodeKind

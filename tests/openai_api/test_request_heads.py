@@ -18,7 +18,7 @@ from kvrelay.node.app import create_app as create_node
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.lifecycle import Node
 from kvrelay.openai_api.connections import HttpConnection, connection_class
-from kvrelay.openai_api.routes import key_of_headers
+from kvrelay.openai_api.headers import key_of_headers
 from kvrelay.router.app import create_app as create_router
 from kvrelay.router.relay import ClientConnection
 from kvrelay.wire.config import EngineConfig, NodeConfig

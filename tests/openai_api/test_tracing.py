@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.openai_api.tracing import Tracing, otlp_endpoint, start_tracing, trace_id_of
+from kvrelay.openai_api.headers import trace_id_of
+from kvrelay.openai_api.tracing import Tracing, otlp_endpoint, start_tracing
 from kvrelay.wire.errors import ConfigError
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.openai_api.tracing import trace_headers
+from kvrelay.openai_api.headers import trace_headers
 from kvrelay.router.request.job import slo_of_headers
 from kvrelay.router.request_log import shown_error
 from kvrelay.wire.errors import NotFound, RequestError

@@ -1,0 +1,51 @@
+"""What headers say of a request: its key, its id and its trace. Pure."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable
+
+__all__ = ["key_of_headers", "safe_id", "trace_headers", "trace_id_of"]
+
+# A router adds some to the 128 characters that its clients have.
+_MAX_ID_CHARS = 160
+_TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_STATE = re.compile(r"[\x20-\x7e]{1,512}")
+
+
+def key_of_headers(headers: Callable[[str], str | None]) -> str:
+    """Return a request's API key, from `Authorization: Bearer` or x-api-key.
+
+    By RFC 9110, 11, the scheme has any case and one space or more after it.
+    """
+    scheme, _, token = (headers("authorization") or "").partition(" ")
+    return token.lstrip(" ") if scheme.lower() == "bearer" else headers("x-api-key") or ""
+
+
+def safe_id(given: str | None) -> str:
+    """Return the caller's own id if it is printable and short, else a new one."""
+    if (
+        given
+        and len(given) <= _MAX_ID_CHARS
+        and given.isascii()
+        and given.isprintable()
+        and " " not in given
+    ):
+        return given
+    return uuid.uuid4().hex
+
+
+def trace_id_of(traceparent: str) -> str:
+    """Return the trace id of a valid traceparent, empty for none."""
+    return traceparent[3:35]
+
+
+def trace_headers(header: Callable[[str], str | None]) -> dict[str, str]:
+    """Return a caller's valid traceparent and tracestate."""
+    parent, state = header("traceparent"), header("tracestate")
+    if parent is None or not _TRACE.fullmatch(parent):
+        return {}
+    return {"traceparent": parent} | (
+        {"tracestate": state} if state and _STATE.fullmatch(state) else {}
+    )
