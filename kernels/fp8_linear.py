@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.elementwise import quantize_e4m3
+from kvrelay.kernels.decoder_layer import quantize_e4m3
 from kvrelay.kernels.fused_elementwise import act_and_mul, e4m3_scale, rms_norm, warps_for
 from kvrelay.kernels.launch import pdl_works, wait_for_previous
 from kvrelay.kernels.skinny_gemm import Activation, skinny_linear

@@ -1,4 +1,4 @@
-"""Norms, activations and embedding in Triton; torch twins in `kernels/elementwise.py`.
+"""Norms, activations and embedding in Triton; torch twins in `kernels/decoder_layer.py`.
 
 Grids: norms one program per row (H <= 16384); activations and embedding one per row and tile of
 columns. Arithmetic is fp32. A norm's warps follow from H alone, so a row is summed in one order in

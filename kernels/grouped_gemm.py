@@ -6,7 +6,7 @@ programs without a tile end at once.
 
 Grids: route (chunks of tokens); arrange (chunks; with one chunk route does it); gate-up with
 activation and down (tiles x column blocks); sum (tokens x column blocks). No atomics, sums in one
-order. Twin: `kernels/moe.py`. Source: Gale et al., "MegaBlocks", 2022.
+order. Twin: `kernels/decoder_layer.py`. Source: Gale et al., "MegaBlocks", 2022.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
 A row's adapter is read from device memory, so both fit a CUDA graph. A program loops over the
 adapters between the lowest and the highest of its rows, which come sorted. A row's bits depend on
 the tiles alone. Every program waits (`gdc_wait`) before it ends, also an idle one: else its
-successor would run into what is computed before. On a CPU: `PackedLora` in `kernels/linear.py`.
+successor would run into what is computed before. On a CPU: `PackedLora` of
+`kernels/decoder_layer.py`.
 """
 
 from __future__ import annotations

@@ -9,9 +9,17 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from kvrelay.kernels.elementwise import act_and_mul, apply_rope, rms_norm, write_kv
-from kvrelay.kernels.linear import Linear, PackedLora, fewest_invariant_rows
-from kvrelay.kernels.moe import Experts, route
+from kvrelay.kernels.decoder_layer import (
+    Experts,
+    Linear,
+    PackedLora,
+    act_and_mul,
+    apply_rope,
+    fewest_invariant_rows,
+    rms_norm,
+    route,
+    write_kv,
+)
 from kvrelay.kernels.paged_attention import AttentionPlan, attend
 from kvrelay.paged_engine.adapters import Site
 from kvrelay.paged_engine.decoder import LayerCache, QkNorm

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from kvrelay.kernels.elementwise import dequantize
+from kvrelay.kernels.decoder_layer import dequantize
 from kvrelay.paged_engine.model_config import ModelConfig, Quantization
 from kvrelay.paged_engine.model_tensors import quantized_weights, tensor_shapes
 from kvrelay.wire.errors import ConfigError

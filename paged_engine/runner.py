@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
-from kvrelay.kernels.linear import computed_rows
+from kvrelay.kernels.decoder_layer import computed_rows
 from kvrelay.kernels.paged_attention import SequenceSpan, plan_attention
 from kvrelay.paged_engine.adapters import AdapterStore
 from kvrelay.paged_engine.before_loading import (

@@ -11,9 +11,9 @@ import pytest
 
 _SHOW = """
 import importlib.util
-from kvrelay.kernels import moe
+from kvrelay.kernels import decoder_layer
 from transformers.utils import is_kernels_available
-print(moe.__file__, is_kernels_available(), importlib.util.find_spec("kernels").origin)
+print(decoder_layer.__file__, is_kernels_available(), importlib.util.find_spec("kernels").origin)
 """
 
 
@@ -42,7 +42,7 @@ def test_transformers_does_not_take_the_folder_of_a_checkout_for_a_package(
     repository: Path,
 ) -> None:
     done = start([repository])
-    ours = repository / "kvrelay" / "kernels" / "moe.py"
+    ours = repository / "kvrelay" / "kernels" / "decoder_layer.py"
     assert done.stdout.split() == [str(ours), "False", "None"], done.stderr
 
 
@@ -52,5 +52,5 @@ def test_both_packages_work_side_by_side(
 ) -> None:
     path = [theirs.parent, repository] if theirs_first else [repository, theirs.parent]
     done = start(path)
-    ours = repository / "kvrelay" / "kernels" / "moe.py"
+    ours = repository / "kvrelay" / "kernels" / "decoder_layer.py"
     assert done.stdout.split()[::2] == [str(ours), str(theirs / "__init__.py")], done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrelay.kernels import elementwise as twin
+from kvrelay.kernels import decoder_layer as twin
 from tests.kernels.rounding import (
     assert_same,
     captured,

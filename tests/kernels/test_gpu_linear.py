@@ -11,7 +11,7 @@ from torch.nn import functional
 pytest.importorskip("triton")
 
 from kvrelay.kernels import fp8_linear
-from kvrelay.kernels.elementwise import dequantize, quantize_e4m3
+from kvrelay.kernels.decoder_layer import dequantize, quantize_e4m3
 from kvrelay.kernels.fp8_linear import Fp8Linear, quantize_rows
 from kvrelay.kernels.fused_elementwise import rms_norm
 from kvrelay.kernels.gpu_linear import GpuLinear

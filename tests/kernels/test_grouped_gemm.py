@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from kvrelay.kernels import grouped_gemm
+from kvrelay.kernels.decoder_layer import route
 from kvrelay.kernels.grouped_gemm import Tiling, moe
-from kvrelay.kernels.moe import route
 from tests.kernels.twins import moe as twin
 
 SMALL = (16, Tiling(16, 32, 4, 2), Tiling(32, 16, 4, 2))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.kernels.linear import Linear, computed_rows, packs
+from kvrelay.kernels.decoder_layer import Linear, computed_rows, packs
 
 
 @given(st.integers(1, 5000))

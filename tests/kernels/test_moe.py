@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kvrelay.kernels.linear import Linear, fewest_invariant_rows
-from kvrelay.kernels.moe import Experts, route
+from kvrelay.kernels.decoder_layer import Experts, Linear, fewest_invariant_rows, route
 from tests.kernels.twins import moe
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from kvrelay.kernels.elementwise import write_kv
+from kvrelay.kernels.decoder_layer import write_kv
 from kvrelay.kernels.paged_attention import SequenceSpan, attend, plan_attention
 from tests.kernels.paged_case import Case, make_case, starts
 

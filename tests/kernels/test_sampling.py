@@ -5,7 +5,7 @@ drawn from.
 import pytest
 import torch
 
-from kvrelay.kernels.linear import Linear, rows_are_invariant
+from kvrelay.kernels.decoder_layer import Linear, rows_are_invariant
 from kvrelay.kernels.sampling import draw, keep_likely, penalize, philox_4x32, uniform
 
 

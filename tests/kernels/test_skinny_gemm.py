@@ -13,7 +13,7 @@ from torch.nn import functional
 pytest.importorskip("triton")
 
 from kvrelay.kernels import skinny_gemm
-from kvrelay.kernels.elementwise import quantize_e4m3
+from kvrelay.kernels.decoder_layer import quantize_e4m3
 from kvrelay.kernels.skinny_gemm import (
     MAX_ROWS,
     RING_ROWS,

@@ -6,8 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from kvrelay.kernels.elementwise import apply_rope, quantize_e4m3, rms_norm, write_kv
-from kvrelay.kernels.moe import Experts, route
+from kvrelay.kernels.decoder_layer import (
+    Experts,
+    apply_rope,
+    quantize_e4m3,
+    rms_norm,
+    route,
+    write_kv,
+)
 
 
 def embed(

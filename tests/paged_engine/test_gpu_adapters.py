@@ -21,7 +21,7 @@ from engines import GPU_SIZES, ON_GPU, drain, make, output
 from tiny_adapters import make_adapter, merged
 from tiny_models import make_tiny
 
-from kvrelay.kernels.elementwise import act_and_mul, rms_norm
+from kvrelay.kernels.decoder_layer import act_and_mul, rms_norm
 from kvrelay.kernels.gpu_linear import GpuLinear
 from kvrelay.paged_engine.adapters import Site
 from kvrelay.paged_engine.engine import Engine

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 
-from kvrelay.kernels.elementwise import dequantize
+from kvrelay.kernels.decoder_layer import dequantize
 from kvrelay.paged_engine.model_config import ModelConfig, Quantization
 from kvrelay.paged_engine.model_files import read_model_config, read_tensors
 from kvrelay.paged_engine.model_tensors import (
