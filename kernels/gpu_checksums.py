@@ -10,11 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.block_checksums import STRIDE, WORD_BYTES
+from kvrelay.kernels.block_checksums import STRIDE, VECTOR_BYTES, WORD_BYTES
 
-__all__ = ["VECTOR_BYTES", "gpu_block_checksums"]
+__all__ = ["gpu_block_checksums"]
 
-VECTOR_BYTES = 16
 PIECE_BYTES = 128 << 10
 PROGRAMS = 64
 _STRIDE = tl.constexpr(STRIDE)
@@ -55,11 +54,11 @@ def _checksums(
 
 
 def gpu_block_checksums(
-    pool: int, blocks: torch.Tensor, *, kv_heads: int, slice_bytes: int
+    pool: int, blocks: torch.Tensor, kv_heads: int, slice_bytes: int
 ) -> torch.Tensor:
     """Return int64 [blocks, kv_heads] of these blocks, int32 on the GPU, of the pool at an address.
 
-    `slice_bytes` and the address are multiples of 16.
+    `slice_bytes` and the address are multiples of VECTOR_BYTES.
     """
     pieces = -(-slice_bytes // PIECE_BYTES)
     items = blocks.numel() * kv_heads * pieces

@@ -5,12 +5,11 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from kvrelay.kv_transfer.checksums import Checks
 from kvrelay.kv_transfer.connector import Completion, LeaseId, PeerKey
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import KvrelayError, PeerLost, TransferTimeout
 
-__all__ = ["MARGIN", "NEVER", "Fetch", "State"]
+__all__ = ["MARGIN", "NEVER", "Checks", "Fetch", "State"]
 
 # Part of the lease left to clock drift and an acknowledgement's way.
 MARGIN = 0.1
@@ -26,6 +25,33 @@ class State(enum.Enum):
     CONFIRMING = enum.auto()  # all bytes are in; the source's word is missing
     CHECKING = enum.auto()  # the source held it; our own checksums are missing
     ABANDONED = enum.auto()  # unwanted, but a READ is in flight
+
+
+@dataclass(slots=True)
+class Checks:
+    """A fetch's comparison of checksums. The source's ids name blocks."""
+
+    places: dict[int, int] = field(default_factory=dict)
+    """Drawn blocks whose source gives checksums, and their indices in the fetch."""
+    theirs: dict[int, bytes] = field(default_factory=dict)
+    ours: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def answered(self) -> bool:
+        return len(self.theirs) == len(self.places)
+
+    @property
+    def wrong(self) -> list[int]:
+        """Blocks that are not what the source has, by place."""
+        known = (block for block in self.places if block in self.theirs and block in self.ours)
+        return [block for block in known if self.theirs[block] != self.ours[block]]
+
+    @property
+    def sound(self) -> float:
+        """Return how many first blocks a failed fetch may keep; none if any is wrong."""
+        known = self.theirs.keys() & self.ours.keys()
+        unknown = (place for block, place in self.places.items() if block not in known)
+        return 0 if self.wrong else min(unknown, default=float("inf"))
 
 
 @dataclass(slots=True)
@@ -125,5 +151,5 @@ class Fetch:
         assert (self.deadline < NEVER) == timed or self.state is State.ABANDONED, self
         assert self.verified <= self.landed <= self.taken <= len(self.local_blocks), self
         all_taken = self.complete and self.taken == len(self.local_blocks)
-        assert not self.released or (all_taken and not self.checks.unanswered), self
+        assert not self.released or (all_taken and self.checks.answered), self
         assert self.lost is None or self.state is State.WATCHED, self

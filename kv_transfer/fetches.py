@@ -20,7 +20,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvrelay.kv_transfer.checksums import MOST_BLOCKS, Checks
+from kvrelay.kv_transfer.checksums import MOST_BLOCKS
 from kvrelay.kv_transfer.connector import (
     Completion,
     Fetched,
@@ -31,7 +31,7 @@ from kvrelay.kv_transfer.connector import (
     Settled,
     TransferStats,
 )
-from kvrelay.kv_transfer.fetch import NEVER, Fetch, State
+from kvrelay.kv_transfer.fetch import NEVER, Checks, Fetch, State
 from kvrelay.kv_transfer.messages import End, Follow, Message, Renew
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import KvCorrupted, KvrelayError, LeaseLost, PeerLost, TransferTimeout
@@ -199,10 +199,14 @@ class FetchTable:
     def vouched(
         self, peer: PeerKey, lease: LeaseId, checksums: Mapping[int, bytes], now: float
     ) -> None:
-        """Handle the peer's checksums of blocks of this lease, by its ids."""
+        """Handle the peer's checksums of blocks of this lease, by its ids.
+
+        What was not asked for, or comes again, is ignored.
+        """
         for fetch in self._of(peer):
             if fetch.lease == lease:
-                fetch.checks.add_theirs(checksums)
+                for block in checksums.keys() & fetch.checks.places.keys():
+                    fetch.checks.theirs.setdefault(block, checksums[block])
                 self._start(fetch, now)
 
     def summed(self, command: Sum, checksums: Sequence[bytes], now: float) -> None:
@@ -306,7 +310,7 @@ class FetchTable:
                 Read(self._reads, fetch.peer, fetch.remote_blocks[part], fetch.local_blocks[part])
             )
             self._draw(fetch, part)
-        elif fetch.complete and not fetch.checks.unanswered:
+        elif fetch.complete and fetch.checks.answered:
             self._reads += 1
             fetch.state, fetch.token = State.CONFIRMING, self._reads
             self._end_lease(fetch)
@@ -339,7 +343,7 @@ class FetchTable:
 
     def _admit(self, fetch: Fetch, now: float) -> None:
         checks, stats = fetch.checks, self.stats
-        if not checks.settled:
+        if len(checks.ours) < len(checks.places):
             fetch.state = State.CHECKING
             return
         wrong = checks.wrong

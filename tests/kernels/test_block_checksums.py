@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.kernels.block_checksums import STRIDE, block_checksums, keys
+from kvrelay.kernels.block_checksums import STRIDE, block_checksums
 
 MASK = (1 << 64) - 1
 
@@ -33,12 +36,17 @@ def pool_of(num_blocks: int, kv_heads: int, words: int, seed: int = 0) -> torch.
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).view(torch.int64)
 
 
+def on_cpu(pool: torch.Tensor, blocks: Iterable[int]) -> list[list[int]]:
+    """Checksums by block and head of a pool [num_blocks, kv_heads, words]."""
+    sums = [block_checksums(pool[block].numpy(), pool.shape[1]) for block in blocks]
+    return [np.frombuffer(each, np.int64).tolist() for each in sums]
+
+
 @pytest.mark.parametrize("words", [1, 2, 100, (16 << 10) + 3])
 def test_a_cpu_finds_what_plain_integers_say(words: int) -> None:
-    pool = pool_of(4, 2, words).numpy()
+    pool = pool_of(4, 2, words)
     pool[1, 0, 0], pool[1, 1, -1] = -1, -(1 << 63)
-    found = block_checksums(pool, [3, 1], keys(words))
-    assert found.tolist() == [
+    assert on_cpu(pool, [3, 1]) == [
         [plain(pool[block, head].tolist()) for head in range(2)] for block in (3, 1)
     ]
 
@@ -56,15 +64,13 @@ def test_triton_equals_the_cpu(
 ) -> None:
     gpu_checksums = pytest.importorskip("kvrelay.kernels.gpu_checksums", exc_type=ImportError)
 
-    words = slice_bytes // 8
-    pool = pool_of(5, kv_heads, words, seed=slice_bytes)
-    expected = block_checksums(pool.numpy(), blocks, keys(words))
+    pool = pool_of(5, kv_heads, slice_bytes // 8, seed=slice_bytes)
     there, ids = pool.to(device), torch.tensor(blocks, dtype=torch.int32, device=device)
     monkeypatch.setattr(gpu_checksums, "PROGRAMS", 2)
     found = gpu_checksums.gpu_block_checksums(
         there.data_ptr(), ids, kv_heads=kv_heads, slice_bytes=slice_bytes
     )
-    assert found.tolist() == expected.tolist()
+    assert found.tolist() == on_cpu(pool, blocks)
 
 
 @pytest.mark.gpu
@@ -78,15 +84,12 @@ def test_pools_of_more_than_4_gib(device: torch.device) -> None:
     pool[torch.tensor(blocks, device=device)] = few.to(device)
     ids = torch.tensor(blocks, dtype=torch.int32, device=device)
     found = gpu_block_checksums(pool.data_ptr(), ids, kv_heads=kv_heads, slice_bytes=slice_bytes)
-    assert (
-        found.tolist()
-        == block_checksums(few.numpy(), range(len(blocks)), keys(slice_bytes // 8)).tolist()
-    )
+    assert found.tolist() == on_cpu(few, range(len(blocks)))
 
 
 def one(words: list[int]) -> int:
-    pool = np.array(words, dtype=np.int64).reshape(1, 1, -1)
-    return int(block_checksums(pool, [0], keys(len(words)))[0, 0])
+    block = np.array(words, dtype=np.int64).tobytes()
+    return int.from_bytes(block_checksums(block, 1), sys.byteorder, signed=True)
 
 
 WORD = st.integers(-(1 << 63), (1 << 63) - 1)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from engine_node import SLOW, RealNode
 
-from kvrelay.kernels import block_checksums
-from kvrelay.kernels.block_checksums import keys
+from kvrelay.kernels.block_checksums import block_checksums
+from kvrelay.kv_transfer import checksums
 from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.checksums import Checksums, in_our_order
 from kvrelay.kv_transfer.connector import (
@@ -76,15 +76,13 @@ def test_the_thread_sums_its_pool(device: str, count: int) -> None:
     if there.is_cuda:
         torch.cuda.synchronize()
     thread = Checksums(PoolRegion(there.data_ptr(), 300, BLOCK_BYTES, device), HEADS, unbroken)
-    words = pool.view(torch.int64).view(300, HEADS, -1).numpy()
     try:
         for _ in range(2):
             blocks = torch.randperm(300)[:count].tolist()
             found: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
             thread.ask(blocks, found.put)
-            expected = block_checksums.block_checksums(words, blocks, keys(words.shape[2]))
-            packed = [row.astype("<i8").tobytes() for row in expected]
-            assert found.get(timeout=DEADLINE_S) == packed
+            expected = [block_checksums(pool[block].numpy(), HEADS) for block in blocks]
+            assert found.get(timeout=DEADLINE_S) == expected
     finally:
         thread.close(5)
 
@@ -99,15 +97,14 @@ class HeldSums:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sums, self.begun, self.gate = 0, threading.Event(), threading.Event()
-        real = block_checksums.block_checksums
 
         def held(*arguments: Any) -> Any:
             self.sums += 1
             self.begun.set()
             assert self.gate.wait(DEADLINE_S)
-            return real(*arguments)
+            return block_checksums(*arguments)
 
-        monkeypatch.setattr(block_checksums, "block_checksums", held)
+        monkeypatch.setattr(checksums, "block_checksums", held)
 
 
 def test_a_sum_that_hangs_is_told_and_nothing_behind_it_is_begun_when_the_thread_ends(
