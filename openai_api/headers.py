@@ -1,4 +1,4 @@
-"""What headers say of a request: its key, its id and its trace. Pure."""
+"""A request's headers: its key, its id and its trace. Pure."""
 
 from __future__ import annotations
 
