@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -22,24 +21,12 @@ import aiohttp
 
 from kvrelay.node.process import PARENT_PID
 
-__all__ = ["child", "family", "free_ports", "kv_events", "running", "wait_until_healthy"]
+__all__ = ["child", "family", "free_ports", "running", "wait_until_healthy"]
 
 START_DEADLINE_S = 180
 STOP_DEADLINE_S = 60
 _PORTS = 18_000, 32_000
 _ROOT = Path(__file__).parents[1]
-
-
-def kv_events(
-    endpoint: str = "tcp://127.0.0.1:0", replay_endpoint: str = "tcp://127.0.0.1:0"
-) -> str:
-    """The flag of a node that tells KV events there; unless they are named, on free ports."""
-    told = {
-        "enable_kv_cache_events": True,
-        "endpoint": endpoint,
-        "replay_endpoint": replay_endpoint,
-    }
-    return f"--kv-events-config={json.dumps(told)}"
 
 
 @contextmanager

@@ -252,16 +252,8 @@ def received(sock: Socket) -> Iterator[list[bytes]]:
             return
 
 
-def listen(
-    listener: zmq.Socket[Any],
-    host: str,
-    port: int = 0,
-    called: tuple[str, str] = ("kv_host", "kv_port"),
-) -> int:
-    """Listen at this address; return the port, a free one for 0. Raises ConfigError.
-
-    `host`: a name, a number, or * for all; `called`: the options of both.
-    """
+def listen(listener: zmq.Socket[Any], host: str, port: int = 0) -> int:
+    """Listen at this address; return the port, a free one for 0. Raises ConfigError."""
     try:
         # zmq binds to numbers only.
         found = None if host == "*" else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -269,8 +261,8 @@ def listen(
         listener.bind(_tcp(number, port or "*"))
     except (OSError, zmq.ZMQError) as error:
         raise ConfigError(
-            f"cannot listen at {called[0]} {host!r}, {called[1]} {port}: {error}; take an address "
-            f"of this machine, or {called[1]} 0"
+            f"cannot listen at kv_host {host!r}, kv_port {port}: {error}; take an address of this "
+            f"machine, or kv_port 0"
         ) from error
     return int(listener.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 

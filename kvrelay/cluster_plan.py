@@ -19,7 +19,6 @@ from kvrelay.supervisor import ChildSpec
 from kvrelay.wire.config import EngineConfig, NodeConfig, Role
 from kvrelay.wire.config_checks import OrDefault, Positive, check_fields, require
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.kv_events import KvEventsConfig
 from kvrelay.wire.router_config import RouterConfig
 
 __all__ = [
@@ -46,11 +45,9 @@ NOT_FLAGS = frozenset(
     {"role", "api_key", "admin_key", "node_api_key", "hf_token", "cluster_secret"}
 )
 """Settings of a child that are its command, or secrets, which its environment holds."""
-# On free ports, of which routers hear by the nodes' health.
-_KV_EVENTS = KvEventsConfig(True, endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
 # What a cluster decides for its nodes, or what means its router.
 _NOT_OF_NODES = (
-    *("role", "host", "port", "api_key", "router", "kv_events_config", "root_path"),
+    *("role", "host", "port", "api_key", "router", "root_path"),
     *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"),
     *("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
 )
@@ -207,7 +204,7 @@ def _node_specs(config: ClusterConfig, machine: Machine, log_dir: Path) -> list[
         env["OMP_NUM_THREADS"] = str(node.engine.threads)
         if visible:
             env["CUDA_VISIBLE_DEVICES"] = visible
-        flags = flags_of(replace(node, port=port, kv_events_config=_KV_EVENTS), skip=NOT_FLAGS)
+        flags = flags_of(replace(node, port=port), skip=NOT_FLAGS)
         url = f"http://127.0.0.1:{port}"
         specs.append(_spec(name, node.role.value, flags, url, log_dir, env))
     return specs

@@ -30,7 +30,6 @@ from kvrelay.settings import build, flags_of
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.config_checks import require
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.kv_events import KvEventsConfig
 
 __all__ = [
     "IMAGE_TAG",
@@ -55,7 +54,6 @@ NOT_FOR_COMPOSE = (
     *("otlp_traces_endpoint",),
 )
 _PORT = 8000  # inside: each container has an address of its own
-_KV_EVENTS = KvEventsConfig(True, endpoint="tcp://*:5557", replay_endpoint="tcp://*:5558")
 _OUR_IMAGE = re.compile(r"kvrelay/(node-cpu|node-cuda|router):\d+\.\d+\.\d+")
 # The network of the nodes alone: the control channel and UCX listen on its interface. UCX asks
 # nobody who he is.
@@ -234,7 +232,6 @@ def _node(
         transfer=transfer,
         host="0.0.0.0",
         port=_PORT,
-        kv_events_config=_KV_EVENTS,
     )
     flags = flags_of(node, skip=NOT_FLAGS if engine.model else NOT_FLAGS | {"model"})
     shared = _shared(config)

@@ -29,7 +29,7 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 _T = TypeVar("_T")
 _MAX_AT_ONCE = 1024  # requests that the engine knows of
-_NOT_OFFLINE = ("role", "host", "port", "api_key", "max_body_bytes", "kv_events_config")
+_NOT_OFFLINE = ("role", "host", "port", "api_key", "max_body_bytes")
 _NOT_SAMPLING = {"model", "prompt", "stream", "stream_options", "user", "kv_transfer_params"}
 _NOT_SAMPLING |= {"logprobs"}  # an output has none
 _FIELDS = {*SamplingFields.__struct_fields__, *CompletionRequest.__struct_fields__} - _NOT_SAMPLING

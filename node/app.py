@@ -149,7 +149,6 @@ def _health(node: Node) -> dict[str, object]:
         "leg_stream": LEGS.oldest,
         "leg_stream_newest": LEGS.newest,
         "kv": info.kv,
-        "kv_events": None if node.kv_events is None else node.kv_events.report(),
         "requests": node.engine.queue_depth(),
         "held_blocks": stats.held_blocks,
         "quarantined_blocks": stats.quarantined_blocks,

@@ -38,6 +38,7 @@ from kvrelay.wire.frames import (
     Frame,
     FrameKind,
 )
+from kvrelay.wire.kv_events import KV_EVENTS_PATH
 from kvrelay.wire.outputs import Finish, Load
 
 __all__ = [
@@ -108,6 +109,8 @@ async def start_streamed(
     node: Node, path: str, headers: Mapping[str, str], body: bytes
 ) -> tuple[Load, Frames]:
     """Start a request of a stream; return the node's load and its frames. Raises KvrelayError."""
+    if path == KV_EVENTS_PATH and node.kv_events is not None:
+        return node.engine.load, node.kv_events.frames()
     if path not in (CHAT_PATH, COMPLETIONS_PATH):
         raise NotFound(f"there is no completion route {path} here")
     await off_loop(len(body), check_node_body, body, node.config.max_body_bytes)

@@ -22,7 +22,6 @@ from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.engine_messages import (
     AdapterAnswer,
     AskStats,
-    CacheChanges,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -35,6 +34,7 @@ from kvrelay.wire.engine_messages import (
     ToEngine,
 )
 from kvrelay.wire.errors import DeadlineExceeded, EngineDead, Overloaded
+from kvrelay.wire.kv_events import CacheChanges
 from kvrelay.wire.outputs import Load
 
 __all__ = ["EngineClient"]

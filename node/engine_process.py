@@ -103,7 +103,7 @@ class EngineProcess:
             self.engine.scheduler.pool,
             self.engine.pool.block_size,
             self._send,
-            enabled=config.told_events is not None,
+            enabled=config.tells_kv_events,
         )
         self.connector = self._open_connector(ranks)
         self._mismatched_kv = 0

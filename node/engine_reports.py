@@ -13,7 +13,8 @@ from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.config import EngineConfig, NodeConfig
-from kvrelay.wire.engine_messages import CacheChanges, EngineReady, EngineStats, RequestUpdate
+from kvrelay.wire.engine_messages import EngineReady, EngineStats, RequestUpdate
+from kvrelay.wire.kv_events import CacheChanges
 from kvrelay.wire.outputs import Finish, PromptBlocks
 from kvrelay.wire.step_costs import StepCosts
 from kvrelay.wire.transfer import Fingerprint, KvFacts, Ticket

@@ -60,7 +60,9 @@ class Node:
         self.config, self.engine, self.created = config, engine, created
         self.serving, self.tracing = serving, tracing
         self.metrics: NodeMetrics | None = None
-        self.kv_events: KvEvents | None = None
+        self.kv_events = KvEvents() if config.tells_kv_events else None
+        if self.kv_events is not None:
+            engine.on_cache_changes = self.kv_events.publish
         self.failure: str | None = None
         self.streams, self.sandbox = RequestStreams(), sandbox or Sandbox()
         self.on_change: Callable[[], None] = lambda: None
@@ -96,12 +98,14 @@ class Node:
         """Wait until no request runs and no KV is held; return False at the deadline."""
         with contextlib.suppress(EngineDead, TimeoutError):
             async with asyncio.timeout(deadline_s):
-                while (
-                    self.engine.queue_depth() or self.streams.running() or await self._held_blocks()
-                ):
+                while self.engine.queue_depth() or self._requests() or await self._held_blocks():
                     await asyncio.sleep(_POLL_S)
             return True
         return self.engine.ended.is_set()
+
+    def _requests(self) -> int:
+        followers = 0 if self.kv_events is None else len(self.kv_events.followers)
+        return self.streams.running() - followers
 
     async def _held_blocks(self) -> int:
         if self.engine.info is None:

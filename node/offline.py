@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 from kvrelay.node.completions import run_requests
 from kvrelay.node.engine_client import EngineClient
@@ -49,7 +48,6 @@ class Offline:
 @asynccontextmanager
 async def offline(config: NodeConfig) -> AsyncIterator[Offline]:
     """Start an engine. Raises ConfigError, EngineDead."""
-    config = replace(config, kv_events_config=None)
     # Nobody tries again later: all is done in turn.
     sandbox = Sandbox(start_deadline_s=None)
     node = Node(config, EngineClient(config), int(time.time()), sandbox=sandbox)

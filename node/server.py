@@ -15,7 +15,6 @@ import uvicorn
 
 from kvrelay.node.app import create_app
 from kvrelay.node.engine_client import EngineClient
-from kvrelay.node.kv_events import KvEvents
 from kvrelay.node.lifecycle import DRAIN_DEADLINE_S, Heartbeats, Node
 from kvrelay.node.metrics import NodeMetrics
 from kvrelay.node.serving import Serving, load_serving
@@ -87,9 +86,6 @@ async def _lifespan(node: Node, server: _Server) -> AsyncIterator[None]:
         if node.draining:
             # A request that came just before may have left KV behind.
             await node.wait_idle(_SHUTDOWN_S)
-        if node.kv_events is not None:
-            node.engine.on_cache_changes = None
-            await node.kv_events.close()
         await node.sandbox.close()
         await node.engine.stop()
         if node.tracing is not None:
@@ -149,9 +145,6 @@ async def _load_and_watch(
     config = node.config
     try:
         serving = await load_serving(config, node.engine, node.sandbox)
-        if config.told_events is not None:
-            node.kv_events = KvEvents(config.told_events)
-            node.engine.on_cache_changes = node.kv_events.publish
     except Exception as why:
         ours = isinstance(why, KvrelayError)
         node.failure = (

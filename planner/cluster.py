@@ -110,8 +110,7 @@ class Cluster:
 
     def _tell_all_kv(self, at: int, stored: Sequence[int], removed: Sequence[int]) -> None:
         for router in self.routers:
-            router.pool.prefixes.stored(url_of(at), stored)
-            router.pool.prefixes.removed(url_of(at), removed)
+            router.pool.prefixes.changed(url_of(at), stored, removed)
 
     def _tell(self, now: float, call: Call) -> None:
         if self._setting.stale_ms:

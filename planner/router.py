@@ -141,7 +141,7 @@ class Router:
         )  # fmt: skip
         self.pool.note_report(node, report, now / 1e3, now / 1e3)
         if self._block_size:
-            self.pool.prefixes.trust(node.url)
+            self.pool.prefixes.changed(node.url, ())
 
     def node(self, at: int) -> Node:
         node = self.pool.find(url_of(at))

@@ -191,15 +191,6 @@ class Metrics:
             "outcome",
             *("stopped", "refused"),
         )
-        self.event_blocks = self._counter(
-            "kvrelay_router_kv_event_blocks", "Blocks that KV events told of, stored or removed."
-        )
-        self.doubted_nodes = Gauge(
-            "kvrelay_router_kv_event_doubted_nodes",
-            "Nodes whose KV events are not to be had, or not complete: the choice goes by what "
-            "was sent there.",
-            registry=registry,
-        )
         self._cached_tokens = self._counter(
             "kvrelay_router_cached_prompt_tokens",
             "Tokens of prompts in prefix caches of prefill nodes: the estimate at the choice, and "

@@ -27,7 +27,6 @@ from kvrelay.router.membership.kubernetes_pods import follow_pods
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.node import Source, static_nodes
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.prefix.kv_events import KvEvents
 from kvrelay.router.request.failures import MAX_LOST, RunContext
 from kvrelay.router.request.placer import Placer
 from kvrelay.router.request_log import RequestLog
@@ -86,15 +85,11 @@ class Router:
         self.run_context = RunContext(
             pool, self.placer, client, self.background, self.metrics, config
         )
-        events = None
-        if self.shared.serves:
-            events = KvEvents(pool.prefixes, self.metrics.event_blocks)
-            self.metrics.doubted_nodes.set_function(events.doubted)
         roles = RoleChanger(lambda: self.config, pool, client, self.metrics, lambda: self.ending)
         self.console.roles = roles if self.shared.leads else None
         try:
             async with (
-                check_nodes(pool, client, events, config.health_interval_s),
+                check_nodes(pool, client, config.health_interval_s, follow=self.shared.serves),
                 hear_heartbeats(pool, config.host, config.heartbeat_port, config.node_api_key),
                 follow_pods(
                     pool,
@@ -108,8 +103,6 @@ class Router:
                 yield
         finally:
             await self.admission.close()
-            if events is not None:
-                await events.close()
             await self.background.finish(_SHUTDOWN_DEADLINE_S)
             await client.close()
             if self.tracing is not None:

@@ -126,7 +126,7 @@ def node_status(node: Node, pool: Pool, now: float) -> NodeStatus:
         up_in=int(node.up),
         prompt_share=round(state.prompt_share, 3),
         limit_left=round(state.limit_left, 3),
-        kv_events=pool.prefixes.trusts(node.url),
+        kv_events=pool.prefixes.follows(node.url),
         costs=None if state.costs is UNKNOWN else state.costs,
         load=msgspec.structs.asdict(load),
     )

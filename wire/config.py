@@ -20,7 +20,6 @@ from kvrelay.wire.config_checks import (
     udp_address,
 )
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.kv_events import KvEventsConfig
 from kvrelay.wire.sampling import GENERATION_FIELDS, generation_values
 from kvrelay.wire.server_config import ServerConfig
 
@@ -376,11 +375,6 @@ class NodeConfig(ServerConfig):
     """A router for this node's heartbeats, udp://HOST:PORT with its heartbeat_port. Give it again
     for more.
     """
-    kv_events_config: KvEventsConfig | None = None
-    """Tell routers, without a key, which blocks the prefix cache holds: JSON with vLLM's names, for
-    example {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint":
-    "tcp://*:5558"}.
-    """
 
     def __post_init__(self) -> None:
         ServerConfig.__post_init__(self)
@@ -412,11 +406,9 @@ class NodeConfig(ServerConfig):
             )
 
     @property
-    def told_events(self) -> KvEventsConfig | None:
-        """Return how routers hear of its prefix cache, if they do."""
-        told = self.kv_events_config
-        on = told is not None and told.enable_kv_cache_events and self.engine.enable_prefix_caching
-        return told if on else None
+    def tells_kv_events(self) -> bool:
+        """Return whether routers hear what its prefix cache holds."""
+        return self.engine.enable_prefix_caching and self.role is not Role.AGGREGATED
 
     @property
     def url(self) -> str:

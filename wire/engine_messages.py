@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from kvrelay.wire.kv_events import CacheChanges
 from kvrelay.wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.step_costs import StepCosts
@@ -15,7 +16,6 @@ __all__ = [
     "AdapterFacts",
     "AdapterAnswer",
     "AskStats",
-    "CacheChanges",
     "EngineFailed",
     "EngineReady",
     "EngineStats",
@@ -218,15 +218,6 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     @property
     def looked_up_tokens(self) -> int:
         return self.prompt_tokens + self.cached_prompt_tokens
-
-
-class CacheChanges(msgspec.Struct, frozen=True, tag=True):
-    """A message with the block hashes that the prefix cache gained and lost."""
-
-    stored: list[bytes]
-    removed: list[bytes]
-    cleared: bool = False
-    """All earlier blocks are gone."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks.local_cluster import kv_events
-
 __all__ = ["ARMS", "MODEL_NAME", "Arm", "Kind", "Setting", "router_command", "server_command"]
 
 MODEL_NAME = "m"
@@ -90,8 +88,7 @@ def server_command(kind: Kind, port: int, setting: Setting, *, caching: bool) ->
             *own,
             *setting.vllm_flags,
         ]
-    own = [] if kind is Kind.SERVE else [kv_events()]  # as `kvrelay up` starts them
-    return [*_kvrelay(kind), f"--model={setting.model}", *flags, *own, *setting.kvrelay_flags]
+    return [*_kvrelay(kind), f"--model={setting.model}", *flags, *setting.kvrelay_flags]
 
 
 def router_command(arm: Arm, urls: Sequence[str], port: int) -> list[str]:

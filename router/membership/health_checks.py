@@ -1,4 +1,4 @@
-"""The health loop: asks every node for its health, each on its own beat, and tells the pool."""
+"""The health loop: asks each node for its health on a beat of its own, and follows its KV events."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from kvrelay.router.background import cancel_and_wait
-from kvrelay.router.nodes.node import HealthReport, Node
+from kvrelay.router.nodes.node import HealthReport, Lease, Node
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.prefix.kv_events import KvEvents
 from kvrelay.router.transport.node_client import NodeClient
-from kvrelay.wire.errors import EngineDead
+from kvrelay.wire.errors import EngineDead, KvrelayError
+from kvrelay.wire.frames import MALFORMED, Frame
+from kvrelay.wire.kv_events import KV_EVENTS_PATH, keys_of, read_changes
 
 __all__ = ["check_nodes"]
 
@@ -24,15 +25,22 @@ _log = logging.getLogger("kvrelay.router")
 
 @asynccontextmanager
 async def check_nodes(
-    pool: Pool, client: NodeClient, events: KvEvents | None, interval_s: float
+    pool: Pool, client: NodeClient, interval_s: float, *, follow: bool
 ) -> AsyncIterator[None]:
-    """Check all nodes for the length of the block, and follow their KV events, if wanted."""
+    """Check all nodes for the length of the block, and `follow` their KV events."""
     watches: dict[Node, asyncio.Task[None]] = {}
 
     async def watch(node: Node) -> None:
-        while True:
-            await _check(node, pool, client, events)
-            await asyncio.sleep(interval_s)
+        following: asyncio.Task[None] | None = None
+        try:
+            while True:
+                await _check(node, pool, client)
+                if follow and (following is None or following.done()):
+                    following = asyncio.create_task(_follow(node, pool, client))
+                await asyncio.sleep(interval_s)
+        finally:
+            if following is not None:
+                await cancel_and_wait([following])
 
     def joined(node: Node) -> None:
         watches[node] = asyncio.create_task(watch(node))
@@ -40,8 +48,6 @@ async def check_nodes(
     def left(node: Node) -> None:
         watches.pop(node).cancel()
         client.forget(node)
-        if events is not None:
-            events.leave(node.url)
 
     pool.joined, pool.left = joined, left
     for node in (*pool.nodes, *pool.leaving):
@@ -53,7 +59,25 @@ async def check_nodes(
         await cancel_and_wait(watches.values())
 
 
-async def _check(node: Node, pool: Pool, client: NodeClient, events: KvEvents | None) -> None:
+async def _follow(node: Node, pool: Pool, client: NodeClient) -> None:
+    # Ends with the stream, or at once for a node that tells nothing.
+    index, url = pool.prefixes, node.url
+
+    def take(frame: Frame) -> None:
+        news = read_changes(frame.payload)
+        index.changed(url, keys_of(news.stored), keys_of(news.removed), cleared=news.cleared)
+
+    try:
+        await client.run(Lease(node), KV_EVENTS_PATH, b"", {}, take)
+    except MALFORMED as why:
+        _log.warning("node %s sent malformed KV events: %s", url, why)
+    except KvrelayError:
+        pass
+    finally:
+        index.lost(url)
+
+
+async def _check(node: Node, pool: Pool, client: NodeClient) -> None:
     started = time.monotonic()
     try:
         report = await client.health(node)
@@ -61,8 +85,6 @@ async def _check(node: Node, pool: Pool, client: NodeClient, events: KvEvents | 
             pool.note_unready(node, report, time.monotonic())
             return
         pool.note_report(node, report, started, time.monotonic())
-        if events is not None:
-            events.note_report(node.url, node.generation, report.kv_events)
     except EngineDead as why:
         pool.note_unready(node, why.message, time.monotonic(), died=True, cut=True)
     except TimeoutError:

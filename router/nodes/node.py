@@ -19,7 +19,6 @@ from kvrelay.router.prefix.index import Sent
 from kvrelay.wire.config import Role
 from kvrelay.wire.config_checks import MAX_URL_CHARS, is_base_url, is_loopback
 from kvrelay.wire.errors import RequestError
-from kvrelay.wire.kv_events import KvEventsReport
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.step_costs import StepCosts
 from kvrelay.wire.transfer import KvFacts
@@ -110,7 +109,6 @@ class HealthReport(msgspec.Struct, frozen=True):
     load: Load = Load()
     adapters: list[str] = []
     kv: KvFacts | None = None
-    kv_events: KvEventsReport | None = None
     kind: NodeKind = NodeKind.KVRELAY
     held_blocks: int = 0
     leg_stream: int = LEGS.oldest

@@ -77,10 +77,9 @@ class Prefix(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    held: set[int] = field(default_factory=set)  # block keys
-    sent: dict[int, None] = field(default_factory=dict)  # chunks, the oldest first; without trust
-    running: Counter[int] = field(default_factory=Counter)  # requests by chunk; with trust
-    trusted: bool = False  # its events are complete
+    held: set[int] | None = None  # block keys; None without events
+    sent: dict[int, None] = field(default_factory=dict)  # chunks, the oldest first; without events
+    running: Counter[int] = field(default_factory=Counter)  # requests by chunk
 
 
 class PrefixIndex:
@@ -104,10 +103,9 @@ class PrefixIndex:
         cached: dict[str, int] = {}
         chunks, keys = chunks[::-1], keys[::-1]
         for url, node in self._nodes.items():
-            texts: Container[int] = node.running if node.trusted else node.sent
+            texts: Container[int] = node.sent if node.held is None else node.running
             has = int(_depth(chunks, texts) * CHUNK_BYTES * per_byte)
-            if node.trusted:
-                has = max(has, _depth(keys, node.held) * block_size)
+            has = max(has, _depth(keys, node.held or ()) * block_size)
             if has:
                 cached[url] = min(tokens, has)
         return tokens, cached
@@ -115,11 +113,10 @@ class PrefixIndex:
     def send(self, prefix: Prefix, url: str) -> Sent:
         """Note that a request with this prompt begins on a node; the result is for `end`."""
         node = self._nodes[url]
-        if node.trusted:
-            node.running.update(prefix.chunks)
-            return node.running, prefix.chunks
-        _keep(node.sent, dict.fromkeys(prefix.chunks), MAX_SENT // len(self._nodes))
-        return node.running, ()
+        node.running.update(prefix.chunks)
+        if node.held is None:
+            _keep(node.sent, dict.fromkeys(prefix.chunks), MAX_SENT // len(self._nodes))
+        return node.running, prefix.chunks
 
     @staticmethod
     def end(sent: Sent) -> None:
@@ -146,29 +143,29 @@ class PrefixIndex:
         if tokens and prefix.text_bytes and not prefix.counted:
             self._tokens_per_byte.add(tokens / prefix.text_bytes)
 
-    def stored(self, url: str, keys: Iterable[int]) -> None:
-        held = self._nodes[url].held
-        held.update(keys)
-        while len(held) > MAX_BLOCKS // len(self._nodes):
-            held.pop()
+    def changed(
+        self, url: str, stored: Iterable[int], removed: Iterable[int] = (), *, cleared: bool = False
+    ) -> None:
+        """Follow an event of a node's cache; its first one is `cleared`."""
+        node = self._nodes[url]
+        if cleared or node.held is None:
+            node.held, node.sent = set(), {}
+        node.held.difference_update(removed)
+        node.held.update(stored)
+        while len(node.held) > MAX_BLOCKS // len(self._nodes):
+            node.held.pop()
 
-    def removed(self, url: str, keys: Iterable[int]) -> None:
-        self._nodes[url].held.difference_update(keys)
+    def lost(self, url: str) -> None:
+        """Go by what is sent to a node from now on, as it tells no more events."""
+        if url in self._nodes:
+            self._nodes[url].held = None
 
-    def trust(self, url: str) -> None:
-        self._nodes[url].trusted = True
-
-    def doubt(self, url: str) -> None:
-        """Go by what was sent to a node until it is trusted again."""
-        self._nodes[url].trusted = False
-
-    def trusts(self, url: str) -> bool:
-        return url in self._nodes and self._nodes[url].trusted
+    def follows(self, url: str) -> bool:
+        return url in self._nodes and self._nodes[url].held is not None
 
     def clear(self, url: str) -> None:
-        """Note that a node's cache is empty, but for what runs there."""
-        node = self._nodes[url]
-        node.held, node.sent = set(), {}
+        """Note that a node's cache was reset; one that is followed says so itself."""
+        self._nodes[url].sent.clear()
 
     def forget(self, url: str) -> None:
         self._nodes.pop(url, None)
@@ -177,7 +174,7 @@ class PrefixIndex:
         return len(self._learned)
 
     def blocks(self) -> int:
-        return sum(len(node.held) for node in self._nodes.values())
+        return sum(len(node.held or ()) for node in self._nodes.values())
 
 
 def _depth(names: Sequence[int], held: Container[int]) -> int:

@@ -21,7 +21,6 @@ LARGEST = frozenset(
         "kvrelay_router_node_up",
         "kvrelay_router_queue_depth",
         "kvrelay_router_breaker_state",
-        "kvrelay_router_kv_event_doubted_nodes",
         "kvrelay_router_prefix_texts",
         "kvrelay_router_prefix_blocks",
         "kvrelay_router_role_use",

@@ -20,7 +20,7 @@ import aiohttp
 import httpx2
 import msgspec
 
-from benchmarks.local_cluster import free_ports, kv_events
+from benchmarks.local_cluster import free_ports
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.outputs import Load
 
@@ -258,8 +258,6 @@ class Cluster:
     router: Process | None = None
     others: list[Process] = field(default_factory=list)
     """Further routers."""
-    events: bool = True
-    """Whether nodes tell KV events."""
 
     @property
     def url(self) -> str:
@@ -290,7 +288,6 @@ class Cluster:
                 role, port, [sys.executable, "-m", "kvrelay.cli", role, *flags], env
             )
         argv = [sys.executable, "-m", "kvrelay.cli", role, "--port", str(port), *flags]
-        argv += [kv_events()] if self.events and role in ("prefill", "decode") else []
         return self._launch(role, port, argv, env)
 
     def restart(self, process: Process, env: dict[str, str] | None = None) -> Process:

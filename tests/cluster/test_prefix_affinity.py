@@ -59,19 +59,18 @@ class Answer:
             )
 
 
-def told(cluster: Cluster, blocks: float) -> None:
-    """All nodes are listened to, and the router has heard of so many blocks, stored and removed, at
-    least.
-    """
-    router = cluster.router
+def told(cluster: Cluster) -> None:
+    """All nodes are followed, and the router has heard nothing new for ten looks."""
+    router, seen = cluster.router, list[float]()
     assert router is not None
-    wait_until(
-        lambda: router.metric("kvrelay_router_kv_event_doubted_nodes") == 0,
-        20,
-        "all nodes are listened to",
-    )
-    name = "kvrelay_router_kv_event_blocks_total"
-    wait_until(lambda: router.metric(name) >= blocks, 20, f"events of {blocks} blocks")
+
+    def steady() -> bool:
+        nodes = httpx2.get(f"{cluster.url}/health", timeout=5).json()["nodes"]
+        seen.append(router.metric("kvrelay_router_prefix_blocks"))
+        same = len(seen) >= 10 and len(set(seen[-10:])) == 1
+        return same and all(node["kv_events"] for node in nodes)
+
+    wait_until(steady, 20, "events of all nodes")
 
 
 def counted(cluster: Cluster) -> tuple[float, float]:
@@ -87,12 +86,10 @@ def counted(cluster: Cluster) -> tuple[float, float]:
 
 
 def test_a_prompt_goes_to_where_its_beginning_is(cluster: Cluster) -> None:
-    router = cluster.router
-    assert router is not None
     blocks = SHARED // BLOCK
     first, other = Answer(cluster, ids(1, SHARED)), Answer(cluster, ids(2, SHARED))
     assert (first.cached, other.cached) == (0, 0)
-    told(cluster, 4 * blocks)
+    told(cluster)
     before = counted(cluster)
     for at in range(3):
         for mine, name in ((first, 1), (other, 2)):
@@ -106,7 +103,7 @@ def test_a_prompt_goes_to_where_its_beginning_is(cluster: Cluster) -> None:
     # A turn later the text holds what the decode node has generated, which no prefill node has
     # computed.
     turn = Answer(cluster, ids(3, SHARED), max_tokens=100)
-    told(cluster, 6 * blocks + (SHARED + 99) // BLOCK - blocks)
+    told(cluster)
     for _ in range(3):
         assert (
             Answer(cluster, [*ids(3, SHARED), *turn.token_ids, *ids(4, 20)]).decode == turn.decode
@@ -114,17 +111,14 @@ def test_a_prompt_goes_to_where_its_beginning_is(cluster: Cluster) -> None:
 
 
 def test_what_a_node_has_evicted_it_is_not_chosen_for(cluster: Cluster) -> None:
-    router = cluster.router
-    assert router is not None
     blocks = SHARED // BLOCK
     first = Answer(cluster, ids(20, SHARED))
-    before = router.metric("kvrelay_router_kv_event_blocks_total")
     node = next(node for node in cluster.nodes if node.url == first.prefill)
     _, total = node.free_blocks()
     others = total // blocks + 1
     for at in range(others):
         Answer(cluster, ids(30 + at, SHARED), at=node)
-    told(cluster, before + others * blocks + (others + 1) * blocks - total)
+    told(cluster)
     then = counted(cluster)
     again = Answer(cluster, [*ids(20, SHARED), *ids(1, 30)])
     assert again.cached == 0

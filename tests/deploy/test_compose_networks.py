@@ -20,7 +20,6 @@ from kvrelay.cluster_plan import ClusterConfig
 from kvrelay.compose import ComposeConfig, compose_of
 from kvrelay.settings import build
 from kvrelay.wire.config import NodeConfig
-from kvrelay.wire.kv_events import KvEventsConfig
 
 SECRET = "a-secret-of-the-cluster"
 HERE = Path(__file__).parents[2] / "deploy" / "compose" / "compose.yaml"
@@ -100,10 +99,6 @@ def test_the_hand_over_listens_on_a_network_of_the_nodes_alone(
         assert file["networks"][kv] == {"internal": True}
         assert {other for other, service in services.items() if kv in networks(service)} == nodes
         assert config.transfer.cluster_secret == SECRET
-        # Routers reach both; prompts are told to nobody.
-        assert config.told_events == KvEventsConfig(
-            True, endpoint="tcp://*:5557", replay_endpoint="tcp://*:5558"
-        )
 
 
 @every_file

@@ -36,7 +36,6 @@ import kvrelay.config_commands
 from kvrelay.node.lifecycle import DRAIN_DEADLINE_S
 from kvrelay.node.process import LOG_FORMAT
 from kvrelay.wire.config import NodeConfig, RanksConfig
-from kvrelay.wire.kv_events import address_of
 from kvrelay.wire.router_config import RouterConfig
 from scripts.reference.metric_families import metrics_reference
 
@@ -131,12 +130,6 @@ def test_the_command_line_takes_every_containers_arguments(overlay: str, configs
             assert config.url == f"http://{POD_IP}:{pod.ports['http']}"
             assert (config.transfer.kv_host, config.transfer.kv_port) == (POD_IP, pod.ports["kv"])
             assert config.transfer.cluster_secret == SECRETS["KVRELAY_CLUSTER_SECRET"]
-            assert config.told_events is not None
-            assert address_of(config.told_events.endpoint) == (POD_IP, pod.ports["kv-events"])
-            assert address_of(config.told_events.replay_endpoint) == (
-                POD_IP,
-                pod.ports["kv-replay"],
-            )
             assert pod.labels["kvrelay/role"] == config.role
 
 
@@ -294,9 +287,6 @@ def listening(started: Started, overlay: str) -> list[Listening]:
             ("http", config.port, {"router", *monitored}),
             ("kv", config.transfer.kv_port, ours),
         ]
-        if told := config.told_events:
-            found += [("kv-events", address_of(told.endpoint)[1], {"router"})]
-            found += [("kv-replay", address_of(told.replay_endpoint)[1], {"router"})]
         if config.engine.tensor_parallel_address:
             found += [
                 ("ranks", int(config.engine.tensor_parallel_address.rpartition(":")[2]), ours)

@@ -168,10 +168,6 @@ WRONG_AND_RIGHT: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {"kvrelay_router_retries_refused_total": "0+1x99"},
         {"kvrelay_router_retries_refused_total": "7x99"},
     ),
-    "KvrelayKvEventsLost": (
-        {f"kvrelay_router_kv_event_doubted_nodes{{{ROUTER}}}": "1x99"},
-        {f"kvrelay_router_kv_event_doubted_nodes{{{ROUTER}}}": "0x99"},
-    ),
     "KvrelayPodsUnknown": (
         {f"kvrelay_router_kubernetes_listed_timestamp_seconds{{{ROUTER}}}": "0x99"},
         {f"kvrelay_router_kubernetes_listed_timestamp_seconds{{{ROUTER}}}": "0+15x99"},

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from kvrelay.cluster_plan import ClusterConfig
 from kvrelay.settings import build, convert, flags_of, merge, settings_of
 from kvrelay.wire.config import EngineConfig, NodeConfig, Role, TransferConfig
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.kv_events import KvEventsConfig
 from kvrelay.wire.router_config import RouterConfig
 
 
@@ -144,9 +141,12 @@ def test_values_may_be_written_as_vllm_has_them(line: str, value: object, tmp_pa
             '{"method": "eagle3", "draft_tensor_parallel_size": 1}',
             "; ngram is the one method here, and has no draft",
         ),
+        ("x", "--speculative-config must be a JSON object; its text is not JSON"),
+        ("[]", "--speculative-config must be a mapping, got a list"),
+        ('{"num_speculativ_tokens": 2}', "unknown key 'num_speculativ_tokens'; did you mean num_"),
     ],
 )
-def test_draft_models_are_refused_by_name(told: str, said: str) -> None:
+def test_settings_in_json_are_refused_by_name(told: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         merge(settings_of(EngineConfig), {"speculative_config": told}, None)
     assert said in caught.value.message
@@ -190,58 +190,3 @@ def test_flags_of_a_config_make_the_same_config_again() -> None:
     assert len(flags) == 6
     router = RouterConfig(prefill=("http://a", "http://b"), port=1)
     assert flags_of(router) == ["--port=1", "--prefill=http://a", "--prefill=http://b"]
-
-
-VLLMS = {
-    "enable_kv_cache_events": True,
-    "endpoint": "tcp://*:5557",
-    "replay_endpoint": "tcp://*:5558",
-}
-
-
-def node(told: object, **more: object) -> NodeConfig:
-    given = {"kv_events_config": told} if told is not None else {}
-    return build(NodeConfig, merge(settings_of(NodeConfig), given, None) | {"model": "m"} | more)
-
-
-def test_kv_events_are_told_only_where_they_are_asked_for(tmp_path: Path) -> None:
-    assert node(None).told_events is None
-    for off in ({}, {"enable_kv_cache_events": False}):
-        assert node(json.dumps(off)).told_events is None
-    assert node(json.dumps(VLLMS), enable_prefix_caching=False).told_events is None
-    assert node('{"enable_kv_cache_events": true}').told_events == KvEventsConfig(True)
-
-
-def test_kv_events_have_vllm_s_names_in_flags_and_in_files(tmp_path: Path) -> None:
-    config = node(json.dumps(VLLMS))
-    assert config.told_events == KvEventsConfig(**VLLMS)  # type: ignore[arg-type]
-    (flag,) = [flag for flag in flags_of(config) if "kv-events" in flag]
-    assert node(flag.removeprefix("--kv-events-config=")) == config
-    file = tmp_path / "node.yaml"
-    file.write_text(yaml.safe_dump({"kv-events-config": VLLMS}))
-    assert (
-        build(NodeConfig, merge(settings_of(NodeConfig), {}, str(file)) | {"model": "m"}) == config
-    )
-
-
-@pytest.mark.parametrize(
-    ("told", "why"),
-    [
-        ("x", "--kv-events-config must be a JSON object; its text is not JSON"),
-        ("[]", "--kv-events-config must be a mapping, got a list"),
-        ('{"endpint": "tcp://*:1"}', "unknown key 'endpint'; did you mean endpoint"),
-        ('{"endpoint": ""}', "endpoint must be tcp://HOST:PORT, got ''"),
-        ('{"endpoint": "ipc:///tmp/x"}', "endpoint must be tcp://HOST:PORT, got 'ipc:///tmp/x'"),
-        (
-            '{"replay_endpoint": "tcp://*:65536"}',
-            "replay_endpoint must be tcp://HOST:PORT, got 'tcp://\\*:65536'",
-        ),
-        (
-            '{"replay_endpoint": "tcp://127.0.0.1:5557"}',
-            "are both tcp://127.0.0.1:5557; give one of them another",
-        ),
-    ],
-)
-def test_kv_events_that_cannot_be_told_are_refused(told: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        node(told)

@@ -116,6 +116,17 @@ async def test_a_drain_waits_for_a_request_that_the_engine_does_not_have_yet() -
     assert not running
 
 
+async def test_a_drain_does_not_wait_for_routers_that_follow_its_cache() -> None:
+    node, _ = node_of()
+    assert node.kv_events is not None
+    following = node.kv_events.frames()
+    await anext(following)
+    node.streams = cast(Any, SimpleNamespace(running=lambda: 1))
+    assert await node.wait_idle(5.0)
+    await following.aclose()
+    assert not await node.wait_idle(0.1)
+
+
 def test_new_requests_are_refused_while_it_drains_and_each_change_is_told_once() -> None:
     (node, _), told = node_of(), list[bool]()
     node.on_change = lambda: told.append(node.draining)

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from kvrelay.node.kv_events import KvEvents
 from kvrelay.router.node_load import Share
 from kvrelay.router.nodes.node import Lease, Node
 from kvrelay.router.nodes.pool import Pool
@@ -244,6 +245,7 @@ class FakeNode:
     """Of the request stream."""
     asked_versions: list[str | None] = field(default_factory=list)
     """Of the streams that were opened."""
+    kv_events: KvEvents | None = None
     streams: int = 0
     """That were opened."""
     stream_status: int = 200
@@ -265,7 +267,7 @@ class FakeNode:
         async def leg(body: dict[str, Any], headers: dict[str, str], put: Put) -> Any:
             return await self.called_with(Call(body, headers, request, put))
 
-        return await serve_stream(request, leg)
+        return await serve_stream(request, leg, self.kv_events)
 
     async def called_with(self, call: Call) -> web.Response | None:
         if self.draining or self.flips_to:

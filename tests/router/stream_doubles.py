@@ -12,9 +12,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from kvrelay.node.kv_events import KvEvents
 from kvrelay.node.request_stream import RequestStreams
-from kvrelay.wire.errors import ErrorBody, KvrelayError, NodeFailed
+from kvrelay.wire.errors import ErrorBody, KvrelayError, NodeFailed, NotFound
 from kvrelay.wire.frames import LEGS_MEDIA_TYPE, Frame
+from kvrelay.wire.kv_events import KV_EVENTS_PATH
 from kvrelay.wire.outputs import Load
 
 __all__ = ["Put", "serve_stream"]
@@ -47,13 +49,19 @@ Leg = Callable[[dict[str, Any], dict[str, str], Put], Awaitable[web.StreamRespon
 """Runs a script for a body and headers."""
 
 
-async def serve_stream(request: web.Request, leg: Leg) -> web.StreamResponse:
+async def serve_stream(
+    request: web.Request, leg: Leg, events: KvEvents | None = None
+) -> web.StreamResponse:
     """Until the router has gone."""
     response = web.StreamResponse(headers={"content-type": LEGS_MEDIA_TYPE})
 
     async def begin(
         path: str, headers: Mapping[str, str], body: bytes
     ) -> tuple[Load, AsyncGenerator[Frame, None]]:
+        if path == KV_EVENTS_PATH:
+            if events is None:
+                raise NotFound("no such request, as a node without KV events says")
+            return Load(), events.frames()
         said: asyncio.Queue[Any] = asyncio.Queue()
 
         async def put(*things: Any) -> None:

@@ -71,7 +71,7 @@ def test_a_node_has_the_longest_beginning_that_it_was_sent(
     under_way = []
     for at, (sent, url) in enumerate(requests):
         if trusts:
-            index.trust(url)
+            index.changed(url, ())
         going = index.send(prefix_of_words(sent), url)
         if trusts and at % 2:
             index.end(going)
@@ -95,10 +95,12 @@ def test_many_nodes_share_what_may_be_remembered(
     index = PrefixIndex()
     for at in range(2_000):
         text, url = Prefix.of(7, f"{at} ".encode() + bytes(8 * CHUNK_BYTES)), f"n{at % 20}"
-        index.end(index.send(text, url))
-        index.stored(url, text.chunks)
+        if limit == "MAX_SENT":
+            index.end(index.send(text, url))
+        else:
+            index.changed(url, text.chunks)
     nodes = index._nodes.values()
-    kept = sum(len(node.sent if limit == "MAX_SENT" else node.held) for node in nodes)
+    kept = sum(len(node.sent) if node.held is None else len(node.held) for node in nodes)
     assert 800 <= kept <= 1_000
 
 
@@ -107,15 +109,14 @@ def test_what_is_remembered_is_limited_and_the_newest_stays(
     monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     monkeypatch.setattr(module, limit, 64)
-    index = PrefixIndex()
+    index, followed = PrefixIndex(), PrefixIndex()
     for at in range(100):
         prefix = asked(index, f"{at:03} " + "x" * 8 * CHUNK_BYTES, "a")
-        index.stored("a", prefix.keys or ())
-    node = index._nodes["a"]
+        followed.changed("a", prefix.keys or ())
     sizes = {
-        "MAX_SENT": len(node.sent),
+        "MAX_SENT": len(index._nodes["a"].sent),
         "MAX_LEARNED": index.texts(),
-        "MAX_BLOCKS": index.blocks(),
+        "MAX_BLOCKS": followed.blocks(),
     }
     assert 48 <= sizes.pop(limit) <= 64
     assert min(sizes.values()) > 800
@@ -149,10 +150,10 @@ def test_a_node_has_what_its_events_say() -> None:
     first = asked(index, SYSTEM + "question one", "a")
     asked(index, SYSTEM + "another thing", "b")
     for url in ("a", "b"):
-        index.trust(url)
+        index.changed(url, ())
     assert cached(index, asked(index, SYSTEM)) == {}
     assert first.keys is not None
-    index.stored("a", first.keys)
+    index.changed("a", first.keys)
     has = cached(index, asked(index, SYSTEM + "a third question"))
     shared = len(tokenized(SYSTEM)) // BLOCK * BLOCK
     assert set(has) == {"a"}
@@ -160,7 +161,7 @@ def test_a_node_has_what_its_events_say() -> None:
     assert has.get("b", 0) == 0
     again = cached(index, asked(index, SYSTEM + "question one"))
     assert again["a"] == len(tokenized(SYSTEM + "question one")) // BLOCK * BLOCK
-    index.removed("a", first.keys[10:])
+    index.changed("a", (), first.keys[10:])
     assert cached(index, asked(index, SYSTEM + "a third question"))["a"] == 10 * BLOCK
     index.forget("a")
     assert not cached(index, first)
@@ -172,15 +173,19 @@ def test_without_events_a_node_has_what_was_sent_there() -> None:
     has = cached(index, asked(index, SYSTEM + "a third question"))
     assert abs(has["a"] - len(tokenized(SYSTEM))) <= CHUNK_BYTES // 4
     assert set(has) == {"a"}
-    index.trust("a")
+    index.clear("a")
     assert "a" not in cached(index, asked(index, SYSTEM + "a third question"))
-    index.doubt("a")
+    index.changed("a", ())
+    asked(index, SYSTEM + "question one", "a")
+    assert "a" not in cached(index, asked(index, SYSTEM + "a third question"))
+    index.lost("a")
+    asked(index, SYSTEM + "question one", "a")
     assert cached(index, asked(index, SYSTEM + "a third question"))["a"] == has["a"]
 
 
 def test_a_leg_under_way_counts_for_who_comes_next() -> None:
     index = PrefixIndex()
-    index.trust("a")
+    index.changed("a", ())
     with under_way(index, Prefix.of(7, SYSTEM.encode()), "a"):
         assert cached(index, asked(index, SYSTEM + "more"))["a"] > 400
         assert not cached(index, Prefix.of(8, SYSTEM.encode())), "the same text for another model"
@@ -189,11 +194,10 @@ def test_a_leg_under_way_counts_for_who_comes_next() -> None:
 
 def test_a_decode_node_that_holds_the_last_turn_is_found_by_token_ids() -> None:
     index = PrefixIndex()
-    index.trust("d")
     turn = tokenized(SYSTEM) + list(range(40))  # what was generated is not in any text
     whole = Prefix.of(7, SYSTEM.encode()).known(blocks_of(turn), len(turn))
     assert whole.keys is not None
-    index.stored("d", whole.keys)
+    index.changed("d", whole.keys)
     now = Prefix.of(7, (SYSTEM + "and what was generated").encode())
     assert "d" not in cached(index, now)
     assert (
@@ -230,22 +234,19 @@ def test_a_very_long_prompt_is_looked_at_in_part() -> None:
         PromptBlocks(BLOCK, b"".join(at.to_bytes(16) for at in range(tokens // BLOCK))), tokens
     )
     index.learn(known)
-    index.trust("a")
-    index.stored("a", known.keys or ())
+    index.changed("a", known.keys or ())
     assert cached(index, prefix) == {"a": tokens // 2}
 
 
 def test_a_node_that_is_gone_or_empty_has_nothing() -> None:
     index = PrefixIndex()
     prefix = asked(index, SYSTEM, "a")
-    for gone in (index.clear, index.forget):
-        index.trust("a")
-        index.stored("a", prefix.keys or ())
+    for gone in (index.lost, index.forget):
+        index.changed("a", prefix.keys or (), cleared=True)
         with under_way(index, prefix, "a"):
             assert cached(index, prefix)
             gone("a")
-        assert not cached(index, prefix)
-        index.doubt("a")
+            assert not cached(index, prefix)
         assert not cached(index, prefix)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.local_cluster import family, free_ports, kv_events
+from benchmarks.local_cluster import family, free_ports
 from kvrelay.node.process import PARENT_PID
 from tests.soak.chaos.faults import Fault
 from tests.soak.chaos.logs import Logs
@@ -46,7 +46,7 @@ class Node:
     name: str
     role: str
     ports: tuple[int, ...]
-    """HTTP, control channel, KV events and their replay; of a router the first."""
+    """HTTP and control channel; of a router the first."""
     argv: list[str]
     log: Path
     process: subprocess.Popen[bytes]
@@ -132,10 +132,8 @@ class Cluster:
             for role, count in (("prefill", prefill), ("decode", decode))
             for at in range(count)
         }
-        free = iter(free_ports(4 * len(roles) + 1))
-        ports = {name: tuple(next(free) for _ in range(4)) for name in roles} | {
-            "router": (next(free),)
-        }
+        free = iter(free_ports(2 * len(roles) + 1))
+        ports = {name: (next(free), next(free)) for name in roles} | {"router": (next(free),)}
         if self.proxies is not None:
             await self.proxies.join(ports)
         self.nodes = [
@@ -328,7 +326,6 @@ class Cluster:
         argv = [sys.executable, "-m", "kvrelay.cli", role, f"--host={HOST}", f"--port={ports[0]}"]
         if role != "router":
             argv += [f"--kv-host={HOST}", f"--kv-port={ports[1]}"]
-            argv += [kv_events(*(f"tcp://{HOST}:{port}" for port in ports[2:4]))]
         argv += flags
         log = self.folder / f"{name}.log"
         return Node(name, role, ports, argv, log, self._popen(argv, log, name, role))

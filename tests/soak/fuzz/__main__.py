@@ -51,7 +51,6 @@ TARGETS = (
     "prefill legs",
     "decode legs",
     "heartbeats",
-    "events",
     "control",
     "every port",
     "sizes",
@@ -183,8 +182,6 @@ async def _round(stand: Stand, target: str, rng: random.Random, held: LeaseId) -
             return await over_http.leg_streams(stand, rng, process, held.request_id, 8)
         case "heartbeats":
             return await over_sockets.heartbeats(stand, rng, 60)
-        case "events":
-            return await over_sockets.events(stand, rng, 30)
         case "control":
             return await over_sockets.control(stand, rng, 60, held)
     return await over_sockets.every_port(stand, rng, 4)

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.wire.frames import FrameKind, Kind, MessageReader, frame_of, message
+from kvrelay.wire.kv_events import KV_EVENTS_PATH
 from tests.soak.chaos.processes import Node
 from tests.soak.fuzz.examples import LEADS_AWAY, ROUTER, Example, asks, of_node
 from tests.soak.fuzz.mutations import as_json, as_msgpack, garbled, mutated, noise
@@ -318,7 +319,8 @@ def _leg_message(rng: random.Random, held: str) -> bytes:
     legs = [one for one in of_node(held) if "kv_transfer_params" in (one.body or {})]
     example = rng.choice(legs)
     body: Any = mutated(rng, example.body, LEADS_AWAY)
-    opened: Any = [example.path, {"x-request-id": f"f{rng.randrange(5)}"}, as_json(body)]
+    path = KV_EVENTS_PATH if rng.random() < 0.1 else example.path
+    opened: Any = [path, {"x-request-id": f"f{rng.randrange(5)}"}, as_json(body)]
     if rng.random() < 0.4:
         opened = mutated(rng, opened)
     kind = rng.choice((0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 200))

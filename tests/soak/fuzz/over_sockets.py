@@ -40,7 +40,6 @@ from tests.soak.fuzz.stand import Stand
 
 __all__ = [
     "control",
-    "events",
     "every_port",
     "heartbeats",
     "holds",
@@ -180,35 +179,6 @@ async def heartbeats(stand: Stand, rng: random.Random, cases: int) -> list[str]:
         for node in stand.nodes
         if seen.get(node.url) != before.get(node.url)
     ]
-
-
-async def events(stand: Stand, rng: random.Random, cases: int) -> list[str]:
-    """Asks for replays of KV events, and subscriptions, that nobody would make; then one that is
-    answered.
-    """
-    wrong = []
-    for node in stand.nodes:
-        _, told = await stand.ask(node, "/health", "")
-        ports = [number for number in told["kv_events"].values() if isinstance(number, int)][:2]
-        async with _Peer(zmq.SUB, "127.0.0.1", ports[0]) as peer:
-            for _ in range(cases):
-                peer.socket.setsockopt(zmq.SUBSCRIBE, noise(rng, 300))
-            await asyncio.sleep(_HEAR_S)
-        async with _Peer(zmq.DEALER, "127.0.0.1", ports[1]) as peer:
-            for _ in range(cases):
-                start = rng.choice(
-                    (noise(rng, 8), rng.randbytes(8), b"\xff" * 8, b"\0" * 8, noise(rng, 400))
-                )
-                await peer.send(
-                    *rng.choice(
-                        ([b"", start], [start], [b"", start, start], [start, b""], [b""] * 50)
-                    )
-                )
-        async with _Peer(zmq.DEALER, "127.0.0.1", ports[1]) as peer:
-            await peer.send(b"", b"\xff" * 7 + b"\x00")
-            if await peer.hear() is None:
-                wrong.append(f"{node.role}: a replay of KV events is not answered any more")
-    return wrong
 
 
 async def control(stand: Stand, rng: random.Random, cases: int, held: LeaseId) -> list[str]:
