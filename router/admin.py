@@ -82,7 +82,7 @@ def add_admin_routes(app: FastAPI, router: Router) -> None:
 
 
 async def _nodes(router: Router, _: Request) -> object:
-    own, workers = router.console.status(), router.shared.other_workers()
+    own, workers = router.status(), router.shared.other_workers()
     return {"nodes": joined_nodes(own, workers or [own])}
 
 

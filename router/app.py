@@ -46,7 +46,7 @@ def create_app(
     else:
         for path in ("/metrics", *OPERATED, "/admin/{rest:path}", *ADAPTER_PATHS):
             app.add_route(path, forward, methods=["GET"] if path == "/metrics" else ["GET", "POST"])
-    add_console_routes(app, router.console.snapshot, config.root_path)
+    add_console_routes(app, router.snapshot, config.root_path)
     if router.shared.serves:
         _add_client_routes(app, router)
     return app

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -108,6 +109,8 @@ class Metrics:
         counter = partial(Counter, registry=registry)
         histogram = partial(Histogram, registry=registry)
         self._pool = pool
+        self.counts = collections.Counter[str]()
+        """Of the console, since the start: `requests`, those that `failed`, `output_tokens`."""
         self.admission = AdmissionMetrics(registry, keys)
         registry.register(_AtScrape(self, pool))  # first: it makes the others show their zeros
         self.running: _Levels = dict
@@ -233,7 +236,12 @@ class Metrics:
 
     def refused(self, path: str, status: int, asked: str = "") -> None:
         """Count a request refused before it ran; `asked` is the model it named."""
-        self.requests.labels(self.model_of(asked), path, str(status)).inc()
+        self._count(self.model_of(asked), path, status)
+
+    def _count(self, model: str, path: str, status: int) -> None:
+        self.requests.labels(model, path, str(status)).inc()
+        self.counts["requests"] += 1
+        self.counts["failed"] += status >= 500
 
     def cached(self, estimate: int, report: int) -> None:
         """Count a prompt's cached tokens: estimated, and as its node told."""
@@ -248,7 +256,7 @@ class Metrics:
 
     def finished(self, model: str, request: EndedRequest) -> None:
         """Count a finished request; its tokens were counted already."""
-        self.requests.labels(model, request.path, str(request.status)).inc()
+        self._count(model, request.path, request.status)
         for name, seconds in request.stages_s.items():
             if name == "total":
                 self.e2e.labels(model).observe(seconds)

@@ -11,12 +11,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvrelay.openai_api.headers import trace_id_of
 from kvrelay.openai_api.stages import MOVED, STAGES, StageTime
-from kvrelay.openai_api.tracing import Attribute, RequestSpan
+from kvrelay.openai_api.tracing import RequestSpan
+from kvrelay.router.console.snapshot import KEPT_REQUESTS
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.relay import CLIENT_GONE
 from kvrelay.router.request.job import Job
 from kvrelay.router.request.multi_prompt import last_timeline, prompt_tokens_of
 from kvrelay.router.request.run import Run
@@ -29,6 +30,16 @@ __all__ = ["COUNT_S", "RequestLog", "shown_error"]
 
 COUNT_S = 1.0
 _SHOWN_CHARS = 200
+_UNKNOWN = "-"
+_OTEL = {
+    "id": "kvrelay.request_id",
+    "path": "http.route",
+    "status": "http.response.status_code",
+    "model": "gen_ai.request.model",
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "output_tokens": "gen_ai.usage.output_tokens",
+}
+"""OpenTelemetry's names of fields of the log line."""
 _OWN_WORDS = (401, 403, 404, 429)  # their messages have names and numbers, never a prompt
 
 _log = logging.getLogger("kvrelay.router")
@@ -43,8 +54,9 @@ class Running:
 
 
 class RequestLog:
-    def __init__(self, metrics: Metrics, ended: deque[EndedRequest]) -> None:
-        self._metrics, self._ended = metrics, ended
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self.ended: deque[EndedRequest] = deque(maxlen=KEPT_REQUESTS)
         self.running: dict[str, Running] = {}
         metrics.running = lambda: Counter(each.model for each in self.running.values())
 
@@ -61,6 +73,7 @@ class RequestLog:
         if more <= 0:  # also while another node repeats tokens that were counted
             return
         request.counted += more
+        self._metrics.counts["output_tokens"] += more
         self._metrics.output_tokens.labels(request.model).inc(more)
         self._metrics.admission.tokens.labels(request.key, "output").inc(more)
 
@@ -80,11 +93,11 @@ class RequestLog:
     ) -> None:
         """Record a request refused before it ran; `job` is None if unparsed."""
         self._metrics.refused(path, why.status, "" if job is None else job.model)
-        more = Fields() if job is None else Fields(model=job.model, prompt_tokens=job.prompt_tokens)
-        error = more["error"] = shown_error(why)
-        _log.info("id=%s path=%s status=%d key=%s %s", job_id, path, why.status, key, more)
-        if span is not None:
-            span.end((), _attributes(job_id, path, why.status), time.monotonic(), error)
+        line = Fields(id=job_id, path=path, status=why.status, key=key)
+        if job is not None:
+            line |= {"model": job.model, "prompt_tokens": job.prompt_tokens}
+        line["error"] = shown_error(why)
+        _tell(line, span, time.monotonic())
 
     def finished(
         self,
@@ -97,71 +110,73 @@ class RequestLog:
     ) -> None:
         running, now = self.running.pop(job.node_id), time.monotonic()
         self._count(running)
-        error = "" if why is None else shown_error(why)
-        timeline = last_timeline(running.runs)
-        request = _ended(job, running, timeline, path, status, error, now)
-        self._ended.append(request)
-        self._metrics.finished(running.model, request)
-        stages_s = request.stages_s
-        more = Fields({f"{name}_ms": stages_s[name] * 1e3 for name in STAGES if name in stages_s})
-        more |= {"model": request.model, "client_gone": "yes" if status == CLIENT_GONE else "no"}
-        if trace:
-            more["trace"] = trace_id_of(trace["traceparent"])
-        if error:
-            more["error"] = error
-        more["placed"] = repr(request.placed)
-        _log.info(
-            "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s "
-            "decode=%s %s",
-            request.id,
-            path,
-            status,
-            request.key,
-            "-" if request.prompt_tokens is None else request.prompt_tokens,
-            request.output_tokens,
-            request.prefill,
-            request.decode,
-            more,
+        runs, tokens, timeline = running.runs, running.counted, last_timeline(running.runs)
+        prefill, decode = (
+            ",".join(sorted({run.nodes[role] for run in runs}))
+            for role in (Role.PREFILL, Role.DECODE)
         )
-        if span is not None:
-            about = _attributes(request.id, path, status) | _about(request, job.max_tokens)
-            span.end(_stage_times(timeline, stages_s, now), about, now, error)
+        first = timeline.first_token
+        request = EndedRequest(
+            id=job.id,
+            path=path,
+            model=job.model,
+            key=running.key,
+            status=status,
+            error="" if why is None else shown_error(why),
+            stream=job.stream,
+            local=timeline.local,
+            ended=time.time(),
+            ttft_s=None if first is None else first - timeline.arrived,
+            inter_token_s=timeline.inter_token_s(tokens, job.choices * len(runs)),
+            prompt_tokens=prompt_tokens_of(runs),
+            cached_tokens=sum(run.cached_tokens for run in runs),
+            output_tokens=tokens,
+            prefill=prefill,
+            decode=decode,
+            kv_bytes=sum(int(run.timeline.decode_ms.get(MOVED, 0)) for run in runs),
+            stages_s=timeline.stages_s(now),
+            placed="; ".join(str(run.placed.placement) if run.placed else "-" for run in runs),
+        )
+        self.ended.append(request)
+        self._metrics.finished(running.model, request)
+        _tell(_line(request, trace), span, now, _stage_times(timeline, request.stages_s, now))
 
 
-def _ended(
-    job: Job,
-    running: Running,
-    timeline: Timeline,
-    path: str,
-    status: int,
-    error: str,
-    now: float,
-) -> EndedRequest:
-    runs, first, tokens = running.runs, timeline.first_token, running.counted
-    prefill, decode = (
-        ",".join(sorted({run.nodes[role] for run in runs})) for role in (Role.PREFILL, Role.DECODE)
+def _line(request: EndedRequest, trace: Mapping[str, str]) -> Fields:
+    line = Fields(
+        id=request.id,
+        path=request.path,
+        status=request.status,
+        key=request.key,
+        prompt_tokens=_UNKNOWN if request.prompt_tokens is None else request.prompt_tokens,
+        output_tokens=request.output_tokens,
+        prefill=request.prefill,
+        decode=request.decode,
     )
-    return EndedRequest(
-        id=job.id,
-        path=path,
-        model=job.model,
-        key=running.key,
-        status=status,
-        error=error,
-        stream=job.stream,
-        local=timeline.local,
-        ended=time.time(),
-        ttft_s=None if first is None else first - timeline.arrived,
-        inter_token_s=timeline.inter_token_s(tokens, job.choices * len(runs)),
-        prompt_tokens=prompt_tokens_of(runs),
-        cached_tokens=sum(run.cached_tokens for run in runs),
-        output_tokens=tokens,
-        prefill=prefill,
-        decode=decode,
-        kv_bytes=sum(int(run.timeline.decode_ms.get(MOVED, 0)) for run in runs),
-        stages_s=timeline.stages_s(now),
-        placed="; ".join(str(run.placed.placement) if run.placed else "-" for run in runs),
-    )
+    for name in STAGES:
+        if name in request.stages_s:
+            line[f"{name}_ms"] = request.stages_s[name] * 1e3
+    line["model"] = request.model
+    if trace:
+        line["trace"] = trace_id_of(trace["traceparent"])
+    if request.error:
+        line["error"] = request.error
+    line["placed"] = repr(request.placed)
+    return line
+
+
+def _tell(
+    line: Fields, span: RequestSpan | None, ended: float, stages: Sequence[StageTime] = ()
+) -> None:
+    _log.info("%s", line)
+    if span is not None:
+        attributes: dict[str, Any] = {
+            _OTEL.get(name, f"kvrelay.{name}"): value
+            for name, value in line.items()
+            if value != _UNKNOWN
+        }
+        attributes["http.request.method"] = "POST"
+        span.end(stages, attributes, ended, attributes.get("kvrelay.error", ""))
 
 
 def shown_error(why: KvrelayError) -> str:
@@ -186,30 +201,3 @@ def _stage_times(
     if (first := timeline.first_token) is not None:
         times.append(StageTime("answer", first, timeline.last_token or first))
     return times
-
-
-def _attributes(job_id: str, path: str, status: int) -> dict[str, Attribute]:
-    return {
-        "kvrelay.request_id": job_id,
-        "http.request.method": "POST",
-        "http.route": path,
-        "http.response.status_code": status,
-    }
-
-
-def _about(request: EndedRequest, max_tokens: int | None) -> dict[str, Attribute]:
-    # OpenTelemetry's names for generative AI where it has any.
-    values: dict[str, Attribute | None] = {
-        "gen_ai.request.model": request.model,
-        "gen_ai.request.max_tokens": max_tokens or None,
-        "gen_ai.usage.input_tokens": request.prompt_tokens,
-        "gen_ai.usage.output_tokens": request.output_tokens,
-        "gen_ai.latency.time_to_first_token": request.ttft_s,
-        "kvrelay.key": request.key,
-        "kvrelay.prefill_node": request.prefill,
-        "kvrelay.decode_node": request.decode,
-    }
-    stages = {
-        f"kvrelay.stage.{name}_ms": round(took * 1e3, 3) for name, took in request.stages_s.items()
-    }
-    return stages | {name: value for name, value in values.items() if value is not None}

@@ -20,7 +20,7 @@ from kvrelay.openai_api.tracing import start_tracing
 from kvrelay.router.admission.controller import AdmissionController
 from kvrelay.router.admission.keys import Keyring
 from kvrelay.router.background import BackgroundTasks, running_task
-from kvrelay.router.console.snapshot import ConsoleState
+from kvrelay.router.console.snapshot import Snapshot, snapshot_of
 from kvrelay.router.membership.health_checks import check_nodes
 from kvrelay.router.membership.heartbeats import hear_heartbeats
 from kvrelay.router.membership.kubernetes_pods import follow_pods
@@ -31,7 +31,15 @@ from kvrelay.router.request.failures import MAX_LOST, RunContext
 from kvrelay.router.request.placer import Placer
 from kvrelay.router.request_log import RequestLog
 from kvrelay.router.roles import RoleChanger
-from kvrelay.router.state import Health, Models, Shared, model_health, node_statuses
+from kvrelay.router.state import (
+    Health,
+    Models,
+    RoleStatus,
+    Shared,
+    WorkerStatus,
+    model_health,
+    node_statuses,
+)
 from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.router.transport.node_errors import AttemptFailed
 from kvrelay.wire.config import Role
@@ -74,8 +82,10 @@ class Router:
         self.background = BackgroundTasks()
         self.ending = False
         """The router is shutting down, and finishes the requests that it has."""
-        self.console = ConsoleState(self.pool, self.models, self.metrics, self.shared)
-        self.log = RequestLog(self.metrics, self.console.requests)
+        self.log = RequestLog(self.metrics)
+        self.roles: RoleChanger | None = None
+        """Set in the process that changes the roles of nodes, while `running`."""
+        self._began = time.monotonic()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -86,7 +96,7 @@ class Router:
             pool, self.placer, client, self.background, self.metrics, config
         )
         roles = RoleChanger(lambda: self.config, pool, client, self.metrics, lambda: self.ending)
-        self.console.roles = roles if self.shared.leads else None
+        self.roles = roles if self.shared.leads else None
         try:
             async with (
                 check_nodes(pool, client, config.health_interval_s, follow=self.shared.serves),
@@ -161,6 +171,35 @@ class Router:
             except AttemptFailed as why:
                 _log.warning("a question was not answered: %s", why.detail)
         return await self.node_client.ask(last, path, body)
+
+    def status(self) -> WorkerStatus:
+        """Return what this process sees."""
+        roles = {} if self.roles is None else self.roles.models
+        return WorkerStatus(
+            node_statuses(self.pool, time.monotonic()),
+            list(self.log.ended),
+            {
+                **self.metrics.counts,
+                "running": len(self.log.running),
+                "waiting": sum(self.metrics.admission.waiting().values()),
+                "waiting_for_room": sum(self.placer.waiting.values()),
+            },
+            [RoleStatus(name, each.why, each.use) for name, each in sorted(roles.items())],
+        )
+
+    def snapshot(self) -> Snapshot:
+        """Return what the console shows."""
+        own, workers = self.status(), self.shared.workers()
+        health, models = model_health(self.models)
+        return snapshot_of(
+            own,
+            self.shared.other_workers() or [own],
+            now=time.time(),
+            uptime_s=time.monotonic() - self._began,
+            health=health,
+            models=models,
+            wanted=1 if workers is None else workers["wanted"],
+        )
 
     def health(self) -> tuple[int, bytes]:
         """Return status (503 if no model can be served) and body of GET /health."""

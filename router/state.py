@@ -90,15 +90,11 @@ class RoleStatus(msgspec.Struct, frozen=True):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """A process and what it sees. `counts` since its start: by metric, then by label value."""
+    """A process and what it sees; `counts` are now, or since its start."""
 
-    uptime_s: float
-    running: int
-    waiting: int
-    waiting_for_room: int
     nodes: list[NodeStatus]
     requests: list[EndedRequest]
-    counts: dict[str, dict[str, float]]
+    counts: dict[str, float]
     roles: list[RoleStatus] = []
     """Roles by model; only the process that changes roles has any."""
 

@@ -121,7 +121,7 @@ class Worker(Shared):
         if report.version and now >= self._seen_at + _SEEN_S:
             router, self._seen_at = self.router, now
             metrics = generate_latest(router.metrics.registry).decode()
-            report = msgspec.structs.replace(report, seen=(router.console.status(), metrics))
+            report = msgspec.structs.replace(report, seen=(router.status(), metrics))
         asking = self._reports.post(
             f"http://parent/workers/{self.index}",
             data=msgspec.msgpack.encode(report),

@@ -23,8 +23,8 @@ async def fetched(c: Cluster, path: str, **headers: str) -> tuple[int, Any, byte
         return answer.status, answer.headers, await answer.read()
 
 
-async def picture(c: Cluster, since: float = 0.0) -> Snapshot:
-    status, _, body = await fetched(c, f"/console/state?since={since}", **OPERATOR)
+async def picture(c: Cluster) -> Snapshot:
+    status, _, body = await fetched(c, "/console/state", **OPERATOR)
     assert status == 200, body
     return msgspec.json.decode(body, type=Snapshot)
 
@@ -114,11 +114,8 @@ async def test_a_request_that_has_ended_is_told_with_its_stages_and_without_its_
         assert request.kv_bytes == 4096
         assert request.stages_s["transfer"] == 0.008
         assert request.stages_s["total"] >= (request.ttft_s or 0.0) > 0
-        assert seen.edges == [(p.url, d.url, 1)]
-        assert len(seen.ttft) == len(seen.total) == 3
-        assert seen.counts["output_tokens"] == {"": 3.0}
-        assert seen.counts["requests"] == {"200": 1.0}
-        assert not (await picture(c, request.ended)).requests  # no news
+        counts = {"output_tokens": 3, "requests": 1, "failed": 0}
+        assert seen.counts == counts | {"running": 0, "waiting": 0, "waiting_for_room": 0}
 
 
 async def test_the_nodes_are_told_as_the_router_sees_them() -> None:
@@ -158,11 +155,4 @@ async def test_a_request_that_fails_is_told_with_what_a_log_may_say() -> None:
         seen = await picture(c)
         assert seen.requests[0].status >= 500
         assert seen.requests[0].error
-        assert seen.total == []
-
-
-async def test_what_is_no_time_is_refused() -> None:
-    async with cluster() as c:
-        for since in ("soon", "nan", "inf", "1" * 40):
-            status, _, body = await fetched(c, f"/console/state?since={since}", **OPERATOR)
-            assert (status, msgspec.json.decode(body)["error"]["param"]) == (400, "since")
+        assert seen.counts["failed"] == 1

@@ -406,6 +406,6 @@ def test_a_bound_that_cannot_be_is_named(name: str, value: int, why: str) -> Non
 
 
 def changes_of(each: Cluster) -> RoleChanger:
-    found = each.router.console.roles
+    found = each.router.roles
     assert found is not None
     return found

@@ -35,7 +35,7 @@ async def test_tokens_are_counted_before_the_answer_ends(monkeypatch: pytest.Mon
             return (
                 c.metric(TOKENS, model_name=MODEL),
                 c.metric(OF_ALICE, key="alice", kind="output"),
-                sum(c.router.console.status().counts["output_tokens"].values()),
+                c.router.status().counts.get("output_tokens", 0),
             )
 
         async with c.post({"stream": True}, headers={"authorization": "Bearer a"}) as answer:

@@ -177,6 +177,6 @@ async def test_legs_of_all_workers_are_counted_and_what_they_see_is_joined(tmp_p
         await c.parent.settled()  # what they say then was so after the drain
         workers = c.parent.other_workers()
         assert len(workers) == 2
-        rows = joined_nodes(c.parent.router.console.status(), workers)
+        rows = joined_nodes(c.parent.router.status(), workers)
         assert [row.legs for row in rows] == [0, 3]
         assert c.workers[0].workers() == {"index": 0, "listening": 2, "wanted": 2}

@@ -45,11 +45,10 @@ async function checked(answer) {
   throw new Refused(answer.status, error.message, error.code);
 }
 
-/** What has happened since this Unix time. Gives up after `deadlineMs`. */
-export async function state(since, deadlineMs) {
-  const query = since ? `?since=${since.toFixed(6)}` : "";
+/** What there is to see. Gives up after `deadlineMs`. */
+export async function state(deadlineMs) {
   const asked = { headers: bearer(keys.admin), cache: "no-store", signal: AbortSignal.timeout(deadlineMs) };
-  return (await checked(await fetch(`console/state${query}`, asked))).json();
+  return (await checked(await fetch("console/state", asked))).json();
 }
 
 /** Drain a node, or end that. */

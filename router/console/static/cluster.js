@@ -8,22 +8,37 @@ const CARD = 66; // height of a node in the flow, as parts.css has it
 const GAP = 8;
 
 export function showCluster(picture, asks) {
-  tiles(picture);
+  const latencies = latenciesOf(picture.requests);
+  tiles(picture, latencies);
   flow(picture);
-  latency(picture);
+  latency(latencies);
   nodes(picture, asks);
   roles(picture);
 }
 
 const sum = (values) => values.reduce((left, right) => left + right, 0);
-const total = (picture, what) => sum(Object.values(picture.counts[what] || {}));
+
+/** The values at 50, 90 and 99 %; null is none. */
+function percentiles(values) {
+  const known = values.filter((value) => value !== null).sort((left, right) => left - right);
+  return known.length ? [0.5, 0.9, 0.99].map((share) => known[Math.ceil(share * known.length) - 1]) : [];
+}
+
+function latenciesOf(requests) {
+  return {
+    ttft: percentiles(requests.map((request) => request.ttft_s)),
+    interToken: percentiles(requests.map((request) => request.inter_token_s)),
+    total: percentiles(requests.filter((request) => request.status < 400).map((request) => request.stages_s.total)),
+  };
+}
 
 // What the pictures so far said, the newest last: charts are drawn of it.
 const MOST_POINTS = 300;
 const points = [];
 
-function remember(picture) {
-  const point = { at: picture.now, requests: total(picture, "requests"), tokens: total(picture, "output_tokens"), ttft: picture.ttft[0] ?? null, itl: picture.inter_token[0] ?? null };
+function remember(picture, { ttft, interToken }) {
+  const { requests = 0, output_tokens: tokens = 0 } = picture.counts;
+  const point = { at: picture.now, requests, tokens, ttft: ttft[0] ?? null, itl: interToken[0] ?? null };
   const last = points.at(-1);
   const passed = last ? point.at - last.at : 0;
   const per = (name) => (passed > 0 ? Math.max(0, point[name] - last[name]) / passed : 0);
@@ -33,18 +48,17 @@ function remember(picture) {
 
 const history = (name) => points.map((point) => point[name]);
 
-function tiles(picture) {
-  remember(picture);
+function tiles(picture, latencies) {
+  remember(picture, latencies);
   const { requestsPerS, tokensPerS } = points.at(-1);
-  const statuses = Object.entries(picture.counts.requests || {});
-  const failed = sum(statuses.filter(([status]) => status >= "500").map(([, times]) => times));
+  const { running = 0, waiting = 0, waiting_for_room: forRoom = 0, requests = 0, failed = 0 } = picture.counts;
   const shown = [
     { name: "Requests", value: rate(requestsPerS), unit: "/s", line: history("requestsPerS") },
     { name: "Output", value: rate(tokensPerS), unit: "tokens/s", line: history("tokensPerS") },
-    { name: "Running", value: count(picture.running), unit: picture.running === 1 ? "request" : "requests", note: `${sum(picture.nodes.map((node) => node.legs))} streams on nodes` },
-    { name: "Waiting", value: count(picture.waiting), unit: "in queue", note: `${picture.waiting_for_room} for KV room`, alarm: picture.waiting > 0 },
-    { name: "First token", value: time(picture.ttft[0]), unit: "p50", note: `p99 ${time(picture.ttft[2])}` },
-    { name: "Failed", value: count(failed), unit: "since start", note: `${count(total(picture, "requests"))} ended`, alarm: failed > 0 },
+    { name: "Running", value: count(running), unit: running === 1 ? "request" : "requests", note: `${sum(picture.nodes.map((node) => node.legs))} streams on nodes` },
+    { name: "Waiting", value: count(waiting), unit: "in queue", note: `${forRoom} for KV room`, alarm: waiting > 0 },
+    { name: "First token", value: time(latencies.ttft[0]), unit: "p50", note: `p99 ${time(latencies.ttft[2])}` },
+    { name: "Failed", value: count(failed), unit: "since start", note: `${count(requests)} ended`, alarm: failed > 0 },
   ];
   keyed(byId("tiles"), shown, (tile) => tile.name, makeTile, (element, tile) => {
     say(element.value, tile.value);
@@ -113,6 +127,17 @@ function showCard(element, node) {
   say(element.legs, ` · ${node.legs} ${node.legs === 1 ? "stream" : "streams"}`);
 }
 
+/** Prefill node, decode node and how often KV went from one to the other. */
+function handOvers(requests) {
+  const pairs = new Map();
+  for (const { local, prefill, decode } of requests) {
+    if (local || prefill === "-" || decode === "-") continue;
+    const [, , times] = pairs.get(`${prefill} ${decode}`) ?? [prefill, decode, 0];
+    pairs.set(`${prefill} ${decode}`, [prefill, decode, times + 1]);
+  }
+  return pairs.values();
+}
+
 function wires(picture, sides, places, height) {
   const svg = byId("wires");
   svg.setAttribute("viewBox", `0 0 100 ${height}`);
@@ -121,7 +146,7 @@ function wires(picture, sides, places, height) {
   const few = sides.prefill.length * sides.decode.length <= 36;
   const pairs = few ? sides.prefill.flatMap((from) => sides.decode.map((to) => [from, to])) : [];
   for (const [from, to] of pairs) if (from.up && to.up) drawn.set(`${from.url} ${to.url}`, { from: from.url, to: to.url, kind: "idle", width: 1 });
-  for (const [from, to, times] of picture.edges) {
+  for (const [from, to, times] of handOvers(picture.requests)) {
     const width = 1.25 + Math.min(3, Math.log2(1 + times) * 0.35);
     drawn.set(`${from} ${to}`, { from, to, kind: "busy", width });
   }
@@ -135,8 +160,8 @@ function wires(picture, sides, places, height) {
   });
 }
 
-function latency(picture) {
-  const rows = [["Time to first token", picture.ttft], ["Between tokens, mean", picture.inter_token], ["Whole request", picture.total]];
+function latency({ ttft, interToken, total }) {
+  const rows = [["Time to first token", ttft], ["Between tokens, mean", interToken], ["Whole request", total]];
   keyed(byId("latency").tBodies[0], rows, (row) => row[0], ([name]) => h("tr", {}, h("th", { scope: "row" }, name), h("td.num"), h("td.num"), h("td.num")), (row, [, figures]) => {
     [0, 1, 2].forEach((at) => say(row.cells[at + 1], time(figures[at])));
   });

@@ -4,7 +4,7 @@ import * as api from "./api.js";
 import { age, byId, mark, say, short } from "./dom.js";
 import { offerModels, startChat } from "./chat.js";
 import { showCluster } from "./cluster.js";
-import { newest, startRequests, takeRequests } from "./requests.js";
+import { startRequests, takeRequests } from "./requests.js";
 
 const EVERY_MS = 1000;
 const DEADLINE_MS = 8000;
@@ -22,7 +22,7 @@ async function look() {
   if (asking || paused || wantsKey || document.hidden) return;
   asking = true;
   try {
-    const picture = await api.state(newest(), DEADLINE_MS);
+    const picture = await api.state(DEADLINE_MS);
     failures = 0;
     notice("");
     header(picture);

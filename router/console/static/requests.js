@@ -22,12 +22,6 @@ export function startRequests() {
   }
 }
 
-/** The time after which requests are news. Some overlap: processes answer one after the other. */
-export function newest() {
-  const last = Math.max(0, ...[...known.values()].map((request) => request.ended));
-  return Math.max(0, last - 2);
-}
-
 export function takeRequests(requests) {
   let news = false;
   for (const request of requests) {
