@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from prometheus_client import (
@@ -32,6 +32,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 _LEGS = (Role.PREFILL.value, Role.DECODE.value)
 _LOCAL_REASONS = ("no_prefill_node", "incompatible", "price")
 """Why a decode node computes a prompt."""
+_LIMITS = ("ttft", "ttft_never", "ttft_passed", "tpot_never")
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _STAGE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *_LATENCY_S)
@@ -45,11 +46,28 @@ _Levels = Callable[[], Mapping[str, float]]
 """Tells a gauge's levels by model at a scrape."""
 
 
+def _counter(
+    registry: CollectorRegistry, name: str, about: str, *labels: str, zeros: Iterable[str] = ()
+) -> Counter:
+    counter = Counter(name, about, labels, registry=registry)
+    for value in zeros:  # so that the first rate is right
+        counter.labels(value)
+    return counter
+
+
+def _gauge(
+    name: str, about: str, labels: Sequence[str], levels: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    family = GaugeMetricFamily(f"kvrelay_router_{name}", about, labels=labels)
+    for values, level in levels:
+        family.add_metric(values, level)
+    return family
+
+
 class AdmissionMetrics:
     """A set of metrics of queues and API keys. Labels come from code and configuration alone."""
 
     def __init__(self, registry: CollectorRegistry, keys: Iterable[str]) -> None:
-        counter = partial(Counter, registry=registry)
         self.waiting: _Levels = dict
         self._wait = Histogram(
             "kvrelay_router_queue_wait_seconds",
@@ -57,30 +75,25 @@ class AdmissionMetrics:
             buckets=_LATENCY_S,
             registry=registry,
         )
-        self._refused = counter(
+        self._refused = _counter(
+            registry,
             "kvrelay_router_refused",
             "Requests that never began, by reason.",
-            ["reason"],
+            "reason",
+            zeros=("queue_full", "deadline", *_LIMITS),
         )
-        self._requests = counter(
+        self._requests = _counter(
+            registry,
             "kvrelay_router_key_requests",
             "Requests by API key: begun or refused.",
-            ["key", "outcome"],
+            *("key", "outcome"),
         )
-        self.tokens = counter(
+        self.tokens = _counter(
+            registry,
             "kvrelay_router_key_tokens",
             "Tokens by API key: of prompts and of answers.",
-            ["key", "kind"],
+            *("key", "kind"),
         )
-        for reason in (
-            "queue_full",
-            "deadline",
-            "ttft",
-            "ttft_never",
-            "ttft_passed",
-            "tpot_never",
-        ):
-            self._refused.labels(reason)
         for key in keys:
             self._requests.labels(key, "begun")
             self.tokens.labels(key, "prompt")
@@ -96,7 +109,7 @@ class AdmissionMetrics:
         self._requests.labels(key, "refused").inc()
 
 
-class Metrics:
+class Metrics(Collector):
     """A router's metrics; times are taken by one clock.
 
     The label `model_name` is the model behind an adapter or an alias, and empty if the request
@@ -106,107 +119,91 @@ class Metrics:
     def __init__(self, pool: Pool, keys: Iterable[str]) -> None:
         """`keys` are the names of the API keys."""
         self.registry = registry = CollectorRegistry()
-        counter = partial(Counter, registry=registry)
-        histogram = partial(Histogram, registry=registry)
+        counter = partial(_counter, registry)
+        histogram = partial(Histogram, labelnames=[_MODEL], buckets=_LATENCY_S, registry=registry)
         self._pool = pool
         self.counts = collections.Counter[str]()
         """Of the console, since the start: `requests`, those that `failed`, `output_tokens`."""
         self.admission = AdmissionMetrics(registry, keys)
-        registry.register(_AtScrape(self, pool))  # first: it makes the others show their zeros
+        registry.register(self)  # first: it makes the others show their zeros
         self.running: _Levels = dict
         self.waiting_for_room: _Levels = dict
         self.requests = counter(
             "kvrelay_router_requests",
             "Finished requests; 499: the client went away.",
-            [_MODEL, "path", "status"],
+            *(_MODEL, "path", "status"),
         )
         self.ttft = histogram(
-            "kvrelay_router_time_to_first_token_seconds",
-            "Arrival to first token.",
-            [_MODEL],
-            buckets=_LATENCY_S,
+            "kvrelay_router_time_to_first_token_seconds", "Arrival to first token."
         )
-        self.e2e = histogram(
-            "kvrelay_router_e2e_request_latency_seconds",
-            "Arrival to end.",
-            [_MODEL],
-            buckets=_LATENCY_S,
-        )
+        self.e2e = histogram("kvrelay_router_e2e_request_latency_seconds", "Arrival to end.")
         self.inter_token = histogram(
             "kvrelay_router_inter_token_latency_seconds",
             "Mean time between tokens, one observation per request.",
-            [_MODEL],
             buckets=_INTER_TOKEN_S,
         )
         self.stage = histogram(
             "kvrelay_router_stage_seconds",
             "Time in each stage of a request, as openai_api/stages.py names them.",
-            [_MODEL, "stage"],
+            labelnames=[_MODEL, "stage"],
             buckets=_STAGE_S,
         )
         self.output_tokens = counter(
             "kvrelay_router_output_tokens",
             "Tokens seen from the nodes, counted every second.",
-            [_MODEL],
+            _MODEL,
         )
-        self.failovers = self._counter(
+        self.failovers = counter(
             "kvrelay_failovers",
             "Requests continued on another node after theirs broke.",
             "leg",
-            *_LEGS,
+            zeros=_LEGS,
         )
-        self.releases = self._counter(
+        self.releases = counter(
             "kvrelay_router_releases",
             "KV given back because no decode leg would take it.",
             "told",
-            "yes",
-            "no",
+            zeros=("yes", "no"),
         )
         self.disaggregated = counter(
             "kvrelay_router_disaggregated",
             "Requests handed from a prefill node to a decode node.",
-            [_MODEL],
+            _MODEL,
         )
         self.local_prefills = counter(
             "kvrelay_router_local_prefills",
             "Prompts computed on a decode node, though nothing of their answers was there, and why.",
-            [_MODEL, "reason"],
+            *(_MODEL, "reason"),
         )
-        self.kv_failures = self._counter(
+        self.kv_failures = counter(
             "kvrelay_router_kv_failures",
             "KV that did not come, as decode nodes say, by cause.",
             "cause",
-            *KV_CAUSES,
+            zeros=KV_CAUSES,
         )
-        self.full = self._counter(
+        self.full = counter(
             "kvrelay_router_full_nodes",
             "Requests that a node had no room for, and that another got.",
             "leg",
-            *_LEGS,
+            zeros=_LEGS,
         )
-        self.retries_refused = self._counter(
+        self.retries_refused = counter(
             "kvrelay_router_retries_refused", "Requests not tried again because too many are."
         )
-        self.poison = self._counter(
+        self.poison = counter(
             "kvrelay_router_poison_requests",
             "Requests that were not tried on a third node because two were lost with them, and "
             "those refused for that.",
             "outcome",
-            *("stopped", "refused"),
+            zeros=("stopped", "refused"),
         )
-        self._cached_tokens = self._counter(
+        self._cached_tokens = counter(
             "kvrelay_router_cached_prompt_tokens",
             "Tokens of prompts in prefix caches of prefill nodes: the estimate at the choice, and "
             "the node's report.",
             "by",
         )
-        index = pool.prefixes
-        for name, about, size in (
-            ("texts", "Pieces of prompts whose blocks the prefix index knows.", index.texts),
-            ("blocks", "Blocks of KV that nodes are known to hold, node by node.", index.blocks),
-        ):
-            Gauge(f"kvrelay_router_prefix_{name}", about, registry=registry).set_function(size)
-        self.undivided = self._counter(
+        self.undivided = counter(
             "kvrelay_router_undivided",
             "Requests that a vLLM decode node did alone, its prompt too, by why.",
             "why",
@@ -214,7 +211,7 @@ class Metrics:
         self.role_changes = counter(
             "kvrelay_router_role_changes",
             "Nodes that were asked to take a role because it was short of them: begun or refused.",
-            [_MODEL, "role", "outcome"],
+            *(_MODEL, "role", "outcome"),
         )
         self.role_use = Gauge(
             "kvrelay_router_role_use",
@@ -223,12 +220,6 @@ class Metrics:
             registry=registry,
         )
         ProcessCollector(registry=registry)
-
-    def _counter(self, name: str, about: str, label: str = "", *known: str) -> Counter:
-        counter = Counter(name, about, [label] if label else [], registry=self.registry)
-        for value in known:
-            counter.labels(value)
-        return counter
 
     def model_of(self, asked: str) -> str:
         """Return the label for a model or adapter; empty if no node has reported it."""
@@ -267,54 +258,52 @@ class Metrics:
         if request.inter_token_s is not None:
             self.inter_token.labels(model).observe(request.inter_token_s)
 
-
-class _AtScrape(Collector):
-    def __init__(self, metrics: Metrics, pool: Pool) -> None:
-        self._metrics, self._pool = metrics, pool
-
     def collect(self) -> Iterator[Metric]:
-        metrics, pool, now = self._metrics, self._pool, time.monotonic()
+        pool, index, now = self._pool, self._pool.prefixes, time.monotonic()
         models = pool.models()
         for model in models:  # from the first scrape on, so that the first rate is right
             for metric in (
-                *(metrics.ttft, metrics.e2e, metrics.inter_token),
-                *(metrics.output_tokens, metrics.disaggregated),
+                *(self.ttft, self.e2e, self.inter_token),
+                *(self.output_tokens, self.disaggregated),
             ):
                 metric.labels(model)
             for reason in _LOCAL_REASONS:
-                metrics.local_prefills.labels(model, reason)
+                self.local_prefills.labels(model, reason)
             for stage in STAGES:
                 if stage != "total":
-                    metrics.stage.labels(model, stage)
+                    self.stage.labels(model, stage)
         for name, about, levels in (
-            ("requests_running", "Requests being answered now.", metrics.running()),
-            ("queue_waiting", "Requests that wait to begin.", metrics.admission.waiting()),
+            ("requests_running", "Requests being answered now.", self.running()),
+            ("queue_waiting", "Requests that wait to begin.", self.admission.waiting()),
             (
                 "waiting_for_room",
                 "Begun requests that wait for a place on a node, again.",
-                metrics.waiting_for_room(),
+                self.waiting_for_room(),
             ),
         ):
-            family = GaugeMetricFamily(f"kvrelay_router_{name}", about, labels=[_MODEL])
-            for model, level in (dict.fromkeys(models, 0.0) | dict(levels)).items():
-                family.add_metric([model], level)
-            yield family
-        breakers = GaugeMetricFamily(
-            "kvrelay_router_breaker_state",
+            known = dict.fromkeys(models, 0.0) | dict(levels)
+            yield _gauge(name, about, [_MODEL], (([of], level) for of, level in known.items()))
+        everyone = (*pool.nodes, *pool.leaving)
+        yield _gauge(
+            "breaker_state",
             "0: the node takes requests, 1: it is tried (half-open), 2: it takes none (open).",
-            labels=["node"],
+            ["node"],
+            (([node.url], _BREAKER[node.breaker.state(now)]) for node in pool.nodes),
         )
-        up = GaugeMetricFamily(
-            "kvrelay_router_node_up",
+        yield _gauge(
+            "node_up",
             "1 if the node takes legs. No model: it has not told yet.",
-            labels=["node", "role", _MODEL],
+            ["node", "role", _MODEL],
+            (([node.url, node.role, node.model], float(node.up)) for node in everyone),
         )
-        depth = GaugeMetricFamily(
-            "kvrelay_router_queue_depth", "Depth that the choice sees.", labels=["node", "role"]
+        yield _gauge(
+            "queue_depth",
+            "Depth that the choice sees.",
+            ["node", "role"],
+            (([node.url, node.role], node.depth) for node in everyone),
         )
-        for node in pool.nodes:
-            breakers.add_metric([node.url], _BREAKER[node.breaker.state(now)])
-        for node in (*pool.nodes, *pool.leaving):
-            up.add_metric([node.url, node.role, node.model], float(node.up))
-            depth.add_metric([node.url, node.role], node.depth)
-        yield from (breakers, up, depth)
+        for name, about, size in (
+            ("texts", "Pieces of prompts whose blocks the prefix index knows.", index.texts()),
+            ("blocks", "Blocks of KV that nodes are known to hold, node by node.", index.blocks()),
+        ):
+            yield _gauge(f"prefix_{name}", about, [], [([], size)])

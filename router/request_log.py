@@ -30,7 +30,10 @@ __all__ = ["COUNT_S", "RequestLog", "shown_error"]
 
 COUNT_S = 1.0
 _SHOWN_CHARS = 200
-_UNKNOWN = "-"
+_LOGGED = (
+    *("id", "path", "status", "key"),
+    *("prompt_tokens", "output_tokens", "prefill", "decode"),
+)
 _OTEL = {
     "id": "kvrelay.request_id",
     "path": "http.route",
@@ -143,26 +146,16 @@ class RequestLog:
 
 
 def _line(request: EndedRequest, trace: Mapping[str, str]) -> Fields:
-    line = Fields(
-        id=request.id,
-        path=request.path,
-        status=request.status,
-        key=request.key,
-        prompt_tokens=_UNKNOWN if request.prompt_tokens is None else request.prompt_tokens,
-        output_tokens=request.output_tokens,
-        prefill=request.prefill,
-        decode=request.decode,
-    )
-    for name in STAGES:
-        if name in request.stages_s:
-            line[f"{name}_ms"] = request.stages_s[name] * 1e3
-    line["model"] = request.model
-    if trace:
-        line["trace"] = trace_id_of(trace["traceparent"])
-    if request.error:
-        line["error"] = request.error
-    line["placed"] = repr(request.placed)
-    return line
+    stages_s = request.stages_s
+    known = {name: getattr(request, name) for name in _LOGGED}
+    known |= {f"{name}_ms": stages_s[name] * 1e3 for name in STAGES if name in stages_s}
+    known |= {
+        "model": request.model,
+        "trace": trace_id_of(trace.get("traceparent", "")),
+        "error": request.error,
+        "placed": repr(request.placed),
+    }
+    return Fields({name: value for name, value in known.items() if value not in ("", None)})
 
 
 def _tell(
@@ -171,9 +164,7 @@ def _tell(
     _log.info("%s", line)
     if span is not None:
         attributes: dict[str, Any] = {
-            _OTEL.get(name, f"kvrelay.{name}"): value
-            for name, value in line.items()
-            if value != _UNKNOWN
+            _OTEL.get(name, f"kvrelay.{name}"): value for name, value in line.items()
         }
         attributes["http.request.method"] = "POST"
         span.end(stages, attributes, ended, attributes.get("kvrelay.error", ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,7 +29,7 @@ class Timeline:
     last_token: float | None = None
     local: bool = False
     """A decode node computed the prompt, and no other node had."""
-    prefill_ms: dict[str, float] = field(default_factory=dict)
+    prefill_ms: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Stages reported for all prefill requests."""
     decode_ms: dict[str, float] = field(default_factory=dict)
     """Stages of the last decode request."""
@@ -42,25 +43,25 @@ class Timeline:
         if decoding:
             self.decode_ms = timing_ms
             return
-        known = self.prefill_ms.items()
-        self.prefill_ms = timing_ms | {
-            name: took + timing_ms.get(name, 0.0) for name, took in known
-        }
+        for name, took in timing_ms.items():
+            self.prefill_ms[name] += took
 
     def stages_s(self, now: float) -> dict[str, float]:
         """Return seconds in each stage that a node reported, if the request ended now."""
-        stages = {name: took / 1e3 for name, took in self.decode_ms.items() if name in STAGES}
+        decode, prefill = self.decode_ms, self.prefill_ms
+        stages = defaultdict(
+            float, {name: took / 1e3 for name, took in decode.items() if name in STAGES}
+        )
         waited = stages.pop("queue", 0.0)
         stages["queue"] = (now if self.sent is None else self.sent) - self.arrived
         if self.local:
             stages["queue"] += waited
-        elif self.decode_ms:
+        elif decode:
             # A decode request without a ticket waited to compute the prompt.
-            stages["decode_queue"] = stages.get("decode_queue", 0.0) + waited
-        if self.prefill_ms:
-            stages["queue"] += self.prefill_ms.get("queue", 0.0) / 1e3
-            prefill_s = self.prefill_ms.get("prefill", 0.0) / 1e3
-            stages["prefill"] = stages.get("prefill", 0.0) + prefill_s
+            stages["decode_queue"] += waited
+        if prefill:
+            stages["queue"] += prefill["queue"] / 1e3
+            stages["prefill"] += prefill["prefill"] / 1e3
         if self.prefilled is not None and self.stepped is not None and TOLD in self.decode_ms:
             # Both ways lead through one connection: they cancel out.
             announce_s = self.stepped - self.prefilled - self.decode_ms[TOLD] / 1e3

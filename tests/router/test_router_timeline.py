@@ -50,7 +50,8 @@ def test_a_decode_node_that_is_faster_than_the_answer_of_the_prefill_node_was_no
 
 
 def test_a_prompt_that_a_decode_node_has_computed_counts_as_prefill() -> None:
-    timeline = Timeline(10.0, sent=10.0, prefill_ms=PREFILL)
+    timeline = Timeline(10.0, sent=10.0)
+    timeline.note_report(PREFILL, decoding=False)
     told = {"queue": 3.0, "prefill": 40.0, "first_step": 4.0, "decode": 9.0}
     timeline.note_report(told, decoding=True)
     stages = timeline.stages_s(10.2)
