@@ -163,10 +163,6 @@ class PrefixIndex:
     def follows(self, url: str) -> bool:
         return url in self._nodes and self._nodes[url].held is not None
 
-    def clear(self, url: str) -> None:
-        """Note that a node's cache was reset; one that is followed says so itself."""
-        self._nodes[url].sent.clear()
-
     def forget(self, url: str) -> None:
         self._nodes.pop(url, None)
 
