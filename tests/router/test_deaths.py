@@ -207,7 +207,7 @@ async def test_a_node_that_stays_silent_is_no_way_to_a_third_one_and_not_held_ag
         await asyncio.sleep(30)
 
     silent = [prefill(hang), prefill(hang)]
-    async with cluster(*silent, decode(), health_deadline_s=0.05) as c:
+    async with cluster(*silent, decode(), health_deadline_s=0.3) as c:
         assert (await asked(c, POISON))[1]["error"]["code"] == "poison_request"
         assert not c.router.shared.poison
         for node in silent:

@@ -84,8 +84,7 @@ async def test_what_the_router_refuses_itself_leaves_nothing_for_the_collector()
 
 
 async def test_a_client_that_goes_leaves_nothing_for_the_collector() -> None:
-    # To look through a million objects holds the health checks up.
-    async with cluster(prefill(), decode(hold), health_deadline_s=30.0) as c:
+    async with cluster(prefill(), decode(hold)) as c:
 
         async def goes() -> None:
             with pytest.raises(asyncio.TimeoutError):

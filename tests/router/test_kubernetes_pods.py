@@ -218,7 +218,9 @@ async def test_without_an_api_server_health_finds_the_dead_and_the_replaced(api:
         for name, node in nodes.items():
             await stack.enter_async_context(node.running())
             api.put(pod_of(name, node.url, node.role))
-        c = await stack.enter_async_context(cluster(ready=False, kubernetes_selector="app=kvrelay"))
+        c = await stack.enter_async_context(
+            cluster(ready=False, kubernetes_selector="app=kvrelay", health_deadline_s=0.5)
+        )
         pool = c.router.pool
         await until(lambda: len(pool.up(Role.DECODE)) == 3 and bool(pool.up(Role.PREFILL)))
         api.list_fails = 500

@@ -57,7 +57,6 @@ async def test_the_router_serves_https_and_trusts_nodes_by_their_authority(
                 prefill=(inner_url,),
                 ssl_ca_certs=trusted,
                 health_interval_s=0.05,
-                health_deadline_s=2.0,
             )
             async with router_over(config) as outer:
                 await until(lambda: told in outer.router.pool.nodes[0].reason)  # noqa: B023

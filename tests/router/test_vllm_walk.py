@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from kvrelay.router.nodes.node import NodeKind
-from tests.router.router_doubles import MODEL, Cluster, decode, prefill, until
-from tests.router.router_doubles import cluster as start_cluster
+from tests.router.router_doubles import MODEL, Cluster, cluster, decode, prefill, until
 from tests.router.vllm_doubles import (
     ASKED,
     DONE,
@@ -29,11 +27,6 @@ from tests.router.vllm_doubles import (
     pair,
     refuse,
 )
-
-
-def cluster(*nodes: Any, **config: Any) -> AbstractAsyncContextManager[Cluster]:
-    """A health check here is four questions; on a busy machine they take a while."""
-    return start_cluster(*nodes, **({"health_deadline_s": 2.0} | config))
 
 
 async def said(
