@@ -113,6 +113,9 @@ def test_where_an_answer_differs_from_its_twin_is_named(
     assert differs in told
 
 
+LOST = "2 nodes were lost while they had this request"
+
+
 def seen(end: str, began: float, ended: float, **fields: object) -> Seen:
     return Seen(1, "greedy", began, id="r1", end=end, ended=ended, **fields)  # type: ignore[arg-type]
 
@@ -154,11 +157,16 @@ def seen(end: str, began: float, ended: float, **fields: object) -> Seen:
             seen("refused", 5, 6, status=503, past_router=True),
             "though nodes were up",
         ),  # of that node nobody knows
+        (seen("refused", 300, 302, status=503, error=LOST), ""),
+        (seen("refused", 310, 311, status=503, error=LOST), "though nodes were up"),  # only one
+        (seen("refused", 300, 302, status=503, error="no"), "though nodes were up"),
+        (seen("refused", 590, 591, status=503, error=f"{LOST}, so it is refused for 9 s"), ""),
     ],
 )
 def test_what_breaks_a_promise(one: Seen, broken: str) -> None:
     routers = [Outage(70.5, 72.0), Outage(200.0, 223.0, 220.0)]
-    verdict = judged([one], {}, [(5.0, 35.0)], 30.0, routers)
+    lost = [[(301.0, 309.0)], [(301.0, 312.0)], []]
+    verdict = judged([one], {}, [(5.0, 35.0)], 30.0, routers, lost=lost)
     assert bool(verdict.broken) == bool(broken)
     assert broken in "".join(verdict.broken)
 

@@ -249,7 +249,8 @@ def _judged(
         for each in cluster.struck
         if each.fault.kind == "log stall" and each.node == "router"
     ]
-    verdict = judged(crowd.seen, broken_legs(log), no_decode, GAP_S, no_router, stalls)
+    apart = [[*node.down, *node.away] for node in cluster.nodes]
+    verdict = judged(crowd.seen, broken_legs(log), no_decode, GAP_S, no_router, stalls, apart)
     if lost := crowd.asked - len(crowd.seen):
         verdict.broken.append(f"{lost} requests have no end at all")
     ends, spans = logged_ends(log), [(a - 1.0, b + 2.0) for a, b in [*cluster.router.down, *stalls]]

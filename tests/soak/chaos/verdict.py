@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
 from typing import NamedTuple
 
 from kvrelay.load.measures import percentile
+from kvrelay.router.request.failures import MAX_LOST, REFUSED_S
 from tests.soak.chaos.crowd import Seen
 
 __all__ = [
@@ -108,10 +109,12 @@ def judged(
     gap_s: float,
     no_router: Sequence[Outage] = (),
     stalls: Sequence[Span] = (),
+    lost: Collection[Sequence[Span]] = (),
 ) -> Verdict:
     """`no_decode`: when no decode node was up, `no_router`: when the router was not. `gap_s`:
     nobody waits longer for a part at any other time. `stalls`: when nobody read the router's log,
-    so that it is not known when a leg broke.
+    so that it is not known when a leg broke. `lost`: of each node, when it was down or badly
+    connected.
     """
     verdict, no_decode = Verdict(), joined(no_decode)
     excused = joined(
@@ -131,7 +134,8 @@ def judged(
             verdict.honest["lost with the router"] += 1
         elif each.honest:
             verdict.honest[f"{each.status} {re.sub('[0-9a-f]{32}', '..', each.error)}"] += 1
-            if each.past_router or not meets(each.began, each.ended, no_decode):
+            lacking = meets(each.began, each.ended, no_decode) or _killed_two(each, lost)
+            if each.past_router or not lacking:
                 verdict.broken.append(
                     f"{told}: {each.end} {each.status} though nodes were up: {each.error}"
                 )
@@ -180,6 +184,13 @@ def _lost_with(each: Seen, routers: Iterable[Outage]) -> bool:
             if each.end == "error" and router.drained is not None and each.ended >= router.drained:
                 return True
     return False
+
+
+def _killed_two(each: Seen, lost: Iterable[Sequence[Span]]) -> bool:
+    """Return whether it was refused for two nodes that were lost with it or, before, its like."""
+    before_s = REFUSED_S * ("it is refused for" in each.error)
+    nodes = sum(meets(each.began - before_s, each.ended, spans) for spans in lost)
+    return "while they had this request" in each.error and nodes >= MAX_LOST
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
