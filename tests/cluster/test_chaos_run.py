@@ -21,7 +21,7 @@ SMALL = "--prefill 1 --decode 2 --streams 8 --per-kind 1 --longest 1000 --pool-m
 
 
 def test_every_kind_of_fault_once_breaks_no_promise(repository: Path) -> None:
-    options = f"{SMALL} --each-once --every-s 2 --seed {SEED}"
+    options = f"{SMALL} --each-once --every-s 1 --seed {SEED}"
     done = subprocess.run(
         [sys.executable, "-m", "tests.soak.chaos", *options.split()],
         env={**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"},

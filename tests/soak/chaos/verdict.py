@@ -133,7 +133,8 @@ def judged(
         elif not each.past_router and _lost_with(each, no_router):
             verdict.honest["lost with the router"] += 1
         elif each.honest:
-            verdict.honest[f"{each.status} {re.sub('[0-9a-f]{32}', '..', each.error)}"] += 1
+            error = re.sub(r"[0-9a-f]{32}|\d+ s ", ".. ", each.error)
+            verdict.honest[f"{each.status} {error}"] += 1
             lacking = meets(each.began, each.ended, no_decode) or _killed_two(each, lost)
             if each.past_router or not lacking:
                 verdict.broken.append(
