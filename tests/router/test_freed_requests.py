@@ -32,7 +32,8 @@ from kvrelay.wire.errors import KvrelayError
 def kept() -> Counter[str]:
     """Objects of requests, by their types."""
     kinds = (Request, Relay, RequestRun, Job, KvrelayError)
-    return Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, kinds))
+    types = Counter(map(type, gc.get_objects()))  # few: to ask each object took ten times as long
+    return Counter({each.__name__: n for each, n in types.items() if issubclass(each, kinds)})
 
 
 async def hold(call: Call) -> None:
