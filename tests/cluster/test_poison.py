@@ -95,8 +95,7 @@ def test_two_nodes_die_of_it_and_then_it_reaches_none_for_a_while(
     )
     assert len(dead(cluster)) == 2
     assert (outcome(cluster, "stopped"), outcome(cluster, "refused")) == (stopped + 1, refused + 1)
-    for node in dead(cluster):
-        cluster.wait_ready(cluster.restart(node))
+    cluster.wait_ready(*map(cluster.restart, dead(cluster)))
     fault.unlink()  # its cause is mended
     wait_until(
         lambda: ask(cluster, what).status_code == 200, 2 * REFUSED_S, "it may come again", 0.5
@@ -129,8 +128,7 @@ def test_nodes_that_end_in_order_count_nothing(cluster: Cluster) -> None:
         node.popen.wait(30)
     asking.join(60)
     assert answers == [200]
-    for node in prefill:
-        cluster.wait_ready(cluster.restart(node))
+    cluster.wait_ready(*map(cluster.restart, prefill))
     wait_until(
         lambda: all(_seen(cluster, node)["up"] for node in prefill),
         30,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -37,16 +39,19 @@ CHANGES_WITHIN_S = 180.0
 
 
 @pytest.fixture
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """1P2D."""
+def cluster(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterator[Cluster]:
+    """1P2D, whose router looks each second."""
     folder = tmp_path_factory.mktemp("roles")
+    often = "from kvrelay.router import roles\nroles.EVERY_S, roles.HALF_LIFE_S = 1.0, 4.0\n"
+    (folder / "sitecustomize.py").write_text(often)
+    env = {"PYTHONPATH": os.pathsep.join(map(str, (folder, repository)))}
     flags = tiny_model(folder, 8192, kv_mib=32)
     cluster = Cluster(folder, flags)
     try:
         cluster.nodes = [cluster.start(role, flags) for role in ("prefill", "decode", "decode")]
         listed = [f"--{node.role}={node.url}" for node in cluster.nodes]
         others = ["--tpot-target-ms=60000", "--least-decode=1", "--workers=2", "--log-format=json"]
-        cluster.router = cluster.start("router", [*listed, *others])
+        cluster.router = cluster.start("router", [*listed, *others], env=env)
         cluster.wait_ready(*cluster.nodes, cluster.router)
         cluster.wait_up()
         yield cluster
