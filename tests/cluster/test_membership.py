@@ -106,7 +106,7 @@ async def test_a_rolling_restart_under_streams_loses_none(cluster: Cluster) -> N
                     session,
                     urls[at % 2],
                     lambda done, at=at: tiny_body(f"{at} {done} " + "y" * 60, max_tokens=TOKENS),
-                    pause_s=0.1,  # nodes that start beside the streams shall have a core
+                    pause_s=0.3,  # nodes that start beside the streams shall have a core
                 )
             )
             for at in range(STREAMS)

@@ -129,11 +129,11 @@ async def test_it_does_not_go_on_in_the_other_role_nor_with_its_first_prompt_com
         await until(lambda: p.generation != "g1")
         die(next(node for node in decodes if call in node.calls), call)
 
-    p, decodes = prefill(dies_behind_its_ticket), [decode(dies_later), decode(dies_later)]
-    async with cluster(p, prefill(), *decodes) as c:
-        c.router.pool.note_unready(c.router.pool.nodes[1], "for this test", time.monotonic())
+    p, other = prefill(dies_behind_its_ticket), prefill()
+    decodes = [decode(dies_later), decode(dies_later)]
+    async with cluster(p, other, *decodes, prefill_policy="round_robin") as c:
         assert (await asked(c, POISON))[1]["error"]["code"] == "poison_request"
-        assert calls(p, *decodes) == 2
+        assert calls(p, other, *decodes) == 2
 
 
 async def test_a_decode_node_that_dies_before_it_has_told_anything_counts_though_the_first_token_is_out() -> (

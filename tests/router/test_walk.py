@@ -100,7 +100,7 @@ async def test_a_client_that_goes_away_stops_its_node_and_frees_the_kv(
         if at == "decoding":
             await until(lambda: d.calls[0].begun)
         request.cancel()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(5):
             await node.aborted.wait()
             if at == "decode":
                 await p.released_event.wait()
@@ -114,7 +114,7 @@ async def test_a_client_that_goes_away_stops_its_node_and_frees_the_kv(
 
 async def test_a_request_ends_at_its_deadline_on_all_nodes() -> None:
     p, d = prefill(), decode(hold)
-    async with cluster(p, d, request_deadline_s=0.3) as c:
+    async with cluster(p, d, request_deadline_s=1.0) as c:
         async with c.post() as answer:
             assert answer.status == 504
             assert (await answer.json())["error"]["type"] == "deadline_exceeded"
