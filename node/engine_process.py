@@ -225,7 +225,8 @@ class EngineProcess:
 
     def _add(self, request: Request) -> None:
         self.engine.scheduler.add(request)
-        self._pulls.begin(request)
+        if request.sources:
+            self._pulls.begin(request)
 
     def _goes_on_without_kv(self, request: Request, reason: str) -> bool:
         self._mismatched_kv += 1
