@@ -19,7 +19,7 @@ from simulated_world import Violation, World
 from kvrelay.wire.engine_messages import Order, RequestUpdate, StepOutputs, Submit
 from kvrelay.wire.outputs import Finish
 from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import Ticket
+from kvrelay.wire.transfer import Source, Ticket
 
 ATTEMPTS = 3
 # After so long without a word the router cuts the legs on a node, as it does after three health
@@ -139,11 +139,17 @@ class Router:
         self.world, self.rng = world, rng
         self.fronts: dict[str, list[Front]] = {"prefill": [], "decode": []}
         self.calls: list[Call] = []
+        self.pulls: random.Random | None = None
+        """With it requests name sources, of which some are wrong."""
 
     def add(self, role: str, node: SimulatedNode) -> None:
         self.fronts[role].append(Front(self.world, node, self))
 
     def begin(self, call: Call) -> None:
+        if self.pulls is not None and self.calls and self.pulls.random() < 0.7:  # another turn
+            before = self.pulls.choice(self.calls)
+            call.prompt = [*before.prompt, *before.answer][:40] + call.prompt[-3:]
+            call.answer = answer_of(call.prompt, call.max_tokens)
         self.calls.append(call)
         self._prefill(call)
 
@@ -231,12 +237,19 @@ class Router:
             self._end(call, "no prefill node")
             return
         # Real nodes make a new id for each leg. A lease whose name comes again is harder.
-        call.prefill = Leg(call, front, f"{call.name}-p", "prefill")
+        sources = self._sources(call, front)
+        name = f"{call.name}-p{next(self.world.count)}" if sources else f"{call.name}-p"
+        call.prefill = Leg(call, front, name, "prefill")
         params = SamplingParams(max_tokens=1, seed=1)
-        front.submit(
-            call.prefill,
-            Submit(call.prefill.request_id, call.prompt, params, hold=call.max_tokens > 1),
-        )
+        hold = call.max_tokens > 1
+        front.submit(call.prefill, Submit(name, call.prompt, params, hold=hold, sources=sources))
+
+    def _sources(self, call: Call, front: Front) -> list[Source]:
+        if self.pulls is None or self.pulls.random() < 0.2:
+            return []
+        node = self.pulls.choice([each for each in self.world.nodes if each is not front.node])
+        generation = node.connector.generation if self.pulls.random() < 0.9 else "another"
+        return [Source(node.host, 1, generation, len(call.prompt))]
 
     def _decode(self, call: Call) -> None:
         front = self._choose(call, "decode")
@@ -257,7 +270,14 @@ class Router:
             return
         front.submit(
             call.decode,
-            Submit(call.decode.request_id, call.prompt, params, generated=generated, fetch=fetch),
+            Submit(
+                call.decode.request_id,
+                call.prompt,
+                params,
+                generated=generated,
+                fetch=fetch,
+                sources=self._sources(call, front),
+            ),
         )
 
     def update(self, leg: Leg, update: RequestUpdate) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ import kvrelay.kv_transfer.backend
 import kvrelay.kv_transfer.peers
 import kvrelay.kv_transfer.rank_backends
 import kvrelay.kv_transfer.transfer_engine
-from kvrelay.node import engine_process
+from kvrelay.node import engine_process, pulls
 
 FAULTS = (
     "kill",
@@ -93,6 +94,7 @@ def simulation(world: World) -> Iterator[None]:
             (engine, "time", CLOCK),
             (backend, "time", CLOCK),
             (engine_process, "time", CLOCK),
+            (pulls, "time", CLOCK),
             (engine, "ControlThread", SimulatedControl),
             (threads, "BackendThread", SimulatedBackendThread),
             (threads, "Checksums", SimulatedChecksums),
@@ -120,6 +122,8 @@ class Schedule:
         self.seen: Counter[tuple[str, str]] = Counter()  # faults by kind and state
         self.ends: Counter[str] = Counter()  # how requests and fetches have ended
         self.router = Router(world, rng)
+        if seed % 3 == 1:  # with draws of their own: the other schedules stay as they are
+            self.router.pulls = random.Random(seed)
         self.pending = [self._fault() for _ in range(rng.choice([1, 1, 2, 3]))]
         if rng.random() < 0.2:
             # Whoever does not hear that his client has left, and comes again under the same name.
@@ -174,6 +178,10 @@ class Schedule:
                 stats = node.connector._fetches.stats
                 self.ends += stats.failures
                 self.ends["Fetched"] += stats.fetches - stats.failures.total()
+                self.ends["pulled"] += node.pulled
+                self.ends += Counter(
+                    {f"ask {why}": n for why, n in node.connector._asks.failures.items()}
+                )
             self.ends += Counter(call.end for call in self.router.calls)
 
     def _all_ended(self) -> bool:
@@ -216,11 +224,11 @@ class Schedule:
         for node in self.world.nodes:
             if not node.alive:
                 continue
+            for fetch in node.connector._fetches._fetches.values():
+                if fetch.state.name.lower() == state:
+                    source = self.world.listening.get((fetch.peer.host, fetch.peer.port))
+                    return Scene(source, node, fetch.request_id)
             if node.name.startswith("decode"):
-                for fetch in node.connector._fetches._fetches.values():
-                    if fetch.state.name.lower() == state:
-                        source = self.world.listening.get((fetch.peer.host, fetch.peer.port))
-                        return Scene(source, node, fetch.request_id)
                 if state == "decoding" and (running := node.engine.scheduler._running):
                     return Scene(self.world.nodes[0], node, running[0].request_id)
                 continue
@@ -231,8 +239,8 @@ class Schedule:
                 for offer in offers
                 if state == ("growing" if offer.ticket.growing else "held")
             ]
-            if state == "queued" and waiting:
-                return Scene(node, self._any_reader(), waiting.candidates()[0].request_id)
+            if state == "queued" and (begin := waiting.candidates()):
+                return Scene(node, self._any_reader(), begin[0].request_id)
             if there:
                 return Scene(node, self._any_reader(), there[0])
         return None

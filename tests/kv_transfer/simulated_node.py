@@ -38,8 +38,8 @@ from kvrelay.wire.engine_messages import EngineStats, FromEngine, StepOutputs, T
 from kvrelay.wire.transfer import Fingerprint
 from tests.paged_engine.invariants import check_scheduler
 
-TRANSFER = TransferConfig(lease_s=1.5, heartbeat_s=0.4, transfer_deadline_s=3.5)
-FINGERPRINT = Fingerprint(1, "simulated", "float32", BLOCK_TOKENS, 1, 1, 1, 0, 1)
+TRANSFER = TransferConfig(lease_s=1.5, heartbeat_s=0.4, transfer_deadline_s=3.5, kv_pull="always")
+FINGERPRINT = Fingerprint(1, "simulated", "float32", BLOCK_TOKENS, 1, 1, 1, 0, 1, protocol_newest=2)
 STEP_S = 0.02
 # How late anything may be that is due: the way of a message, a turn of a thread, a step.
 LATE_S = 0.25
@@ -270,6 +270,11 @@ class SimulatedNode(EngineProcess):
     def disturbed_for_a_lease(self) -> None:
         self.world.disturbed_until(self.world.now + TRANSFER.lease_s + LATE_S)
 
+    @property
+    def pulled(self) -> int:
+        """Tokens from the caches of others."""
+        return self._pulls.tokens
+
     def _fetched(self, request: Request, fetched: Fetched) -> None:
         blocks, count = list(request.blocks), request.fetch.num_tokens if request.fetch else 0
         self.device.check(request, blocks, chain(request.token_ids), count)
@@ -340,6 +345,8 @@ class SimulatedNode(EngineProcess):
             "quarantined blocks": pool.quarantined,
             "offers": len(connector._offers),
             "fetches": len(connector._fetches._fetches),
+            "asks": len(connector._asks._asks),
+            "asks of others": len(connector._callers_asks._asked),
             "requests": len(self.engine.scheduler._requests),
         }
         return ", ".join(f"{count} {name}" for name, count in what.items() if count)

@@ -6,6 +6,7 @@ More of them: `python tests/kv_transfer/simulated_faults.py --first 0 --count 10
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvrelay.kv_transfer.host_memory import LeaseWords
 from kvrelay.kv_transfer.offers import Offers
 from kvrelay.kv_transfer.peers import Peers
 from kvrelay.node.engine_process import EngineProcess
+from kvrelay.node.pulls import Pulls
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.scheduler import Scheduler
 
@@ -36,6 +38,7 @@ def test_faults_in_all_states_leave_nothing_behind_and_nothing_wrong() -> None:
     # That it is not for want of hand-overs, nor of broken ones.
     assert ends["done"] > COUNT
     assert ends["Fetched"] > COUNT
+    assert ends["pulled"] > COUNT / 3
     assert (
         min(ends[why] for why in ("LeaseLost", "PeerLost", "TransferTimeout", "TransferError"))
         > COUNT / 100
@@ -141,6 +144,14 @@ def no_deadline(patch: pytest.MonkeyPatch) -> None:
     around(patch, Fetch, "hurry", never)
 
 
+def no_waiting_for_the_step_that_writes(patch: pytest.MonkeyPatch) -> None:
+    def at_once(real: Callable[..., None], pulls: Pulls) -> None:
+        pulls._leases = deque((0, *lease) for _, *lease in pulls._leases)
+        real(pulls)
+
+    around(patch, Pulls, "answer", at_once)
+
+
 MUTANTS = [
     (no_entry_fence, "whose time is over"),
     (no_exit_fence, "does not hold tokens|nothing spoils KV"),
@@ -155,6 +166,7 @@ MUTANTS = [
     (no_waiting_for_chunks, "does not hold tokens|nothing spoils KV"),
     (no_expiry, "still has|not over"),
     (no_deadline, "not over"),
+    (no_waiting_for_the_step_that_writes, "does not hold tokens|nothing spoils KV"),
 ]
 
 
