@@ -22,6 +22,7 @@ from scheduling import (
 
 from kvrelay.paged_engine.request import Chunk, Fetch, Request, State
 from kvrelay.wire.outputs import Finish
+from kvrelay.wire.transfer import Ticket
 
 
 def test_a_long_prompt_is_cut_to_the_budget_and_decodes_go_first():
@@ -269,7 +270,7 @@ class Memory:
 
 
 class Course:
-    """Random arrivals, fetches, failures, late settling, aborts, holds and preemption."""
+    """Random arrivals, fetches, pulls, failures, late settling, aborts, holds and preemption."""
 
     def __init__(self, seed: int, ahead: bool) -> None:
         self.rng, self.ahead, self.memory = random.Random(seed), ahead, Memory()
@@ -284,6 +285,7 @@ class Course:
         self.reading: dict[str, Fetch] = {}
         self.landing: dict[str, tuple[list[int], int]] = {}  # a lost READ may still write there
         self.held: set[str] = set()
+        self.asking: set[str] = set()
         self.pending: list[Chunk] = []
 
     def text(self, length: int) -> list[int]:
@@ -307,6 +309,22 @@ class Course:
         for each in made:
             self.scheduler.add(each)
             self.asked[each.request_id] = each, prompt, count
+        if made[0].fetch is None and self.chance(0.4):
+            first = self.scheduler.cached_tokens(made[0]) // BLOCK
+            made[0].asking, made[0].pull_from = True, first
+            self.asking.add(name)
+
+    def answer(self, name: str) -> None:
+        self.asking.discard(name)
+        req, prompt, _ = self.asked[name]
+        if req.finish is None:
+            first, most = req.pull_from, (len(prompt) - 1) // BLOCK
+            assert first is not None
+            leased = self.rng.randint(0, max(0, most - first))
+            blocks = [list(range(500, 500 + leased))]
+            found = Ticket(num_tokens=(first + leased) * BLOCK, remote_block_ids=blocks)
+            self.scheduler.end_ask(req, found if leased else None)
+            check_scheduler(self.scheduler)
 
     def step(self) -> None:
         plan = self.scheduler.schedule(0.0)
@@ -324,10 +342,13 @@ class Course:
     def end_fetch(self, name: str, how: str) -> None:
         fetch, (req, prompt, _) = self.reading.pop(name), self.asked[name]
         first = len(req.blocks) - len(fetch.local_blocks)
+        if pulls := req.pull_from is not None:
+            assert fetch.local_blocks == req.blocks[req.num_published :][: len(fetch.local_blocks)]
+            first, how = req.num_published, "fails" if how == "ends" else how
         verified = self.rng.randint(0, len(fetch.local_blocks))
         if how == "arrives":
             self.memory.write(fetch.local_blocks, first, prompt)
-            self.scheduler.finish_fetch(name, [next_token(prompt)])
+            self.scheduler.finish_fetch(name, [] if pulls else [next_token(prompt)])
             return
         self.memory.write(fetch.local_blocks[:verified], first, prompt)
         self.landing[name] = fetch.local_blocks[verified:], first + verified
@@ -339,6 +360,8 @@ class Course:
             self.scheduler.abort(name)
 
     def disturb(self) -> None:
+        if self.asking and self.chance(0.5):
+            self.answer(self.rng.choice(sorted(self.asking)))
         if self.reading and self.chance(0.6):
             how = self.rng.choice(["arrives", "arrives", "fails", "fails", "ends", "aborted"])
             self.end_fetch(self.rng.choice(sorted(self.reading)), how)
@@ -358,6 +381,8 @@ class Course:
 
     def finish(self) -> None:
         for _ in range(2000):
+            for name in list(self.asking):
+                self.answer(name)
             for name in list(self.reading):
                 self.end_fetch(name, "arrives")
             for name in list(self.landing):
