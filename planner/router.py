@@ -40,7 +40,7 @@ _FINGERPRINT = Fingerprint(
 _KV = KvFacts(_FINGERPRINT, planes=("simulated",))
 _JOB = Job(
     id="", path="", model=_MODEL, stream=True, seed=0, created=0, max_tokens=0, prompt_tokens=0,
-    counted=True, wants_stages=False, include_usage=False, choices=1, best_of=1, prompt_only=False,
+    counted=True, wants_stages=False, include_usage=False, choices=1, prompt_only=False,
     fields={},
 )  # fmt: skip
 

@@ -24,7 +24,7 @@ from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.roles import BEGUN, ask_role
 from kvrelay.router.router import Router
 from kvrelay.router.state import joined_nodes, node_status
-from kvrelay.router.transport.node_errors import parse_message
+from kvrelay.router.transport.node_stream import parse_message
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError, Conflict, NodeFailed, NotFound, RequestError
 from kvrelay.wire.frames import MALFORMED
@@ -93,7 +93,7 @@ async def _drain(router: Router, request: Request) -> object:
     (pool.drain if begin else pool.undrain)(node, time.monotonic())
     # Other routers see it by its health; a foreign node does not know the route, and only we drain
     # it.
-    status, _ = await router.node_client.tell(node, path, b"{}", _TELL_DEADLINE_S)
+    status, _ = await router.node_client.post(node, path, b"{}", _TELL_DEADLINE_S)
     if begin and status == 200:
         # The node says so itself from now on, and hears whoever asks it to end that.
         pool.undrain(node, time.monotonic())
@@ -184,8 +184,8 @@ async def _tell(
     router: Router, nodes: Sequence[Node], path: str, body: bytes, deadline_s: float
 ) -> list[NodeAnswer]:
     async def one(node: Node) -> NodeAnswer:
-        status, said = await router.node_client.call("POST", node, path, body, deadline_s)
-        message = said if isinstance(said, str) else "" if status == 200 else parse_message(said)
+        status, said = await router.node_client.post(node, path, body, deadline_s)
+        message = "" if status == 200 else parse_message(said)
         with contextlib.suppress(*MALFORMED):
             if status == 200 and not msgspec.json.decode(said, type=_Done).success:
                 status, message = (

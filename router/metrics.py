@@ -203,11 +203,6 @@ class Metrics(Collector):
             "the node's report.",
             "by",
         )
-        self.undivided = counter(
-            "kvrelay_router_undivided",
-            "Requests that a vLLM decode node did alone, its prompt too, by why.",
-            "why",
-        )
         self.role_changes = counter(
             "kvrelay_router_role_changes",
             "Nodes that were asked to take a role because it was short of them: begun or refused.",

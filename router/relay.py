@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from kvrelay.openai_api.connections import HttpConnection
 from kvrelay.openai_api.dialects.base import AS_IS, Dialect, openai_error
@@ -23,7 +23,6 @@ from kvrelay.wire.errors import Draining, ErrorBody, KvrelayError, NodeFailed, w
 __all__ = [
     "CLIENT_GONE",
     "HOLD_S",
-    "Client",
     "ClientConnection",
     "Finished",
     "Relay",
@@ -53,26 +52,22 @@ _log = logging.getLogger("kvrelay.router")
 class Reply:
     """A writer of one answer's bytes: kept, or passed on as they come.
 
-    `put` never waits, so a payload is counted and put, or neither. Whoever puts waits for `flow`: a
-    slow client slows its nodes instead of filling memory.
+    `put` never waits, so a payload is counted and put, or neither; the `last` one may wait for the
+    end of the answer. Whoever puts waits for `flow`: a slow client slows its nodes instead of
+    filling memory.
     """
 
     def __init__(self) -> None:
         self._kept: list[bytes] = []
-        self.put: Callable[[bytes], None] = self._kept.append
-        self.put_last = self.put
         self.flow: FlowControl | None = None
+        self.detach()
 
-    def pass_on(
-        self,
-        put: Callable[[bytes], None],
-        put_last: Callable[[bytes], None],
-        flow: FlowControl | None,
-    ) -> None:
-        self.put, self.put_last, self.flow = put, put_last, flow
+    def pass_on(self, put: Callable[[bytes, bool], None], flow: FlowControl | None) -> None:
+        self.put, self.flow = put, flow
 
     def detach(self) -> None:
-        self.pass_on(self._kept.append, self._kept.append, None)
+        kept = self._kept  # no reference to this object, which would hold itself
+        self.pass_on(lambda payload, last: kept.append(payload), None)
 
     def kept(self) -> bytes:
         return b"".join(self._kept)
@@ -85,7 +80,7 @@ class ClientConnection(HttpConnection):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self.scope[_KEY] = Client(self, self.cycle)  # type: ignore[literal-required]
+        self.scope[_KEY] = self, self.cycle  # type: ignore[literal-required]
 
     def pause_writing(self) -> None:
         """Give an answer that is no stream a deadline to be read."""
@@ -104,73 +99,6 @@ class ClientConnection(HttpConnection):
             self.on_gone()
 
 
-class Client:
-    """A client of one request: `begin`, any number of `write`, then `end`.
-
-    Nothing is written to a client that is gone.
-    """
-
-    def __init__(self, connection: ClientConnection, cycle: RequestResponseCycle) -> None:
-        self._connection = connection
-        self.cycle = cycle
-        self.flow = cycle.flow
-        self._unsent: list[bytes] = []
-        self.headers: Iterable[tuple[bytes, bytes]] = ()
-        self.pieces = 0  # since they were last counted
-
-    def watch(self, on_gone: Callable[[], None] | None) -> None:
-        """Call `on_gone` if the client goes away; None ends that."""
-        self._connection.on_gone = on_gone
-        if on_gone is not None:
-            # A pipelined request behind this one has paused reading, which would hide a close.
-            self.cycle.flow.resume_reading()
-
-    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        cycle = self.cycle
-        if cycle.disconnected:
-            return
-        cycle.response_started, cycle.waiting_for_100_continue = True, False
-        self._connection.streaming = True
-        self._connection.flush_at_leisure()
-        lines = [
-            b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers, *self.headers)
-        ]
-        close = b"" if cycle.keep_alive else b"connection: close\r\n"
-        self._connection.loop.call_soon(self.flush)
-        self._unsent += (STATUS_LINE[status], *lines, close, b"transfer-encoding: chunked\r\n\r\n")
-
-    def write(self, payload: bytes) -> None:
-        if not self._unsent:
-            self._connection.loop.call_soon(self.flush)
-        self.write_last(payload)
-
-    def write_last(self, payload: bytes) -> None:
-        """Write a piece that is sent with the `end`, which must follow."""
-        if payload and not self.cycle.disconnected:
-            self.pieces += 1
-            self._unsent.append(b"%x\r\n%b\r\n" % (len(payload), payload))
-
-    def end(self) -> None:
-        cycle = self.cycle
-        if cycle.disconnected:
-            return
-        self._unsent.append(b"0\r\n\r\n")
-        self.flush()
-        cycle.response_complete = True
-        cycle.message_event.set()
-        self._connection.streaming = False
-        if not cycle.keep_alive:
-            cycle.transport.close()
-        if cycle.flow.write_paused:
-            self._connection.flush_in_time()
-        cycle.on_response()
-
-    def flush(self) -> None:
-        if self._unsent and not self.cycle.disconnected:
-            self.cycle.transport.write(b"".join(self._unsent))
-        self._unsent.clear()
-
-
 def headers_of(scope: Scope) -> dict[str, str]:
     """Return a request's headers by lower-case name, the first of several; cached in the scope."""
     known: dict[str, str] | None = scope.get(_HEADERS)
@@ -184,8 +112,7 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 def arrived_body(scope: Scope) -> bytes | None:
     """Take the body of a request if it has come as a whole; else return None."""
-    client = scope.get(_KEY)
-    cycle = client.cycle if isinstance(client, Client) else None
+    cycle = scope[_KEY][1] if _KEY in scope else None
     if cycle is None or cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
         return None
     body, cycle.body = bytes(cycle.body), bytearray()
@@ -225,6 +152,8 @@ class Relay(Response):
         super().__init__()
         self._answer, self._reply, self._stream = answer, reply, stream
         self._extra, self._finished, self._dialect = headers, finished, dialect
+        self._unsent: list[bytes] = []
+        self._pieces = 0  # since they were last counted
         self._running = False
         self._left = False  # the client went away before the end
         self._begun = False  # headers were sent
@@ -232,17 +161,19 @@ class Relay(Response):
         self._broken: NodeFailed | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        task, client = asyncio.current_task(), scope.pop(_KEY)  # else the two would hold each other
+        task = asyncio.current_task()
         assert task is not None
-        assert isinstance(client, Client)
-        self._task, self._client = task, client
-        client.headers = scope.get(CORS_HEADERS, ())
-        client.watch(self._leave)
-        self._left = client.cycle.disconnected
+        connection, cycle = scope.pop(_KEY)  # else they would hold each other
+        self._task, self._connection, self._cycle = task, connection, cycle
+        self._cors = scope.get(CORS_HEADERS, ())
+        connection.on_gone = self._leave
+        # A pipelined request behind this one has paused reading, which would hide a close.
+        cycle.flow.resume_reading()
+        self._left = cycle.disconnected
         failure: KvrelayError | None = None
         try:
             if self._stream:
-                self._reply.pass_on(self._pass, self._pass, client.flow)
+                self._reply.pass_on(self._pass, cycle.flow)
                 self._holding = task.get_loop().call_later(HOLD_S, self._hold)
             failure = None if self._left else await self._failure_of_answer()
             if self._stream:
@@ -250,7 +181,7 @@ class Relay(Response):
             if not self._left:
                 failure = await self._end(failure, scope, receive, send)
         finally:
-            client.watch(None)
+            connection.on_gone = None
             status = 200 if failure is None else failure.status
             self._finished(status if self._complete else CLIENT_GONE, failure)
             # Frees a long body now instead of when the collector runs.
@@ -286,7 +217,7 @@ class Relay(Response):
             self._running = False
         return None
 
-    def _pass(self, payload: bytes) -> None:
+    def _pass(self, payload: bytes, last: bool) -> None:
         if self._broken is None:
             try:
                 self._send(self._dialect.events(payload))
@@ -297,21 +228,60 @@ class Relay(Response):
     def _send(self, events: bytes) -> None:
         if not self._begun:
             self._begun = True
-            extra = [
-                (name.encode("latin-1"), value.encode("latin-1"))
-                for name, value in self._extra.items()
-            ]
-            self._client.begin(200, (*_STREAM_HEADERS, *extra))
+            self._begin()
             if self._dialect is AS_IS:  # the rest needs nothing from here
-                client = self._client
-                self._reply.pass_on(client.write, client.write_last, client.flow)
-        self._client.write(events)
+                self._reply.pass_on(self._write, self._cycle.flow)
+        self._write(events, last=False)
 
     def _hold(self) -> None:
-        if not self._client.pieces:
+        if not self._pieces:
             self._send(self._dialect.keep_alive())
-        self._client.pieces = 0
+        self._pieces = 0
         self._holding = self._task.get_loop().call_later(HOLD_S, self._hold)
+
+    def _begin(self) -> None:
+        cycle, connection = self._cycle, self._connection
+        if cycle.disconnected:
+            return
+        cycle.response_started, cycle.waiting_for_100_continue = True, False
+        connection.streaming = True
+        connection.flush_at_leisure()
+        extra = [
+            (name.encode("latin-1"), value.encode("latin-1")) for name, value in self._extra.items()
+        ]
+        headers = (*cycle.default_headers, *_STREAM_HEADERS, *extra, *self._cors)
+        lines = [b"%b: %b\r\n" % header for header in headers]
+        close = b"" if cycle.keep_alive else b"connection: close\r\n"
+        connection.loop.call_soon(self._flush)
+        self._unsent += (STATUS_LINE[200], *lines, close, b"transfer-encoding: chunked\r\n\r\n")
+
+    def _write(self, payload: bytes, last: bool) -> None:
+        # The last piece is sent with the end, which must follow.
+        if not (last or self._unsent):
+            self._connection.loop.call_soon(self._flush)
+        if payload and not self._cycle.disconnected:
+            self._pieces += 1
+            self._unsent.append(b"%x\r\n%b\r\n" % (len(payload), payload))
+
+    def _flush(self) -> None:
+        if self._unsent and not self._cycle.disconnected:
+            self._cycle.transport.write(b"".join(self._unsent))
+        self._unsent.clear()
+
+    def _finish(self) -> None:
+        cycle, connection = self._cycle, self._connection
+        if cycle.disconnected:
+            return
+        self._unsent.append(b"0\r\n\r\n")
+        self._flush()
+        cycle.response_complete = True
+        cycle.message_event.set()
+        connection.streaming = False
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        if cycle.flow.write_paused:
+            connection.flush_in_time()
+        cycle.on_response()
 
     async def _end(
         self, failure: KvrelayError | None, scope: Scope, receive: Receive, send: Send
@@ -319,7 +289,7 @@ class Relay(Response):
         # Returns what went wrong in the end.
         if self._stream and (failure is None or self._begun):
             self._send(self._dialect.events(b"" if failure is None else error_event(failure)))
-            self._client.end()
+            self._finish()
             self._complete = True
             return failure
         if failure is None:

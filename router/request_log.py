@@ -19,8 +19,7 @@ from kvrelay.openai_api.tracing import RequestSpan
 from kvrelay.router.console.snapshot import KEPT_REQUESTS
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.request.job import Job
-from kvrelay.router.request.multi_prompt import last_timeline, prompt_tokens_of
-from kvrelay.router.request.run import Run
+from kvrelay.router.request.run import RequestRun, last_timeline, prompt_tokens_of
 from kvrelay.router.timeline import EndedRequest, Timeline
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError
@@ -50,7 +49,7 @@ _log = logging.getLogger("kvrelay.router")
 
 @dataclass(slots=True)
 class Running:
-    runs: Sequence[Run]
+    runs: Sequence[RequestRun]
     key: str
     model: str
     counted: int = 0
@@ -63,7 +62,7 @@ class RequestLog:
         self.running: dict[str, Running] = {}
         metrics.running = lambda: Counter(each.model for each in self.running.values())
 
-    def begin(self, job: Job, runs: Sequence[Run], key: str) -> None:
+    def begin(self, job: Job, runs: Sequence[RequestRun], key: str) -> None:
         """Note a request that begins, a run per prompt; `finished` must follow."""
         self.running[job.node_id] = Running(runs, key, self._metrics.model_of(job.model))
 

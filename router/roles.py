@@ -23,6 +23,7 @@ from kvrelay.router.node_load import LEAST_LEFT, UNKNOWN, NodeLoad
 from kvrelay.router.nodes.node import Node, NodeKind
 from kvrelay.router.nodes.pool import DRAINS, Pool
 from kvrelay.router.transport.node_client import NodeClient
+from kvrelay.router.transport.node_stream import parse_message
 from kvrelay.wire.config import Role
 from kvrelay.wire.router_config import RouterConfig
 
@@ -139,12 +140,11 @@ class RolePlanner:
 
 
 async def ask_role(pool: Pool, legs: NodeClient, node: Node, role: Role) -> tuple[int, str]:
-    status, message = await legs.tell(
-        node, "/admin/role", msgspec.json.encode({"role": role}), _ASK_DEADLINE_S
-    )
+    body = msgspec.json.encode({"role": role})
+    status, said = await legs.post(node, "/admin/role", body, _ASK_DEADLINE_S)
     if status == BEGUN:
         pool.note_role_change(node, role, time.monotonic())
-    return status, message
+    return status, parse_message(said)
 
 
 @dataclass(slots=True)

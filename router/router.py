@@ -41,7 +41,7 @@ from kvrelay.router.state import (
     node_statuses,
 )
 from kvrelay.router.transport.node_client import NodeClient
-from kvrelay.router.transport.node_errors import AttemptFailed
+from kvrelay.router.transport.node_stream import AttemptFailed
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError, KvrelayError, RequestError
 from kvrelay.wire.router_config import LIVE, RouterConfig

@@ -24,7 +24,6 @@ from kvrelay.openai_api.routes import body_excerpt
 from kvrelay.openai_api.tracing import RequestSpan
 from kvrelay.router.admission.keys import Caller
 from kvrelay.router.guard import answer_error, caller_of, check_key
-from kvrelay.router.nodes.node import NodeKind
 from kvrelay.router.relay import CLIENT_GONE, Relay, Reply, arrived_body, headers_of, id_headers
 from kvrelay.router.request.failures import CrashRecord, fingerprint_of
 from kvrelay.router.request.job import (
@@ -37,9 +36,7 @@ from kvrelay.router.request.job import (
     parts_of,
     slo_of_headers,
 )
-from kvrelay.router.request.multi_prompt import prompt_tokens_of, run_together
-from kvrelay.router.request.run import RequestRun, Run
-from kvrelay.router.request.vllm_run import VllmRun
+from kvrelay.router.request.run import RequestRun, prompt_tokens_of, run_together
 from kvrelay.router.router import Router
 from kvrelay.router.state import Health, model_health
 from kvrelay.router.timeline import Timeline
@@ -158,6 +155,7 @@ class RouterApp(FastAPI):
         job_id = request.state.job_id = _id(own, request.state.job_id)
         slo = router.admission.slo(*slo_of_headers(header))
         caller.check_model(job.model)
+        model = router.models.named(job.model)
         return job_of(
             job,
             job_id,
@@ -165,10 +163,11 @@ class RouterApp(FastAPI):
             _ids.getrandbits(53),
             session=header(SESSION_HEADER, ""),
             targets=slo,
-            model=router.models.named(job.model),
+            model=model,
             priority=caller.check_priority(job.known.priority),
             key_hash=caller.sha256 if router.config.isolate_keys else "",
             mark=secrets.token_hex(4) if job_id == own else "",
+            kind=router.pool.kind_for(model),
         )
 
     def _runs_of(
@@ -178,10 +177,8 @@ class RouterApp(FastAPI):
         arrived: float,
         crashes: CrashRecord,
         reply: Reply,
-    ) -> list[Run]:
+    ) -> list[RequestRun]:
         context = self._router.run_context
-        if self._router.pool.kind_for(job.model) is not NodeKind.KVRELAY:
-            return [VllmRun(job, headers, Timeline(arrived), context, crashes, reply)]
         parts = parts_of(job)
         joined = job.stream or len(parts) == 1
         return [

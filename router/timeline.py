@@ -34,11 +34,6 @@ class Timeline:
     decode_ms: dict[str, float] = field(default_factory=dict)
     """Stages of the last decode request."""
 
-    def note_tokens(self, now: float) -> None:
-        self.last_token = now
-        if self.first_token is None:
-            self.first_token = now
-
     def note_report(self, timing_ms: dict[str, float], *, decoding: bool) -> None:
         if decoding:
             self.decode_ms = timing_ms
@@ -77,10 +72,10 @@ class Timeline:
 
         The `answers` have `tokens` in all.
         """
-        each = tokens / answers
-        if each < 2 or self.first_token is None or self.last_token is None:
+        each, first, last = tokens / answers, self.first_token, self.last_token
+        if each < 2 or first is None or last is None or first == last:  # all came at once
             return None
-        return (self.last_token - self.first_token) / (each - 1)
+        return (last - first) / (each - 1)
 
 
 class EndedRequest(msgspec.Struct, frozen=True):

@@ -14,7 +14,6 @@ from kvrelay.router.admission.keys import Caller, KeyLimits, Refusal
 from kvrelay.router.admission.queue import AdmissionQueue, QueuedRequest
 from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.metrics import AdmissionMetrics
-from kvrelay.router.nodes.node import NodeKind
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Refuse, Wait
 from kvrelay.router.request.job import Job, Slo
@@ -42,7 +41,7 @@ class AdmissionSlot(QueuedRequest):
     limit_tokens: int
     headers: dict[str, str]
     placed: PlacementLeases | None = None
-    """The places on nodes; None before the request begins, and for nodes of another project."""
+    """The places on nodes; None before the request begins."""
     has_begun: bool = False
     result: asyncio.Future[KvrelayError | None] = field(default_factory=asyncio.Future)
     """None once the request has begun, or why it will not begin."""
@@ -56,7 +55,7 @@ class AdmissionSlot(QueuedRequest):
             self.result.set_result(why)
 
 
-ModelQueue = AdmissionQueue[AdmissionSlot, ChosenNodes | None]
+ModelQueue = AdmissionQueue[AdmissionSlot, ChosenNodes]
 
 
 class AdmissionController:
@@ -160,11 +159,8 @@ class AdmissionController:
         if self._looking is not None:
             await cancel_and_wait([self._looking])
 
-    def _find(self, slot: AdmissionSlot) -> ChosenNodes | Wait | Refuse | None:
-        """Return where a request would be placed now; None: its run chooses itself."""
+    def _find(self, slot: AdmissionSlot) -> ChosenNodes | Wait | Refuse:
         wanted, limit_ms = slot.wanted, slot.wanted.request.ttft_limit_ms
-        if self._pool.kind_for(wanted.model) is not NodeKind.KVRELAY:
-            return None
         left_ms = limit_ms - (time.monotonic() - slot.arrived) * 1e3
         request = replace(wanted.request, ttft_limit_ms=left_ms)
         try:
@@ -176,8 +172,8 @@ class AdmissionController:
             return replace(found, limit_ms=limit_ms, never=never)
         return found
 
-    def _begin(self, slot: AdmissionSlot, found: ChosenNodes | None) -> None:
-        slot.placed = None if found is None else self._placer.take(found)
+    def _begin(self, slot: AdmissionSlot, found: ChosenNodes) -> None:
+        slot.placed = self._placer.take(found)
         slot.has_begun = True
         slot.settle()
 

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from kvrelay.router.background import cancel_and_wait
-from kvrelay.router.nodes.node import HealthReport, Lease, Node
+from kvrelay.router.nodes.node import HealthReport, Lease, Node, NodeKind
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.wire.errors import EngineDead, KvrelayError
@@ -35,7 +35,8 @@ async def check_nodes(
         try:
             while True:
                 await _check(node, pool, client)
-                if follow and (following is None or following.done()):
+                tells = follow and node.kind is NodeKind.KVRELAY
+                if tells and (following is None or following.done()):
                     following = asyncio.create_task(_follow(node, pool, client))
                 await asyncio.sleep(interval_s)
         finally:

@@ -21,7 +21,7 @@ from kvrelay.wire.config_checks import MAX_URL_CHARS, is_base_url, is_loopback
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.step_costs import StepCosts
-from kvrelay.wire.transfer import KvFacts
+from kvrelay.wire.transfer import KvFacts, KvTransferParams
 from kvrelay.wire.versions import LEGS, Versions
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "NodeKind",
     "NodeSpec",
     "Source",
+    "VllmHandover",
     "State",
     "Verdict",
     "kv_mismatch",
@@ -96,6 +97,12 @@ class NodeKind(enum.StrEnum):
 
     KVRELAY = "kvrelay"
     VLLM = "vllm"
+
+
+class VllmHandover(KvTransferParams, kw_only=True):
+    """A set of hand-over parameters, of which `own` go to the decode node byte for byte."""
+
+    own: msgspec.Raw
 
 
 class HealthReport(msgspec.Struct, frozen=True):

@@ -164,10 +164,15 @@ class Pool:
         ]
 
     def available(
-        self, role: Role, model: str, exclude: Collection[Node], now: float
+        self,
+        role: Role,
+        model: str,
+        exclude: Collection[Node],
+        now: float,
+        kind: NodeKind = NodeKind.KVRELAY,
     ) -> list[Node]:
-        """Return our nodes that may take a request. Raises NoNode, or Overloaded if they rest."""
-        nodes = self.up(role, exclude, model, NodeKind.KVRELAY)
+        """Return nodes that may take a request. Raises NoNode, or Overloaded if they rest."""
+        nodes = self.up(role, exclude, model, kind)
         if not nodes:
             raise self.no_node(role, model)
         if not self._troubled:

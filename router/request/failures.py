@@ -13,9 +13,11 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+
+import msgspec
 
 from kvrelay.router.background import BackgroundTasks
 from kvrelay.router.metrics import Metrics
@@ -23,7 +25,7 @@ from kvrelay.router.nodes.node import Lease, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.request.placer import Placer
 from kvrelay.router.transport.node_client import NodeClient
-from kvrelay.router.transport.node_errors import AttemptFailed, Refused
+from kvrelay.router.transport.node_stream import AttemptFailed, Refused, parse_message
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NodeFailed, Overloaded, PoisonRequest
 from kvrelay.wire.router_config import RouterConfig
@@ -49,6 +51,7 @@ MAX_LOST = 2
 REFUSED_S = 300.0
 """Seconds that a request is refused after the last death: about a large model's load time."""
 _MAX_SUSPECTS = 4096
+_RELEASE_DEADLINE_S = 2.0
 # By then a node has shown if it lives: a node that is down is asked twice a second, and has 2 s to
 # answer.
 _VERDICT_S = 5.0
@@ -93,14 +96,15 @@ class RunContext:
     retries: RetryBudget = field(default_factory=RetryBudget)
 
     async def release_kv(self, node: Node, request_id: str) -> None:
-        released = await self.node_client.tell_of_kv(node, "release", request_id)
-        self.metrics.releases.labels("yes" if released else "no").inc()
+        body = msgspec.json.encode({"request_ids": [request_id]})
+        status, said = await self.node_client.post(node, "/kv/release", body, _RELEASE_DEADLINE_S)
+        if status >= 300:  # the lease ends by itself
+            why = "prefill node %s did not release the KV of %s: %d, %s"
+            _log.warning(why, node.url, request_id, status, parse_message(said))
+        self.metrics.releases.labels("yes" if status < 300 else "no").inc()
 
     def note_failure(self, job_id: str, lease: Lease, call: object, why: AttemptFailed) -> None:
-        """Note that an attempt failed by its node's fault, or because the node drains.
-
-        Without `call` (None) any failure takes the node down.
-        """
+        """Note that an attempt failed by its node's fault, or because the node drains."""
         node, now = lease.node, time.monotonic()
         if why.draining:
             self.pool.note_draining(node, now)
@@ -111,9 +115,9 @@ class RunContext:
         if why.reading:
             return  # another node will show whose fault that is
         # A process lost with all of its requests has failed once.
-        if call is not None and (node.up or not why.lost):
+        if node.up or not why.lost:
             self.pool.failed(call, node, why.detail, now)
-        if why.lost or call is None:
+        if why.lost:
             self.pool.blame(node, f"a request failed on it: {why.detail}", now)
         elif why.retry_after_s is not None:
             self.pool.rest(node, why.retry_after_s, now)
@@ -216,13 +220,8 @@ class Poison:
     def take_over(self, suspects: Mapping[bytes, Suspect]) -> None:
         self._suspects = dict(suspects)
 
-    def processes(self, fingerprint: bytes, now: float) -> Set[str]:
-        return self.suspects(now).get(fingerprint, _NOBODY)[0]
-
-    def refused_s(self, fingerprint: bytes, now: float) -> float:
-        """Return for how many seconds the request is refused; 0: it is not."""
-        processes, until = self.suspects(now).get(fingerprint, _NOBODY)
-        return until - now if len(processes) >= MAX_LOST else 0.0
+    def known(self, fingerprint: bytes, now: float) -> Suspect:
+        return self.suspects(now).get(fingerprint, _NOBODY)
 
 
 def fingerprint_of(key: str, body: bytes) -> bytes:
@@ -242,15 +241,19 @@ class CrashRecord:
     def _fingerprint(self) -> bytes:
         return self._make()
 
+    def _known(self) -> Suspect:
+        if not self._poison:  # saves the fingerprint
+            return _NOBODY
+        return self._poison.known(self._fingerprint, time.monotonic())
+
     def check(self) -> None:
         """Raise PoisonRequest while the request is refused."""
-        if not self._poison:
-            return
-        refused_s = self._poison.refused_s(self._fingerprint, time.monotonic())
-        if refused_s > 0:
+        processes, until = self._known()
+        if len(processes) >= MAX_LOST:
+            again_s = until - time.monotonic()
             self._metrics.poison.labels("refused").inc()
             died = f"{MAX_LOST} nodes died while they had this request"
-            raise _poison_request(f"{died}, so it is refused for {refused_s:.0f} s more", refused_s)
+            raise _poison_request(f"{died}, so it is refused for {again_s:.0f} s more", again_s)
 
     async def lost(self, lease: Lease) -> None:
         """Note a lost process; return if the request may go to one more node. Raises PoisonRequest.
@@ -280,14 +283,12 @@ class CrashRecord:
             raise _poison_request(f"{lost}, so it is tried on no other", REFUSED_S)
 
     def answered(self) -> None:
-        if self._poison and self._poison.processes(self._fingerprint, time.monotonic()):
+        if self._known()[0]:
             self._poison.spared(self._fingerprint)
 
     def _count(self) -> int:
         lost = {each for each, died in self._died.items() if not died.done() or died.result()}
-        if lost and self._poison:
-            lost |= self._poison.processes(self._fingerprint, time.monotonic())
-        return len(lost)
+        return len(lost | self._known()[0]) if lost else 0
 
 
 def _poison_request(why: str, again_s: float) -> PoisonRequest:

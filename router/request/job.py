@@ -14,6 +14,7 @@ import msgspec
 
 from kvrelay.openai_api.body import check_choices
 from kvrelay.openai_api.json_body import read_json
+from kvrelay.router.nodes.node import NodeKind, VllmHandover
 from kvrelay.router.prefix.index import Prefix
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.transfer import KvTransferParams
@@ -32,6 +33,7 @@ __all__ = [
     "prefill_body",
     "prefix_of",
     "slo_of_headers",
+    "is_undivided",
 ]
 
 CHAT_PATH = "/v1/chat/completions"
@@ -46,8 +48,17 @@ _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
 _MAX_INT = 2**63 - 1
 _MAX_MODEL_CHARS = 256
 _MAX_SESSION_CHARS = 256
-# With these a client could point a node at an address.
+# With these a client could point a node at an address. vLLM takes the first from vllm_xargs, too.
 _HANDOVER_FIELDS = ("kv_transfer_params", "remote_", "do_remote_")
+_XARGS = "vllm_xargs"
+_ASK_TO_HOLD = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 
 # Fields that decide the prompt's tokens, or the names of their KV blocks, beside the prompt.
 _CONTEXT_FIELDS = (
@@ -123,11 +134,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     wants_stages: bool
     include_usage: bool
     choices: int
-    """For each prompt, returned of `best_of`."""
-    best_of: int
+    """For each prompt."""
     prompt_only: bool
     """The client wants only its prompt back."""
     fields: dict[str, msgspec.Raw]
+    kind: NodeKind = NodeKind.KVRELAY
+    """The kind of its nodes."""
     part: bool = False
     first_index: int = 0
     priority: int = 0
@@ -155,13 +167,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 def parts_of(job: Job) -> list[Job]:
     """Return a job for each prompt. Raises RequestError if they have too many choices or bytes."""
-    raw = bytes(job.fields.get("prompt", b"")).strip()
-    if job.path != COMPLETIONS_PATH or raw[:1] != b"[" or raw[1:].lstrip()[:1] not in (b'"', b"["):
+    if job.kind is NodeKind.VLLM or not _has_prompts(job):
         return [job]
-    prompts = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    prompts = msgspec.json.decode(job.fields["prompt"], type=list[msgspec.Raw])
     if len(prompts) == 1:
         return [job]
-    check_choices(len(prompts), max(job.choices, job.best_of))
+    check_choices(len(prompts), job.choices)
     others = sum(len(bytes(value)) for name, value in job.fields.items() if name != "prompt")
     if len(prompts) * others > _MAX_COPIED_BYTES:
         raise RequestError(
@@ -188,6 +199,33 @@ def parts_of(job: Job) -> list[Job]:
     return parts
 
 
+def _has_prompts(job: Job) -> bool:
+    raw = bytes(job.fields.get("prompt", b"")).strip()
+    return job.path == COMPLETIONS_PATH and raw[:1] == b"[" and raw[1:].lstrip()[:1] in (b'"', b"[")
+
+
+def is_undivided(job: Job) -> bool:
+    """Return whether one vLLM node must do the request alone.
+
+    One hand-over is for one sequence; and fetched KV has no logits for a prompt's
+    log-probabilities.
+    """
+    if job.kind is NodeKind.KVRELAY:
+        return False
+    given = {
+        name
+        for name, value in job.fields.items()
+        if bytes(value).strip() not in (b"null", b"false")
+    }
+    return (
+        job.choices > 1
+        or job.prompt_only
+        or _has_prompts(job)
+        or not given.isdisjoint({"use_beam_search", "prompt_embeds", "prompt_logprobs"})
+        or {"echo", "logprobs"} <= given
+    )
+
+
 def parse_body(body: bytes, path: str) -> Job:
     """Read and check a client's body, without what `job_of` adds. Raises RequestError."""
     fields = read_json(body, _raw_fields)
@@ -195,6 +233,10 @@ def parse_body(body: bytes, path: str) -> Job:
         if name.startswith(_HANDOVER_FIELDS) and bytes(value).strip() != b"null":
             raise RequestError(
                 f"{name} is set by the router and refused from clients; leave it out", param=name
+            )
+        if name == _XARGS and _HANDOVER_FIELDS[0].encode() in bytes(value):
+            raise RequestError(
+                f"{_HANDOVER_FIELDS[0]} is set by the router; leave it out of {name}", param=name
             )
     known = read_json(body, _known_fields)
     if not known.model:
@@ -207,9 +249,9 @@ def parse_body(body: bytes, path: str) -> Job:
         )
     if known.cache_salt == "":
         raise RequestError("cache_salt must not be empty; leave it out", param="cache_salt")
-    choices, best_of = known.n or 1, known.best_of or 1
+    choices = max(1, known.n or 1, known.best_of or 1)
     # Before admission counts its tokens against its key.
-    check_choices(1, max(choices, best_of))
+    check_choices(1, choices)
     limit_field, limit = "max_tokens", known.max_tokens
     if path == CHAT_PATH and known.max_completion_tokens is not None:
         limit_field, limit = "max_completion_tokens", known.max_completion_tokens
@@ -228,8 +270,7 @@ def parse_body(body: bytes, path: str) -> Job:
         counted=counted,
         wants_stages=bool(known.include_metrics),
         include_usage=options is not None and bool(options.include_usage),
-        choices=max(1, choices),
-        best_of=best_of,
+        choices=choices,
         prompt_only=prompt_only,
         fields=fields,
         priority=known.priority or 0,
@@ -263,6 +304,7 @@ def job_of(
     priority: int | None = None,
     key_hash: str = "",
     mark: str = "",
+    kind: NodeKind = NodeKind.KVRELAY,
 ) -> Job:
     """Return the request to run: `model` and `priority` replace the client's, for nodes too.
 
@@ -288,6 +330,8 @@ def job_of(
         session=(session or job.session)[:_MAX_SESSION_CHARS],
         targets=targets,
         mark=mark,
+        kind=kind,
+        wants_stages=job.wants_stages and kind is NodeKind.KVRELAY,  # others tell none
         **nodes_see,
     )
 
@@ -314,6 +358,12 @@ def prefill_body(job: Job) -> bytes:
     fields["max_tokens"] = 0 if job.prompt_only else 1
     if "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = 1
+    if job.kind is NodeKind.VLLM:
+        # Some do not go with one token; older versions free KV of a stopped request at once.
+        for name in ("stream_options", "min_tokens", "stop_token_ids", "return_token_ids"):
+            fields.pop(name, None)
+        fields |= {"stream": False, "ignore_eos": True, "kv_transfer_params": _ASK_TO_HOLD}
+        return msgspec.json.encode(fields)
     if job.known.min_tokens is not None:
         # Not dropped: with min_tokens >= 1 the first token must not end the answer.
         fields["min_tokens"] = min(job.known.min_tokens, 1)
@@ -338,6 +388,11 @@ def begun(job: Job, *, prefill: bool) -> KvTransferParams:
 def decode_body(job: Job, params: KvTransferParams) -> bytes:
     """Return the body of a decode request, without the prompt if its token ids are in `params`."""
     fields: dict[str, Any] = dict(job.fields)
+    if job.kind is NodeKind.VLLM:
+        fields.pop("kv_transfer_params", None)
+        if isinstance(params, VllmHandover) and params.remote_engine_id is not None:
+            fields["kv_transfer_params"] = params.own
+        return msgspec.json.encode(fields)
     known = job.known
     # An answer may depend on the prompt's words.
     repeats = known.echo or known.continue_final_message or known.add_generation_prompt is False

@@ -7,11 +7,10 @@ import random
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from zlib import crc32
 
-from kvrelay.router.node_load import UNKNOWN, Share, default_targets
+from kvrelay.router.node_load import UNKNOWN, default_targets
 from kvrelay.router.nodes.node import Lease, Node, NodeKind, kv_mismatch
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import (
@@ -27,7 +26,7 @@ from kvrelay.router.placement import (
 )
 from kvrelay.router.policies import POLICIES
 from kvrelay.router.prefix.index import Prefix
-from kvrelay.router.request.job import Job, Slo
+from kvrelay.router.request.job import Job, Slo, is_undivided
 from kvrelay.wire.announced import FIRST_OUTPUT
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode
@@ -49,6 +48,9 @@ class PlacementQuery:
     prefix: Prefix | None
     peer: Node | None
     """A prefill node that has the KV, so that only a decode node is placed."""
+    kind: NodeKind = NodeKind.KVRELAY
+    alone: bool = False
+    """A decode node computes the prompt; no prefill node is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,13 @@ class Placer:
         self._spills = not config.strict_roles and set(self._policies.values()) == {PRICE}
 
     def wanted(
-        self, job: Job, prefix: Prefix | None, tokens: int = 0, peer: Node | None = None
+        self,
+        job: Job,
+        prefix: Prefix | None,
+        tokens: int = 0,
+        peer: Node | None = None,
+        *,
+        alone: bool = False,
     ) -> PlacementQuery:
         """Return the query for a job; `tokens` so far, if a node has told."""
         length, cached = (
@@ -90,19 +98,19 @@ class Placer:
         )
         tokens = max(1, tokens or length)
         ttft_ms, tpot_ms = default_targets(self._pool.typical_costs(job.model), tokens)
-        answers = max(job.choices, job.best_of)
         told = job.targets
         request = PlacementRequest(
             tokens,
-            1.0 if job.prompt_only else self.expected_output(job.model) * answers,
+            1.0 if job.prompt_only else self.expected_output(job.model) * job.choices,
             _bounded(told.ttft_s, ttft_ms),
             _bounded(told.tpot_s, tpot_ms),
-            job.max_tokens * answers or math.inf,
+            job.max_tokens * job.choices or math.inf,
             tie=crc32(job.id.encode()),
             cached=cached,
             session=job.session,
         )
-        return PlacementQuery(job.model, request, prefix, peer)
+        alone = alone or is_undivided(job)
+        return PlacementQuery(job.model, request, prefix, peer, job.kind, alone)
 
     def limited(self, wanted: PlacementQuery, targets: Slo) -> PlacementQuery:
         """Return a query that waits or is refused where it would miss its targets.
@@ -137,20 +145,19 @@ class Placer:
         *,
         anyway: bool = False,
         spills: bool = True,
-        alone: bool = False,
     ) -> ChosenNodes | Wait | Refuse:
         """Choose nodes that have not been tried. Raises NoNode, Overloaded, KvNotLoaded.
 
         `anyway` ignores the room for KV. Without `spills` a decode node computes the prompt only if
-        no prefill node can; with `alone` none is asked.
+        no prefill node can.
         """
         now, request = time.monotonic(), wanted.request
         if anyway:  # a part of its answer is there
             request = replace(
                 request, ignores_room=True, ttft_limit_ms=math.inf, tpot_limit_ms=math.inf
             )
-        pool, peer, model = self._pool, wanted.peer, wanted.model
-        decode: Sequence[Node] = pool.available(Role.DECODE, model, tried_decode, now)
+        pool, peer, model, kind = self._pool, wanted.peer, wanted.model, wanted.kind
+        decode: Sequence[Node] = pool.available(Role.DECODE, model, tried_decode, now, kind)
         able = [node for node in decode if anyway or node.state.computes]
 
         def link(prefill: str, decode: str) -> float:
@@ -164,11 +171,13 @@ class Placer:
             placed = place_decode(request, targets, peer.url, link)
             return placed if isinstance(placed, Wait) else self._found(wanted, placed)
         prefill: Sequence[Node] = ()
-        if not alone:
-            with suppress(NoNode):
-                prefill = pool.available(Role.PREFILL, model, tried_prefill, now)
-        if not (prefill or able):
-            pool.available(Role.PREFILL, model, tried_prefill, now)
+        if not wanted.alone:
+            try:
+                prefill = pool.available(Role.PREFILL, model, tried_prefill, now, kind)
+            except NoNode:
+                if not able:
+                    raise
+        elif not able:
             return Wait("no decode node computes prompts")
         chosen = [
             self._by_policy(role, wanted, nodes)
@@ -181,44 +190,20 @@ class Placer:
             if not isinstance(found, Wait) or not sources or _takers(sources, nodes):
                 break
         if not (sources or able):
-            up = pool.up(Role.DECODE, model=model, kind=NodeKind.KVRELAY)
+            up = pool.up(Role.DECODE, model=model, kind=kind)
             if not _takers(prefill, up):
                 raise _incompatible(prefill, up)
         return self._found(wanted, found) if isinstance(found, Placement) else found
 
     def take(self, found: ChosenNodes) -> PlacementLeases:
-        wanted, request, source, target = (
-            found.wanted,
-            found.wanted.request,
-            found.prefill,
-            found.decode,
-        )
-        share, row = shares_of(request, found.placement, source.state, target.state)
+        wanted, source, target = found.wanted, found.prefill, found.decode
+        share, row = shares_of(wanted.request, found.placement, source.state, target.state)
+        hold, known = self._pool.hold, (wanted.prefix, wanted.request.cached)
         prefill = None
         if share is not None and wanted.peer is None:
-            prefill = self._pool.hold(source, share, wanted.prefix, request.cached)
-        decode = self._pool.hold(target, row, wanted.prefix, request.cached)
+            prefill = hold(source, share, *known)
+        decode = hold(target, row, *known)
         return PlacementLeases(wanted, found.placement, prefill, decode)
-
-    def hold_alone(
-        self,
-        role: Role,
-        wanted: PlacementQuery,
-        tried: Collection[Node],
-        kind: NodeKind,
-        tokens: int,
-    ) -> Lease:
-        """Lease one vLLM node for a request that computes `tokens`. Raises NoNode."""
-        nodes = self._pool.up(role, tried, wanted.model, kind)
-        if not nodes:
-            raise self._pool.no_node(role, wanted.model)
-        request, policy = wanted.request, self._policies[role]
-        node = POLICIES["prefix" if policy == PRICE else policy](request, nodes, self._rng)
-        cached = request.cached.get(node.url, 0)
-        share = Share(prompt_ms=node.state.prompt_ms(tokens, cached) if tokens else 0.0)
-        if role is Role.DECODE:
-            share.context, share.output = request.tokens + request.output / 2, request.output
-        return self._pool.hold(node, share, wanted.prefix, request.cached)
 
     def give_back(self, placed: PlacementLeases) -> None:
         for lease in (placed.prefill, placed.decode):

@@ -37,8 +37,8 @@ class FramePosition:
 class AnswerProgress:
     def __init__(self, job: Job) -> None:
         self._job = job
-        self.ticket: KvTransferParams | None = None
-        self.handover: KvTransferParams | None = None
+        self.told: KvTransferParams | None = None
+        """The newest report of a prefill node: its ticket, then its hand-over."""
         self.forwarded = False
         self.settled = False
         """A decode leg needs the prefill node's KV no more."""
@@ -56,7 +56,7 @@ class AnswerProgress:
         begin = place.at.get(frame.choice, 0)
         place.at[frame.choice] = begin + len(ids)
         if kind is FrameKind.TICKET:
-            self.ticket = frame.params
+            self.told = frame.params
             return False
         if kind is FrameKind.HANDOVER and frame.params is not None:
             self._take_handover(frame.params)
@@ -88,34 +88,30 @@ class AnswerProgress:
             choice.finish = frame.finish
         if says or frame.payload:
             choice.sent_text = frame.sent_text
+        if over and frame.usage is not None:  # a node that does not number tokens
+            self.output_tokens = max(self.output_tokens, frame.usage[1])
         self.ended = over
         if frame.payload:
             self.forwarded = True
         return True
 
     def _take_handover(self, params: KvTransferParams) -> None:
-        if params.prompt_tokens is None and self.ticket is not None:
-            told_there = self.ticket
+        if params.prompt_tokens is None and self.told is not None:
             params = msgspec.structs.replace(
                 params,
-                prompt_token_ids=told_there.prompt_token_ids,
-                packed_prompt=told_there.packed_prompt,
+                prompt_token_ids=self.told.prompt_token_ids,
+                packed_prompt=self.told.packed_prompt,
             )
         first, told = self._choices[0], params.choices[0]
         known = first.generated[: len(told.generated)]
         if known != told.generated[: len(known)]:
             self._diverged = True  # the client may have the first token of a decode request
             return
-        self.handover = params
+        self.told = params
         # A decode leg begun with the ticket may be further already.
         if len(first.generated) <= len(told.generated):
             self.output_tokens += len(told.generated) - len(first.generated)
             self._choices[0] = _copied(told)
-
-    @property
-    def told(self) -> KvTransferParams | None:
-        """Return the newest report of a prefill node on this answer."""
-        return self.handover or self.ticket
 
     @property
     def held(self) -> str | None:
@@ -124,15 +120,12 @@ class AnswerProgress:
 
     def decode_params(self) -> KvTransferParams:
         """Return where the next decode request starts: hand-over, ticket, or all tokens so far."""
-        known = len(self._choices[0].generated)
-        if any(choice.generated for at, choice in self._choices.items() if at):
-            pass
-        elif self.handover is not None:
-            if known == len(self.handover.generated):
-                return self.handover
-        elif self.ticket is not None and known <= 1 and not self._diverged:
-            return self.ticket  # it will tell of the first token again
-        return self.without_kv()
+        told, known = self.told, len(self._choices[0].generated)
+        others = any(choice.generated for at, choice in self._choices.items() if at)
+        if told is None or others:
+            return self.without_kv()
+        first_again = not told.generated and known == 1 and not self._diverged
+        return told if first_again or known == len(told.generated) else self.without_kv()
 
     def without_kv(self) -> KvTransferParams:
         """Return the start of a decode request that computes everything itself."""

@@ -1,4 +1,4 @@
-"""One request on our nodes: prefill request, hand-over, decode request, and what follows a failure.
+"""One request on its nodes: prefill request, hand-over, decode request, and what follows a failure.
 
 The decode request begins with the prefill request's ticket, before the prompt is computed: its node
 makes room and reads the KV meanwhile. The first token comes through whichever has it first.
@@ -11,24 +11,31 @@ the retry budget lasts, or if the client has a part of the answer.
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from kvrelay.router.nodes.node import Lease, Node, kv_mismatch
+from kvrelay.openai_api.sse import joined_body, joined_end
+from kvrelay.router.background import cancel_and_wait
+from kvrelay.router.nodes.node import Lease, Node, NodeKind, kv_mismatch
 from kvrelay.router.relay import Reply
-from kvrelay.router.request.failures import Attempts, CrashRecord, RunContext
-from kvrelay.router.request.job import Job, decode_body, prefill_body, prefix_of
+from kvrelay.router.request.failures import MAX_LOST, Attempts, CrashRecord, RunContext
+from kvrelay.router.request.job import (
+    Job,
+    decode_body,
+    is_undivided,
+    prefill_body,
+    prefix_of,
+)
 from kvrelay.router.request.placer import ChosenNodes, PlacementLeases, PlacementQuery
 from kvrelay.router.request.progress import AnswerProgress, Diverged, FramePosition
 from kvrelay.router.timeline import Timeline
-from kvrelay.router.transport.node_errors import AttemptFailed, Refused
+from kvrelay.router.transport.node_stream import AttemptFailed, Drain, Refused
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import (
     DeadlineExceeded,
@@ -42,20 +49,18 @@ from kvrelay.wire.errors import (
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.transfer import SPILL_REFUSED, KvTransferParams
 
-__all__ = ["ROOM_DEADLINE_S", "RequestRun", "Run"]
+__all__ = ["ROOM_DEADLINE_S", "RequestRun", "last_timeline", "prompt_tokens_of", "run_together"]
 
 _log = logging.getLogger("kvrelay.router")
 
 ROOM_DEADLINE_S = 30.0
 """Seconds that a failed attempt without output waits for room elsewhere."""
 _POLL_S = 0.05
-_RENEW_S = 1.0  # for nodes that do not tell
-_RENEWALS_PER_LEASE = 4.0
 
 
 @dataclass(eq=False)
-class Run(abc.ABC):
-    """A prompt on its way through nodes: ours, or vLLM's."""
+class RequestRun:
+    """A prompt on its way through nodes."""
 
     job: Job
     headers: Mapping[str, str]
@@ -68,17 +73,25 @@ class Run(abc.ABC):
     prompt_tokens: int | None = None
     cached_tokens: int = 0
     output_tokens: int = 0
-    usage: tuple[int, int, int] = (0, 0, 0)
-    """Prompt, generated and cached tokens."""
-    nodes: dict[Role, str] = field(
-        default_factory=lambda: {Role.PREFILL: "-", Role.DECODE: "-"}, init=False
-    )
 
     def __post_init__(self) -> None:
+        self.nodes = {Role.PREFILL: "-", Role.DECODE: "-"}
+        self.progress = AnswerProgress(self.job)
+        self.kv_failed = False
+        self.unread: list[Lease] = []
+        """Attempts that failed while their nodes read the request."""
         self._pool, self._prefix = self.context.pool, prefix_of(self.job)
+        self._prefill_node: Node | None = None
+        self._handover_counted = False
+        self._kv_unused = False  # a decode node computes what the prefill node holds
+        self._spills = True  # until a decode node has refused to compute the prompt
+        self._prefills = Attempts(self.context, Role.PREFILL)
+        self._prefilling: asyncio.Task[bool] | None = None
+        self._early_decode: asyncio.Task[bool] | None = None
 
-    @abc.abstractmethod
-    def wanted(self) -> PlacementQuery: ...
+    def wanted(self, source: Node | None = None, *, alone: bool = False) -> PlacementQuery:
+        tokens = self.prompt_tokens + self.progress.output_tokens if self.prompt_tokens else 0
+        return self.context.placer.wanted(self.job, self._prefix, tokens, source, alone=alone)
 
     async def run(self) -> None:
         """Answer the request into `reply`, once. Raises KvrelayError."""
@@ -93,42 +106,9 @@ class Run(abc.ABC):
                 f"the request did not finish within {deadline_s:g} s; ask for fewer tokens, or "
                 f"raise request_deadline_s"
             ) from why
-
-    @abc.abstractmethod
-    async def _answer(self) -> None: ...
-
-
-class RequestRun(Run):
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.progress = AnswerProgress(self.job)
-        self.kv_failed = False
-        self._metrics = self.context.metrics
-        self.unread: list[Lease] = []
-        """Attempts that failed while their nodes read the request."""
-        self._prefill_node: Node | None = None
-        self._handover_counted = False
-        self._kv_unused = False  # a decode node computes what the prefill node holds
-        self._spills = True  # until a decode node has refused to compute the prompt
-        self._prefills = Attempts(self.context, Role.PREFILL)
-        self._prefilling: asyncio.Task[bool] | None = None
-        self._early_decode: asyncio.Task[bool] | None = None
-
-    def wanted(self) -> PlacementQuery:
-        return self.context.placer.wanted(self.job, self._prefix)
-
-    async def run(self) -> None:
-        try:
-            await super().run()
         finally:
-            # All are done; a failed one would keep this run until the collector comes.
-            tasks = [each for each in (self._prefilling, self._early_decode) if each is not None]
-            for task in tasks:
-                task.cancel()
-            for why in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(why, BaseException):
-                    without_frames(why)
-            self._prefilling = self._early_decode = None
+            await cancel_and_wait(list(filter(None, (self._prefilling, self._early_decode))))
+            self._prefilling = self._early_decode = None  # a failed one would keep this run
             if self.placed is not None:
                 self.context.placer.give_back(self.placed)
             self._release_kv()
@@ -182,21 +162,21 @@ class RequestRun(Run):
             except AttemptFailed as why:
                 failure = without_frames(why)
                 attempts.failed(lease.node, failure)
-            except Refused as why:
+            except (Refused, PoisonRequest) as why:
                 if self.progress.ended:  # by the decode request
                     return False
-                if not self.context.note_if_full(lease, why) or time.monotonic() > until:
+                if (
+                    isinstance(why, PoisonRequest)
+                    or not self.context.note_if_full(lease, why)
+                    or time.monotonic() > until
+                ):
                     raise
                 failure = without_frames(why)
-            except PoisonRequest:
-                if self.progress.ended:
-                    return False
-                raise
             finally:
                 self._pool.give_back(lease)
             if self._early_decode is not None or self.progress.forwarded:
                 # The decode node computes the prompt itself if it must.
-                self._metrics.failovers.labels("prefill").inc()
+                self.context.metrics.failovers.labels("prefill").inc()
                 return False
             self.progress = AnswerProgress(self.job)
             if isinstance(failure, AttemptFailed):
@@ -212,7 +192,7 @@ class RequestRun(Run):
     async def _decode(self) -> bool:
         # Runs decode requests, each from where the answer stands, until one ends it (True), or
         # refuses to compute a prompt (False).
-        attempts = Attempts(self.context, Role.DECODE)
+        attempts, foreign = Attempts(self.context, Role.DECODE), self.job.kind is NodeKind.VLLM
         until = time.monotonic() + ROOM_DEADLINE_S
         while True:
             assert self.placed is not None
@@ -231,6 +211,14 @@ class RequestRun(Run):
                 _log.warning(again, self.job.id, lease.node.url, why)
             except AttemptFailed as why:
                 failure, until = without_frames(why), time.monotonic() + ROOM_DEADLINE_S
+                if foreign and self.progress.forwarded:
+                    raise NodeFailed(
+                        "the decode node broke in the middle of the answer, which a vLLM node's "
+                        f"answer cannot be continued after; send the request again ({why.message})"
+                    ) from None
+                # vLLM frees blocks after the first read without a fence: another reader could get
+                # another request's KV.
+                self.kv_failed |= foreign and (why.reached or not why.lost)
                 progressed = self.progress.output_tokens > known
                 attempts.failed(lease.node, failure, progressed=progressed)
                 attempts.require_another(failure, begun=self.progress.forwarded)
@@ -238,9 +226,8 @@ class RequestRun(Run):
                 if why.body().code == SPILL_REFUSED and self.placed.placement.spills:
                     self._spills = False
                     return False
-                if not self.context.note_if_full(lease, why) or (
-                    time.monotonic() > until and not self.progress.output_tokens
-                ):
+                full = not foreign and self.context.note_if_full(lease, why)
+                if not full or (time.monotonic() > until and not self.progress.output_tokens):
                     raise
             finally:
                 self._pool.give_back(lease)
@@ -257,33 +244,22 @@ class RequestRun(Run):
     async def _place(
         self, decode: Attempts | None = None, source: Node | None = None, *, patient: bool = True
     ) -> PlacementLeases:
-        """Wait for a place for the rest of the answer, and keep its KV on `source` meanwhile.
+        """Wait for a place for the rest of the answer, whose KV `source` may have.
 
         With `decode` only a decode node is placed. A begun answer goes where the least is lacking,
         and waits for a node that is up. Raises NoNode, Overloaded, KvNotLoaded.
         """
-        placer, model, renew_at = self.context.placer, self._pool.base_of(self.job.model), 0.0
+        placer, model = self.context.placer, self._pool.base_of(self.job.model)
         until = time.monotonic() + ROOM_DEADLINE_S
-        query, tokens = (
-            placer.wanted(self.job, self._prefix, self._tokens(), source),
-            self._tokens(),
-        )
+        query = self.wanted(source, alone=decode is not None)
         placer.waiting[model] += 1
         try:
             while True:
                 begun, found = self.progress.output_tokens > 0, None
-                if tokens != self._tokens():  # looks the prefix up, which takes long
-                    tokens = self._tokens()
-                    query = placer.wanted(self.job, self._prefix, tokens, source)
                 tried = [] if decode is None else decode.nodes()
                 try:
                     found = placer.find(
-                        query,
-                        self._prefills.nodes(),
-                        tried,
-                        anyway=begun,
-                        spills=self._spills,
-                        alone=decode is not None,
+                        query, self._prefills.nodes(), tried, anyway=begun, spills=self._spills
                     )
                 except NoNode:
                     if not begun or any(node.up for node in tried):
@@ -293,28 +269,14 @@ class RequestRun(Run):
                         raise
                 if isinstance(found, ChosenNodes):
                     return placer.take(found)
-                now = time.monotonic()
-                if now >= until and not begun:
+                if time.monotonic() >= until and not begun:
                     limit = f"no node had room for the request within {ROOM_DEADLINE_S:g} s"
                     full = Overloaded(f"{limit}; try again later")
                     full.retry_after_s = math.ceil(ROOM_DEADLINE_S)
                     raise full
-                if source is not None and now >= renew_at:
-                    renew_at = now + self._renew_kv(source)
                 await asyncio.sleep(_POLL_S)
         finally:
             placer.waiting[model] -= 1
-
-    def _tokens(self) -> int:
-        return self.prompt_tokens + self.progress.output_tokens if self.prompt_tokens else 0
-
-    def _renew_kv(self, source: Node) -> float:
-        # Returns seconds until the next renewal.
-        if (held := self.progress.held) is not None:
-            renewal = self.context.node_client.tell_of_kv(source, "renew", held)
-            self.context.background.spawn(renewal)
-        lease_s = source.kv.lease_s if source.kv is not None else 0.0
-        return lease_s / _RENEWALS_PER_LEASE if lease_s else _RENEW_S
 
     def _release_kv(self) -> None:
         # A prefill node cut before it told of KV has ended the request itself.
@@ -325,55 +287,62 @@ class RequestRun(Run):
 
     def _count_local(self, placed: PlacementLeases) -> None:
         self.timeline.local = True
-        unlikes = (
-            kv_mismatch(node.kv, placed.decode.node.kv)
-            for node in self._pool.up(Role.PREFILL, model=self.job.model)
-        )
-        reason = "incompatible" if any(unlikes) else "no_prefill_node"
-        self._metrics.local(self.job.model, "price" if placed.placement.spills else reason)
+        prefill = self._pool.up(Role.PREFILL, model=self.job.model)
+        reason = "no_prefill_node"
+        if is_undivided(self.job):
+            reason = "undivided"
+        elif placed.placement.spills:
+            reason = "price"
+        elif any(kv_mismatch(node.kv, placed.decode.node.kv) for node in prefill):
+            reason = "incompatible"
+        self.context.metrics.local(self.job.model, reason)
 
     def _decode_params(self, placed: PlacementLeases) -> KvTransferParams:
         request, placement = placed.wanted.request, placed.placement
-        params = self.progress.decode_params()
-        if params.remote_engine_id is not None and not self._can_fetch(placed.decode.node):
-            params = self.progress.without_kv()
+        params, metrics = self.progress.decode_params(), self.context.metrics
+        if params.remote_engine_id is not None:
+            assert self._prefill_node is not None
+            fits = kv_mismatch(self._prefill_node.kv, placed.decode.node.kv) is None
+            if self.kv_failed or not fits:
+                if not (self._kv_unused or self.kv_failed):
+                    metrics.local(self.job.model, "incompatible")
+                params, self._kv_unused = self.progress.without_kv(), True
+            elif not self._handover_counted:
+                self._handover_counted = True
+                metrics.handed_over(self.job.model)
         left = min(request.output, request.most_output) - self.progress.output_tokens
-        expected = max(1, round(left / max(self.job.choices, self.job.best_of)))
+        expected = max(1, round(left / self.job.choices))
         params = msgspec.structs.replace(params, tpot_ms=request.tpot_ms, expected_output=expected)
         if not placement.spills:
             return params
         cached = request.cached.get(placement.decode, 0)
         return msgspec.structs.replace(params, spill=True, cached_tokens=cached)
 
-    def _can_fetch(self, node: Node) -> bool:
-        # Returns whether a decode node can take the held KV.
-        assert self._prefill_node is not None
-        if kv_mismatch(self._prefill_node.kv, node.kv) is None and not self.kv_failed:
-            if not self._handover_counted:
-                self._handover_counted = True
-                self._metrics.handed_over(self.job.model)
-            return True
-        if not (self._kv_unused or self.kv_failed):
-            self._metrics.local(self.job.model, "incompatible")
-        self._kv_unused = True
-        return False
-
     def on_ticket(self, params: KvTransferParams, frame: Frame, lease: Lease) -> None:
         """Begin the decode request: the prompt is tokenized, its cached part known."""
-        self._metrics.cached(lease.cached_tokens, params.cached_tokens)
+        self.context.metrics.cached(lease.cached_tokens, params.cached_tokens)
         if frame.blocks is not None:
             self._prefix = self._prefix.known(frame.blocks, params.num_tokens)
             self._pool.prefixes.learn(self._prefix)
         if self._early_decode is None:
             self._early_decode = asyncio.create_task(self._decode_early())
 
+    def on_handover(self, params: KvTransferParams, lease: Lease) -> None:
+        if self.progress.told is None:
+            self.context.metrics.cached(lease.cached_tokens, params.cached_tokens)
+        if params.remote_engine_id is None:
+            self.context.metrics.local(self.job.model, "no_kv")
+            told = "prefill node %s hands no KV over; a vLLM node needs a NixlConnector"
+            _log.warning(told, lease.node.url)
+
     def on_end(self, usage: tuple[int, int, int] | None) -> None:
         """Note the usage of a whole answer, and which nodes could not read the request."""
+        output = self.output_tokens
         if usage is not None:
-            self.usage = usage
             self.prompt_tokens, output, self.cached_tokens = usage
-            per_choice = output // max(1, self.job.choices)
-            self.context.placer.answered(self.job.model, per_choice, self._prefix, usage[0])
+        self.context.placer.answered(
+            self.job.model, output // self.job.choices, self._prefix, self.prompt_tokens or 0
+        )
         for lease in self.unread:
             self._pool.could_not_read(lease.node, time.monotonic())
         self.unread.clear()
@@ -404,7 +373,7 @@ class Attempt:
         run, lease, context = self._run, self._lease, self._run.context
         try:
             end = await context.node_client.run(
-                lease, run.job.path, body, run.headers, self.on_frame
+                lease, run.job.path, body, run.headers, self.on_frame, stream=run.job.stream
             )
             if self._position.decoding and end is FrameKind.HANDOVER:
                 raise AttemptFailed("the node handed a decode request over")
@@ -424,7 +393,7 @@ class Attempt:
         finally:
             self._breaker.end(self)
 
-    def on_frame(self, frame: Frame) -> Awaitable[None] | None:
+    def on_frame(self, frame: Frame) -> Drain | None:
         """Pass a frame on; return what to wait for if the client does not read."""
         # For every token of every answer: each call in here is 1 % of what the router costs.
         run = self._run
@@ -442,12 +411,11 @@ class Attempt:
                 if timeline.first_token is None:
                     timeline.first_token = now
             if payload:
-                last = progress.ended and not run.job.part
-                (reply.put_last if last else reply.put)(payload)
+                reply.put(payload, progress.ended and not run.job.part)
         if ids and self._tokens < 2:
             self._note_tokens(now)
         flow = reply.flow
-        return flow.drain() if flow is not None and flow.write_paused else None
+        return flow.drain if flow is not None and flow.write_paused else None
 
     def _note_tokens(self, now: float) -> None:
         run, timeline, first = self._run, self._run.timeline, self._tokens == 0
@@ -469,11 +437,60 @@ class Attempt:
         if frame.timing is not None:
             timeline.note_report(frame.timing, decoding=self._position.decoding)
         if params is not None:
-            run.prompt_tokens = params.prompt_tokens or run.prompt_tokens
+            told = frame.usage[0] if frame.usage is not None else params.prompt_tokens
+            run.prompt_tokens = told or run.prompt_tokens
             run.cached_tokens = params.cached_tokens
             if frame.kind is FrameKind.TICKET and not self._position.decoding:
                 run.on_ticket(params, frame, self._lease)
+            if frame.kind is FrameKind.HANDOVER:
+                timeline.prefilled = timeline.prefilled or now
+                run.on_handover(params, self._lease)
         if frame.kind is not FrameKind.END:
             return frame.payload
         run.on_end(frame.usage)
         return timeline.with_stages(frame.payload, now) if run.job.wants_stages else frame.payload
+
+
+async def run_together(job: Job, runs: Sequence[RequestRun], reply: Reply) -> None:
+    """Answer all prompts into `reply`; the first that fails ends the others. Raises KvrelayError.
+
+    Events are joined as they come: then `reply` is also that of each run. Until a node has sent a
+    token, at most MAX_LOST prompts run, to spare further nodes.
+    """
+
+    async def part(at: int, run: RequestRun) -> None:
+        if at >= MAX_LOST:
+            await run.crashes.first_token.wait()
+        await run.run()
+        run.crashes.first_token.set()
+
+    tasks = [asyncio.create_task(part(*each)) for each in enumerate(runs)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await cancel_and_wait(tasks)
+    if job.stream:
+        end = joined_end(
+            [(run.prompt_tokens or 0, run.output_tokens, run.cached_tokens) for run in runs],
+            include_usage=job.include_usage,
+            response_id=job.response_id,
+            created=job.created,
+            model=job.model,
+        )
+    else:
+        end = joined_body([run.reply.kept() for run in runs])
+    if job.wants_stages:
+        end = last_timeline(runs).with_stages(end, time.monotonic())
+    reply.put(end, True)
+
+
+def last_timeline(runs: Sequence[RequestRun]) -> Timeline:
+    """Return the times of the prompt that was answered last."""
+    times = (run.timeline for run in runs)
+    return max(times, key=lambda each: each.last_token or each.arrived)
+
+
+def prompt_tokens_of(runs: Sequence[RequestRun]) -> int | None:
+    """Return the tokens of all prompts; None until nodes have told."""
+    counts = [run.prompt_tokens for run in runs]
+    return None if None in counts else sum(count or 0 for count in counts)

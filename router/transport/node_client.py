@@ -6,44 +6,37 @@ Our nodes use the stream (node_stream.py), vLLM nodes HTTP.
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
 import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Literal
 
 import aiohttp
 import msgspec
 
 from kvrelay.openai_api.tls import checked, load_chain
-from kvrelay.router.nodes.node import HealthReport, Lease, Node
-from kvrelay.router.transport.node_errors import (
+from kvrelay.router.nodes.node import HealthReport, Lease, Node, NodeKind
+from kvrelay.router.transport.node_stream import (
     LOST,
     AttemptFailed,
+    NodeStream,
     OnFrame,
-    Refused,
     error_of_status,
+    open_stream,
     parse_error,
-    parse_message,
 )
-from kvrelay.router.transport.node_stream import NodeStream, open_stream
-from kvrelay.router.transport.vllm_health import vllm_report
-from kvrelay.wire.errors import DeadlineExceeded, EngineDead, KvrelayError
+from kvrelay.router.transport.vllm import deliver_answer, vllm_report
+from kvrelay.wire.errors import DeadlineExceeded, EngineDead
 from kvrelay.wire.frames import MALFORMED, FrameKind
 from kvrelay.wire.router_config import RouterConfig
 
-__all__ = ["AttemptFailed", "NodeClient", "Refused", "node_tls"]
+__all__ = ["NodeClient", "node_tls"]
 
-_KV_DEADLINE_S = 2.0
 _QUESTION_DEADLINE_S = 10.0  # enough to tokenize 16 MiB
 _MAX_SHORT_BYTES = 1 << 20
 _SILENT_CHECKS = 3  # so many missed cut a node's requests
 # Below uvicorn's 5 s, so that nodes never close a kept connection under a request.
 _KEEP_CONNECTION_S = 2.0
-
-_log = logging.getLogger("kvrelay.router")
 
 
 def node_tls(config: RouterConfig) -> ssl.SSLContext | bool:
@@ -108,19 +101,29 @@ class NodeClient:
         return None
 
     async def run(
-        self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], on_frame: OnFrame
+        self,
+        lease: Lease,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        on_frame: OnFrame,
+        *,
+        stream: bool = False,
     ) -> FrameKind:
         """Run a request to its HANDOVER or END frame. Raises AttemptFailed, Refused.
 
         Cancelling aborts the request on the node.
         """
-        stream = self._streams.get(lease.node)
-        if stream is None or stream.broken:
+        if lease.node.kind is NodeKind.VLLM:
+            async with self._posted(lease, path, body, headers) as answer:
+                return await deliver_answer(answer, lease.role, on_frame, stream=stream)
+        opened = self._streams.get(lease.node)
+        if opened is None or opened.broken:
             raise AttemptFailed("there is no connection to the node", lost=True, reached=False)
-        return await stream.run(lease, path, body, headers, on_frame)
+        return await opened.run(lease, path, body, headers, on_frame)
 
     @asynccontextmanager
-    async def posted(
+    async def _posted(
         self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Post a request to a vLLM node; yield its answer of 200. Raises AttemptFailed, Refused.
@@ -137,9 +140,10 @@ class NodeClient:
                     allow_redirects=False,
                 ) as answer:
                     if answer.status != 200:
-                        body = await _read(answer.content, _MAX_SHORT_BYTES)
+                        error, _ = parse_error(await _read(answer.content), answer.status)
                         after = answer.headers.get("retry-after", "")
-                        raise _error_of(answer.status, body, after)
+                        plain = after.isascii() and after.isdigit()
+                        raise error_of_status(answer.status, error, int(after) if plain else None)
                     yield answer
         except (aiohttp.ClientError, OSError) as why:
             if type(why) is TimeoutError:
@@ -160,11 +164,11 @@ class NodeClient:
         Raises EngineDead if the node says that its engine is; ClientError, OSError, TimeoutError.
         """
         timeout = aiohttp.ClientTimeout(total=self._config.health_deadline_s)
-        status, body, _ = await self._request("GET", node, "/health", timeout)
+        status, body = await self._request("GET", node, "/health", timeout)
         if status == 200 and not body.strip():
 
             async def fetch(path: str) -> tuple[int, bytes]:
-                return (await self._request("GET", node, path, timeout, headers=self._auth))[:2]
+                return await self._request("GET", node, path, timeout, headers=self._auth)
 
             return await vllm_report(node, fetch)
         try:
@@ -188,9 +192,7 @@ class NodeClient:
         timeout: aiohttp.ClientTimeout,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
-        limit_bytes: float = _MAX_SHORT_BYTES,
-    ) -> tuple[int, bytes, str]:
-        # Returns status, body and Retry-After.
+    ) -> tuple[int, bytes]:
         async with self._session.request(
             method,
             node.url + path,
@@ -199,71 +201,34 @@ class NodeClient:
             timeout=timeout,
             allow_redirects=False,
         ) as answer:
-            content = await _read(answer.content, limit_bytes)
-            return answer.status, content, answer.headers.get("retry-after", "")
+            return answer.status, await _read(answer.content)
 
     async def ask(self, node: Node, path: str, body: bytes) -> bytes:
-        timeout = aiohttp.ClientTimeout(total=_QUESTION_DEADLINE_S)
         try:
-            status, answer, retry_after = await self._request(
-                "POST", node, path, timeout, body, self._json, math.inf
-            )
+            async with (
+                asyncio.timeout(_QUESTION_DEADLINE_S),
+                self._posted(Lease(node), path, body, {}) as answer,
+            ):
+                return await answer.read()
         except TimeoutError as why:
             raise DeadlineExceeded(
                 f"a node did not answer within {_QUESTION_DEADLINE_S:g} s; ask for less"
             ) from why
-        except (aiohttp.ClientError, OSError) as why:
-            raise AttemptFailed(
-                f"a node did not answer ({type(why).__name__})", detail=f"{node.url}: {why}"
-            ) from why
-        if status != 200:
-            raise _error_of(status, answer, retry_after)
-        return answer
 
-    async def tell_of_kv(
-        self, node: Node, what: Literal["release", "renew"], request_id: str
-    ) -> bool:
-        """Have a prefill node release or renew a KV lease; return whether it could.
-
-        Without an answer the lease ends by itself.
-        """
-        body = msgspec.json.encode({"request_ids": [request_id]})
-        status, message = await self.tell(node, f"/kv/{what}", body, _KV_DEADLINE_S)
-        if status >= 300:
-            _log.warning(
-                "prefill node %s did not %s the KV of %s: %d, %s",
-                node.url,
-                what,
-                request_id,
-                status,
-                message,
-            )
-        return status < 300
-
-    async def tell(self, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, str]:
-        """Post a small request; return status and message, 503 if not reached."""
-        status, answer = await self.call("POST", node, path, body, deadline_s)
-        return status, answer if isinstance(answer, str) else parse_message(answer)
-
-    async def call(
-        self, method: str, node: Node, path: str, body: bytes, deadline_s: float
-    ) -> tuple[int, bytes | str]:
-        """Send a small request; return status and body, or 503 and why."""
+    async def post(
+        self, node: Node, path: str, body: bytes, deadline_s: float
+    ) -> tuple[int, bytes]:
+        """Post a small request; return status and answer, or 503 and why it was not reached."""
         timeout = aiohttp.ClientTimeout(total=deadline_s, connect=self._config.connect_deadline_s)
         try:
-            return (await self._request(method, node, path, timeout, body, self._json))[:2]
+            return await self._request("POST", node, path, timeout, body, self._json)
         except (aiohttp.ClientError, OSError) as why:
-            return 503, f"it could not be reached: {type(why).__name__}"
+            told = {"message": f"it could not be reached: {type(why).__name__}"}
+            return 503, msgspec.json.encode(told)
 
 
-def _error_of(status: int, body: bytes, retry_after: str) -> KvrelayError:
-    error, _ = parse_error(body, status)
-    plain = retry_after.isascii() and retry_after.isdigit()
-    return error_of_status(status, error, int(retry_after) if plain else None)
-
-
-async def _read(content: aiohttp.StreamReader, limit_bytes: float) -> bytes:
+async def _read(content: aiohttp.StreamReader) -> bytes:
     body = bytearray()
-    while len(body) < limit_bytes and (chunk := await content.readany()):
+    while len(body) < _MAX_SHORT_BYTES and (chunk := await content.readany()):
         body += chunk
     return bytes(body)

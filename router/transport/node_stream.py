@@ -1,14 +1,14 @@
 """One connection to each node that carries all of its requests (wire/frames.py).
 
-Frames reach their request without a task between. A client that does not read keeps at most a
-window of its own frames, and holds up no other.
+Frames reach their request without a task between. A client that does not read has at most a window
+of its own frames waiting, and holds up no other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import cast
 from urllib.parse import urlsplit
@@ -17,14 +17,15 @@ import httptools
 import msgspec
 
 from kvrelay.router.nodes.node import HealthReport, Lease, Node
-from kvrelay.router.transport.node_errors import (
-    LOST,
-    AttemptFailed,
-    OnFrame,
-    deliver_last,
-    error_of_status,
+from kvrelay.wire.errors import (
+    Draining,
+    EngineDead,
+    ErrorBody,
+    KvNotLoaded,
+    KvrelayError,
+    NodeFailed,
+    RequestBroke,
 )
-from kvrelay.wire.errors import NodeFailed
 from kvrelay.wire.frames import (
     HEAD_BYTES,
     LEGS_MEDIA_TYPE,
@@ -42,13 +43,152 @@ from kvrelay.wire.frames import (
     frame_of,
     message,
 )
+from kvrelay.wire.outputs import Load
 
-__all__ = ["NodeStream", "open_stream"]
+__all__ = [
+    "LOST",
+    "AttemptFailed",
+    "Drain",
+    "NodeStream",
+    "OnFrame",
+    "Refused",
+    "deliver_last",
+    "error_of_status",
+    "open_stream",
+    "parse_error",
+    "parse_message",
+]
+
+
+LOST = "the node stopped answering health checks, was restarted, or says that its engine is dead"
+
+Drain = Callable[[], Awaitable[None]]
+OnFrame = Callable[[Frame], Drain | None]
+"""Called with each frame; returns what to wait for before the node may send much more."""
 
 _LARGE_READ_BYTES = 32 << 10
 _CREDIT_BYTES = WINDOW_BYTES // 2  # a short answer never returns credit
 _NOT_LAST = (FrameKind.TOKENS, FrameKind.TICKET)
 _FRAME = int(Kind.FRAME)  # an enum's member costs a look-up each time
+
+_log = logging.getLogger("kvrelay.router")
+
+
+class _ErrorAnswer(msgspec.Struct):
+    # Our nodes and newer vLLM wrap it in `error`.
+    error: _ErrorAnswer | None = None
+    message: str = ""
+    type: str | None = None
+    param: str | None = None
+    code: int | str | None = None
+
+
+class Refused(KvrelayError):
+    """A node's 4xx or KvNotLoaded, which the client sees unchanged; no fault of the node."""
+
+    def __init__(
+        self, status: int, error: ErrorBody, retry_after_s: int | None, kv_error: str = ""
+    ) -> None:
+        super().__init__(error.message, param=error.param)
+        self.status, self.retry_after_s, self.kv_error = status, retry_after_s, kv_error
+        self._error = error
+
+    def body(self) -> ErrorBody:
+        return self._error
+
+
+class AttemptFailed(NodeFailed):
+    """A request that a node broke: no connection, a 5xx, or a cut stream."""
+
+    reading = False
+    """The node failed while reading the request; another will show whose fault that is."""
+    draining = False
+    """The node takes no new requests, and is not to blame."""
+
+    def __init__(
+        self,
+        message: str,
+        status: int = NodeFailed.status,
+        retry_after_s: int | None = None,
+        detail: str = "",
+        *,
+        lost: bool = False,
+        reached: bool = True,
+    ) -> None:
+        """`detail` goes to the log only: it may name addresses.
+
+        `lost`: the process or its engine seems gone. `reached`: it may have had the request.
+        """
+        super().__init__(message)
+        self.lost, self.reached = lost, reached
+        self.status, self.retry_after_s, self.detail = status, retry_after_s, detail or message
+
+
+def deliver_last(frame: Frame, on_frame: OnFrame) -> FrameKind:
+    """Deliver a request's last frame, and return its kind.
+
+    Raises Refused, AttemptFailed for an error or a malformed hand-over.
+    """
+    if frame.kind is FrameKind.ERROR:
+        retry_after_s = (frame.load or Load()).retry_after_s if frame.status in (429, 503) else None
+        raise error_of_status(
+            frame.status, frame.error, retry_after_s, kv_error=frame.kv_error, reached=True
+        )
+    if frame.kind is FrameKind.HANDOVER and frame.params is None:
+        raise AttemptFailed("the node sent a hand-over without its parameters")
+    on_frame(frame)
+    return frame.kind
+
+
+def error_of_status(
+    status: int,
+    error: ErrorBody | None,
+    retry_after_s: int | None,
+    *,
+    kv_error: str = "",
+    reached: bool = False,
+) -> Refused | AttemptFailed:
+    """Return the error that a status other than 200 means."""
+    error = error or ErrorBody(f"a node answered {status} without a reason", NodeFailed.type)
+    if status in (401, 403):
+        # The nodes' key is the operator's mistake.
+        _log.error(
+            "a node refused the router's key; give the router the nodes' key as node_api_key"
+        )
+        wrong_key = ErrorBody("a node refused the router's key", NodeFailed.type)
+        return Refused(NodeFailed.status, wrong_key, None)
+    if 400 <= status < 500 or error.code == KvNotLoaded.code:
+        return Refused(status, error, retry_after_s, kv_error)
+    failed = AttemptFailed(
+        error.message,
+        max(status, 500),
+        retry_after_s,
+        lost=error.code == EngineDead.code,
+        reached=reached,
+    )
+    failed.draining, failed.reading = error.code == Draining.code, error.code == RequestBroke.code
+    return failed
+
+
+def parse_message(body: bytes) -> str:
+    return _parsed(body).message or "no message"
+
+
+def parse_error(body: bytes, status: int = 500) -> tuple[ErrorBody, int]:
+    """Return the error in an answer, and its status: `status` unless the body names one."""
+    parsed = _parsed(body)
+    own = parsed.code if isinstance(parsed.code, int) and 400 <= parsed.code < 600 else status
+    message = parsed.message or f"a node answered {status} without a reason"
+    error = ErrorBody(message, parsed.type or NodeFailed.type, parsed.param, parsed.code)
+    return error, own
+
+
+def _parsed(body: bytes) -> _ErrorAnswer:
+    try:
+        answer = msgspec.json.decode(body, type=_ErrorAnswer)
+    except MALFORMED:
+        return _ErrorAnswer()
+    return answer.error or answer
 
 
 class _StreamedRequest:
@@ -62,29 +202,25 @@ class _StreamedRequest:
         self._on_frame = on_frame
         self._send = send
         self._uncredited_bytes = 0
-        self._backlog: deque[tuple[Frame, int]] | None = None  # None while the client reads
-        self._catching_up: asyncio.Task[None] | None = None
+        self._draining: asyncio.Task[None] | None = None  # while the client does not read
 
     def receive(self, frame: Frame, size: int) -> None:
-        if self._backlog is not None:
-            self._backlog.append((frame, size))
-            return
-        room = self._deliver(frame)
-        if room is not None:
-            self._backlog = deque()
-            self._catching_up = asyncio.get_running_loop().create_task(self._catch_up(room, size))
-            return
-        self._credit(size)
+        self._uncredited_bytes += size
+        drain = self._deliver(frame)
+        if drain is not None and self._draining is None:
+            self._draining = asyncio.get_running_loop().create_task(self._credit_after(drain))
+        elif self._draining is None:
+            self._credit()
 
     def fail(self, why: Exception) -> None:
         if not self.result.done():
             self.result.set_exception(why)
 
     def close(self) -> None:
-        if self._catching_up is not None:
-            self._catching_up.cancel()
+        if self._draining is not None:
+            self._draining.cancel()
 
-    def _deliver(self, frame: Frame) -> Awaitable[None] | None:
+    def _deliver(self, frame: Frame) -> Drain | None:
         if self.result.done():
             return None
         try:
@@ -98,20 +234,12 @@ class _StreamedRequest:
             self.fail(why)
         return None
 
-    async def _catch_up(self, room: Awaitable[None], size: int) -> None:
-        assert self._backlog is not None
-        await room
-        self._credit(size)
-        while self._backlog:
-            frame, size = self._backlog.popleft()
-            more = self._deliver(frame)
-            if more is not None:
-                await more
-            self._credit(size)
-        self._backlog = None
+    async def _credit_after(self, drain: Drain) -> None:
+        await drain()
+        self._draining = None
+        self._credit()
 
-    def _credit(self, size: int) -> None:
-        self._uncredited_bytes += size
+    def _credit(self) -> None:
         if self._uncredited_bytes >= _CREDIT_BYTES and not self.over:
             self._send(credit(self.number, self._uncredited_bytes))
             self._uncredited_bytes = 0

@@ -252,7 +252,6 @@ class FakeNode:
     url: str = ""
     calls: list[Call] = field(default_factory=list)
     released: list[list[str]] = field(default_factory=list)
-    renewed: list[list[str]] = field(default_factory=list)
     called: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     released_event: asyncio.Event = field(default_factory=asyncio.Event)
@@ -328,10 +327,6 @@ class FakeNode:
         self.released_event.set()
         return web.json_response({})
 
-    async def renew(self, request: web.Request) -> web.Response:
-        self.renewed.append((await request.json())["request_ids"])
-        return web.json_response({})
-
     async def tokenize(self, request: web.Request) -> web.Response:
         self.asked.append(await request.read())
         try:
@@ -370,7 +365,6 @@ class FakeNode:
         app.router.add_post("/undrain", self.drain)
         app.router.add_post("/admin/role", self.change_role)
         app.router.add_post("/kv/release", self.release)
-        app.router.add_post("/kv/renew", self.renew)
         app.router.add_post("/v1/load_lora_adapter", self.adapter)
         app.router.add_post("/v1/unload_lora_adapter", self.adapter)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)

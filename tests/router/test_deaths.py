@@ -21,7 +21,7 @@ from router_doubles import (
 )
 
 from kvrelay.router.request import failures as poison_module
-from kvrelay.router.request.failures import _VERDICT_S, Poison, fingerprint_of
+from kvrelay.router.request.failures import _VERDICT_S, MAX_LOST, Poison, fingerprint_of
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.router_config import RouterConfig
 from kvrelay.wire.transfer import KvTransferParams
@@ -82,7 +82,7 @@ async def test_what_kills_every_node_that_it_reaches_reaches_two_and_is_refused_
         assert (await asked(c))[0] == 200  # another body of the same key
         at = calls(*nodes)
         poison = c.router.shared.poison
-        await until(lambda: not poison.processes(b"", time.monotonic()) and not poison)
+        await until(lambda: not poison.known(b"", time.monotonic())[0] and not poison)
         await until(lambda: all(node.up for node in c.router.pool.nodes))
         assert (await asked(c, POISON))[0] == 503
         assert (calls(*nodes), refused(c)) == (at + 2, 1)
@@ -247,5 +247,5 @@ def test_so_many_are_known_and_the_one_with_the_oldest_death_goes_first(
     poison.died(B, "p1", 0.0)
     poison.died(A, "p2", 1.0)
     poison.died(fingerprint_of("key", b"c"), "p1", 2.0)
-    assert poison.processes(B, 2.0) == set()
-    assert poison.refused_s(A, 2.0) > 0
+    assert not poison.known(B, 2.0)[0]
+    assert len(poison.known(A, 2.0)[0]) == MAX_LOST

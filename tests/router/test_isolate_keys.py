@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from router_doubles import MODEL, Cluster, cluster, decode, parse_job, prefill
 
 from kvrelay.router.admission.keys import hash_of
-from kvrelay.router.nodes.node import Lease
+from kvrelay.router.nodes.node import Lease, NodeKind
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.request import vllm_run as vllm
 from kvrelay.router.request.job import (
     CHAT_PATH,
     COMPLETIONS_PATH,
     Job,
+    begun,
+    decode_body,
     parts_of,
     prefill_body,
 )
@@ -68,8 +69,10 @@ def test_every_leg_of_every_kind_of_node_has_it_for_each_prompt() -> None:
     assert len(parts) == 2
     for part in parts:
         assert part.cache_salt == salted.cache_salt
-        for body in (prefill_body(part), vllm.prefill_body(part), vllm.decode_body(part, None)):
-            assert told(body) == salted.cache_salt
+        for kind in NodeKind:
+            legs = msgspec.structs.replace(part, kind=kind)
+            for body in (prefill_body(legs), decode_body(legs, begun(legs, prefill=False))):
+                assert told(body) == salted.cache_salt
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from aiohttp import web
 
-from kvrelay.router.nodes.node import Lease, Node
-from kvrelay.router.request.vllm_run import whole_answer
+from kvrelay.router.nodes.node import Lease, Node, NodeKind
 from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError
@@ -51,13 +50,12 @@ async def test_no_redirect_is_followed(status: int) -> None:
         try:
             assert await legs.health(node) == f"its health check answers {status}"
             assert isinstance(await legs.health(Node(f"{url}/empty", role=Role.PREFILL)), str)
-            assert (await legs.tell(node, "/told", b"{}", 5.0))[0] == status
-            assert not await legs.tell_of_kv(node, "release", "r")
-            assert not await legs.tell_of_kv(node, "renew", "r")
+            assert (await legs.post(node, "/told", b"{}", 5.0))[0] == status
             with suppress(KvrelayError):
                 await legs.ask(node, "/asked", b"{}")
+            node.kind = NodeKind.VLLM
             with suppress(KvrelayError):
-                await whole_answer(legs, Lease(node), "/whole", b"{}", {})
+                await legs.run(Lease(node), "/whole", b"{}", {}, lambda _: None, stream=False)
         finally:
             await legs.close()
     paths = {
@@ -65,8 +63,6 @@ async def test_no_redirect_is_followed(status: int) -> None:
         "/empty/health",
         "/empty/version",
         "/told",
-        "/kv/release",
-        "/kv/renew",
         "/asked",
     }
     assert set(asked) == paths | {"/whole"}

@@ -49,7 +49,7 @@ def known(state: AnswerProgress) -> list[int]:
 def take(state: AnswerProgress, frame: Frame) -> bool:
     """A frame of the leg that goes on where the answer stands."""
     at = {choice: len(each.generated) for choice, each in state._choices.items()}
-    return state.take(frame, FramePosition(at, decoding=state.handover is not None))
+    return state.take(frame, FramePosition(at, decoding=state.told is not None))
 
 
 def handed_over(payload: bytes = b"x", **fields: Any) -> AnswerProgress:

@@ -5,27 +5,27 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from router_doubles import parse_job
 
 from kvrelay.router.nodes.node import HealthReport, NodeKind
-from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH, Job
-from kvrelay.router.request.vllm_run import (
+from kvrelay.router.request.job import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    Job,
+    begun,
     decode_body,
-    error_in,
-    handover_of,
-    plain_answer,
+    is_undivided,
     prefill_body,
-    undivided_because,
 )
-from kvrelay.router.transport.node_errors import parse_error
-from kvrelay.router.transport.vllm_health import report_of
+from kvrelay.router.transport.node_stream import parse_error
+from kvrelay.router.transport.vllm import end_frame, error_in, handover_frame, report_of
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NodeFailed
 from kvrelay.wire.outputs import Load
+from kvrelay.wire.transfer import KvTransferParams
 from tests.router.vllm_doubles import ASKED, DONE, error, metrics_text
 
 MODELS = (
@@ -35,7 +35,13 @@ MODELS = (
 
 
 def job(path: str = CHAT_PATH, **fields: Any) -> Job:
-    return parse_job(json.dumps({"model": "m", **fields}).encode(), path)
+    return parse_job(json.dumps({"model": "m", **fields}).encode(), path, kind=NodeKind.VLLM)
+
+
+def handover_of(body: bytes) -> KvTransferParams:
+    params = handover_frame(body, stream=True).params
+    assert params is not None
+    return params
 
 
 def test_the_prefill_leg_has_the_clients_fields_but_those_that_do_not_go_with_one_token() -> None:
@@ -61,7 +67,7 @@ def test_the_prefill_leg_has_the_clients_fields_but_those_that_do_not_go_with_on
     }
     one_token = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False, "ignore_eos": True}
     assert told == {"model": "m"} | own | one_token | {"kv_transfer_params": ASKED}
-    assert json.loads(decode_body(asked, None)) == {"model": "m"} | fields
+    assert json.loads(decode_body(asked, begun(asked, prefill=False))) == {"model": "m"} | fields
 
 
 @given(
@@ -81,22 +87,22 @@ def test_a_hand_over_is_passed_on_byte_for_byte(extra: dict[str, Any]) -> None:
         + given_away.encode()
         + b"}"
     )
-    params, usage = handover_of(body)
-    assert usage.prompt_tokens == 7
+    params = handover_of(body)
+    assert handover_frame(body, stream=True).usage == (7, 0, 0)
     assert given_away.encode() in decode_body(job(messages=[]), params)
 
 
 @pytest.mark.parametrize("params", [b"null", b"{}", b'{"do_remote_prefill":false}', b"[1]", b'"x"'])
 def test_what_is_no_hand_over_is_not_passed_on(params: bytes) -> None:
-    assert handover_of(b'{"choices":[{}],"kv_transfer_params":' + params + b"}")[0] is None
-    assert handover_of(b'{"choices":[{}]}')[0] is None
+    for body in (b'{"choices":[{}],"kv_transfer_params":' + params + b"}", b'{"choices":[{}]}'):
+        assert b"kv_transfer_params" not in decode_body(job(messages=[]), handover_of(body))
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"null", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[{}]', b"<html>"]
 )
 def test_what_is_no_answer_is_a_failure_of_the_node(body: bytes) -> None:
-    for read in (handover_of, plain_answer):
+    for read in (handover_of, end_frame):
         with pytest.raises(NodeFailed):
             read(body)
 
@@ -113,9 +119,9 @@ def test_one_hand_over_is_for_one_sequence_without_log_probabilities_of_its_prom
             {"prompt": [1, 2], "echo": False, "logprobs": 3, "use_beam_search": False},
         ),
     ):
-        assert undivided_because(job(path, **fields)) is None
-    assert undivided_because(job(COMPLETIONS_PATH, prompt="a", best_of=2, n=1)) == "choices"
-    assert undivided_because(job(COMPLETIONS_PATH, prompt_embeds="x")) == "prompt_embeds"
+        assert not is_undivided(job(path, **fields))
+    assert is_undivided(job(COMPLETIONS_PATH, prompt="a", best_of=2, n=1))
+    assert is_undivided(job(COMPLETIONS_PATH, prompt_embeds="x"))
 
 
 @given(st.integers(0, 4), st.booleans(), st.integers(400, 599))
@@ -168,7 +174,7 @@ def test_a_node_without_a_model_takes_no_work(models: bytes) -> None:
 
 def test_the_clients_own_bytes_stay_as_they_are() -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"\\u00e9 1.50"}],"temperature":1.50}'
-    asked = parse_job(body, CHAT_PATH)
-    for made in (prefill_body(asked), decode_body(asked, msgspec.Raw(b"{}"))):
+    asked = parse_job(body, CHAT_PATH, kind=NodeKind.VLLM)
+    for made in (prefill_body(asked), decode_body(asked, begun(asked, prefill=False))):
         assert b'"\\u00e9 1.50"' in made
         assert b'"temperature":1.50' in made

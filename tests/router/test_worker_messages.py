@@ -102,11 +102,11 @@ async def test_a_snapshot_from_before_a_death_does_not_take_it_back(tmp_path: Pa
         c.tasks.pop().cancel()
         worker.poison.died(b"a", "p1", time.monotonic())
         worker.apply(c.parent._state)
-        assert worker.poison.processes(b"a", 0.0) == {"p1"}
+        assert worker.poison.known(b"a", 0.0)[0] == {"p1"}
         await c.hear(worker)
         worker.poison.take_over({})
         other = await c.worker()
-        assert other.poison.processes(b"a", 0.0) == {"p1"}
+        assert other.poison.known(b"a", 0.0)[0] == {"p1"}
         other.poison.spared(b"a")
         await c.parent.settled()
         await until(lambda: not c.parent.poison)
