@@ -75,7 +75,7 @@ class Router:
         self.placer = Placer(config, self.pool, rng)
         self.models = Models(self.pool, config.aliases, int(time.time()))
         self.keyring = Keyring(config.api_key, config.keys)
-        self.metrics = Metrics(self.pool, [caller.name for caller in self.keyring.callers])
+        self.metrics = Metrics(self.pool, [caller.name for caller in self.keyring.callers.values()])
         self.metrics.waiting_for_room = lambda: self.placer.waiting
         self.tracing = start_tracing(config.otlp_traces_endpoint, "kvrelay-router")
         self.admission = AdmissionController(config, self.pool, self.placer, self.metrics.admission)

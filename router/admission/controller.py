@@ -18,14 +18,14 @@ from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Refuse, Wait
 from kvrelay.router.request.job import Job, Slo
 from kvrelay.router.request.placer import ChosenNodes, PlacementLeases, PlacementQuery, Placer
-from kvrelay.wire.errors import DeadlineExceeded, KvrelayError, Overloaded, RateLimited
+from kvrelay.wire.errors import DeadlineExceeded, KvrelayError, Overloaded
 from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["AdmissionController", "AdmissionSlot"]
 
 _LOOK_S = 0.01
 """Between two looks at the queue while a request waits and none ends."""
-_LONGEST_S = 60.0
+_LONGEST_S = 60
 """The longest Retry-After that OpenAI's clients obey; they return at once for more."""
 
 _log = logging.getLogger("kvrelay.router")
@@ -97,10 +97,9 @@ class AdmissionController:
             queue = self._queues[base] = AdmissionQueue(self._config.max_queue, self._find)
         wanted = self._placer.limited(wanted, job.targets)
         output = min(wanted.request.output, wanted.request.most_output)
-        tokens = limit_tokens = job.prompt_tokens + math.ceil(output)
-        if caller.tokens_per_minute:
-            # A long answer may be expected that never comes: alone no reason to refuse.
-            limit_tokens = max(job.prompt_tokens, min(tokens, caller.tokens_per_minute))
+        tokens = job.prompt_tokens + math.ceil(output)
+        # A long answer may be expected that never comes: alone no reason to refuse.
+        limit_tokens = max(job.prompt_tokens, min(tokens, caller.tokens_per_minute or tokens))
         slot = AdmissionSlot(
             key=caller.name,
             caller=caller,
@@ -118,7 +117,7 @@ class AdmissionController:
         try:
             found = queue.arrive(slot, caller.max_queue)
             if isinstance(found, Refusal):
-                raise self._refused(slot, found)
+                raise self._refused(slot.key, found, slot.headers)
         except BaseException:
             self._limits.give_back(caller, limit_tokens, None, time.monotonic())
             raise
@@ -181,19 +180,23 @@ class AdmissionController:
         now = time.monotonic()
         refusal = self._limits.take(caller, tokens, now)
         headers = self._limits.headers(caller, now)
-        if refusal is None:
-            return headers
-        self._metrics.refused(caller.name, refusal.reason)
-        raise _with_retry_after(RateLimited(refusal.message), refusal.retry_after_s, headers)
+        if refusal is not None:
+            raise self._refused(caller.name, refusal, headers)
+        return headers
 
-    def _refused(self, slot: AdmissionSlot, refusal: Refusal) -> KvrelayError:
-        self._metrics.refused(slot.key, refusal.reason)
+    def _refused(self, key: str, refusal: Refusal, headers: dict[str, str]) -> KvrelayError:
+        self._metrics.refused(key, refusal.reason)
         if refusal.reason == "deadline":
             return DeadlineExceeded(refusal.message)
+        error = refusal.error(refusal.message)
+        error.headers, error.code = headers, error.code or refusal.reason
         after_s = refusal.retry_after_s
-        error = Overloaded(refusal.message, code=refusal.reason)
-        longest_s = None if after_s is None else min(after_s, _LONGEST_S)
-        return _with_retry_after(error, longest_s, slot.headers)
+        error.retry_after_s = (
+            None if after_s is None else max(1, min(_LONGEST_S, math.ceil(after_s)))
+        )
+        if after_s is None:  # OpenAI's clients must not try again
+            error.headers = headers | {"x-should-retry": "false"}
+        return error
 
     async def _look_on(self) -> None:
         try:
@@ -208,7 +211,7 @@ class AdmissionController:
         try:
             for slot, found in queue.leaving(now):
                 if isinstance(found, Refusal):
-                    slot.settle(self._refused(slot, found))
+                    slot.settle(self._refused(slot.key, found, slot.headers))
                 elif isinstance(found, KvrelayError):
                     slot.settle(found)
                 else:
@@ -216,12 +219,3 @@ class AdmissionController:
                     self._metrics.admitted(slot.key, now - slot.arrived)
         except Exception:  # noqa: BLE001 - must end neither the looking nor the request just ended
             _log.exception("a queue could not be looked at")
-
-
-def _with_retry_after(
-    error: KvrelayError, retry_after_s: float | None, headers: dict[str, str]
-) -> KvrelayError:
-    # Without a time OpenAI's clients must not try again.
-    error.headers = headers if retry_after_s is not None else headers | {"x-should-retry": "false"}
-    error.retry_after_s = None if retry_after_s is None else max(1, math.ceil(retry_after_s))
-    return error

@@ -1,7 +1,7 @@
 """API keys by their hashes, what each may do, and how much of it. Pure; times are seconds.
 
 Keys are random (256 bits), so a plain SHA-256 is enough, and a slow hash would cost every request.
-A given key is compared with all, in constant time.
+A given key is looked up by its hash.
 
 Limits per minute are token buckets, a minute's worth deep. Tokens are taken by estimate and put
 right at the end, so a bucket may owe some, for which the next request waits.
@@ -10,14 +10,21 @@ right at the end, so a bucket may owe some, for which the next request waits.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import math
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from kvrelay.wire.errors import Forbidden, NotFound, RequestError, Unauthorized
+from kvrelay.wire.errors import (
+    Forbidden,
+    KvrelayError,
+    NotFound,
+    Overloaded,
+    RateLimited,
+    RequestError,
+    Unauthorized,
+)
 from kvrelay.wire.router_config import KeyConfig
 
 __all__ = [
@@ -95,22 +102,18 @@ class Keyring:
 
     def take_over(self, api_key: str, keys: Sequence[KeyConfig]) -> None:
         in_clear = [Caller("api-key", hash_of(api_key), admin=True)] if api_key else []
-        self.callers = [*map(Caller.of, keys), *in_clear] or [ANYONE]
+        callers = [*map(Caller.of, keys), *in_clear] or [ANYONE]
+        self.callers = {caller.sha256: caller for caller in callers}
 
     def caller(self, given: str) -> Caller:
         """Return the owner of a key. Raises Unauthorized if nobody has it."""
-        if self.callers == [ANYONE]:
-            return ANYONE
-        digest = hash_of(given)
-        found: Caller | None = None
-        for caller in self.callers:  # all of them, whichever it is
-            if hmac.compare_digest(caller.sha256, digest):
-                found = caller
-        if found is None:
+        # The time of the look-up tells of a hash at most, from which no key can be found.
+        caller = self.callers.get(hash_of(given)) or self.callers.get(ANYONE.sha256)
+        if caller is None:
             raise Unauthorized(
                 "the API key is missing or wrong; send it as `Authorization: Bearer <key>`"
             )
-        return found
+        return caller
 
 
 def hash_of(key: str) -> str:
@@ -129,6 +132,7 @@ class Refusal:
     message: str
     retry_after_s: float | None
     """The expected wait; 0: unknown; None: the request will never be taken."""
+    error: type[KvrelayError] = Overloaded
 
 
 class KeyLimits:
@@ -143,34 +147,23 @@ class KeyLimits:
         """Take a request of about so many tokens, or return why not."""
         running, sizes = self._running[caller.name], caller.per_minute()
         if caller.max_running and running >= caller.max_running:
-            message = (
-                f"{running} requests of this key are under way, and its limit is "
-                f"{caller.max_running}"
-            )
-            return Refusal("key_concurrency", f"{message}; wait until one has ended", 0.0)
-        if 0 < caller.tokens_per_minute < tokens:
-            limit = f"the limit of this key is {caller.tokens_per_minute} per minute"
-            remedy = "send a shorter prompt or a lower max_tokens"
-            return Refusal(
-                "key_tokens",
-                f"the request may cost about {tokens} tokens, and {limit}; {remedy}",
-                None,
-            )
+            limit = f"{running} requests of this key run, and its limit is {caller.max_running}"
+            return Refusal("key_concurrency", f"{limit}; wait for an end", 0.0, RateLimited)
+        about = f"the request may cost about {tokens} tokens"
+        if tokens > sizes.get("tokens", tokens):
+            limit = f"the limit of this key is {sizes['tokens']} per minute"
+            message = f"{about}, and {limit}; send a shorter prompt or a lower max_tokens"
+            return Refusal("key_tokens", message, None, RateLimited)
         costs = {"requests": 1, "tokens": tokens}
-        waits = {
-            what: self._empty_s(caller, what, now) + (costs[what] / size - 1) * _MINUTE_S
+        waits = [
+            (self._empty_s(caller, what, now) + (costs[what] / size - 1) * _MINUTE_S, what)
             for what, size in sizes.items()
-        }
-        for what, wait_s in waits.items():
-            if wait_s > _ROUNDING_S:
-                needs = "" if what == "requests" else f"the request may cost about {tokens}, "
-                return Refusal(
-                    f"key_{what}",
-                    f"the limit of this key is {sizes[what]} {what} per minute; "
-                    f"{needs}{self._left(caller, what, now)} are "
-                    "left now: try again after the time in Retry-After",
-                    max(0.0, *waits.values()),
-                )
+        ]
+        wait_s, what = max(waits, default=(0.0, ""))
+        if wait_s > _ROUNDING_S:
+            left = f"{self._left(caller, what, now)} of {sizes[what]} {what} per minute are left"
+            message = f"{about}, and {left} to this key: try again after the time in Retry-After"
+            return Refusal(f"key_{what}", message, wait_s, RateLimited)
         self._running[caller.name] += 1
         self._spend(caller, costs, now)
         return None
