@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from kvrelay.router.nodes.node import Node
 from kvrelay.router.placement import PlacementRequest
 
-__all__ = ["POLICIES", "Policy", "least_queue", "most_depth", "prefix", "round_robin", "session"]
+__all__ = ["POLICIES", "Policy", "least_queue", "prefix", "round_robin", "session"]
 
 # consistent hashing with bounded loads, Mirrokni et al. 2016
 _MOST_OVER_MEAN = 1.25
@@ -28,7 +28,7 @@ def least_queue(request: PlacementRequest, nodes: Sequence[Node], rng: random.Ra
     """Return the node with the shortest queue, ties broken by `rng`."""
     depths = [node.depth for node in nodes]
     least = min(depths)
-    return nodes[rng.choice([at for at, depth in enumerate(depths) if depth == least])]
+    return rng.choice([node for node, depth in zip(nodes, depths, strict=True) if depth == least])
 
 
 def round_robin(request: PlacementRequest, nodes: Sequence[Node], rng: random.Random) -> Node:
@@ -66,15 +66,11 @@ POLICIES: Mapping[str, Policy] = {
 }
 
 
-def most_depth(nodes: Iterable[Node]) -> float:
-    """Return the depth up to which affinity holds; some node is below."""
-    depths = [node.depth for node in nodes]
-    return _MOST_OVER_MEAN * sum(depths) / len(depths) + _SLACK
-
-
 def _within_bound(nodes: Sequence[Node]) -> list[Node]:
-    most = most_depth(nodes)
-    return [node for node in nodes if node.depth <= most]
+    """Return the nodes up to whose depth affinity holds; there is always one."""
+    depths = [node.depth for node in nodes]
+    most = _MOST_OVER_MEAN * sum(depths) / len(depths) + _SLACK
+    return [node for node, depth in zip(nodes, depths, strict=True) if depth <= most]
 
 
 @lru_cache(maxsize=1 << 16)

@@ -39,7 +39,6 @@ __all__ = [
     "Source",
     "VllmHandover",
     "State",
-    "Verdict",
     "kv_mismatch",
     "static_nodes",
 ]
@@ -161,18 +160,6 @@ class State(enum.StrEnum):
     HALF_OPEN = "half_open"
 
 
-class Verdict(enum.IntEnum):
-    """A decision on whether a request may go to a node, the best first.
-
-    RESTS: the node has no room for a while. LAST: only if no other node is left.
-    """
-
-    TAKES = 0
-    RESTS = 1
-    LAST = 2
-    NEVER = 3
-
-
 class BreakerState(msgspec.Struct, frozen=True):
     state: str
     reason: str = ""
@@ -199,11 +186,12 @@ class Breaker:
             return State.CLOSED
         return State.OPEN if now < self._open_until else State.HALF_OPEN
 
-    def verdict(self, now: float) -> Verdict:
-        state, rests = self.state(now), now < self._resting_until
-        if state is State.CLOSED or (state is State.HALF_OPEN and self._trial is None):
-            return Verdict.RESTS if rests else Verdict.TAKES
-        return Verdict.NEVER if rests or self._trial is not None else Verdict.LAST
+    def may_take(self, now: float, *, last: bool = False) -> bool:
+        """Return whether a request may go to the node; `last` if no other node is left."""
+        if now < self._resting_until:
+            return False
+        may_try = last or now >= self._open_until
+        return self._failures < FAILURES_IN_A_ROW or (may_try and self._trial is None)
 
     def is_troubled(self, now: float) -> bool:
         return self.state(now) is not State.CLOSED or now < self._resting_until

@@ -27,7 +27,7 @@ from kvrelay.router.nodes.node import (
     NodeKind,
     NodeSpec,
     Source,
-    Verdict,
+    State,
     kv_mismatch,
     static_nodes,
 )
@@ -178,13 +178,11 @@ class Pool:
         if not self._troubled:
             return nodes
         self._troubled = {node for node in self._troubled if node.breaker.is_troubled(now)}
-        verdicts = [node.breaker.verdict(now) for node in nodes]
-        best = min(verdicts)
-        if best in (Verdict.TAKES, Verdict.LAST):
-            return [node for node, verdict in zip(nodes, verdicts, strict=True) if verdict is best]
-        after_s = max(1, math.ceil(min(node.breaker.opens_in(now) for node in nodes)))
+        for last in (False, True):
+            if takers := [node for node in nodes if node.breaker.may_take(now, last=last)]:
+                return takers
         # No name for the error: its traceback would keep this frame, and the frame the error.
-        raise _to_be_retried(role, after_s, rest=best is Verdict.RESTS)
+        raise _to_be_retried(role, nodes, now)
 
     def no_node(self, role: Role, model: str = "") -> NoNode:
         if self.up(role, model=model):
@@ -439,13 +437,13 @@ class Pool:
         node.reason = why
 
 
-def _to_be_retried(role: Role, after_s: int, *, rest: bool) -> NoNode | Overloaded:
+def _to_be_retried(role: Role, nodes: Sequence[Node], now: float) -> NoNode | Overloaded:
     error: NoNode | Overloaded
-    if rest:
-        error = Overloaded(f"no {role} node has room now; try again in {after_s} s")
+    if any(node.breaker.state(now) is State.CLOSED for node in nodes):
+        error = Overloaded(f"no {role} node has room now; try again later")
     else:
         error = NoNode(f"all {role} nodes fail now, and the router is trying them; try again")
-    error.retry_after_s = after_s
+    error.retry_after_s = max(1, math.ceil(min(node.breaker.opens_in(now) for node in nodes)))
     return error
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kvrelay.router.placement import PlacementRequest
 from kvrelay.router.policies import (
     POLICIES,
-    most_depth,
     prefix,
     round_robin,
     session,
@@ -120,7 +119,7 @@ def test_affinity_overloads_no_node_while_others_idle(name: str, nodes: int) -> 
     ask = asked(session="s", cached={"http://n0": 900})
     views = spread(name, nodes, 200, ask)
     depths = [view.depth for view in views]
-    assert max(depths) <= most_depth(views) + 4
+    assert max(depths) <= 1.25 * sum(depths) / nodes + 2 + 4  # the bound, and the last request
     assert name == "session" or min(depths) >= sum(depths) / nodes / 2
 
 
