@@ -22,12 +22,13 @@ from kvrelay.router.node_load import NodeLoad, Share
 __all__ = [
     "AVOIDED_MS",
     "LINK_MS",
-    "Cluster",
+    "Link",
     "Placement",
     "PlacementRequest",
     "Refuse",
     "Wait",
     "fitting",
+    "near",
     "place",
     "place_decode",
     "shares_of",
@@ -35,6 +36,8 @@ __all__ = [
 
 LINK_MS = 2.0
 """The time of a hand-over between nodes of which nothing is known."""
+Link = Callable[[str, str], float]
+"""Tells the time of a hand-over between two addresses, at least LINK_MS; infinite: impossible."""
 DEEP_MS = 1_000.0
 """The backlog from which on further requests wait in the router, in order."""
 AVOIDED_MS = 10_000.0
@@ -112,18 +115,8 @@ class Refuse:
     """An idle cluster would miss the target, too."""
 
 
-def _near(_prefill: str, _decode: str) -> float:
+def near(_prefill: str, _decode: str) -> float:
     return LINK_MS
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    prefill: Sequence[NodeLoad]
-    decode: Sequence[NodeLoad]
-    link: Callable[[str, str], float] = _near
-    """The time of a hand-over between two addresses, at least LINK_MS; infinite: impossible."""
-    spills: bool = True
-    """Decode nodes may compute prompts though a prefill node could."""
 
 
 def fitting(
@@ -140,36 +133,49 @@ _Way = tuple[float, float, NodeLoad, NodeLoad]
 """Price, milliseconds to the first token, nodes."""
 
 
-def place(request: PlacementRequest, cluster: Cluster) -> Placement | Wait | Refuse:
+def place(
+    request: PlacementRequest,
+    prefill: Sequence[NodeLoad],
+    decode: Sequence[NodeLoad],
+    link: Link = near,
+    *,
+    spills: bool = True,
+) -> Placement | Wait | Refuse:
+    """Choose the nodes of a request.
+
+    With `spills` decode nodes may compute prompts though a prefill node could.
+    """
     per_tpot, tokens = 1 / request.tpot_ms, request.tokens
-    targets = _targets(request, cluster.decode)
+    targets = _targets(request, decode)
     if not targets:
         return _NO_ROOM
     if request.tpot_limit_ms < math.inf:
         fast = [(price, d) for price, d in targets if price <= request.tpot_limit_ms * per_tpot]
-        alone = min(d.idle_ms(tokens)[1] for d in cluster.decode)
+        alone = min(d.idle_ms(tokens)[1] for d in decode)
         if not fast and alone > request.tpot_limit_ms:
             return Refuse("tpot", alone, request.tpot_limit_ms, never=True)
         targets = fast or [(price, d) for price, d in targets if d.is_idle]
         if not targets:
             return Wait("one more would make tokens take longer than a target")
-    sources = fitting(request, cluster.prefill, decodes=False)
-    remote = _remote(request, sources, targets, cluster.link) if sources else None
+    sources = fitting(request, prefill, decodes=False)
+    remote = _remote(request, sources, targets, link) if sources else None
     ways = [] if remote is None else [remote]
     # At low load roles are kept: a prefill node that has nothing before it computes the prompt.
-    if remote is None or remote[2].backlog_ms or cluster.link(*_names(remote)) > LINK_MS:
-        ways = sorted([*ways, *_local(request, targets, cluster)], key=lambda way: way[0])
+    if remote is None or remote[2].backlog_ms or link(*_names(remote)) > LINK_MS:
+        if spills or not prefill:
+            ways += _local(request, targets, must=not prefill)
+        ways.sort(key=lambda way: way[0])
     if not ways:
         return Wait("no prefill node has room for its KV")
     in_time = [way for way in ways if way[1] <= request.ttft_limit_ms]
     if not in_time:
-        return _too_late(request, cluster, min(way[1] for way in ways))
+        return _too_late(request, prefill or decode, min(way[1] for way in ways))
     price, _, source, target = in_time[0]
     if source.backlog_ms > max(DEEP_MS, 2 * request.ttft_ms) and not request.ignores_room:
         return Wait("all nodes have enough before them")
     others = ((*_names(way), way[0]) for way in ways if way[2] is not source)
-    spills = source is target and bool(cluster.prefill)
-    return Placement(source.name, target.name, price, next(others, None), spills)
+    spilled = source is target and bool(prefill)
+    return Placement(source.name, target.name, price, next(others, None), spilled)
 
 
 def _names(way: _Way) -> tuple[str, str]:
@@ -180,7 +186,7 @@ def place_decode(
     request: PlacementRequest,
     nodes: Sequence[NodeLoad],
     peer: str,
-    link: Callable[[str, str], float] = _near,
+    link: Link = near,
 ) -> Placement | Wait:
     """Choose the decode node for a prompt whose KV the prefill node `peer` has or will have."""
     targets = _targets(request, nodes)
@@ -193,11 +199,11 @@ def place_decode(
 
 def _sources(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple[float, NodeLoad]]:
     # The shortest prompt is computed first: none that is there counts as longer than this one.
-    per_ttft, priced = 1 / request.ttft_ms, []
-    for p, own in zip(nodes, _prompts_ms(request, nodes), strict=True):
-        before = min(p.backlog_ms, p.prompts * own)
-        priced.append(((p.base_ms + before + own * p.behind) * per_ttft, p))
-    return priced
+    per_ttft = 1 / request.ttft_ms
+    return [
+        ((p.base_ms + min(p.backlog_ms, p.prompts * own) + own * p.behind) * per_ttft, p)
+        for p, own in zip(nodes, _prompts_ms(request, nodes), strict=True)
+    ]
 
 
 def _prompts_ms(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[float]:
@@ -222,7 +228,7 @@ def _remote(
     request: PlacementRequest,
     sources: list[NodeLoad],
     targets: list[tuple[float, NodeLoad]],
-    link: Callable[[str, str], float],
+    link: Link,
 ) -> _Way | None:
     """Return the cheapest pair: its wait, what it adds to others' wait, and decoding."""
     per_ttft, priced = 1 / request.ttft_ms, _sources(request, sources)
@@ -232,9 +238,10 @@ def _remote(
     link_ms = link(source.name, target.name)
     best = price + decoding + link_ms * per_ttft
     if link_ms > LINK_MS:
-        ordered = [sorted(each, key=_order(request.tie)) for each in (priced, targets)]
-        for p_price, p in ordered[0]:
-            for d_price, d in ordered[1]:
+        order = _order(request.tie)
+        targets = sorted(targets, key=order)
+        for p_price, p in sorted(priced, key=order):
+            for d_price, d in targets:
                 if p_price + d_price + LINK_MS * per_ttft >= best:
                     break
                 ms = link(p.name, d.name)
@@ -246,12 +253,10 @@ def _remote(
 
 
 def _local(
-    request: PlacementRequest, targets: list[tuple[float, NodeLoad]], cluster: Cluster
+    request: PlacementRequest, targets: list[tuple[float, NodeLoad]], *, must: bool
 ) -> list[_Way]:
     """Return the cheapest node alone, by its stretched wait and what those who decode lose."""
-    must, per_ttft = not cluster.prefill, 1 / request.ttft_ms
-    if not (must or cluster.spills):
-        return []
+    per_ttft = 1 / request.ttft_ms
     owns = _prompts_ms(request, [d for _, d in targets])
     priced = [
         ((d.wait_ms + own) * d.stretch * per_ttft + own * d.lost + decoding, d)
@@ -275,8 +280,8 @@ def _cheapest(priced: list[tuple[float, NodeLoad]], tie: int) -> tuple[float, No
     return equal[0] if len(equal) == 1 else min(equal, key=_order(tie))
 
 
-def _too_late(request: PlacementRequest, cluster: Cluster, expected_ms: float) -> Refuse:
-    alone = min(n.idle_ms(1)[0] + request.prompt_ms(n) for n in cluster.prefill or cluster.decode)
+def _too_late(request: PlacementRequest, nodes: Sequence[NodeLoad], expected_ms: float) -> Refuse:
+    alone = min(n.idle_ms(1)[0] + request.prompt_ms(n) for n in nodes)
     limit = request.ttft_limit_ms
     return Refuse("ttft", alone if alone > limit else expected_ms, limit, never=alone > limit)
 

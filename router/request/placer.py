@@ -14,7 +14,6 @@ from kvrelay.router.node_load import UNKNOWN, default_targets
 from kvrelay.router.nodes.node import Lease, Node, NodeKind, kv_mismatch
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import (
-    Cluster,
     Placement,
     PlacementRequest,
     Refuse,
@@ -186,7 +185,7 @@ class Placer:
         # Where those that policies choose cannot hand over, all are asked; then decode nodes alone.
         for sources, nodes in (chosen, (prefill, decode), ((), able)):
             p_loads, d_loads = ([node.state for node in each] for each in (sources, nodes))
-            found = place(request, Cluster(p_loads, d_loads, link, self._spills and spills))
+            found = place(request, p_loads, d_loads, link, spills=self._spills and spills)
             if not isinstance(found, Wait) or not sources or _takers(sources, nodes):
                 break
         if not (sources or able):

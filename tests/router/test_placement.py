@@ -14,11 +14,11 @@ from kvrelay.router.node_load import NodeLoad, default_targets
 from kvrelay.router.placement import (
     AVOIDED_MS,
     LINK_MS,
-    Cluster,
     Placement,
     PlacementRequest,
     Refuse,
     Wait,
+    near,
     place,
 )
 from kvrelay.router.placement import shares_of as taken_by
@@ -39,8 +39,8 @@ def node(name: str, load: Load = ROOMY, costs: StepCosts = COSTS, **more: Any) -
     return made
 
 
-def placing(request: PlacementRequest, cluster: Cluster) -> Placement:
-    placed = place(request, cluster)
+def placing(request: PlacementRequest, *nodes: Any, **how: Any) -> Placement:
+    placed = place(request, *nodes, **how)
     assert isinstance(placed, Placement)
     return placed
 
@@ -84,10 +84,6 @@ requests = st.builds(
 )
 
 
-def near(prefill: str, decode: str) -> float:
-    return LINK_MS
-
-
 def apart(prefill: str, decode: str) -> float:
     return LINK_MS if prefill[-1] == decode[-1] else AVOIDED_MS
 
@@ -106,7 +102,7 @@ def test_nothing_is_placed_where_its_kv_cannot_fit(
     spills: bool,
     link: Any,
 ) -> None:
-    placed = place(request, Cluster(prefill, decode, link, spills))
+    placed = place(request, prefill, decode, link, spills=spills)
     by_name = {each.name: each for each in (*prefill, *decode)}
     if not isinstance(placed, Placement):
         assert isinstance(placed, Wait)
@@ -136,9 +132,7 @@ def test_the_order_of_nodes_changes_nothing(
     request: PlacementRequest, prefill: list[NodeLoad], decode: list[NodeLoad], link: Any, rng: Any
 ) -> None:
     shuffled = [sorted(each, key=lambda _: rng.random()) for each in (prefill, decode)]
-    assert place(request, Cluster(prefill, decode, link)) == place(
-        request, Cluster(*shuffled, link)
-    )
+    assert place(request, prefill, decode, link) == place(request, *shuffled, link)
 
 
 @given(requests, loads(), loads(), st.floats(1, 1_000))
@@ -150,9 +144,7 @@ def test_more_load_never_makes_a_node_cheaper(
 
     def price(of_source: dict[str, float] | None, of_target: dict[str, float]) -> float:
         prefill = [] if of_source is None else [node("p", source, **room, **of_source)]
-        placed = place(
-            request, Cluster(prefill, [node("d", target, **room, **of_target)], spills=False)
-        )
+        placed = place(request, prefill, [node("d", target, **room, **of_target)], spills=False)
         return placed.price if isinstance(placed, Placement) else math.inf
 
     def more_of(load: Load, *names: str) -> list[dict[str, float]]:
@@ -178,13 +170,11 @@ def test_an_idle_node_is_not_passed_over_for_a_busy_one_that_is_equal(
     request: PlacementRequest, busy: Load
 ) -> None:
     request = replace(request, cached={})
-    placed = place(request, Cluster([], [node("d0", busy, pace=1.0), node("d1")]))
+    placed = place(request, [], [node("d0", busy, pace=1.0), node("d1")])
     if busy.running or busy.backlog_ms > 1e-3:
         assert isinstance(placed, Placement)
         assert placed.decode == "d1"
-    placed = place(
-        request, Cluster([node("p0", busy, pace=1.0), node("p1")], [node("d0")], spills=False)
-    )
+    placed = place(request, [node("p0", busy, pace=1.0), node("p1")], [node("d0")], spills=False)
     if busy.backlog_ms > 1e-3:
         assert isinstance(placed, Placement)
         assert placed.prefill == "p1"
@@ -210,8 +200,7 @@ def test_a_cancelled_placement_gives_everything_back(
     request = replace(request, cached={})
     prefill = [] if local else [node("p")]
     target = node("d")
-    cluster = Cluster(prefill, [target], spills=False)
-    placed = placing(request, cluster)
+    placed = placing(request, prefill, [target], spills=False)
     before = [
         (each.rows, each.kv_free, each.backlog_ms, price_parts(each)) for each in (*prefill, target)
     ]
@@ -234,7 +223,7 @@ def test_a_cancelled_placement_gives_everything_back(
 def test_a_leg_counts_once_whether_its_node_has_told_of_it_or_not() -> None:
     target = node("d")
     request = PlacementRequest(1_000, 100.0, 200.0, 20.0)
-    placed = placing(request, Cluster([], [target]))
+    placed = placing(request, [], [target])
     _, share = taken_by(request, placed, target, target)
     target.add(share)
     target.announced(Load(legs=1, block_size=16, free_blocks=1_000, total_blocks=1_000))
@@ -254,7 +243,7 @@ def test_a_leg_counts_once_whether_its_node_has_told_of_it_or_not() -> None:
 def test_a_node_that_numbers_no_legs_is_believed_beyond_what_was_placed_there() -> None:
     target = node("d", Load())
     request = PlacementRequest(1_000, 100.0, 200.0, 20.0)
-    placed = placing(request, Cluster([], [target]))
+    placed = placing(request, [], [target])
     _, share = taken_by(request, placed, target, target)
     target.add(share)
     target.announced(Load(running=3))
@@ -277,29 +266,31 @@ def test_a_prompt_spills_when_the_prefill_node_is_busy_and_not_beyond_the_limit(
     target = node("d", **decoding)
     waiter = node("d", **decoding)
     waiter.computes = False
-    placed = placing(request, Cluster([busy], [target]))
+    placed = placing(request, [busy], [target])
     assert placed.other is not None
     assert (placed.prefill, placed.spills, placed.other[:2]) == ("d", True, ("p", "d"))
-    for none in (
-        Cluster([busy], [target], spills=False),
-        Cluster([busy], [waiter]),
-        Cluster([busy], [node("d", **decoding | {"spill_ms": 10.0})]),
-        Cluster([idle], [target]),
+    for none, spills in (
+        (([busy], [target]), False),
+        (([busy], [waiter]), True),
+        (([busy], [node("d", **decoding | {"spill_ms": 10.0})]), True),
+        (([idle], [target]), True),
     ):
-        placed = placing(request, none)
+        placed = placing(request, *none, spills=spills)
         assert (placed.prefill, placed.spills) == ("p", False)
-    alone = placing(request, Cluster([], [node("d", **decoding | {"spill_ms": 0.0})]))
+    alone = placing(request, [], [node("d", **decoding | {"spill_ms": 0.0})])
     assert (alone.prefill, alone.spills, alone.other) == ("d", False, None)
 
 
 def test_what_a_node_has_of_the_prompt_is_worth_what_it_saves() -> None:
     request = PlacementRequest(4_000, 64, 300, 20, cached={"p0": 3_900})
     fresh, holder = node("p1"), node("p0", backlog_ms=60.0)
-    placed = placing(request, Cluster([fresh, holder], [node("d")]))
+    placed = placing(request, [fresh, holder], [node("d")])
     assert placed.prefill == "p0"
     placed = placing(
         request,
-        Cluster([fresh, node("p0", running=90, backlog_ms=900.0)], [node("d")], spills=False),
+        [fresh, node("p0", running=90, backlog_ms=900.0)],
+        [node("d")],
+        spills=False,
     )
     assert placed.prefill == "p1"
 
@@ -308,10 +299,10 @@ def test_a_short_prompt_is_computed_before_a_long_one_where_legs_are_numbered() 
     short, long = (PlacementRequest(tokens, 64, 300, 20) for tokens in (200, 20_000))
     few, many = node("p0", running=1, backlog_ms=400.0), node("p1", running=30, backlog_ms=300.0)
     for request, chosen in ((short, "p0"), (long, "p1")):
-        placed = placing(request, Cluster([few, many], [node("d")], spills=False))
+        placed = placing(request, [few, many], [node("d")], spills=False)
         assert placed.prefill == chosen
     plain = node("p0", legs=0, waiting=1, waiting_tokens=20_000)
-    assert place(short, Cluster([plain, many], [node("d")], spills=False)).prefill == "p1"
+    assert place(short, [plain, many], [node("d")], spills=False).prefill == "p1"
 
 
 def test_a_pair_that_failed_is_avoided() -> None:
@@ -320,37 +311,37 @@ def test_a_pair_that_failed_is_avoided() -> None:
         [node("p0"), node("p1")],
         [node("d0", running=3, context_tokens=900), node("d1", running=2)],
     )
-    placed = placing(request, Cluster(*both, apart))
+    placed = placing(request, *both, apart)
     assert (placed.prefill, placed.decode) == ("p1", "d1")
-    placed = placing(replace(request, cached={"p0": 3_900}), Cluster(*both, apart))
+    placed = placing(replace(request, cached={"p0": 3_900}), *both, apart)
     assert (placed.prefill, placed.decode) == ("p0", "d0")
 
 
 def test_waiting_and_refusing_come_out_of_the_same_sum() -> None:
     request = PlacementRequest(2_000, 100, 200, 20)
     full = node("d", running=5, free_blocks=10)
-    assert place(request, Cluster([node("p")], [full])) == Wait(
-        "no decode node has room for its KV"
-    )
+    assert place(request, [node("p")], [full]) == Wait("no decode node has room for its KV")
     assert isinstance(
-        place(request, Cluster([node("p", backlog_ms=1_001.0)], [node("d")], spills=False)), Wait
+        place(request, [node("p", backlog_ms=1_001.0)], [node("d")], spills=False), Wait
     )
     late = place(
         replace(request, ttft_limit_ms=200),
-        Cluster([node("p", backlog_ms=300.0)], [node("d")], spills=False),
+        [node("p", backlog_ms=300.0)],
+        [node("d")],
+        spills=False,
     )
     assert isinstance(late, Refuse)
     assert (late.what, late.never) == ("ttft", False)
     assert late.expected_ms == pytest.approx(300 + 2 + 2 + 2_000 * 0.0215 + 8.7e-7 * 2e6, rel=0.01)
-    never = place(replace(request, ttft_limit_ms=20), Cluster([node("p")], [node("d")]))
+    never = place(replace(request, ttft_limit_ms=20), [node("p")], [node("d")])
     assert isinstance(never, Refuse)
     assert never.never
     rows = {"running": 100, "context_tokens": 100_000}
     slow = replace(request, tpot_limit_ms=8)
-    assert isinstance(place(slow, Cluster([node("p")], [node("d", **rows)])), Wait)
-    other = placing(slow, Cluster([node("p")], [node("d", **rows), node("d1")]))
+    assert isinstance(place(slow, [node("p")], [node("d", **rows)]), Wait)
+    other = placing(slow, [node("p")], [node("d", **rows), node("d1")])
     assert other.decode == "d1"
-    never = place(replace(slow, tpot_limit_ms=5), Cluster([node("p")], [node("d", **rows)]))
+    never = place(replace(slow, tpot_limit_ms=5), [node("p")], [node("d", **rows)])
     assert isinstance(never, Refuse)
     assert (never.what, never.never) == ("tpot", True)
 
@@ -365,6 +356,6 @@ def test_a_card_that_says_nothing_takes_no_router_down(
         assert each.depth >= 0
     ttft_ms, tpot_ms = default_targets(StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), request.tokens)
     assert isinstance(
-        place(replace(request, ttft_ms=ttft_ms, tpot_ms=tpot_ms), Cluster(prefill, decode)),
+        place(replace(request, ttft_ms=ttft_ms, tpot_ms=tpot_ms), prefill, decode),
         Placement | Wait,
     )
