@@ -184,14 +184,12 @@ class RoleChanger:
             for each, use in planner.use.items():
                 self.metrics.role_use.labels(model, each).set(use)
             if role is not None:
-                last = max(nodes[OTHER[role]], key=lambda node: node.url)
-                await self._ask(planner, last, role)
-
-    async def _ask(self, planner: RolePlanner, node: Node, role: Role) -> None:
-        status, message = await ask_role(self.pool, self.node_client, node, role)
-        outcome = "begun" if status == BEGUN else f"refused: {status} {message}"
-        self.metrics.role_changes.labels(node.model, role, outcome.partition(":")[0]).inc()
-        _log.info("roles: %s; %s: %s", planner.why, node.url, outcome)
+                node = max(nodes[OTHER[role]], key=lambda node: node.url)
+                status, said = await ask_role(self.pool, self.node_client, node, role)
+                begun = status == BEGUN
+                self.metrics.role_changes.labels(model, role, "begun" if begun else "refused").inc()
+                outcome = "begun" if begun else f"refused: {status} {said}"
+                _log.info("roles: %s; %s: %s", planner.why, node.url, outcome)
 
     def _hindered(self, config: RouterConfig, nodes: Sequence[Node]) -> str:
         if config.strict_roles or self.ending():

@@ -42,7 +42,6 @@ class AdmissionSlot(QueuedRequest):
     headers: dict[str, str]
     placed: PlacementLeases | None = None
     """The places on nodes; None before the request begins."""
-    has_begun: bool = False
     result: asyncio.Future[KvrelayError | None] = field(default_factory=asyncio.Future)
     """None once the request has begun, or why it will not begin."""
 
@@ -132,7 +131,6 @@ class AdmissionController:
         now, used, queue = time.monotonic(), None, slot.queue
         if slot.placed is not None:
             self._placer.give_back(slot.placed)
-        if slot.has_begun:
             used = prompt_tokens + output_tokens
             queue.correct(slot, used)
             self._metrics.tokens.labels(slot.key, "prompt").inc(prompt_tokens)
@@ -173,7 +171,6 @@ class AdmissionController:
 
     def _begin(self, slot: AdmissionSlot, found: ChosenNodes) -> None:
         slot.placed = self._placer.take(found)
-        slot.has_begun = True
         slot.settle()
 
     def _take_limits(self, caller: Caller, tokens: int) -> dict[str, str]:
@@ -190,12 +187,10 @@ class AdmissionController:
             return DeadlineExceeded(refusal.message)
         error = refusal.error(refusal.message)
         error.headers, error.code = headers, error.code or refusal.reason
-        after_s = refusal.retry_after_s
-        error.retry_after_s = (
-            None if after_s is None else max(1, min(_LONGEST_S, math.ceil(after_s)))
-        )
-        if after_s is None:  # OpenAI's clients must not try again
-            error.headers = headers | {"x-should-retry": "false"}
+        if (after_s := refusal.retry_after_s) is None:  # OpenAI's clients must not try again
+            error.headers, error.retry_after_s = headers | {"x-should-retry": "false"}, None
+        else:
+            error.retry_after_s = max(1, min(_LONGEST_S, math.ceil(after_s)))
         return error
 
     async def _look_on(self) -> None:

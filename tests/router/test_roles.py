@@ -260,7 +260,9 @@ class Fixture:
         legs: Any = self
         self.changes = RoleChanger(lambda: settings, self.pool, legs, metrics, lambda: self.ending)
 
-    async def tell(self, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, str]:
+    async def post(
+        self, node: Node, path: str, body: bytes, deadline_s: float
+    ) -> tuple[int, bytes | str]:
         """Answer as a node does that is asked to change its role."""
         assert (path, deadline_s) == ("/admin/role", 5.0)
         assert json.loads(body)["role"] in (P, D)
