@@ -184,6 +184,8 @@ class Scheduler:
         if self.preemptions != preemptions:
             return plan
         self._admit(plan, room, now)
+        if not self.speculation.tokens:
+            return plan
         left = min(
             self.budget.tokens - sum(c.count for c in plan.chunks),
             self._max_num_seqs - len(plan.chunks),
@@ -335,7 +337,8 @@ class Scheduler:
     def append_sampled(self, request: Request, drawn: Sequence[int], now: float) -> int:
         """Add tokens drawn at a chunk's rows as far as proposals agree; return how many."""
         known = len(request.token_ids)
-        for count, token_id in enumerate(self.speculation.accept(request, drawn)):
+        taken = self.speculation.accept(request, drawn) if request.proposals else drawn
+        for count, token_id in enumerate(taken):
             if count:
                 request.num_pending += 1
                 # The KV of the proposal that came true is there.
