@@ -1,4 +1,4 @@
-"""Checksums of KV blocks, computed on a thread, for the fetch that compares them (fetch.py).
+"""Checksums of a pool's KV blocks, for the fetch that compares them (fetch.py).
 
 Blocks may have changed since they were asked about; the lease tells.
 """
@@ -16,7 +16,7 @@ from kvrelay.kernels.block_checksums import CHECKSUM_BYTES, VECTOR_BYTES, block_
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["MOST_BLOCKS", "Checksums", "in_our_order"]
+__all__ = ["MOST_BLOCKS", "Checksums", "in_our_order", "sums_of"]
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +43,7 @@ class Checksums:
         self, region: PoolRegion, kv_heads: int, on_error: Callable[[Exception], None]
     ) -> None:
         """Start; on a GPU this compiles. `on_error`: the thread has ended. Raises ConfigError."""
-        if region.block_bytes % (kv_heads * VECTOR_BYTES):
-            raise ConfigError(
-                f"kv_checksums reads {VECTOR_BYTES} bytes of a KV head at a time, and a block of "
-                f"{region.block_bytes} bytes has {kv_heads} heads; leave kv_checksums out"
-            )
-        self._sums = (_host_sums if region.device == "cpu" else _gpu_sums)(region, kv_heads)
+        self._sums = sums_of(region, kv_heads)
         self._on_error = on_error
         self._asked = queue.SimpleQueue[tuple[Sequence[int], Done] | None]()
         self._begun_at: float | None = None  # the question that is being answered
@@ -82,6 +77,16 @@ class Checksums:
             # The edge of this thread: the step loop must hear of it.
             log.exception("the thread of KV checksums ended")
             self._on_error(error)
+
+
+def sums_of(region: PoolRegion, kv_heads: int) -> Sums:
+    """Return what sums blocks of a pool; for a GPU this compiles. Raises ConfigError."""
+    if region.block_bytes % (kv_heads * VECTOR_BYTES):
+        raise ConfigError(
+            f"kv_checksums reads {VECTOR_BYTES} bytes of a KV head at a time, and a block of "
+            f"{region.block_bytes} bytes has {kv_heads} heads; leave kv_checksums out"
+        )
+    return (_host_sums if region.device == "cpu" else _gpu_sums)(region, kv_heads)
 
 
 def _host_sums(region: PoolRegion, kv_heads: int) -> Sums:

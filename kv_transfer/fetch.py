@@ -31,8 +31,7 @@ class State(enum.Enum):
 class Checks:
     """A fetch's comparison of checksums. The source's ids name blocks."""
 
-    places: dict[int, int] = field(default_factory=dict)
-    """Drawn blocks whose source gives checksums, and their indices in the fetch."""
+    places: dict[int, int] = field(default_factory=dict)  # of drawn blocks, in the fetch
     theirs: dict[int, bytes] = field(default_factory=dict)
     ours: dict[int, bytes] = field(default_factory=dict)
 
