@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from real_cluster import (
     Cluster,
     Process,
     complete,
+    counted,
     running,
     tiny_model,
     wait_until,
@@ -18,45 +22,60 @@ from real_cluster import (
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_lost")]
 
 BLOCK = 16
+# A prompt of 100 tokens and an answer of 80, of which the last has no KV.
+WHOLE = (100 + 79) // BLOCK * BLOCK
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pulls")
     flags = [*tiny_model(folder, max_position_embeddings=2048, kv_mib=4), *SHORT_LEASE]
-    with running(folder, prefill=1, decode=1, flags=[*flags, "--kv-pull", "always"]) as ours:
+    with running(
+        folder,
+        prefill=1,
+        decode=1,
+        flags=[*flags, "--kv-pull", "always", "--transfer-deadline-s", "2"],
+    ) as ours:
         yield ours
+
+
+@pytest.fixture
+def prefill(cluster: Cluster) -> Process:
+    return cluster.of("prefill")[0]
+
+
+@pytest.fixture
+def decode(cluster: Cluster) -> Process:
+    return cluster.of("decode")[0]
 
 
 def ids(name: int, count: int) -> list[int]:
     return [2 + (name * 7919 + at * at * (name + 3)) % 300 for at in range(count)]
 
 
-def source(node: Process, tokens: int, **changes: Any) -> dict[str, Any]:
+def source(node: Process, **changes: Any) -> dict[str, Any]:
     """Name a node as a source, as a router does by its health report."""
     report = node.health()
     assert report is not None
     kv = report["kv"]
-    return {"host": kv["address"], **{name: kv[name] for name in ("port", "generation")}} | {
-        "tokens": tokens,
-        **changes,
-    }
+    named = {"host": kv["address"], "port": kv["port"], "generation": kv["generation"]}
+    return named | {"tokens": WHOLE, **changes}
 
 
-def tokens_of(answer: Any) -> list[int]:
+def asked(node: Process, prompt: list[int], count: int, **fields: Any) -> list[int]:
+    answer = complete(node.url, prompt, max_tokens=count, return_token_ids=True, **fields)
     found: list[int] = answer["choices"][0]["token_ids"]
     return found
 
 
-def asked(node: Process, prompt: list[int], count: int, **fields: Any) -> list[int]:
-    return tokens_of(complete(node.url, prompt, max_tokens=count, return_token_ids=True, **fields))
+def turn_on(node: Process, name: int, **fields: Any) -> list[int]:
+    """Have a node answer a prompt; return the next turn's."""
+    prompt = ids(name, 100)
+    return [*prompt, *asked(node, prompt, 80, **fields), *ids(name + 1, 20)]
 
 
-def prefilled(
-    node: Process, prompt: list[int], sources: list[dict[str, Any]], **fields: Any
-) -> Any:
-    """Return the answer of a prefill node whose request names these sources."""
-    params = {"do_remote_decode": True, "sources": sources}
+def prefilled(node: Process, prompt: list[int], named: dict[str, Any], **fields: Any) -> Any:
+    params = {"do_remote_decode": True, "sources": [named]}
     return complete(node.url, prompt, max_tokens=1, kv_transfer_params=params, **fields)
 
 
@@ -69,24 +88,103 @@ def pulled(node: Process) -> float:
     return node.metric("kvrelay_pulled_tokens_total")
 
 
-def gone_within_a_second(node: Process) -> None:
-    wait_until(lambda: len(set(node.free_blocks())) == 1, 1, "all blocks are free")
+def failed(node: Process) -> float:
+    return node.metric("kvrelay_pulls_failed_total")
+
+
+def goes_on(decode: Process, prompt: list[int], first: Any, **fields: Any) -> None:
+    """The hand-over's answer is that of a node without any cache, and all blocks are free again."""
+    mine = asked(decode, prompt, 40, kv_transfer_params=first["kv_transfer_params"], **fields)
+    assert mine == asked(decode, prompt, 40, cache_salt=f"nobody else's {prompt}")
+    wait_until(lambda: len(set(decode.free_blocks())) == 1, 1, "all blocks are free")
 
 
 @pytest.mark.parametrize("known", [0, 100], ids=["nothing", "the prompt"])
-def test_a_prefill_node_takes_a_whole_turn_from_a_decode_node(cluster: Cluster, known: int) -> None:
-    (prefill,), (decode,) = cluster.of("prefill"), cluster.of("decode")
-    prompt = ids(known, 100)
+def test_a_prefill_node_takes_a_whole_turn_from_a_decode_node(
+    prefill: Process, decode: Process, known: int
+) -> None:
+    before, turn = pulled(prefill), turn_on(decode, known)
     if known:
-        asked(prefill, prompt, 1)
-    answer = asked(decode, prompt, 80)
-    turn = [*prompt, *answer, *ids(9, 20)]
-    before, whole = pulled(prefill), (100 + 79) // BLOCK * BLOCK
-    first = prefilled(prefill, turn, [source(decode, whole)])
-    assert cached(first) == whole
-    assert pulled(prefill) - before == whole - known // BLOCK * BLOCK
-    follow = first["kv_transfer_params"]
-    mine = asked(decode, turn, 40, kv_transfer_params=follow)
-    assert mine == asked(decode, turn, 40, cache_salt=f"without a cache {known}")
-    gone_within_a_second(decode)
-    gone_within_a_second(prefill)
+        asked(prefill, turn[:known], 1)
+    first = prefilled(prefill, turn, source(decode))
+    assert cached(first) == WHOLE
+    counted([prefill], "kvrelay_pulled_tokens_total", before + WHOLE - known // BLOCK * BLOCK)
+    goes_on(decode, turn, first)
+
+
+def test_a_node_that_computes_a_prompt_itself_takes_it_from_a_prefill_node(
+    prefill: Process, decode: Process
+) -> None:
+    turn = turn_on(prefill, 20)
+    params = {"sources": [source(prefill)]}
+    answer = complete(decode.url, turn, return_token_ids=True, n=2, kv_transfer_params=params)
+    assert cached(answer) == WHOLE
+    alone = complete(decode.url, turn, return_token_ids=True, n=2, cache_salt="nobody else's")
+    assert [each["token_ids"] for each in answer["choices"]] == [
+        each["token_ids"] for each in alone["choices"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "found"), [("a", "a", WHOLE), ("a", "b", 0), ("a", None, 0), (None, "a", 0)]
+)
+def test_another_salt_finds_nothing(
+    prefill: Process, decode: Process, theirs: str | None, ours: str | None, found: int
+) -> None:
+    before, turn = (
+        failed(prefill),
+        turn_on(decode, 30, cache_salt=f"{theirs}{ours}" if theirs else None),
+    )
+    salt = f"{theirs}{ours}" if theirs == ours else ours
+    first = prefilled(prefill, turn, source(decode), cache_salt=salt)
+    assert cached(first) == found
+    counted([prefill], "kvrelay_pulls_failed_total", before + (not found))
+    goes_on(decode, turn, first, cache_salt=salt)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        (40, {"generation": "another"}),
+        (41, {"port": 1}),
+        (42, {"host": "10.0.0.1"}),
+        (43, {"host": "bad host;"}),
+        (44, {"tokens": 1 << 40}),
+    ],
+)
+def test_a_wrong_picture_is_computed(
+    prefill: Process, decode: Process, name: int, wrong: dict[str, Any]
+) -> None:
+    turn = ids(name, 200)
+    first = prefilled(prefill, turn, source(decode, **wrong))
+    assert cached(first) == 0
+    goes_on(decode, turn, first)
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_is_computed(
+    prefill: Process, decode: Process
+) -> None:
+    turn, params = turn_on(decode, 60), {"sources": [source(decode)]}
+    wants = {"echo": True, "logprobs": 1, "max_tokens": 1, "kv_transfer_params": params}
+    assert cached(complete(prefill.url, turn, **wants)) == 0
+
+
+def test_a_source_that_is_killed_while_it_is_asked_costs_nothing_but_its_kv(
+    cluster: Cluster, prefill: Process, decode: Process
+) -> None:
+    turn, named = turn_on(decode, 70), source(decode)
+    engine = next(
+        each
+        for each in decode.engines()
+        if b"engine_process" in each.joinpath("cmdline").read_bytes()
+    )
+    os.kill(int(engine.name), signal.SIGSTOP)
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(prefilled(prefill, turn, named)))
+    asking.start()
+    wait_until(prefill.health, 5, "the prefill node has it")
+    decode.kill_whole()
+    asking.join(20)
+    assert cached(answers[0]) == 0
+    cluster.restored(decode)
+    goes_on(decode, turn, answers[0])
