@@ -116,6 +116,12 @@ async def stream_until(
     return done
 
 
+def cached_of(answer: Any) -> int:
+    """Return how many of the prompt's tokens were not computed."""
+    cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached
+
+
 def ticket_of(prefill: Process, prompt: Any, **fields: Any) -> dict[str, Any]:
     """Have a node compute a prompt, as a third party's proxy does; return its hand-over."""
     asked = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -202,6 +208,14 @@ class Process:
         assert report is not None, f"{self.role} on port {self.port} is not healthy: {self.tail()}"
         load = msgspec.convert(report["load"], Load)
         return load.free_blocks, load.total_blocks
+
+    def as_source(self, tokens: int, **changes: Any) -> dict[str, Any]:
+        """Name it as a source of cached KV, as a router does by its health report."""
+        report = self.health()
+        assert report is not None
+        kv = report["kv"]
+        named = {"host": kv["address"], "port": kv["port"], "generation": kv["generation"]}
+        return named | {"tokens": tokens, **changes}
 
     def at_work(self) -> bool:
         """It has a request, and blocks for it. Blocks alone: nodes that meet hand one over to try."""

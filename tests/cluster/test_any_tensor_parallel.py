@@ -16,6 +16,7 @@ import pytest
 from real_cluster import (
     Cluster,
     Process,
+    cached_of,
     children,
     complete,
     counted,
@@ -43,7 +44,7 @@ def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tp")
     flags = tiny_model(folder)
     flags += ["--lease-s", str(LEASE_S), "--heartbeat-s", "0.3", "--max-num-batched-tokens", "64"]
-    flags += ["--kv-checksums", "1"]
+    flags += ["--kv-checksums", "1", "--kv-pull", "always"]
     ours = Cluster(folder, flags)
     try:
         for role, sizes in (("prefill", PREFILL), ("decode", DECODE)):
@@ -79,6 +80,18 @@ def test_tokens_are_those_of_one_rank_alone_and_no_block_is_left(
     counted([decode], "kvrelay_fetches_failed_total", 0)
     assert decode.metric("kvrelay_fetch_checked_blocks_total") > 0
     counted([decode], "kvrelay_fetch_wrong_blocks_total", 0)
+
+
+@pytest.mark.parametrize(("prefill_size", "decode_size"), [(1, 2), (2, 1), (2, 4)])
+def test_cached_kv_of_any_number_of_ranks_is_pulled(cluster, prefill_size, decode_size):
+    prefill, decode = node(cluster, "prefill", prefill_size), node(cluster, "decode", decode_size)
+    prompt = prompt_of(50 + 10 * prefill_size + decode_size, 100)
+    answer = complete(decode.url, prompt, max_tokens=80, return_token_ids=True)
+    turn = [*prompt, *answer["choices"][0]["token_ids"], *prompt_of(1, 20)]
+    sources = {"sources": [decode.as_source(176)]}
+    ours = complete(prefill.url, turn, kv_transfer_params=sources)
+    assert cached_of(ours) == 176
+    assert text_of(ours) == text_of(complete(prefill.url, turn, cache_salt="nobody else's"))
 
 
 def test_a_rank_that_is_lost_ends_its_node_and_takes_nothing_with_it(cluster):

@@ -12,6 +12,7 @@ from real_cluster import (
     SHORT_LEASE,
     Cluster,
     Process,
+    cached_of,
     complete,
     counted,
     running,
@@ -53,15 +54,6 @@ def ids(name: int, count: int) -> list[int]:
     return [2 + (name * 7919 + at * at * (name + 3)) % 300 for at in range(count)]
 
 
-def source(node: Process, **changes: Any) -> dict[str, Any]:
-    """Name a node as a source, as a router does by its health report."""
-    report = node.health()
-    assert report is not None
-    kv = report["kv"]
-    named = {"host": kv["address"], "port": kv["port"], "generation": kv["generation"]}
-    return named | {"tokens": WHOLE, **changes}
-
-
 def asked(node: Process, prompt: list[int], count: int, **fields: Any) -> list[int]:
     answer = complete(node.url, prompt, max_tokens=count, return_token_ids=True, **fields)
     found: list[int] = answer["choices"][0]["token_ids"]
@@ -77,11 +69,6 @@ def turn_on(node: Process, name: int, **fields: Any) -> list[int]:
 def prefilled(node: Process, prompt: list[int], named: dict[str, Any], **fields: Any) -> Any:
     params = {"do_remote_decode": True, "sources": [named]}
     return complete(node.url, prompt, max_tokens=1, kv_transfer_params=params, **fields)
-
-
-def cached(answer: Any) -> int:
-    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return found
 
 
 def pulled(node: Process) -> float:
@@ -106,8 +93,8 @@ def test_a_prefill_node_takes_a_whole_turn_from_a_decode_node(
     before, turn = pulled(prefill), turn_on(decode, known)
     if known:
         asked(prefill, turn[:known], 1)
-    first = prefilled(prefill, turn, source(decode))
-    assert cached(first) == WHOLE
+    first = prefilled(prefill, turn, decode.as_source(WHOLE))
+    assert cached_of(first) == WHOLE
     counted([prefill], "kvrelay_pulled_tokens_total", before + WHOLE - known // BLOCK * BLOCK)
     goes_on(decode, turn, first)
 
@@ -116,9 +103,9 @@ def test_a_node_that_computes_a_prompt_itself_takes_it_from_a_prefill_node(
     prefill: Process, decode: Process
 ) -> None:
     turn = turn_on(prefill, 20)
-    params = {"sources": [source(prefill)]}
+    params = {"sources": [prefill.as_source(WHOLE)]}
     answer = complete(decode.url, turn, return_token_ids=True, n=2, kv_transfer_params=params)
-    assert cached(answer) == WHOLE
+    assert cached_of(answer) == WHOLE
     alone = complete(decode.url, turn, return_token_ids=True, n=2, cache_salt="nobody else's")
     assert [each["token_ids"] for each in answer["choices"]] == [
         each["token_ids"] for each in alone["choices"]
@@ -136,8 +123,8 @@ def test_another_salt_finds_nothing(
         turn_on(decode, 30, cache_salt=f"{theirs}{ours}" if theirs else None),
     )
     salt = f"{theirs}{ours}" if theirs == ours else ours
-    first = prefilled(prefill, turn, source(decode), cache_salt=salt)
-    assert cached(first) == found
+    first = prefilled(prefill, turn, decode.as_source(WHOLE), cache_salt=salt)
+    assert cached_of(first) == found
     counted([prefill], "kvrelay_pulls_failed_total", before + (not found))
     goes_on(decode, turn, first, cache_salt=salt)
 
@@ -156,23 +143,23 @@ def test_a_wrong_picture_is_computed(
     prefill: Process, decode: Process, name: int, wrong: dict[str, Any]
 ) -> None:
     turn = ids(name, 200)
-    first = prefilled(prefill, turn, source(decode, **wrong))
-    assert cached(first) == 0
+    first = prefilled(prefill, turn, decode.as_source(**{"tokens": WHOLE} | wrong))
+    assert cached_of(first) == 0
     goes_on(decode, turn, first)
 
 
 def test_a_prompt_whose_log_probabilities_are_wanted_is_computed(
     prefill: Process, decode: Process
 ) -> None:
-    turn, params = turn_on(decode, 60), {"sources": [source(decode)]}
+    turn, params = turn_on(decode, 60), {"sources": [decode.as_source(WHOLE)]}
     wants = {"echo": True, "logprobs": 1, "max_tokens": 1, "kv_transfer_params": params}
-    assert cached(complete(prefill.url, turn, **wants)) == 0
+    assert cached_of(complete(prefill.url, turn, **wants)) == 0
 
 
 def test_a_source_that_is_killed_while_it_is_asked_costs_nothing_but_its_kv(
     cluster: Cluster, prefill: Process, decode: Process
 ) -> None:
-    turn, named = turn_on(decode, 70), source(decode)
+    turn, named = turn_on(decode, 70), decode.as_source(WHOLE)
     engine = next(
         each
         for each in decode.engines()
@@ -185,6 +172,6 @@ def test_a_source_that_is_killed_while_it_is_asked_costs_nothing_but_its_kv(
     wait_until(prefill.health, 5, "the prefill node has it")
     decode.kill_whole()
     asking.join(20)
-    assert cached(answers[0]) == 0
+    assert cached_of(answers[0]) == 0
     cluster.restored(decode)
     goes_on(decode, turn, answers[0])
