@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -35,21 +34,17 @@ _HEADERS = {
 }
 
 
-class _Files(StaticFiles):
-    def file_response(self, *args: Any, **kwargs: Any) -> Response:
-        response = super().file_response(*args, **kwargs)
-        response.headers.update(_HEADERS)
-        return response
-
-
 def add_console_routes(app: FastAPI, snapshot: Callable[[], Snapshot], root_path: str) -> None:
-    files = _Files(directory=Path(__file__).parent / "static")
+    files = StaticFiles(directory=Path(__file__).parent / "static")
 
     async def home(_: Request) -> Response:
         return RedirectResponse(root_path + CONSOLE_PATH)
 
-    async def page(request: Request) -> Response:
-        return await files.get_response("index.html", request.scope)
+    async def file(request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
+        response = await files.get_response(name, request.scope)
+        response.headers.update(_HEADERS)
+        return response
 
     @app.get(STATE_PATH, response_model=None)
     async def state() -> Response:
@@ -57,5 +52,5 @@ def add_console_routes(app: FastAPI, snapshot: Callable[[], Snapshot], root_path
         return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
 
     app.add_route("/", home)
-    app.add_route(CONSOLE_PATH, page)
-    app.mount(CONSOLE_PATH, files)
+    app.add_route(CONSOLE_PATH, file)
+    app.add_route(CONSOLE_PATH + "/{name:path}", file)

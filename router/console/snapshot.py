@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -38,30 +39,17 @@ class Snapshot(msgspec.Struct, frozen=True):
     version: str = RELEASE
 
 
-def snapshot_of(
-    own: WorkerStatus,
-    workers: Sequence[WorkerStatus],
-    *,
-    now: float,
-    uptime_s: float,
-    health: Health,
-    models: dict[str, bool],
-    wanted: int,
-) -> Snapshot:
+def snapshot_of(own: WorkerStatus, workers: Sequence[WorkerStatus], **about: Any) -> Snapshot:
     """Join what all workers see; `own` is the process that is asked, which need not be a worker."""
     requests = [request for each in workers for request in each.requests]
     counts: Counter[str] = Counter()
     for each in workers:
         counts.update(each.counts)
     return Snapshot(
-        now,
-        uptime_s,
-        health,
-        models,
-        wanted,
-        len(workers),
-        joined_nodes(own, workers),
-        dict(counts),
-        sorted(requests, key=lambda each: -each.ended)[:KEPT_REQUESTS],
-        own.roles,
+        workers=len(workers),
+        nodes=joined_nodes(own, workers),
+        counts=dict(counts),
+        requests=sorted(requests, key=lambda each: -each.ended)[:KEPT_REQUESTS],
+        roles=own.roles,
+        **about,
     )

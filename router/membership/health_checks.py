@@ -6,16 +6,16 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import aiohttp
 
-from kvrelay.router.background import cancel_and_wait
+from kvrelay.router.background import cancel_and_wait, running_task
 from kvrelay.router.nodes.node import HealthReport, Lease, Node, NodeKind
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.wire.errors import EngineDead, KvrelayError
-from kvrelay.wire.frames import MALFORMED, Frame
+from kvrelay.wire.frames import Frame
 from kvrelay.wire.kv_events import KV_EVENTS_PATH, keys_of, read_changes
 
 __all__ = ["check_nodes"]
@@ -31,17 +31,12 @@ async def check_nodes(
     watches: dict[Node, asyncio.Task[None]] = {}
 
     async def watch(node: Node) -> None:
-        following: asyncio.Task[None] | None = None
-        try:
+        async with (
+            running_task(_follow(node, pool, client, interval_s)) if follow else nullcontext()
+        ):
             while True:
                 await _check(node, pool, client)
-                tells = follow and node.kind is NodeKind.KVRELAY
-                if tells and (following is None or following.done()):
-                    following = asyncio.create_task(_follow(node, pool, client))
                 await asyncio.sleep(interval_s)
-        finally:
-            if following is not None:
-                await cancel_and_wait([following])
 
     def joined(node: Node) -> None:
         watches[node] = asyncio.create_task(watch(node))
@@ -60,22 +55,24 @@ async def check_nodes(
         await cancel_and_wait(watches.values())
 
 
-async def _follow(node: Node, pool: Pool, client: NodeClient) -> None:
-    # Ends with the stream, or at once for a node that tells nothing.
+async def _follow(node: Node, pool: Pool, client: NodeClient, interval_s: float) -> None:
     index, url = pool.prefixes, node.url
 
     def take(frame: Frame) -> None:
         news = read_changes(frame.payload)
         index.changed(url, keys_of(news.stored), keys_of(news.removed), cleared=news.cleared)
 
-    try:
-        await client.run(Lease(node), KV_EVENTS_PATH, b"", {}, take)
-    except MALFORMED as why:
-        _log.warning("node %s sent malformed KV events: %s", url, why)
-    except KvrelayError:
-        pass
-    finally:
-        index.lost(url)
+    while True:
+        try:
+            if node.kind is NodeKind.KVRELAY:
+                await client.run(Lease(node), KV_EVENTS_PATH, b"", {}, take)
+        except KvrelayError:  # there is no stream, or the node tells nothing
+            pass
+        except Exception:  # noqa: BLE001 - a mistake of ours must not end the task
+            _log.exception("KV events of %s node %s are malformed", node.role, url)
+        finally:
+            index.lost(url)
+        await asyncio.sleep(interval_s)
 
 
 async def _check(node: Node, pool: Pool, client: NodeClient) -> None:
