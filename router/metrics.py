@@ -25,7 +25,7 @@ from kvrelay.router.timeline import EndedRequest
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KV_CAUSES
 
-__all__ = ["AdmissionMetrics", "Metrics"]
+__all__ = ["Metrics"]
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -46,15 +46,6 @@ _Levels = Callable[[], Mapping[str, float]]
 """Tells a gauge's levels by model at a scrape."""
 
 
-def _counter(
-    registry: CollectorRegistry, name: str, about: str, *labels: str, zeros: Iterable[str] = ()
-) -> Counter:
-    counter = Counter(name, about, labels, registry=registry)
-    for value in zeros:  # so that the first rate is right
-        counter.labels(value)
-    return counter
-
-
 def _gauge(
     name: str, about: str, labels: Sequence[str], levels: Iterable[tuple[Sequence[str], float]]
 ) -> Metric:
@@ -62,51 +53,6 @@ def _gauge(
     for values, level in levels:
         family.add_metric(values, level)
     return family
-
-
-class AdmissionMetrics:
-    """A set of metrics of queues and API keys. Labels come from code and configuration alone."""
-
-    def __init__(self, registry: CollectorRegistry, keys: Iterable[str]) -> None:
-        self.waiting: _Levels = dict
-        self._wait = Histogram(
-            "kvrelay_router_queue_wait_seconds",
-            "Time in the router's queue, of those that waited and began.",
-            buckets=_LATENCY_S,
-            registry=registry,
-        )
-        self._refused = _counter(
-            registry,
-            "kvrelay_router_refused",
-            "Requests that never began, by reason.",
-            "reason",
-            zeros=("queue_full", "deadline", *_LIMITS),
-        )
-        self._requests = _counter(
-            registry,
-            "kvrelay_router_key_requests",
-            "Requests by API key: begun or refused.",
-            *("key", "outcome"),
-        )
-        self.tokens = _counter(
-            registry,
-            "kvrelay_router_key_tokens",
-            "Tokens by API key: of prompts and of answers.",
-            *("key", "kind"),
-        )
-        for key in keys:
-            self._requests.labels(key, "begun")
-            self.tokens.labels(key, "prompt")
-            self.tokens.labels(key, "output")
-
-    def admitted(self, key: str, waited_s: float | None = None) -> None:
-        self._requests.labels(key, "begun").inc()
-        if waited_s is not None:
-            self._wait.observe(waited_s)
-
-    def refused(self, key: str, reason: str) -> None:
-        self._refused.labels(reason).inc()
-        self._requests.labels(key, "refused").inc()
 
 
 class Metrics(Collector):
@@ -119,15 +65,46 @@ class Metrics(Collector):
     def __init__(self, pool: Pool, keys: Iterable[str]) -> None:
         """`keys` are the names of the API keys."""
         self.registry = registry = CollectorRegistry()
-        counter = partial(_counter, registry)
+
+        def counter(name: str, about: str, *labels: str, zeros: Iterable[str] = ()) -> Counter:
+            made = Counter(name, about, labels, registry=registry)
+            for value in zeros:  # so that the first rate is right
+                made.labels(value)
+            return made
+
         histogram = partial(Histogram, labelnames=[_MODEL], buckets=_LATENCY_S, registry=registry)
         self._pool = pool
         self.counts = collections.Counter[str]()
         """Of the console, since the start: `requests`, those that `failed`, `output_tokens`."""
-        self.admission = AdmissionMetrics(registry, keys)
         registry.register(self)  # first: it makes the others show their zeros
         self.running: _Levels = dict
+        self.waiting: _Levels = dict
         self.waiting_for_room: _Levels = dict
+        self._wait = histogram(
+            "kvrelay_router_queue_wait_seconds",
+            "Time in the router's queue, of those that waited and began.",
+            labelnames=(),
+        )
+        self._refused = counter(
+            "kvrelay_router_refused",
+            "Requests that never began, by reason.",
+            "reason",
+            zeros=("queue_full", "deadline", *_LIMITS),
+        )
+        self._key_requests = counter(
+            "kvrelay_router_key_requests",
+            "Requests by API key: begun or refused.",
+            *("key", "outcome"),
+        )
+        self.key_tokens = counter(
+            "kvrelay_router_key_tokens",
+            "Tokens by API key: of prompts and of answers.",
+            *("key", "kind"),
+        )
+        for key in keys:
+            self._key_requests.labels(key, "begun")
+            self.key_tokens.labels(key, "prompt")
+            self.key_tokens.labels(key, "output")
         self.requests = counter(
             "kvrelay_router_requests",
             "Finished requests; 499: the client went away.",
@@ -216,6 +193,15 @@ class Metrics(Collector):
         )
         ProcessCollector(registry=registry)
 
+    def admitted(self, key: str, waited_s: float | None = None) -> None:
+        self._key_requests.labels(key, "begun").inc()
+        if waited_s is not None:
+            self._wait.observe(waited_s)
+
+    def not_admitted(self, key: str, reason: str) -> None:
+        self._refused.labels(reason).inc()
+        self._key_requests.labels(key, "refused").inc()
+
     def model_of(self, asked: str) -> str:
         """Return the label for a model or adapter; empty if no node has reported it."""
         return self._pool.base_of(asked)
@@ -269,7 +255,7 @@ class Metrics(Collector):
                     self.stage.labels(model, stage)
         for name, about, levels in (
             ("requests_running", "Requests being answered now.", self.running()),
-            ("queue_waiting", "Requests that wait to begin.", self.admission.waiting()),
+            ("queue_waiting", "Requests that wait to begin.", self.waiting()),
             (
                 "waiting_for_room",
                 "Begun requests that wait for a place on a node, again.",

@@ -66,10 +66,6 @@ class RequestLog:
         """Note a request that begins, a run per prompt; `finished` must follow."""
         self.running[job.node_id] = Running(runs, key, self._metrics.model_of(job.model))
 
-    def count(self) -> None:
-        for each in self.running.values():
-            self._count(each)
-
     def _count(self, request: Running) -> None:
         more = sum(run.output_tokens for run in request.runs) - request.counted
         if more <= 0:  # also while another node repeats tokens that were counted
@@ -77,12 +73,13 @@ class RequestLog:
         request.counted += more
         self._metrics.counts["output_tokens"] += more
         self._metrics.output_tokens.labels(request.model).inc(more)
-        self._metrics.admission.tokens.labels(request.key, "output").inc(more)
+        self._metrics.key_tokens.labels(request.key, "output").inc(more)
 
     async def count_for_ever(self) -> None:
         while True:
             await asyncio.sleep(COUNT_S)
-            self.count()
+            for each in self.running.values():
+                self._count(each)
 
     def refused(
         self,

@@ -78,7 +78,7 @@ class Router:
         self.metrics = Metrics(self.pool, [caller.name for caller in self.keyring.callers.values()])
         self.metrics.waiting_for_room = lambda: self.placer.waiting
         self.tracing = start_tracing(config.otlp_traces_endpoint, "kvrelay-router")
-        self.admission = AdmissionController(config, self.pool, self.placer, self.metrics.admission)
+        self.admission = AdmissionController(config, self.pool, self.placer, self.metrics)
         self.background = BackgroundTasks()
         self.ending = False
         """The router is shutting down, and finishes the requests that it has."""
@@ -181,7 +181,7 @@ class Router:
             {
                 **self.metrics.counts,
                 "running": len(self.log.running),
-                "waiting": sum(self.metrics.admission.waiting().values()),
+                "waiting": sum(self.admission.waiting().values()),
                 "waiting_for_room": sum(self.placer.waiting.values()),
             },
             [RoleStatus(name, each.why, each.use) for name, each in sorted(roles.items())],

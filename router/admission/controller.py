@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from kvrelay.router.admission.keys import Caller, KeyLimits, Refusal
 from kvrelay.router.admission.queue import AdmissionQueue, QueuedRequest
 from kvrelay.router.background import cancel_and_wait
-from kvrelay.router.metrics import AdmissionMetrics
+from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Refuse, Wait
 from kvrelay.router.request.job import Job, Slo
@@ -58,9 +58,7 @@ ModelQueue = AdmissionQueue[AdmissionSlot, ChosenNodes]
 
 
 class AdmissionController:
-    def __init__(
-        self, config: RouterConfig, pool: Pool, placer: Placer, metrics: AdmissionMetrics
-    ) -> None:
+    def __init__(self, config: RouterConfig, pool: Pool, placer: Placer, metrics: Metrics) -> None:
         self._config = config
         self._pool = pool
         self._placer = placer
@@ -133,10 +131,10 @@ class AdmissionController:
             self._placer.give_back(slot.placed)
             used = prompt_tokens + output_tokens
             queue.correct(slot, used)
-            self._metrics.tokens.labels(slot.key, "prompt").inc(prompt_tokens)
+            self._metrics.key_tokens.labels(slot.key, "prompt").inc(prompt_tokens)
         elif slot in queue:
             queue.remove(slot)
-            self._metrics.refused(slot.key, "client_gone")
+            self._metrics.not_admitted(slot.key, "client_gone")
         self._limits.give_back(slot.caller, slot.limit_tokens, used, now)
         self._pump(queue, now)
 
@@ -182,7 +180,7 @@ class AdmissionController:
         return headers
 
     def _refused(self, key: str, refusal: Refusal, headers: dict[str, str]) -> KvrelayError:
-        self._metrics.refused(key, refusal.reason)
+        self._metrics.not_admitted(key, refusal.reason)
         if refusal.reason == "deadline":
             return DeadlineExceeded(refusal.message)
         error = refusal.error(refusal.message)
