@@ -17,10 +17,9 @@ from typing import Any
 import msgspec
 
 from kvrelay.node.engine_client import EngineClient
-from kvrelay.node.kv_events import KvEvents
 from kvrelay.node.metrics import NodeMetrics
 from kvrelay.node.process import set_log_process
-from kvrelay.node.request_stream import RequestStreams
+from kvrelay.node.request_stream import KvEvents, RequestStreams
 from kvrelay.node.sandbox import Sandbox
 from kvrelay.node.serving import Serving
 from kvrelay.openai_api.tracing import Tracing
@@ -64,7 +63,7 @@ class Node:
         if self.kv_events is not None:
             engine.on_cache_changes = self.kv_events.publish
         self.failure: str | None = None
-        self.streams, self.sandbox = RequestStreams(), sandbox or Sandbox()
+        self.streams, self.sandbox = RequestStreams(self.kv_events), sandbox or Sandbox()
         self.on_change: Callable[[], None] = lambda: None
         self.draining = False
         self.role = config.role
@@ -98,14 +97,12 @@ class Node:
         """Wait until no request runs and no KV is held; return False at the deadline."""
         with contextlib.suppress(EngineDead, TimeoutError):
             async with asyncio.timeout(deadline_s):
-                while self.engine.queue_depth() or self._requests() or await self._held_blocks():
+                while (
+                    self.engine.queue_depth() or self.streams.running() or await self._held_blocks()
+                ):
                     await asyncio.sleep(_POLL_S)
             return True
         return self.engine.ended.is_set()
-
-    def _requests(self) -> int:
-        followers = 0 if self.kv_events is None else len(self.kv_events.followers)
-        return self.streams.running() - followers
 
     async def _held_blocks(self) -> int:
         if self.engine.info is None:

@@ -1,4 +1,7 @@
-"""Request streams (wire/frames.py) on a node: many requests over one connection."""
+"""Request streams (wire/frames.py) on a node: many requests over one connection.
+
+KV events (wire/kv_events.py) are a request that ends with its router.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,11 @@ from kvrelay.wire.frames import (
     frame_message,
     message,
 )
+from kvrelay.wire.kv_events import BlockHash, CacheChanges
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.versions import LEGS
 
-__all__ = ["RequestStream", "RequestStreams", "Start", "check_version"]
+__all__ = ["KvEvents", "RequestStream", "RequestStreams", "Start", "check_version"]
 
 Start = Callable[
     [str, Mapping[str, str], bytes], Awaitable[tuple[Load, AsyncGenerator[Frame, None]]]
@@ -38,6 +42,10 @@ Start = Callable[
 
 _NOT_LAST = (FrameKind.TOKENS, FrameKind.TICKET)
 _HEADER_BYTES = 1 << 16  # path and headers of a request, beside its body
+_QUEUED = 1_024
+"""Changes that wait for a router, of which there are 20 a second."""
+_HASHES = 4_096
+"""Hashes in a frame of all that is held, 74 KB: a router takes a millisecond for them."""
 
 log = logging.getLogger("kvrelay.node")
 
@@ -52,16 +60,54 @@ def check_version(headers: Mapping[str, str]) -> None:
         )
 
 
-class RequestStreams:
+class KvEvents:
+    """A record of what the prefix cache holds, and the routers that follow it."""
+
     def __init__(self) -> None:
+        self._held: set[BlockHash] = set()
+        self.followers: set[asyncio.Queue[bytes]] = set()
+        """Their changes, without those of routers that fell behind and are to begin anew."""
+
+    def publish(self, changes: CacheChanges) -> None:
+        if changes.cleared:
+            self._held.clear()
+        self._held.difference_update(changes.removed)
+        self._held.update(changes.stored)
+        packed = msgspec.msgpack.encode(changes)
+        for queue in tuple(self.followers):
+            if queue.full():
+                self.followers.discard(queue)
+            else:
+                queue.put_nowait(packed)
+
+    async def frames(self) -> AsyncGenerator[Frame, None]:
+        """Yield all that is held, then each change; all again if the reader falls behind."""
+        while True:
+            queue = asyncio.Queue[bytes](_QUEUED)
+            self.followers.add(queue)
+            try:
+                held = list(self._held)
+                for at in range(0, len(held) or 1, _HASHES):
+                    part = CacheChanges(held[at : at + _HASHES], [], cleared=at == 0)
+                    yield Frame(FrameKind.TOKENS, msgspec.msgpack.encode(part))
+                while queue in self.followers:
+                    yield Frame(FrameKind.TOKENS, await queue.get())
+            finally:
+                self.followers.discard(queue)
+
+
+class RequestStreams:
+    def __init__(self, kv_events: KvEvents | None = None) -> None:
+        self._kv_events = kv_events
         self._streams: set[RequestStream] = set()
 
     def open(self, start: Start, max_body_bytes: int) -> RequestStream:
         return RequestStream(start, max_body_bytes, self._streams)
 
     def running(self) -> int:
-        """Return the requests that have not ended, with those not yet tokenized."""
-        return sum(stream.running() for stream in self._streams)
+        """Return the requests that will end and have not, with those not yet tokenized."""
+        followers = 0 if self._kv_events is None else len(self._kv_events.followers)
+        return sum(stream.running() for stream in self._streams) - followers
 
     def close(self) -> None:
         for stream in self._streams:

@@ -119,9 +119,11 @@ async def test_a_drain_waits_for_a_request_that_the_engine_does_not_have_yet() -
 async def test_a_drain_does_not_wait_for_routers_that_follow_its_cache() -> None:
     node, _ = node_of()
     assert node.kv_events is not None
+    stream = node.streams.open(cast(Any, None), 0)
+    stream._requests[1] = cast(Any, None)
+    node.streams._streams.add(stream)
     following = node.kv_events.frames()
     await anext(following)
-    node.streams = cast(Any, SimpleNamespace(running=lambda: 1))
     assert await node.wait_idle(5.0)
     await following.aclose()
     assert not await node.wait_idle(0.1)

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from kvrelay.node.kv_events import KvEvents
+from kvrelay.node.request_stream import KvEvents
 from kvrelay.router.node_load import Share
 from kvrelay.router.nodes.node import Lease, Node
 from kvrelay.router.nodes.pool import Pool

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvrelay.node.kv_events import KvEvents
-from kvrelay.node.request_stream import RequestStreams
+from kvrelay.node.request_stream import KvEvents, RequestStreams
 from kvrelay.wire.errors import ErrorBody, KvrelayError, NodeFailed, NotFound
 from kvrelay.wire.frames import LEGS_MEDIA_TYPE, Frame
 from kvrelay.wire.kv_events import KV_EVENTS_PATH

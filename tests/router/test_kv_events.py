@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator
 import pytest
 from router_doubles import Cluster, FakeNode, cluster, prefill, until
 
-from kvrelay.node import kv_events
-from kvrelay.node.kv_events import KvEvents
+from kvrelay.node import request_stream
+from kvrelay.node.request_stream import KvEvents
 from kvrelay.router.prefix.index import Prefix
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.kv_events import CacheChanges, read_changes
@@ -84,8 +84,8 @@ async def test_a_node_of_malformed_events_is_chosen_by_what_is_sent_there(
 async def test_a_router_that_reads_too_slowly_is_told_all_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_events, "_QUEUED", 4)
-    monkeypatch.setattr(kv_events, "_HASHES", 2)
+    monkeypatch.setattr(request_stream, "_QUEUED", 4)
+    monkeypatch.setattr(request_stream, "_HASHES", 2)
     node = KvEvents()
     held = chain(3)
     node.publish(CacheChanges(held, []))
