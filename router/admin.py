@@ -209,7 +209,7 @@ def _nodes_for(pool: Pool, asked: _Adapter, *, loads: bool) -> list[Node]:
         raise NotFound(
             f"model {base!r} is not served here", param="base_model_name", code="model_not_found"
         )
-    return [node for node in pool.nodes if not base or node.model == base]
+    return [node for node in pool.nodes if base in ("", node.model)]
 
 
 def _check_all_done(said: Sequence[NodeAnswer], param: str | None = None) -> None:

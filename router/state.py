@@ -39,7 +39,6 @@ _OF_NODE = (
     *("url", "role", "kind", "model", "up", "reason", "held_blocks", "flips_to"),
     *("generation", "release", "leg_version"),
 )
-_OF_LOAD = "running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "block_size"
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -58,12 +57,6 @@ class NodeStatus(msgspec.Struct, frozen=True):
     legs: int
     held_blocks: int
     queue_depth: float
-    running: int
-    waiting: int
-    waiting_tokens: int
-    free_blocks: int
-    total_blocks: int
-    block_size: int
     breaker: BreakerState
     up_in: int = 1
     """How many workers see the node up."""
@@ -108,10 +101,9 @@ class Health(enum.StrEnum):
 
 
 def node_status(node: Node, pool: Pool, now: float) -> NodeStatus:
-    load, state = node.load, node.state
+    state = node.state
     return NodeStatus(
         **{name: getattr(node, name) for name in _OF_NODE},
-        **{name: getattr(load, name) for name in _OF_LOAD},
         adapters=sorted(node.adapters),
         draining=not node.up and node.reason == DRAINS,
         for_s=round(now - node.since, 3) if node.since else None,
@@ -124,7 +116,7 @@ def node_status(node: Node, pool: Pool, now: float) -> NodeStatus:
         limit_left=round(state.limit_left, 3),
         kv_events=pool.prefixes.follows(node.url),
         costs=None if state.costs is UNKNOWN else state.costs,
-        load=msgspec.structs.asdict(load),
+        load=msgspec.structs.asdict(node.load),
     )
 
 

@@ -85,13 +85,10 @@ async def _check(node: Node, pool: Pool, client: NodeClient) -> None:
         pool.note_report(node, report, started, time.monotonic())
     except EngineDead as why:
         pool.note_unready(node, why.message, time.monotonic(), died=True, cut=True)
-    except TimeoutError:
-        said = "it did not answer its health check in time"
-        pool.note_unready(node, said, time.monotonic(), missed=True)
-    except (aiohttp.ClientError, OSError) as why:
-        cause = why.os_error if isinstance(why, aiohttp.ClientConnectorError) else why
-        refused = isinstance(cause, ConnectionRefusedError)
-        said = "it refuses connections" if refused else f"its health check failed: {why}"
+    except (aiohttp.ClientError, OSError) as why:  # no repr: it has the key
+        refused = isinstance(getattr(why, "os_error", why), ConnectionRefusedError)
+        failed = f"its health check failed: {type(why).__name__} {why}".strip()
+        said = "it refuses connections" if refused else failed
         pool.note_unready(node, said, time.monotonic(), missed=not refused, died=refused)
     except Exception as why:  # noqa: BLE001 - a mistake of ours must not end the watch
         _log.exception("the health check of %s node %s failed", node.role, node.url)

@@ -12,7 +12,6 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ _PORT_NAME = "http"
 RELIST_S = 1.0
 # To connect, and between two pieces of a list.
 DEADLINES_S = 2.0, 5.0
-_COMPLAIN_S = 30.0
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 _log = logging.getLogger("kvrelay.router")
@@ -158,27 +156,26 @@ async def _follow(
     listed: Gauge,
 ) -> None:
     nodes: dict[str, NodeSpec] = {}
-    complaints, complained_at = set[str](), -inf
+    complaints, told = set[str](), True
     while True:
-        known, now = complaints, time.monotonic()
+        known = complaints
         try:
             found, complaints = await list_nodes()
             for complaint in complaints - known:
                 _log.warning("%s", complaint)
             if found != nodes:
                 pool.set_members(Source.KUBERNETES, found.values(), time.monotonic())
-            nodes, complained_at = found, -inf
+            nodes, told = found, True
             listed.set_to_current_time()
         except Exception as why:  # noqa: BLE001 - the edge of this task: it must go on
-            if now - complained_at >= _COMPLAIN_S:
-                complained_at = now
-                said = f"{type(why).__name__}: {str(why)[:300]}"
-                if (status := getattr(why, "status", 0)) in (401, 403):
-                    said = f"it answers {status}; the service account must be allowed to list pods"
+            if told:  # once, and again after a list
+                told = False
                 _log.warning(
-                    "the Kubernetes API server does not tell of its pods (%s); the %d nodes that "
-                    "it named stay, and their health decides; trying on",
-                    said,
+                    "the Kubernetes API server does not tell of its pods (%s: %.300s), which the "
+                    "service account must be allowed to list; the %d nodes that it named stay, "
+                    "and their health decides; trying on",
+                    type(why).__name__,
+                    why,
                     len(nodes),
                 )
         await asyncio.sleep(RELIST_S)

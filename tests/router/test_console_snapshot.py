@@ -56,12 +56,6 @@ def node(url: str = P, **fields: Any) -> NodeStatus:
         "legs": 1,
         "held_blocks": 0,
         "queue_depth": 1.0,
-        "running": 1,
-        "waiting": 0,
-        "waiting_tokens": 0,
-        "free_blocks": 9,
-        "total_blocks": 10,
-        "block_size": 16,
         "breaker": BreakerState("closed"),
     }
     return NodeStatus(**(every | fields))

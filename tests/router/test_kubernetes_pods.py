@@ -195,7 +195,7 @@ async def test_what_may_not_be_read_is_said_once(
         assert not pool.nodes
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "403" in said
-    assert "must be allowed to list pods" in said
+    assert "must be allowed to list" in said
 
 
 async def test_it_ends_though_the_api_server_is_silent(
@@ -258,7 +258,7 @@ async def test_a_new_token_is_sent_and_a_wrong_one_is_said(
     token.write_text("old")
     api.put(pod_of("p", P, "prefill"))
     async with following() as pool:
-        await until(lambda: "it answers 401" in caplog.text)
+        await until(lambda: "401" in caplog.text)
         token.write_text("secret")
         await until(lambda: urls(pool) == [P])
 

@@ -81,7 +81,7 @@ const stateOf = (node) => (node.up ? "up" : node.flips_to ? "flipping" : node.dr
 const other = (role) => (role === "prefill" ? "decode" : "prefill");
 const breakerOf = (node) => node.breaker.state.replace("_", " ");
 const isOpen = (node) => node.breaker.state !== "closed";
-const kvShare = (node) => (node.total_blocks ? 1 - node.free_blocks / node.total_blocks : null);
+const kvShare = (node) => (node.load.total_blocks ? 1 - node.load.free_blocks / node.load.total_blocks : null);
 
 function ofRole(picture, role) {
   const all = picture.nodes.filter((node) => node.role === role);
@@ -123,7 +123,7 @@ function showCard(element, node) {
   say(element.badge, !node.up ? stateOf(node) : isOpen(node) ? `breaker ${breakerOf(node)}` : "");
   mark(element.badge, "title", (node.up ? node.breaker.reason : node.reason) || null);
   element.kv.show(kvShare(node));
-  say(element.load, `${node.running} run · ${node.waiting} wait`);
+  say(element.load, `${node.load.running} run · ${node.load.waiting} wait`);
   say(element.legs, ` · ${node.legs} ${node.legs === 1 ? "stream" : "streams"}`);
 }
 
@@ -187,12 +187,12 @@ function nodes(picture, asks) {
     say(row.why, node.up ? (isOpen(node) ? `breaker: ${breakerOf(node)}` : `for ${age(node.for_s)}`) : node.draining || node.flips_to ? (node.legs ? `ends ${node.legs} streams` : "idle") : node.reason);
     mark(row.why, "title", node.reason || null);
     const [, , load, legs, depth, room, , held, breaker] = row.cells;
-    say(load, `${node.running} / ${node.waiting}`);
+    say(load, `${node.load.running} / ${node.load.waiting}`);
     say(legs, count(node.legs));
     say(depth, node.queue_depth.toFixed(1));
     say(room, `${percent(node.prompt_share)} / ${node.role === "decode" ? percent(node.limit_left) : "–"}`);
     row.kv.show(kvShare(node));
-    mark(row.kv, "title", node.total_blocks ? `${node.free_blocks} of ${node.total_blocks} blocks of ${node.block_size} tokens are free` : null);
+    mark(row.kv, "title", node.load.total_blocks ? `${node.load.free_blocks} of ${node.load.total_blocks} blocks of ${node.load.block_size} tokens are free` : null);
     say(held, count(node.held_blocks));
     say(breaker, breakerOf(node));
     mark(breaker, "data-open", isOpen(node) ? "yes" : null);
