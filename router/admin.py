@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from kvrelay.openai_api.json_body import json_response, read_body
 from kvrelay.openai_api.model_types import AdapterAnswer, NodeAnswer, UnloadAdapterRequest
+from kvrelay.openai_api.routes import body_excerpt
 from kvrelay.router.guard import caller_of, peer_of
 from kvrelay.router.nodes.node import Node, NodeKind
 from kvrelay.router.nodes.pool import Pool
@@ -61,35 +62,34 @@ class _Done(msgspec.Struct):
 
 
 def add_admin_routes(app: FastAPI, router: Router) -> None:
-    def add(method: str, path: str, answer: Callable[[Router, Request], Awaitable[object]]) -> None:
+    def add(path: str, answer: Callable[[Router, Request, bytes], Awaitable[object]]) -> None:
         async def route(request: Request) -> Response:
+            body = await read_body(request, _MAX_BODY_BYTES, _READ_S)
+            _log.info("admin: %s asks for %s %s", peer_of(request), path, body_excerpt(body))
             try:
-                return json_response(await answer(router, request))
+                return json_response(await answer(router, request, body))
             finally:
-                if method == "POST":
-                    await router.shared.settled()
+                await router.shared.settled()
 
-        app.add_api_route(path, route, methods=[method], response_model=None)
+        app.add_api_route(path, route, methods=["POST"], response_model=None)
 
-    add("GET", "/admin/nodes", _nodes)
-    add("POST", "/admin/drain", _drain)
-    add("POST", "/admin/undrain", _drain)
-    add("POST", "/admin/nodes/role", _flip)
-    add("POST", "/admin/reload", _reload)
-    add("POST", _RESET, _reset)
+    @app.get("/admin/nodes", response_model=None)
+    async def nodes() -> Response:
+        own, workers = router.status(), router.shared.other_workers()
+        return json_response({"nodes": joined_nodes(own, workers or [own])})
+
+    add("/admin/drain", _drain)
+    add("/admin/undrain", _drain)
+    add("/admin/nodes/role", _flip)
+    add("/admin/reload", _reload)
+    add(_RESET, _reset)
     for path in ADAPTER_PATHS:
-        add("POST", path, _adapters)
+        add(path, _adapters)
 
 
-async def _nodes(router: Router, _: Request) -> object:
-    own, workers = router.status(), router.shared.other_workers()
-    return {"nodes": joined_nodes(own, workers or [own])}
-
-
-async def _drain(router: Router, request: Request) -> object:
+async def _drain(router: Router, request: Request, body: bytes) -> object:
     pool, path = router.pool, request.url.path.removeprefix("/admin")
-    begin = path == "/drain"
-    node = _known(pool, (await _order(request, _Name))[0].url)
+    begin, node = path == "/drain", _known(pool, _order(body, _Name).url)
     (pool.drain if begin else pool.undrain)(node, time.monotonic())
     # Other routers see it by its health; a foreign node does not know the route, and only we drain
     # it.
@@ -97,13 +97,12 @@ async def _drain(router: Router, request: Request) -> object:
     if begin and status == 200:
         # The node says so itself from now on, and hears whoever asks it to end that.
         pool.undrain(node, time.monotonic())
-    _note(request, "asks to %s node %s, which answers %d", path[1:], node.url, status)
     return {"node_told": status == 200, "node": node_status(node, pool, time.monotonic())}
 
 
-async def _flip(router: Router, request: Request) -> object:
-    asked, _ = await _order(request, _Flip)
-    pool, node = router.pool, _known(router.pool, asked.url)
+async def _flip(router: Router, request: Request, body: bytes) -> object:
+    asked, pool = _order(body, _Flip), router.pool
+    node = _known(pool, asked.url)
     if node.kind is not NodeKind.KVRELAY:
         raise RequestError(
             f"{node.url} is a {node.kind} node, whose role is given at its start", param="url"
@@ -117,37 +116,28 @@ async def _flip(router: Router, request: Request) -> object:
             code="last_of_role",
         )
     status, message = await ask_role(pool, router.node_client, node, asked.role)
-    of = node.role, node.url, asked.role, status
-    _note(request, "asks %s node %s to be %s: %d", *of)
     if status != BEGUN:
         _check_all_done([NodeAnswer(node.url, node.role, status, message)], "role")
     return {"node": node_status(node, pool, time.monotonic())}
 
 
-async def _reload(router: Router, request: Request) -> object:
+async def _reload(router: Router, request: Request, body: bytes) -> object:
     try:
-        changed = router.reload()
-    except (ConfigError, RequestError) as why:
-        _log.error("admin: the configuration is not reloaded: %s", why.message)
+        return {"changed": router.reload()}
+    except ConfigError as why:
         raise RequestError(why.message) from why
-    _note(request, "has the configuration reloaded, new: %s", ", ".join(changed) or "nothing")
-    return {"changed": changed}
 
 
-async def _reset(router: Router, request: Request) -> object:
-    query = request.url.query
-    path, nodes = f"{_RESET}?{query}" if query else _RESET, router.pool.nodes
-    said = await _tell(router, nodes, path, b"", _RESET_S)
-    failed = ", ".join(each.url for each in said if each.status != 200) or "none"
-    _note(request, "asks all nodes for %s, not done: %s", _RESET, failed)
+async def _reset(router: Router, request: Request, body: bytes) -> object:
+    path = f"{_RESET}?{request.url.query}"
+    said = await _tell(router, router.pool.nodes, path, b"", _RESET_S)
     _check_all_done(said)
     return {"success": True, "nodes": said}
 
 
-async def _adapters(router: Router, request: Request) -> object:
+async def _adapters(router: Router, request: Request, body: bytes) -> object:
     caller_of(request).check_admin()
-    pool, path = router.pool, request.url.path
-    asked, body = await _order(request, _Adapter)
+    pool, path, asked = router.pool, request.url.path, _order(body, _Adapter)
     name, nodes = asked.lora_name, _nodes_for(pool, asked, loads=path == _LOAD)
     said = await _tell(router, nodes, path, body, router.config.request_deadline_s)
     for node, each in zip(nodes, said, strict=True):  # not to wait for the next health check
@@ -165,14 +155,9 @@ def _known(pool: Pool, url: str) -> Node:
     return node
 
 
-def _note(request: Request, what: str, *values: object) -> None:
-    _log.info("admin: %s " + what, peer_of(request), *values)
-
-
-async def _order(request: Request, kind: type[_Body]) -> tuple[_Body, bytes]:
-    body = await read_body(request, _MAX_BODY_BYTES, _READ_S)
+def _order(body: bytes, kind: type[_Body]) -> _Body:
     try:
-        return msgspec.json.decode(body, type=kind), body
+        return msgspec.json.decode(body, type=kind)
     except MALFORMED as why:
         fields = kind.__struct_fields__
         raise RequestError(

@@ -229,8 +229,7 @@ def changes(old: RouterConfig, new: RouterConfig) -> list[str]:
     if fixed:
         raise ConfigError(
             f"{', '.join(fixed)} cannot change while the router runs, so nothing was changed; "
-            f"restart it for that, or "
-            f"set {'them' if len(fixed) > 1 else 'it'} back"
+            "restart it for that"
         )
     if (old.api_key or old.keys) and not (new.api_key or new.keys):
         raise ConfigError(

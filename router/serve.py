@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvrelay.openai_api.body import is_valid_id
-from kvrelay.openai_api.dialects.base import AS_IS, Dialect, Translate, untranslated
+from kvrelay.openai_api.dialects.base import AS_IS, Translate, untranslated
 from kvrelay.openai_api.dialects.responses import Recall, translate_body
 from kvrelay.openai_api.front import front_of
 from kvrelay.openai_api.headers import trace_headers
@@ -113,7 +113,9 @@ class RouterApp(FastAPI):
             if translate is not untranslated:
                 limit_bytes = router.config.max_body_bytes
                 body, dialect = await translate_body(body, translate, recall, limit_bytes)
-            known = self._job(request, caller, parse_body(body, _path_on_nodes(path, dialect)))
+            known = self._job(
+                request, caller, parse_body(body, path if dialect is AS_IS else CHAT_PATH)
+            )
             trace = trace_headers(header)
             if router.tracing is not None:
                 span = router.tracing.begin(f"POST {path}", trace, arrived)
@@ -219,10 +221,6 @@ class RouterApp(FastAPI):
 
 def _id(wanted: str, instead: str = "") -> str:
     return wanted if is_valid_id(wanted) else instead or f"{_ids.getrandbits(128):032x}"
-
-
-def _path_on_nodes(path: str, dialect: Dialect) -> str:
-    return path if dialect is AS_IS else CHAT_PATH
 
 
 async def checked_body(request: Request, config: RouterConfig) -> bytes:

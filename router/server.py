@@ -8,10 +8,9 @@ import logging
 import math
 import signal
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import FrameType
 
 import uvicorn
 import uvloop
@@ -26,7 +25,7 @@ from kvrelay.router.state import Shared
 from kvrelay.router.transport.node_client import node_tls
 from kvrelay.wire.router_config import RouterConfig
 
-__all__ = ["settle", "make_server", "run", "serve"]
+__all__ = ["make_server", "run", "serve", "settle", "stop_on_signals"]
 
 # Above the idle time after which OpenAI clients close a kept connection: we never do so first.
 _KEEP_CONNECTION_S = 75
@@ -47,17 +46,8 @@ def settle() -> None:
 
 
 class _Server(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        if self.config.uds is not None:
-            yield
-            return
-        with super().capture_signals():
-            yield
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
-        self.should_exit = True
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()  # see stop_on_signals
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         router: Router = self.config.app.state.router  # type: ignore[union-attr]
@@ -73,7 +63,7 @@ def make_server(
 ) -> uvicorn.Server:
     """Return a uvicorn server that is not started. Raises ConfigError.
 
-    On a Unix socket it speaks plain HTTP and leaves signals to others.
+    On a Unix socket it speaks plain HTTP.
     """
     context = server_context(config) if unix_socket is None else None
     node_tls(config)  # raises
@@ -97,6 +87,12 @@ def make_server(
     return _Server(served)
 
 
+def stop_on_signals(server: uvicorn.Server, *numbers: signal.Signals) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, *numbers):
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(number, server.handle_exit, number, None)
+
+
 async def serve(
     config: RouterConfig,
     listening: Sequence[socket.socket] | None = None,
@@ -109,9 +105,8 @@ async def serve(
     server = make_server(config, reread=reread)
     if reread is not None:
         reload_on_hangup(server.config.app.state.router.reload)  # type: ignore[union-attr]
-    else:  # a terminal that is closed
-        hangup = signal.SIGHUP
-        asyncio.get_running_loop().add_signal_handler(hangup, server.handle_exit, hangup, None)
+    # SIGHUP, else, is of a terminal that is closed.
+    stop_on_signals(server, *([signal.SIGHUP] if reread is None else []))
     await server.serve(sockets=None if listening is None else list(listening))
 
 

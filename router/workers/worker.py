@@ -23,7 +23,7 @@ from kvrelay.openai_api.json_body import read_body
 from kvrelay.router.admin import ADAPTER_PATHS
 from kvrelay.router.guard import PEER_HEADER, peer_of
 from kvrelay.router.router import Router
-from kvrelay.router.server import make_server
+from kvrelay.router.server import make_server, stop_on_signals
 from kvrelay.router.state import Shared
 from kvrelay.router.workers.parent import POLL_S, SOCKET, ClusterState, WorkerReport
 from kvrelay.wire.errors import ConfigError, Unavailable
@@ -173,6 +173,7 @@ async def serve_worker(index: int, folder: Path) -> None:
     server = make_server(state.config, worker)
     worker.router = server.config.app.state.router  # type: ignore[union-attr]
     worker.apply(state)
+    stop_on_signals(server)
     with shared_port(state.config.host, state.config.port) as listening:
         serving = asyncio.create_task(server.serve([listening]))
         while not (server.started or serving.done()):
