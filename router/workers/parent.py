@@ -52,7 +52,7 @@ HANGS_S = 15.0
 """A worker without a report for so long is replaced."""
 _SETTLED_S = 1.0
 _FIRST_CHECKS_S = 5.0
-"""For so long a new worker waits until the parent has checked all nodes."""
+"""For so long workers wait until all nodes have been checked."""
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -141,7 +141,6 @@ class Parent(Shared):
         self.router: Router = app.state.router
         self._peers: dict[int, _Peer] = {}
         self._ended: list[Metric] = []
-        self._patient_until = time.monotonic() + _FIRST_CHECKS_S
         self._state = self._state_now(1)
         self._message = msgspec.msgpack.encode(self._state)
         registry = self.router.metrics.registry
@@ -151,12 +150,16 @@ class Parent(Shared):
     async def running(self) -> AsyncIterator[None]:
         """Answer workers and operators for the length of the block. Raises ConfigError."""
         serving = asyncio.create_task(self._server.serve())
-        while not self._server.started:
-            await asyncio.sleep(0.01)
-            if serving.done():
-                raise ConfigError("the router's parent process cannot start; its log says why")
         looking = asyncio.create_task(self._look_for_ever())
+        patient_until = time.monotonic() + _FIRST_CHECKS_S
         try:
+            while not self._server.started or (
+                time.monotonic() < patient_until
+                and any(node.reason == NEW for node in self.router.pool.nodes)
+            ):
+                await asyncio.sleep(0.01)
+                if serving.done():
+                    raise ConfigError("the router's parent process cannot start; its log says why")
             yield
         finally:
             self._server.should_exit = True
@@ -192,14 +195,7 @@ class Parent(Shared):
             self._refresh()
         if report.seen is not None:
             peer.status, peer.metrics = report.seen
-        current = report.version == self._state.version
-        return Response(
-            b"" if current or not (report.version or self._checked()) else self._message
-        )
-
-    def _checked(self) -> bool:
-        checked = all(node.reason != NEW for node in self.router.pool.nodes)
-        return checked or time.monotonic() > self._patient_until
+        return Response(b"" if report.version == self._state.version else self._message)
 
     def _state_now(self, version: int) -> ClusterState:
         pool = self.router.pool
@@ -240,16 +236,13 @@ class Parent(Shared):
             try:
                 self._refresh()
                 for index, peer in self._peers.items():
-                    self._look_after(index, peer)
+                    peer.silent += 1
+                    if peer.version and peer.silent == math.ceil(HANGS_S / POLL_S):
+                        _log.error("worker %d hangs and is killed", index)
+                        self.hung.inc()
+                        peer.kill()
             except Exception:  # noqa: BLE001 - a mistake of ours must not end what workers live by
                 _log.exception("the look after the workers failed")
-
-    def _look_after(self, index: int, peer: _Peer) -> None:
-        peer.silent += 1
-        if peer.version and peer.silent == math.ceil(HANGS_S / POLL_S):
-            _log.error("worker %d hangs and is killed: no report for %g s", index, HANGS_S)
-            self.hung.inc()
-            peer.kill()
 
     def other_workers(self) -> Sequence[WorkerStatus]:
         return [peer.status for peer in self._peers.values() if peer.status is not None]

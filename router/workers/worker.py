@@ -92,12 +92,8 @@ class Worker(Shared):
             deadline_s = config.request_deadline_s + _READ_S
         body = await read_body(request, config.max_body_bytes, _READ_S)
         # Unchanged: encoded parts or dots must not make another path there.
-        path, query = (
-            request.scope[part].decode("latin-1") for part in ("raw_path", "query_string")
-        )
-        url = yarl.URL.build(
-            scheme="http", host="parent", path=path, query_string=query, encoded=True
-        )
+        path, query = (request.scope[part].decode() for part in ("raw_path", "query_string"))
+        url = yarl.URL(f"http://parent{path}?{query}", encoded=True)
         headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
         headers[PEER_HEADER] = peer_of(request)
         try:
@@ -155,7 +151,7 @@ class Worker(Shared):
 
     async def follow(self) -> None:
         while True:
-            if (state := await self.report()) is not None:
+            if state := await self.report():
                 self.apply(state)
             else:
                 await asyncio.sleep(POLL_S)
@@ -168,8 +164,8 @@ class Worker(Shared):
 async def serve_worker(index: int, folder: Path) -> None:
     """Serve until SIGTERM. Raises KvrelayError."""
     worker = Worker(index, folder)
-    while (state := await worker.report()) is None:
-        await asyncio.sleep(POLL_S)
+    state = await worker.report()
+    assert state is not None
     server = make_server(state.config, worker)
     worker.router = server.config.app.state.router  # type: ignore[union-attr]
     worker.apply(state)

@@ -57,8 +57,8 @@ class Cluster:
         self.parent.begin(index, lambda: self.killed.append(index))
         worker = Worker(index, self.folder)
         self.workers.append(worker)
-        while (begin := await worker.report()) is None:
-            await asyncio.sleep(0.01)
+        begin = await worker.report()
+        assert begin is not None
         worker.router = Router(begin.config, random.Random(1), worker)
         worker.apply(begin)
         await self.hear(worker)
