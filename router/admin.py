@@ -183,18 +183,19 @@ async def _tell(
 
 
 def _nodes_for(pool: Pool, asked: _Adapter, *, loads: bool) -> list[Node]:
-    models = pool.models()
     base = asked.base_model_name or ("" if loads else pool.base_of(asked.lora_name))
-    if not base and len(models) > 1 and loads:
+    nodes = [node for node in pool.nodes if base in ("", node.model)]
+    models = {node.model for node in nodes} - {""}
+    if loads and len(models) > 1:
         names = ", ".join(map(repr, sorted(models)))
         raise RequestError(
             f"base_model_name is missing: name one of {names}", param="base_model_name"
         )
-    if base and base not in models:
+    if base and not nodes:
         raise NotFound(
             f"model {base!r} is not served here", param="base_model_name", code="model_not_found"
         )
-    return [node for node in pool.nodes if base in ("", node.model)]
+    return nodes
 
 
 def _check_all_done(said: Sequence[NodeAnswer], param: str | None = None) -> None:

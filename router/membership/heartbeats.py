@@ -53,7 +53,7 @@ class AnnouncedNodes(asyncio.DatagramProtocol):
     def add(self, message: bytes, unix_now: float, now: float) -> None:
         """Take over a message, unless it is out of date. Raises KvrelayError."""
         beat = opened(message, self._key, unix_now)
-        spec = NodeSpec(beat.url, beat.role, beat.model)
+        spec = NodeSpec(beat.url, beat.role)
         known = self._heard.get(spec.url)
         if known is None:
             if len(self._heard) >= MAX_NODES:

@@ -28,9 +28,7 @@ from kvrelay.wire.errors import ConfigError, RequestError
 __all__ = ["api_server", "follow_pods", "listed_gauge", "node_of", "nodes_of"]
 
 _ROLE = "kvrelay/role"
-_MODEL = "kvrelay/model"  # a label, or an annotation for names that a label cannot have
-_PORT = "kvrelay/port"  # an annotation, instead of the container port of this name:
-_PORT_NAME = "http"
+_PORT = "http"  # the name of the container port
 
 RELIST_S = 1.0
 # To connect, and between two pieces of a list.
@@ -48,7 +46,6 @@ def node_of(pod: _Pod) -> NodeSpec | None:
     """
     # Go writes null or leaves a field out.
     metadata, spec, status = (pod.get(part) or {} for part in ("metadata", "spec", "status"))
-    labels, annotations = (metadata.get(part) or {} for part in ("labels", "annotations"))
     ready = any(
         each["type"] == "Ready" and each["status"] == "True"
         for each in status.get("conditions") or ()
@@ -56,26 +53,22 @@ def node_of(pod: _Pod) -> NodeSpec | None:
     ended = status.get("phase") in ("Succeeded", "Failed") or metadata.get("deletionTimestamp")
     if ended or not ready:
         return None
-    role = labels.get(_ROLE, "")
+    role = (metadata.get("labels") or {}).get(_ROLE, "")
     if role not in (Role.PREFILL, Role.DECODE):
         raise RequestError(f"its label {_ROLE} must be prefill or decode, got {role!r}")
     host = status.get("podIP")
     if not host:
         raise RequestError("it has no address")
-    named = (
+    ports = [
         port["containerPort"]
         for container in spec.get("containers") or ()
         for port in container.get("ports") or ()
-        if port.get("name") == _PORT_NAME
-    )
-    port = annotations.get(_PORT) or next(named, None)
-    if port is None:
-        raise RequestError(
-            f"it has neither a container port named {_PORT_NAME} nor an annotation {_PORT}"
-        )
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    model = annotations.get(_MODEL) or labels.get(_MODEL, "")
-    return NodeSpec(url, Role(role), model, metadata["uid"])
+        if port.get("name") == _PORT
+    ]
+    if not ports:
+        raise RequestError(f"it has no container port named {_PORT}")
+    url = f"http://[{host}]:{ports[0]}" if ":" in host else f"http://{host}:{ports[0]}"
+    return NodeSpec(url, Role(role), metadata["uid"])
 
 
 def nodes_of(pods: Iterable[_Pod]) -> tuple[dict[str, NodeSpec], set[str]]:

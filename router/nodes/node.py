@@ -63,13 +63,11 @@ class Source(enum.StrEnum):
 class NodeSpec:
     """A node that a source names. Raises RequestError for a bad address or role.
 
-    `model` if known; the node's own word counts. `generation`: the source's name for the process,
-    or its pod.
+    `generation`: the UID of its pod, if any.
     """
 
     url: str
     role: Role
-    model: str = ""
     generation: str = ""
 
     def __post_init__(self) -> None:

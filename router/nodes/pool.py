@@ -109,7 +109,7 @@ class Pool:
             self._set_role(node, spec.role)
             node.wanted, node.reason, node.blamed_at = True, NEW, now
         else:
-            node = Node(spec.url, role=spec.role, model=spec.model)
+            node = Node(spec.url, role=spec.role)
             self.joined(node)
         self.nodes, self._by_url[spec.url] = [*self.nodes, node], node
         self._changed()
@@ -375,8 +375,6 @@ class Pool:
         pod = self.members[Source.KUBERNETES].get(node.url)
         if pod is not None and report.pod_uid and report.pod_uid != pod.generation:
             return f"pod {pod.generation} had this address, and pod {report.pod_uid} answers there"
-        if pod is not None and pod.model and report.model != pod.model:
-            return f"its pod is labelled {pod.model!r} and it serves {report.model!r}"
         return None
 
     def note_adapters(self, node: Node, names: Iterable[str], now: float) -> None:

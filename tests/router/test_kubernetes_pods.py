@@ -25,7 +25,6 @@ from kvrelay.wire.router_config import RouterConfig
 from tests.cluster.certificates import authority
 
 P, D = "http://127.0.0.1:8100", "http://127.0.0.1:8200"
-ANNOTATIONS = "metadata|annotations"
 NOT_LONGER_S = 5.0
 
 
@@ -41,27 +40,9 @@ def pod(changes: dict[str, Any] | None = None, url: str = P, **fields: Any) -> d
     return made
 
 
-@pytest.mark.parametrize(
-    ("one", "node"),
-    [
-        (pod(), NodeSpec(P, Role.PREFILL, "", "uid-p")),
-        (
-            pod({"metadata|labels|kvrelay/model": "tiny", ANNOTATIONS: {"kvrelay/port": "81"}}),
-            NodeSpec("http://127.0.0.1:81", Role.PREFILL, "tiny", "uid-p"),
-        ),
-        (
-            pod(
-                {"metadata|labels|kvrelay/model": "x", ANNOTATIONS: {"kvrelay/model": "org/tiny"}},
-                "http://[fd00::1]:8100",
-            ),
-            NodeSpec("http://[fd00::1]:8100", Role.PREFILL, "org/tiny", "uid-p"),
-        ),
-    ],
-)
-def test_a_pod_is_a_node_by_its_labels_its_port_and_its_uid(
-    one: dict[str, Any], node: NodeSpec
-) -> None:
-    assert nodes_of([one]) == ({node.url: node}, set())
+@pytest.mark.parametrize("url", [P, "http://[fd00::1]:8100"])
+def test_a_pod_is_a_node_by_its_label_its_port_and_its_uid(url: str) -> None:
+    assert nodes_of([pod(url=url)]) == ({url: NodeSpec(url, Role.PREFILL, "uid-p")}, set())
 
 
 @pytest.mark.parametrize(
@@ -73,7 +54,7 @@ def test_a_pod_is_a_node_by_its_labels_its_port_and_its_uid(
         {"metadata|deletionTimestamp": "2026-01-01T00:00:30Z"},
         {"status|phase": "Failed"},
         {"status|phase": "Succeeded"},
-        {"status": None, "spec": None, "metadata|labels": None, ANNOTATIONS: None},
+        {"status": None, "spec": None, "metadata|labels": None},
     ],
 )
 def test_only_pods_that_are_ready_and_stay_are_nodes(changes: dict[str, Any]) -> None:
@@ -89,8 +70,10 @@ def test_only_pods_that_are_ready_and_stay_are_nodes(changes: dict[str, Any]) ->
         ),
         ({"spec|containers": [{"name": "node"}]}, "container port named http"),
         ({"spec|containers": None}, "container port named http"),
-        ({ANNOTATIONS: {"kvrelay/port": "x"}}, "node address"),
-        ({ANNOTATIONS: {"kvrelay/port": "70000"}}, "node address"),
+        (
+            {"spec|containers": [{"ports": [{"name": "http", "containerPort": 70000}]}]},
+            "node address",
+        ),
         ({"status|podIP": None}, "no address"),
         ({"status|podIP": "not an address"}, "node address"),
     ],
@@ -241,12 +224,12 @@ async def test_who_is_not_what_the_pod_says_takes_no_requests(api: ApiServer) ->
         pool.note_report(node, HealthReport(**(report | fields)), 5.0, 5.0)
         return node
 
-    api.put(pod_of("p", P, "prefill", **{"kvrelay/model": "m"}))
+    api.put(pod_of("p", P, "prefill"))
     async with following() as pool:
         await until(lambda: urls(pool) == [P])
         assert told().up
         assert told(pod_uid="").up  # it need not know
-        for wrong in ({"pod_uid": "uid-q"}, {"model": "n"}, {"role": Role.DECODE}):
+        for wrong in ({"pod_uid": "uid-q"}, {"role": Role.DECODE}):
             assert not told(**wrong).up
         assert told().up
 
