@@ -245,13 +245,10 @@ def reload_on_hangup(reload: Callable[[], list[str]]) -> None:
 
     def hung_up() -> None:
         try:
-            changed = reload()
+            changed = ", ".join(reload()) or "nothing"
         except KvrelayError as why:
             _log.error("the configuration is not reloaded: %s", why.message)
         else:
-            _log.info(
-                "the configuration is reloaded: %s",
-                f"new {', '.join(changed)}" if changed else "nothing is new",
-            )
+            _log.info("the configuration is reloaded, new: %s", changed)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up)

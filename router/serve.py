@@ -59,8 +59,6 @@ class RouterApp(FastAPI):
             title="kvrelay router",
             lifespan=lambda _: router.running(),
             openapi_url=None,
-            docs_url=None,
-            redoc_url=None,
         )
         self._router = self.state.router = router
         self._front = front_of(router.config) if router.shared.serves else None

@@ -10,8 +10,9 @@ import logging
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +72,21 @@ def node_of(pod: _Pod) -> NodeSpec | None:
     return NodeSpec(url, Role(role), metadata["uid"])
 
 
-def nodes_of(pods: Iterable[_Pod]) -> tuple[dict[str, NodeSpec], set[str]]:
+def nodes_of(pods: Iterable[_Pod]) -> dict[str, NodeSpec]:
     nodes: dict[str, NodeSpec] = {}
-    complaints: set[str] = set()
     # An address is given away again when its pod has ended: the younger pod is there.
     for pod in sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp") or ""):
         try:
-            node = node_of(pod)
+            if (node := node_of(pod)) is not None:
+                nodes[node.url] = node
         except RequestError as why:
-            complaints.add(f"pod {pod['metadata']['name']} cannot be a node: {why.message}")
-            continue
-        if node is not None:
-            nodes[node.url] = node
-    return nodes, complaints
+            _complain(pod["metadata"]["name"], why.message)
+    return nodes
+
+
+@lru_cache  # once is enough
+def _complain(pod: str, why: str) -> None:
+    _log.warning("pod %s cannot be a node: %s", pod, why)
 
 
 def listed_gauge(registry: CollectorRegistry) -> Gauge:
@@ -122,43 +125,32 @@ async def follow_pods(
         return
     url, tls = api_server(namespace)
     connect_s, read_s = DEADLINES_S
-    timeout = aiohttp.ClientTimeout(connect=connect_s, sock_read=read_s)
-
-    async def list_nodes() -> tuple[dict[str, NodeSpec], set[str]]:
-        token = (ACCOUNT / "token").read_text(encoding="utf-8")  # renewed every hour
-        async with http.get(
-            url,
-            params={"labelSelector": f"{selector},{_ROLE}"},
-            headers={"authorization": f"Bearer {token.strip()}"},
-        ) as answer:
-            return nodes_of(msgspec.json.decode(await answer.read())["items"] or ())
-
+    session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=tls),
+        timeout=aiohttp.ClientTimeout(connect=connect_s, sock_read=read_s),
+        raise_for_status=True,
+    )
     _log.info("nodes are the pods at %s that match %s", url, selector)
-    async with (
-        aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=tls), timeout=timeout, raise_for_status=True
-        ) as http,
-        running_task(_follow(pool, list_nodes, listed_gauge(registry))),
-    ):
+    async with session, running_task(_follow(pool, session, url, selector, listed_gauge(registry))):
         yield
 
 
 async def _follow(
-    pool: Pool,
-    list_nodes: Callable[[], Awaitable[tuple[dict[str, NodeSpec], set[str]]]],
-    listed: Gauge,
+    pool: Pool, session: aiohttp.ClientSession, url: str, selector: str, listed: Gauge
 ) -> None:
-    nodes: dict[str, NodeSpec] = {}
-    complaints, told = set[str](), True
+    told = True
     while True:
-        known = complaints
         try:
-            found, complaints = await list_nodes()
-            for complaint in complaints - known:
-                _log.warning("%s", complaint)
-            if found != nodes:
+            token = (ACCOUNT / "token").read_text(encoding="utf-8")  # renewed every hour
+            async with session.get(
+                url,
+                params={"labelSelector": f"{selector},{_ROLE}"},
+                headers={"authorization": f"Bearer {token.strip()}"},
+            ) as answer:
+                found = nodes_of(msgspec.json.decode(await answer.read())["items"] or ())
+            if found != pool.members[Source.KUBERNETES]:
                 pool.set_members(Source.KUBERNETES, found.values(), time.monotonic())
-            nodes, told = found, True
+            told = True
             listed.set_to_current_time()
         except Exception as why:  # noqa: BLE001 - the edge of this task: it must go on
             if told:  # once, and again after a list
@@ -169,6 +161,6 @@ async def _follow(
                     "and their health decides; trying on",
                     type(why).__name__,
                     why,
-                    len(nodes),
+                    len(pool.members[Source.KUBERNETES]),
                 )
         await asyncio.sleep(RELIST_S)

@@ -27,17 +27,17 @@ from kvrelay.router.server import make_server, stop_on_signals
 from kvrelay.router.state import Shared
 from kvrelay.router.workers.parent import POLL_S, SOCKET, ClusterState, WorkerReport
 from kvrelay.wire.errors import ConfigError, Unavailable
+from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["Worker", "serve_worker", "shared_port"]
 
 _TICK_S = 0.005
 _SEEN_S = 1.0
-_NOTHING: tuple[bool, list[str], None] = False, [], None
 _RESPONSES = "responses.sqlite"
 _READ_S = 10.0
 _ORDER_S = 45.0  # a node may take 35 s to reset its prefix cache
-_FORWARDED = ("authorization", "x-api-key", "content-type")
-_RETURNED = ("content-type", "cache-control", "retry-after", "www-authenticate")
+_FORWARDED = ("authorization", "x-api-key")
+_RETURNED = ("content-type", "cache-control", "retry-after")
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -71,7 +71,7 @@ class Worker(Shared):
 
     def __init__(self, index: int, folder: Path) -> None:
         super().__init__(str(folder / _RESPONSES))
-        self.index, self.forward = index, self._forward
+        self.index = index
         self.poison.tell = lambda *death: self._deaths.append(death)
         # Two, so that no crowd of operators keeps a report waiting.
         self._reports, self._orders = (
@@ -82,10 +82,10 @@ class Worker(Shared):
             for _ in range(2)
         )
         self._deaths: list[tuple[bytes, str]] = []
-        self._state: ClusterState | None = None
+        self._state = ClusterState(0, 0, RouterConfig(), {}, {}, {})
         self._seen_at = 0.0
 
-    async def _forward(self, request: Request) -> Response:
+    async def forward(self, request: Request) -> Response:
         # Returns the parent's answer. Raises KvrelayError, Unavailable after the deadline.
         config, deadline_s = self.router.config, _ORDER_S
         if request.url.path in ADAPTER_PATHS:
@@ -105,22 +105,20 @@ class Worker(Shared):
             raise Unavailable("the router's own processes have lost each other; try again") from why
 
     def workers(self) -> dict[str, int] | None:
-        assert self._state is not None
-        wanted = self.router.config.workers
-        return {"index": self.index, "listening": self._state.listening, "wanted": wanted}
+        listening, wanted = self._state.listening, self.router.config.workers
+        return {"index": self.index, "listening": listening, "wanted": wanted}
 
     async def report(self) -> ClusterState | None:
         """Report to the parent; return its snapshot if that is new. Raises ClientError, OSError."""
-        deaths, self._deaths = self._deaths, []
-        report = WorkerReport(0 if self._state is None else self._state.version, deaths)
-        now = time.monotonic()
-        if report.version and now >= self._seen_at + _SEEN_S:
-            router, self._seen_at = self.router, now
-            metrics = generate_latest(router.metrics.registry).decode()
-            report = msgspec.structs.replace(report, seen=(router.status(), metrics))
+        deaths, self._deaths, seen = self._deaths, [], None
+        version, now = self._state.version, time.monotonic()
+        if version and now >= self._seen_at + _SEEN_S:
+            self._seen_at = now
+            metrics = generate_latest(self.router.metrics.registry).decode()
+            seen = self.router.status(), metrics
         asking = self._reports.post(
             f"http://parent/workers/{self.index}",
-            data=msgspec.msgpack.encode(report),
+            data=msgspec.msgpack.encode(WorkerReport(version, deaths, seen)),
             raise_for_status=True,
         )
         async with asking as answer:
@@ -132,21 +130,21 @@ class Worker(Shared):
         router, pool, now = self.router, self.router.pool, time.monotonic()
         before, self._state, self._seen_at = self._state, state, 0.0
         for source, specs in state.members.items():
-            if before is None or before.members.get(source) != specs:
+            if before.members.get(source) != specs:
                 pool.set_members(source, specs, now)
         for node in pool.nodes:
-            drained, adapters, came_up = state.nodes.get(node.url, _NOTHING)
-            _, had, _ = _NOTHING if before is None else before.nodes.get(node.url, _NOTHING)
+            told = drained, adapters, came_up = state.nodes[node.url]
+            if told == before.nodes.get(node.url):
+                continue
             if came_up is not None and node.reported_at < 0:  # else it has asked the node itself
                 started, report = came_up
                 pool.note_report(node, report, started, now)
-            if adapters != had:
-                pool.note_adapters(node, adapters, now)
+            pool.note_adapters(node, adapters, now)
             if drained != node.drain_asked:
                 (pool.drain if drained else pool.undrain)(node, now)
         if not self._deaths:  # else they are not in it
             self.poison.take_over(state.poison)
-        if before is None or before.config != state.config:
+        if before.config != state.config:
             router.take_over(state.config)
 
     async def follow(self) -> None:

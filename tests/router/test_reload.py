@@ -250,7 +250,7 @@ async def test_sighup_reloads_and_the_log_says_what_came_of_it(
                 )
                 file.write(alias=(f"best={MODEL}",))
                 os.kill(os.getpid(), signal.SIGHUP)
-                await until(lambda: "the configuration is reloaded: new alias" in caplog.messages)
+                await until(lambda: "the configuration is reloaded, new: alias" in caplog.messages)
                 async with http.get(f"{url}/v1/models") as answer:
                     assert "best" in [card["id"] for card in (await answer.json())["data"]]
                 file.write(host="0.0.0.0")
