@@ -20,8 +20,9 @@ __all__ = ["PullPrice", "Pulls"]
 
 _SAMPLES = 8
 _REMEMBERED_S = 60.0
-# Before anything is measured.
-_ASK_MS, _BYTE_MS = 2.0, 1e-6
+_ALWAYS_MS = 1e-9
+# Before anything is measured: 10 GB/s, because what is thought too slow is never tried.
+_ASK_MS, _BYTE_MS = 2.0, 1e-7
 
 
 class PullPrice:
@@ -44,7 +45,10 @@ class PullPrice:
 
     def pull_ms(self, num_bytes: int, now: float) -> float:
         """Return the time from an ask until so many bytes are here."""
-        return _median(self._asks, _ASK_MS, now) + num_bytes * _median(self._bytes, _BYTE_MS, now)
+        return _median(self._asks, _ASK_MS, now) + num_bytes * self.byte_ms(now)
+
+    def byte_ms(self, now: float) -> float:
+        return _median(self._bytes, _BYTE_MS, now)
 
     def worth_ms(
         self, tokens: int, start: int, num_bytes: int, costs: StepCosts | None, now: float
@@ -94,6 +98,12 @@ class Pulls:
         block_size, costs = self._engine.pool.block_size, self._engine.scheduler.budget.costs
         part = blocks * block_size, first * block_size, blocks * self._block_bytes
         return self._price.worth_ms(*part, costs, now) / 1e3
+
+    def token_ms(self, now: float) -> float:
+        """Return the time to pull a token's KV, as routers hear it; 0: nothing is pulled."""
+        if self._config.kv_pull != "auto":
+            return _ALWAYS_MS if self._config.kv_pull == "always" else 0.0
+        return self._price.byte_ms(now) * self._block_bytes / self._engine.pool.block_size
 
     def handle(self, event: Granted | CachedAsked) -> None:
         if isinstance(event, CachedAsked):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from zlib import crc32
 
-from kvrelay.router.node_load import NodeLoad, Share
+from kvrelay.router.node_load import LINK_MS, NodeLoad, Share
 
 __all__ = [
     "AVOIDED_MS",
@@ -34,8 +34,6 @@ __all__ = [
     "shares_of",
 ]
 
-LINK_MS = 2.0
-"""The time of a hand-over between nodes of which nothing is known."""
 Link = Callable[[str, str], float]
 """Tells the time of a hand-over between two addresses, at least LINK_MS; infinite: impossible."""
 DEEP_MS = 1_000.0
@@ -61,6 +59,8 @@ class PlacementRequest:
     tie: int = 0
     cached: Mapping[str, int] = field(default_factory=dict)
     """Tokens of the prompt that nodes have, by their addresses."""
+    holder: str = ""
+    """The node with the most of them that leases them to others."""
     session: str = ""
     ignores_room: bool = False
 
@@ -70,7 +70,21 @@ class PlacementRequest:
         return self.tokens + min(self.output, self.most_output)
 
     def prompt_ms(self, node: NodeLoad) -> float:
-        return node.prompt_ms(self.tokens, self.cached.get(node.name, 0))
+        """Return the time until a node has the prompt's KV, some of it perhaps pulled."""
+        return min(self._ways_ms(node))
+
+    def pulls(self, node: NodeLoad) -> bool:
+        computed_ms, pulled_ms = self._ways_ms(node)
+        return pulled_ms < computed_ms
+
+    def _ways_ms(self, node: NodeLoad) -> tuple[float, float]:
+        cached = self.cached.get(node.name, 0)
+        computed_ms, more = node.prompt_ms(self.tokens, cached), 0
+        if self.holder:
+            more = self.cached[self.holder] - cached
+        if more <= 0:
+            return computed_ms, math.inf
+        return computed_ms, node.prompt_ms(self.tokens, cached + more) + node.pull_ms(more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +98,25 @@ class Placement:
     """The best of the other ways, and its price."""
     spills: bool
     """The prompt is computed on a decode node though a prefill node could."""
+    pulls_from: str = ""
+    """The node whose KV of the prompt's beginning is taken."""
 
     def __str__(self) -> str:
         way = f"{_shown(self.prefill, self.decode)} price={self.price:.2f}"
+        if self.pulls_from:
+            way += f" pulls from {_last(self.pulls_from)}"
         return (
             way if self.other is None else f"{way}, {_shown(*self.other[:2])} {self.other[2]:.2f}"
         )
 
 
 def _shown(prefill: str, decode: str) -> str:
-    source, target = (name.rpartition("/")[2] for name in (prefill, decode))
-    return f"{target} alone" if prefill == decode else f"{source}/{target}"
+    target = _last(decode)
+    return f"{target} alone" if prefill == decode else f"{_last(prefill)}/{target}"
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +197,8 @@ def place(
         return Wait("all nodes have enough before them")
     others = ((*_names(way), way[0]) for way in ways if way[2] is not source)
     spilled = source is target and bool(prefill)
-    return Placement(source.name, target.name, price, next(others, None), spilled)
+    pulls_from = request.holder if request.pulls(source) else ""
+    return Placement(source.name, target.name, price, next(others, None), spilled, pulls_from)
 
 
 def _names(way: _Way) -> tuple[str, str]:
@@ -208,6 +231,8 @@ def _sources(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple
 
 def _prompts_ms(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[float]:
     tokens, cached, square = request.tokens, request.cached, request.tokens**2
+    if request.holder:
+        return [request.prompt_ms(n) for n in nodes]
     return [
         n.prompt_ms(tokens, cached[n.name])
         if n.name in cached

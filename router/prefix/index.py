@@ -34,6 +34,8 @@ MAX_BLOCKS = 4_000_000
 """Blocks of all nodes, about 100 bytes each; each node may have an equal share."""
 MAX_SENT = 640_000
 """Chunks sent to all nodes, about 100 bytes each, shared alike: 80 MiB of text."""
+MAX_ANSWERS = 20_000
+"""Prompts of which it is known who has the KV of their answer, too."""
 MAX_LEARNED = 400_000
 """Chunks whose blocks are known, about 200 bytes each: 12,000 prompts of 4 KB that share nothing."""
 _CHUNKS = re.compile(rb"(?s).{1,%d}" % CHUNK_BYTES).findall  # three times as fast as slices
@@ -86,6 +88,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._nodes: defaultdict[str, _Node] = defaultdict(_Node)
         self._learned: dict[int, array[int]] = {}  # keys of the blocks that end in a chunk
+        self._answers: dict[int, tuple[str, int]] = {}  # by a prompt's last full chunk
         self._block_size = 0
         self._tokens_per_byte = RunningMean(_TOKENS_PER_BYTE, _PROMPTS_MEAN)
 
@@ -108,6 +111,10 @@ class PrefixIndex:
             has = max(has, _depth(keys, node.held or ()) * block_size)
             if has:
                 cached[url] = min(tokens, has)
+        if self._answers and cached:
+            url, has = next(filter(None, map(self._answers.get, chunks)), ("", 0))
+            if url in cached:
+                cached[url] = max(cached[url], min(tokens, has))
         return tokens, cached
 
     def send(self, prefix: Prefix, url: str) -> Sent:
@@ -138,6 +145,12 @@ class PrefixIndex:
             end = len(keys) * min(at * CHUNK_BYTES, text_bytes) // text_bytes
             learned[chunk], begin = keys[begin:end], end
         _keep(self._learned, learned, MAX_LEARNED)
+
+    def answered(self, prefix: Prefix, url: str, tokens: int) -> None:
+        """Note that a node has the KV of a prompt and its answer, `tokens` in all."""
+        full = min(prefix.text_bytes, MAX_TEXT_BYTES) // CHUNK_BYTES
+        if url and full:
+            _keep(self._answers, {prefix.chunks[full - 1]: (url, tokens)}, MAX_ANSWERS)
 
     def counted(self, prefix: Prefix, tokens: int) -> None:
         if tokens and prefix.text_bytes and not prefix.counted:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hmac
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -17,7 +17,7 @@ from kvrelay.openai_api.json_body import read_json
 from kvrelay.router.nodes.node import NodeKind, VllmHandover
 from kvrelay.router.prefix.index import Prefix
 from kvrelay.wire.errors import RequestError
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import KvTransferParams, Source
 
 __all__ = [
     "CHAT_PATH",
@@ -353,7 +353,7 @@ def prefix_of(job: Job) -> Prefix:
     )
 
 
-def prefill_body(job: Job) -> bytes:
+def prefill_body(job: Job, sources: Sequence[Source]) -> bytes:
     fields: dict[str, Any] = dict(job.fields)
     fields["max_tokens"] = 0 if job.prompt_only else 1
     if "max_completion_tokens" in fields:
@@ -368,12 +368,13 @@ def prefill_body(job: Job) -> bytes:
         # Not dropped: with min_tokens >= 1 the first token must not end the answer.
         fields["min_tokens"] = min(job.known.min_tokens, 1)
     fields["seed"] = job.seed
-    fields["kv_transfer_params"] = begun(job, prefill=True)
+    fields["kv_transfer_params"] = begun(job, prefill=True, sources=sources)
     return msgspec.json.encode(fields)
 
 
-def begun(job: Job, *, prefill: bool) -> KvTransferParams:
+def begun(job: Job, *, prefill: bool, sources: Sequence[Source] = ()) -> KvTransferParams:
     return KvTransferParams(
+        sources=list(sources),
         do_remote_decode=prefill,
         do_remote_prefill=not prefill,
         pipelined=prefill,

@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from zlib import crc32
 
@@ -31,6 +31,7 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode
 from kvrelay.wire.router_config import PRICE, RouterConfig
 from kvrelay.wire.step_costs import RunningMean
+from kvrelay.wire.transfer import Source
 
 __all__ = ["ChosenNodes", "PlacementLeases", "Placer", "PlacementQuery"]
 
@@ -106,10 +107,35 @@ class Placer:
             job.max_tokens * job.choices or math.inf,
             tie=crc32(job.id.encode()),
             cached=cached,
+            holder=self._holder(cached),
             session=job.session,
         )
         alone = alone or is_undivided(job)
         return PlacementQuery(job.model, request, prefix, peer, job.kind, alone)
+
+    def _holder(self, cached: Mapping[str, int]) -> str:
+        for url in sorted(cached, key=cached.__getitem__, reverse=True):
+            node = self._pool.find(url)
+            if node is not None and node.up and node.kv is not None and node.kv.port:
+                return url
+        return ""
+
+    def sources(self, placed: PlacementLeases) -> list[Source]:
+        """Return where the node that computes a prompt may take a part of its KV."""
+        holder, node = (
+            self._pool.find(placed.placement.pulls_from),
+            (placed.prefill or placed.decode).node,
+        )
+        if holder is None or holder.kv is None or kv_mismatch(holder.kv, node.kv) is not None:
+            return []
+        return [
+            Source(
+                holder.kv.address,
+                holder.kv.port,
+                holder.kv.generation,
+                placed.wanted.request.cached[holder.url],
+            )
+        ]
 
     def limited(self, wanted: PlacementQuery, targets: Slo) -> PlacementQuery:
         """Return a query that waits or is refused where it would miss its targets.
@@ -128,10 +154,17 @@ class Placer:
         return FIRST_OUTPUT if mean is None else mean.value
 
     def answered(
-        self, model: str, tokens: int, prefix: Prefix | None = None, prompt_tokens: int = 0
+        self,
+        model: str,
+        tokens: int,
+        prefix: Prefix | None = None,
+        prompt_tokens: int = 0,
+        url: str = "",
     ) -> None:
+        """Learn from a whole answer of so many tokens; the node at `url` has its KV."""
         if prefix is not None:
             self._pool.prefixes.counted(prefix, prompt_tokens)
+            self._pool.prefixes.answered(prefix, url, prompt_tokens + tokens)
         if tokens and (base := self._pool.base_of(model)):
             mean = self._outputs.setdefault(base, RunningMean(FIRST_OUTPUT, _OUTPUTS_MEAN))
             mean.add(min(tokens, _MOST_OUTPUT))

@@ -156,7 +156,8 @@ class RequestRun:
             self._prefill_node, self.timeline.prefilled = lease.node, None
             failure: AttemptFailed | Refused
             try:
-                end = await Attempt(self, lease, FramePosition()).run(prefill_body(self.job))
+                body = prefill_body(self.job, self.context.placer.sources(self.placed))
+                end = await Attempt(self, lease, FramePosition()).run(body)
                 # After a first token from the decode request, that one ends the answer.
                 return end is not FrameKind.HANDOVER and self.progress.ended
             except AttemptFailed as why:
@@ -313,6 +314,8 @@ class RequestRun:
         left = min(request.output, request.most_output) - self.progress.output_tokens
         expected = max(1, round(left / self.job.choices))
         params = msgspec.structs.replace(params, tpot_ms=request.tpot_ms, expected_output=expected)
+        if placed.prefill is None:
+            params.sources = self.context.placer.sources(placed)
         if not placement.spills:
             return params
         cached = request.cached.get(placement.decode, 0)
@@ -340,9 +343,9 @@ class RequestRun:
         output = self.output_tokens
         if usage is not None:
             self.prompt_tokens, output, self.cached_tokens = usage
-        self.context.placer.answered(
-            self.job.model, output // self.job.choices, self._prefix, self.prompt_tokens or 0
-        )
+        per_choice, told = output // self.job.choices, self.prompt_tokens or 0
+        url = "" if self.placed is None else self.placed.decode.node.url
+        self.context.placer.answered(self.job.model, per_choice, self._prefix, told, url)
         for lease in self.unread:
             self._pool.could_not_read(lease.node, time.monotonic())
         self.unread.clear()
