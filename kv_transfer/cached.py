@@ -54,13 +54,14 @@ class Asks:
         first: int,
         deadline: float,
         unix_now: float,
+        seal: str = "",
     ) -> bool:
         """Begin an ask; False if it may not go to this peer."""
         self._tokens += 1
         message = LeaseCached(self._tokens, peer.generation, first, b"".join(hashes[:MOST_ASKED]))
         message = signed_ask(message, self._secret, unix_now)
         self._asks[self._tokens] = ask = _Ask(request_id, peer, message, deadline)
-        if refused := asking_refusal(peer.host, self._secret):
+        if refused := asking_refusal(peer, seal, self._secret):
             self._fail(ask, Incompatible(refused))
         return not refused
 

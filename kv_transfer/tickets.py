@@ -12,6 +12,7 @@ import hmac
 
 import msgspec
 
+from kvrelay.kv_transfer.connector import PeerKey
 from kvrelay.kv_transfer.messages import LeaseCached
 from kvrelay.wire.config_checks import is_loopback
 from kvrelay.wire.transfer import Ticket
@@ -22,6 +23,7 @@ __all__ = [
     "ask_refusal",
     "asking_refusal",
     "refusal",
+    "sealed_address",
     "signed",
     "signed_ask",
 ]
@@ -60,13 +62,21 @@ def signed_ask(ask: LeaseCached, secret: str, now: float) -> LeaseCached:
     return msgspec.structs.replace(ask, signature=_signature(ask, secret))
 
 
-def asking_refusal(host: str, secret: str) -> str | None:
-    """Return why this host must not be asked, or None."""
-    if secret or is_loopback(host):
+def sealed_address(peer: PeerKey, secret: str) -> str:
+    """Return the seal by which readers know the address of a node of their cluster."""
+    return _hmac(b"kvrelay-source", list(peer), secret) if secret else ""
+
+
+def asking_refusal(peer: PeerKey, seal: str, secret: str) -> str | None:
+    """Return why this peer must not be asked, or None."""
+    if not secret:
+        if is_loopback(peer.host):
+            return None
+        where = f"only loopback addresses are asked for KV, not {peer.host!r}"
+        return f"without cluster_secret {where}; {_REMEDY}"
+    if hmac.compare_digest(seal.encode(), sealed_address(peer, secret).encode()):
         return None
-    return (
-        f"without cluster_secret only loopback addresses are asked for KV, not {host!r}; {_REMEDY}"
-    )
+    return f"no node with this cluster_secret has given the address {peer.host!r}; {_REMEDY}"
 
 
 def ask_refusal(ask: LeaseCached, generation: str, secret: str, now: float) -> str | None:
@@ -116,5 +126,9 @@ def _signature(sealed: Ticket | LeaseCached, secret: str) -> str:
             sealed.adapter_digest,
             sealed.expires_at,
         ]
+    return _hmac(person, claim, secret)
+
+
+def _hmac(person: bytes, claim: list[object], secret: str) -> str:
     key = hashlib.blake2b(secret.encode(), digest_size=32, person=person).digest()
     return hmac.new(key, msgspec.json.encode(claim), hashlib.sha256).hexdigest()

@@ -46,7 +46,7 @@ from kvrelay.kv_transfer.offers import Offers
 from kvrelay.kv_transfer.peers import Peers
 from kvrelay.kv_transfer.rank_backends import make_backends, terms_of
 from kvrelay.kv_transfer.ranks import Broke, FromRank, RankLink
-from kvrelay.kv_transfer.tickets import MAX_ID_CHARS, refusal, signed
+from kvrelay.kv_transfer.tickets import MAX_ID_CHARS, refusal, sealed_address, signed
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import Incompatible, KvrelayError, PeerLost
 from kvrelay.wire.transfer import Fingerprint, Ticket
@@ -103,6 +103,8 @@ class TransferEngine:
         self._control = ControlThread(self, config.kv_host, config.kv_port, config.cluster_secret)
         self.address = self._control.address
         """Host and port that peers dial."""
+        at = PeerKey(*self.address, self.generation)
+        self.address_seal = sealed_address(at, config.cluster_secret)
         try:
             self._backends = Backends(
                 backends, self, region, heads[0], link, checksums=config.kv_checksums > 0
@@ -194,15 +196,23 @@ class TransferEngine:
         self._control.send_to_reader(caller, Leased(ask.token, ticket))
 
     def ask(
-        self, request_id: str, peer: PeerKey, hashes: Sequence[bytes], first: int, within_s: float
+        self,
+        request_id: str,
+        peer: PeerKey,
+        hashes: Sequence[bytes],
+        first: int,
+        within_s: float,
+        seal: str = "",
     ) -> None:
         """Reader: ask for a lease on the longest cached prefix of these hashes. One Granted follows.
 
-        `first`: the number of their first block, with which the ticket's blocks begin.
+        `first`: the number of their first block, with which the ticket's blocks begin. `seal`: of
+        the peer's address, by the peer.
         """
         now = time.monotonic()
         with self._turn():
-            if self._asks.begin(request_id, peer, hashes, first, now + within_s, time.time()):
+            until, unix_now = now + within_s, time.time()
+            if self._asks.begin(request_id, peer, hashes, first, until, unix_now, seal):
                 self._peers.ask(peer, now)
         self._control.wake()
 

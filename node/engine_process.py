@@ -376,7 +376,7 @@ class EngineProcess:
 
     def _send_stats(self, asked: int = 0) -> None:
         now = time.monotonic()
-        self.engine.scheduler.pull_token_ms = self._pulls.token_ms(now)
+        self.engine.scheduler.pull_ms = self._pulls.announced_ms(now)
         parts = self.engine, self.connector, self._pulls
         self._send(engine_stats(*parts, self._mismatched_kv, now, asked))
 

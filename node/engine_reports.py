@@ -104,6 +104,7 @@ def engine_ready(
             config.transfer.kv_load_failure_policy == "recompute",
             port,
             connector.generation,
+            connector.address_seal,
         ),
         costs=costs,
         max_gap_ms=engine.scheduler.budget.gap_ms,

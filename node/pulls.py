@@ -45,7 +45,10 @@ class PullPrice:
 
     def pull_ms(self, num_bytes: int, now: float) -> float:
         """Return the time from an ask until so many bytes are here."""
-        return _median(self._asks, _ASK_MS, now) + num_bytes * self.byte_ms(now)
+        return self.ask_ms(now) + num_bytes * self.byte_ms(now)
+
+    def ask_ms(self, now: float) -> float:
+        return _median(self._asks, _ASK_MS, now)
 
     def byte_ms(self, now: float) -> float:
         return _median(self._bytes, _BYTE_MS, now)
@@ -90,7 +93,7 @@ class Pulls:
         request.pull_from, request.pull_s = first, limit_s
         peer = PeerKey(source.host, source.port, source.generation)
         hashes = request.block_hashes(block_size)[first:most]
-        self._connector.ask(request.request_id, peer, hashes, first, limit_s)
+        self._connector.ask(request.request_id, peer, hashes, first, limit_s, source.seal)
 
     def _limit_s(self, blocks: int, first: int, now: float) -> float:
         if self._config.kv_pull != "auto":
@@ -99,11 +102,12 @@ class Pulls:
         part = blocks * block_size, first * block_size, blocks * self._block_bytes
         return self._price.worth_ms(*part, costs, now) / 1e3
 
-    def token_ms(self, now: float) -> float:
-        """Return the time to pull a token's KV, as routers hear it; 0: nothing is pulled."""
+    def announced_ms(self, now: float) -> tuple[float, float]:
+        """Return the time of a pull as routers hear it, once and per token; 0: none is made."""
         if self._config.kv_pull != "auto":
-            return _ALWAYS_MS if self._config.kv_pull == "always" else 0.0
-        return self._price.byte_ms(now) * self._block_bytes / self._engine.pool.block_size
+            return 0.0, _ALWAYS_MS if self._config.kv_pull == "always" else 0.0
+        token_bytes = self._block_bytes / self._engine.pool.block_size
+        return self._price.ask_ms(now), self._price.byte_ms(now) * token_bytes
 
     def handle(self, event: Granted | CachedAsked) -> None:
         if isinstance(event, CachedAsked):

@@ -52,7 +52,7 @@ class Scheduler:
         self.kept = KeptBlocks(pool)
         self._announced = Announced()
         self.legs = 1
-        self.pull_token_ms = 0.0
+        self.pull_ms = 0.0, 0.0
         self.speculation = speculation or Speculation()
         self.preemptions = 0
         self.kept_blocks = 0
@@ -486,7 +486,8 @@ class Scheduler:
             spill_ms=max(0.0, sums.spill_ms),
             promised_tokens=promised,
             max_num_seqs=self._max_num_seqs,
-            pull_token_ms=self.pull_token_ms,
+            pull_ms=self.pull_ms[0],
+            pull_token_ms=self.pull_ms[1],
         )
 
     def _prompts_ms(self, tokens: int, pairs: float) -> float:

@@ -13,10 +13,8 @@ from kvrelay.wire.announced import FIRST_SPILL_MS
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.step_costs import MEMORY_MS, TPOT_STEPS, StepCosts
 
-__all__ = ["LEAST_LEFT", "LINK_MS", "UNKNOWN", "NodeLoad", "Share", "default_targets"]
+__all__ = ["LEAST_LEFT", "UNKNOWN", "NodeLoad", "Share", "default_targets"]
 
-LINK_MS = 2.0
-"""The time of a hand-over between nodes of which nothing is known."""
 LOST = 0.5
 """A row that is delayed has on average half of its answer behind it."""
 LEAST_LEFT = 0.08
@@ -190,8 +188,8 @@ class NodeLoad:
 
     def pull_ms(self, tokens: float) -> float:
         """Return the time to take KV of so many tokens from another node."""
-        each = self._load.pull_token_ms
-        return LINK_MS + tokens * each if each else math.inf
+        once, each = self._load.pull_ms, self._load.pull_token_ms
+        return once + tokens * each if each else math.inf
 
     def idle_ms(self, tokens: float) -> tuple[float, float]:
         """Return the TTFT and the time per token of a request that is alone here."""

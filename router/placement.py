@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from zlib import crc32
 
-from kvrelay.router.node_load import LINK_MS, NodeLoad, Share
+from kvrelay.router.node_load import NodeLoad, Share
 
 __all__ = [
     "AVOIDED_MS",
@@ -34,6 +34,8 @@ __all__ = [
     "shares_of",
 ]
 
+LINK_MS = 2.0
+"""The time of a hand-over between nodes of which nothing is known."""
 Link = Callable[[str, str], float]
 """Tells the time of a hand-over between two addresses, at least LINK_MS; infinite: impossible."""
 DEEP_MS = 1_000.0

@@ -68,8 +68,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Expected tokens of KV beyond present blocks."""
     max_num_seqs: int = 0
     """Most running requests; 0: unknown."""
+    pull_ms: float = 0.0
     pull_token_ms: float = 0.0
-    """Time to take a token's KV from another node's prefix cache; 0: none is taken."""
+    """Time to take KV from another node's prefix cache: once, and per token (0: none is taken)."""
 
     @property
     def kv_usage(self) -> float:

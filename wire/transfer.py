@@ -87,6 +87,8 @@ class Source(msgspec.Struct, frozen=True):
     port: int
     generation: str
     tokens: int
+    seal: str = ""
+    """KvFacts.seal of that node."""
 
 
 class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -269,3 +271,5 @@ class KvFacts(msgspec.Struct, frozen=True, cache_hash=True):
     port: int = 0
     """Port of its control channel; 0 of the previous release, which leases no cached KV."""
     generation: str = ""
+    seal: str = ""
+    """The cluster secret's mark on address, port and generation; empty without a secret."""

@@ -128,14 +128,8 @@ class Placer:
         )
         if holder is None or holder.kv is None or kv_mismatch(holder.kv, node.kv) is not None:
             return []
-        return [
-            Source(
-                holder.kv.address,
-                holder.kv.port,
-                holder.kv.generation,
-                placed.wanted.request.cached[holder.url],
-            )
-        ]
+        kv, tokens = holder.kv, placed.wanted.request.cached[holder.url]
+        return [Source(kv.address, kv.port, kv.generation, tokens, kv.seal)]
 
     def limited(self, wanted: PlacementQuery, targets: Slo) -> PlacementQuery:
         """Return a query that waits or is refused where it would miss its targets.

@@ -214,8 +214,8 @@ class Process:
         report = self.health()
         assert report is not None
         kv = report["kv"]
-        named = {"host": kv["address"], "port": kv["port"], "generation": kv["generation"]}
-        return named | {"tokens": tokens, **changes}
+        named = {name: kv[name] for name in ("port", "generation", "seal")}
+        return named | {"host": kv["address"], "tokens": tokens, **changes}
 
     def at_work(self) -> bool:
         """It has a request, and blocks for it. Blocks alone: nodes that meet hand one over to try."""

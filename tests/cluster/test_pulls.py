@@ -1,4 +1,4 @@
-"""KV of another node's prefix cache, asked for by real nodes. The requests name the sources."""
+"""KV of another node's prefix cache, asked for by real nodes."""
 
 from __future__ import annotations
 
@@ -154,6 +154,24 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_computed(
     turn, params = turn_on(decode, 60), {"sources": [decode.as_source(WHOLE)]}
     wants = {"echo": True, "logprobs": 1, "max_tokens": 1, "kv_transfer_params": params}
     assert cached_of(complete(prefill.url, turn, **wants)) == 0
+
+
+def test_the_router_names_the_node_that_has_the_answer_of_the_last_turn(
+    cluster: Cluster, decode: Process
+) -> None:
+    assert cluster.router is not None
+    log, turn = cluster.router.log, ids(50, 200)
+    for at in range(3):
+        answer = complete(cluster.url, turn, max_tokens=60, return_token_ids=True)
+        known = answer["choices"][0]["token_ids"]
+        assert cached_of(answer) == (0 if not at else (len(turn) - 21) // BLOCK * BLOCK)
+        alone = complete(
+            cluster.url, turn, max_tokens=60, return_token_ids=True, cache_salt=f"no cache {at}"
+        )
+        assert (cached_of(alone), alone["choices"][0]["token_ids"]) == (0, known)
+        turn = [*turn, *known, *ids(51 + at, 20)]
+    named = f"pulls from {decode.url.rpartition('/')[2]}"
+    wait_until(lambda: named in log.read_text(), 5, "the log line says so")
 
 
 def test_a_source_that_is_killed_while_it_is_asked_costs_nothing_but_its_kv(

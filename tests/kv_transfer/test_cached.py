@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from shared_backend import pattern
 from kvrelay.kv_transfer.cached import MOST_ASKED, Asks, Callers
 from kvrelay.kv_transfer.connector import CachedAsked, Fetched, Granted, PeerKey, Released
 from kvrelay.kv_transfer.messages import MAX_MESSAGE_BYTES, LeaseCached, Leased, encode
-from kvrelay.kv_transfer.tickets import LIFE_S, asking_refusal, signed_ask
+from kvrelay.kv_transfer.tickets import LIFE_S, asking_refusal, sealed_address, signed_ask
 from kvrelay.wire.transfer import Ticket
 
 NEWEST = msgspec.structs.replace(FINGERPRINT, protocol_newest=2)
@@ -44,7 +45,7 @@ def key(source: SharedNode) -> PeerKey:
 
 
 def ask(reader: SharedNode, source: SharedNode, within_s: float = 20.0) -> None:
-    reader.engine.ask("r", key(source), HASHES, 3, within_s)
+    reader.engine.ask("r", key(source), HASHES, 3, within_s, source.engine.address_seal)
 
 
 def asked(source: SharedNode) -> str:
@@ -210,7 +211,19 @@ def test_without_a_secret_only_loopback_addresses_are_asked() -> None:
     (event,) = asks.events
     assert event.reason.startswith("Incompatible: without cluster_secret only loopback")
     assert asks.begin("r", PEER, HASHES, 0, 1.0, NOW)
-    assert asking_refusal("10.0.0.1", SECRET) is None
+
+
+@pytest.mark.parametrize("changes", [{"host": "10.0.0.2"}, {"port": 1}, {"generation": "h"}])
+def test_with_a_secret_only_addresses_are_dialled_that_their_nodes_have_sealed(
+    changes: dict[str, Any],
+) -> None:
+    peer = PEER._replace(host="10.0.0.1")
+    seal = sealed_address(peer, SECRET)
+    assert asking_refusal(peer, seal, SECRET) is None
+    for other, mark in ((peer._replace(**changes), seal), (peer, sealed_address(peer, "other"))):
+        why = asking_refusal(other, mark, SECRET)
+        assert why is not None
+        assert "no node with this cluster_secret" in why
 
 
 @pytest.mark.parametrize("hashes", [b"", b"x" * 15, b"x" * 16 * (MOST_ASKED + 1)])
@@ -232,7 +245,7 @@ def test_a_caller_has_so_many_asks_in_flight() -> None:
 
 def test_the_longest_ask_and_its_answer_fit_a_message() -> None:
     asks = Asks(SECRET)
-    asks.begin("r", PEER, HASHES * MOST_ASKED, 0, 1.0, NOW)
+    asks.begin("r", PEER, HASHES * MOST_ASKED, 0, 1.0, NOW, sealed_address(PEER, SECRET))
     (message,) = asks.to_send(PEER)
     assert asks.to_send(PEER) == []
     assert MAX_MESSAGE_BYTES * 0.9 < len(encode(message)) <= MAX_MESSAGE_BYTES

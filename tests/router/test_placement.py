@@ -281,6 +281,22 @@ def test_a_prompt_spills_when_the_prefill_node_is_busy_and_not_beyond_the_limit(
     assert (alone.prefill, alone.spills, alone.other) == ("d", False, None)
 
 
+@pytest.mark.parametrize(
+    ("pull_token_ms", "pulls"), [(0.0, False), (1e-3, True), (1.0, False)], ids=str
+)
+def test_kv_is_pulled_where_that_is_quicker_than_computing(
+    pull_token_ms: float, pulls: bool
+) -> None:
+    cached = {"d": 3_900}
+    request = PlacementRequest(4_000, 64, 300, 20, cached=cached, holder="d")
+    prefill, decode = node("p", pull_ms=2.0, pull_token_ms=pull_token_ms), node("d")
+    placed = placing(request, [prefill], [decode])
+    assert (placed.prefill, placed.pulls_from) == ("p", "d" if pulls else "")
+    assert (request.prompt_ms(prefill) < prefill.prompt_ms(4_000, 0)) is pulls
+    assert ("pulls from d" in str(placed)) is pulls
+    assert not request.pulls(decode)
+
+
 def test_what_a_node_has_of_the_prompt_is_worth_what_it_saves() -> None:
     request = PlacementRequest(4_000, 64, 300, 20, cached={"p0": 3_900})
     fresh, holder = node("p1"), node("p0", backlog_ms=60.0)

@@ -204,6 +204,18 @@ def test_a_decode_node_that_holds_the_last_turn_is_found_by_token_ids() -> None:
     )
 
 
+def test_the_node_that_answered_has_the_answer_for_the_next_turn() -> None:
+    index, turn = PrefixIndex(), Prefix.of(7, bytes(range(1, 251)))
+    after = Prefix.of(7, bytes(range(1, 251)) * 2)
+    index.changed("a", ())
+    with under_way(index, turn, "a"):
+        index.answered(turn, "a", 90)
+        assert cached(index, after)["a"] == 90
+        index.answered(turn, "gone", 100)
+        assert cached(index, after)["a"] < 90
+    assert not cached(index, after)
+
+
 def test_the_length_of_a_prompt_is_learned() -> None:
     index = PrefixIndex()
     dense = "0123456789" * 400
