@@ -21,6 +21,7 @@ __all__ = ["MOST_ASKED", "NOT_HELD", "Asks", "Callers"]
 HASH_BYTES = 16
 MOST_ASKED = 60_000
 """Blocks in an ask; their hashes fill a message."""
+_MAX_INT = 1 << 31
 _MOST_OF_A_CALLER = 64  # asks that the step loop has not answered
 NOT_HELD = "NotHeld"
 """A cause: the peer has no such block."""
@@ -131,6 +132,8 @@ class Callers:
         refused = ask_refusal(ask, self._generation, self._secret, unix_now)
         if not 0 < len(ask.hashes) <= MOST_ASKED * HASH_BYTES or len(ask.hashes) % HASH_BYTES:
             refused = f"{len(ask.hashes)} bytes are no hashes of 1 to {MOST_ASKED} blocks"
+        if not 0 <= ask.first < _MAX_INT:
+            refused = f"first is {ask.first}, and blocks have numbers up to {_MAX_INT}"
         if sum(caller == each for each, _ in self._asked.values()) >= _MOST_OF_A_CALLER:
             refused = f"{_MOST_OF_A_CALLER} asks of yours wait; ask again later"
         if refused is not None:
@@ -149,9 +152,13 @@ class Callers:
 
 
 def _fits(ticket: Ticket, ask: _Ask) -> bool:
-    blocks = sum(map(len, ticket.remote_block_ids[:1]))
     most = len(ask.message.hashes) // HASH_BYTES
-    return _peer_of(ticket) == ask.peer and 0 < blocks <= most and not ticket.growing
+    if _peer_of(ticket) != ask.peer or ticket.growing or not ticket.remote_block_ids:
+        return False
+    return all(
+        0 < len(blocks) <= most and all(0 < block < _MAX_INT for block in blocks)
+        for blocks in ticket.remote_block_ids
+    )
 
 
 def _peer_of(ticket: Ticket) -> PeerKey:

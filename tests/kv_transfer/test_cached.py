@@ -65,14 +65,14 @@ def granted(reader: SharedNode) -> Granted:
 def test_a_leased_prefix_is_fetched_like_any_other(source: SharedNode, reader: SharedNode) -> None:
     ask(reader, source)
     lease = asked(source)
-    source.engine.answer_cached(lease, [5, 0, 9])
+    source.engine.answer_cached(lease, [5, 2, 9])
     ticket = granted(reader).ticket
     assert ticket is not None
-    assert (ticket.remote_block_ids, ticket.num_tokens) == ([[5, 0, 9]], (3 + 3) * 16)
-    reader.fetch("r", ticket, [5, 0, 9], [7, 3, 11])
+    assert (ticket.remote_block_ids, ticket.num_tokens) == ([[5, 2, 9]], (3 + 3) * 16)
+    reader.fetch("r", ticket, [5, 2, 9], [7, 3, 11])
     (fetched,) = reader.wait(1)
     assert isinstance(fetched, Fetched)
-    assert [reader.backend.read(i) for i in (7, 3, 11)] == [pattern(i) for i in (5, 0, 9)]
+    assert [reader.backend.read(i) for i in (7, 3, 11)] == [pattern(i) for i in (5, 2, 9)]
     assert source.wait(1) == [Released(lease, expired=False)]
     assert reader.engine.stats().ask_failures == {}
 
@@ -226,6 +226,13 @@ def test_with_a_secret_only_addresses_are_dialled_that_their_nodes_have_sealed(
         assert "no node with this cluster_secret" in why
 
 
+@pytest.mark.parametrize("first", [-1, 1 << 63])
+def test_what_is_no_number_of_a_block_is_refused(first: int) -> None:
+    answer = Callers("g", "").asked(b"", msgspec.structs.replace(ASK, first=first), NOW)
+    assert answer is not None
+    assert answer.refused.startswith("first is ")
+
+
 @pytest.mark.parametrize("hashes", [b"", b"x" * 15, b"x" * 16 * (MOST_ASKED + 1)])
 def test_what_is_no_list_of_hashes_is_refused(hashes: bytes) -> None:
     answer = Callers("g", "").asked(b"", msgspec.structs.replace(ASK, hashes=hashes), NOW)
@@ -269,6 +276,8 @@ def ticket(blocks: Sequence[int], **changes: object) -> Ticket:
         ticket([1], generation="x"),
         ticket([1], remote_port=1),
         ticket([1], remote_block_ids=[]),
+        ticket([0]),
+        ticket([1 << 63]),
     ],
 )
 def test_a_ticket_about_something_else_is_given_back(wrong: Ticket) -> None:
