@@ -127,7 +127,7 @@ class Metrics(Collector):
         )
         self.output_tokens = counter(
             "kvrelay_router_output_tokens",
-            "Tokens seen from the nodes, counted every second.",
+            "Tokens seen from the nodes.",
             _MODEL,
         )
         self.failovers = counter(

@@ -1,11 +1,10 @@
 """The log of requests that end: metrics, console, log line, span of the trace.
 
-Output tokens are counted once a second: counting each would double the cost per token.
+Output tokens are counted when somebody looks: counting each would double the cost per token.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import Counter, deque
@@ -25,9 +24,8 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.log_lines import Fields
 
-__all__ = ["COUNT_S", "RequestLog", "shown_error"]
+__all__ = ["RequestLog", "shown_error"]
 
-COUNT_S = 1.0
 _SHOWN_CHARS = 200
 _LOGGED = (
     *("id", "path", "status", "key"),
@@ -60,11 +58,17 @@ class RequestLog:
         self._metrics = metrics
         self.ended: deque[EndedRequest] = deque(maxlen=KEPT_REQUESTS)
         self.running: dict[str, Running] = {}
-        metrics.running = lambda: Counter(each.model for each in self.running.values())
+        metrics.running = self._levels
 
     def begin(self, job: Job, runs: Sequence[RequestRun], key: str) -> None:
         """Note a request that begins, a run per prompt; `finished` must follow."""
         self.running[job.node_id] = Running(runs, key, self._metrics.model_of(job.model))
+
+    def _levels(self) -> Counter[str]:
+        # At a scrape, and for the console: first the tokens that came since the last time.
+        for each in self.running.values():
+            self._count(each)
+        return Counter(each.model for each in self.running.values())
 
     def _count(self, request: Running) -> None:
         more = sum(run.output_tokens for run in request.runs) - request.counted
@@ -74,12 +78,6 @@ class RequestLog:
         self._metrics.counts["output_tokens"] += more
         self._metrics.output_tokens.labels(request.model).inc(more)
         self._metrics.key_tokens.labels(request.key, "output").inc(more)
-
-    async def count_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(COUNT_S)
-            for each in self.running.values():
-                self._count(each)
 
     def refused(
         self,

@@ -107,7 +107,6 @@ class Router:
                     config.kubernetes_namespace,
                     self.metrics.registry,
                 ),
-                running_task(self.log.count_for_ever()),
                 running_task(roles.look_for_ever()) if self.shared.leads else nullcontext(),
             ):
                 yield
@@ -175,12 +174,13 @@ class Router:
     def status(self) -> WorkerStatus:
         """Return what this process sees."""
         roles = {} if self.roles is None else self.roles.models
+        running = sum(self.metrics.running().values())  # counts output tokens, too
         return WorkerStatus(
             node_statuses(self.pool, time.monotonic()),
             list(self.log.ended),
             {
                 **self.metrics.counts,
-                "running": len(self.log.running),
+                "running": running,
                 "waiting": sum(self.admission.waiting().values()),
                 "waiting_for_room": sum(self.placer.waiting.values()),
             },
