@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
+import msgspec
 import pytest
 from router_doubles import Cluster, FakeNode, cluster, prefill, until
 
@@ -69,14 +70,21 @@ async def test_a_node_of_malformed_events_is_chosen_by_what_is_sent_there(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Odd(KvEvents):
+        good = True
+
         async def frames(self) -> AsyncGenerator[Frame, None]:
+            if self.good:
+                self.good = False
+                news = CacheChanges(chain(3), [], cleared=True)
+                yield Frame(FrameKind.TOKENS, msgspec.msgpack.encode(news))
             yield Frame(FrameKind.TOKENS, b"\xc1")
 
     node = prefill(kv_events=Odd())
     async with cluster(node) as c:
-        await until(lambda: f"{node.url} are malformed" in caplog.text)
+        await until(lambda: caplog.text.count(f"{node.url} are malformed") > 1)
         index, prefix = c.router.pool.prefixes, Prefix.of(0, b"y" * 4_000)
         assert not index.follows(node.url)
+        assert has(c, node, chain(3)) == 0
         index.end(index.send(prefix, node.url))
         assert index.lookup(prefix)[1][node.url] > 900
 
