@@ -14,7 +14,7 @@ from kvrelay.router.background import cancel_and_wait, running_task
 from kvrelay.router.nodes.node import HealthReport, Lease, Node, NodeKind
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.transport.node_client import NodeClient
-from kvrelay.wire.errors import EngineDead, KvrelayError
+from kvrelay.wire.errors import EngineDead, KvrelayError, without_frames
 from kvrelay.wire.frames import Frame
 from kvrelay.wire.kv_events import KV_EVENTS_PATH, keys_of, read_changes
 
@@ -66,8 +66,8 @@ async def _follow(node: Node, pool: Pool, client: NodeClient, interval_s: float)
         try:
             if node.kind is NodeKind.KVRELAY:
                 await client.run(Lease(node), KV_EVENTS_PATH, b"", {}, take)
-        except KvrelayError:  # there is no stream, or the node tells nothing
-            pass
+        except KvrelayError as why:  # there is no stream, or the node tells nothing
+            without_frames(why)  # the request keeps it, and it would keep the request
         except Exception:  # noqa: BLE001 - a mistake of ours must not end the task
             _log.exception("KV events of %s node %s are malformed", node.role, url)
         finally:
