@@ -29,6 +29,7 @@ __all__ = ["main"]
 ROOT = Path(__file__).resolve().parents[1]
 MOST_FILES = 60
 _START_S, _ANSWER_S, _TELL_S = 180.0, 60.0, 10.0
+_IDLE_S = 6.0  # longer than the period of any loop (router/roles.py: 5 s)
 
 
 def spine() -> list[str]:
@@ -117,7 +118,7 @@ def main() -> int:
             try:
                 model = _model(url)
                 _ask(url, model)
-                idle = tracer.ran_in(lambda: time.sleep(3.0))
+                idle = tracer.ran_in(lambda: time.sleep(_IDLE_S))
                 ran = tracer.ran_in(lambda: _ask(url, model))
             finally:
                 cluster.terminate()
