@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -23,7 +24,7 @@ from kvrelay.openai_api.routes import (
     RESPONSES_PATH,
     error_shape,
 )
-from kvrelay.router.admission.keys import Caller, Keyring
+from kvrelay.router.admission.keys import Caller, owner_of
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.relay import CLIENT_GONE, error_response, headers_of, id_headers
 from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH
@@ -56,7 +57,9 @@ _CALLER = "kvrelay.caller"  # key of the ASGI scope
 _log = logging.getLogger("kvrelay.router")
 
 
-def check_key(scope: Scope, keyring: Keyring, metrics: Metrics, admin_key: str) -> None:
+def check_key(
+    scope: Scope, callers: Mapping[str, Caller], metrics: Metrics, admin_key: str
+) -> None:
     """Check a request's key if its path wants one. Raises Unauthorized."""
     path = scope["path"]
     if not path.startswith(_WANT_KEYS):
@@ -66,7 +69,7 @@ def check_key(scope: Scope, keyring: Keyring, metrics: Metrics, admin_key: str) 
         if path.startswith(OPERATED):
             check_operator(admin_key, given)
         else:
-            scope[_CALLER] = keyring.caller(given)
+            scope[_CALLER] = owner_of(given, callers)
     except Unauthorized as why:
         metrics.refused(path if path in _PATHS else "other", why.status)
         raise

@@ -18,7 +18,7 @@ from kvrelay.openai_api.json_body import read_json
 from kvrelay.openai_api.model_types import TokenizeRequest
 from kvrelay.openai_api.tracing import start_tracing
 from kvrelay.router.admission.controller import AdmissionController
-from kvrelay.router.admission.keys import Keyring
+from kvrelay.router.admission.keys import callers_by_hash
 from kvrelay.router.background import BackgroundTasks, running_task
 from kvrelay.router.console.snapshot import Snapshot, snapshot_of
 from kvrelay.router.membership.health_checks import check_nodes
@@ -74,8 +74,8 @@ class Router:
         self.pool = Pool(config.prefill, config.decode)
         self.placer = Placer(config, self.pool, rng)
         self.models = Models(self.pool, config.aliases, int(time.time()))
-        self.keyring = Keyring(config.api_key, config.keys)
-        self.metrics = Metrics(self.pool, [caller.name for caller in self.keyring.callers.values()])
+        self.callers = callers_by_hash(config.api_key, config.keys)
+        self.metrics = Metrics(self.pool, [caller.name for caller in self.callers.values()])
         self.metrics.waiting_for_room = lambda: self.placer.waiting
         self.tracing = start_tracing(config.otlp_traces_endpoint, "kvrelay-router")
         self.admission = AdmissionController(config, self.pool, self.placer, self.metrics)
@@ -120,7 +120,7 @@ class Router:
     def take_over(self, config: RouterConfig) -> None:
         """Use a configuration for new requests; the pool's nodes stay."""
         self.config = config
-        self.keyring.take_over(config.api_key, config.keys)
+        self.callers = callers_by_hash(config.api_key, config.keys)
         self.models.aliases = config.aliases
         self.admission.take_over(config)
         self.placer.take_over(config)

@@ -80,7 +80,7 @@ class RouterApp(FastAPI):
         # Refuses requests without a key. Completions need nothing that FastAPI puts around a route.
         router, request = self._router, Request(scope, receive)
         try:
-            check_key(scope, router.keyring, router.metrics, router.config.admin_key)
+            check_key(scope, router.callers, router.metrics, router.config.admin_key)
             completion = (
                 scope["path"] in (CHAT_PATH, COMPLETIONS_PATH) and scope["method"] == "POST"
             )

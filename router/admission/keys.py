@@ -10,10 +10,9 @@ right at the end, so a bucket may owe some, for which the next request waits.
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from kvrelay.wire.errors import (
@@ -31,11 +30,11 @@ __all__ = [
     "ANYONE",
     "Caller",
     "KeyLimits",
-    "Keyring",
     "Refusal",
+    "callers_by_hash",
     "draw_key",
     "hash_of",
-    "shown_s",
+    "owner_of",
 ]
 
 _PREFIX = "kvr-"  # so that scanners for leaked keys can know one
@@ -96,24 +95,20 @@ ANYONE = Caller("anyone", "0" * 64, admin=True)
 """The caller where no key is configured; no key has this hash."""
 
 
-class Keyring:
-    def __init__(self, api_key: str, keys: Sequence[KeyConfig]) -> None:
-        self.take_over(api_key, keys)
+def callers_by_hash(api_key: str, keys: Sequence[KeyConfig]) -> dict[str, Caller]:
+    in_clear = [Caller("api-key", hash_of(api_key), admin=True)] if api_key else []
+    return {each.sha256: each for each in [*map(Caller.of, keys), *in_clear] or [ANYONE]}
 
-    def take_over(self, api_key: str, keys: Sequence[KeyConfig]) -> None:
-        in_clear = [Caller("api-key", hash_of(api_key), admin=True)] if api_key else []
-        callers = [*map(Caller.of, keys), *in_clear] or [ANYONE]
-        self.callers = {caller.sha256: caller for caller in callers}
 
-    def caller(self, given: str) -> Caller:
-        """Return the owner of a key. Raises Unauthorized if nobody has it."""
-        # The time of the look-up tells of a hash at most, from which no key can be found.
-        caller = self.callers.get(hash_of(given)) or self.callers.get(ANYONE.sha256)
-        if caller is None:
-            raise Unauthorized(
-                "the API key is missing or wrong; send it as `Authorization: Bearer <key>`"
-            )
-        return caller
+def owner_of(given: str, callers: Mapping[str, Caller]) -> Caller:
+    """Return the owner of a key. Raises Unauthorized if nobody has it."""
+    # The time of the look-up tells of a hash at most, from which no key can be found.
+    caller = callers.get(hash_of(given)) or callers.get(ANYONE.sha256)
+    if caller is None:
+        raise Unauthorized(
+            "the API key is missing or wrong; send it as `Authorization: Bearer <key>`"
+        )
+    return caller
 
 
 def hash_of(key: str) -> str:
@@ -179,7 +174,6 @@ class KeyLimits:
         for what, size in caller.per_minute().items():
             headers[f"x-ratelimit-limit-{what}"] = str(size)
             headers[f"x-ratelimit-remaining-{what}"] = str(self._left(caller, what, now))
-            headers[f"x-ratelimit-reset-{what}"] = shown_s(self._empty_s(caller, what, now))
         return headers
 
     def _spend(self, caller: Caller, costs: dict[str, int], now: float) -> None:
@@ -193,14 +187,3 @@ class KeyLimits:
     def _left(self, caller: Caller, what: str, now: float) -> int:
         share = 1 - self._empty_s(caller, what, now) / _MINUTE_S
         return max(0, int(share * caller.per_minute()[what] + _ROUNDING_S))
-
-
-def shown_s(seconds: float) -> str:
-    """Return a time as OpenAI's headers show it: 20ms, 8s, 6m0s, 1h0m0s."""
-    if seconds < 1:
-        return f"{math.ceil(seconds * 1000)}ms"
-    minutes, rest = divmod(math.ceil(seconds - _ROUNDING_S), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes}m{rest}s"
-    return f"{minutes}m{rest}s" if minutes else f"{rest}s"

@@ -128,22 +128,12 @@ class HealthReport(msgspec.Struct, frozen=True):
     """The longest step with prompts beside requests that decode; 0: no limit."""
 
     @property
-    def leg_version(self) -> int | None:
-        return LEGS.common(self._leg_versions)
-
-    @property
-    def _leg_versions(self) -> Versions:
+    def legs(self) -> Versions:
         return Versions(self.leg_stream, max(self.leg_stream, self.leg_stream_newest))
 
     @property
-    def version_conflict(self) -> str | None:
-        if self.leg_version is not None:
-            return None
-        older = "router" if self.leg_stream > LEGS.newest else "node"
-        return (
-            f"it speaks version {self._leg_versions} of the request stream and this router {LEGS}: "
-            f"upgrade the {older}, one release at a time"
-        )
+    def leg_version(self) -> int | None:
+        return LEGS.common(self.legs)
 
     @property
     def draining(self) -> bool:
@@ -384,11 +374,9 @@ def kv_mismatch(prefill: KvFacts | None, decode: KvFacts | None) -> str | None:
         return f"data planes are {mine} on the prefill node and {theirs} on the decode node"
     if not prefill.host or not decode.host or prefill.host == decode.host:
         return None
-    where = f"the prefill node is on host {prefill.host} and the decode node on {decode.host}"
-    if shared == [_SAME_HOST_PLANE]:
-        return (
-            f"their only common data plane is {_SAME_HOST_PLANE}, which needs one host, and {where}"
-        )
-    if is_loopback(prefill.address):
-        return f"the prefill node's control channel is at {prefill.address}, and {where}"
-    return None
+    if shared != [_SAME_HOST_PLANE] and not is_loopback(prefill.address):
+        return None
+    return (
+        f"{', '.join(shared)} at {prefill.address} is for nodes of one host, the prefill node is on "
+        f"host {prefill.host} and the decode node on {decode.host}"
+    )

@@ -36,6 +36,7 @@ from kvrelay.router.prefix.index import Prefix, PrefixIndex
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NoNode, Overloaded
 from kvrelay.wire.step_costs import StepCosts
+from kvrelay.wire.versions import LEGS
 
 __all__ = ["AVOID_S", "DRAINS", "LOOK", "LOST_AFTER_MISSES", "Pool"]
 
@@ -370,8 +371,12 @@ class Pool:
                 f"it is listed as a {node.role} node and says that it is {report.role}; "
                 f"correct the list or its --role"
             )
-        if report.version_conflict is not None:
-            return report.version_conflict
+        if report.leg_version is None:
+            older = "router" if report.leg_stream > LEGS.newest else "node"
+            return (
+                f"it speaks version {report.legs} of the request stream and this router {LEGS}: "
+                f"upgrade the {older}, one release at a time"
+            )
         pod = self.members[Source.KUBERNETES].get(node.url)
         if pod is not None and report.pod_uid and report.pod_uid != pod.generation:
             return f"pod {pod.generation} had this address, and pod {report.pod_uid} answers there"

@@ -11,7 +11,7 @@ import anthropic
 import openai
 import pytest
 
-from kvrelay.router.admission.keys import hash_of
+from kvrelay.router.admission.keys import callers_by_hash, hash_of
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.router_config import KeyConfig
 from tests.openai_api.chat_chunks import DONE, ROLE, WHOLE_TOOLS, call, chunk, usage_chunk
@@ -120,7 +120,7 @@ async def test_a_response_of_another_key_is_as_one_that_there_never_was() -> Non
         assert len(d.calls) == 1
         assert (await ask("ann", "GET", f"/v1/responses/{mine}"))[0] == 200
         # The key counts, not its name.
-        c.router.keyring.take_over(
+        c.router.callers = callers_by_hash(
             "", (KeyConfig("ann", hash_of("new")), KeyConfig("was-ann", hash_of("ann")))
         )
         assert (await ask("new", "GET", f"/v1/responses/{mine}"))[0] == 404
