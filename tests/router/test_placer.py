@@ -156,6 +156,15 @@ def test_nodes_that_cannot_hand_over_are_no_pair() -> None:
     assert rig.found(job())[0] == "d1"
 
 
+def test_where_the_nodes_of_policies_are_no_pair_the_price_chooses() -> None:
+    rig = Rig(2, 2, prefill_policy="least_queue", decode_policy="least_queue")
+    rig.says("p0", kv=OTHER_KV)
+    rig.says("d0", kv=OTHER_KV)
+    rig.says("p1", BUSY)  # p0 and d1 have the shortest queues
+    rig.says("d0", BUSY, kv=OTHER_KV)
+    assert rig.found(job()) == ("p0", "d0")
+
+
 def test_while_the_only_partner_rests_others_are_not_asked_for_what_they_cannot_take() -> None:
     rig = Rig(1, 2)
     rig.says("p0", kv=OTHER_KV)
