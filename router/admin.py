@@ -141,7 +141,7 @@ async def _adapters(router: Router, request: Request, body: bytes) -> object:
     name, nodes = asked.lora_name, _nodes_for(pool, asked, loads=path == _LOAD)
     said = await _tell(router, nodes, path, body, router.config.request_deadline_s)
     for node, each in zip(nodes, said, strict=True):  # not to wait for the next health check
-        if each.status == 200 and node.wanted:  # else nobody would forget it
+        if each.status == 200 and pool.find(node.url) is node:  # else nobody would forget it
             names = node.adapters | {name} if path == _LOAD else node.adapters - {name}
             pool.note_adapters(node, names, time.monotonic())
     _check_all_done(said, "lora_name")

@@ -37,7 +37,6 @@ from kvrelay.router.state import (
     RoleStatus,
     Shared,
     WorkerStatus,
-    model_health,
     node_statuses,
 )
 from kvrelay.router.transport.node_client import NodeClient
@@ -152,7 +151,7 @@ class Router:
             model = self.models.named(model)
             fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
             body = msgspec.json.encode(fields | {"model": model})
-        elif len(served := list(self.models.ready())) > 1:
+        elif len(served := list(self.models.health()[1])) > 1:
             raise RequestError(
                 f"model is missing; served: {', '.join(map(repr, served))}", param="model"
             )
@@ -190,7 +189,7 @@ class Router:
     def snapshot(self) -> Snapshot:
         """Return what the console shows."""
         own, workers = self.status(), self.shared.workers()
-        health, models = model_health(self.models)
+        health, models = self.models.health()
         return snapshot_of(
             own,
             self.shared.other_workers() or [own],
@@ -203,7 +202,7 @@ class Router:
 
     def health(self) -> tuple[int, bytes]:
         """Return status (503 if no model can be served) and body of GET /health."""
-        status, by_model = model_health(self.models)
+        status, by_model = self.models.health()
         body: dict[str, Any] = {"status": status, "models": by_model}
         for role in (Role.PREFILL, Role.DECODE):
             listed = sum(node.role == role for node in self.pool.nodes)

@@ -38,7 +38,7 @@ from kvrelay.router.request.job import (
 )
 from kvrelay.router.request.run import RequestRun, prompt_tokens_of, run_together
 from kvrelay.router.router import Router
-from kvrelay.router.state import Health, model_health
+from kvrelay.router.state import Health
 from kvrelay.router.timeline import Timeline
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.router_config import RouterConfig
@@ -211,7 +211,7 @@ class RouterApp(FastAPI):
         return self._router.models.names()
 
     def healthy(self) -> bool:
-        return model_health(self._router.models)[0] is not Health.UNAVAILABLE
+        return self._router.models.health()[0] is not Health.UNAVAILABLE
 
     def alive(self) -> bool:
         return True

@@ -30,7 +30,6 @@ __all__ = [
     "Shared",
     "WorkerStatus",
     "joined_nodes",
-    "model_health",
     "node_status",
     "node_statuses",
 ]
@@ -107,7 +106,7 @@ def node_status(node: Node, pool: Pool, now: float) -> NodeStatus:
         adapters=sorted(node.adapters),
         draining=not node.up and node.reason == DRAINS,
         for_s=round(now - node.since, 3) if node.since else None,
-        sources=pool.sources(node.url) if node.wanted else [],
+        sources=pool.sources(node.url),
         legs=len(node.leases),
         queue_depth=round(node.depth, 3),
         breaker=node.breaker.shown(now),
@@ -166,10 +165,8 @@ class Models:
         if self._pool.base_of(meant):
             return meant
         served = self.names()
-        if not served:
-            raise NoNode(f"no node has reported its model yet; try again, or {LOOK}")
-        if name in self.aliases:
-            raise NoNode(f"{name!r} stands for {meant!r}, and no node has reported it; {LOOK}")
+        if not served or name in self.aliases:
+            raise NoNode(f"no node has reported {meant!r} yet; try again, or {LOOK}")
         raise NotFound(
             f"model {name!r} is not served here; served: {', '.join(map(repr, served))}",
             param="model",
@@ -192,20 +189,14 @@ class Models:
                 cards[alias] = cards[meant].named(alias, root=meant)
         return list(cards.values())
 
-    def ready(self) -> dict[str, bool]:
-        return {name: bool(self._pool.node_kinds(name)) for name in sorted(self._pool.models())}
-
-    def alone(self) -> bool:
+    def health(self) -> tuple[Health, dict[str, bool]]:
+        """Return whether requests can be served now: for any model, and for each."""
+        ready = {name: bool(self._pool.node_kinds(name)) for name in sorted(self._pool.models())}
+        if any(ready.values()):
+            return Health.OK, ready
         ours = self._pool.up(Role.DECODE, kind=NodeKind.KVRELAY)
-        return any(node.kv is not None and node.kv.computes_prompts for node in ours)
-
-
-def model_health(models: Models) -> tuple[Health, dict[str, bool]]:
-    """Return whether requests can be served now: for any model, and for each."""
-    by_model = models.ready()
-    if any(by_model.values()):
-        return Health.OK, by_model
-    return Health.DEGRADED if models.alone() else Health.UNAVAILABLE, by_model
+        alone = any(node.kv is not None and node.kv.computes_prompts for node in ours)
+        return Health.DEGRADED if alone else Health.UNAVAILABLE, ready
 
 
 class Shared:

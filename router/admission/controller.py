@@ -132,8 +132,7 @@ class AdmissionController:
             used = prompt_tokens + output_tokens
             queue.correct(slot, used)
             self._metrics.key_tokens.labels(slot.key, "prompt").inc(prompt_tokens)
-        elif slot in queue:
-            queue.remove(slot)
+        elif queue.remove(slot):
             self._metrics.not_admitted(slot.key, "client_gone")
         self._limits.give_back(slot.caller, slot.limit_tokens, used, now)
         self._pump(queue, now)

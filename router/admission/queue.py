@@ -60,9 +60,6 @@ class AdmissionQueue(Generic[E, P]):
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
 
-    def __contains__(self, request: E) -> bool:
-        return request in self._lines.get((request.priority, request.key), ())
-
     def waiting(self, key: str) -> int:
         return sum(len(line) for (_, each), line in self._lines.items() if each == key)
 
@@ -90,11 +87,15 @@ class AdmissionQueue(Generic[E, P]):
         self._lines.setdefault((request.priority, request.key), {})[request] = None
         return Wait("others came before")
 
-    def remove(self, request: E) -> None:
-        line = self._lines[request.priority, request.key]
+    def remove(self, request: E) -> bool:
+        """Take a request out, and return whether it was in."""
+        line = self._lines.get((request.priority, request.key), {})
+        if request not in line:
+            return False
         del line[request]
         if not line:
             del self._lines[request.priority, request.key]
+        return True
 
     def leaving(self, now: float) -> Iterator[tuple[E, P | Refusal | KvrelayError]]:
         """Yield the requests that leave the queue now, each with its place or why it has none.

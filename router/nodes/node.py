@@ -263,8 +263,6 @@ class Node:
     up: bool = False
     since: float = 0.0
     reason: str = NEW
-    wanted: bool = True
-    """Some source names the node; else it only finishes the requests that it has."""
     model: str = ""
     adapters: frozenset[str] = frozenset()
     adapters_at: float = -inf
@@ -298,9 +296,6 @@ class Node:
     @property
     def depth(self) -> float:
         return self.state.depth
-
-    def serves(self, base: str, name: str) -> bool:
-        return self.model == base and (name == base or name in self.adapters)
 
     def note_load(self, load: Load) -> None:
         """Take over a load, unless a figure in it is impossible."""

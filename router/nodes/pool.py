@@ -108,7 +108,7 @@ class Pool:
         if node is not None:
             self.leaving.remove(node)
             self._set_role(node, spec.role)
-            node.wanted, node.reason, node.blamed_at = True, NEW, now
+            node.reason, node.blamed_at = NEW, now
         else:
             node = Node(spec.url, role=spec.role)
             self.joined(node)
@@ -118,7 +118,6 @@ class Pool:
     def _leave(self, node: Node, now: float) -> None:
         self.nodes = [each for each in self.nodes if each is not node]
         self.leaving.append(node)
-        node.wanted = False
         running = len(node.leases)
         _log.info("%s node %s is removed with %d requests running", node.role, node.url, running)
         self._take_down(node, "it was removed", now)
@@ -160,7 +159,7 @@ class Pool:
             for node in self.nodes
             if node.role == role
             and node.up
-            and (not model or node.serves(base, model))
+            and (not model or (node.model == base and model in (base, *node.adapters)))
             and kind in (None, node.kind)
         ]
 
@@ -299,8 +298,7 @@ class Pool:
             self.prefixes.end(sent)
         lease.node.leases.discard(lease)
         lease.node.state.remove(lease.share)
-        if not lease.node.wanted:
-            self._drop_if_idle(lease.node)
+        self._drop_if_idle(lease.node)
 
     @staticmethod
     def _cut(node: Node) -> None:
@@ -360,7 +358,7 @@ class Pool:
             self._set_role(node, listed.role)
 
     def _why_unfit(self, node: Node, report: HealthReport) -> str | None:
-        if not node.wanted:
+        if node in self.leaving:
             return "it was removed"
         if report.draining or node.drain_asked:
             return DRAINS
