@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrelay.kv_transfer.connector import CachedAsked, Granted, LeaseId, PeerKey
+from kvrelay.kv_transfer.connector import CachedAsked, Doubted, Granted, LeaseId, PeerKey
 from kvrelay.kv_transfer.fetch import NEVER
 from kvrelay.kv_transfer.messages import End, LeaseCached, Leased
 from kvrelay.kv_transfer.tickets import ask_refusal, asking_refusal, signed_ask
@@ -123,7 +123,7 @@ class Callers:
 
     def __init__(self, generation: str, secret: str) -> None:
         self._generation, self._secret = generation, secret
-        self.events: list[CachedAsked] = []
+        self.events: list[CachedAsked | Doubted] = []
         self._asked: dict[str, tuple[bytes, LeaseCached]] = {}
         self._count = 0
 

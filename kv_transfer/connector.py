@@ -16,6 +16,7 @@ from kvrelay.wire.transfer import Ticket
 __all__ = [
     "CachedAsked",
     "Completion",
+    "Doubted",
     "Event",
     "FetchFailed",
     "Fetched",
@@ -79,6 +80,8 @@ class Fetched:
     """Seconds since the KV was complete and asked for."""
     told_at: float | None = field(default=None, compare=False)
     """When the news of the completion came, monotonic."""
+    checksums: Mapping[int, bytes] = field(default_factory=dict, compare=False)
+    """Checksums of the blocks that were checked, by the source's ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,15 @@ class Granted:
     """The name of an error, or NotHeld, and perhaps a colon and a sentence."""
 
 
-Event = Released | Fetched | FetchFailed | Settled | CachedAsked | Granted
+@dataclass(frozen=True, slots=True)
+class Doubted:
+    """An event at a source that keeps checksums: blocks that came to a reader otherwise."""
+
+    blocks: tuple[int, ...]
+    request_id: str = ""
+
+
+Event = Released | Fetched | FetchFailed | Settled | CachedAsked | Granted | Doubted
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from kvrelay.kv_transfer.connector import (
     TransferStats,
 )
 from kvrelay.kv_transfer.fetch import NEVER, Checks, Fetch, State
-from kvrelay.kv_transfer.messages import End, Follow, Message, Renew
+from kvrelay.kv_transfer.messages import Doubt, End, Follow, Message, Renew
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import KvCorrupted, KvrelayError, LeaseLost, PeerLost, TransferTimeout
 
@@ -61,6 +61,7 @@ class FetchTable:
         self.stats = TransferStats()
         self._fetches: dict[str, Fetch] = {}
         self._ready: dict[PeerKey, bool] = {}  # whether it gives checksums
+        self._keepers: set[PeerKey] = set()  # peers whose checksums are as old as their KV
         self._reads = 0
 
     def watch(
@@ -139,14 +140,20 @@ class FetchTable:
         else:
             self._abandon(fetch)
 
-    def peer_ready(self, peer: PeerKey, now: float, *, vouches: bool = False) -> None:
+    def peer_ready(
+        self, peer: PeerKey, now: float, *, vouches: bool = False, keeps_checksums: bool = False
+    ) -> None:
+        """Read from this peer; one that `keeps_checksums` has all its blocks checked."""
         self._ready[peer] = vouches
+        if keeps_checksums:
+            self._keepers.add(peer)
         for fetch in self._of(peer):
             self._start(fetch, now)
 
     def peer_not_ready(self, peer: PeerKey) -> None:
         """Post no READ from this peer until `peer_ready`."""
         self._ready.pop(peer, None)
+        self._keepers.discard(peer)
 
     def peer_lost(self, peer: PeerKey, error: KvrelayError) -> None:
         """Fail what needs this peer's answers; reads in flight end by themselves."""
@@ -317,7 +324,8 @@ class FetchTable:
 
     def _draw(self, fetch: Fetch, part: slice) -> None:
         remote = fetch.remote_blocks[part]
-        share, places = self._config.kv_checksums, enumerate(remote, part.start)
+        share = 1.0 if fetch.peer in self._keepers else self._config.kv_checksums
+        places = enumerate(remote, part.start)
         drawn = {block: place for place, block in places if random.random() < share}
         if not self._ready[fetch.peer]:
             self.stats.unchecked_blocks += len(drawn)
@@ -352,6 +360,8 @@ class FetchTable:
         if not wrong:
             self._finish(fetch, now)
             return
+        if fetch.peer in self._keepers:
+            self.commands.append((fetch.peer, Doubt(wrong)))
         self._fail(
             fetch,
             KvCorrupted(
@@ -386,6 +396,7 @@ class FetchTable:
             fetch.completion,
             exposed_s=now - fetch.exposed_at,
             told_at=fetch.told_at,
+            checksums=fetch.checks.ours,
         )
         self.stats.fetches += 1
         self.stats.fetched_bytes += fetched.num_bytes

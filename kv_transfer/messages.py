@@ -15,6 +15,7 @@ from kvrelay.wire.transfer import Fingerprint, Ticket
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
+    "Doubt",
     "End",
     "Ended",
     "Follow",
@@ -64,6 +65,8 @@ class HandshakeReply(msgspec.Struct, tag="welcome", frozen=True):
     checksums: bool = False
     on_request: list[str] = []
     """Backends that another HandshakeRequest opens."""
+    keeps_checksums: bool = False
+    """Checksums are as old as the KV, so a reader must check all blocks."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -144,6 +147,12 @@ class Leased(msgspec.Struct, tag="leased", frozen=True):
     """Why it was not looked up."""
 
 
+class Doubt(msgspec.Struct, tag="doubt", frozen=True):
+    """A reader's news for a source that keeps checksums: blocks that are not what they should be."""
+
+    blocks: list[int]
+
+
 Message = (
     HandshakeRequest
     | HandshakeReply
@@ -156,6 +165,7 @@ Message = (
     | ChunkProgress
     | LeaseCached
     | Leased
+    | Doubt
 )
 
 codec: Codec[Message] = Codec(Message, MAX_MESSAGE_BYTES)

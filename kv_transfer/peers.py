@@ -209,7 +209,7 @@ class Peers:
         ours, theirs = self._hello.fingerprint.protocols, peer.welcome.fingerprint.protocols
         log.info("KV of %s comes by %s, protocol %d", peer.where, peer.kind, ours.common(theirs))
         peer.joined = True
-        self._fetches.peer_ready(key, now, vouches=bool(peer.heads))
+        self._ready(peer, now)
 
     def on_way_lost(self, key: PeerKey) -> None:
         """Start no READ on this lost way; the peer may still be there."""
@@ -258,6 +258,10 @@ class Peers:
             if difference is not None:
                 raise Incompatible(f"{difference}; both nodes need the same model and KV settings")
             heads = self._backends.order_of_heads(welcome)
+            if welcome.keeps_checksums and not self._backends.can_sum:
+                raise Incompatible(
+                    "its KV is checked when it is read; set kv_checksums above 0 here"
+                )
         except Incompatible as error:
             self._lose(peer, Incompatible(f"{peer.where}: {error.message}"), now)
             return
@@ -275,7 +279,7 @@ class Peers:
             peer.heads = heads if welcome.checksums and self._backends.can_sum else []
             self._go_on(peer, now)
         elif peer.joined:  # a READ is still on this old way
-            self._fetches.peer_ready(key, now, vouches=bool(peer.heads))
+            self._ready(peer, now)
         else:
             self.on_read_over(key)
 
@@ -322,6 +326,11 @@ class Peers:
     def _renew(self, key: PeerKey, leases: list[LeaseId], now: float) -> None:
         for first in range(0, len(leases), RENEW_BATCH):
             self._control.send(key, Renew(now, leases[first : first + RENEW_BATCH]))
+
+    def _ready(self, peer: _Peer, now: float) -> None:
+        keeps = peer.welcome is not None and peer.welcome.keeps_checksums
+        vouches = bool(peer.heads)
+        self._fetches.peer_ready(peer.key, now, vouches=vouches, keeps_checksums=keeps)
 
     def _lose(self, peer: _Peer, error: KvrelayError, now: float) -> None:
         if peer.lost is None:

@@ -17,8 +17,10 @@ from functools import partial
 from kvrelay.kv_transfer.backend import Joined, ReadEnded, TransferBackend
 from kvrelay.kv_transfer.backends import Backends
 from kvrelay.kv_transfer.cached import Asks, Callers
+from kvrelay.kv_transfer.checksums import Sums
 from kvrelay.kv_transfer.connector import (
     Completion,
+    Doubted,
     Event,
     LeaseId,
     PeerKey,
@@ -30,6 +32,7 @@ from kvrelay.kv_transfer.control import ControlThread
 from kvrelay.kv_transfer.fetches import FetchTable, Sum
 from kvrelay.kv_transfer.host_memory import LeaseWords
 from kvrelay.kv_transfer.messages import (
+    Doubt,
     End,
     Ended,
     Follow,
@@ -76,8 +79,11 @@ class TransferEngine:
         wake: Callable[[], None],
         backends: Mapping[str, TransferBackend],
         link: RankLink | None = None,
+        kept: Sums | None = None,
     ) -> None:
         """Serve from here on. `backends`: this rank's, the best first; `link`: to the other ranks.
+
+        `kept` gives checksums that came with the blocks, in place of new ones.
 
         `wake` is called from any thread when `events` has something. Raises ConfigError.
         """
@@ -95,6 +101,7 @@ class TransferEngine:
         self._callers_asks = Callers(self.generation, config.cluster_secret)
         self._asks = Asks(config.cluster_secret)
         self._stepped_at = time.monotonic()
+        self._kept = kept
         heads = ((0, fingerprint.kv_heads),) if link is None else link.heads
         # All ranks hold equally many heads.
         self._fetches = FetchTable(config, len(heads) * region.block_bytes)
@@ -314,11 +321,16 @@ class TransferEngine:
                     return self._offers.follow(lease, sender) or Renewed(now, [], [lease])
                 case Follow(lease, blocks):
                     asked = self._offers.ask(lease, sender, blocks)
-                    if asked and self._backends.can_sum:
+                    if asked and self._kept is not None:
+                        self._vouch(sender, lease, asked, self._kept(asked))
+                    elif asked and self._backends.can_sum:
                         self._backends.sums(asked, partial(self._vouch, sender, lease, asked))
                     return Renewed(now, [], [lease]) if asked is None else None
                 case LeaseCached():
                     return self._callers_asks.asked(sender, message, time.time())
+                case Doubt(blocks) if self._kept is not None:
+                    self._callers_asks.events.append(Doubted(tuple(blocks)))
+                    return None
                 case End(lease, token):
                     return Ended(token, self._offers.end(lease, sender, now))
                 case _:
@@ -412,6 +424,7 @@ class TransferEngine:
             self._words.place,
             backends.can_sum,
             backends.on_request,
+            self._kept is not None,
         )
 
     def _on_opened(self, _: str) -> None:
@@ -439,6 +452,7 @@ def open_connector(
     config: TransferConfig,
     wake: Callable[[], None],
     link: RankLink | None = None,
+    kept: Sums | None = None,
 ) -> TransferEngine:
     """Prepare the backends of `config.kv_connector`, and open the best. Raises ConfigError.
 
@@ -446,4 +460,4 @@ def open_connector(
     `wake` is called from any thread when `events` has something.
     """
     backends = make_backends(engine_id, region, terms_of(config))
-    return TransferEngine(engine_id, fingerprint, region, config, wake, backends, link)
+    return TransferEngine(engine_id, fingerprint, region, config, wake, backends, link, kept)
