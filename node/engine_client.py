@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
-import zmq
-import zmq.asyncio
 
-from kvrelay.node.process import PARENT_PID, describe_exit, python_command
-from kvrelay.wire.child_environ import child_environ
+from kvrelay.node.child import Child
+from kvrelay.node.process import describe_exit
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.engine_messages import (
     AdapterAnswer,
@@ -109,12 +105,6 @@ class EngineClient:
         self._ready_or_ended = asyncio.Event()
 
     async def start(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="kvrelay-")  # nobody else may enter it
-        endpoint = f"ipc://{self._folder}/engine"
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.set_hwm(0)
-        self._socket.bind(endpoint)
         environment = {
             # Huge pages: a step takes 53 ms instead of 57, with fewer TLB misses. Freed buffers are
             # kept: mapping them anew in every layer costs another 2 %.
@@ -123,23 +113,9 @@ class EngineClient:
             "OMP_NUM_THREADS": str(self._config.engine.threads_on(os.cpu_count() or 1)),
             # Threads that fill masks recurse as compilers do.
             "RUST_MIN_STACK": str(16 << 20),
-            **child_environ(),
-            PARENT_PID: str(os.getpid()),
         }
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *python_command("kvrelay.node.engine_process"),
-                endpoint,
-                stdin=asyncio.subprocess.PIPE,
-                env=environment,
-            )
-        except OSError:
-            self._socket.close()
-            self._remove_folder()
-            raise
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(self._config))
-        self._process.stdin.close()
+        self._child = await Child.start("kvrelay.node.engine_process", self._config, environment)
+        self._process = self._child.process
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
     async def ready(self, deadline_s: float) -> EngineReady:
@@ -229,11 +205,7 @@ class EngineClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.close()
-        self._remove_folder()
-
-    def _remove_folder(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._child.close()
 
     async def _stop(self, process: asyncio.subprocess.Process) -> None:
         if self.info is None:
@@ -282,17 +254,12 @@ class EngineClient:
 
     def send(self, message: ToEngine) -> None:
         """Send a message, unless the engine has ended."""
-        if self.ended.is_set():
-            return
-        # Never waits: there is no high-water mark.
-        sent = cast(
-            "asyncio.Future[object]", self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
-        )
-        sent.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if self._process is not None and not self.ended.is_set():
+            self._child.send(self._encoder.encode(message))
 
     async def _read(self) -> None:
         while True:
-            raw = await self._socket.recv()
+            raw = await self._child.socket.recv()
             self._heard_at = time.monotonic()
             match self._decoder.decode(raw):
                 case StepOutputs(updates, load):
@@ -310,7 +277,7 @@ class EngineClient:
                     self._answer(answer.asked, answer)
                 case EngineReady() as info:
                     self.info = info
-                    self._remove_folder()  # they are connected, and a kill leaves nothing
+                    self._child.remove_folder()  # they are connected, and a kill leaves nothing
                     self._ready_or_ended.set()
                 case EngineFailed(message):
                     # The process may end slowly or never after a GPU failure.

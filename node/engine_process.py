@@ -9,8 +9,6 @@ import contextlib
 import itertools
 import logging
 import os
-import signal
-import sys
 import time
 import uuid
 from typing import NoReturn
@@ -28,6 +26,7 @@ from kvrelay.kv_transfer.connector import (
     Settled,
 )
 from kvrelay.kv_transfer.transfer_engine import TransferEngine, open_connector
+from kvrelay.node.child import run_child
 from kvrelay.node.compiling import GrammarCompiler
 from kvrelay.node.engine_reports import (
     CacheReporter,
@@ -35,14 +34,6 @@ from kvrelay.node.engine_reports import (
     engine_stats,
     fingerprint_of,
     request_update,
-)
-from kvrelay.node.process import (
-    crash_report,
-    die_with_parent,
-    exit_now,
-    flush_log,
-    freeze_imports,
-    log_to_stderr,
 )
 from kvrelay.node.pulls import Pulls
 from kvrelay.node.ranks import join_as_rank_0, meet_ranks, pool_region
@@ -54,7 +45,6 @@ from kvrelay.paged_engine.timed_steps import measure_steps
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.engine_messages import (
     AskStats,
-    EngineFailed,
     FromEngine,
     LoadAdapter,
     Order,
@@ -63,11 +53,11 @@ from kvrelay.wire.engine_messages import (
     Submit,
     ToEngine,
 )
-from kvrelay.wire.errors import KvNotLoaded, KvrelayError
+from kvrelay.wire.errors import KvNotLoaded
 from kvrelay.wire.outputs import Finish
 from kvrelay.wire.transfer import Ticket
 
-__all__ = ["EngineProcess", "connect", "main"]
+__all__ = ["EngineProcess", "main"]
 
 log = logging.getLogger("kvrelay.engine")
 
@@ -385,30 +375,4 @@ class EngineProcess:
 
 
 def main() -> NoReturn:
-    die_with_parent()
-    # Ctrl-C reaches the whole group, but the parent says when to end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    freeze_imports()
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
-    log_to_stderr("engine", config.log_format)
-    socket = connect(sys.argv[1])
-    try:
-        EngineProcess(config, socket).serve()
-    except Exception as why:
-        report = crash_report(why)
-        if not isinstance(why, KvrelayError):
-            log.exception("%s", report)
-        flush_log()  # the parent ends this process once it has the report
-        socket.send(msgspec.msgpack.encode(EngineFailed(report)))
-        socket.context.destroy()  # waits until it is sent
-        exit_now(2 if isinstance(why, KvrelayError) else 1)
-    socket.context.destroy()
-    exit_now(0)  # tearing torch down takes 0.7 s
-
-
-def connect(endpoint: str) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.PAIR)
-    socket.setsockopt(zmq.LINGER, 1000)
-    socket.set_hwm(0)
-    socket.connect(endpoint)
-    return socket
+    run_child("engine", NodeConfig, lambda config, socket: EngineProcess(config, socket).serve())

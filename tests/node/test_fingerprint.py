@@ -13,7 +13,8 @@ import pytest
 from msgspec.structs import replace
 
 from kvrelay.node import engine_process
-from kvrelay.node.engine_process import EngineProcess, connect
+from kvrelay.node.child import connect
+from kvrelay.node.engine_process import EngineProcess
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.transfer import Fingerprint
 
