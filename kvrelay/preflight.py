@@ -116,6 +116,8 @@ def check_start(config: NodeConfig | RanksConfig | ClusterConfig) -> None:
         ranks = each.tensor_parallel_size_local or each.tensor_parallel_size
         weight, pool = least_memory(each, models[each], device)
         weights, pools = weights + ranks * weight, pools + ranks * pool
+    if isinstance(node, NodeConfig):
+        pools += len(engines) * node.cache.kv_host_memory
     _check_memory(weights, pools, len(engines))
 
 

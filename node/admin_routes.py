@@ -80,6 +80,7 @@ def _add_engine_routes(app: FastAPI, node: Node) -> None:
     async def reset_prefix_cache(request: Request) -> Response:
         await read_admin_body(node, request)
         node.ready()
+        node.cache.reset()
         node.engine.send(Order("reset"))
         await node.engine.fresh_stats(_RESET_DEADLINE_S)
         log.info("the prefix cache is reset")

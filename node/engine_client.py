@@ -32,6 +32,7 @@ from kvrelay.wire.engine_messages import (
 from kvrelay.wire.errors import DeadlineExceeded, EngineDead, Overloaded
 from kvrelay.wire.kv_events import CacheChanges
 from kvrelay.wire.outputs import Load
+from kvrelay.wire.transfer import Source
 
 __all__ = ["EngineClient"]
 
@@ -101,6 +102,8 @@ class EngineClient:
         """Prompts that a prefill node could compute: number of the request, milliseconds."""
         self._heard_at = time.monotonic()
         self.on_cache_changes: Callable[[CacheChanges], None] | None = None
+        self.tier: Callable[[], Source | None] = lambda: None
+        """Returns where to ask for KV that other sources have not."""
         self.ended = asyncio.Event()
         self._ready_or_ended = asyncio.Event()
 
@@ -228,6 +231,8 @@ class EngineClient:
 
     def _submit(self, submit: Submit) -> None:
         self.submitted += 1
+        if submit.fetch is None and submit.fork_of is None and (tier := self.tier()) is not None:
+            submit = msgspec.structs.replace(submit, sources=[*submit.sources, tier])
         self.send(submit)
 
     def _spilled_ms(self, submit: Submit) -> float:

@@ -94,6 +94,7 @@ class EngineProcess:
             self.engine.pool.block_size,
             self._send,
             enabled=config.tells_kv_events,
+            tier=config.cache.kv_host_memory > 0,
         )
         self.connector = self._open_connector(ranks)
         self._mismatched_kv = 0
@@ -177,6 +178,7 @@ class EngineProcess:
                         self.engine.adapters.retire(name)
                 case Order("reset"):
                     self.engine.scheduler.reset_prefix_cache()
+                    self._cache.resets += 1
                 case AskStats(number):
                     self._send_stats(number)
                 case Order("shutdown"):

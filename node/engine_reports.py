@@ -28,7 +28,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class CacheReporter:
-    """A reporter of prefix cache changes, silent unless `enabled`."""
+    """A reporter of prefix cache changes, if anybody hears them."""
 
     def __init__(
         self,
@@ -37,18 +37,22 @@ class CacheReporter:
         send: Callable[[CacheChanges], None],
         *,
         enabled: bool,
+        tier: bool = False,
     ) -> None:
+        """`enabled`: routers hear of changes; `tier`: there is KV below the pool, which needs uses, too."""
         self._pool, self._block_size, self._send, self._enabled = pool, block_size, send, enabled
         self._due = 0.0
-        if enabled:
-            pool.note_changes()
+        self.resets = 0
+        if enabled or tier:
+            pool.note_changes(use=tier)
 
     def poll(self, now: float, *, idle: bool) -> None:
         if self._pool.changed and (idle or now >= self._due):
             self._due = now + _CACHE_INTERVAL_S
             changes = self._pool.changes()
-            stored, removed = list(changes.stored), list(changes.removed)
-            self._send(CacheChanges(stored, removed, cleared=changes.cleared))
+            stored, removed, used = map(list, (changes.stored, changes.removed, changes.used))
+            cleared, resets = changes.cleared, self.resets
+            self._send(CacheChanges(stored, removed, cleared=cleared, used=used, resets=resets))
 
     def prompt_blocks(self, request: Request) -> PromptBlocks | None:
         """Return the hashes by which a router finds this prompt in KV events."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.node.cache_client import CacheClient
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.metrics import NodeMetrics
 from kvrelay.node.process import set_log_process
@@ -25,8 +26,10 @@ from kvrelay.node.serving import Serving
 from kvrelay.openai_api.tracing import Tracing
 from kvrelay.wire.config import NodeConfig, Role
 from kvrelay.wire.config_checks import udp_address
+from kvrelay.wire.engine_messages import EngineStats
 from kvrelay.wire.errors import Conflict, DeadlineExceeded, Draining, EngineDead, RequestError
 from kvrelay.wire.heartbeat import HEARTBEAT_S, Heartbeat, NodeState, sealed
+from kvrelay.wire.kv_events import CacheChanges
 
 __all__ = ["DRAIN_DEADLINE_S", "FLIPPING", "Heartbeats", "Node"]
 
@@ -56,12 +59,12 @@ class Node:
         sandbox: Sandbox | None = None,
         flip_deadline_s: float = DRAIN_DEADLINE_S,
     ) -> None:
-        self.config, self.engine, self.created = config, engine, created
+        self.config, self.created = config, created
+        self.cache = CacheClient(config)
         self.serving, self.tracing = serving, tracing
         self.metrics: NodeMetrics | None = None
         self.kv_events = KvEvents() if config.tells_kv_events else None
-        if self.kv_events is not None:
-            engine.on_cache_changes = self.kv_events.publish
+        self.use(engine)
         self.failure: str | None = None
         self.streams, self.sandbox = RequestStreams(self.kv_events), sandbox or Sandbox()
         self.on_change: Callable[[], None] = lambda: None
@@ -72,6 +75,22 @@ class Node:
         """Changes of the role. With any, a router believes the node and not its lists."""
         self._flip: asyncio.Task[None] | None = None
         self._flip_deadline_s = flip_deadline_s
+
+    def use(self, engine: EngineClient) -> None:
+        """Serve by this engine; others hear what its prefix cache holds."""
+        self.engine = engine
+        engine.tier = lambda: self.cache.source
+        engine.on_cache_changes = self._tell_changes
+
+    def _tell_changes(self, changes: CacheChanges) -> None:
+        self.cache.tell(changes)
+        if self.kv_events is not None:
+            self.kv_events.publish(msgspec.structs.replace(changes, used=[], resets=0))
+
+    def stats(self) -> EngineStats:
+        """Return the newest of the engine, and of the tiers below its pool."""
+        tiers = self.cache.stats
+        return msgspec.structs.replace(self.engine.stats, host=tiers.host, store=tiers.store)
 
     def check_open(self) -> None:
         """Raise Draining if the node takes no new requests."""

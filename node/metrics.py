@@ -105,6 +105,7 @@ _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         (),
     ),
 }
+_TIERS = {"host": "host memory", "store": "files"}
 # By name: the text, and the attribute of EngineStats.
 _GAUGES = {
     "vllm:num_requests_running": ("Requests in the current batch", "load.running"),
@@ -121,6 +122,10 @@ _GAUGES = {
         "Tokens of prompts that are still to be computed",
         "load.waiting_tokens",
     ),
+} | {
+    f"kvrelay_tier_{tier}_{what}": (f"{what.capitalize()} of KV in {place}", f"{tier}.{what}")
+    for tier, place in _TIERS.items()
+    for what in ("blocks", "bytes")
 }
 _ENGINE_COUNTERS = {
     "vllm:prompt_tokens": ("Prompt tokens computed", "prompt_tokens"),
@@ -171,6 +176,15 @@ _ENGINE_COUNTERS = {
         "leases_released",
     ),
     "kvrelay_leases_expired": ("Leases that nobody ended in time", "leases_expired"),
+} | {
+    f"kvrelay_tier_{tier}_{field}_blocks": (f"KV blocks {text} {place}", f"{tier}.{field}")
+    for tier, place in _TIERS.items()
+    for field, text in (
+        ("stored", "that came into"),
+        ("loaded", "that were asked of"),
+        ("evicted", "that made room for others in"),
+        ("corrupt", "dropped, as they were not what had been stored in"),
+    )
 }
 
 
@@ -286,13 +300,19 @@ class NodeMetrics:
         self._counted = stats
         for name, (_, field) in _ENGINE_COUNTERS.items():
             of = attrgetter(field)
-            self._count(name, more=of(stats) - of(counted))
+            self._count(name, more=_more(of(stats), of(counted)))
         for cause, failures in stats.fetch_failures.items():
-            self._count(_FAILED, cause, more=failures - counted.fetch_failures.get(cause, 0))
+            before = counted.fetch_failures.get(cause, 0)
+            self._count(_FAILED, cause, more=_more(failures, before))
         for cause, failures in stats.pull_failures.items():
-            self._count(_PULLS_FAILED, cause, more=failures - counted.pull_failures.get(cause, 0))
+            before = counted.pull_failures.get(cause, 0)
+            self._count(_PULLS_FAILED, cause, more=_more(failures, before))
         for name, (_, field) in _GAUGES.items():
             self._gauges[name].labels(*self._labels).set(attrgetter(field)(stats))
+
+
+def _more(count: float, before: float) -> float:
+    return count - before if count >= before else count  # another process has begun at zero
 
 
 def _one_two_five(largest: int) -> tuple[float, ...]:

@@ -82,12 +82,15 @@ class Pulls:
         if not others or request.fetch is not None or request.to_score(0, request.prompt_tokens):
             return
         source = max(others, key=lambda each: each.tokens)
+        request.sources = [each for each in others if each is not source]
         scheduler, block_size = self._engine.scheduler, self._engine.pool.block_size
         most = (len(request.token_ids) - 1) // block_size
         first = scheduler.cached_tokens(request) // block_size
-        blocks, now = min(source.tokens // block_size, most) - first, time.monotonic()
+        told = source.tokens // block_size if source.tokens else most
+        blocks, now = min(told, most) - first, time.monotonic()
         limit_s = self._limit_s(blocks, first, now)
         if blocks <= 0 or not limit_s:
+            self.begin(request)  # another may have more
             return
         request.asking, request.asked_s = True, now
         request.pull_from, request.pull_s = first, limit_s
@@ -119,9 +122,13 @@ class Pulls:
         now, asked_at = time.monotonic(), request.asked_s
         if event.ticket is not None or event.reason.startswith(("NotHeld", "TransferTimeout")):
             self._price.asked((now - asked_at) * 1e3, now)
+        request.asking = False
         if event.ticket is not None:
             self._connector.watch(event.request_id, event.ticket)
-        self._engine.scheduler.end_ask(request, event.ticket)
+        else:
+            self.begin(request)
+        if not request.asking:
+            self._engine.scheduler.end_ask(request, event.ticket)
 
     def over(self, request: Request, num_bytes: int, read_s: float) -> None:
         """Count a pull whose fetch is over."""

@@ -25,6 +25,7 @@ from kvrelay.openai_api.tracing import start_tracing
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.errors import EngineDead, KvrelayError
 from kvrelay.wire.heartbeat import Heartbeat, NodeState
+from kvrelay.wire.kv_events import CacheChanges
 from kvrelay.wire.sampling import PLAIN_SAMPLING
 
 __all__ = ["run"]
@@ -88,6 +89,7 @@ async def _lifespan(node: Node, server: _Server) -> AsyncIterator[None]:
             await node.wait_idle(_SHUTDOWN_S)
         await node.sandbox.close()
         await node.engine.stop()
+        await node.cache.stop()
         if node.tracing is not None:
             await asyncio.to_thread(node.tracing.close)
 
@@ -145,6 +147,7 @@ async def _load_and_watch(
     config = node.config
     try:
         serving = await load_serving(config, node.engine, node.sandbox)
+        await node.cache.attach(serving.info)
     except Exception as why:
         ours = isinstance(why, KvrelayError)
         node.failure = (
@@ -154,15 +157,38 @@ async def _load_and_watch(
         end()
         return
     node.metrics = NodeMetrics(
-        lambda: node.engine.stats, config.role, serving.info, serving.model_name, node.engine.pid
+        node.stats,
+        config.role,
+        serving.info,
+        serving.model_name,
+        lambda: node.engine.pid(),
     )
     node.serving = serving
     on_ready()
     _log_ready(config, serving)
     await node.engine.ended.wait()
+    while node.cache.source is not None and not node.draining:
+        await _start_again(node, serving)
+        on_ready()
+        await node.engine.ended.wait()
     node.failure = node.engine.failure
     log.error("%s", node.failure)
     end()
+
+
+async def _start_again(node: Node, serving: Serving) -> None:
+    """Give the node another engine, which finds KV in the cache process."""
+    log.error("%s: another one starts", node.engine.failure)
+    ended, node.serving = node.engine, None
+    node.use(EngineClient(node.config))
+    if node.kv_events is not None:
+        node.kv_events.publish(CacheChanges([], [], cleared=True))
+    await ended.stop()
+    await node.engine.start()
+    with contextlib.suppress(EngineDead):  # the caller sees that it has ended
+        serving.serve(await node.engine.ready(node.config.start_deadline_s))
+        await node.cache.attach(serving.info)
+        node.serving = serving
 
 
 def _log_ready(config: NodeConfig, serving: Serving) -> None:

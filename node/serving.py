@@ -91,10 +91,9 @@ class Serving:
         defaults: SamplingDefaults = PLAIN_SAMPLING,
     ) -> None:
         self.defaults = defaults
-        self.role, self.model_name, self.info = role, model_name, info
+        self.role, self.model_name = role, model_name
         self._role_changed = False
-        self.adapters = {adapter.name: adapter for adapter in info.adapters}
-        """Names that clients may use beside the model."""
+        self.serve(info)
         self._tokenizer = tokenizer
         self._prompts = Prompts(
             tokenizer,
@@ -103,6 +102,12 @@ class Serving:
             trusts_request_templates=trusts_request_templates,
         )
         self._tool_format, self._reasoning = tool_format, reasoning
+
+    def serve(self, info: EngineReady) -> None:
+        """Take requests for an engine of the same model."""
+        self.info = info
+        self.adapters = {adapter.name: adapter for adapter in info.adapters}
+        """Names that clients may use beside the model."""
 
     def set_role(self, role: Role) -> None:
         self.role, self._role_changed = role, True

@@ -7,7 +7,7 @@ quarantined (a transfer may still write to it). Block 0, the null block, is neve
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.wire.kv_events import BlockHash
@@ -21,12 +21,14 @@ NULL_BLOCK = 0
 class Changes:
     """A record of hashes that became findable or no longer are."""
 
-    stored: set[BlockHash] = field(default_factory=set)
+    stored: dict[BlockHash, None] = field(default_factory=dict)  # in order
     removed: set[BlockHash] = field(default_factory=set)
     cleared: bool = False
+    used: dict[BlockHash, None] = field(default_factory=dict)
+    """Hashes that requests have found."""
 
     def __bool__(self) -> bool:
-        return bool(self.stored or self.removed or self.cleared)
+        return bool(self.stored or self.removed or self.cleared or self.used)
 
 
 class BlockPool:
@@ -39,6 +41,7 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._quarantined: set[int] = set()
         self._changes: Changes | None = None
+        self._notes_use = False
 
     @property
     def total(self) -> int:
@@ -69,11 +72,19 @@ class BlockPool:
     def free_after(self, shared: Iterable[int]) -> int:
         return len(self._free) - sum(1 for block in shared if not self._references[block])
 
-    def share(self, blocks: Iterable[int]) -> None:
+    def share(self, blocks: Iterable[int], *, used: bool = False) -> None:
+        """Take references; `used`: a request has found these."""
         for block in blocks:
             if not self._references[block]:
                 del self._free[block]
             self._references[block] += 1
+            name = self._hash_of[block]
+            if used and self._notes_use and self._changes is not None and name is not None:
+                self._changes.used[name] = None
+
+    def victims(self) -> Iterator[BlockHash | None]:
+        """Yield what `allocate` would forget, the next one first; None for nothing."""
+        return (self._hash_of[block] for block in self._free)
 
     def allocate(self, count: int) -> list[int] | None:
         """Take fresh blocks; None if there are fewer."""
@@ -82,7 +93,7 @@ class BlockPool:
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in taken:
             self._references[block] = 1
-            self._forget(block)
+            self.forget(block)
         return taken
 
     def publish(self, block: int, block_hash: BlockHash) -> None:
@@ -91,8 +102,18 @@ class BlockPool:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
             if self._changes is not None:
-                self._changes.stored.add(block_hash)
+                self._changes.stored[block_hash] = None
                 self._changes.removed.discard(block_hash)
+
+    def forget(self, block: int) -> None:
+        """Let nobody find this block any more."""
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self._hash_of[block] = None
+            if self._changes is not None:
+                self._changes.stored.pop(block_hash, None)
+                self._changes.removed.add(block_hash)
 
     def reset(self) -> None:
         for block in self._block_of.values():
@@ -101,8 +122,8 @@ class BlockPool:
         if self._changes is not None:
             self._changes = Changes(cleared=True)
 
-    def note_changes(self) -> None:
-        self._changes = Changes()
+    def note_changes(self, *, use: bool = False) -> None:
+        self._changes, self._notes_use = Changes(), use
 
     @property
     def changed(self) -> bool:
@@ -128,15 +149,6 @@ class BlockPool:
 
     def leave_quarantine(self, blocks: Iterable[int]) -> None:
         self._quarantined.difference_update(blocks)
-
-    def _forget(self, block: int) -> None:
-        block_hash = self._hash_of[block]
-        if block_hash is not None:
-            del self._block_of[block_hash]
-            self._hash_of[block] = None
-            if self._changes is not None:
-                self._changes.stored.discard(block_hash)
-                self._changes.removed.add(block_hash)
 
 
 class KeptBlocks:

@@ -264,7 +264,7 @@ class Scheduler:
         if needed > self.pool.free_after(shared):
             return False
         self._waiting.remove(request)
-        self.pool.share(shared)
+        self.pool.share(shared, used=True)
         request.blocks = shared
         request.num_computed = len(shared) * self._block_size
         request.num_published = len(shared)
@@ -287,7 +287,7 @@ class Scheduler:
         if room > self.pool.free_after(shared):
             return None
         self._waiting.remove(request)
-        self.pool.share(shared)
+        self.pool.share(shared, used=True)
         fresh = self.pool.allocate(needed)
         assert fresh is not None
         request.blocks = [*shared, *fresh]

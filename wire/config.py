@@ -24,6 +24,7 @@ from kvrelay.wire.sampling import GENERATION_FIELDS, generation_values
 from kvrelay.wire.server_config import ServerConfig
 
 __all__ = [
+    "CacheConfig",
     "REASONING_PARSERS",
     "TOOL_CALL_PARSERS",
     "EngineConfig",
@@ -347,12 +348,42 @@ class TransferConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """A node's KV below its pool, in a process that outlives the engine."""
+
+    kv_host_memory: Annotated[int, Meta(ge=0, description="0 takes none")] = 0
+    """Bytes of this machine's memory for KV that the pool has no room for, for example 64GiB; it
+    stays when the engine restarts. 0 takes none.
+    """
+    kv_store: str = ""
+    """Folder for KV below kv_host_memory; it stays when the node restarts."""
+    kv_store_size: Annotated[int, Meta(ge=0, description="leave it out without kv_store")] = 0
+    """Bytes of kv_store at most, for example 1TiB."""
+    kv_write_behind_bytes_s: Positive = 2e9
+    """Bytes per second at most that go from the pool to kv_host_memory, and from there to kv_store.
+    """
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        require(
+            "://" not in self.kv_store,
+            f"kv_store must be a folder, got {self.kv_store!r}: NIXL's wheel has no plugin for "
+            "object stores (OBJ) that can be loaded",
+        )
+        require(
+            not self.kv_store or bool(self.kv_host_memory and self.kv_store_size),
+            "kv_store needs kv_host_memory, through which its blocks go, and kv_store_size",
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class NodeConfig(ServerConfig):
     """A node: an HTTP process and an engine process."""
 
     engine: EngineConfig
     role: Role = Role.AGGREGATED
     transfer: TransferConfig = TransferConfig()
+    cache: CacheConfig = CacheConfig()
     served_model_name: str = ""
     """The name that clients use; empty takes the model's own."""
     chat_template: str = ""
@@ -393,6 +424,12 @@ class NodeConfig(ServerConfig):
         require(
             not self.router or self.role is not Role.AGGREGATED,
             "router is for prefill and decode nodes: a router has no use for a node alone",
+        )
+        require(
+            not self.cache.kv_host_memory
+            or (self.transfer.kv_checksums > 0 and self.engine.enable_prefix_caching),
+            "kv_host_memory needs enable_prefix_caching, and kv_checksums above 0 (for example "
+            "0.001), by which blocks are checked when they come back",
         )
         for name, known in (
             ("tool_call_parser", TOOL_CALL_PARSERS),

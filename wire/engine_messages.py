@@ -25,6 +25,7 @@ __all__ = [
     "RequestUpdate",
     "StepOutputs",
     "Submit",
+    "TierStats",
     "Timing",
     "ToEngine",
 ]
@@ -181,6 +182,18 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """Limit of a step with prompts beside decodes; 0: none."""
 
 
+class TierStats(msgspec.Struct):
+    """A tier below the pool: what it holds, and counts of blocks."""
+
+    blocks: int = 0
+    bytes: int = 0
+    stored: int = 0
+    loaded: int = 0
+    evicted: int = 0
+    corrupt: int = 0
+    """Not what they were when they were stored; dropped."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, tag=True):
     """A snapshot of counters and gauges, sent every half second and when the engine goes idle."""
 
@@ -211,6 +224,9 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     """Number of the newest AskStats that these answer."""
     kv_silent_s: float = 0.0
     """Seconds since the slowest thread of the KV link was seen at work."""
+    host: TierStats = msgspec.field(default_factory=TierStats)
+    store: TierStats = msgspec.field(default_factory=TierStats)
+    """Both filled in by the node."""
     pulled_tokens: int = 0
     pull_failures: dict[str, int] = {}
     """Pulls without or with a part of their KV, by cause."""

@@ -69,13 +69,17 @@ def extend(
         hashes.append(chain(parent, token_ids[start : start + block_size]))
 
 
-class CacheChanges(msgspec.Struct, frozen=True, tag=True):
+class CacheChanges(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A set of block hashes that the prefix cache gained and lost."""
 
     stored: list[BlockHash]
     removed: list[BlockHash]
     cleared: bool = False
     """All earlier blocks are gone."""
+    used: list[BlockHash] = []
+    """Hashes that requests have found; not for routers."""
+    resets: int = 0
+    """Resets until now; not for routers."""
 
 
 read_changes = msgspec.msgpack.Decoder(CacheChanges).decode

@@ -87,6 +87,7 @@ class Source(msgspec.Struct, frozen=True):
     port: int
     generation: str
     tokens: int
+    """0: it is asked for all, after the others."""
     seal: str = ""
     """KvFacts.seal of that node."""
 

@@ -12,6 +12,7 @@ __all__ = ["command_pieces"]
 _SECTIONS = {
     "Engine settings": "engine",
     "Transfer settings": "hand-over",
+    "Cache settings": "kv-below-the-pool",
     "Node settings": "node",
     "Ranks settings": "ranks-on-other-hosts",
     "Cluster settings": "cluster",

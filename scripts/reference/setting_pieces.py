@@ -9,7 +9,7 @@ from kvrelay.cluster_plan import ClusterConfig
 from kvrelay.flag_names import VLLM
 from kvrelay.load.config import BenchConfig
 from kvrelay.settings import Setting, settings_of
-from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig, TransferConfig
+from kvrelay.wire.config import CacheConfig, EngineConfig, NodeConfig, RanksConfig, TransferConfig
 from kvrelay.wire.router_config import KeyConfig, RouterConfig
 from scripts.reference.command_line import Parameter, commands
 from scripts.reference.markdown import code, table
@@ -19,6 +19,7 @@ __all__ = ["CONFIGS", "setting_pieces"]
 CONFIGS = {
     "engine-settings": EngineConfig,
     "transfer-settings": TransferConfig,
+    "cache-settings": CacheConfig,
     "node-settings": NodeConfig,
     "rank-settings": RanksConfig,
     "cluster-settings": ClusterConfig,

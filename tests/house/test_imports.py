@@ -17,10 +17,11 @@ MAY_IMPORT = {
     "kernels": set(),
     "paged_engine": {"kernels", "wire"},
     "kv_transfer": {"kernels", "wire"},
+    "cache_node": {"kernels", "kv_transfer", "paged_engine", "wire"},
     "openai_api": {"wire"},
     "prefill_node": _NODES,
     "decode_node": _NODES,
-    "node": {*_NODES, "prefill_node", "decode_node"},
+    "node": {*_NODES, "cache_node", "prefill_node", "decode_node"},
     "load": {"wire"},
     "planner": {"load", "router", "wire"},
     "router": {"openai_api", "wire"},
@@ -58,6 +59,7 @@ NEVER = {
     "openai_api": {"torch", "triton", "nixl", "llguidance"},
     "paged_engine": {"transformers", "nixl", "aiohttp", "zmq", "fastapi"},
     "kv_transfer": {"transformers", "aiohttp", "fastapi"},
+    "cache_node": {"transformers", "aiohttp", "fastapi"},
     "node": {"transformers"},
 }
 

@@ -13,6 +13,7 @@ PACKAGES = [
     "wire",
     "paged_engine",
     "kv_transfer",
+    "cache_node",
     "openai_api",
     "prefill_node",
     "decode_node",

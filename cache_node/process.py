@@ -1,0 +1,267 @@
+"""Cache process of a node: one loop over a connector, a table of blocks, and the files below it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+import zmq
+
+from kvrelay.cache_node.files import Files
+from kvrelay.cache_node.store import BlockFiles
+from kvrelay.cache_node.table import CacheTable
+from kvrelay.kernels.pool_memory import zeros
+from kvrelay.kv_transfer.cached import NOT_HELD
+from kvrelay.kv_transfer.checksums import sums_of
+from kvrelay.kv_transfer.connector import (
+    CachedAsked,
+    Doubted,
+    Fetched,
+    FetchFailed,
+    Granted,
+    PeerKey,
+    PoolRegion,
+    Released,
+    Settled,
+)
+from kvrelay.kv_transfer.transfer_engine import open_connector
+from kvrelay.wire.cache_messages import (
+    Attach,
+    CacheReady,
+    CacheSetup,
+    CacheStats,
+    FromCache,
+    ToCache,
+)
+from kvrelay.wire.config_checks import gib
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.kv_events import BlockHash, CacheChanges
+from kvrelay.wire.transfer import Source
+
+__all__ = ["CacheProcess"]
+
+log = logging.getLogger("kvrelay.cache")
+
+STATS_INTERVAL_S = 0.5
+# One ask, one read: more would hold more of the engine's blocks at a time.
+_BATCH_BYTES, _BATCH_BLOCKS = 64 << 20, 256
+# After a read that failed.
+_PAUSE_S = 1.0
+
+
+@dataclass(slots=True)
+class _Pull:
+    """Blocks on their way from the engine."""
+
+    request_id: str
+    names: list[BlockHash]
+    since: int
+    began: float
+    remote: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+
+
+class CacheProcess:
+    """A loop behind `socket`, this process's end of the zmq pair."""
+
+    def __init__(self, setup: CacheSetup, socket: zmq.Socket[bytes]) -> None:
+        """Take the memory, and tell the parent. Raises ConfigError."""
+        cache, size = setup.cache, setup.block_bytes
+        blocks = cache.kv_host_memory // size
+        if blocks < 2:
+            raise ConfigError(
+                f"kv_host_memory is {cache.kv_host_memory} bytes, and two blocks of KV take "
+                f"{2 * size}; raise it"
+            )
+        self._socket, self._setup = socket, setup
+        self._block_s = size / cache.kv_write_behind_bytes_s
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._decoder = msgspec.msgpack.Decoder(ToCache)
+        self._memory = zeros(blocks * size, torch.device("cpu"))
+        region = PoolRegion(self._memory.data_ptr(), blocks, size, "cpu")
+        self._sums = sums_of(region, setup.fingerprint.kv_heads)
+        self._table = CacheTable(blocks - 1)
+        self._files: Files | None = None
+        if cache.kv_store:
+            make = partial(BlockFiles, Path(cache.kv_store), setup.identity, region, self._sums)
+            limit = cache.kv_store_size // size
+            self._files = Files(self._table, make, limit, self._block_s, self.wakeup)
+        self._connector = open_connector(
+            engine_id=f"cache-{uuid.uuid4().hex[:12]}",
+            fingerprint=msgspec.structs.replace(setup.fingerprint, tp_size=1),
+            region=region,
+            config=replace(setup.transfer, kv_port=0, kv_checksums=1.0),
+            wake=self.wakeup,
+            kept=self._kept,
+        )
+        self._engine: Source | None = None
+        self._pull: _Pull | None = None
+        self._leases: dict[str, list[int]] = {}
+        self._pull_at = self._report_at = 0.0
+        self._resets = 0
+        host, port = self._connector.address
+        ours = Source(host, port, self._connector.generation, 0, self._connector.address_seal)
+        self._send(CacheReady(ours))
+        log.info("the cache process is ready: %d blocks in %s", blocks, gib(blocks * size))
+
+    def serve(self) -> None:
+        """Serve until the parent ends this process."""
+        while True:
+            self.turn()
+
+    def turn(self) -> None:
+        """Start what is due, wait for news, and handle them."""
+        now = time.monotonic()
+        self._begin_pull(now)
+        self._report(now)
+        due = min(self._report_at, self._pull_at if self._pull_at > now else self._report_at)
+        if self._wake in dict(self._poller.poll(round((due - now) * 1000 + 0.5))):
+            os.eventfd_read(self._wake)
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._handle(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+        if self._files is not None:
+            self._files.tell()
+        self._handle_events()
+
+    def wakeup(self) -> None:
+        """End a turn's wait, from any thread."""
+        os.eventfd_write(self._wake, 1)
+
+    def _handle(self, message: Attach | CacheChanges) -> None:
+        if isinstance(message, Attach):
+            self._engine = message.engine
+            self._table.forget_engine()
+            self._resets = 0
+            return
+        self._table.note(message)
+        if message.cleared and self._files is not None:
+            self._files.clear()
+        if message.resets != self._resets:
+            self._resets, self._report_at = message.resets, 0.0
+
+    def _handle_events(self) -> None:
+        for event in self._connector.events():
+            match event:
+                case CachedAsked():
+                    self._asked(event)
+                case Released(request_id):
+                    self._table.pool.release(self._leases.pop(request_id))
+                case Doubted(blocks):
+                    self._check(blocks)
+                case Granted() if self._pull is not None:
+                    self._granted(self._pull, event)
+                case Fetched() if self._pull is not None:
+                    self._fetched(self._pull, event)
+                case FetchFailed(_, reason):
+                    log.warning("no KV from the engine: %s", reason)
+                case Settled() if self._pull is not None:
+                    self._end_pull(self._pull, [], time.monotonic() + _PAUSE_S)
+
+    # Up: an engine asks for blocks.
+
+    def _asked(self, asked: CachedAsked) -> None:
+        table = self._table
+        held = table.pool.lookup(asked.hashes)
+        table.pool.share(held)
+        table.reuse.came(asked.hashes[: len(held)], used=True)
+        grant = partial(self._grant, asked, held)
+        if self._files is None:
+            grant()
+        else:
+            self._files.read(asked.hashes[len(held) :], grant)
+
+    def _grant(self, asked: CachedAsked, held: Sequence[int]) -> None:
+        pool = self._table.pool
+        blocks = pool.lookup(asked.hashes)
+        pool.share(blocks)
+        pool.release(held)
+        if blocks:
+            self._leases[asked.request_id] = blocks
+            self._table.stats.loaded += len(blocks)
+        self._connector.answer_cached(asked.request_id, blocks)
+
+    def _kept(self, blocks: Sequence[int]) -> list[bytes]:
+        return [self._table.checksums.get(block, b"") for block in blocks]
+
+    def _check(self, blocks: Sequence[int]) -> None:
+        known = [block for block in blocks if block in self._table.checksums]
+        for block, found in zip(known, self._sums(known), strict=True):
+            if found != self._table.checksums[block]:
+                log.error("a block in host memory has changed; test the memory of this machine")
+                self._table.stats.corrupt += 1
+                self._table.pool.forget(block)
+
+    # Down: the engine has blocks that this process wants.
+
+    def _begin_pull(self, now: float) -> None:
+        engine = self._engine
+        if engine is None or self._pull is not None or now < self._pull_at:
+            return
+        most = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // self._setup.block_bytes))
+        if names := self._table.wanted(most):
+            self._pull = _Pull(uuid.uuid4().hex, names, self._table.clears, now)
+            limit_s = self._setup.transfer.transfer_deadline_s
+            peer = PeerKey(engine.host, engine.port, engine.generation)
+            self._connector.ask(self._pull.request_id, peer, names, 0, limit_s, engine.seal)
+
+    def _granted(self, pull: _Pull, granted: Granted) -> None:
+        ticket = granted.ticket
+        pull.remote = [] if ticket is None else ticket.remote_block_ids[0]
+        slots = self._table.room(len(pull.remote))
+        if ticket is not None:
+            self._connector.watch(pull.request_id, ticket)
+        if ticket is None or slots is None:
+            self._connector.cancel(pull.request_id)
+            gone = granted.reason == NOT_HELD  # the first of them
+            pause_s, rest = (0.0, pull.names[1:]) if gone else (_PAUSE_S, [])
+            self._end_pull(pull, [], time.monotonic() + pause_s, rest)
+            return
+        pull.slots = slots
+        self._connector.fetch(pull.request_id, pull.remote, slots)
+
+    def _fetched(self, pull: _Pull, fetched: Fetched) -> None:
+        # The engine gives checksums, or nothing is kept.
+        sums = [fetched.checksums[block] for block in pull.remote if block in fetched.checksums]
+        self._table.stats.stored += len(sums)
+        next_at = pull.began + len(pull.slots) * self._block_s
+        self._end_pull(pull, sums, next_at, pull.names[len(pull.slots) + 1 :])
+        if self._files is not None:
+            self._files.write(pull.names[: len(sums)])
+
+    def _end_pull(
+        self, pull: _Pull, sums: Sequence[bytes], next_at: float, rest: Sequence[BlockHash] = ()
+    ) -> None:
+        """Keep the blocks that have checksums; ask for the rest again."""
+        self._pull, self._pull_at = None, next_at
+        self._table.landed(pull.names, pull.slots, sums, pull.since)
+        if pull.since == self._table.clears:
+            self._table.offer(rest)
+
+    def _report(self, now: float) -> None:
+        if now < self._report_at:
+            return
+        self._report_at = now + STATS_INTERVAL_S
+        stats = CacheStats(self._table.stats, resets=self._resets)
+        stats.host.blocks = self._table.pool.cached
+        if self._files is not None:
+            stats = msgspec.structs.replace(stats, store=self._files.stats)
+            stats.store.blocks = len(self._files.held)
+        for tier in (stats.host, stats.store):
+            tier.bytes = tier.blocks * self._setup.block_bytes
+        self._send(stats)
+
+    def _send(self, message: FromCache) -> None:
+        self._socket.send(msgspec.msgpack.encode(message))

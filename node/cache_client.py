@@ -1,0 +1,121 @@
+"""Client of the cache process: starts it once the engine is ready, and tells it what that holds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from kvrelay.node.child import Child
+from kvrelay.node.process import describe_exit
+from kvrelay.wire.cache_messages import (
+    Attach,
+    CacheReady,
+    CacheSetup,
+    CacheStats,
+    FromCache,
+    ToCache,
+)
+from kvrelay.wire.config import EngineConfig, NodeConfig
+from kvrelay.wire.engine_messages import EngineReady
+from kvrelay.wire.transfer import Fingerprint, Source
+
+__all__ = ["CacheClient", "identity"]
+
+log = logging.getLogger("kvrelay.node")
+
+
+class CacheClient:
+    """A client of one cache process, without which a node goes on: it keeps less KV."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._config = config
+        self._child: Child | None = None
+        self._setup: CacheSetup | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._source: Source | None = None
+        self._resets = 0
+        self.stats = CacheStats()
+
+    async def attach(self, info: EngineReady) -> None:
+        """Have the process take blocks from a new engine; another kind of KV needs a new process."""
+        config, kv = self._config, info.kv
+        if not config.cache.kv_host_memory or kv is None:
+            return
+        setup = CacheSetup(
+            config.cache,
+            config.transfer,
+            kv.fingerprint,
+            info.kv_bytes_per_token * info.block_size,
+            identity(kv.fingerprint, config.engine),
+            config.log_format,
+        )
+        if setup != self._setup or not self._alive:
+            await self.stop()
+            self._setup = setup
+            self._child = await Child.start("kvrelay.node.cache_process", setup, {})
+            work = (self._read(self._child), self._watch(self._child))
+            self._tasks = [asyncio.create_task(each) for each in work]
+        self._resets = 0
+        self.stats = msgspec.structs.replace(self.stats, resets=0)
+        self.tell(Attach(Source(kv.address, kv.port, kv.generation, 0, kv.seal)))
+
+    def tell(self, message: ToCache) -> None:
+        if self._child is not None and self._alive:
+            self._child.send(msgspec.msgpack.encode(message))
+
+    def reset(self) -> None:
+        """Name this process no more until it has followed a reset of the engine's cache."""
+        self._resets += 1
+
+    @property
+    def source(self) -> Source | None:
+        """Return where an engine finds KV of earlier requests."""
+        return self._source if self._alive and self.stats.resets == self._resets else None
+
+    async def stop(self) -> None:
+        if self._child is None:
+            return
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(ProcessLookupError):
+            self._child.process.kill()  # it has nothing to end in order
+        await self._child.process.wait()
+        self._child.close()
+        self._child = self._source = None
+
+    @property
+    def _alive(self) -> bool:
+        return self._child is not None and self._child.process.returncode is None
+
+    async def _read(self, child: Child) -> None:
+        decoder = msgspec.msgpack.Decoder(FromCache)
+        while True:
+            match decoder.decode(await child.socket.recv()):
+                case CacheReady(source):
+                    self._source = source
+                    child.remove_folder()  # they are connected, and a kill leaves nothing
+                case CacheStats() as stats:
+                    self.stats = stats
+                case failed:
+                    log.error("%s", failed.message)
+
+    async def _watch(self, child: Child) -> None:
+        how = describe_exit(await child.process.wait())
+        log.error("the cache process ended (%s): no KV is kept below the pool", how)
+
+
+def identity(fingerprint: Fingerprint, engine: EngineConfig) -> bytes:
+    """Return 16 bytes that differ if KV may differ: other model files, types or devices."""
+    path = Path(engine.model).expanduser()
+    wanted = (".gguf", ".json", ".safetensors")
+    found = [each for each in (path, *path.glob("*")) if each.suffix in wanted]
+    files = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in sorted(found)]
+    alike = msgspec.structs.replace(fingerprint, protocol=0, protocol_newest=0, tp_size=1)
+    of = (alike, engine.device, engine.dtype, engine.quantization, engine.load_format, files)
+    return blake2b(msgspec.json.encode(of), digest_size=16).digest()

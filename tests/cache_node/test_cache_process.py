@@ -1,0 +1,309 @@
+"""A cache process beside an engine whose pool the test keeps, over real connectors."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from kvrelay.cache_node.process import CacheProcess
+from kvrelay.kernels.pool_memory import zeros
+from kvrelay.kv_transfer.connector import (
+    CachedAsked,
+    Event,
+    Fetched,
+    FetchFailed,
+    Granted,
+    PeerKey,
+    PoolRegion,
+    Released,
+    Settled,
+)
+from kvrelay.kv_transfer.transfer_engine import open_connector
+from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.wire.cache_messages import Attach, CacheReady, CacheSetup, CacheStats, FromCache
+from kvrelay.wire.config import CacheConfig, TransferConfig
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.kv_events import CacheChanges
+from kvrelay.wire.transfer import Fingerprint, Source
+from kvrelay.wire.versions import HANDOVER
+
+BLOCK_BYTES, BLOCKS = 512, 64
+FINGERPRINT = Fingerprint(
+    HANDOVER.oldest, "tiny", "float32", 16, 2, 8, 2, 0, 1, protocol_newest=HANDOVER.newest
+)
+TRANSFER = TransferConfig(
+    kv_connector="direct", kv_checksums=1e-9, lease_s=3.0, heartbeat_s=1.0, transfer_deadline_s=5.0
+)
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+class Engine:
+    """An engine process as far as its pool goes."""
+
+    def __init__(self, fingerprint: Fingerprint = FINGERPRINT) -> None:
+        self.memory = zeros(BLOCKS * BLOCK_BYTES, torch.device("cpu"))
+        self.pool, self.events, self.asks = BlockPool(BLOCKS), list[Event](), 0
+        self.pool.note_changes(use=True)
+        region = PoolRegion(self.memory.data_ptr(), BLOCKS, BLOCK_BYTES, "cpu")
+        self.connector = open_connector("engine", fingerprint, region, TRANSFER, lambda: None)
+        self.leases: dict[str, list[int]] = {}
+
+    def fill(self, number: int, content: torch.Tensor) -> None:
+        """Compute a block, and let go of it."""
+        (block,) = self.pool.allocate(1) or []
+        self.memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = content
+        self.pool.publish(block, name(number))
+        self.pool.release([block])
+
+    def changes(self) -> CacheChanges:
+        new = self.pool.changes()
+        return CacheChanges(list(new.stored), list(new.removed), used=list(new.used))
+
+    def turn(self) -> None:
+        for event in self.connector.events():
+            match event:
+                case CachedAsked(request_id, hashes):
+                    blocks = self.pool.lookup(hashes)
+                    self.pool.share(blocks)
+                    if blocks:
+                        self.leases[request_id] = blocks
+                    self.connector.answer_cached(request_id, blocks)
+                case Released(request_id):
+                    self.pool.release(self.leases.pop(request_id))
+                case _:
+                    self.events.append(event)
+
+
+class Host:
+    """A cache process, run by the test, and its parent's end of the pair."""
+
+    def __init__(self, folder: Path, blocks: int = BLOCKS, **cache: Any) -> None:
+        config = CacheConfig(kv_host_memory=blocks * BLOCK_BYTES, **cache)
+        setup = CacheSetup(config, TRANSFER, FINGERPRINT, BLOCK_BYTES, b"i" * 16)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self.parent, child = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self.parent.bind(f"ipc://{folder}/{id(self)}")
+        child.connect(f"ipc://{folder}/{id(self)}")
+        self.cache, self.child = CacheProcess(setup, child), child
+        self.source, self.stats = Source("", 0, "", 0), CacheStats()
+        self.decoder = msgspec.msgpack.Decoder(FromCache)
+
+    def say(self, message: Attach | CacheChanges) -> None:
+        self.parent.send(msgspec.msgpack.encode(message))
+
+    def turn(self) -> None:
+        self.cache.wakeup()
+        self.cache.turn()
+        while self.parent.poll(0):
+            match self.decoder.decode(self.parent.recv()):
+                case CacheReady(source):
+                    self.source = source
+                case CacheStats() as stats:
+                    self.stats = stats
+
+    def flip(self, number: int, rng: random.Random) -> None:
+        (slot,) = self.cache._table.pool.lookup([name(number)])
+        at = slot * BLOCK_BYTES + rng.randrange(BLOCK_BYTES)
+        self.cache._memory[at] ^= 1 << rng.randrange(8)
+
+    def close(self) -> None:
+        self.cache._connector.close()
+        for socket in (self.parent, self.child):
+            socket.close(linger=0)
+
+
+class World:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.rng = folder, random.Random(1)
+        self.hosts, self.engines = list[Host](), list[Engine]()
+        self.contents: dict[int, torch.Tensor] = {}
+
+    def host(self, *args: Any, **fields: Any) -> Host:
+        self.hosts.append(Host(self.folder, *args, **fields))
+        return self.hosts[-1]
+
+    def engine(self, host: Host, **fields: Any) -> Engine:
+        engine = Engine(**fields)
+        self.engines.append(engine)
+        host.say(Attach(Source(*engine.connector.address, engine.connector.generation, 0)))
+        return engine
+
+    def until(self, done: Callable[[], object], within_s: float = 20.0) -> None:
+        end = time.monotonic() + within_s
+        while not done():
+            assert time.monotonic() < end
+            for each in (*self.engines, *self.hosts):
+                each.turn()
+
+    def fill(self, host: Host, engine: Engine, numbers: Sequence[int]) -> None:
+        """Compute blocks, and wait until the tier has them."""
+        for number in numbers:
+            if number not in self.contents:
+                random_bytes = self.rng.randbytes(BLOCK_BYTES)
+                self.contents[number] = torch.frombuffer(bytearray(random_bytes), dtype=torch.uint8)
+            engine.fill(number, self.contents[number])
+        host.say(engine.changes())
+        self.until(lambda: all(self.held(host, number) for number in numbers))
+
+    def held(self, host: Host, number: int) -> bool:
+        return bool(host.cache._table.pool.lookup([name(number)]))
+
+    def read(self, host: Host, engine: Engine, numbers: Sequence[int]) -> int | str:
+        """Read blocks into the engine; return how many, or why none. Each must be right."""
+        engine.asks += 1
+        ask = f"ask-{engine.asks}"
+        self.until(lambda: host.source.generation)
+        peer = PeerKey(host.source.host, host.source.port, host.source.generation)
+        engine.connector.ask(ask, peer, [name(number) for number in numbers], 0, 5.0)
+        self.until(lambda: engine.events)
+        granted = engine.events.pop()
+        assert isinstance(granted, Granted)
+        if granted.ticket is None:
+            return granted.reason
+        remote = granted.ticket.remote_block_ids[0]
+        blocks = engine.pool.allocate(len(remote))
+        assert blocks is not None
+        engine.connector.watch(ask, granted.ticket)
+        engine.connector.fetch(ask, remote, blocks)
+        ends = (Fetched, Settled)
+        self.until(lambda: engine.events and isinstance(engine.events[-1], ends))
+        first, *_ = engine.events
+        engine.events.clear()
+        engine.pool.release(blocks)
+        if isinstance(first, FetchFailed):
+            assert first.verified == 0
+            return first.cause
+        for number, block in zip(numbers, blocks, strict=False):
+            found = engine.memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+            assert torch.equal(found, self.contents[number]), number
+        return len(blocks)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    it = World(tmp_path)
+    yield it
+    for engine in it.engines:
+        engine.connector.close()
+    for host in it.hosts:
+        host.close()
+
+
+def test_a_new_engine_finds_what_the_old_one_had(world: World) -> None:
+    host = world.host()
+    old = world.engine(host)
+    world.fill(host, old, range(10))
+    world.until(lambda: old.pool.free == old.pool.total)
+    old.connector.close()
+    world.engines.remove(old)
+    new = world.engine(host)
+    assert world.read(host, new, range(12)) == 10
+    assert world.read(host, new, [11, 1]) == "NotHeld"
+    world.until(lambda: not host.cache._leases)
+    # It takes from the new one, too.
+    world.fill(host, new, [20, 21])
+    assert world.read(host, new, [20, 21]) == 2
+    assert host.cache._table.pool.free == BLOCKS - 1
+
+
+def test_an_engine_with_another_fingerprint_finds_nothing(world: World) -> None:
+    host = world.host()
+    world.fill(host, world.engine(host), range(3))
+    stranger = world.engine(host, fingerprint=msgspec.structs.replace(FINGERPRINT, model="other"))
+    assert "model is 'other' here" in str(world.read(host, stranger, range(3)))
+
+
+def test_no_flipped_block_of_ten_thousand_is_served(world: World) -> None:
+    host = world.host()
+    engine, flipped = world.engine(host), 0
+    while flipped < 10_000:
+        numbers = range(flipped, flipped + 50)
+        world.fill(host, engine, numbers)
+        assert world.read(host, engine, numbers[:1]) == 1
+        for number in numbers:
+            host.flip(number, world.rng)
+        assert world.read(host, engine, numbers) == "KvCorrupted"
+        flipped += 50
+        world.until(lambda: host.cache._table.stats.corrupt == flipped)  # noqa: B023
+        assert not any(world.held(host, number) for number in numbers)
+        engine.pool.reset()
+        engine.pool.changes()
+    world.until(lambda: engine.pool.free == engine.pool.total)
+    world.until(lambda: host.stats.host.corrupt == flipped)
+    assert (host.stats.host.blocks, host.cache._table.pool.free) == (0, BLOCKS - 1)
+
+
+def test_one_wrong_block_costs_the_whole_read_and_is_dropped_alone(world: World) -> None:
+    host = world.host()
+    engine = world.engine(host)
+    world.fill(host, engine, range(6))
+    host.flip(3, world.rng)
+    assert world.read(host, engine, range(6)) == "KvCorrupted"
+    world.until(lambda: not world.held(host, 3))
+    assert world.read(host, engine, range(6)) == 3
+
+
+def test_what_host_memory_has_no_room_for_comes_from_files(world: World) -> None:
+    pytest.importorskip("nixl")
+    store = {"kv_store": str(world.folder / "store"), "kv_store_size": 40 * BLOCK_BYTES}
+    host = world.host(9, **store)
+    engine = world.engine(host)
+    for first in range(0, 32, 8):
+        world.fill(host, engine, range(first, first + 8))
+        world.until(lambda: host.stats.store.stored == first + 8)  # noqa: B023
+    assert world.read(host, engine, range(8)) == 8
+    assert (host.stats.host.blocks, host.stats.store.blocks) == (8, 32)
+    # A node that starts again is warm; what was damaged meanwhile is a miss.
+    host.close()
+    world.hosts.remove(host)
+    (folder,) = (world.folder / "store").iterdir()
+    (folder / name(20).hex()).write_bytes(b"torn")
+    again = world.host(33, **store)
+    fresh = world.engine(again)
+    assert world.read(again, fresh, range(32)) == 20
+    world.until(lambda: again.stats.store.corrupt == 1)
+    assert again.stats.store.blocks == 31
+    again.say(CacheChanges([], [], cleared=True, resets=1))
+    world.until(lambda: again.stats.resets == 1 and not any(folder.iterdir()))
+    assert world.read(again, fresh, range(32)) == "NotHeld"
+
+
+def test_write_behind_keeps_to_its_bandwidth(world: World) -> None:
+    host = world.host(kv_write_behind_bytes_s=10 * BLOCK_BYTES)
+    engine, began = world.engine(host), time.monotonic()
+    for number in range(5):
+        world.fill(host, engine, [number])
+    assert time.monotonic() - began >= 0.4
+
+
+def test_an_engine_that_has_lost_what_it_told_costs_nothing_else(world: World) -> None:
+    host = world.host()
+    engine = world.engine(host)
+    numbers = list(range(12))
+    for number in numbers:
+        world.contents[number] = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
+        engine.fill(number, world.contents[number])
+    told = engine.changes()
+    for number in (0, 5, 6, 11):
+        engine.pool.forget(engine.pool.lookup([name(number)])[0])
+    host.say(told)
+    left = [number for number in numbers if number not in (0, 5, 6, 11)]
+    world.until(lambda: all(world.held(host, number) for number in left))
+    assert host.stats.host.stored <= 8
+    world.until(lambda: engine.pool.free == engine.pool.total)
+
+
+def test_room_for_no_block_is_refused(world: World) -> None:
+    with pytest.raises(ConfigError, match="two blocks of KV take 1024; raise it"):
+        world.host(1)

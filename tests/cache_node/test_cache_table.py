@@ -1,0 +1,139 @@
+"""What a tier keeps, by the pure tables."""
+
+from __future__ import annotations
+
+import random
+
+from kvrelay.cache_node.table import CacheTable, Reuse
+from kvrelay.wire.kv_events import CacheChanges
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def names(*numbers: int) -> list[bytes]:
+    return [name(number) for number in numbers]
+
+
+def take(table: CacheTable, most: int = 100) -> list[int]:
+    """Bring all that the table wants now; return it by number."""
+    wanted = table.wanted(most)
+    slots = table.room(len(wanted))
+    assert slots is not None
+    sums = [b"sum of " + each for each in wanted]
+    table.landed(wanted, slots, sums, table.clears)
+    return [int.from_bytes(each, "big") for each in wanted]
+
+
+def held(table: CacheTable, *numbers: int) -> list[bool]:
+    return [bool(table.pool.lookup([each])) for each in names(*numbers)]
+
+
+def test_all_goes_down_while_there_is_room_and_once() -> None:
+    table = CacheTable(4)
+    table.note(CacheChanges(names(1, 2, 3), []))
+    table.note(CacheChanges(names(1), names(3)))
+    assert table.wanted(1) == names(1)
+    table.note(CacheChanges(names(1), []))
+    table.landed(names(1), table.room(1) or [], [b"x"], 0)
+    assert take(table) == [2]
+    assert table.wanted(9) == []
+    assert held(table, 1, 2, 3) == [True, True, False]
+
+
+def test_a_block_without_reuse_takes_the_room_of_another_one_but_spares_a_reused_one_once() -> None:
+    table = CacheTable(2)
+    table.note(CacheChanges(names(2, 1), [], used=names(1)))
+    assert take(table) == [2, 1]
+    table.note(CacheChanges(names(3), []))
+    # The oldest, 1, was used.
+    assert take(table) == []
+    table.note(CacheChanges(names(4), []))
+    assert take(table) == [4]
+    assert (held(table, 1, 2, 4), table.stats.evicted) == ([False, True, True], 1)
+
+
+def test_what_was_lost_and_stored_again_or_found_is_worth_the_room_of_a_reused_one() -> None:
+    for changes in (CacheChanges(names(9), [], used=names(9)), CacheChanges(names(9), [])):
+        table = CacheTable(1)
+        table.note(CacheChanges(names(1), [], used=names(1)))
+        assert take(table) == [1]
+        if not changes.used:
+            table.note(CacheChanges(names(9), []))
+            assert take(table) == []
+            table.note(CacheChanges([], names(9)))
+            table.note(CacheChanges([], [], used=names(1)))
+        table.note(changes)
+        assert take(table) == [9]
+
+
+def test_what_is_found_in_the_pool_stays_longest_below_it() -> None:
+    table = CacheTable(3)
+    table.note(CacheChanges(names(1, 2, 3), []))
+    assert take(table) == [1, 2, 3]
+    table.note(CacheChanges([], [], used=names(3, 2)))
+    table.note(CacheChanges(names(4), []))
+    assert take(table) == [4]
+    assert held(table, 1, 2, 3, 4) == [False, True, True, True]
+
+
+def test_a_reset_forgets_what_is_there_and_what_is_on_its_way() -> None:
+    table = CacheTable(4)
+    table.note(CacheChanges(names(1, 2), []))
+    assert take(table, 1) == [1]
+    coming, since = table.wanted(1), table.clears
+    slots = table.room(1)
+    assert slots is not None
+    table.note(CacheChanges([], [], cleared=True))
+    table.note(CacheChanges(names(2), []))
+    table.landed(coming, slots, [b"old"], since)
+    assert held(table, 1, 2) == [False, False]
+    assert table.pool.free == 4
+    assert take(table) == [2]
+
+
+def test_no_slot_is_lost_and_none_has_two_owners() -> None:
+    rng, table, leases = random.Random(3), CacheTable(20), []
+    coming: list[tuple[list[bytes], list[int], int]] = []
+    for _ in range(5000):
+        numbers = [rng.randrange(60) for _ in range(rng.randrange(4))]
+        match rng.randrange(7):
+            case 0 | 1:
+                gone = names(rng.randrange(60))
+                used = names(*numbers[:1])
+                table.note(CacheChanges(names(*numbers), gone, used=used))
+            case 2 | 3:
+                wanted = table.wanted(rng.randrange(1, 6))
+                slots = table.room(len(wanted))
+                if slots is None:
+                    table.landed(wanted, [], [], -1)
+                else:
+                    coming.append((wanted, slots, table.clears))
+            case 4 if coming:
+                wanted, slots, since = coming.pop(rng.randrange(len(coming)))
+                table.landed(wanted, slots, [b"sum"] * len(slots), since)
+            case 5:
+                blocks = table.pool.lookup(names(*numbers))
+                table.pool.share(blocks)
+                leases.append(blocks)
+            case _ if leases:
+                table.pool.release(leases.pop())
+        if not rng.randrange(500):
+            table.note(CacheChanges([], [], cleared=True))
+        busy = [slot for _, slots, _ in coming for slot in slots]
+        assert len(busy) == len(set(busy))
+        assert not set(busy) & {slot for blocks in leases for slot in blocks}
+        assert 0 not in busy
+    for wanted, slots, since in coming:
+        table.landed(wanted, slots, [b"sum"] * len(slots), since)
+    for blocks in leases:
+        table.pool.release(blocks)
+    assert table.pool.free == 20
+
+
+def test_memory_of_names_is_bounded() -> None:
+    reuse = Reuse(100)
+    for number in range(1000):
+        reuse.came(names(number))
+    assert len(reuse._seen) == 100

@@ -1,0 +1,136 @@
+"""Real nodes with KV below a pool that is too small for their sessions."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from real_cluster import (
+    SHORT_LEASE,
+    Cluster,
+    children,
+    complete,
+    counted,
+    tiny_model,
+    wait_until,
+)
+
+pytestmark = pytest.mark.cluster
+pytest.importorskip("nixl")
+
+SESSIONS, TURNS = 6, 5
+READY = "the cache process is ready"
+TIERS = ["--kv-pull", "always", "--kv-checksums", "0.001", "--kv-host-memory", "512KiB"]
+
+
+class Tiers:
+    """A node whose pool has room for a session and a half, and a node without any cache."""
+
+    def __init__(self, folder: Path) -> None:
+        # 127 blocks of 8 KiB; the host has room for 63, and the files for all.
+        flags = [*tiny_model(folder, max_position_embeddings=2048, kv_mib=1), *SHORT_LEASE]
+        self.cluster = Cluster(folder, flags)
+        store = ["--kv-store", str(folder / "store"), "--kv-store-size", "64MiB"]
+        self.tiered = self.cluster.start("serve", [*flags, *TIERS, *store])
+        self.plain = self.cluster.start("serve", [*flags, "--no-enable-prefix-caching"])
+        self.cluster.nodes += [self.tiered, self.plain]
+        self.histories: dict[int, list[int]] = {}
+        self.cached = self.ready = 0
+
+    def wait_ready(self) -> None:
+        self.cluster.wait_ready(self.tiered, self.plain)
+        self.wait_tiers()
+
+    def wait_tiers(self) -> None:
+        """Wait until a cache process is ready that was not before."""
+        log, self.ready = self.tiered.log, self.ready + 1
+        wait_until(lambda: log.read_text().count(READY) == self.ready, 60, READY)
+
+    def turn(self, session: int, number: int) -> None:
+        """Ask both nodes for the next answer of a session: each token must be equal."""
+        rng = random.Random(f"{session} {number}")
+        shared = [2 + at * at % 300 for at in range(64)]
+        history = self.histories.setdefault(session, [*shared])
+        history += [rng.randrange(2, 300) for _ in range(rng.randrange(50, 120))]
+        fields: dict[str, Any] = {
+            "max_tokens": rng.randrange(10, 40),
+            "temperature": 1,
+            "seed": session * 100 + number,
+            "return_token_ids": True,
+        }
+        answers = [complete(node.url, history, **fields) for node in (self.tiered, self.plain)]
+        mine, plain = (answer["choices"][0]["token_ids"] for answer in answers)
+        assert mine == plain, (session, number)
+        assert len(set(mine)) > 2
+        self.cached += answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"]
+        history += mine
+
+    def kill_engine(self) -> None:
+        (engine,) = children(self.tiered.popen.pid, b"engine_process")
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: self.tiered.health() is None, 10, "the engine is gone")
+        wait_until(self.tiered.health, 120, "another engine")
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[Tiers]:
+    it = Tiers(tmp_path)
+    try:
+        it.wait_ready()
+        yield it
+        it.cluster.all_blocks_free()
+    finally:
+        it.cluster.stop()
+
+
+def test_sessions_that_move_all_the_time_get_every_token_of_a_node_without_a_cache(
+    tiers: Tiers,
+) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(TURNS):
+            list(pool.map(lambda session: tiers.turn(session, number), range(SESSIONS)))  # noqa: B023
+            if number == TURNS // 2:
+                tiers.kill_engine()
+                # Nothing is in its pool, so all that is found comes from below.
+                before = tiers.cached
+                tiers.turn(0, TURNS)
+                assert tiers.cached > before
+    for which in ("host", "store"):
+        assert tiers.tiered.metric(f"kvrelay_tier_{which}_loaded_blocks_total") > 0
+        assert tiers.tiered.metric(f"kvrelay_tier_{which}_corrupt_blocks_total") == 0
+    assert tiers.tiered.metric("kvrelay_tier_host_evicted_blocks_total") > 0
+
+
+def test_a_node_that_starts_again_is_warm_and_a_reset_empties_all(tiers: Tiers) -> None:
+    tiers.turn(1, 0)
+    blocks = len(tiers.histories[1]) // 16
+    stored = "kvrelay_tier_store_stored_blocks_total"
+    wait_until(lambda: tiers.tiered.metric(stored) >= blocks - 1, 10, "all is stored")
+    tiers.tiered.kill_whole()
+    tiers.tiered = tiers.cluster.restart(tiers.tiered)
+    tiers.wait_ready()
+    tiers.turn(1, 1)
+    assert tiers.cached >= (blocks - 1) * 16
+    before = tiers.cached
+    answer = httpx2.post(f"{tiers.tiered.url}/reset_prefix_cache", timeout=10)
+    assert answer.status_code == 200
+    tiers.turn(1, 2)
+    assert tiers.cached == before
+    counted([tiers.tiered], "kvrelay_tier_store_corrupt_blocks_total", 0)
+
+
+def test_a_node_goes_on_without_its_cache_process(tiers: Tiers) -> None:
+    tiers.turn(1, 0)
+    (cache,) = children(tiers.tiered.popen.pid, b"cache_process")
+    os.kill(cache, signal.SIGKILL)
+    wait_until(lambda: not children(tiers.tiered.popen.pid, b"cache_process"), 10, "it is gone")
+    for number in range(1, 3):
+        tiers.turn(1, number)
+    assert tiers.tiered.health() is not None
