@@ -25,7 +25,7 @@ from kvrelay.router.nodes.node import Lease, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.request.placer import Placer
 from kvrelay.router.transport.node_client import NodeClient
-from kvrelay.router.transport.node_stream import AttemptFailed, Refused, parse_message
+from kvrelay.router.transport.node_stream import AttemptFailed, Refused
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NodeFailed, Overloaded, PoisonRequest
 from kvrelay.wire.router_config import RouterConfig
@@ -97,10 +97,8 @@ class RunContext:
 
     async def release_kv(self, node: Node, request_id: str) -> None:
         body = msgspec.json.encode({"request_ids": [request_id]})
-        status, said = await self.node_client.post(node, "/kv/release", body, _RELEASE_DEADLINE_S)
-        if status >= 300:  # the lease ends by itself
-            why = "prefill node %s did not release the KV of %s: %d, %s"
-            _log.warning(why, node.url, request_id, status, parse_message(said))
+        # Else its lease ends by itself.
+        status, _ = await self.node_client.post(node, "/kv/release", body, _RELEASE_DEADLINE_S)
         self.metrics.releases.labels("yes" if status < 300 else "no").inc()
 
     def note_failure(self, job_id: str, lease: Lease, call: object, why: AttemptFailed) -> None:
@@ -135,11 +133,13 @@ class RunContext:
         self.pool.kv_failed(prefill, decode, cause, time.monotonic())
 
 
+@dataclass
 class Attempts:
-    def __init__(self, context: RunContext, role: Role) -> None:
-        self._context, self._role = context, role
-        self._failed: dict[Node, str] = {}  # each node's process then
-        self._in_vain = 0
+    _context: RunContext
+    _role: Role
+    _failed: dict[Node, str] = field(default_factory=dict)
+    """Nodes, and the process of each then."""
+    _in_vain: int = 0
 
     def nodes(self) -> list[Node]:
         """Return the nodes not to try again, unless restarted since."""

@@ -351,20 +351,22 @@ class RequestRun:
         self.unread.clear()
 
 
+@dataclass(eq=False, slots=True)
 class Attempt:
-    """A prefill or decode request on one node; `source` has the KV that a decode node fetches."""
+    """A prefill or decode request on one node; `_source` has the KV that a decode node fetches."""
 
-    __slots__ = ("_breaker", "_lease", "_position", "_run", "_source", "_tokens")
+    _run: RequestRun
+    _lease: Lease
+    _position: FramePosition
+    _source: Node | None = None
+    _tokens: int = 0
+    """Frames that had some, up to 2."""
 
-    def __init__(
-        self, run: RequestRun, lease: Lease, position: FramePosition, source: Node | None = None
-    ) -> None:
-        self._run, self._lease, self._position, self._source = run, lease, position, source
-        self._breaker = lease.node.breaker
-        self._breaker.begin(self)
-        self._tokens = 0  # frames that had some, up to 2
+    def __post_init__(self) -> None:
+        run, lease = self._run, self._lease
+        lease.node.breaker.begin(self)
         run.timeline.sent = run.timeline.sent or time.monotonic()
-        if position.decoding:
+        if self._position.decoding:
             run.timeline.stepped = None
         run.nodes[lease.role] = lease.node.url
 
@@ -380,7 +382,7 @@ class Attempt:
             )
             if self._position.decoding and end is FrameKind.HANDOVER:
                 raise AttemptFailed("the node handed a decode request over")
-            self._breaker.succeeded(self)
+            self._lease.node.breaker.succeeded(self)
             return end
         except AttemptFailed as why:
             context.note_failure(run.job.id, lease, self, why)
@@ -394,7 +396,7 @@ class Attempt:
                 context.note_kv_failure(self._source, lease.node, why.kv_error)
             raise
         finally:
-            self._breaker.end(self)
+            self._lease.node.breaker.end(self)
 
     def on_frame(self, frame: Frame) -> Drain | None:
         """Pass a frame on; return what to wait for if the client does not read."""
@@ -428,7 +430,7 @@ class Attempt:
         elif not first or self._source is None or self._position.at[0] > 1:
             timeline.stepped = timeline.stepped or now
         if not first:  # the first may be the prefill node's
-            self._breaker.answered(self)
+            self._lease.node.breaker.answered(self)
             return
         run.crashes.first_token.set()
         self._lease.answered()

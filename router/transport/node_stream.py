@@ -10,6 +10,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -191,24 +192,24 @@ def _parsed(body: bytes) -> _ErrorAnswer:
     return answer.error or answer
 
 
+@dataclass(eq=False, slots=True)
 class _StreamedRequest:
-    def __init__(
-        self, number: int, lease: Lease, on_frame: OnFrame, send: Callable[[bytes], None]
-    ) -> None:
-        self.number = number
-        self.result: asyncio.Future[FrameKind] = asyncio.get_running_loop().create_future()
-        self.over = False  # the node will send nothing more
-        self.lease = lease
-        self._on_frame = on_frame
-        self._send = send
-        self._uncredited_bytes = 0
-        self._draining: asyncio.Task[None] | None = None  # while the client does not read
+    number: int
+    lease: Lease
+    _on_frame: OnFrame
+    _send: Callable[[bytes], None]
+    result: asyncio.Future[FrameKind] = field(default_factory=asyncio.Future)
+    over: bool = False
+    """The node will send nothing more."""
+    _uncredited_bytes: int = 0
+    _draining: asyncio.Task[None] | None = None
+    """Set while the client does not read."""
 
     def receive(self, frame: Frame, size: int) -> None:
         self._uncredited_bytes += size
         drain = self._deliver(frame)
         if drain is not None and self._draining is None:
-            self._draining = asyncio.get_running_loop().create_task(self._credit_after(drain))
+            self._draining = asyncio.create_task(self._credit_after(drain))
         elif self._draining is None:
             self._credit()
 
