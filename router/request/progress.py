@@ -113,11 +113,6 @@ class AnswerProgress:
             self.output_tokens += len(told.generated) - len(first.generated)
             self._choices[0] = _copied(told)
 
-    @property
-    def held(self) -> str | None:
-        """Id under which a prefill node holds KV for this answer, or has held it."""
-        return None if self.told is None else self.told.remote_request_id
-
     def decode_params(self) -> KvTransferParams:
         """Return where the next decode request starts: hand-over, ticket, or all tokens so far."""
         told, known = self.told, len(self._choices[0].generated)

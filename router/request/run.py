@@ -107,22 +107,25 @@ class RequestRun:
                 f"raise request_deadline_s"
             ) from why
         finally:
-            await cancel_and_wait(list(filter(None, (self._prefilling, self._early_decode))))
+            tasks = list(filter(None, (self._prefilling, self._early_decode)))
+            for task in tasks:
+                task.cancel()
+            for error in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(error, BaseException):
+                    without_frames(error)
             self._prefilling = self._early_decode = None  # a failed one would keep this run
             if self.placed is not None:
                 self.context.placer.give_back(self.placed)
             self._release_kv()
 
     async def _answer(self) -> None:
-        self.placed = self.placed or await self._place()
         while True:
-            if self.placed.prefill is None:
-                self._count_local(self.placed)
-            elif await self._prefill_and_decode():
+            self.placed = self.placed or await self._place()
+            if self.placed.prefill is not None and await self._prefill_and_decode():
                 return
             if await self._decode():
                 return
-            self.placed = await self._place()
+            self.placed = None
 
     async def _prefill_and_decode(self) -> bool:
         # Returns whether the answer is complete.
@@ -187,7 +190,6 @@ class RequestRun:
                 self.placed = await self._place(patient=False)
             except (NoNode, Overloaded):
                 raise attempts.failure(failure) from None
-        self._count_local(self.placed)
         return False
 
     async def _decode(self) -> bool:
@@ -281,62 +283,56 @@ class RequestRun:
 
     def _release_kv(self) -> None:
         # A prefill node cut before it told of KV has ended the request itself.
-        node, held = self._prefill_node, self.progress.held
+        node, told = self._prefill_node, self.progress.told
         unfetched = self._kv_unused or not self.progress.settled
-        if node is not None and held is not None and unfetched:
-            self.context.background.spawn(self.context.release_kv(node, held))
-
-    def _count_local(self, placed: PlacementLeases) -> None:
-        self.timeline.local = True
-        prefill = self._pool.up(Role.PREFILL, model=self.job.model)
-        reason = "no_prefill_node"
-        if is_undivided(self.job):
-            reason = "undivided"
-        elif placed.placement.spills:
-            reason = "price"
-        elif any(kv_mismatch(node.kv, placed.decode.node.kv) for node in prefill):
-            reason = "incompatible"
-        self.context.metrics.local(self.job.model, reason)
+        if unfetched and node is not None and told is not None and told.remote_request_id:
+            self.context.background.spawn(self.context.release_kv(node, told.remote_request_id))
 
     def _decode_params(self, placed: PlacementLeases) -> KvTransferParams:
-        request, placement = placed.wanted.request, placed.placement
-        params, metrics = self.progress.decode_params(), self.context.metrics
-        if params.remote_engine_id is not None:
-            assert self._prefill_node is not None
-            fits = kv_mismatch(self._prefill_node.kv, placed.decode.node.kv) is None
-            if self.kv_failed or not fits:
-                if not (self._kv_unused or self.kv_failed):
-                    metrics.local(self.job.model, "incompatible")
-                params, self._kv_unused = self.progress.without_kv(), True
-            elif not self._handover_counted:
-                self._handover_counted = True
-                metrics.handed_over(self.job.model)
-        left = min(request.output, request.most_output) - self.progress.output_tokens
-        expected = max(1, round(left / self.job.choices))
-        params = msgspec.structs.replace(params, tpot_ms=request.tpot_ms, expected_output=expected)
+        request, progress, metrics = placed.wanted.request, self.progress, self.context.metrics
+        params, source, model = progress.decode_params(), self._prefill_node, self.job.model
+        if params.remote_engine_id is None:
+            if not (progress.output_tokens or self.timeline.local):
+                self.timeline.local = True
+                metrics.local(model, self._why_local(placed))
+        elif source is None or self.kv_failed or kv_mismatch(source.kv, placed.decode.node.kv):
+            if not (self._kv_unused or self.kv_failed):
+                metrics.local(model, "incompatible")
+            params, self._kv_unused = progress.without_kv(), True
+        elif not self._handover_counted:
+            self._handover_counted = True
+            metrics.handed_over(model)
+        left = min(request.output, request.most_output) - progress.output_tokens
+        params = msgspec.structs.replace(
+            params, tpot_ms=request.tpot_ms, expected_output=max(1, round(left / self.job.choices))
+        )
         if placed.prefill is None:
             params.sources = self.context.placer.sources(placed)
-        if not placement.spills:
+        if not placed.placement.spills:
             return params
-        cached = request.cached.get(placement.decode, 0)
+        cached = request.cached.get(placed.placement.decode, 0)
         return msgspec.structs.replace(params, spill=True, cached_tokens=cached)
 
-    def on_ticket(self, params: KvTransferParams, frame: Frame, lease: Lease) -> None:
+    def _why_local(self, placed: PlacementLeases) -> str:
+        if self.progress.told is not None:
+            told = "prefill node %s hands no KV over; a vLLM node needs a NixlConnector"
+            _log.warning(told, self.nodes[Role.PREFILL])
+            return "no_kv"
+        if is_undivided(self.job):
+            return "undivided"
+        if placed.placement.spills:
+            return "price"
+        prefill = self._pool.up(Role.PREFILL, model=self.job.model)
+        unlikes = (kv_mismatch(node.kv, placed.decode.node.kv) for node in prefill)
+        return "incompatible" if any(unlikes) else "no_prefill_node"
+
+    def on_ticket(self, params: KvTransferParams, frame: Frame) -> None:
         """Begin the decode request: the prompt is tokenized, its cached part known."""
-        self.context.metrics.cached(lease.cached_tokens, params.cached_tokens)
         if frame.blocks is not None:
             self._prefix = self._prefix.known(frame.blocks, params.num_tokens)
             self._pool.prefixes.learn(self._prefix)
         if self._early_decode is None:
             self._early_decode = asyncio.create_task(self._decode_early())
-
-    def on_handover(self, params: KvTransferParams, lease: Lease) -> None:
-        if self.progress.told is None:
-            self.context.metrics.cached(lease.cached_tokens, params.cached_tokens)
-        if params.remote_engine_id is None:
-            self.context.metrics.local(self.job.model, "no_kv")
-            told = "prefill node %s hands no KV over; a vLLM node needs a NixlConnector"
-            _log.warning(told, lease.node.url)
 
     def on_end(self, usage: tuple[int, int, int] | None) -> None:
         """Note the usage of a whole answer, and which nodes could not read the request."""
@@ -445,11 +441,13 @@ class Attempt:
             told = frame.usage[0] if frame.usage is not None else params.prompt_tokens
             run.prompt_tokens = told or run.prompt_tokens
             run.cached_tokens = params.cached_tokens
-            if frame.kind is FrameKind.TICKET and not self._position.decoding:
-                run.on_ticket(params, frame, self._lease)
-            if frame.kind is FrameKind.HANDOVER:
-                timeline.prefilled = timeline.prefilled or now
-                run.on_handover(params, self._lease)
+            if not self._position.decoding:
+                if run.progress.told is None:
+                    run.context.metrics.cached(self._lease.cached_tokens, params.cached_tokens)
+                if frame.kind is FrameKind.TICKET:
+                    run.on_ticket(params, frame)
+                else:
+                    timeline.prefilled = timeline.prefilled or now
         if frame.kind is not FrameKind.END:
             return frame.payload
         run.on_end(frame.usage)
@@ -498,4 +496,4 @@ def last_timeline(runs: Sequence[RequestRun]) -> Timeline:
 def prompt_tokens_of(runs: Sequence[RequestRun]) -> int | None:
     """Return the tokens of all prompts; None until nodes have told."""
     counts = [run.prompt_tokens for run in runs]
-    return None if None in counts else sum(count or 0 for count in counts)
+    return None if None in counts else sum(filter(None, counts))
