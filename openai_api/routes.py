@@ -1,6 +1,6 @@
 """Routes of router and nodes: dialects, tokenization, responses, version, docs.
 
-Chat and text completions have their own in router/app.py and node/app.py.
+Chat and text completions have their own in router/serve.py and node/app.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operators' routes, for nodes, roles, prefix caches and adapters.
+"""Operators' routes, for nodes, roles, prefix caches, adapters and metrics.
 
 router/guard.py checks who may ask. Changes are logged with their sender and may be repeated.
 """
@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from kvrelay.openai_api.json_body import json_response, read_body
@@ -77,6 +78,11 @@ def add_admin_routes(app: FastAPI, router: Router) -> None:
     async def nodes() -> Response:
         own, workers = router.status(), router.shared.other_workers()
         return json_response({"nodes": joined_nodes(own, workers or [own])})
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        content = router.shared.exposition(router.metrics.registry)
+        return Response(content, media_type=CONTENT_TYPE_LATEST)
 
     add("/admin/drain", _drain)
     add("/admin/undrain", _drain)

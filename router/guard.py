@@ -11,7 +11,7 @@ import hmac
 import logging
 from collections.abc import Mapping
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -38,7 +38,6 @@ from kvrelay.wire.errors import (
 __all__ = [
     "OPERATED",
     "PEER_HEADER",
-    "add_error_answers",
     "answer_error",
     "caller_of",
     "check_key",
@@ -96,11 +95,6 @@ def peer_of(request: Request) -> str:
         if request.client is not None
         else request.headers.get(PEER_HEADER, "unknown")
     )
-
-
-def add_error_answers(app: FastAPI) -> None:
-    for kind in (KvrelayError, HTTPException, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, answer_error)
 
 
 async def answer_error(request: Request, why: Exception) -> Response:

@@ -13,8 +13,9 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
 
-from kvrelay.openai_api.json_body import read_json
+from kvrelay.openai_api.json_body import json_response, read_json
 from kvrelay.openai_api.model_types import TokenizeRequest
 from kvrelay.openai_api.tracing import start_tracing
 from kvrelay.router.admission.controller import AdmissionController
@@ -200,8 +201,8 @@ class Router:
             wanted=1 if workers is None else workers["wanted"],
         )
 
-    def health(self) -> tuple[int, bytes]:
-        """Return status (503 if no model can be served) and body of GET /health."""
+    def health(self) -> Response:
+        """Answer GET /health, with 503 if no model can be served."""
         status, by_model = self.models.health()
         body: dict[str, Any] = {"status": status, "models": by_model}
         for role in (Role.PREFILL, Role.DECODE):
@@ -211,7 +212,7 @@ class Router:
         body["nodes"] = node_statuses(self.pool, time.monotonic())
         if (workers := self.shared.workers()) is not None:
             body["workers"] = workers
-        return (503 if status is Health.UNAVAILABLE else 200), msgspec.json.encode(body)
+        return json_response(body, 503 if status is Health.UNAVAILABLE else 200)
 
 
 def changes(old: RouterConfig, new: RouterConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""How a request begins: key and body are checked, it is admitted and run."""
+"""The router's routes, and how a request begins: it is checked, admitted and run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,11 +20,20 @@ from kvrelay.openai_api.dialects.base import AS_IS, Translate, untranslated
 from kvrelay.openai_api.dialects.responses import Recall, translate_body
 from kvrelay.openai_api.front import front_of
 from kvrelay.openai_api.headers import trace_headers
-from kvrelay.openai_api.json_body import check_shape, off_loop, read_body, unless_disconnected
-from kvrelay.openai_api.routes import body_excerpt
+from kvrelay.openai_api.json_body import (
+    check_shape,
+    json_response,
+    off_loop,
+    read_body,
+    unless_disconnected,
+)
+from kvrelay.openai_api.model_types import model_list
+from kvrelay.openai_api.routes import add_routes, body_excerpt
 from kvrelay.openai_api.tracing import RequestSpan
+from kvrelay.router.admin import ADAPTER_PATHS, add_admin_routes
 from kvrelay.router.admission.keys import Caller
-from kvrelay.router.guard import answer_error, caller_of, check_key
+from kvrelay.router.console.routes import add_console_routes
+from kvrelay.router.guard import OPERATED, answer_error, caller_of, check_key
 from kvrelay.router.relay import CLIENT_GONE, Relay, Reply, arrived_body, headers_of, id_headers
 from kvrelay.router.request.failures import CrashRecord, fingerprint_of
 from kvrelay.router.request.job import (
@@ -37,8 +47,8 @@ from kvrelay.router.request.job import (
     slo_of_headers,
 )
 from kvrelay.router.request.run import RequestRun, prompt_tokens_of, run_together
-from kvrelay.router.router import Router
-from kvrelay.router.state import Health
+from kvrelay.router.router import Reread, Router
+from kvrelay.router.state import Health, Shared
 from kvrelay.router.timeline import Timeline
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.router_config import RouterConfig
@@ -54,14 +64,53 @@ _log = logging.getLogger("kvrelay.router")
 class RouterApp(FastAPI):
     """A router as an ASGI application, and for the routes of the OpenAI API."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(
+        self, config: RouterConfig, shared: Shared | None = None, reread: Reread | None = None
+    ) -> None:
+        router = Router(config, random.Random(), shared, reread)
         super().__init__(
             title="kvrelay router",
             lifespan=lambda _: router.running(),
             openapi_url=None,
         )
         self._router = self.state.router = router
-        self._front = front_of(router.config) if router.shared.serves else None
+        self._front = front_of(config) if router.shared.serves else None
+        for kind in (KvrelayError, HTTPException, ClientDisconnect, Exception):
+            self.add_exception_handler(kind, answer_error)
+        forward = router.shared.forward
+        if forward is None:
+            add_admin_routes(self, router)
+        else:
+            self.add_route("/metrics", forward)
+            for path in (*OPERATED, "/admin/{rest:path}", *ADAPTER_PATHS):
+                self.add_route(path, forward, methods=["GET", "POST"])
+        add_console_routes(self, router.snapshot, config.root_path)
+        if router.shared.serves:
+            self._add_client_routes(router)
+
+    def _add_client_routes(self, router: Router) -> None:
+        async def complete(request: Request) -> Response:
+            return await self.complete(request, untranslated)
+
+        for path in (CHAT_PATH, COMPLETIONS_PATH):  # answers other methods with 405
+            self.post(path, response_model=None)(complete)
+        add_routes(self, self, router.shared.responses, root_path=router.config.root_path)
+
+        @self.get("/v1/models", response_model=None)
+        async def models(request: Request) -> Response:
+            caller = caller_of(request)
+            cards = [card for card in router.models.cards() if caller.may(card.id)]
+            return json_response(model_list(cards))
+
+        @self.get("/v1/models/{name:path}", response_model=None)
+        async def model(request: Request, name: str) -> Response:
+            caller_of(request).check_model(name)
+            router.models.named(name)
+            return json_response(next(card for card in router.models.cards() if card.id == name))
+
+        @self.get("/health", response_model=None)
+        async def health() -> Response:
+            return router.health()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._front is not None:

@@ -18,9 +18,9 @@ import uvloop
 from kvrelay.openai_api.connections import connection_class
 from kvrelay.openai_api.json_body import return_large_blocks
 from kvrelay.openai_api.tls import server_context
-from kvrelay.router.app import create_app
 from kvrelay.router.relay import ClientConnection
 from kvrelay.router.router import Reread, Router, reload_on_hangup
+from kvrelay.router.serve import RouterApp
 from kvrelay.router.state import Shared
 from kvrelay.router.transport.node_client import node_tls
 from kvrelay.wire.router_config import RouterConfig
@@ -68,7 +68,7 @@ def make_server(
     context = server_context(config) if unix_socket is None else None
     node_tls(config)  # raises
     served = uvicorn.Config(
-        create_app(config, shared=shared, reread=reread),
+        RouterApp(config, shared, reread),
         uds=None if unix_socket is None else str(unix_socket),
         host=config.host,
         port=config.port,
@@ -88,7 +88,7 @@ def make_server(
 
 
 def stop_on_signals(server: uvicorn.Server, *numbers: signal.Signals) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, *numbers):
+    for number in numbers:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(number, server.handle_exit, number, None)
 
@@ -103,10 +103,10 @@ async def serve(
     SIGHUP reloads the configuration if there is a file, else it ends the router, too.
     """
     server = make_server(config, reread=reread)
+    # SIGHUP: a terminal is closed, unless there is something to reload.
+    stop_on_signals(server, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     if reread is not None:
         reload_on_hangup(server.config.app.state.router.reload)  # type: ignore[union-attr]
-    # SIGHUP, else, is of a terminal that is closed.
-    stop_on_signals(server, *([signal.SIGHUP] if reread is None else []))
     await server.serve(sockets=None if listening is None else list(listening))
 
 

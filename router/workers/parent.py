@@ -113,17 +113,14 @@ def worker_metrics(
     registry: CollectorRegistry, listening: Callable[[], int]
 ) -> tuple[CounterMetric, CounterMetric]:
     """Return counts of restarts of workers, and of those that hung."""
-    Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry).set_function(
-        listening
+    serving = Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry)
+    serving.set_function(listening)
+    replaced = "Processes that were replaced"
+    why = "because they reported nothing to their parent."
+    return (
+        CounterMetric("kvrelay_router_worker_restarts", f"{replaced}.", registry=registry),
+        CounterMetric("kvrelay_router_worker_hung", f"{replaced} {why}", registry=registry),
     )
-    restarts, hung = (
-        CounterMetric(f"kvrelay_router_worker_{name}", about, registry=registry)
-        for name, about in (
-            ("restarts", "Processes that were replaced."),
-            ("hung", "Processes that were replaced because they reported nothing to their parent."),
-        )
-    )
-    return restarts, hung
 
 
 class Parent(Shared):
@@ -143,8 +140,7 @@ class Parent(Shared):
         self._ended: list[Metric] = []
         self._state = self._state_now(1)
         self._message = msgspec.msgpack.encode(self._state)
-        registry = self.router.metrics.registry
-        self.restarts, self.hung = worker_metrics(registry, self.listening)
+        self.restarts, self.hung = worker_metrics(self.router.metrics.registry, self.listening)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

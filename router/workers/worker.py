@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -167,7 +168,7 @@ async def serve_worker(index: int, folder: Path) -> None:
     server = make_server(state.config, worker)
     worker.router = server.config.app.state.router  # type: ignore[union-attr]
     worker.apply(state)
-    stop_on_signals(server)
+    stop_on_signals(server, signal.SIGINT, signal.SIGTERM)
     with shared_port(state.config.host, state.config.port) as listening:
         serving = asyncio.create_task(server.serve([listening]))
         while not (server.started or serving.done()):

@@ -18,7 +18,7 @@ from kvrelay.node.app import create_app as create_node
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.lifecycle import Node
 from kvrelay.openai_api.constraints import _KINDS
-from kvrelay.router.app import create_app as create_router
+from kvrelay.router.serve import RouterApp
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.router_config import RouterConfig
 from tests.soak.fuzz.languages import LANGUAGES, NUMBERED, sites
@@ -43,7 +43,7 @@ def test_every_route_that_takes_a_body_is_in_the_table() -> None:
     node = create_node(
         Node(config, EngineClient(config), created=0), lambda _: contextlib.AsyncExitStack()
     )
-    served = posts(create_router(RouterConfig())) | posts(node)
+    served = posts(RouterApp(RouterConfig())) | posts(node)
     assert {route.path for route in ROUTES} == served - WITHOUT_BODY
 
 

@@ -8,7 +8,7 @@ from documents import DOCS
 from fastapi.routing import APIRoute
 
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
-from kvrelay.router.app import create_app
+from kvrelay.router.serve import RouterApp
 from kvrelay.wire.router_config import RouterConfig
 from scripts.reference.error_pieces import REMEDIES, tree
 from scripts.reference.pages import current
@@ -36,7 +36,7 @@ def test_every_error_has_a_row_and_a_remedy() -> None:
 def test_every_route_of_the_router_is_in_the_page_of_http() -> None:
     told = re.sub(r"\{[^}]+\}", "{}", page("http"))
     routes = [
-        route.path for route in create_app(RouterConfig()).routes if isinstance(route, APIRoute)
+        route.path for route in RouterApp(RouterConfig()).routes if isinstance(route, APIRoute)
     ]
     missing = {path for path in routes if re.sub(r"\{[^}]+\}", "{}", path) not in told}
     assert not missing

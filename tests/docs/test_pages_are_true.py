@@ -15,7 +15,7 @@ import yaml
 from documents import DOCS, ROOT, Block, blocks, commands, pages, words
 from starlette.routing import Route
 
-from kvrelay.router.app import create_app
+from kvrelay.router.serve import RouterApp
 from kvrelay.settings import convert
 from kvrelay.wire.router_config import RouterConfig
 from scripts.reference.command_line import Command, general_flags
@@ -109,7 +109,7 @@ def test_metrics_in_sentences_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", OURS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_routes_in_sentences_exist(page: Path) -> None:
-    served = {route.path for route in create_app(RouterConfig()).routes if isinstance(route, Route)}
+    served = {route.path for route in RouterApp(RouterConfig()).routes if isinstance(route, Route)}
     own = {*served, "/kv/legs", "/kv/release", "/kv/renew"}
     own |= {"/drain", "/undrain", "/admin/role"}
     known = {re.sub(r"\{[^}]+\}", "{}", path) for path in own} | {"/v1", "/admin", "/proc"}

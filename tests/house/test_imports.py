@@ -85,9 +85,8 @@ ROUTER_ORDER = (
     "guard",
     "request_log",
     "router",
-    "serve",
     "admin",
-    "app",
+    "serve",
     "server",
     "workers",
 )

@@ -17,7 +17,7 @@ from kvrelay.node.app import create_app as create_node
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.lifecycle import Node
 from kvrelay.openai_api.openapi import document
-from kvrelay.router.app import create_app as create_router
+from kvrelay.router.serve import RouterApp
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.router_config import RouterConfig
 
@@ -35,7 +35,7 @@ def node_app() -> FastAPI:
     )
 
 
-@pytest.mark.parametrize("app", [create_router(RouterConfig()), node_app()], ids=["router", "node"])
+@pytest.mark.parametrize("app", [RouterApp(RouterConfig()), node_app()], ids=["router", "node"])
 def test_the_document_names_every_route_and_no_other(app: FastAPI) -> None:
     served = {
         (method.lower(), re.sub(r"\{(\w+)(:path)?\}", "{}", route.path))
@@ -50,7 +50,7 @@ def test_the_document_names_every_route_and_no_other(app: FastAPI) -> None:
 
 
 def test_the_page_and_the_document_are_served_without_a_key() -> None:
-    client = TestClient(create_router(RouterConfig(api_key="key")))
+    client = TestClient(RouterApp(RouterConfig(api_key="key")))
     assert client.get("/openapi.json").json()["openapi"].startswith("3.1")
     page = client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")

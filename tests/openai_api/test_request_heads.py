@@ -19,14 +19,14 @@ from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.lifecycle import Node
 from kvrelay.openai_api.connections import HttpConnection, connection_class
 from kvrelay.openai_api.headers import key_of_headers
-from kvrelay.router.app import create_app as create_router
 from kvrelay.router.relay import ClientConnection
+from kvrelay.router.serve import RouterApp
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.router_config import RouterConfig
 
 
 def router_app() -> tuple[FastAPI, type[HttpConnection]]:
-    return create_router(RouterConfig(api_key="Key", admin_key="Key")), ClientConnection
+    return RouterApp(RouterConfig(api_key="Key", admin_key="Key")), ClientConnection
 
 
 def node_app() -> tuple[FastAPI, type[HttpConnection]]:

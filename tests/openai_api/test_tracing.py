@@ -40,7 +40,7 @@ def test_an_endpoint_that_is_none_is_refused() -> None:
 
 def test_switched_off_no_sdk_is_imported(repository: Path) -> None:
     code = (
-        "import sys, router.app, openai_api.tracing as t\n"
+        "import sys, router.serve, openai_api.tracing as t\n"
         "assert t.start_tracing('', 'kvrelay') is None\n"
         "assert not {'opentelemetry.sdk', 'opentelemetry.exporter', 'opentelemetry.proto'} & "
         "set(sys.modules)\n"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from router_doubles import OPERATOR, Cluster, cluster, decode, prefill
 
-from kvrelay.router.app import create_app
 from kvrelay.router.guard import OPERATED, check_operator
+from kvrelay.router.serve import RouterApp
 from kvrelay.wire.errors import Unauthorized
 from kvrelay.wire.router_config import RouterConfig
 
@@ -14,7 +14,7 @@ from kvrelay.wire.router_config import RouterConfig
 def operated() -> list[tuple[str, str]]:
     """Method and path of every route that an operator has."""
     routes = [
-        route for route in create_app(RouterConfig()).routes if route.path.startswith(OPERATED)
+        route for route in RouterApp(RouterConfig()).routes if route.path.startswith(OPERATED)
     ]  # type: ignore[attr-defined]
     return sorted((method, route.path) for route in routes for method in route.methods)  # type: ignore[attr-defined]
 
