@@ -69,9 +69,7 @@ class RouterApp(FastAPI):
     ) -> None:
         router = Router(config, random.Random(), shared, reread)
         super().__init__(
-            title="kvrelay router",
-            lifespan=lambda _: router.running(),
-            openapi_url=None,
+            title="kvrelay router", lifespan=lambda _: router.running(), openapi_url=None
         )
         self._router = self.state.router = router
         self._front = front_of(config) if router.shared.serves else None
@@ -119,11 +117,7 @@ class RouterApp(FastAPI):
                 return
             send = entered
         answer = await self._early_answer(scope, receive) if scope["type"] == "http" else None
-        await (
-            super().__call__(scope, receive, send)
-            if answer is None
-            else answer(scope, receive, send)
-        )
+        await (super().__call__ if answer is None else answer)(scope, receive, send)
 
     async def _early_answer(self, scope: Scope, receive: Receive) -> Response | None:
         # Refuses requests without a key. Completions need nothing that FastAPI puts around a route.
@@ -220,12 +214,7 @@ class RouterApp(FastAPI):
         )
 
     def _runs_of(
-        self,
-        job: Job,
-        headers: dict[str, str],
-        arrived: float,
-        crashes: CrashRecord,
-        reply: Reply,
+        self, job: Job, headers: dict[str, str], arrived: float, crashes: CrashRecord, reply: Reply
     ) -> list[RequestRun]:
         context = self._router.run_context
         parts = parts_of(job)
