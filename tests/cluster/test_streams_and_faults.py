@@ -81,7 +81,7 @@ def test_a_node_announces_what_it_costs_and_counts_its_legs(cluster):
 
     told = report()
     assert told.costs is not None
-    assert min(told.costs.step, told.max_gap_ms, told.load.pace, told.load.spill_ms) > 0
+    assert min(told.costs.decode_ms(1, 0), told.max_gap_ms, told.load.pace, told.load.spill_ms) > 0
     wishes = {"spill": True, "tpot_ms": 50.0, "expected_output": 12}
     post(decode.url, tiny_body("spilled", n=2, kv_transfer_params=wishes))
     due = told.load.legs + 2
