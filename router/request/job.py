@@ -353,7 +353,7 @@ def prefix_of(job: Job) -> Prefix:
     )
 
 
-def prefill_body(job: Job, sources: Sequence[Source]) -> bytes:
+def prefill_body(job: Job, sources: Sequence[Source] = ()) -> bytes:
     fields: dict[str, Any] = dict(job.fields)
     fields["max_tokens"] = 0 if job.prompt_only else 1
     if "max_completion_tokens" in fields:

@@ -249,7 +249,8 @@ async def test_a_stream_outlives_more_nodes_than_a_request_may_try_as_long_as_it
     async with cluster(prefill(), d, attempts=2, health_interval_s=0.02) as c:
         wanted = b"".join(map(event, letters)) + event("", "stop") + DONE
         assert await c.text({"stream": True}) == wanted.decode()
-        assert len(d.calls) == len(letters) - 1
+        # More if the router wrote to a stream that was cut before it read the letter.
+        assert len(d.calls) >= len(letters) - 1
 
 
 @pytest.mark.parametrize("gets_on", [False, True])
