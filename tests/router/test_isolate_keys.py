@@ -71,7 +71,7 @@ def test_every_leg_of_every_kind_of_node_has_it_for_each_prompt() -> None:
         assert part.cache_salt == salted.cache_salt
         for kind in NodeKind:
             legs = msgspec.structs.replace(part, kind=kind)
-            for body in (prefill_body(legs), decode_body(legs, begun(legs, prefill=False))):
+            for body in (prefill_body(legs, ()), decode_body(legs, begun(legs, prefill=False))):
                 assert told(body) == salted.cache_salt
 
 

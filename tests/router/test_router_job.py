@@ -47,7 +47,7 @@ def test_min_tokens_are_held_against_a_completions_own_limit_only() -> None:
 
 
 def prefill(job: Job) -> dict[str, Any]:
-    return msgspec.json.decode(prefill_body(job))
+    return msgspec.json.decode(prefill_body(job, ()))
 
 
 def test_the_prefill_leg_asks_for_one_token_and_carries_the_clients_limit() -> None:
@@ -165,7 +165,7 @@ def test_numbers_beyond_64_bits_are_refused_where_the_router_reads_them(number: 
 
 def test_fields_that_the_router_does_not_know_keep_their_bytes() -> None:
     body = b'{"model":"m","messages":[],"big":123456789012345678901234567890,"text":"\\u00e9"}'
-    out = prefill_body(parse_job(body, CHAT_PATH))
+    out = prefill_body(parse_job(body, CHAT_PATH), ())
     assert b'"big":123456789012345678901234567890' in out
     assert b'"text":"\\u00e9"' in out
 

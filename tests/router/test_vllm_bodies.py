@@ -59,7 +59,7 @@ def test_the_prefill_leg_has_the_clients_fields_but_those_that_do_not_go_with_on
         "stop_token_ids": [1],
     }
     asked = job(**fields)
-    told = json.loads(prefill_body(asked))
+    told = json.loads(prefill_body(asked, ()))
     own = {
         k: v
         for k, v in fields.items()
@@ -175,6 +175,6 @@ def test_a_node_without_a_model_takes_no_work(models: bytes) -> None:
 def test_the_clients_own_bytes_stay_as_they_are() -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"\\u00e9 1.50"}],"temperature":1.50}'
     asked = parse_job(body, CHAT_PATH, kind=NodeKind.VLLM)
-    for made in (prefill_body(asked), decode_body(asked, begun(asked, prefill=False))):
+    for made in (prefill_body(asked, ()), decode_body(asked, begun(asked, prefill=False))):
         assert b'"\\u00e9 1.50"' in made
         assert b'"temperature":1.50' in made
