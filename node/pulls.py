@@ -81,8 +81,9 @@ class Pulls:
         others = [s for s in request.sources if s.generation != self._connector.generation]
         if not others or request.fetch is not None or request.to_score(0, request.prompt_tokens):
             return
-        source = max(others, key=lambda each: each.tokens)
-        request.sources = [each for each in others if each is not source]
+        last, *_, source = sorted([others[0], *others], key=lambda each: each.tokens)
+        # One more ask if this fails: of what lies below the pool.
+        request.sources = [] if last is source or last.tokens else [last]
         scheduler, block_size = self._engine.scheduler, self._engine.pool.block_size
         most = (len(request.token_ids) - 1) // block_size
         first = scheduler.cached_tokens(request) // block_size
@@ -90,7 +91,7 @@ class Pulls:
         blocks, now = min(told, most) - first, time.monotonic()
         limit_s = self._limit_s(blocks, first, now)
         if blocks <= 0 or not limit_s:
-            self.begin(request)  # another may have more
+            self.begin(request)
             return
         request.asking, request.asked_s = True, now
         request.pull_from, request.pull_s = first, limit_s
