@@ -168,16 +168,20 @@ async def _load_and_watch(
     _log_ready(config, serving)
     await node.engine.ended.wait()
     while node.cache.source is not None and not node.draining:
-        await _start_again(node, serving)
+        try:
+            await _start_again(node, serving)
+        except EngineDead as why:
+            node.failure = why.message
+            break
         on_ready()
         await node.engine.ended.wait()
-    node.failure = node.engine.failure
+    node.failure = node.failure or node.engine.failure
     log.error("%s", node.failure)
     end()
 
 
 async def _start_again(node: Node, serving: Serving) -> None:
-    """Give the node another engine, which finds KV in the cache process."""
+    """Give the node another engine, which finds KV in the cache process. Raises EngineDead."""
     log.error("%s: another one starts", node.engine.failure)
     ended, node.serving = node.engine, None
     node.use(EngineClient(node.config))
@@ -185,10 +189,9 @@ async def _start_again(node: Node, serving: Serving) -> None:
         node.kv_events.publish(CacheChanges([], [], cleared=True))
     await ended.stop()
     await node.engine.start()
-    with contextlib.suppress(EngineDead):  # the caller sees that it has ended
-        serving.serve(await node.engine.ready(node.config.start_deadline_s))
-        await node.cache.attach(serving.info)
-        node.serving = serving
+    serving.serve(await node.engine.ready(node.config.start_deadline_s))
+    await node.cache.attach(serving.info)
+    node.serving = serving
 
 
 def _log_ready(config: NodeConfig, serving: Serving) -> None:
