@@ -33,7 +33,6 @@ from kvrelay.wire.errors import KvrelayError
 
 __all__ = ["Child", "connect", "run_child"]
 
-log = logging.getLogger(__name__)
 _Config = TypeVar("_Config")
 
 
@@ -99,7 +98,7 @@ def run_child(
     except Exception as why:
         report = crash_report(why)
         if not isinstance(why, KvrelayError):
-            log.exception("%s", report)
+            logging.getLogger(f"kvrelay.{name}").exception("%s", report)
         flush_log()  # the parent ends this process once it has the report
         socket.send(msgspec.msgpack.encode(EngineFailed(report)))
         socket.context.destroy()  # waits until it is sent
