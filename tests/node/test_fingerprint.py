@@ -42,7 +42,9 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def stand_in(*, fingerprint: Fingerprint, **_: Any) -> Any:
         offered.append(fingerprint)
-        return SimpleNamespace(address=("127.0.0.1", 1), engine_id="e", generation="g", planes=())
+        return SimpleNamespace(
+            address=("127.0.0.1", 1), engine_id="e", generation="g", planes=(), address_seal=""
+        )
 
     monkeypatch.setattr(engine_process, "open_connector", stand_in)
 
