@@ -123,6 +123,7 @@ class EngineProcess:
             self._handle_transfer_events()
             progressed = self._step()
             self._pulls.answer()
+            self._pulls.give_up(time.monotonic())
             self._free_adapters()
             self._report()
         self.connector.close()
@@ -293,15 +294,15 @@ class EngineProcess:
 
     def _fetch_failed(self, request: Request, failed: FetchFailed) -> None:
         request.fetched_s = time.monotonic()
-        pulled = request.pull_from is not None
-        if self._config.transfer.kv_load_failure_policy == "fail" and not pulled:
+        pulled = None if request.pull_from is None else request.fetch
+        if self._config.transfer.kv_load_failure_policy == "fail" and pulled is None:
             self.engine.scheduler.end_failed_fetch(request.request_id, failed.reason)
             self._update(request, error=KvNotLoaded.because(failed.cause).message)
             then = "ending it with an error"
         else:
             self.engine.scheduler.fail_fetch(request.request_id, failed.reason, failed.verified)
-            if pulled:
-                self._pulls.failed(request, failed.cause)
+            if pulled is not None:
+                self._pulls.failed(request, failed.cause, pulled)
             then = f"computing from token {request.num_computed} of {len(request.token_ids)} on"
         log.warning("request %s: KV not fetched, %s: %s", request.request_id, then, failed.reason)
 

@@ -12,9 +12,11 @@ from collections import Counter, deque
 from kvrelay.kv_transfer.connector import CachedAsked, Granted, PeerKey
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.paged_engine.engine import Engine
-from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.request import Request, State
 from kvrelay.wire.config import NodeConfig
+from kvrelay.wire.errors import TransferTimeout
 from kvrelay.wire.step_costs import StepCosts
+from kvrelay.wire.transfer import Ticket
 
 __all__ = ["PullPrice", "Pulls"]
 
@@ -72,6 +74,8 @@ class Pulls:
         self._price = PullPrice()
         self._leases: deque[tuple[int, str, list[int]]] = deque()
         """Steps that must have ended, and the blocks held for an ask."""
+        self._granted: deque[tuple[float, Request]] = deque()
+        """Until when a request may wait for a seat with its ticket."""
         self.tokens = 0
         self.failures: Counter[str] = Counter()
         """Pulls that were granted and whose KV did not come, by cause."""
@@ -126,6 +130,7 @@ class Pulls:
         request.asking = False
         if event.ticket is not None:
             self._connector.watch(event.request_id, event.ticket)
+            self._granted.append((now + self._config.transfer_deadline_s, request))
         else:
             self.begin(request)
         if not request.asking:
@@ -136,9 +141,22 @@ class Pulls:
         self.tokens += request.pulled_tokens
         self._price.read(num_bytes, read_s * 1e3, time.monotonic())
 
-    def failed(self, request: Request, cause: str) -> None:
+    def failed(self, request: Request, cause: str, ticket: Ticket) -> None:
+        """Count a pull that was granted, and what it took at least."""
         self.tokens += request.pulled_tokens
         self.failures[cause] += 1
+        if cause == TransferTimeout.__name__:
+            num_bytes = len(ticket.remote_block_ids[0]) * self._block_bytes
+            self._price.read(num_bytes, request.pull_s * 1e3, time.monotonic())
+
+    def give_up(self, now: float) -> None:
+        """Compute what has waited for a seat too long: two nodes might wait for each other's blocks."""
+        while self._granted and self._granted[0][0] <= now:
+            _, request = self._granted.popleft()
+            if request.fetch is not None and request.state is State.WAITING:
+                self._connector.cancel(request.request_id)
+                self._engine.scheduler.end_ask(request, None)
+                self.failures["NoSeat"] += 1
 
     def _hold(self, asked: CachedAsked) -> None:
         scheduler = self._engine.scheduler

@@ -10,8 +10,10 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.outputs import Finish, TokenLogprobs
@@ -84,9 +86,9 @@ class Source(msgspec.Struct, frozen=True):
     """A node that likely has KV of a prompt's first tokens in its prefix cache."""
 
     host: str
-    port: int
+    port: Annotated[int, Meta(ge=0, lt=1 << 16)]
     generation: str
-    tokens: int
+    tokens: Annotated[int, Meta(ge=0, lt=1 << 48)]
     """0: it is asked for all, after the others."""
     seal: str = ""
     """KvFacts.seal of that node."""
@@ -112,7 +114,7 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """To a decode node: likely tokens of the answer."""
     spill: bool = False
     """To a decode node: a prefill node could compute the prompt."""
-    sources: list[Source] = []
+    sources: Annotated[list[Source], Meta(max_length=64)] = []
     """To a node that computes the prompt: where it may get a part of the KV instead."""
 
     # The fields of Ticket.

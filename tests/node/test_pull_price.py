@@ -1,9 +1,22 @@
-"""When KV of another node's cache is worth its way."""
+"""When KV of another node's cache is worth its way, and who is asked for it."""
 
 from __future__ import annotations
 
-from kvrelay.node.pulls import PullPrice
-from kvrelay.wire.step_costs import StepCosts
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvrelay.kv_transfer.connector import Granted, PeerKey
+from kvrelay.node.pulls import PullPrice, Pulls
+from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.scheduler import Scheduler
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.step_costs import StepBudget, StepCosts
+from kvrelay.wire.transfer import KvTransferParams, Source, Ticket
 
 COSTS = StepCosts(5.0, 0.5, 0.0, 0.0, 0.1, 0.0)
 SIZE = 10**6
@@ -37,3 +50,89 @@ def test_slow_answers_count_too() -> None:
     assert worth_ms(price, 600) == 60.0
     price.read(0, 1.0, now=0.0)  # all was cached meanwhile
     assert price.pull_ms(0, 0.0) == 50.0
+
+
+class Node(Pulls):
+    """Without an engine and with a connector that only remembers."""
+
+    def __init__(self, kv_pull: str = "always") -> None:
+        self.said: list[tuple[Any, ...]] = []
+        self.scheduler = Scheduler(
+            BlockPool(33),
+            block_size=16,
+            max_num_batched_tokens=64,
+            max_num_seqs=4,
+            max_model_len=99,
+            eos_token_ids=(),
+        )
+        self.scheduler.budget = StepBudget(64, 16, StepCosts(5.0, 0.5, 0.0, 0.0, 0.1, 0.0))
+        engine: Any = SimpleNamespace(
+            scheduler=self.scheduler, pool=SimpleNamespace(block_size=16, block_bytes=1000)
+        )
+        connector: Any = SimpleNamespace(
+            generation="own",
+            ask=lambda name, peer, *_: self.said.append(("ask", name, peer)),
+            watch=lambda name, _: self.said.append(("watch", name)),
+            cancel=lambda name: self.said.append(("cancel", name)),
+        )
+        config: Any = SimpleNamespace(
+            transfer=SimpleNamespace(kv_pull=kv_pull, transfer_deadline_s=10.0),
+            engine=SimpleNamespace(tensor_parallel_size=1),
+        )
+        super().__init__(engine, connector, config)
+
+    def begun(self, *sources: Source) -> Request:
+        submit = Submit("r", [7] * 70, SamplingParams(max_tokens=4, seed=1), sources=[*sources])
+        request = Request.from_submit(submit, 0.0)
+        self.scheduler.add(request)
+        self.begin(request)
+        return request
+
+
+def source(tokens: int, generation: str = "g") -> Source:
+    return Source("127.0.0.1", 4000, generation, tokens)
+
+
+def test_the_source_with_the_most_is_asked_and_then_the_tier() -> None:
+    node = Node()
+    few = [source(1, "few") for _ in range(5000)]
+    request = node.begun(*few, source(48, "most"), source(64, "own"), source(0, "tier"))
+    for generation in ("most", "tier"):
+        assert node.said.pop() == ("ask", "r", PeerKey("127.0.0.1", 4000, generation))
+        assert request.asking
+        node.handle(Granted("r", None, "NotHeld"))
+    assert (node.said, request.asking, request.sources) == ([], False, [])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"port": 1 << 16}, {"port": -1}, {"tokens": -1}, {"tokens": 1 << 70}, {}]
+)
+def test_a_body_names_a_few_sources_by_numbers_in_range(wrong: dict[str, Any]) -> None:
+    sources = [{"host": "h", "port": 1, "generation": "g", "tokens": 2} | wrong] * (
+        1 if wrong else 65
+    )
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"sources": sources}, KvTransferParams)
+
+
+def test_a_ticket_without_a_seat_is_given_back_and_the_prompt_computed() -> None:
+    """Else two nodes wait for ever whose blocks are leased to each other's waiting requests."""
+    node = Node()
+    request = node.begun(source(64))
+    node.handle(Granted("r", Ticket(num_tokens=32, remote_block_ids=[[5, 6]])))
+    node.give_up(request.asked_s + 9.0)
+    assert request.fetch is not None
+    node.give_up(request.asked_s + 11.0)
+    assert node.said[1:] == [("watch", "r"), ("cancel", "r")]
+    assert (request.fetch, node.failures) == (None, {"NoSeat": 1})
+    assert node.scheduler.schedule(0.0).chunks[0].start == 0
+
+
+def test_a_link_that_was_too_slow_twice_is_left_for_a_minute() -> None:
+    node = Node("auto")
+    for at in range(3):
+        request = node.begun(source(64))
+        assert request.asking == (at < 2)
+        if request.asking:
+            node.failed(request, "TransferTimeout", Ticket(remote_block_ids=[[1, 2, 3, 4]]))
+        node.scheduler.abort("r")
