@@ -113,7 +113,8 @@ class PrefixIndex:
                 cached[url] = min(tokens, has)
         if self._answers and cached:
             url, has = next(filter(None, map(self._answers.get, chunks)), ("", 0))
-            if url in cached:
+            # Caches evict ends first: a node that lacks a part of the prompt has no answer to it.
+            if url in cached and (not self.follows(url) or cached[url] >= len(keys) * block_size):
                 cached[url] = max(cached[url], min(tokens, has))
         return tokens, cached
 

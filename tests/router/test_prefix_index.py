@@ -216,6 +216,21 @@ def test_the_node_that_answered_has_the_answer_for_the_next_turn() -> None:
     assert not cached(index, after)
 
 
+def test_a_node_that_lacks_a_part_of_the_prompt_has_no_answer_to_it() -> None:
+    """Others ask for the system prompt all the time; the answer was evicted long ago."""
+    index, text = PrefixIndex(), SYSTEM + "question one " * 40
+    turn, after = (
+        asked(index, text, "a"),
+        Prefix.of(7, (text + "answer and question " * 40).encode()),
+    )
+    assert turn.keys is not None
+    index.changed("a", turn.keys)
+    index.answered(turn, "a", turn.tokens + 90)
+    assert cached(index, after)["a"] == turn.tokens + 90
+    index.changed("a", (), turn.keys[-20:])
+    assert cached(index, after)["a"] == (len(turn.keys) - 20) * BLOCK
+
+
 def test_the_length_of_a_prompt_is_learned() -> None:
     index = PrefixIndex()
     dense = "0123456789" * 400
