@@ -24,7 +24,7 @@ KEYS = (
 
 
 def test_a_key_is_found_among_all_and_anything_else_is_nobody() -> None:
-    ring = callers_by_hash("in-clear", KEYS)
+    ring = callers_by_hash("in-clear", (*KEYS, KeyConfig("placeholder", "0" * 64)))
     assert [owner_of(key, ring).name for key in (ALICE, BOB, "in-clear")] == [
         "alice",
         "bob",
