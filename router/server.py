@@ -8,6 +8,7 @@ import logging
 import math
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -73,7 +74,10 @@ def make_server(
         host=config.host,
         port=config.port,
         loop="uvloop",
-        http=connection_class(config.max_connections, of=ClientConnection),
+        # Workers are no crowd, and one that is refused ends.
+        http=connection_class(
+            config.max_connections if unix_socket is None else sys.maxsize, of=ClientConnection
+        ),
         ws="none",
         proxy_headers=False,  # nobody asks where a client is
         log_config=None,

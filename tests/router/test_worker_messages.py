@@ -26,7 +26,14 @@ KEY = KeyConfig(
     "a", "0" * 64, max_queue=5, max_running=2, requests_per_minute=7, tokens_per_minute=0
 )
 D = "http://127.0.0.1:2"
-CONFIG = RouterConfig(("http://127.0.0.1:1",), (D,), workers=2, keys=(KEY,), health_interval_s=60)
+CONFIG = RouterConfig(
+    ("http://127.0.0.1:1",),
+    (D,),
+    workers=2,
+    keys=(KEY,),
+    health_interval_s=60,
+    max_connections=1,  # of clients: workers ask their parent nevertheless
+)
 
 
 def test_limits_are_divided_and_rounded_up() -> None:
