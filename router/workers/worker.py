@@ -91,7 +91,9 @@ class Worker(Shared):
         config, deadline_s = self.router.config, _ORDER_S
         if request.url.path in ADAPTER_PATHS:
             deadline_s = config.request_deadline_s + _READ_S
-        body = await read_body(request, config.max_body_bytes, _READ_S)
+        body = b""
+        if request.method == "POST":  # GET /metrics wants no key, and gets no memory
+            body = await read_body(request, config.max_body_bytes, _READ_S)
         # Unchanged: encoded parts or dots must not make another path there.
         path, query = (request.scope[part].decode() for part in ("raw_path", "query_string"))
         url = yarl.URL(f"http://parent{path}?{query}", encoded=True)

@@ -227,6 +227,9 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
                 )
                 async with asked as answer:
                     assert answer.status == status, path
+            asked = http.get(r.url + "/metrics", headers={"content-length": str(1 << 40)})
+            async with asked as answer:
+                assert answer.status == 200
 
         # A conversation goes on with whichever worker.
         async with r.http[0].post("/v1/responses", json={"model": MODEL, "input": "hi"}) as answer:
