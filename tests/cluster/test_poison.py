@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import Cluster, Process, children, running, tiny_body, tiny_model, wait_until
+from real_cluster import Cluster, Process, running, tiny_body, tiny_model, wait_until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -101,47 +100,3 @@ def test_two_nodes_die_of_it_and_then_it_reaches_none_for_a_while(
         lambda: ask(cluster, what).status_code == 200, 2 * REFUSED_S, "it may come again", 0.5
     )
     assert dead(cluster) == []
-
-
-def test_nodes_that_end_in_order_count_nothing(cluster: Cluster) -> None:
-    """Also if the request is unanswered when their time is over, and on both, one after the other."""
-    answers: list[int] = []
-    prefill = cluster.of("prefill")
-    for node in prefill:
-        (engine,) = children(node.popen.pid, b"kvrelay.node.engine_process")
-        os.kill(engine, signal.SIGSTOP)  # it answers nothing
-    asking = threading.Thread(
-        target=lambda: answers.append(ask(cluster, "in order").status_code), daemon=True
-    )
-    asking.start()
-    for _ in prefill:
-        node = wait_until(
-            lambda: next((node for node in prefill if _requests(node)), None), 15, "a node has it"
-        )
-        node.kill(signal.SIGTERM)
-        wait_until(
-            lambda node=node: _seen(cluster, node)["reason"] == "it is draining",
-            10,
-            "the router knows",
-        )
-        node.kill(signal.SIGTERM)  # at once
-        node.popen.wait(30)
-    asking.join(60)
-    assert answers == [200]
-    cluster.wait_ready(*map(cluster.restart, prefill))
-    wait_until(
-        lambda: all(_seen(cluster, node)["up"] for node in prefill),
-        30,
-        "the router takes them back",
-    )
-
-
-def _requests(node: Process) -> int:
-    report = None if node.popen.poll() is not None else node.health()
-    return 0 if report is None else int(report["requests"])
-
-
-def _seen(cluster: Cluster, node: Process) -> Any:
-    """What the router says of a node."""
-    nodes = httpx2.get(f"{cluster.url}/health", timeout=5).json()["nodes"]
-    return next(each for each in nodes if each["url"] == node.url)
