@@ -236,7 +236,6 @@ class FakeNode:
     """About adapters: path, body, authorization."""
     posts: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = field(default_factory=dict)
     """Further routes."""
-    gets: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = field(default_factory=dict)
     asked: list[bytes] = field(default_factory=list)
     """Bodies of /tokenize."""
     tokenizes: Callable[[], Awaitable[None]] | None = None
@@ -359,8 +358,6 @@ class FakeNode:
         app.router.add_get("/health", self.health)
         for path, answer in self.posts.items():
             app.router.add_post(path, answer)
-        for path, answer in self.gets.items():
-            app.router.add_get(path, answer)
         app.router.add_post("/drain", self.drain)
         app.router.add_post("/undrain", self.drain)
         app.router.add_post("/admin/role", self.change_role)

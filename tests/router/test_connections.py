@@ -141,6 +141,7 @@ async def test_odd_headers_neither_break_the_router_nor_get_anywhere() -> None:
         b'{"model":"tiny","messages":[],"remote_block_ids":[1]}',
         b'{"model":"tiny","messages":[],"do_remote_decode":true}',
         b'{"model":"tiny","messages":[],"remote_anything":1}',
+        b'{"model":"tiny","messages":[],"vllm_xargs":{"kv_transfer_params":{"remote_host":"x"}}}',
         b'{"model":"' + b"x" * 300 + b'","messages":[]}',
         b'{"model":"tiny","messages":' + b"[" * 200 + b"]" * 200 + b"}",
     ],

@@ -95,10 +95,3 @@ def test_whatever_went_wrong_is_the_pairs_fault_but_not_a_lease_that_ran_out(cau
     pair = Pair()
     pair.failed(0.0, cause)
     assert pair.avoided(pair.d, 1.0) == (cause != "LeaseLost")
-
-
-def test_between_nodes_whose_kv_differs_no_time_is_enough() -> None:
-    pair = Pair()
-    pair.p.kv, pair.d.kv, pair.e.kv = FACTS, shaped(kv_dtype="float32"), FACTS
-    assert pair.pool.link_ms(pair.p, pair.d, 0.0) == math.inf
-    assert pair.pool.link_ms(pair.p, pair.e, 0.0) == LINK_MS

@@ -5,8 +5,7 @@ what does not.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import pytest
@@ -24,13 +23,11 @@ from kvrelay.router.transport.node_stream import (
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ErrorBody
 from kvrelay.wire.frames import (
-    WINDOW_BYTES,
     Answer,
     Frame,
     FrameKind,
     Kind,
     MessageReader,
-    credit_of,
     frame_message,
     message,
 )
@@ -132,34 +129,10 @@ async def test_a_stream_that_is_cut_anywhere_says_the_same() -> None:
         assert [kind for _, kind, _ in stream.transport.said()] == [Kind.OPEN]
 
 
-async def test_a_leg_that_nobody_waits_for_is_cancelled_and_others_go_on(stream: Stream) -> None:
-    taken: list[Frame] = []
-    first, second = stream.leg(lambda _: None), stream.leg(taken.append)  # type: ignore[func-returns-value]
-    await asyncio.sleep(0)
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
-    stream.hear(*(frame_message(leg, frame) for frame in FRAMES for leg in (1, 2)))
-    assert await second is FrameKind.END
-    assert taken == FRAMES
-    await asyncio.sleep(0)
-    assert [(leg, kind) for leg, kind, _ in stream.transport.said()][-1] == (1, Kind.CANCEL)
-
-
-async def test_a_refusal_and_a_broken_node_are_told_apart(stream: Stream) -> None:
-    for status, kind in ((400, Refused), (503, AttemptFailed)):
-        leg = stream.leg(lambda _: None)
-        await asyncio.sleep(0)
-        error = ErrorBody("no", "some_error", "top_p")
-        number = stream.end._numbers
-        stream.hear(
-            message(Kind.ANSWER, number, msgspec.msgpack.encode(Answer(status, None, error, 7)))
-        )
-        with pytest.raises(kind, match="no") as why:
-            await leg
-        assert (why.value.status, why.value.retry_after_s) == (status, 7)
+async def test_a_leg_without_an_end_has_failed_and_its_stream_has_not(stream: Stream) -> None:
     leg = stream.leg(lambda _: None)
     await asyncio.sleep(0)
-    stream.hear(message(Kind.OVER, stream.end._numbers))
+    stream.hear(message(Kind.OVER, 1))
     with pytest.raises(AttemptFailed, match="cut before its end"):
         await leg
     assert not stream.transport.aborted
@@ -216,37 +189,6 @@ async def test_a_silent_stream_is_given_up(stream: Stream) -> None:
     with pytest.raises(AttemptFailed) as why:
         await leg
     assert "silent for 6.5 s" in why.value.detail
-
-
-async def test_frames_of_a_client_that_does_not_read_give_no_credit(
-    stream: Stream,
-) -> None:
-    reads = asyncio.Event()
-    slow: list[Frame] = []
-    quick: list[Frame] = []
-
-    def take(frame: Frame) -> Callable[[], Awaitable[Any]] | None:
-        slow.append(frame)
-        return None if reads.is_set() else reads.wait
-
-    first, second = stream.leg(take), stream.leg(quick.append)  # type: ignore[func-returns-value]
-    await asyncio.sleep(0)
-    large = Frame(FrameKind.TOKENS, bytes(WINDOW_BYTES // 4))
-    stream.hear(*(frame_message(leg, large) for _ in range(4) for leg in (1, 2)))
-    stream.hear(frame_message(2, FRAMES[2]))
-    assert await second is FrameKind.END
-    assert (len(slow), len(quick)) == (4, 5)
-
-    def given() -> list[tuple[int, int]]:
-        said = stream.transport.said()
-        return [(leg, credit_of(body)) for leg, kind, body in said if kind == Kind.CREDIT]
-
-    size = len(frame_message(1, large))
-    assert given() == [(2, 2 * size), (2, 2 * size)]
-    reads.set()
-    await until(lambda: given()[2:] == [(1, 4 * size)])
-    stream.hear(frame_message(1, FRAMES[2]))
-    assert await first is FrameKind.END
 
 
 async def test_all_legs_of_a_node_share_one_connection() -> None:

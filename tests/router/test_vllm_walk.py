@@ -363,18 +363,6 @@ async def test_nodes_of_two_kinds_are_no_cluster() -> None:
         assert p.calls == []
 
 
-async def test_a_client_cannot_point_a_node_at_an_address() -> None:
-    p, d = pair()
-    async with cluster(p, d) as c:
-        for fields in (
-            {"kv_transfer_params": ASKED},
-            {"vllm_xargs": {"kv_transfer_params": {"remote_host": "x"}}},
-        ):
-            async with c.post(fields) as answer:
-                assert answer.status == 400
-        assert p.calls + d.calls == []
-
-
 async def test_a_draining_node_and_one_that_is_no_vllm_node_are_kept_out() -> None:
     p, d = pair()
     d.health_status = 503

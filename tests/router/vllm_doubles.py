@@ -73,8 +73,6 @@ class Store:
 
     held: dict[str, str] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
-    pushed: dict[str, str] = field(default_factory=dict)
-    """By the internal id of a sequence, the decode node to whose memory its KV was pushed."""
 
     def hold(self, params: dict[str, Any], request_id: str) -> None:
         self.held[json.dumps(params, sort_keys=True)] = request_id
@@ -232,7 +230,6 @@ class VllmNode:
     health_hangs: bool = False
     running_requests: int = 0
     waiting_requests: int = 0
-    engines: int = 2
     started: float = 1.7952345678e9
     adapters: tuple[str, ...] = ()
     url: str = ""
@@ -318,9 +315,7 @@ class VllmNode:
         return web.json_response({"object": "list", "data": cards})
 
     async def metrics(self, request: web.Request) -> web.Response:
-        text = metrics_text(
-            self.running_requests, self.waiting_requests, engines=self.engines, started=self.started
-        )
+        text = metrics_text(self.running_requests, self.waiting_requests, self.started)
         return web.Response(text=text)
 
     async def tokenize(self, request: web.Request) -> web.Response:
@@ -349,19 +344,14 @@ class VllmNode:
             await runner.cleanup()
 
 
-def metrics_text(
-    running: int = 0,
-    waiting: int = 0,
-    engines: int = 2,
-    started: float = 1.7952345678e9,
-) -> str:
-    """As vLLM's /metrics says it, the last engine at work; what is not about them is there too."""
+def metrics_text(running: int = 0, waiting: int = 0, started: float = 1.7952345678e9) -> str:
+    """As vLLM's /metrics says it, the last of two engines at work; what is not about them is there too."""
     samples = ["# HELP vllm:num_requests_running Number of requests in model execution batches."]
-    for engine in range(engines):
+    for engine in range(2):
         labels = f'{{engine="{engine}",model_name="a/b {{x}}"}}'
         samples += [
-            f"vllm:num_requests_running{labels} {float(running if engine == engines - 1 else 0)}",
-            f"vllm:num_requests_waiting{labels} {float(waiting if engine == engines - 1 else 0)}",
+            f"vllm:num_requests_running{labels} {float(running * engine)}",
+            f"vllm:num_requests_waiting{labels} {float(waiting * engine)}",
             f'vllm:num_requests_waiting_by_reason{{engine="{engine}",reason="capacity"}} 70.0',
         ]
     return "\n".join(
