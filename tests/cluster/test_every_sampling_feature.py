@@ -47,6 +47,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "regex": SAMPLED | {"structured_outputs": {"regex": "[a-d]{3,9}!"}, "ignore_eos": False},
     "choice and logprobs": SAMPLED
     | {"structured_outputs": {"choice": ["left", "right"]}, "ignore_eos": False, "logprobs": 1},
+    "one token's choice": SAMPLED | {"structured_outputs": {"choice": ["x"]}, "ignore_eos": False},
     "grammar": SAMPLED
     | {"structured_outputs": {"grammar": 'start: ("a" | "b")+ "."'}, "ignore_eos": False},
     "everything": SAMPLED

@@ -4,7 +4,6 @@ decode node's.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -15,21 +14,6 @@ from real_cluster import Cluster
 pytestmark = pytest.mark.cluster
 
 END = 1
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "größe": {"enum": ["klein", "groß", 3]},
-        "in": {
-            "type": "object",
-            "properties": {"yes": {"type": "boolean"}},
-            "required": ["yes"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["größe", "in"],
-    "additionalProperties": False,
-}
-LARK = 'start: pair ("," pair)*\npair: /[a-z]/ "=" /[0-9]/'
 
 
 @pytest.fixture(scope="module")
@@ -53,66 +37,6 @@ def answer(url: str, **fields: Any) -> tuple[str, str]:
     assert reply.status_code == 200, reply.text
     (choice,) = reply.json()["choices"]
     return choice["text"], choice["finish_reason"]
-
-
-KINDS = [
-    (
-        {"structured_outputs": {"regex": r"\w{2,9}@\d+\.de"}},
-        lambda text: re.fullmatch(r"\w{2,9}@\d+\.de", text),
-    ),
-    (
-        {"structured_outputs": {"grammar": LARK}},
-        lambda text: re.fullmatch("[a-z]=[0-9](,[a-z]=[0-9])*", text),
-    ),
-    (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "x", "schema": SCHEMA},
-            }
-        },
-        lambda text: list(json.loads(text)) == ["größe", "in"],
-    ),
-    ({"structured_outputs": {"choice": ["a b", "ä"]}}, lambda text: text in ("a b", "ä")),
-    (
-        {"structured_outputs": {"choice": ["x"]}},
-        lambda text: text == "x",
-    ),  # over with the prefill node's token
-]
-
-
-@pytest.mark.parametrize(("fields", "holds"), KINDS)
-def test_an_answer_keeps_to_it_and_is_the_same_on_one_node(fields, holds, cluster):
-    text, finish = answer(cluster.url, **fields)
-    assert holds(text)
-    assert finish == "stop"
-    for node in cluster.nodes:
-        assert answer(node.url, **fields) == (text, finish)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        (
-            {"structured_outputs": {"json": {"type": "objekt"}}},
-            "structured_outputs.json",
-            "Invalid type: objekt",
-        ),
-        (
-            {"structured_outputs": {"grammar": "start: nowhere"}},
-            "structured_outputs.grammar",
-            "unknown name",
-        ),
-    ],
-)
-def test_what_cannot_be_followed_is_a_400_with_the_reason(fields, param, words, cluster):
-    for url in (cluster.url, *(node.url for node in cluster.nodes)):
-        for stream in (False, True):
-            reply = post(url, **fields, stream=stream)
-            assert reply.status_code == 400, reply.text
-            error = reply.json()["error"]
-            assert (error["type"], error["param"]) == ("invalid_request_error", param)
-            assert words in error["message"]
 
 
 def test_a_decode_node_that_takes_over_knows_the_tokens_alone(cluster):
