@@ -103,17 +103,6 @@ def test_a_hand_over_gives_what_one_node_gives(cluster):
     assert of(cluster, "decode").metric("kvrelay_fetches_total") >= 3
 
 
-def test_adapters_are_listed_behind_their_model(cluster):
-    wanted = [("tiny", None), ("one", "tiny"), ("two", "tiny")]
-    for url in (cluster.url, *(node.url for node in cluster.nodes)):
-        assert models(url) == wanted
-        assert httpx2.get(f"{url}/v1/models/two", timeout=20).json()["parent"] == "tiny"
-        gone = post(url, "/v1/completions", model="three", prompt="x", max_tokens=1)
-        assert gone.status_code == 404
-        assert gone.json()["error"]["code"] == "model_not_found"
-        assert "'two'" in gone.json()["error"]["message"]
-
-
 def test_loaded_and_unloaded_through_the_router_while_requests_run(cluster, adapters):
     stop, broken = threading.Event(), []
     wanted = said(answer(cluster.url, "one"))

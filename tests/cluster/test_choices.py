@@ -92,10 +92,8 @@ def test_four_choices_are_those_of_one_node_and_differ_and_come_again(cluster, f
 PROMPTS = [PROMPT, PROMPT[:40], [7, 8, 9]]
 
 
-@pytest.mark.parametrize("fields", [{"n": 2, "logprobs": 1}])
-def test_several_prompts_are_answered_as_each_alone(cluster, fields):
-    decode = cluster.of("decode")[0]
-    n = fields.get("n", 1)
+def test_several_prompts_are_answered_as_each_alone(cluster):
+    decode, fields = cluster.of("decode")[0], {"n": 2, "logprobs": 1}
     answer = asked(cluster.url, prompt=PROMPTS, **fields)
     alone = [
         choice
@@ -105,7 +103,7 @@ def test_several_prompts_are_answered_as_each_alone(cluster, fields):
     assert choices(answer) == alone
     assert choices(asked(decode.url, prompt=PROMPTS, **fields)) == alone
     assert answer["usage"]["prompt_tokens"] == sum(map(len, PROMPTS))
-    assert answer["usage"]["completion_tokens"] == 12 * 3 * n
+    assert answer["usage"]["completion_tokens"] == 12 * 3 * 2
     for url in (cluster.url, decode.url):
         chunks, texts = streamed(
             url, prompt=PROMPTS, stream_options={"include_usage": True}, **fields
@@ -127,12 +125,11 @@ def test_the_prompts_log_probabilities_are_those_of_one_node(cluster, fields):
     the same.
     """
     decode = cluster.of("decode")[0]
-    fetches = sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode"))
-    fields = {"logprobs": 3, "echo": True} | fields
+    before, fields = fetches(cluster), {"logprobs": 3, "echo": True} | fields
     answer = asked(cluster.url, **fields)
     prompts = PROMPTS if fields.get("prompt") == PROMPTS else [PROMPT]
     handed_over = 0 if fields.get("max_tokens") == 1 else len(prompts)
-    counted(cluster.of("decode"), "kvrelay_fetches_total", fetches + handed_over)
+    counted(cluster.of("decode"), "kvrelay_fetches_total", before + handed_over)
     assert choices(answer) == choices(asked(decode.url, **fields))
     for at, choice in enumerate(answer["choices"]):
         listed = choice["logprobs"]["token_logprobs"]
@@ -141,9 +138,8 @@ def test_the_prompts_log_probabilities_are_those_of_one_node(cluster, fields):
         assert None not in listed[1:]
 
 
-@pytest.mark.parametrize("fields", [{"prompt": PROMPTS, "n": 3}])
-def test_a_client_that_leaves_ends_every_choice(cluster, fields):
-    body = tiny_body(**{"prompt": PROMPT, "max_tokens": 900, "stream": True} | fields)
+def test_a_client_that_leaves_ends_every_choice(cluster):
+    body = tiny_body(PROMPTS, n=3, max_tokens=900, stream=True)
     for url in (cluster.url, cluster.of("decode")[0].url):
         with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
             for seen, _ in enumerate(answer.iter_lines()):

@@ -41,21 +41,6 @@ def user(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
-def test_a_completion_is_the_same_every_time_and_as_one_node_alone_gives_it(
-    client: OpenAI, cluster: Cluster
-) -> None:
-    answers = [complete(client, "San Francisco is a", max_tokens=7) for _ in range(2)]
-    (decode,) = cluster.of("decode")
-    with OpenAI(base_url=f"{decode.url}/v1", api_key="-", max_retries=0, timeout=120) as alone:
-        answers.append(complete(alone, "San Francisco is a", max_tokens=7))
-    assert len({answer.choices[0].text for answer in answers}) == 1
-    first = answers[0]
-    assert first.choices[0].text.strip()
-    assert first.choices[0].finish_reason in ("length", "stop")
-    assert 0 < first.usage.completion_tokens <= 7
-    assert first.usage.total_tokens == first.usage.prompt_tokens + first.usage.completion_tokens
-
-
 def test_a_chat_ends_by_itself(client: OpenAI) -> None:
     messages = [
         {"role": "system", "content": "Answer in one word."},
