@@ -22,7 +22,7 @@ import pytest
 from kubernetes_manifests import SECRETS, PodOf, arguments, pods
 
 from tests.cluster.real_cluster import START_DEADLINE_S, tiny_model
-from tests.router.kubernetes_double import ApiServer
+from tests.router.kubernetes_double import ApiServer, pod_of
 
 pytestmark = pytest.mark.cluster
 
@@ -67,21 +67,12 @@ class Running:
 
     def told(self, *, ready: bool, terminating: bool = False) -> dict[str, Any]:
         """As an API server has it."""
-        metadata: dict[str, Any] = {
-            "name": self.name,
-            "uid": f"uid-{self.name}",
-            "labels": self.pod.labels,
-        }
+        told = pod_of(self.name, self.url(""), "", ready=ready)
+        told["metadata"]["labels"] = self.pod.labels
+        told["spec"]["containers"] = self.pod.spec["containers"]
         if terminating:
-            metadata["deletionTimestamp"] = "2026-01-01T00:00:30Z"
-        conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
-        status = {"phase": "Running", "podIP": self.address, "conditions": conditions}
-        return {
-            "kind": "Pod",
-            "metadata": metadata,
-            "spec": {"containers": self.pod.spec["containers"]},
-            "status": status,
-        }
+            told["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:30Z"
+        return told
 
 
 class Kubelet:
