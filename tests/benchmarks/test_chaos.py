@@ -141,15 +141,12 @@ def seen(end: str, began: float, ended: float, **fields: object) -> Seen:
         (seen("broken", 70, 71, status=200), ""),  # its router was killed
         (seen("refused", 72, 72.5, status=503), ""),
         (seen("refused", 72, 72.5, status=500), "though nodes were up"),
-        (seen("error", 70, 72, status=200), "though nodes were up"),
-        (seen("silent", 70, 71), "silent"),
         (seen("broken", 74, 75), "broken"),
         (
             seen("broken", 205, 206),
             "",
         ),  # its router was told to end at 200, and had 20 s for what was under way
         (seen("broken", 199, 221, status=200), "broken"),
-        (seen("refused", 205, 206, status=503), ""),
         (seen("error", 199, 210, status=200), "though nodes were up"),
         (seen("error", 199, 220.5, status=200), ""),
         (seen("silent", 199, 221), "silent"),

@@ -127,13 +127,7 @@ async def test_the_nodes_are_told_as_the_router_sees_them() -> None:
         await until(lambda: c.node(p).up and "500" in c.node(d).reason)
         seen = await picture(c)
         first, second = sorted(seen.nodes, key=lambda node: node.role, reverse=True)
-        assert (first.url, first.role, first.up, first.up_in, first.model) == (
-            p.url,
-            "prefill",
-            True,
-            1,
-            MODEL,
-        )
+        assert (first.url, first.up, first.up_in, first.model) == (p.url, True, 1, MODEL)
         assert first.load == msgspec.structs.asdict(load)
         assert first.sources == ["static"]
         assert (second.url, second.up, second.up_in, second.draining) == (d.url, False, 0, False)

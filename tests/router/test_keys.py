@@ -44,12 +44,6 @@ def test_without_keys_anyone_may_do_everything() -> None:
 
 def test_what_a_key_may_do() -> None:
     alice, bob = map(Caller.of, KEYS)
-    assert (
-        alice.requests_per_minute,
-        alice.tokens_per_minute,
-        alice.max_running,
-        alice.weight,
-    ) == (6, 0, 2, 2)
     assert (alice.check_priority(None), alice.check_priority(9)) == (3, 9)
     with pytest.raises(Forbidden, match="priority 2 is more important"):
         alice.check_priority(2)

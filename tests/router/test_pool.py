@@ -43,15 +43,6 @@ def test_a_blamed_node_returns_only_by_a_check_started_after_the_blame(pool: Poo
     assert node.up
 
 
-def test_nodes_of_several_models_are_groups_and_a_leg_stays_in_its_own(pool: Pool) -> None:
-    pool.note_report(pool.nodes[1], report(model="other"), 1.0, 1.0)
-    assert pool.models() == {"m": 0, "other": 0}
-    assert [node.url for node in pool.up(Role.PREFILL, model="other")] == ["http://p1"]
-    assert len(pool.up(Role.PREFILL)) == 2
-    assert (pool.node_kinds("m"), pool.node_kinds("other")) == ([NodeKind.KVRELAY], [])
-    assert "no decode node that is up has 'other'" in pool.no_node(Role.DECODE, "other").message
-
-
 def test_a_model_whose_nodes_are_down_is_still_known(pool: Pool) -> None:
     for node in pool.nodes:
         pool.note_unready(node, "gone", 1.0, missed=True)

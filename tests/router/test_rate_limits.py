@@ -111,13 +111,3 @@ def test_what_can_never_be_taken_is_told_so() -> None:
     assert exceeded.retry_after_s is None
     assert "601" in exceeded.message
     assert "600" in exceeded.message
-
-
-def test_headers_are_those_of_openai() -> None:
-    assert take(KeyLimits(), BOTH, 100) == {
-        "x-ratelimit-limit-requests": "6",
-        "x-ratelimit-remaining-requests": "5",
-        "x-ratelimit-limit-tokens": "600",
-        "x-ratelimit-remaining-tokens": "500",
-    }
-    assert take(KeyLimits(), quota()) == {}
