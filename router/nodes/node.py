@@ -184,6 +184,10 @@ class Breaker:
     def is_troubled(self, now: float) -> bool:
         return self.state(now) is not State.CLOSED or now < self._resting_until
 
+    def rests(self, now: float) -> bool:
+        """Return whether want of room alone keeps requests away."""
+        return now < self._resting_until and self.state(now) is not State.OPEN
+
     def rest(self, seconds: float, now: float) -> None:
         self._resting_until = max(self._resting_until, now + seconds)
 

@@ -27,7 +27,6 @@ from kvrelay.router.nodes.node import (
     NodeKind,
     NodeSpec,
     Source,
-    State,
     kv_mismatch,
     static_nodes,
 )
@@ -440,7 +439,7 @@ class Pool:
 
 def _to_be_retried(role: Role, nodes: Sequence[Node], now: float) -> NoNode | Overloaded:
     error: NoNode | Overloaded
-    if any(node.breaker.state(now) is State.CLOSED for node in nodes):
+    if any(node.breaker.rests(now) for node in nodes):
         error = Overloaded(f"no {role} node has room now; try again later")
     else:
         error = NoNode(f"all {role} nodes fail now, and the router is trying them; try again")

@@ -116,6 +116,7 @@ def test_rest_is_as_long_as_the_node_says(breaker: Breaker) -> None:
     assert breaker.state(2.0) is State.CLOSED
     fail(breaker, FAILURES_IN_A_ROW, 2.0)
     assert verdict(breaker, 2.0) == "never"
+    assert [breaker.rests(now) for now in (2.9, 3.0, 8.0)] == [False, True, False]
 
 
 steps = st.tuples(st.sampled_from(["begin", "good", "bad", "drop", "wait"]), st.floats(0, 40))

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 from router_doubles import KV, NO_PROMPTS, parse_job
 
-from kvrelay.router.nodes.node import HealthReport, Node, NodeSpec, Source
+from kvrelay.router.nodes.node import FAILURES_IN_A_ROW, HealthReport, Node, NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Refuse, Wait
 from kvrelay.router.request.job import CHAT_PATH, Job, Slo, prefix_of
 from kvrelay.router.request.placer import ChosenNodes, Placer
 from kvrelay.wire.config import Role
-from kvrelay.wire.errors import KvNotLoaded, NoNode
+from kvrelay.wire.errors import KvNotLoaded, NoNode, Overloaded
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.router_config import RouterConfig
 from kvrelay.wire.step_costs import StepCosts
@@ -170,8 +170,13 @@ def test_while_the_only_partner_rests_others_are_not_asked_for_what_they_cannot_
     rig.says("p0", kv=OTHER_KV)
     rig.says("d0", kv=OTHER_KV)
     rig.says("d1", kv=msgspec.structs.replace(KV, computes_prompts=False))
-    rig.pool.rest(rig.pool.nodes[1], 5.0, time.monotonic())
+    rests, now = rig.pool.nodes[1], time.monotonic()
+    rig.pool.rest(rests, 5.0, now)
     assert isinstance(rig.placer.find(rig.placer.wanted(job(), None)), Wait)
+    for _ in range(FAILURES_IN_A_ROW):  # long ago: the breaker is half-open
+        rig.pool.failed(object(), rests, "500", now - 9)
+    with pytest.raises(Overloaded):
+        rig.pool.available(D, "", [rig.pool.nodes[2]], now)
     rig.says("d1")
     assert rig.found(job()) == ("d1", "d1")
 
