@@ -146,6 +146,7 @@ async def _follow(
                 url,
                 params={"labelSelector": f"{selector},{_ROLE}"},
                 headers={"authorization": f"Bearer {token.strip()}"},
+                allow_redirects=False,
             ) as answer:
                 found = nodes_of(msgspec.json.decode(await answer.read())["items"] or ())
             if found != pool.members[Source.KUBERNETES]:

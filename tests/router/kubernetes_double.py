@@ -66,7 +66,7 @@ class ApiServer:
             return web.Response(status=403)
         await asyncio.sleep(self.list_takes_s)
         if self.list_fails:
-            return web.Response(status=self.list_fails)
+            return web.Response(status=self.list_fails, headers={"location": str(request.url)})
         selector = request.query["labelSelector"]
         found = [pod for pod in self.pods.values() if _matches(pod, selector)]
         return web.json_response({"kind": "PodList", "items": found})
