@@ -92,7 +92,7 @@ _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     _PULLS_FAILED: (
         "KV asked of another node's prefix cache that did not come, by cause",
         "cause",
-        ("NotHeld", *KV_CAUSES),
+        ("NotHeld", "NoSeat", *KV_CAUSES),
     ),
     _RECOMPUTED: (
         "Prompts computed on this decode node after a failed fetch, from the first missing block on",

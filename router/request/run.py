@@ -308,9 +308,10 @@ class RequestRun:
         )
         if placed.prefill is None:
             params.sources = self.context.placer.sources(placed)
-        if not placed.placement.spills:
+        placement = placed.placement
+        if not placement.spills:
             return params
-        cached = request.cached.get(placed.placement.decode, 0)
+        cached = request.cached.get(placement.pulls_from or placement.decode, 0)
         return msgspec.structs.replace(params, spill=True, cached_tokens=cached)
 
     def _why_local(self, placed: PlacementLeases) -> str:
