@@ -66,7 +66,6 @@ def open_handle(handle: bytes) -> int:
 
 
 def close_handle(address: int) -> None:
-    """Unmap what `open_handle` has mapped and nothing reads."""
     _call("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
 
 

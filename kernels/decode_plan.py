@@ -27,8 +27,6 @@ WAVE_UNITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """A launch shape of the decode kernel."""
-
     # per tile
     keys: int
     warps: int
@@ -136,9 +134,8 @@ def plan_decode(
 @triton.jit(do_not_specialize=["batch", "programs", "resident", "window"])
 def _plan_kernel(
     context_lens,  # [batch] int32
-    line,  # [2] int32: units per share, units in all
-    # [programs, 4] int32: where each share begins: sequence, its length, KV head, unit within the
-    # piece
+    line,  # [2] int32
+    # [programs, 4] int32
     starts,
     batch,
     programs,

@@ -180,7 +180,6 @@ class PackedLora:
 
 
 def rows_are_invariant(linear: Linear, min_rows: int, dtype: torch.dtype = torch.float32) -> bool:
-    """Try whether a row has the same bits in batches of `min_rows` rows and more."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(130, linear.in_features, generator=generator).to(linear.device, dtype)
     whole = linear(x)

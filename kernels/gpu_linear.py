@@ -1,7 +1,4 @@
-"""A decoder's linear layers on a GPU: our skinny kernels for few rows, cuBLAS for many.
-
-RMSNorm is a launch of its own (`kernels/skinny_gemm.py` says why).
-"""
+"""A decoder's linear layers on a GPU: our skinny kernels for few rows, cuBLAS for many."""
 
 from __future__ import annotations
 

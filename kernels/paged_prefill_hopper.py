@@ -56,7 +56,6 @@ def hopper_prefill(
     window: int = 0,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Do what `paged_prefill` does, for calls that this kernel serves."""
     rows, heads, head_dim = query.shape
     num_blocks, kv_heads, block_size, _ = key_cache.shape
     block_rows, head_rows = (stride // head_dim for stride in key_cache.stride()[:2])

@@ -167,8 +167,6 @@ def note_of(*, count: Any = 0, in_prompt: Any = 0, ends: Any = 0, has_bias: Any 
 
 
 class Rows(NamedTuple):
-    """A launch's inputs."""
-
     logits: torch.Tensor
     stride: int
     vocab: int
@@ -189,9 +187,6 @@ class Tiles(NamedTuple):
     bests: torch.Tensor
     maxima: torch.Tensor | None
     minima: torch.Tensor | None
-
-
-# --- one row: its parameters, its logits
 
 
 @triton.jit
@@ -281,7 +276,6 @@ def masses_of(shares):
 
 @triton.jit
 def peak_and_masses(tiles, row, num_tiles, scale, ALL_TILES: tl.constexpr):
-    """Return a row's largest logit, and the mass of each of its tiles."""
     index = tl.arange(0, ALL_TILES)
     inside = index < num_tiles
     peaks = tl.load(tiles.peaks + row * num_tiles + index, mask=inside, other=-float("inf"))

@@ -80,8 +80,6 @@ class TensorTile:
 
 @dataclass(frozen=True, slots=True)
 class RingTile:
-    """A tile of the ring kernel (Hopper, 16 bits, up to 64 rows)."""
-
     # weight rows, a multiple of 16 up to 256; with a gate half are its own
     rows: int
     split: int
