@@ -50,7 +50,6 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 def body_request_id(body: bytes) -> str | None:
-    """Return the `request_id` of a body, None for an unreadable one."""
     try:
         return _named_decoder.decode(body).request_id
     except MALFORMED:
@@ -99,7 +98,6 @@ def decode_completion(body: bytes) -> CompletionRequest:
 
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
-    """Return each prompt, a text or token ids."""
     prompt = request.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -126,7 +124,6 @@ def requested_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
 
 
 def echoes_logprobs(request: ChatRequest | CompletionRequest) -> bool:
-    """Return whether a completion lists log-probabilities of its prompt."""
     return (
         isinstance(request, CompletionRequest)
         and bool(request.echo)
@@ -135,7 +132,6 @@ def echoes_logprobs(request: ChatRequest | CompletionRequest) -> bool:
 
 
 def prompt_only(request: ChatRequest | CompletionRequest) -> bool:
-    """Return whether the answer is the prompt alone."""
     return (
         isinstance(request, CompletionRequest)
         and bool(request.echo)

@@ -149,7 +149,6 @@ class HttpConnection(HttpToolsProtocol):
             self.flush_in_time()
 
     def flush_in_time(self) -> None:
-        """Abort the connection if the peer does not read."""
         self.flush_at_leisure()
         self._unread = self._not_taken()
         self._flushing = self.loop.call_later(_FLUSH_S, self._look_at_flush)

@@ -42,7 +42,6 @@ def trace_id_of(traceparent: str) -> str:
 
 
 def trace_headers(header: Callable[[str], str | None]) -> dict[str, str]:
-    """Return a caller's valid traceparent and tracestate."""
     parent, state = header("traceparent"), header("tracestate")
     if parent is None or not _TRACE.fullmatch(parent):
         return {}

@@ -38,11 +38,8 @@ _PROMPT_END_TOKENS = 16  # hold the markers of reasoning however they are cut
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """A form of a request's answers."""
-
     tools: ToolUse = ToolUse()  # noqa: RUF009 - a constant
     tool_format: ToolFormat | None = None
-    """The node's."""
     reasoning: ReasoningFormat | None = None
     opening: Opening = Opening.FREE
     include_reasoning: bool = True
@@ -128,7 +125,6 @@ class MessageStream:
         self._calls: list[tuple[ToolCallDelta, list[str]]] = []
 
     def push(self, text: str) -> list[Delta]:
-        """Return what more text adds."""
         if self._parser is None:
             self._texts["content"].append(text)
             return [Delta(content=text)]

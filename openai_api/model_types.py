@@ -110,8 +110,6 @@ class UnloadAdapterRequest(msgspec.Struct, frozen=True):
 
 
 class NodeAnswer(msgspec.Struct, frozen=True):
-    """An answer of one node."""
-
     url: str
     role: str
     status: int

@@ -74,7 +74,6 @@ class NodeRequest:
         ]
 
     def opening_frames(self, load: Load) -> Iterator[Frame]:
-        """Return the frames before the engine's first."""
         return iter(())
 
     def over(self, request_id: str) -> bool:

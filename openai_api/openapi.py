@@ -75,7 +75,6 @@ class _Operation(NamedTuple):
     asks: tuple[type[msgspec.Struct], ...] = ()
     """Types of the body, of which it has one."""
     answers: tuple[str, ...] = _JSON
-    """Media types."""
 
 
 OPERATIONS = (

@@ -40,7 +40,6 @@ class ReasoningSplit(StateParser):
         super().__init__(self._content if begins is Opening.BEHIND else self._start)
 
     def finish(self) -> list[Part]:
-        """Return the rest."""
         if self._state == self._start:
             self._state = self._thinking if self._inside else self._content
         parts = self.push("")

@@ -48,8 +48,6 @@ _EXCERPT_BYTES = 2000
 
 
 class Server(Protocol):
-    """A router or a node."""
-
     def check_key(self, request: Request) -> None:
         """Raise Unauthorized if a key is needed."""
         ...

@@ -85,7 +85,6 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         raw = b"".join(self.token_bytes(i) for i in ids if i not in skipped)
         text = raw.decode("utf-8", "replace")
@@ -152,7 +151,6 @@ class TextStream:
         self._held = ""
 
     def push(self, token_id: int) -> str:
-        """Return the text that may be sent."""
         if self.stop_hit is not None:
             return ""
         text = "" if token_id in self._skipped else self._utf8.decode(self._bytes_of(token_id))
@@ -163,7 +161,6 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Return what was held back."""
         if self.stop_hit is not None:
             return ""
         rest = self._utf8.decode(b"", final=True)

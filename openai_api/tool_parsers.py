@@ -238,7 +238,6 @@ class TextParser(StateParser):
         self._has_content = False
 
     def finish(self) -> list[Part]:
-        """Return the rest."""
         self._content(self._rest())
         self._buffer = ""
         if self._space and not self.calls:

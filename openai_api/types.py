@@ -47,7 +47,6 @@ __all__ = [
     "Usage",
 ]
 
-# Requests
 
 MAX_CHOICES = 128
 """Choices of a request over all prompts: each is a request of the engine."""
@@ -164,7 +163,6 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def text(self) -> str:
-        """Return the content as one text."""
         content = self.content or ""
         if isinstance(content, str):
             return content
@@ -191,7 +189,6 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def generates_reply(self) -> bool:
-        """Return whether the answer is a new message."""
         return self.add_generation_prompt is not False and not self.continue_final_message
 
 
@@ -201,9 +198,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     prompt: str | list[int | str | list[int]]
     logprobs: LogprobCount | None = None
     echo: bool | None = None
-
-
-# Answers
 
 
 class Usage(msgspec.Struct, frozen=True):

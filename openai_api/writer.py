@@ -115,7 +115,6 @@ class ChoiceWriter:
         return head + self._chunks(text, fresh)
 
     def end(self, finish: Finish) -> list[Choice]:
-        """End the choice and return its last chunks."""
         assert not self.ended, "a choice ends once"
         text, self._unsent = self._unsent + self._stream.finish(), ""
         self.ended = True
@@ -136,7 +135,6 @@ class ChoiceWriter:
         return [*self._head(), *chunks, replace(last, **self._reasons)]
 
     def whole(self) -> Choice:
-        """Return the ended choice."""
         said: dict[str, Any]
         if self._chat:
             said = {"message": replace(self._message.message(), role=self._beginning.role)}
@@ -315,11 +313,9 @@ class AnswerWriter:
     def tokens(
         self, choice: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None
     ) -> bytes:
-        """Add new tokens of a choice and return the events to send now."""
         return self._events(self.choices[choice].tokens(token_ids, logprobs or ()))
 
     def end(self, choice: int, finish: Finish) -> bytes:
-        """End a choice and return its last events."""
         return self._events(self.choices[choice].end(finish))
 
     def close(self, handover: KvTransferParams | None = None) -> bytes:

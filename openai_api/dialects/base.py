@@ -77,7 +77,6 @@ class Dialect:
         return payload
 
     def keep_alive(self) -> bytes:
-        """Return what is sent after a silence."""
         return KEEP_ALIVE
 
     def whole(self, body: bytes) -> bytes:
@@ -97,8 +96,6 @@ AS_IS = Dialect()
 def untranslated(body: bytes) -> tuple[bytes, Dialect]:
     return body, AS_IS
 
-
-# Requests
 
 _raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -173,9 +170,6 @@ def function_tool(tool: dict[str, Any], parameters: str, where: str) -> dict[str
     }
 
 
-# Answers
-
-
 class EventChoice(msgspec.Struct, frozen=True):
     """A choice of a chunk (`delta`) or a whole answer (`message`)."""
 
@@ -187,8 +181,6 @@ class EventChoice(msgspec.Struct, frozen=True):
 
 
 class ChatUsage(msgspec.Struct, frozen=True):
-    """A chat completion's token counts."""
-
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: dict[str, Any] | None = None

@@ -144,7 +144,6 @@ class ResponseStore:
 
 
 def missing(response_id: str, param: str | None, kept: int = MAX_RESPONSES) -> NotFound:
-    """Return the error for a response that is not stored."""
     return NotFound(
         f"response {response_id!r} is not kept here: it was never stored (store: false), was "
         f"deleted, gave way to newer ones ({kept} are kept at most), or this server was restarted",
