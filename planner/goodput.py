@@ -81,7 +81,6 @@ def served(result: Result, targets: Targets, rate: float) -> Served:
 
 
 def at_rate(asks: Sequence[Asked], setting: Setting, targets: Targets, rate: float) -> Served:
-    """Simulate these requests at so many a second."""
     # Looking for cycles among living objects would take a third of the time.
     gc.disable()
     try:

@@ -107,7 +107,6 @@ class Speeds:
         return total
 
     def step_ms(self, running: float, context: float) -> float:
-        """Return the time of a decode step of so many requests with so much KV together."""
         if running <= 0:
             return 0.0
         below = int(running)
