@@ -49,8 +49,8 @@ _MAX_INT = 2**63 - 1
 _MAX_MODEL_CHARS = 256
 _MAX_SESSION_CHARS = 256
 # With these a client could point a node at an address. vLLM takes the first from vllm_xargs, too.
-_HANDOVER_FIELDS = ("kv_transfer_params", "remote_", "do_remote_")
-_XARGS = "vllm_xargs"
+_PARAMS = "kv_transfer_params"
+_HANDOVER_FIELDS = (_PARAMS, "remote_", "do_remote_")
 _ASK_TO_HOLD = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -106,6 +106,7 @@ class _Fields(msgspec.Struct, frozen=True):
     session_id: str | None = None
     cache_salt: str | None = None
     stream_options: _StreamOptions | None = None
+    vllm_xargs: dict[str, msgspec.Raw] | None = None
 
 
 _raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -234,11 +235,11 @@ def parse_body(body: bytes, path: str) -> Job:
             raise RequestError(
                 f"{name} is set by the router and refused from clients; leave it out", param=name
             )
-        if name == _XARGS and _HANDOVER_FIELDS[0].encode() in bytes(value):
-            raise RequestError(
-                f"{_HANDOVER_FIELDS[0]} is set by the router; leave it out of {name}", param=name
-            )
     known = read_json(body, _known_fields)
+    if _PARAMS in (known.vllm_xargs or ()):
+        raise RequestError(
+            f"{_PARAMS} is set by the router; leave it out of vllm_xargs", param="vllm_xargs"
+        )
     if not known.model:
         raise RequestError("model is missing; GET /v1/models lists the names", param="model")
     if len(known.model) > _MAX_MODEL_CHARS:

@@ -70,6 +70,14 @@ def test_the_prefill_leg_asks_for_one_token_and_carries_the_clients_limit() -> N
     assert msgspec.convert(params, KvTransferParams).do_remote_decode
 
 
+def test_no_escape_hides_a_hand_over_in_vllms_further_arguments() -> None:
+    for harmless in ({"kv": {"kv_transfer_params": 1}}, None):
+        parse(vllm_xargs=harmless)
+    body = b'{"model":"m","messages":[],"vllm_xargs":{"kv\\u005ftransfer_params":{}}}'
+    with pytest.raises(RequestError, match="is set by the router"):
+        parse_job(body, CHAT_PATH)
+
+
 def test_max_completion_tokens_of_a_chat_wins_and_is_replaced_too() -> None:
     body = prefill(parse(max_tokens=50, max_completion_tokens=9))
     assert (body["max_tokens"], body["max_completion_tokens"]) == (1, 1)
