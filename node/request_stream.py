@@ -66,7 +66,7 @@ class KvEvents:
     def __init__(self) -> None:
         self._held: set[BlockHash] = set()
         self.followers: set[asyncio.Queue[bytes]] = set()
-        """Their changes, without those of routers that fell behind and are to begin anew."""
+        """Their changes; an empty one tells a router that fell behind to begin anew."""
 
     def publish(self, changes: CacheChanges) -> None:
         if changes.cleared:
@@ -74,26 +74,28 @@ class KvEvents:
         self._held.difference_update(changes.removed)
         self._held.update(changes.stored)
         packed = msgspec.msgpack.encode(changes)
-        for queue in tuple(self.followers):
+        for queue in self.followers:
             if queue.full():
-                self.followers.discard(queue)
+                while not queue.empty():
+                    queue.get_nowait()
+                queue.put_nowait(b"")
             else:
                 queue.put_nowait(packed)
 
     async def frames(self) -> AsyncGenerator[Frame, None]:
         """Yield all that is held, then each change; all again if the reader falls behind."""
-        while True:
-            queue = asyncio.Queue[bytes](_QUEUED)
-            self.followers.add(queue)
-            try:
+        queue = asyncio.Queue[bytes](_QUEUED)
+        self.followers.add(queue)
+        try:
+            while True:
                 held = list(self._held)
                 for at in range(0, len(held) or 1, _HASHES):
                     part = CacheChanges(held[at : at + _HASHES], [], cleared=at == 0)
                     yield Frame(FrameKind.TOKENS, msgspec.msgpack.encode(part))
-                while queue in self.followers:
-                    yield Frame(FrameKind.TOKENS, await queue.get())
-            finally:
-                self.followers.discard(queue)
+                while packed := await queue.get():
+                    yield Frame(FrameKind.TOKENS, packed)
+        finally:
+            self.followers.discard(queue)
 
 
 class RequestStreams:

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrelay.node.request_stream import RequestStreams, check_version
+from kvrelay.node import request_stream
+from kvrelay.node.request_stream import KvEvents, RequestStreams, check_version
 from kvrelay.wire.errors import Overloaded, RequestError
 from kvrelay.wire.frames import (
     LEGS_VERSION_HEADER,
@@ -26,6 +27,7 @@ from kvrelay.wire.frames import (
     frame_of,
     message,
 )
+from kvrelay.wire.kv_events import CacheChanges
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.versions import LEGS
 
@@ -71,6 +73,7 @@ class Requests:
 
     def __init__(self) -> None:
         self.ended: list[str] = []
+        self.kv_events = KvEvents()
 
     async def __call__(
         self, path: str, headers: Mapping[str, str], body: bytes
@@ -79,7 +82,8 @@ class Requests:
             raise Overloaded("no room")
         if path == "bug":
             raise LookupError("a bug")
-        return Load(running=2), self._frames(path)
+        frames = self.kv_events.frames() if path == "events" else self._frames(path)
+        return Load(running=2), frames
 
     async def _frames(self, path: str) -> AsyncGenerator[Frame, None]:
         try:
@@ -102,7 +106,7 @@ class Requests:
 async def served(
     requests: Requests,
 ) -> AsyncIterator[tuple[Router, RequestStreams, asyncio.Task[None]]]:
-    router, streams = Router(), RequestStreams()
+    router, streams = Router(), RequestStreams(requests.kv_events)
     stream = streams.open(requests, 1 << 20)
     task = asyncio.create_task(stream({"type": "http"}, router.says.get, router.send))
     try:
@@ -169,6 +173,19 @@ async def test_a_cancelled_request_ends_and_says_nothing_more() -> None:
         assert requests.ended == ["hang", "ok"]
         await asyncio.sleep(0)
         assert streams.running() == 0
+
+
+async def test_a_router_that_follows_and_reads_nothing_keeps_no_node_from_draining(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_stream, "_QUEUED", 2)
+    async with served(requests := Requests()) as (router, streams, _):
+        router.open(1, "events")
+        await router.frames(1, 1)
+        for _ in range(5):
+            requests.kv_events.publish(CacheChanges([bytes(WINDOW_BYTES)], []))
+            await asyncio.sleep(0)
+            assert streams.running() == 0
 
 
 @pytest.mark.parametrize("how", ["disconnect", "close", "end", "too long"])
