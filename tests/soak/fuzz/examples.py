@@ -133,7 +133,7 @@ ROUTER: list[Example] = [
     *_of_fields("admin", "admin"),
     Example("POST", "/admin/reload", "admin", {}),
     *_posts("admin", "/reset_prefix_cache"),
-    *_gets("admin", "/admin/nodes", "/console/state?since=5"),
+    *_gets("admin", "/admin/nodes", "/console/state"),
     *_gets("", "/console", "/console/app.js"),
 ]
 """Every route of the router."""
