@@ -14,7 +14,7 @@ from functools import lru_cache
 from kvrelay.router.nodes.node import Node
 from kvrelay.router.placement import PlacementRequest
 
-__all__ = ["POLICIES", "Policy", "least_queue", "prefix", "round_robin", "session"]
+__all__ = ["POLICIES", "Policy", "prefix", "round_robin", "session"]
 
 # consistent hashing with bounded loads, Mirrokni et al. 2016
 _MOST_OVER_MEAN = 1.25
@@ -26,9 +26,7 @@ Policy = Callable[[PlacementRequest, Sequence[Node], random.Random], Node]
 
 def least_queue(request: PlacementRequest, nodes: Sequence[Node], rng: random.Random) -> Node:
     """Return the node with the shortest queue, ties broken by `rng`."""
-    depths = [node.depth for node in nodes]
-    least = min(depths)
-    return rng.choice([node for node, depth in zip(nodes, depths, strict=True) if depth == least])
+    return min(nodes, key=lambda node: (node.depth, rng.random()))
 
 
 def round_robin(request: PlacementRequest, nodes: Sequence[Node], rng: random.Random) -> Node:
@@ -38,11 +36,8 @@ def round_robin(request: PlacementRequest, nodes: Sequence[Node], rng: random.Ra
 
 def prefix(request: PlacementRequest, nodes: Sequence[Node], rng: random.Random) -> Node:
     """Return a node with the longest cached prefix, of those whose queue is within the bound."""
-    within = _within_bound(nodes)
-    cached = [request.cached.get(node.url, 0) for node in within]
-    longest = max(cached)
-    best = [node for node, has in zip(within, cached, strict=True) if has == longest]
-    return least_queue(request, best, rng)
+    within, cached = _within_bound(nodes), request.cached
+    return min(within, key=lambda node: (-cached.get(node.url, 0), node.depth, rng.random()))
 
 
 def session(request: PlacementRequest, nodes: Sequence[Node], rng: random.Random) -> Node:

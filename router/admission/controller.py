@@ -21,7 +21,7 @@ from kvrelay.router.request.placer import ChosenNodes, PlacementLeases, Placemen
 from kvrelay.wire.errors import DeadlineExceeded, KvrelayError, Overloaded
 from kvrelay.wire.router_config import RouterConfig
 
-__all__ = ["AdmissionController", "AdmissionSlot"]
+__all__ = ["AdmissionController"]
 
 _LOOK_S = 0.01
 """Between two looks at the queue while a request waits and none ends."""

@@ -16,10 +16,9 @@ from starlette.staticfiles import StaticFiles
 
 from kvrelay.router.console.snapshot import Snapshot
 
-__all__ = ["CONSOLE_PATH", "STATE_PATH", "add_console_routes"]
+__all__ = ["add_console_routes"]
 
-CONSOLE_PATH = "/console"
-STATE_PATH = "/console/state"
+_PATH = "/console"
 
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src "
@@ -38,7 +37,7 @@ def add_console_routes(app: FastAPI, snapshot: Callable[[], Snapshot], root_path
     files = StaticFiles(directory=Path(__file__).parent / "static")
 
     async def home(_: Request) -> Response:
-        return RedirectResponse(root_path + CONSOLE_PATH)
+        return RedirectResponse(root_path + _PATH)
 
     async def file(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
@@ -46,11 +45,11 @@ def add_console_routes(app: FastAPI, snapshot: Callable[[], Snapshot], root_path
         response.headers.update(_HEADERS)
         return response
 
-    @app.get(STATE_PATH, response_model=None)
+    @app.get("/console/state", response_model=None)
     async def state() -> Response:
         body = msgspec.json.encode(snapshot())
         return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
 
     app.add_route("/", home)
-    app.add_route(CONSOLE_PATH, file)
-    app.add_route(CONSOLE_PATH + "/{name:path}", file)
+    app.add_route(_PATH, file)
+    app.add_route(_PATH + "/{name:path}", file)

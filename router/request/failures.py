@@ -31,15 +31,11 @@ from kvrelay.wire.errors import NodeFailed, Overloaded, PoisonRequest
 from kvrelay.wire.router_config import RouterConfig
 
 __all__ = [
-    "FLOOR",
     "MAX_LOST",
     "REFUSED_S",
-    "SHARE",
-    "WINDOW_S",
     "Attempts",
     "CrashRecord",
     "Poison",
-    "RetryBudget",
     "RunContext",
     "Suspect",
     "fingerprint_of",

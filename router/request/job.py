@@ -158,10 +158,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.id}.{self.mark}" if self.mark else self.id
 
     @property
-    def prompt_field(self) -> str:
-        return _prompt_field(self.path)
-
-    @property
     def response_id(self) -> str:
         return f"{'chatcmpl' if self.path == CHAT_PATH else 'cmpl'}-{self.node_id}"
 
@@ -350,7 +346,9 @@ def prefix_of(job: Job) -> Prefix:
         (job.path, *[(name, bytes(fields[name])) for name in _CONTEXT_FIELDS if name in fields])
     )
     return Prefix.of(
-        context, bytes(fields.get(job.prompt_field, b"")), job.prompt_tokens if job.counted else 0
+        context,
+        bytes(fields.get(_prompt_field(job.path), b"")),
+        job.prompt_tokens if job.counted else 0,
     )
 
 
@@ -399,7 +397,7 @@ def decode_body(job: Job, params: KvTransferParams) -> bytes:
     # An answer may depend on the prompt's words.
     repeats = known.echo or known.continue_final_message or known.add_generation_prompt is False
     if params.prompt_tokens is not None and not repeats:
-        fields[job.prompt_field] = [] if job.path == CHAT_PATH else ""
+        fields[_prompt_field(job.path)] = [] if job.path == CHAT_PATH else ""
     fields["seed"] = job.seed
     fields["kv_transfer_params"] = params
     return msgspec.json.encode(fields)

@@ -55,10 +55,10 @@ class PlacementQuery:
 
 @dataclass(frozen=True, slots=True)
 class ChosenNodes:
+    """A placement of which nothing is taken yet."""
+
     wanted: PlacementQuery
     placement: Placement
-    prefill: Node
-    decode: Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class Placer:
                 raise _incompatible((peer,), decode)
             targets = [node.state for node in self._by_policy(Role.DECODE, wanted, takers)]
             placed = place_decode(request, targets, peer.url, link)
-            return placed if isinstance(placed, Wait) else self._found(wanted, placed)
+            return placed if isinstance(placed, Wait) else ChosenNodes(wanted, placed)
         prefill: Sequence[Node] = ()
         if not wanted.alone:
             try:
@@ -219,17 +219,22 @@ class Placer:
             up = pool.up(Role.DECODE, model=model, kind=kind)
             if not _takers(prefill, up):
                 raise _incompatible(prefill, up)
-        return self._found(wanted, found) if isinstance(found, Placement) else found
+        return ChosenNodes(wanted, found) if isinstance(found, Placement) else found
 
     def take(self, found: ChosenNodes) -> PlacementLeases:
-        wanted, source, target = found.wanted, found.prefill, found.decode
-        share, row = shares_of(wanted.request, found.placement, source.state, target.state)
+        wanted, placement = found.wanted, found.placement
+        # A node that nobody names may still have its KV.
+        source, target = (
+            wanted.peer or self._named(placement.prefill),
+            self._named(placement.decode),
+        )
+        share, row = shares_of(wanted.request, placement, source.state, target.state)
         hold, known = self._pool.hold, (wanted.prefix, wanted.request.cached)
         prefill = None
         if share is not None and wanted.peer is None:
             prefill = hold(source, share, *known)
         decode = hold(target, row, *known)
-        return PlacementLeases(wanted, found.placement, prefill, decode)
+        return PlacementLeases(wanted, placement, prefill, decode)
 
     def give_back(self, placed: PlacementLeases) -> None:
         for lease in (placed.prefill, placed.decode):
@@ -240,12 +245,6 @@ class Placer:
         node = self._pool.find(name)
         assert node is not None
         return node
-
-    def _found(self, wanted: PlacementQuery, placed: Placement) -> ChosenNodes:
-        # A node that nobody names may still have its KV.
-        return ChosenNodes(
-            wanted, placed, wanted.peer or self._named(placed.prefill), self._named(placed.decode)
-        )
 
     def _by_policy(
         self, role: Role, wanted: PlacementQuery, nodes: Sequence[Node]

@@ -6,6 +6,7 @@ send the same token, the first counts.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import msgspec
@@ -44,7 +45,7 @@ class AnswerProgress:
         """A decode leg needs the prefill node's KV no more."""
         self.ended = False
         self.output_tokens = 0
-        self._choices: dict[int, ChoiceSoFar] = {0: ChoiceSoFar()}
+        self._choices = defaultdict(ChoiceSoFar, {0: ChoiceSoFar()})
         self._diverged = False
 
     def take(self, frame: Frame, place: FramePosition) -> bool:
@@ -67,9 +68,7 @@ class AnswerProgress:
             return False
         if place.decoding and (over or ids):
             self.settled = True
-        choice = self._choices.get(frame.choice)
-        if choice is None:
-            choice = self._choices[frame.choice] = ChoiceSoFar()
+        choice = self._choices[frame.choice]
         says = bool(ids) or frame.finish is not None
         if begin < len(choice.generated) or (says and choice.finish is not None):
             # In 16 bits a prompt computed twice may have two first tokens. The client's counts.

@@ -107,12 +107,7 @@ class RequestRun:
                 f"raise request_deadline_s"
             ) from why
         finally:
-            tasks = list(filter(None, (self._prefilling, self._early_decode)))
-            for task in tasks:
-                task.cancel()
-            for error in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(error, BaseException):
-                    without_frames(error)
+            await cancel_and_wait(list(filter(None, (self._prefilling, self._early_decode))))
             self._prefilling = self._early_decode = None  # a failed one would keep this run
             if self.placed is not None:
                 self.context.placer.give_back(self.placed)

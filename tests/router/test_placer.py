@@ -138,7 +138,7 @@ def test_a_policy_chooses_the_node_of_its_role() -> None:
     ways = []
     for _ in range(4):
         found = rig.chosen(job())
-        ways.append((found.prefill.url[7:], found.decode.url[7:]))
+        ways.append((found.placement.prefill[7:], found.placement.decode[7:]))
         rig.placer.give_back(rig.placer.take(found))
     assert ways == [("p0", "d0"), ("p1", "d1")] * 2
 
@@ -220,7 +220,8 @@ def test_kv_that_lies_on_a_prefill_node_wants_a_decode_node_alone() -> None:
     wanted = rig.placer.wanted(job(), None, 1_000, peer)
     found = rig.placer.find(wanted)
     assert isinstance(found, ChosenNodes)
-    assert (found.prefill, found.decode.url, found.placement.spills) == (peer, "http://d1", False)
+    way = found.placement
+    assert (way.prefill, way.decode, way.spills) == (peer.url, "http://d1", False)
     placed = rig.placer.take(found)
     assert (placed.prefill, placed.decode.share.prompt_ms, peer.state.is_idle) == (None, 0, True)
     for name in ("d0", "d1"):
@@ -239,7 +240,7 @@ def test_kv_on_a_prefill_node_that_was_removed_is_fetched_all_the_same() -> None
     rig.pool.set_members(Source.STATIC, [NodeSpec("http://d0", D)], 2.0)
     found = rig.placer.find(rig.placer.wanted(job(), None, 1_000, peer))
     assert isinstance(found, ChosenNodes)
-    assert (found.prefill, found.decode.url) == (peer, "http://d0")
+    assert (found.placement.prefill, found.placement.decode) == (peer.url, "http://d0")
 
 
 def test_among_many_hosts_each_prefill_node_is_paired_with_those_that_can_take_its_kv() -> None:
