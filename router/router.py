@@ -26,7 +26,7 @@ from kvrelay.router.membership.health_checks import check_nodes
 from kvrelay.router.membership.heartbeats import hear_heartbeats
 from kvrelay.router.membership.kubernetes_pods import follow_pods
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.nodes.node import Source, static_nodes
+from kvrelay.router.nodes.node import NEW, Source, static_nodes
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.request.failures import MAX_LOST, RunContext
 from kvrelay.router.request.placer import Placer
@@ -109,6 +109,9 @@ class Router:
                 ),
                 running_task(roles.look_for_ever()) if self.shared.leads else nullcontext(),
             ):
+                until = time.monotonic() + self.shared.first_checks_s
+                while time.monotonic() < until and any(node.reason == NEW for node in pool.nodes):
+                    await asyncio.sleep(0.01)
                 yield
         finally:
             await self.admission.close()

@@ -209,6 +209,8 @@ class Shared:
     """True if this process changes the roles of nodes."""
     serves = True
     """True if this process answers requests and follows nodes' caches."""
+    first_checks_s = 0.0
+    """For so long it takes no connections while it has not checked all nodes."""
     forward: Callable[[Request], Awaitable[Response]] | None = None
     """Asks the leading process for operators and scrapers."""
     responses: ResponseStore

@@ -282,8 +282,6 @@ class Node:
     blamed_at: float = -inf
     reported_at: float = -inf
     """When the newest answered health check began."""
-    came_up: tuple[float, HealthReport] | None = None
-    """When the health check began that took it up, and the answer."""
     load: Load = field(default_factory=Load)
     leases: set[Lease] = field(default_factory=set)
     kv: KvFacts | None = None

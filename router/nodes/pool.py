@@ -345,7 +345,6 @@ class Pool:
             node.adapters = frozenset(report.adapters)
         if not node.up:
             node.up, node.since, node.reason = True, now, ""
-            node.came_up = started, report
             _log.info("%s node %s is up", node.role, node.url)
 
     def _follow_role(self, node: Node, report: HealthReport) -> None:

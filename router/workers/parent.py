@@ -25,7 +25,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
 
-from kvrelay.router.nodes.node import NEW, HealthReport, NodeSpec, Source
+from kvrelay.router.nodes.node import NodeSpec, Source
 from kvrelay.router.request.failures import Suspect
 from kvrelay.router.router import Reread, Router
 from kvrelay.router.server import make_server
@@ -51,8 +51,6 @@ POLL_S = 0.1
 HANGS_S = 15.0
 """A worker without a report for so long is replaced."""
 _SETTLED_S = 1.0
-_FIRST_CHECKS_S = 5.0
-"""For so long workers wait until all nodes have been checked."""
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -65,8 +63,8 @@ class ClusterState(msgspec.Struct, frozen=True, array_like=True):
     config: RouterConfig
     """The configuration of one worker, with the port of all."""
     members: dict[Source, list[NodeSpec]]
-    nodes: dict[str, tuple[bool, list[str], tuple[float, HealthReport] | None]]
-    """By address: whether only routers drain it, adapters, and when and how it said that it is up."""
+    nodes: dict[str, tuple[bool, list[str]]]
+    """By address: whether only routers drain it, and adapters."""
     poison: dict[bytes, Suspect]
 
 
@@ -125,6 +123,7 @@ def worker_metrics(
 
 class Parent(Shared):
     serves = False
+    first_checks_s = 5.0
 
     def __init__(
         self, config: RouterConfig, port: int, folder: Path, reread: Reread | None = None
@@ -147,12 +146,8 @@ class Parent(Shared):
         """Answer workers and operators for the length of the block. Raises ConfigError."""
         serving = asyncio.create_task(self._server.serve())
         looking = asyncio.create_task(self._look_for_ever())
-        patient_until = time.monotonic() + _FIRST_CHECKS_S
         try:
-            while not self._server.started or (
-                time.monotonic() < patient_until
-                and any(node.reason == NEW for node in self.router.pool.nodes)
-            ):
+            while not self._server.started:
                 await asyncio.sleep(0.01)
                 if serving.done():
                     raise ConfigError("the router's parent process cannot start; its log says why")
@@ -200,14 +195,7 @@ class Parent(Shared):
             listening=self.listening(),
             config=config_of_worker(self.router.config, self._port),
             members={source: list(specs.values()) for source, specs in pool.members.items()},
-            nodes={
-                node.url: (
-                    node.drain_asked,
-                    sorted(node.adapters),
-                    node.came_up if node.up else None,
-                )
-                for node in pool.nodes
-            },
+            nodes={node.url: (node.drain_asked, sorted(node.adapters)) for node in pool.nodes},
             poison=dict(self.poison.suspects(time.monotonic())),
         )
 

@@ -26,7 +26,7 @@ from kvrelay.router.guard import PEER_HEADER, peer_of
 from kvrelay.router.router import Router
 from kvrelay.router.server import make_server, stop_on_signals
 from kvrelay.router.state import Shared
-from kvrelay.router.workers.parent import POLL_S, SOCKET, ClusterState, WorkerReport
+from kvrelay.router.workers.parent import POLL_S, SOCKET, ClusterState, Parent, WorkerReport
 from kvrelay.wire.errors import ConfigError, Unavailable
 from kvrelay.wire.router_config import RouterConfig
 
@@ -68,6 +68,7 @@ def shared_port(host: str, port: int) -> socket.socket:
 
 class Worker(Shared):
     leads = False
+    first_checks_s = Parent.first_checks_s
     router: Router
 
     def __init__(self, index: int, folder: Path) -> None:
@@ -136,12 +137,9 @@ class Worker(Shared):
             if before.members.get(source) != specs:
                 pool.set_members(source, specs, now)
         for node in pool.nodes:
-            told = drained, adapters, came_up = state.nodes[node.url]
+            told = drained, adapters = state.nodes[node.url]
             if told == before.nodes.get(node.url):
                 continue
-            if came_up is not None and node.reported_at < 0:  # else it has asked the node itself
-                started, report = came_up
-                pool.note_report(node, report, started, now)
             pool.note_adapters(node, adapters, now)
             if drained != node.drain_asked:
                 (pool.drain if drained else pool.undrain)(node, now)

@@ -279,6 +279,24 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
         assert not [pid for pid in left if Path(f"/proc/{pid}").exists()]
 
 
+async def test_a_new_worker_takes_requests_when_it_has_checked_the_nodes(tmp_path: Path) -> None:
+    p, d = prefill(), decode()
+
+    async def slowly(answer: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
+        await asyncio.sleep(0.3)
+        return await answer(request)
+
+    for node in (p, d):
+        node.health = partial(slowly, node.health)  # type: ignore[method-assign]
+    async with nodes(p, d), router(tmp_path, p, d) as r:
+        await r.hang_up()
+        first = r.pids()[0]
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: first not in r.pids())
+        await r.dial()
+        assert [await r.ask(worker) for worker in (0, 1)] == [200, 200]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent's death is told by Linux")
 async def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     p, d = prefill(), decode()

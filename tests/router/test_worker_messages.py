@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from router_doubles import until
 
-from kvrelay.router.nodes.node import HealthReport, Lease, Node, NodeSpec, Source
+from kvrelay.router.nodes.node import Lease, Node, NodeSpec, Source
 from kvrelay.router.nodes.pool import DRAINS, Pool
 from kvrelay.router.router import Router
 from kvrelay.router.state import joined_nodes
@@ -146,21 +146,6 @@ async def test_what_is_said_of_nodes_reaches_all_workers_and_those_that_begin_la
         await c.parent.settled()
         assert not any(node.drain_asked for node in c.nodes(D))
         assert not any(pool.find("http://h:1") for pool in c.pools())
-
-
-async def test_a_new_worker_knows_from_the_start_which_nodes_are_up(tmp_path: Path) -> None:
-    async with cluster(tmp_path, 0) as c:
-        c.pool.joined = lambda _node: None  # nobody asks it
-        c.pool.set_members(Source.KUBERNETES, [NodeSpec("http://h:1", Role.DECODE)], 0.0)
-        node = c.pool.find("http://h:1")
-        assert node is not None
-        c.pool.note_report(node, HealthReport(Role.DECODE, "m", generation="g"), 5.0, 5.0)
-        await c.parent.settled()
-        await c.worker()
-        c.pool.blame(node, "gone", 6.0)
-        await c.parent.settled()
-        await c.worker()
-        assert [each.up for each in c.nodes(node.url)] == [True, False]
 
 
 async def test_adapters_reach_all_workers_at_once(tmp_path: Path) -> None:
