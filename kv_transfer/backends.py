@@ -98,7 +98,6 @@ class Backends:
         self.missing: dict[str, str] = {}
         """Backends that are left out, and why."""
         self.wanted = tuple(backends)
-        """Backends that were named."""
         self._link = link
         self._pools = [(heads, region)]  # of each rank
         self._cards: dict[str, list[bytes]] = {}  # of open backends, by rank

@@ -67,7 +67,6 @@ class Asks:
         return not refused
 
     def to_send(self, peer: PeerKey) -> list[LeaseCached]:
-        """Return the messages of asks that were not sent yet."""
         unsent = [ask for ask in self._asks.values() if ask.peer == peer and not ask.sent]
         for ask in unsent:
             ask.sent = True

@@ -1,4 +1,4 @@
-"""Values of a KV connector: the events and statistics that the step loop sees, and their ids."""
+"""Values of a KV connector: its events, their ids and its statistics."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The control channel: one thread with a ROUTER that peers dial, and a DEALER per peer we dial.
 
-Sends never wait, and `TransferEngine.tick` keeps every deadline. With a cluster secret connections
-are authenticated and encrypted (ZMQ CURVE); without one the configuration allows loopback addresses
-only.
+Sends never wait. With a cluster secret connections are authenticated and encrypted (ZMQ CURVE);
+without one the configuration allows loopback addresses only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The direct backend: nodes of one host map each other's KV pool, and the reader copies blocks.
 
-Here are the proof that a mapped pool is the peer's, and copying on a CPU; kv_transfer/mapped_gpu.py
-has the GPU. The source takes no part in a read, so it always ends. Fences of fetches tell whether
-the bytes were still the right ones.
+The source takes no part in a read, so it always ends. Fences of fetches tell whether the bytes were
+still the right ones. The GPU's part is in kv_transfer/mapped_gpu.py.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ class Metadata(msgspec.Struct, frozen=True):
 
 
 class DirectBackend:
-    """A `TransferBackend` over mapped memory."""
-
     helps_readers = False
 
     def __init__(self, region: PoolRegion) -> None:

@@ -17,8 +17,6 @@ NEVER = float("inf")
 
 
 class State(enum.Enum):
-    """A fetch's state."""
-
     WATCHED = enum.auto()  # not asked for yet
     WAITING = enum.auto()  # asked for; the peer, its renewal or more of the KV is missing
     READING = enum.auto()  # a READ is in flight

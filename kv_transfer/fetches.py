@@ -6,9 +6,8 @@ byte, that it held the lease until then. Blocks are *verified*, and kept if the 
 acknowledged renewal that was sent after their READ. While a ticket grows, each READ takes what was
 announced since the last.
 
-A share of the blocks is compared with the source's checksums. The source is asked as each READ
-begins, and let go when it has answered. Only a difference under a held lease is KvCorrupted, and
-then nothing is kept.
+A share of the blocks is compared with the source's checksums. Only a difference under a held lease
+is KvCorrupted, and then nothing is kept.
 
 A failed or cancelled fetch is Settled only when nothing of its READ can land any more: NIXL hands
 back a cancelled handle and goes on writing (seen: 969 of 1024 MiB).
@@ -270,7 +269,6 @@ class FetchTable:
             self._fail(fetch, error)
 
     def next_deadline(self) -> float:
-        """Return when `tick` has something to do."""
         return min((fetch.due for fetch in self._fetches.values()), default=NEVER)
 
     def growing(self, peer: PeerKey) -> list[LeaseId]:

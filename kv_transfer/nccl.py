@@ -1,8 +1,7 @@
 """The NCCL backend: two-rank communicators between pairs of nodes with GPUs.
 
-The control socket has a thread, and each pair (kv_transfer/nccl_pairs.py). NCCL's bytes are not
-encrypted and go between addresses of its choice (NCCL_SOCKET_IFNAME). The control socket is
-encrypted; its key is in the metadata.
+NCCL's bytes are not encrypted and go between addresses of its choice (NCCL_SOCKET_IFNAME). The
+control socket is encrypted; its key is in the metadata.
 """
 
 from __future__ import annotations
@@ -51,8 +50,6 @@ JOIN_S = 0.1
 
 
 class NcclBackend:
-    """A `TransferBackend` over NCCL."""
-
     helps_readers = False  # its threads do
 
     def __init__(

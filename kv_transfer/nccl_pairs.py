@@ -1,11 +1,11 @@
 """Pairs: a reader and a source that move slices of blocks through staging memory.
 
-As soon as a stage is free the next slice begins: its time on the wire hides the host's work. Each
+The next slice begins as soon as a stage is free: its time on the wire hides the host's work. Each
 pair has a thread, because meeting the other rank blocks.
 
 Nothing lands after an abort, even if a stopped peer wakes up: bytes from outside go to the pair's
-staging, given back when its communicator is closed, and the copy into the pool holds a lock that
-`abort` takes. No transfer needs a quarantine.
+staging, and the copy into the pool holds a lock that `abort` takes. No transfer needs a
+quarantine.
 """
 
 from __future__ import annotations

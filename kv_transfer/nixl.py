@@ -124,8 +124,6 @@ class _Handle:
 
 
 class NixlBackend:
-    """A `TransferBackend` over NIXL."""
-
     helps_readers = True
 
     def __init__(self, name: str, region: PoolRegion, host: str) -> None:

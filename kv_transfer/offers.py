@@ -189,7 +189,6 @@ class Offers:
             self._close(first.lease.request_id, expired=True)
 
     def next_expiry(self) -> float:
-        """Return when `expire` has something to do."""
         first = self._first()
         return NEVER if first is None else first.expires_at
 

@@ -175,7 +175,6 @@ def terms_of(config: TransferConfig, rank_heads: int = 0) -> BackendTerms:
 
 
 def make_backends(name: str, region: PoolRegion, terms: BackendTerms) -> dict[str, TransferBackend]:
-    """Return the unopened backends of these terms, by kind."""
     return {kind: _backend(kind, name, region, terms) for kind in terms.kinds}
 
 

@@ -76,8 +76,6 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
 
 
 class Do(msgspec.Struct, tag="do", frozen=True):
-    """A job for a backend."""
-
     kind: str
     job: BackendJob
 
@@ -102,8 +100,6 @@ class Prepared(msgspec.Struct, tag="prepared", frozen=True):
 
 
 class News(msgspec.Struct, tag="news", frozen=True):
-    """An event of a backend."""
-
     kind: str
     event: BackendEvent
 

@@ -44,7 +44,6 @@ class Budget:
         self.peak_bytes = 0
         self.waiting = 0
         self.wanted: Callable[[], None] = lambda: None
-        """Called when somebody begins to wait."""
         self._changed = threading.Condition()
 
     @contextlib.contextmanager

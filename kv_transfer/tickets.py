@@ -1,8 +1,7 @@
 """Signed tickets: a reader follows the ticket of a node that has the cluster's secret.
 
-Asks for leases on cached blocks are signed alike. Pure: `now` is a Unix second. The signature is
-HMAC-SHA256 under a key made of the secret, so its audience is the cluster. Without a secret nothing
-is signed, and nothing leads to another machine.
+Pure: `now` is a Unix second. The signature is HMAC-SHA256 under a key made of the secret. Without a
+secret nothing is signed, and nothing leads to another machine.
 """
 
 from __future__ import annotations

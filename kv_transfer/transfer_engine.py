@@ -65,9 +65,8 @@ STALL_S = 60.0
 class TransferEngine:
     """A node's KV connector, both as source and as reader.
 
-    The source leases offered blocks until the reader or router releases them, or the lease runs
-    out. The reader renews the lease from `watch` on, and fetches. All methods but `close` return at
-    once.
+    The source leases offered blocks until somebody releases them, or the lease runs out. The reader
+    renews it from `watch` on, and fetches. All methods but `close` return at once.
     """
 
     def __init__(
