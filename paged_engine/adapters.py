@@ -273,7 +273,6 @@ class Adapters:
 
 
 def answer_load(adapters: Adapters | None, asked: LoadAdapter) -> AdapterAnswer:
-    """Load an adapter, between two steps."""
     if adapters is None:
         reason = "this node has no slots for adapters; start it with --max-loras"
     else:

@@ -1,7 +1,7 @@
 """CUDA graphs: decode steps by batch size, steps with short prompts by shape, and the sampler.
 
-Without them launching a step's kernels takes several times the GPU's own time. All are captured
-before the first request, over buffers at fixed addresses, in one memory.
+Launching a step's kernels one by one takes several times the GPU's own time. All graphs are
+captured before the first request and share one memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The decoder's operations on an NVIDIA GPU: Triton kernels and cuBLAS, fit for CUDA graphs.
-
-A step without adapters runs only plain kernels.
-"""
+"""The decoder's operations on an NVIDIA GPU: Triton kernels and cuBLAS, fit for CUDA graphs."""
 
 from __future__ import annotations
 

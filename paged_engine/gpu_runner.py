@@ -1,7 +1,6 @@
 """The GPU's runner: steps are launched ahead of the host, all but long prompts as CUDA graphs.
 
-A step is one upload, the forward pass and the sampler, in one stream, and one synchronization: for
-the previous step's tokens.
+A step synchronizes once: for the previous step's tokens.
 """
 
 from __future__ import annotations

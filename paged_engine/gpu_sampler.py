@@ -1,8 +1,7 @@
 """Choose the next tokens on the GPU; a launch reads nothing of the host.
 
-A request's options lie in its *slot*. Token indices, output counts and min_tokens move on there, so
-the next step can be launched before this one's tokens are known. Twin on the CPU:
-paged_engine/sampler.py.
+A request's *slot* has its options, token index, output counts and min_tokens, so the next step can
+be launched before this one's tokens are known. Twin on the CPU: paged_engine/sampler.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Constraints on an answer's text as token masks, by llguidance.
 
-A matcher forces no tokens, so masks need no tokenizer. The step loop waits for masks, so a token's
-time is limited: by the library, which counts; by `try_out`; and by TimedMatcher, in the loop.
+The step loop waits for masks, so a token's time is limited: by the library, which counts; by
+`try_out`; and by TimedMatcher, in the loop.
 """
 
 from __future__ import annotations

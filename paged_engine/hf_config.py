@@ -1,7 +1,6 @@
 """Turn Hugging Face's config.json into a ModelConfig. Opens no file.
 
-Gemma's files leave out the defaults of transformers, others are complete. AutoConfig would add 1.3
-s of CPU time to a node's start.
+AutoConfig would add 1.3 s of CPU time to a node's start.
 """
 
 from __future__ import annotations

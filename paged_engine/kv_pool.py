@@ -1,8 +1,8 @@
 """The KV pool of one rank: a typed view for kernels and an address for connectors.
 
-Layout: [num_blocks, kv_heads, layers, 2, block_size, head_dim]. A block is contiguous, and so is
-any slice of its heads. Block 0 is the null block: padding is written there and nobody reads it. In
-fp8 each head's slice ends with its scales, fp32 [layers, 2, block_size].
+Layout: [num_blocks, kv_heads, layers, 2, block_size, head_dim]. A block and any slice of its heads
+are contiguous. Block 0 is the null block: padding is written there and nobody reads it. In fp8 each
+head's slice ends with its scales, fp32 [layers, 2, block_size].
 """
 
 from __future__ import annotations

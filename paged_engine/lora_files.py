@@ -1,8 +1,7 @@
 """LoRA adapters on disk, in PEFT's layout: matrices and a digest.
 
-A and B of attention's and the MLP's projections are served, with alpha, rank-stabilized scaling and
-ranks by pattern. What else would change answers is refused. Never unpickles. Source: Hu et al.,
-"LoRA: Low-rank adaptation of large language models", 2021.
+What is not served and would change answers is refused. Never unpickles. Source: Hu et al., "LoRA:
+Low-rank adaptation of large language models", 2021.
 """
 
 from __future__ import annotations
@@ -200,7 +199,6 @@ def _placed(
 
 
 def _our_names(module: str, model: ModelConfig, folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return our projections of a module, and their shapes."""
     before, layers, rest = module.partition("layers.")
     if ".experts." in module:
         raise ConfigError(

@@ -165,7 +165,6 @@ def _files_in(listed: dict[str, str] | None) -> list[str]:
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
-    """Return which file has which tensor; None without an index."""
     index = folder / INDEX
     if not index.exists():
         return None

@@ -1,7 +1,7 @@
 """Frequencies of the rotary embedding, under every context extension that checkpoints name.
 
-Computed once, for the node's own limit. transformers changes longrope while a context grows, which
-would mix frequencies in one KV cache; vLLM does as we do.
+Computed once, for the node's own limit, as in vLLM. transformers changes longrope while a context
+grows, which would mix frequencies in one KV cache.
 """
 
 from __future__ import annotations

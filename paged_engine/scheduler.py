@@ -389,7 +389,6 @@ class Scheduler:
         )
 
     def _waits_for_tokens(self, request: Request) -> bool:
-        """Return whether nothing can be computed before pending tokens are known."""
         pending = request.num_pending
         return bool(request.proposals) or (pending > 0 and self._is_last(request, pending))
 

@@ -1,8 +1,8 @@
 """Requests that wait for a seat, blocks or another request, in order. Pure.
 
-Among equal priorities the shortest prompt goes first, with ageing: later requests that overtake one
-have together less than OVERTAKEN times its tokens. Fetches keep the order of arrival. A *fork*
-waits until its parent's prompt is in the prefix cache, or its parent is gone.
+Among equal priorities the shortest prompt goes first, until later requests that overtake one have
+together OVERTAKEN times its tokens. Fetches keep the order of arrival. A *fork* waits until its
+parent's prompt is in the prefix cache, or its parent is gone.
 """
 
 from __future__ import annotations
