@@ -99,7 +99,6 @@ class ClusterConfig:
         return [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode
 
     def node_of(self, role: Role) -> NodeConfig:
-        """Return the config of the nodes of a role."""
         own = (
             self.prefill_tensor_parallel_size
             if role is Role.PREFILL

@@ -55,16 +55,15 @@ NOT_FOR_COMPOSE = (
 )
 _PORT = 8000  # inside: each container has an address of its own
 _OUR_IMAGE = re.compile(r"kvrelay/(node-cpu|node-cuda|router):\d+\.\d+\.\d+")
-# The network of the nodes alone: the control channel and UCX listen on its interface. UCX asks
-# nobody who he is.
+# The network of the nodes alone: the control channel and UCX, which has no authentication, listen
+# on its interface.
 _KV = "kv"
 _NAME = r"[a-z0-9][a-z0-9_-]*"
 _CACHE = (
     "/var/cache/kvrelay"  # the images' folder for what may be written (deploy/docker/Dockerfile)
 )
 _TRACES = {"OTEL_EXPORTER_OTLP_ENDPOINT": "${OTEL_EXPORTER_OTLP_ENDPOINT:-}"}
-# At most: NCCL and UCX share memory of ranks and nodes there, and a container's own 64 MiB would
-# not do.
+# At most: NCCL and UCX share memory there, and a container's own 64 MiB would not do.
 _SHM_SIZE = "8gb"
 
 
@@ -251,8 +250,7 @@ def _node(
         "environment": environment,
         **shared,
         "depends_on": {before: {"condition": condition} for before, condition in after.items()},
-        # One name for all nodes of a role, too, for Prometheus. The other network's name is of that
-        # alone.
+        # Also one name for all nodes of a role, for Prometheus.
         "networks": {"default": {"aliases": [role.value]}, _KV: {"aliases": [f"{_KV}-{name}"]}},
         "volumes": [
             f"cache:{_CACHE}",

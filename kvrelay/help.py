@@ -15,7 +15,6 @@ GROUPS = {
     "Watch and steer": ("chat", "drain", "role"),
     "Measure and plan": ("bench", "profile", "plan", "replay"),
 }
-"""Every command, as `kvrelay --help` lists them."""
 COMMON = frozenset(
     """
     model device dtype quantization max_model_len max_num_seqs kv_cache_memory_bytes
@@ -26,7 +25,6 @@ COMMON = frozenset(
     url endpoint lengths rate concurrency requests duration_s find_rate ttft_ms tpot_ms output
     """.split()  # noqa: SIM905 - the rule would have one line of 600 characters
 )
-"""Settings that most people look for."""
 
 
 class _HelpInOrder:

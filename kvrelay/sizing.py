@@ -87,7 +87,6 @@ class Sized:
     bound: float
     """Requests a second at which its nodes have no time left."""
     short: str
-    """The role that is short first."""
     served: Served | None = None
 
     @property

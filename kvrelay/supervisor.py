@@ -51,7 +51,6 @@ class Backoff:
     _next_s: float = 0.0
 
     def delay_s(self, lived_s: float) -> float:
-        """Return the wait after a life of `lived_s`."""
         if lived_s >= self.reset_after_s or self._next_s == 0:
             self._next_s = self.first_s
         delay = self._next_s

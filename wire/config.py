@@ -240,11 +240,9 @@ class EngineConfig:
 
     @property
     def adapter_slots(self) -> int:
-        """Return how many adapters can be loaded at once."""
         return (self.max_loras or max(len(self.lora_modules), 1)) if self.enable_lora else 0
 
     def threads_on(self, cores: int) -> int:
-        """Return the CPU threads of each rank on a machine with so many cores."""
         return self.threads or max(
             1, cores // (self.tensor_parallel_size_local or self.tensor_parallel_size)
         )
@@ -444,7 +442,6 @@ class NodeConfig(ServerConfig):
 
     @property
     def tells_kv_events(self) -> bool:
-        """Return whether routers hear what its prefix cache holds."""
         return self.engine.enable_prefix_caching and self.role is not Role.AGGREGATED
 
     @property
