@@ -182,7 +182,6 @@ def _launch_shape(query: torch.Tensor, key_cache: torch.Tensor) -> tuple[int, in
 
 
 def hopper_serves(query: torch.Tensor, key_cache: torch.Tensor, out: torch.Tensor) -> bool:
-    """Return whether Hopper's kernel takes a call; else the portable one does."""
     head_dim = query.shape[2]
     return (
         capability(query.device) == (9, 0)

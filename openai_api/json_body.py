@@ -234,7 +234,7 @@ def wrong_value(message: str, value: Any, root: str = "") -> RequestError:
 
 
 def _got(value: Any, place: str) -> str:
-    """Return the value at msgspec's place in words; nothing if it cannot be told which one it is.
+    """Return the value at msgspec's place in words, if it is certain.
 
     `[...]` is any value of an object, and what comes later under the same key hides the wrong one.
     """

@@ -57,7 +57,6 @@ def completion_logprobs(
 def joined(
     first: CompletionLogprobs | None, then: CompletionLogprobs | None
 ) -> CompletionLogprobs | None:
-    """Return the lists of two consecutive texts as one."""
     if first is None or then is None:
         return first or then
     return CompletionLogprobs(

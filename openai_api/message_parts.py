@@ -25,7 +25,6 @@ class Part(NamedTuple):
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
-    """Return the parts with equal neighbours merged."""
     runs = [list(run) for _, run in groupby(parts, attrgetter("kind", "at"))]
     return [
         run[0] if len(run) == 1 else run[0]._replace(text="".join([part.text for part in run]))

@@ -63,8 +63,6 @@ def with_stages(end: bytes, stages: Mapping[str, float]) -> bytes:
 
 
 class StageTime(NamedTuple):
-    """A stage of a request."""
-
     name: str
     start: float
     end: float

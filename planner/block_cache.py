@@ -43,7 +43,6 @@ class BlockCache:
         return count
 
     def room_for(self, blocks: Sequence[int], private: int) -> bool:
-        """Return whether these blocks and so many other tokens would fit now."""
         shared = sum(block in self._used for block in blocks[: self._found(blocks)])
         return (len(blocks) - shared) * self.block_size + private <= self.free
 

@@ -86,9 +86,6 @@ class Cluster:
         for event in setting.events:
             clock.later(event.at, self._happening(event))
 
-    # --- what routers are told
-    # -----------------------------------------------------------------------------------
-
     def tell_news(self, now: float) -> None:
         for news in (self._news, self._kv_news):
             while news and news[0][0] <= now:
@@ -136,9 +133,6 @@ class Cluster:
                 router.polled(at, self.roles[at], load, f"{generation}", then)
 
         return tells
-
-    # --- what happens to nodes
-    # -----------------------------------------------------------------------------------
 
     def _happening(self, event: NodeEvent) -> Call:
         def happens(now: float) -> None:

@@ -80,9 +80,6 @@ class Engine:
         """When the running step's launch had ended; and when the next one's began."""
         self._changing = self._again = False
 
-    # --- what others see
-    # -----------------------------------------------------------------------------------------
-
     @property
     def _costs(self) -> StepCosts:
         assert self._budget.costs is not None
@@ -139,9 +136,6 @@ class Engine:
             promised_tokens=promised,
             max_num_seqs=self.speeds.max_num_seqs,
         )
-
-    # --- what comes
-    # ----------------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -266,9 +260,6 @@ class Engine:
         else:
             self._cut_short(self._planned.done_by(now) + 1 + self._ahead)
 
-    # --- who begins
-    # ----------------------------------------------------------------------------------------------
-
     def _begin(self, seat: Seat, now: float, taken: int) -> bool:
         stream, cache = seat.stream, self.cache
         holds = stream.prompt + seat.generated + (seat.leg is Leg.WHOLE)
@@ -320,9 +311,6 @@ class Engine:
         self._hears.fetched(seat.stream, now)
         self._ready.append(seat)
         self._wake(now)
-
-    # --- steps
-    # ---------------------------------------------------------------------------------------------------
 
     def _cut_short(self, steps: int) -> None:
         if steps < self._planned.count:

@@ -27,7 +27,6 @@ _MOST_TRIES = 9
 
 
 def is_good(stream: Stream, targets: Targets) -> bool:
-    """Return whether a request has kept both targets, as its client sees them."""
     in_time = stream.ttft + NETWORK_MS <= targets.ttft_ms and stream.tpot <= targets.tpot_ms
     return stream.answered and in_time
 

@@ -1,7 +1,4 @@
-"""Steps to measure for a rate card, coarse ones first, so that one may stop anywhere.
-
-Pure.
-"""
+"""Steps to measure for a rate card, coarse ones first, so that one may stop anywhere."""
 
 from __future__ import annotations
 

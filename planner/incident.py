@@ -43,7 +43,6 @@ class Incident:
     nodes: dict[str, Role] = field(default_factory=dict)
     """The role of each node as it began, prefill nodes first."""
     models: dict[str, set[str]] = field(default_factory=dict)
-    """Models that each node has served."""
     requests: list[Requested] = field(default_factory=list)
     happened: list[tuple[float, str, What, Role | None]] = field(default_factory=list)
     """Time, node, what, and its new role."""

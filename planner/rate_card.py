@@ -1,4 +1,4 @@
-"""A rate card: how fast a node of one kind is, by `kvrelay profile`. Pure.
+"""A rate card: how fast a node of one kind is, by `kvrelay profile`.
 
 Times are linear between two measured points, and beyond the last two.
 """

@@ -72,9 +72,6 @@ class Router:
         for at, role in enumerate(roles):
             self.polled(at, role, nodes[at].load(0.0), "1", 0.0)
 
-    # --- where to
-    # ------------------------------------------------------------------------------------------------
-
     def targets(self, stream: Stream) -> Slo:
         told = stream.targets or self._told
         return Slo() if told is None else Slo(told.ttft_ms / 1e3, told.tpot_ms / 1e3)
@@ -126,9 +123,6 @@ class Router:
         self._prefixes.pop(stream, None)
         if stream.answered:
             self.placer.answered(_MODEL, stream.output)
-
-    # --- what nodes tell
-    # -----------------------------------------------------------------------------------------
 
     def polled(self, at: int, role: Role, load: Load, generation: str, now: float) -> None:
         node, card = self.node(at), self._engines[at].speeds.card

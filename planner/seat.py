@@ -59,7 +59,6 @@ class Seat:
     last_chunk: int = 0
     ends_at: int = 0
     due: int = 0
-    """The number of the step with the last expected token."""
     stopped: float = -1.0
     running: bool = False
 

@@ -1,7 +1,4 @@
-"""Splits of GPUs into prefill and decode nodes, and the most requests that each has time for.
-
-Pure.
-"""
+"""Splits of GPUs into prefill and decode nodes, and the most requests that each has time for."""
 
 from __future__ import annotations
 

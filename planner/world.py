@@ -96,9 +96,6 @@ class _World:
         self._result.preemptions = sum(node.preemptions for node in self._nodes)
         return self._result
 
-    # --- a request's way
-    # -----------------------------------------------------------------------------------------
-
     def _arrives(self, stream: Stream, now: float) -> None:
         router = self._rng.randrange(len(self._routers))
         self._walks[stream] = _Walk(router)
@@ -194,9 +191,6 @@ class _World:
         self._nodes[at].drop(stream, now)
         self._cluster.emptied(at, now)
 
-    # --- what nodes tell (planner/engine.py)
-    # ---------------------------------------------------------------------
-
     def begins(self, stream: Stream, now: float) -> None:
         walk = self._walks[stream]
         self._routers[walk.router].learn(stream)
@@ -262,9 +256,6 @@ class _World:
 
     def gap(self, ms: float, times: int) -> None:
         self._result.add_gap(ms, times)
-
-    # --- lost nodes
-    # ------------------------------------------------------------------------------------------------
 
     def _lost(self, legs: list[tuple[Stream, Leg, int]], now: float) -> None:
         for stream, leg, generated in legs:
