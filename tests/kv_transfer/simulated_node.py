@@ -224,6 +224,7 @@ class SimulatedNode(EngineProcess):
             self._handle_transfer_events()
             progressed = self._step()
             self._pulls.answer()
+            self._pulls.give_up(self.world.now + self.offset_s)
             self._report()
         self.check()
         if self.engine.has_work:

@@ -152,6 +152,10 @@ def no_waiting_for_the_step_that_writes(patch: pytest.MonkeyPatch) -> None:
     around(patch, Pulls, "answer", at_once)
 
 
+def no_end_of_waiting_for_a_seat(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Pulls, "give_up", lambda *_: None)
+
+
 MUTANTS = [
     (no_entry_fence, "whose time is over"),
     (no_exit_fence, "does not hold tokens|nothing spoils KV"),
@@ -167,6 +171,7 @@ MUTANTS = [
     (no_expiry, "still has|not over"),
     (no_deadline, "not over"),
     (no_waiting_for_the_step_that_writes, "does not hold tokens|nothing spoils KV"),
+    (no_end_of_waiting_for_a_seat, "not over"),
 ]
 
 
@@ -182,6 +187,7 @@ def test_without_this_rule_a_promise_is_broken(
         no_entry_fence: 2150,
         no_clearing_of_lease_words: 5000,
         no_proof_of_what_is_kept: 4850,
+        no_end_of_waiting_for_a_seat: 21300,
     }.get(mutate, 0)
     with pytest.raises(Violation, match=complaint):
         run_many(first, MUTANT_COUNT)
