@@ -52,21 +52,6 @@ def test_a_chat_ends_by_itself(client: OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_a_long_prefix_is_computed_once(client: OpenAI) -> None:
-    rows = "\n".join(f"| {i} | name-{i} | {20 + i} | city-{i % 7} |" for i in range(30))
-    table = f"You are a helpful assistant. Read this table.\n{rows}\nQuestion: "
-    tails = ["what is the age of name-3? Answer:", "what is the city of name-9? Answer:"]
-    first, second = (complete(client, table + tail, max_tokens=4) for tail in tails)
-    assert second.usage.prompt_tokens_details.cached_tokens > 0.8 * second.usage.prompt_tokens
-    again = complete(client, table + tails[0], max_tokens=4)
-    assert again.choices[0].text == first.choices[0].text
-    salted = complete(
-        client, table + tails[0], max_tokens=4, extra_body={"cache_salt": "somebody else"}
-    )
-    assert salted.usage.prompt_tokens_details.cached_tokens == 0
-    assert salted.choices[0].text == first.choices[0].text
-
-
 def test_templates_and_unfinished_messages(client: OpenAI) -> None:
     started = [
         *user("What is the capital of France?"),

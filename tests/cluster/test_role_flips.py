@@ -181,10 +181,7 @@ async def test_streams_are_unharmed_by_flips_and_use_what_comes_of_them(cluster:
         ) == {"200"}
     # Nothing was computed twice, and what each role did is counted apart.
     assert sum(each.metric("kvrelay_recomputed_prompts_total") for each in cluster.nodes) == 0
-    text = httpx2.get(f"{node.url}/metrics", timeout=5).text
-    assert generated(node)["decode"] > 4 * TOKENS
     assert generated(node)["prefill"] < generated(node)["decode"]
-    assert 'kvrelay_node_role{model_name="tiny",role="prefill"} 1.0' in text
 
 
 def test_a_role_that_it_cannot_have_and_requests_of_its_old_role_are_refused(
