@@ -96,18 +96,6 @@ def test_of_what_each_finds_out_by_itself_the_worst_is_told() -> None:
     assert (second.url, second.up_in) == (D, 1)
 
 
-def test_a_process_that_serves_nobody_shows_what_its_workers_see() -> None:
-    parent = worker(nodes=[node(legs=0), node(D, legs=0)])
-    workers = [
-        worker(request(4999.0), nodes=[node(legs=3)]),
-        worker(request(4990.0), nodes=[node(up=False, legs=4)]),
-    ]
-    seen = shown(parent, *workers, wanted=2)
-    assert [(each.url, each.legs, each.up_in) for each in seen.nodes] == [(P, 7, 1), (D, 0, 0)]
-    assert seen.workers == 2
-    assert [each.ended for each in seen.requests] == [4999.0, 4990.0]
-
-
 def test_what_workers_tell_of_it_arrives_as_it_was() -> None:
     told = WorkerReport(3, seen=(worker(request(4999.0)), ""))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=WorkerReport) == told

@@ -98,17 +98,15 @@ def test_the_decode_leg_has_the_clients_own_limits_and_no_prompt_text() -> None:
     assert msgspec.json.decode(decode_body(parse(COMPLETIONS_PATH), params))["prompt"] == ""
 
 
-def test_the_decode_leg_keeps_the_prompt_where_no_token_ids_are_known() -> None:
-    body = msgspec.json.decode(decode_body(parse(), KvTransferParams(do_remote_prefill=True)))
-    assert body["messages"] == [{"role": "user", "content": "hi"}]
-
-
-def test_the_decode_leg_keeps_the_prompt_where_the_answer_needs_its_words() -> None:
-    params = KvTransferParams(do_remote_prefill=True, prompt_token_ids=[1], generated=[2])
-    for fields in (
-        {"echo": True},
-        {"add_generation_prompt": False},
-        {"continue_final_message": True},
+def test_the_decode_leg_keeps_the_prompt_without_token_ids_or_where_the_answer_needs_its_words() -> (
+    None
+):
+    known = KvTransferParams(do_remote_prefill=True, prompt_token_ids=[1], generated=[2])
+    for params, fields in (
+        (KvTransferParams(do_remote_prefill=True), {}),
+        (known, {"echo": True}),
+        (known, {"add_generation_prompt": False}),
+        (known, {"continue_final_message": True}),
     ):
         body = msgspec.json.decode(decode_body(parse(**fields), params))
         assert body["messages"] == [{"role": "user", "content": "hi"}]

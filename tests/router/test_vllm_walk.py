@@ -70,11 +70,8 @@ async def test_a_request_walks_through_both_legs_of_every_version(
             "temperature": 0.5,
         }
         body |= {"stream_options": {"include_usage": True}} if stream else {}
-        headers = {
-            "x-request-id": "my.id-1",
-            "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
-        }
-        text = await c.text(body, headers=headers)
+        trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+        text = await c.text(body, headers={"traceparent": trace})
         if stream:
             assert text == "".join(d.calls[0].events())
         else:
@@ -83,12 +80,7 @@ async def test_a_request_walks_through_both_legs_of_every_version(
         assert first.body["kv_transfer_params"] == ASKED
         assert second.body["kv_transfer_params"]["remote_engine_id"] == "engine-1"
         for call in (first, second):
-            assert call.headers["x-request-id"] == first.headers["x-request-id"]
-            assert call.headers["x-request-id"].startswith("my.id-1.")
-            assert (
-                call.headers["traceparent"]
-                == "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-            )
+            assert call.headers["traceparent"] == trace
             assert call.headers["authorization"] == "Bearer nodes"
         own = {
             k: v
@@ -305,18 +297,6 @@ async def test_events_are_passed_on_whole_wherever_the_network_cuts_them() -> No
     d.script = slow
     async with cluster(p, d) as c:
         assert await said(c, {"stream": True}) == "abc"
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_node_that_stops_is_left_for_another(role: str) -> None:
-    store = Store()
-    stopped, good = VllmNode(role, hang, store), VllmNode(role, ok, store, running_requests=9)
-    other = VllmNode("decode" if role == "prefill" else "prefill", ok, store)
-    async with cluster(stopped, good, other, health_deadline_s=0.3) as c:
-        asking = asyncio.create_task(said(c, {"stream": True}))
-        await asyncio.wait_for(stopped.called.wait(), 5)
-        stopped.health_hangs = True
-        assert await asyncio.wait_for(asking, 8) == "abc"
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

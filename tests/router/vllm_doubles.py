@@ -227,7 +227,6 @@ class VllmNode:
     engine: str = "engine-1"
     hands_over: bool = True
     health_status: int = 200
-    health_hangs: bool = False
     running_requests: int = 0
     waiting_requests: int = 0
     started: float = 1.7952345678e9
@@ -289,8 +288,6 @@ class VllmNode:
             raise
 
     async def health(self, request: web.Request) -> web.Response:
-        if self.health_hangs:
-            await asyncio.sleep(30)
         return web.Response(status=self.health_status)
 
     async def say_version(self, request: web.Request) -> web.Response:
