@@ -1,4 +1,4 @@
-"""Background tasks that outlive a request, or run beside a block."""
+"""Tasks that run beside a block, and their end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from kvrelay.wire.errors import without_frames
 
-__all__ = ["BackgroundTasks", "cancel_and_wait", "running_task"]
+__all__ = ["cancel_and_wait", "running_task"]
 
 
 async def cancel_and_wait(tasks: Collection[asyncio.Task[Any]]) -> None:
@@ -29,22 +29,3 @@ async def running_task(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         yield
     finally:
         await cancel_and_wait([task])
-
-
-class BackgroundTasks:
-    """A set of tasks that each have a deadline and raise nothing."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[object]] = set()
-
-    def spawn(self, work: Coroutine[Any, Any, object]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def finish(self, deadline_s: float) -> None:
-        """Wait for the tasks; cancel those that are late."""
-        if self._tasks:
-            _, late = await asyncio.wait(set(self._tasks), timeout=deadline_s)
-            for task in late:
-                task.cancel()

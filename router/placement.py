@@ -22,7 +22,6 @@ from kvrelay.router.node_load import NodeLoad, Share
 __all__ = [
     "AVOIDED_MS",
     "LINK_MS",
-    "Link",
     "Placement",
     "PlacementRequest",
     "Refuse",

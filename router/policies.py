@@ -63,9 +63,8 @@ POLICIES: Mapping[str, Policy] = {
 
 def _within_bound(nodes: Sequence[Node]) -> list[Node]:
     """Return the nodes up to whose depth affinity holds; there is always one."""
-    depths = [node.depth for node in nodes]
-    most = _MOST_OVER_MEAN * sum(depths) / len(depths) + _SLACK
-    return [node for node, depth in zip(nodes, depths, strict=True) if depth <= most]
+    most = _MOST_OVER_MEAN * sum(node.depth for node in nodes) / len(nodes) + _SLACK
+    return [node for node in nodes if node.depth <= most]
 
 
 @lru_cache(maxsize=1 << 16)

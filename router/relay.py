@@ -24,7 +24,6 @@ __all__ = [
     "CLIENT_GONE",
     "HOLD_S",
     "ClientConnection",
-    "Finished",
     "Relay",
     "Reply",
     "arrived_body",

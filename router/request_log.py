@@ -27,10 +27,7 @@ from kvrelay.wire.log_lines import Fields
 __all__ = ["RequestLog", "shown_error"]
 
 _SHOWN_CHARS = 200
-_LOGGED = (
-    *("id", "path", "status", "key"),
-    *("prompt_tokens", "output_tokens", "prefill", "decode"),
-)
+_LOGGED = ("id", "path", "status", "key", "prompt_tokens", "output_tokens", "prefill", "decode")
 _OTEL = {
     "id": "kvrelay.request_id",
     "path": "http.route",

@@ -20,7 +20,7 @@ from kvrelay.openai_api.model_types import TokenizeRequest
 from kvrelay.openai_api.tracing import start_tracing
 from kvrelay.router.admission.controller import AdmissionController
 from kvrelay.router.admission.keys import callers_by_hash
-from kvrelay.router.background import BackgroundTasks, running_task
+from kvrelay.router.background import running_task
 from kvrelay.router.console.snapshot import Snapshot, snapshot_of
 from kvrelay.router.membership.health_checks import check_nodes
 from kvrelay.router.membership.heartbeats import hear_heartbeats
@@ -51,7 +51,6 @@ __all__ = ["Reread", "Router", "changes", "reload_on_hangup"]
 Reread = Callable[[], RouterConfig]
 """Reads the configuration as at the start: flags over file over defaults. Raises ConfigError."""
 
-_SHUTDOWN_DEADLINE_S = 5.0
 _asked = msgspec.json.Decoder(TokenizeRequest)
 
 _log = logging.getLogger("kvrelay.router")
@@ -79,7 +78,6 @@ class Router:
         self.metrics.waiting_for_room = lambda: self.placer.waiting
         self.tracing = start_tracing(config.otlp_traces_endpoint, "kvrelay-router")
         self.admission = AdmissionController(config, self.pool, self.placer, self.metrics)
-        self.background = BackgroundTasks()
         self.ending = False
         """The router is shutting down, and finishes the requests that it has."""
         self.log = RequestLog(self.metrics)
@@ -92,9 +90,7 @@ class Router:
         """Run all that watches the nodes; afterwards finish what requests left to do."""
         config, pool = self.config, self.pool
         self.node_client = client = NodeClient(config)
-        self.run_context = RunContext(
-            pool, self.placer, client, self.background, self.metrics, config
-        )
+        self.run_context = RunContext(pool, self.placer, client, set(), self.metrics, config)
         roles = RoleChanger(lambda: self.config, pool, client, self.metrics, lambda: self.ending)
         self.roles = roles if self.shared.leads else None
         try:
@@ -115,7 +111,7 @@ class Router:
                 yield
         finally:
             await self.admission.close()
-            await self.background.finish(_SHUTDOWN_DEADLINE_S)
+            await asyncio.gather(*self.run_context.releases, return_exceptions=True)
             await client.close()
             if self.tracing is not None:
                 await asyncio.to_thread(self.tracing.close)
@@ -143,8 +139,9 @@ class Router:
         changed = changes(self.config, config)
         if not {"prefill", "decode"}.isdisjoint(changed):
             # Only then: a node that an operator has removed must not come back.
-            nodes = static_nodes(config.prefill, config.decode)
-            self.pool.set_members(Source.STATIC, nodes, time.monotonic())
+            self.pool.set_members(
+                Source.STATIC, static_nodes(config.prefill, config.decode), time.monotonic()
+            )
         self.take_over(config)
         return changed
 

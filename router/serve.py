@@ -189,8 +189,9 @@ class RouterApp(FastAPI):
                 crashes.answered()
             router.log.finished(known, path, status, why, trace, span)
 
-        extra = id_headers(job.id) | slot.headers
-        return Relay(answer, reply, extra, finished, dialect, stream=job.stream)
+        return Relay(
+            answer, reply, id_headers(job.id) | slot.headers, finished, dialect, stream=job.stream
+        )
 
     def _job(self, request: Request, caller: Caller, job: Job) -> Job:
         router, header = self._router, headers_of(request.scope).get

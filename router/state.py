@@ -34,9 +34,19 @@ __all__ = [
     "node_statuses",
 ]
 
+_BY_SEVERITY = ("closed", "half_open", "open")
 _OF_NODE = (
-    *("url", "role", "kind", "model", "up", "reason", "held_blocks", "flips_to"),
-    *("generation", "release", "leg_version"),
+    "url",
+    "role",
+    "kind",
+    "model",
+    "up",
+    "reason",
+    "held_blocks",
+    "flips_to",
+    "generation",
+    "release",
+    "leg_version",
 )
 
 
@@ -135,16 +145,15 @@ def joined_nodes(own: WorkerStatus, workers: Sequence[WorkerStatus]) -> list[Nod
         msgspec.structs.replace(
             row,
             legs=sum(node.legs for node in seen[url]),
-            breaker=max((node.breaker for node in seen[url] or [row]), key=_severity),
+            breaker=max(
+                (node.breaker for node in seen[url] or [row]),
+                key=lambda breaker: _BY_SEVERITY.index(breaker.state),
+            ),
             kv_events=any(node.kv_events for node in seen[url]),
             up_in=sum(node.up for node in seen[url]),
         )
         for url, row in rows.items()
     ]
-
-
-def _severity(breaker: BreakerState) -> int:
-    return ("closed", "half_open", "open").index(breaker.state)
 
 
 class Models:

@@ -73,8 +73,8 @@ class AnnouncedNodes(asyncio.DatagramProtocol):
             self.expire(time.monotonic())
 
     def expire(self, now: float) -> None:
-        silent = {url for url, each in self._heard.items() if now - each.at > LOST_AFTER_S}
-        lost = [url for url in silent if self._heard[url].spec is not None]
+        heard = self._heard.items()
+        lost = [url for url, each in heard if each.spec and now - each.at > LOST_AFTER_S]
         for url in lost:
             _log.warning("node %s is heard no more", url)
             self._heard[url].spec = None

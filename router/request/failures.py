@@ -19,7 +19,6 @@ from functools import cached_property
 
 import msgspec
 
-from kvrelay.router.background import BackgroundTasks
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.node import Lease, Node
 from kvrelay.router.nodes.pool import Pool
@@ -86,7 +85,8 @@ class RunContext:
     pool: Pool
     placer: Placer
     node_client: NodeClient
-    background: BackgroundTasks
+    releases: set[asyncio.Task[None]]
+    """Tasks that give KV back and outlive their requests, for 2 s at most."""
     metrics: Metrics
     config: RouterConfig
     retries: RetryBudget = field(default_factory=RetryBudget)

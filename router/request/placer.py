@@ -237,9 +237,8 @@ class Placer:
         return PlacementLeases(wanted, placement, prefill, decode)
 
     def give_back(self, placed: PlacementLeases) -> None:
-        for lease in (placed.prefill, placed.decode):
-            if lease is not None:
-                self._pool.give_back(lease)
+        for lease in filter(None, (placed.prefill, placed.decode)):
+            self._pool.give_back(lease)
 
     def _named(self, name: str) -> Node:
         node = self._pool.find(name)

@@ -29,10 +29,8 @@ class FramePosition:
 
     @classmethod
     def behind(cls, params: KvTransferParams) -> FramePosition:
-        known = params.choices
-        return cls(
-            {choice: len(each.generated) for choice, each in enumerate(known)}, decoding=True
-        )
+        known = {choice: len(each.generated) for choice, each in enumerate(params.choices)}
+        return cls(known, decoding=True)
 
 
 class AnswerProgress:
@@ -124,8 +122,7 @@ class AnswerProgress:
     def without_kv(self) -> KvTransferParams:
         """Return the start of a decode request that computes everything itself."""
         told = self.told or begun(self._job, prefill=False)
-        known = range(max(self._choices) + 1)
-        choices = [_copied(self._choices.get(at, ChoiceSoFar())) for at in known]
+        choices = [_copied(self._choices[at]) for at in range(max(self._choices) + 1)]
         return told.with_ticket(None).with_choices(choices)
 
 

@@ -205,8 +205,9 @@ class RequestRun:
                     return True
             except Diverged as why:
                 # Nobody's fault; the next request begins behind what the client has.
-                again = "id=%s: the decode request on %s starts again: %s"
-                _log.warning(again, self.job.id, lease.node.url, why)
+                _log.warning(
+                    "id=%s: the request on %s starts again: %s", self.job.id, lease.node.url, why
+                )
             except AttemptFailed as why:
                 failure, until = without_frames(why), time.monotonic() + ROOM_DEADLINE_S
                 if foreign and self.progress.forwarded:
@@ -281,7 +282,10 @@ class RequestRun:
         node, told = self._prefill_node, self.progress.told
         unfetched = self._kv_unused or not self.progress.settled
         if unfetched and node is not None and told is not None and told.remote_request_id:
-            self.context.background.spawn(self.context.release_kv(node, told.remote_request_id))
+            release, releases = self.context.release_kv, self.context.releases
+            task = asyncio.create_task(release(node, told.remote_request_id))
+            releases.add(task)
+            task.add_done_callback(releases.discard)
 
     def _decode_params(self, placed: PlacementLeases) -> KvTransferParams:
         request, progress, metrics = placed.wanted.request, self.progress, self.context.metrics
@@ -304,10 +308,10 @@ class RequestRun:
         if placed.prefill is None:
             params.sources = self.context.placer.sources(placed)
         placement = placed.placement
-        if not placement.spills:
-            return params
-        cached = request.cached.get(placement.pulls_from or placement.decode, 0)
-        return msgspec.structs.replace(params, spill=True, cached_tokens=cached)
+        if placement.spills:
+            params.spill = True
+            params.cached_tokens = request.cached.get(placement.pulls_from or placement.decode, 0)
+        return params
 
     def _why_local(self, placed: PlacementLeases) -> str:
         if self.progress.told is not None:
@@ -374,7 +378,7 @@ class Attempt:
             )
             if self._position.decoding and end is FrameKind.HANDOVER:
                 raise AttemptFailed("the node handed a decode request over")
-            self._lease.node.breaker.succeeded(self)
+            lease.node.breaker.succeeded(self)
             return end
         except AttemptFailed as why:
             context.note_failure(run.job.id, lease, self, why)
@@ -388,7 +392,7 @@ class Attempt:
                 context.note_kv_failure(self._source, lease.node, why.kv_error)
             raise
         finally:
-            self._lease.node.breaker.end(self)
+            lease.node.breaker.end(self)
 
     def on_frame(self, frame: Frame) -> Drain | None:
         """Pass a frame on; return what to wait for if the client does not read."""

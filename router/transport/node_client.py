@@ -223,8 +223,7 @@ class NodeClient:
         try:
             return await self._request("POST", node, path, timeout, body, self._json)
         except (aiohttp.ClientError, OSError) as why:
-            told = {"message": f"it could not be reached: {type(why).__name__}"}
-            return 503, msgspec.json.encode(told)
+            return 503, b'{"message":"it could not be reached: %b"}' % type(why).__name__.encode()
 
 
 async def _read(content: aiohttp.StreamReader) -> bytes:

@@ -208,10 +208,11 @@ class _StreamedRequest:
     def receive(self, frame: Frame, size: int) -> None:
         self._uncredited_bytes += size
         drain = self._deliver(frame)
-        if drain is not None and self._draining is None:
-            self._draining = asyncio.create_task(self._credit_after(drain))
-        elif self._draining is None:
-            self._credit()
+        if self._draining is None:
+            if drain is None:
+                self._credit()
+            else:
+                self._draining = asyncio.create_task(self._credit_after(drain))
 
     def fail(self, why: Exception) -> None:
         if not self.result.done():
@@ -394,8 +395,8 @@ async def open_stream(
         LEGS_VERSION_HEADER: str(report.leg_version),
         **headers,
     }
-    lines = [f"POST {at.path}{LEGS_PATH} HTTP/1.1", *(f"{k}: {v}" for k, v in every.items())]
-    head = "".join(f"{line}\r\n" for line in (*lines, "")).encode()
+    lines = "".join(f"{name}: {value}\r\n" for name, value in every.items())
+    head = f"POST {at.path}{LEGS_PATH} HTTP/1.1\r\n{lines}\r\n".encode()
     _, stream = await asyncio.get_running_loop().create_connection(
         lambda: NodeStream(head, report.generation),
         at.hostname or "",
