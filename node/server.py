@@ -36,6 +36,8 @@ log = logging.getLogger("kvrelay.node")
 _SHUTDOWN_S = 2
 _MAX_CONNECTIONS = 1 << 14
 _SIGNAL_POLL_S = 0.02
+# A second engine that ends sooner ends its node, whose supervisor waits longer each time.
+_RESTART_S = 60.0
 
 
 def run(config: NodeConfig) -> int:
@@ -144,50 +146,46 @@ def _heartbeat(node: Node) -> Heartbeat | None:
 async def _load_and_watch(
     node: Node, end: Callable[[], None], on_ready: Callable[[], None]
 ) -> None:
-    config = node.config
     try:
-        serving = await load_serving(config, node.engine, node.sandbox)
+        serving = await load_serving(node.config, node.engine, node.sandbox)
         await node.cache.attach(serving.info)
+        node.metrics = NodeMetrics(
+            node.stats,
+            node.config.role,
+            serving.info,
+            serving.model_name,
+            lambda: node.engine.pid(),
+        )
+        node.serving = serving
+        _log_ready(node.config, serving)
+        not_before = 0.0
+        while True:
+            on_ready()
+            await node.engine.ended.wait()
+            if node.cache.source is None or node.draining or time.monotonic() < not_before:
+                break
+            await _start_again(node, serving)
+            not_before = time.monotonic() + _RESTART_S
+        node.failure = node.engine.failure
+        log.error("%s", node.failure)
     except Exception as why:
         ours = isinstance(why, KvrelayError)
         node.failure = (
             why.message if isinstance(why, KvrelayError) else f"{type(why).__name__}: {why}"
         )
         log.error("the node cannot serve: %s", node.failure, exc_info=not ours)
-        end()
-        return
-    node.metrics = NodeMetrics(
-        node.stats,
-        config.role,
-        serving.info,
-        serving.model_name,
-        lambda: node.engine.pid(),
-    )
-    node.serving = serving
-    on_ready()
-    _log_ready(config, serving)
-    await node.engine.ended.wait()
-    while node.cache.source is not None and not node.draining:
-        try:
-            await _start_again(node, serving)
-        except EngineDead as why:
-            node.failure = why.message
-            break
-        on_ready()
-        await node.engine.ended.wait()
-    node.failure = node.failure or node.engine.failure
-    log.error("%s", node.failure)
     end()
 
 
 async def _start_again(node: Node, serving: Serving) -> None:
     """Give the node another engine, which finds KV in the cache process. Raises EngineDead."""
     log.error("%s: another one starts", node.engine.failure)
+    node.cancel_flip()
     ended, node.serving = node.engine, None
     node.use(EngineClient(node.config))
+    await ended.stop()
     if node.kv_events is not None:
         node.kv_events.publish(CacheChanges([], [], cleared=True))
-    await ended.stop()
     await node.engine.start()
     serving.serve(await node.engine.ready(node.config.start_deadline_s))
     await node.cache.attach(serving.info)

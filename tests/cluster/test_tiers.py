@@ -72,10 +72,14 @@ class Tiers:
         self.cached += answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"]
         history += mine
 
+    def kill(self, process: bytes) -> None:
+        (pid,) = children(self.tiered.popen.pid, process)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: pid not in children(self.tiered.popen.pid, process), 10, "it is gone")
+
     def kill_engine(self) -> None:
-        (engine,) = children(self.tiered.popen.pid, b"engine_process")
-        os.kill(engine, signal.SIGKILL)
-        wait_until(lambda: self.tiered.health() is None, 10, "the engine is gone")
+        self.kill(b"engine_process")
+        wait_until(lambda: self.tiered.health() is None, 10, "the node knows")
         wait_until(self.tiered.health, 120, "another engine")
 
 
@@ -124,13 +128,16 @@ def test_a_node_that_starts_again_is_warm_and_a_reset_empties_all(tiers: Tiers) 
     tiers.turn(1, 2)
     assert tiers.cached == before
     counted([tiers.tiered], "kvrelay_tier_store_corrupt_blocks_total", 0)
+    # An engine that dies twice in a minute is not started a third time.
+    tiers.kill_engine()
+    tiers.kill(b"engine_process")
+    assert tiers.tiered.popen.wait(30) == 1
+    tiers.cluster.nodes.remove(tiers.tiered)
 
 
 def test_a_node_goes_on_without_its_cache_process(tiers: Tiers) -> None:
     tiers.turn(1, 0)
-    (cache,) = children(tiers.tiered.popen.pid, b"cache_process")
-    os.kill(cache, signal.SIGKILL)
-    wait_until(lambda: not children(tiers.tiered.popen.pid, b"cache_process"), 10, "it is gone")
+    tiers.kill(b"cache_process")
     for number in range(1, 3):
         tiers.turn(1, number)
     assert tiers.tiered.health() is not None
