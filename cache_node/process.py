@@ -1,4 +1,4 @@
-"""Cache process of a node: one loop over a connector, a table of blocks, and the files below it."""
+"""Cache process of a node: a loop over a connector, a table of blocks, and files below it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 import zmq
 
-from kvrelay.cache_node.files import Files
-from kvrelay.cache_node.store import BlockFiles
+from kvrelay.cache_node.store import BlockFiles, Files
 from kvrelay.cache_node.table import CacheTable
 from kvrelay.kernels.pool_memory import zeros
 from kvrelay.kv_transfer.cached import NOT_HELD
@@ -34,14 +32,7 @@ from kvrelay.kv_transfer.connector import (
     Settled,
 )
 from kvrelay.kv_transfer.transfer_engine import open_connector
-from kvrelay.wire.cache_messages import (
-    Attach,
-    CacheReady,
-    CacheSetup,
-    CacheStats,
-    FromCache,
-    ToCache,
-)
+from kvrelay.wire.cache_messages import Attach, CacheSetup, CacheStats, ToCache
 from kvrelay.wire.config_checks import gib
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import BlockHash, CacheChanges
@@ -52,16 +43,12 @@ __all__ = ["CacheProcess"]
 log = logging.getLogger("kvrelay.cache")
 
 STATS_INTERVAL_S = 0.5
-# One ask, one read: more would hold more of the engine's blocks at a time.
 _BATCH_BYTES, _BATCH_BLOCKS = 64 << 20, 256
-# After a read that failed.
 _PAUSE_S = 1.0
 
 
 @dataclass(slots=True)
 class _Pull:
-    """Blocks on their way from the engine."""
-
     request_id: str
     names: list[BlockHash]
     since: int
@@ -71,16 +58,14 @@ class _Pull:
 
 
 class CacheProcess:
-    """A loop behind `socket`, this process's end of the zmq pair."""
-
     def __init__(self, setup: CacheSetup, socket: zmq.Socket[bytes]) -> None:
-        """Take the memory, and tell the parent. Raises ConfigError."""
+        """Take the memory. `socket` leads to the parent. Raises ConfigError."""
         cache, size = setup.cache, setup.block_bytes
-        blocks = cache.kv_host_memory // size
-        if blocks < 2:
+        blocks, limit = cache.kv_host_memory // size, cache.kv_store_size // size
+        if blocks < 2 or (cache.kv_store and not limit):
             raise ConfigError(
-                f"kv_host_memory is {cache.kv_host_memory} bytes, and two blocks of KV take "
-                f"{2 * size}; raise it"
+                f"kv_host_memory is {cache.kv_host_memory} bytes, kv_store_size "
+                f"{cache.kv_store_size}, and two blocks of KV take {2 * size}; raise them"
             )
         self._socket, self._setup = socket, setup
         self._block_s = size / cache.kv_write_behind_bytes_s
@@ -95,9 +80,8 @@ class CacheProcess:
         self._table = CacheTable(blocks - 1)
         self._files: Files | None = None
         if cache.kv_store:
-            make = partial(BlockFiles, Path(cache.kv_store), setup.identity, region, self._sums)
-            limit = cache.kv_store_size // size
-            self._files = Files(self._table, make, limit, self._block_s, self.wakeup)
+            files = BlockFiles(Path(cache.kv_store), setup.identity, region, self._sums)
+            self._files = Files(self._table, files, limit, self._block_s, self.wakeup)
         self._connector = open_connector(
             engine_id=f"cache-{uuid.uuid4().hex[:12]}",
             fingerprint=msgspec.structs.replace(setup.fingerprint, tp_size=1),
@@ -110,47 +94,44 @@ class CacheProcess:
         self._pull: _Pull | None = None
         self._leases: dict[str, list[int]] = {}
         self._pull_at = self._report_at = 0.0
-        self._resets = 0
         host, port = self._connector.address
-        ours = Source(host, port, self._connector.generation, 0, self._connector.address_seal)
-        self._send(CacheReady(ours))
+        self._source = Source(
+            host, port, self._connector.generation, 0, self._connector.address_seal
+        )
         log.info("the cache process is ready: %d blocks in %s", blocks, gib(blocks * size))
 
     def serve(self) -> None:
-        """Serve until the parent ends this process."""
         while True:
             self.turn()
 
     def turn(self) -> None:
-        """Start what is due, wait for news, and handle them."""
         now = time.monotonic()
         self._begin_pull(now)
         self._report(now)
-        due = min(self._report_at, self._pull_at if self._pull_at > now else self._report_at)
+        times = [self._pull_at, self._files.next_at if self._files else 0.0]
+        due = min([self._report_at, *(each for each in times if each > now)])
         if self._wake in dict(self._poller.poll(round((due - now) * 1000 + 0.5))):
             os.eventfd_read(self._wake)
         with contextlib.suppress(zmq.Again):
             while True:
                 self._handle(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
-        if self._files is not None:
-            self._files.tell()
         self._handle_events()
+        if self._files is not None:
+            self._files.turn(time.monotonic())
 
     def wakeup(self) -> None:
-        """End a turn's wait, from any thread."""
         os.eventfd_write(self._wake, 1)
 
     def _handle(self, message: Attach | CacheChanges) -> None:
         if isinstance(message, Attach):
             self._engine = message.engine
-            self._table.forget_engine()
-            self._resets = 0
+            self._table.offered.clear()
             return
         self._table.note(message)
-        if message.cleared and self._files is not None:
-            self._files.clear()
-        if message.resets != self._resets:
-            self._resets, self._report_at = message.resets, 0.0
+        if message.cleared:
+            self._report_at = 0.0
+            if self._files is not None:
+                self._files.clear()
 
     def _handle_events(self) -> None:
         for event in self._connector.events():
@@ -168,30 +149,29 @@ class CacheProcess:
                 case FetchFailed(_, reason):
                     log.warning("no KV from the engine: %s", reason)
                 case Settled() if self._pull is not None:
-                    self._end_pull(self._pull, [], time.monotonic() + _PAUSE_S)
+                    self._end_pull(self._pull, pause_s=_PAUSE_S)
 
     # Up: an engine asks for blocks.
 
     def _asked(self, asked: CachedAsked) -> None:
-        table = self._table
-        held = table.pool.lookup(asked.hashes)
-        table.pool.share(held)
-        table.reuse.came(asked.hashes[: len(held)], used=True)
-        grant = partial(self._grant, asked, held)
+        table, pool = self._table, self._table.pool
+        held = pool.lookup(asked.hashes)
+        pool.share(held)
+        table.came(asked.hashes[: len(held)], used=True)
+
+        def grant() -> None:
+            blocks = pool.lookup(asked.hashes)
+            pool.share(blocks)
+            pool.release(held)
+            if blocks:
+                self._leases[asked.request_id] = blocks
+                table.stats.loaded += len(blocks)
+            self._connector.answer_cached(asked.request_id, blocks)
+
         if self._files is None:
             grant()
         else:
             self._files.read(asked.hashes[len(held) :], grant)
-
-    def _grant(self, asked: CachedAsked, held: Sequence[int]) -> None:
-        pool = self._table.pool
-        blocks = pool.lookup(asked.hashes)
-        pool.share(blocks)
-        pool.release(held)
-        if blocks:
-            self._leases[asked.request_id] = blocks
-            self._table.stats.loaded += len(blocks)
-        self._connector.answer_cached(asked.request_id, blocks)
 
     def _kept(self, blocks: Sequence[int]) -> list[bytes]:
         return [self._table.checksums.get(block, b"") for block in blocks]
@@ -218,50 +198,41 @@ class CacheProcess:
             self._connector.ask(self._pull.request_id, peer, names, 0, limit_s, engine.seal)
 
     def _granted(self, pull: _Pull, granted: Granted) -> None:
-        ticket = granted.ticket
-        pull.remote = [] if ticket is None else ticket.remote_block_ids[0]
-        slots = self._table.room(len(pull.remote))
-        if ticket is not None:
-            self._connector.watch(pull.request_id, ticket)
-        if ticket is None or slots is None:
+        slots = None
+        if granted.ticket is not None:
+            pull.remote = granted.ticket.remote_block_ids[0]
+            slots = self._table.room(len(pull.remote))
+            self._connector.watch(pull.request_id, granted.ticket)
+        if slots is None:
             self._connector.cancel(pull.request_id)
-            gone = granted.reason == NOT_HELD  # the first of them
-            pause_s, rest = (0.0, pull.names[1:]) if gone else (_PAUSE_S, [])
-            self._end_pull(pull, [], time.monotonic() + pause_s, rest)
+            self._end_pull(pull, pause_s=_PAUSE_S * (granted.reason != NOT_HELD))
             return
         pull.slots = slots
         self._connector.fetch(pull.request_id, pull.remote, slots)
 
     def _fetched(self, pull: _Pull, fetched: Fetched) -> None:
-        # The engine gives checksums, or nothing is kept.
         sums = [fetched.checksums[block] for block in pull.remote if block in fetched.checksums]
         self._table.stats.stored += len(sums)
-        next_at = pull.began + len(pull.slots) * self._block_s
-        self._end_pull(pull, sums, next_at, pull.names[len(pull.slots) + 1 :])
+        self._end_pull(pull, sums)
         if self._files is not None:
-            self._files.write(pull.names[: len(sums)])
+            self._files.to_write += pull.names[: len(sums)]
 
-    def _end_pull(
-        self, pull: _Pull, sums: Sequence[bytes], next_at: float, rest: Sequence[BlockHash] = ()
-    ) -> None:
-        """Keep the blocks that have checksums; ask for the rest again."""
-        self._pull, self._pull_at = None, next_at
+    def _end_pull(self, pull: _Pull, sums: Sequence[bytes] = (), pause_s: float = 0.0) -> None:
+        """Keep blocks with checksums. The first that did not come is asked for no more."""
+        next_at = pull.began + len(pull.slots) * self._block_s
+        self._pull, self._pull_at = None, max(next_at, time.monotonic() + pause_s)
         self._table.landed(pull.names, pull.slots, sums, pull.since)
         if pull.since == self._table.clears:
-            self._table.offer(rest)
+            self._table.offered |= dict.fromkeys(pull.names[len(pull.slots) + 1 :])
 
     def _report(self, now: float) -> None:
         if now < self._report_at:
             return
         self._report_at = now + STATS_INTERVAL_S
-        stats = CacheStats(self._table.stats, resets=self._resets)
-        stats.host.blocks = self._table.pool.cached
-        if self._files is not None:
-            stats = msgspec.structs.replace(stats, store=self._files.stats)
-            stats.store.blocks = len(self._files.held)
-        for tier in (stats.host, stats.store):
-            tier.bytes = tier.blocks * self._setup.block_bytes
-        self._send(stats)
-
-    def _send(self, message: FromCache) -> None:
-        self._socket.send(msgspec.msgpack.encode(message))
+        table, files = self._table, self._files
+        stats = CacheStats(self._source, table.clears, table.stats)
+        stats.host.blocks = table.pool.cached
+        if files is not None:
+            stats.store = files.stats
+            stats.store.blocks = len(files.held)
+        self._socket.send(msgspec.msgpack.encode(stats))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from hashlib import blake2b
 from pathlib import Path
@@ -14,7 +12,6 @@ from kvrelay.node.child import Child
 from kvrelay.node.process import describe_exit
 from kvrelay.wire.cache_messages import (
     Attach,
-    CacheReady,
     CacheSetup,
     CacheStats,
     FromCache,
@@ -22,6 +19,7 @@ from kvrelay.wire.cache_messages import (
 )
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.engine_messages import EngineReady
+from kvrelay.wire.errors import EngineDead
 from kvrelay.wire.transfer import Fingerprint, Source
 
 __all__ = ["CacheClient", "identity"]
@@ -30,19 +28,17 @@ log = logging.getLogger("kvrelay.node")
 
 
 class CacheClient:
-    """A client of one cache process, without which a node goes on: it keeps less KV."""
+    """A client of one cache process, without which a node goes on."""
 
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
         self._child: Child | None = None
         self._setup: CacheSetup | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._source: Source | None = None
-        self._resets = 0
-        self.stats = CacheStats()
+        self._clears = 0
+        self.stats: CacheStats | None = None
 
     async def attach(self, info: EngineReady) -> None:
-        """Have the process take blocks from a new engine; another kind of KV needs a new process."""
+        """Have the process take blocks from a new engine. Raises EngineDead for other KV."""
         config, kv = self._config, info.kv
         if not config.cache.kv_host_memory or kv is None:
             return
@@ -54,59 +50,44 @@ class CacheClient:
             identity(kv.fingerprint, config.engine),
             config.log_format,
         )
-        if setup != self._setup or not self._alive:
-            await self.stop()
+        if self._child is None:
             self._setup = setup
-            self._child = await Child.start("kvrelay.node.cache_process", setup, {})
-            work = (self._read(self._child), self._watch(self._child))
-            self._tasks = [asyncio.create_task(each) for each in work]
-        self._resets = 0
-        self.stats = msgspec.structs.replace(self.stats, resets=0)
+            self._child = child = await Child.start("kvrelay.node.cache_process", setup, {})
+            child.run(self._read(child), self._watch(child))
+        elif setup != self._setup:
+            raise EngineDead("the model's files have changed; this node must start again")
         self.tell(Attach(Source(kv.address, kv.port, kv.generation, 0, kv.seal)))
 
     def tell(self, message: ToCache) -> None:
-        if self._child is not None and self._alive:
+        if self._child is not None and self._child.alive:
             self._child.send(msgspec.msgpack.encode(message))
 
     def reset(self) -> None:
-        """Name this process no more until it has followed a reset of the engine's cache."""
-        self._resets += 1
+        """Name no source until the process has followed a reset of the engine's cache."""
+        self._clears += 1
 
     @property
     def source(self) -> Source | None:
-        """Return where an engine finds KV of earlier requests."""
-        return self._source if self._alive and self.stats.resets == self._resets else None
+        stats = self.stats
+        return None if stats is None or stats.clears != self._clears else stats.source
 
     async def stop(self) -> None:
-        if self._child is None:
-            return
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        with contextlib.suppress(ProcessLookupError):
-            self._child.process.kill()  # it has nothing to end in order
-        await self._child.process.wait()
-        self._child.close()
-        self._child = self._source = None
-
-    @property
-    def _alive(self) -> bool:
-        return self._child is not None and self._child.process.returncode is None
+        if self._child is not None:
+            await self._child.close()
 
     async def _read(self, child: Child) -> None:
         decoder = msgspec.msgpack.Decoder(FromCache)
         while True:
             match decoder.decode(await child.socket.recv()):
-                case CacheReady(source):
-                    self._source = source
-                    child.remove_folder()  # they are connected, and a kill leaves nothing
                 case CacheStats() as stats:
-                    self.stats = stats
+                    child.remove_folder()  # they are connected, and a kill leaves nothing
+                    self.stats = stats if child.alive else None
                 case failed:
                     log.error("%s", failed.message)
 
     async def _watch(self, child: Child) -> None:
         how = describe_exit(await child.process.wait())
+        self.stats = None
         log.error("the cache process ended (%s): no KV is kept below the pool", how)
 
 

@@ -9,9 +9,9 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NoReturn, TypeVar, cast
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar, cast
 
 import msgspec
 import zmq
@@ -31,7 +31,11 @@ from kvrelay.wire.child_environ import child_environ
 from kvrelay.wire.engine_messages import EngineFailed
 from kvrelay.wire.errors import KvrelayError
 
-__all__ = ["Child", "connect", "run_child"]
+__all__ = ["STOP_DEADLINE_S", "Child", "connect", "run_child"]
+
+log = logging.getLogger("kvrelay.node")
+
+STOP_DEADLINE_S = 5.0
 
 _Config = TypeVar("_Config")
 
@@ -43,6 +47,7 @@ class Child:
     process: asyncio.subprocess.Process
     socket: zmq.asyncio.Socket
     folder: str
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @classmethod
     async def start(cls, module: str, config: object, environ: Mapping[str, str]) -> Child:
@@ -60,7 +65,7 @@ class Child:
                 stdin=asyncio.subprocess.PIPE,
                 env={**environ, **child_environ(), PARENT_PID: str(os.getpid())},
             )
-        except OSError:
+        except BaseException:
             socket.close()
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -70,14 +75,29 @@ class Child:
         return cls(process, socket, folder)
 
     def send(self, message: bytes) -> None:
-        # Never waits: what comes before the child has connected is queued.
         sent = cast("asyncio.Future[object]", self.socket.send(message))
         sent.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def remove_folder(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def close(self) -> None:
+    def run(self, *work: Coroutine[Any, Any, None]) -> None:
+        self.tasks = [asyncio.create_task(each) for each in work]
+
+    @property
+    def alive(self) -> bool:
+        return self.process.returncode is None
+
+    async def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        if self.alive:
+            self.process.kill()
+            try:
+                await asyncio.wait_for(self.process.wait(), STOP_DEADLINE_S)
+            except TimeoutError:
+                log.error("process %d cannot be killed: its driver holds it", self.process.pid)
         self.socket.close()
         self.remove_folder()
 
@@ -85,7 +105,7 @@ class Child:
 def run_child(
     name: str, kind: type[_Config], run: Callable[[_Config, zmq.Socket[bytes]], None]
 ) -> NoReturn:
-    """Run in the child until its parent ends it; tell an error as EngineFailed."""
+    """Run in the child; tell an error as EngineFailed."""
     die_with_parent()
     # Ctrl-C reaches the whole group, but the parent says when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

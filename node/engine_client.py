@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.node.child import Child
+from kvrelay.node.child import STOP_DEADLINE_S, Child
 from kvrelay.node.process import describe_exit
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.engine_messages import (
@@ -38,7 +38,6 @@ __all__ = ["EngineClient"]
 
 log = logging.getLogger("kvrelay.node")
 
-STOP_DEADLINE_S = 5.0
 # The crash report may come after the process has ended.
 _REPORT_S = 0.05
 
@@ -90,8 +89,7 @@ class EngineClient:
         self._asked = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
-        self._process: asyncio.subprocess.Process | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._child: Child | None = None
         self.failure: str | None = None
         self.info: EngineReady | None = None
         self.stats = EngineStats(Load())
@@ -117,9 +115,9 @@ class EngineClient:
             # Threads that fill masks recurse as compilers do.
             "RUST_MIN_STACK": str(16 << 20),
         }
-        self._child = await Child.start("kvrelay.node.engine_process", self._config, environment)
-        self._process = self._child.process
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        name = "kvrelay.node.engine_process"
+        self._child = child = await Child.start(name, self._config, environment)
+        child.run(self._read(child), self._watch(child))
 
     async def ready(self, deadline_s: float) -> EngineReady:
         """Return the engine's facts. Raises EngineDead."""
@@ -191,7 +189,7 @@ class EngineClient:
         return stats
 
     def pid(self) -> int:
-        return -1 if self._process is None else self._process.pid
+        return -1 if self._child is None else self._child.process.pid
 
     def silent_s(self) -> float:
         """Return the seconds without a message, or since a due adapter load's deadline."""
@@ -201,16 +199,13 @@ class EngineClient:
         return len(self._queues)
 
     async def stop(self) -> None:
-        if self._process is None:
+        if self._child is None:
             return
-        if self._process.returncode is None:
-            await self._stop(self._process)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._child.close()
+        if self._child.alive:
+            await self._tell_end(self._child.process)
+        await self._child.close()
 
-    async def _stop(self, process: asyncio.subprocess.Process) -> None:
+    async def _tell_end(self, process: asyncio.subprocess.Process) -> None:
         if self.info is None:
             process.terminate()  # still loading: it reads no messages
         self.send(Order("shutdown"))
@@ -221,13 +216,6 @@ class EngineClient:
             self.failure = (
                 self.failure or "the engine process did not end when it was told to, and was killed"
             )
-            process.kill()
-            try:
-                await asyncio.wait_for(process.wait(), STOP_DEADLINE_S)
-            except TimeoutError:
-                log.error(
-                    "the engine process %d cannot be killed: its driver holds it", process.pid
-                )
 
     def _submit(self, submit: Submit) -> None:
         self.submitted += 1
@@ -259,12 +247,12 @@ class EngineClient:
 
     def send(self, message: ToEngine) -> None:
         """Send a message, unless the engine has ended."""
-        if self._process is not None and not self.ended.is_set():
+        if self._child is not None and not self.ended.is_set():
             self._child.send(self._encoder.encode(message))
 
-    async def _read(self) -> None:
+    async def _read(self, child: Child) -> None:
         while True:
-            raw = await self._child.socket.recv()
+            raw = await child.socket.recv()
             self._heard_at = time.monotonic()
             match self._decoder.decode(raw):
                 case StepOutputs(updates, load):
@@ -282,7 +270,7 @@ class EngineClient:
                     self._answer(answer.asked, answer)
                 case EngineReady() as info:
                     self.info = info
-                    self._child.remove_folder()  # they are connected, and a kill leaves nothing
+                    child.remove_folder()  # they are connected, and a kill leaves nothing
                     self._ready_or_ended.set()
                 case EngineFailed(message):
                     # The process may end slowly or never after a GPU failure.
@@ -300,9 +288,8 @@ class EngineClient:
         if asked is not None and not asked.done():
             asked.set_result(message)
 
-    async def _watch(self) -> None:
-        assert self._process is not None
-        code = await self._process.wait()
+    async def _watch(self, child: Child) -> None:
+        code = await child.process.wait()
         await asyncio.sleep(_REPORT_S)
         self._end(f"the engine process ended ({describe_exit(code)})")
 

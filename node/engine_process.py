@@ -179,7 +179,7 @@ class EngineProcess:
                         self.engine.adapters.retire(name)
                 case Order("reset"):
                     self.engine.scheduler.reset_prefix_cache()
-                    self._cache.resets += 1
+                    self._cache.poll(time.monotonic(), idle=True)  # each is told
                 case AskStats(number):
                     self._send_stats(number)
                 case Order("shutdown"):

@@ -39,10 +39,9 @@ class CacheReporter:
         enabled: bool,
         tier: bool = False,
     ) -> None:
-        """`enabled`: routers hear of changes; `tier`: there is KV below the pool, which needs uses, too."""
+        """`enabled`: routers hear of changes; `tier`: KV below the pool needs uses, too."""
         self._pool, self._block_size, self._send, self._enabled = pool, block_size, send, enabled
         self._due = 0.0
-        self.resets = 0
         if enabled or tier:
             pool.note_changes(use=tier)
 
@@ -51,8 +50,7 @@ class CacheReporter:
             self._due = now + _CACHE_INTERVAL_S
             changes = self._pool.changes()
             stored, removed, used = map(list, (changes.stored, changes.removed, changes.used))
-            cleared, resets = changes.cleared, self.resets
-            self._send(CacheChanges(stored, removed, cleared=cleared, used=used, resets=resets))
+            self._send(CacheChanges(stored, removed, cleared=changes.cleared, used=used))
 
     def prompt_blocks(self, request: Request) -> PromptBlocks | None:
         """Return the hashes by which a router finds this prompt in KV events."""

@@ -85,12 +85,14 @@ class Node:
     def _tell_changes(self, changes: CacheChanges) -> None:
         self.cache.tell(changes)
         if self.kv_events is not None:
-            self.kv_events.publish(msgspec.structs.replace(changes, used=[], resets=0))
+            self.kv_events.publish(msgspec.structs.replace(changes, used=[]))
 
     def stats(self) -> EngineStats:
         """Return the newest of the engine, and of the tiers below its pool."""
-        tiers = self.cache.stats
-        return msgspec.structs.replace(self.engine.stats, host=tiers.host, store=tiers.store)
+        stats, tiers = self.engine.stats, self.cache.stats
+        if tiers is None:
+            return stats
+        return msgspec.structs.replace(stats, host=tiers.host, store=tiers.store)
 
     def check_open(self) -> None:
         """Raise Draining if the node takes no new requests."""

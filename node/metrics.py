@@ -123,9 +123,8 @@ _GAUGES = {
         "load.waiting_tokens",
     ),
 } | {
-    f"kvrelay_tier_{tier}_{what}": (f"{what.capitalize()} of KV in {place}", f"{tier}.{what}")
+    f"kvrelay_tier_{tier}_blocks": (f"Blocks of KV in {place}", f"{tier}.blocks")
     for tier, place in _TIERS.items()
-    for what in ("blocks", "bytes")
 }
 _ENGINE_COUNTERS = {
     "vllm:prompt_tokens": ("Prompt tokens computed", "prompt_tokens"),

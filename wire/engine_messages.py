@@ -183,10 +183,9 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class TierStats(msgspec.Struct):
-    """A tier below the pool: what it holds, and counts of blocks."""
+    """A tier below the pool: blocks that it holds, and counts of blocks."""
 
     blocks: int = 0
-    bytes: int = 0
     stored: int = 0
     loaded: int = 0
     evicted: int = 0

@@ -78,8 +78,6 @@ class CacheChanges(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """All earlier blocks are gone."""
     used: list[BlockHash] = []
     """Hashes that requests have found; not for routers."""
-    resets: int = 0
-    """Resets until now; not for routers."""
 
 
 read_changes = msgspec.msgpack.Decoder(CacheChanges).decode

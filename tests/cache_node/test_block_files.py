@@ -57,6 +57,8 @@ def test_blocks_come_back_into_any_slot_also_for_another_process(
     wanted = [folder.block(slot) for slot in range(8)]
     for slot in range(8):
         os.utime(folder.write(slot), (slot, slot))
+    assert folder.files._folder.stat().st_mode & 0o777 == 0o700  # KV tells what was asked
+    assert folder.files._path(name(1)).stat().st_mode & 0o777 == 0o600
     again = Folder(tmp_path)
     again.memory.zero_()
     assert again.files.names() == [name(slot) for slot in range(8)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 
-from kvrelay.cache_node.table import CacheTable, Reuse
+import pytest
+
+from kvrelay.cache_node.table import CacheTable
 from kvrelay.wire.kv_events import CacheChanges
 
 
@@ -42,30 +44,27 @@ def test_all_goes_down_while_there_is_room_and_once() -> None:
     assert held(table, 1, 2, 3) == [True, True, False]
 
 
-def test_a_block_without_reuse_takes_the_room_of_another_one_but_spares_a_reused_one_once() -> None:
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        (CacheChanges(names(9), []), []),
+        (CacheChanges(names(9), [], used=names(9)), [9]),
+        (CacheChanges(names(8), []), [8]),  # which was there before
+    ],
+)
+def test_a_block_takes_the_room_of_a_reused_one_if_its_own_reuse_was_seen(
+    changes: CacheChanges, taken: list[int]
+) -> None:
     table = CacheTable(2)
-    table.note(CacheChanges(names(2, 1), [], used=names(1)))
-    assert take(table) == [2, 1]
-    table.note(CacheChanges(names(3), []))
-    # The oldest, 1, was used.
-    assert take(table) == []
-    table.note(CacheChanges(names(4), []))
-    assert take(table) == [4]
-    assert (held(table, 1, 2, 4), table.stats.evicted) == ([False, True, True], 1)
-
-
-def test_what_was_lost_and_stored_again_or_found_is_worth_the_room_of_a_reused_one() -> None:
-    for changes in (CacheChanges(names(9), [], used=names(9)), CacheChanges(names(9), [])):
-        table = CacheTable(1)
-        table.note(CacheChanges(names(1), [], used=names(1)))
-        assert take(table) == [1]
-        if not changes.used:
-            table.note(CacheChanges(names(9), []))
-            assert take(table) == []
-            table.note(CacheChanges([], names(9)))
-            table.note(CacheChanges([], [], used=names(1)))
-        table.note(changes)
-        assert take(table) == [9]
+    table.note(CacheChanges(names(7, 8), []))
+    assert take(table) == [7, 8]
+    # Others may take that of blocks without it.
+    table.note(CacheChanges(names(1, 2), [], used=names(1)))
+    assert take(table) == [1, 2]
+    table.note(CacheChanges([], [], used=names(2)))
+    table.note(changes)
+    assert take(table) == taken
+    assert table.stats.evicted == 2 + len(taken)
 
 
 def test_what_is_found_in_the_pool_stays_longest_below_it() -> None:
@@ -130,10 +129,5 @@ def test_no_slot_is_lost_and_none_has_two_owners() -> None:
     for blocks in leases:
         table.pool.release(blocks)
     assert table.pool.free == 20
-
-
-def test_memory_of_names_is_bounded() -> None:
-    reuse = Reuse(100)
-    for number in range(1000):
-        reuse.came(names(number))
-    assert len(reuse._seen) == 100
+    table.note(CacheChanges(names(*range(1000)), []))
+    assert len(table._seen) == 80
