@@ -250,7 +250,7 @@ async def test_a_stream_outlives_more_nodes_than_a_request_may_try_as_long_as_it
         wanted = b"".join(map(event, letters)) + event("", "stop") + DONE
         assert await c.text({"stream": True}) == wanted.decode()
         # More if the router wrote to a stream that was cut before it read the letter.
-        assert len(d.calls) >= len(letters) - 1
+        assert len(letters) - 1 <= len(d.calls) <= 2 * len(letters)
 
 
 @pytest.mark.parametrize("gets_on", [False, True])
