@@ -23,7 +23,7 @@ class CacheTable:
         self.clears = 0
         self.stats = TierStats()
         self._seen: OrderedDict[BlockHash, bool] = OrderedDict()
-        """Whether a request has found a block, or it was stored again after it was lost."""
+        """Blocks, and if a request has found them or they were stored again after a loss."""
         self.offered: dict[BlockHash, None] = {}
         """Blocks that the engine holds, in order, until they are asked for."""
 

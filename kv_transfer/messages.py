@@ -135,7 +135,6 @@ class LeaseCached(msgspec.Struct, tag="lease", frozen=True):
     """16 bytes for each block; each names all before it, too."""
     expires_at: int | None = None
     signature: str | None = None
-    """As a ticket's."""
 
 
 class Leased(msgspec.Struct, tag="leased", frozen=True):

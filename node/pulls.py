@@ -85,9 +85,9 @@ class Pulls:
         others = [s for s in request.sources if s.generation != self._connector.generation]
         if not others or request.fetch is not None or request.to_score(0, request.prompt_tokens):
             return
-        last, *_, source = sorted([others[0], *others], key=lambda each: each.tokens)
-        # One more ask if this fails: of what lies below the pool.
-        request.sources = [] if last is source or last.tokens else [last]
+        source = sorted(others, key=lambda each: each.tokens)[-1]
+        # One more ask if this fails: of what lies below the pool, which names no tokens.
+        request.sources = [each for each in others if not each.tokens and each is not source][:1]
         scheduler, block_size = self._engine.scheduler, self._engine.pool.block_size
         most = (len(request.token_ids) - 1) // block_size
         first = scheduler.cached_tokens(request) // block_size

@@ -75,7 +75,7 @@ class Metrics(Collector):
         histogram = partial(Histogram, labelnames=[_MODEL], buckets=_LATENCY_S, registry=registry)
         self._pool = pool
         self.counts = collections.Counter[str]()
-        """Of the console, since the start: `requests`, those that `failed`, `output_tokens`."""
+        """Counts of the console since the start: `requests`, `failed`, `output_tokens`."""
         registry.register(self)  # first: it makes the others show their zeros
         self.running: _Levels = dict
         self.waiting: _Levels = dict

@@ -64,7 +64,7 @@ class ClusterState(msgspec.Struct, frozen=True, array_like=True):
     """The configuration of one worker, with the port of all."""
     members: dict[Source, list[NodeSpec]]
     nodes: dict[str, tuple[bool, list[str]]]
-    """By address: whether only routers drain it, and adapters."""
+    """A drain that only routers know of, and adapters, by address."""
     poison: dict[bytes, Suspect]
 
 

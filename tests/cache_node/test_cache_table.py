@@ -1,4 +1,4 @@
-"""What a tier keeps, by the pure tables."""
+"""The blocks that a tier keeps, by its pure table."""
 
 from __future__ import annotations
 
