@@ -1,0 +1,160 @@
+"""The hit ladder: what became of each token of a prompt that a cache could have had. Pure.
+
+Blocks are chained, so what is found of a prompt is its beginning, and each further rung begins where
+the one before it ends. A history has the names of blocks as KV events tell them, of one node or of
+all; caches evict the end of a prefix first, and so a bisection finds how deep something is true.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from itertools import accumulate, islice
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+
+__all__ = ["RUNGS", "Depths", "Found", "History", "ladder"]
+
+RUNGS = (
+    *("gpu", "host", "store", "peer"),
+    *("failed", "stale", "evicted", "placement", "capacity", "forgotten", "new"),
+)
+"""Where tokens were found, why others were not, and those that no cache could have had."""
+MOST_GONE = 500_000
+"""Evicted blocks that a history remembers, about 100 bytes each: 8 million tokens."""
+_OLDER = 1 << 20
+_NEVER = -math.inf, ""
+_Name = TypeVar("_Name", bound=Hashable)
+
+
+class Found(msgspec.Struct, frozen=True, array_like=True):
+    """A node's report on a prompt: tokens found in its pool, in the tiers below, and elsewhere."""
+
+    gpu: int = 0
+    host: int = 0
+    store: int = 0
+    peer: int = 0
+    failed: int = 0
+    """Tokens behind those, of which the KV was promised and did not come in time."""
+    asked: int = 0
+    """Another node was asked for KV up to this token; 0: none was."""
+
+    @property
+    def tokens(self) -> int:
+        return self.gpu + self.host + self.store + self.peer
+
+
+class Depths(NamedTuple):
+    """A measure of how far, in tokens from the first on, something is true of a prompt's blocks."""
+
+    kept: int = 0
+    """The node that was to have them has not told since that they are gone."""
+    held: int = 0
+    """The node that was to have them told that it holds them."""
+    anywhere: int = 0
+    """Some node told that it holds them."""
+    seen: int = 0
+    """Some node told so once, as far as the history goes back."""
+    older: int = 0
+    """Some node told so, however long ago."""
+
+
+def ladder(tokens: int, found: Found, depths: Depths) -> dict[str, int]:
+    """Return a prompt's tokens by rung; all of RUNGS, in order, and `tokens` in all."""
+    reached, possible = found.tokens, max(found.tokens, *depths[:-1])
+    ends = [
+        *accumulate((found.gpu, found.host, found.store, found.peer)),
+        min(reached + found.failed, possible),
+        *depths,
+        tokens,
+    ]
+    rungs, at = {}, 0
+    for rung, end in zip(RUNGS, ends, strict=True):
+        at, begin = max(at, min(end, tokens)), at
+        rungs[rung] = at - begin
+    return rungs
+
+
+class History(Generic[_Name]):
+    """A history of which blocks nodes hold, since when, and of blocks that they had once."""
+
+    def __init__(self, most_gone: int = MOST_GONE) -> None:
+        self.held: dict[str, dict[_Name, float]] = {}
+        """Since when, by node."""
+        self._gone: dict[_Name, tuple[float, str]] = {}  # when, where; the oldest first
+        self._most_gone = most_gone
+        self._older = array("q", bytes(8 * _OLDER))  # each takes the place of another
+
+    def changed(
+        self,
+        node: str,
+        stored: Iterable[_Name],
+        removed: Iterable[_Name],
+        at: float,
+        *,
+        cleared: bool = False,
+    ) -> None:
+        """Follow an event of a node's cache; its first one is `cleared`."""
+        held, stored = self.held.setdefault(node, {}), dict.fromkeys(stored, at)
+        # A node tells of blocks that are new there: what it had was evicted in between.
+        gone = [*held] if cleared else [*removed, *filter(held.__contains__, stored)]
+        for name in gone:
+            held.pop(name, None)
+        held |= stored
+        self._forget(gone, at, node)
+
+    def left(self, node: str, at: float) -> None:
+        """Note that a node's blocks are not known any more."""
+        self._forget(self.held.pop(node, ()), at, node)
+
+    def _forget(self, names: Iterable[_Name], at: float, node: str) -> None:
+        gone, when = self._gone, (at, node)
+        for name in names:
+            gone.pop(name, None)
+            gone[name] = when
+        if len(gone) > self._most_gone:  # an eighth at once: to find the oldest takes long
+            for name in list(islice(gone, len(gone) - self._most_gone * 7 // 8)):
+                del gone[name]
+                self._older[hash(name) % _OLDER] = hash(name)
+
+    def depths(
+        self,
+        names: Sequence[_Name],
+        block_size: int,
+        at: float,
+        nodes: Collection[str],
+        them: Collection[str],
+        first: int = 0,
+    ) -> Depths:
+        """Return the depths of a prompt that `nodes`, chosen among `them` at a time, were to have.
+
+        Blocks before `first` were found. Blocks stored after that time do not count.
+        """
+        held, gone, older = self.held, self._gone, self._older
+
+        def kept(name: _Name, among: Collection[str] = nodes) -> bool:
+            return any(held[node].get(name, math.inf) <= at for node in among if node in held)
+
+        def had(name: _Name, among: Collection[str] = nodes) -> bool:
+            when, node = gone.get(name, _NEVER)
+            return (when > at and node in among) or kept(name, among)
+
+        def seen(name: _Name) -> bool:
+            return name in gone or kept(name, them)
+
+        found, most = [], len(names)
+        tests: tuple[Callable[[_Name], bool], ...] = (
+            lambda name: older[hash(name) % _OLDER] == hash(name) or seen(name),
+            seen,
+            lambda name: had(name, them),
+            had,
+            kept,
+        )
+        for test in tests:  # each implies those before it
+            if first < most:
+                most = bisect_left(names, True, first, most, key=lambda name: not test(name))
+            found.append(most * block_size)
+        return Depths(*reversed(found))
