@@ -1,4 +1,4 @@
-"""CUDA runtime calls that torch does not offer: plain allocations, and CUDA IPC on them.
+"""CUDA runtime calls that torch does not offer: plain allocations, CUDA IPC on them, pinned memory.
 
 They bind the libcudart that torch has loaded, on the thread's current device.
 """
@@ -19,10 +19,13 @@ __all__ = [
     "free",
     "handle_of",
     "open_handle",
+    "pin",
+    "unpin",
 ]
 
 HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+_PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegister: for all contexts; of a mapping without writes
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: both addresses say themselves where they lie
 
 
@@ -79,6 +82,17 @@ def copy(target: int, source: int, num_bytes: int, stream: int) -> None:
         ctypes.c_int(_ANY_DIRECTION),
         ctypes.c_void_p(stream),
     )
+
+
+def pin(address: int, num_bytes: int, *, read_only: bool) -> None:
+    """Have GPUs reach host memory without the driver's help, until `unpin`."""
+    flags = _PORTABLE | (_READ_ONLY if read_only else 0)
+    size = ctypes.c_size_t(num_bytes)
+    _call("cudaHostRegister", ctypes.c_void_p(address), size, ctypes.c_uint(flags))
+
+
+def unpin(address: int) -> None:
+    _call("cudaHostUnregister", ctypes.c_void_p(address))
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """The direct backend: nodes of one host map each other's KV pool, and the reader copies blocks.
 
 The source takes no part in a read, so it always ends. Fences of fetches tell whether the bytes were
-still the right ones. The GPU's part is in kv_transfer/mapped_gpu.py.
+still the right ones. Between GPUs: kv_transfer/mapped_gpu.py; between a GPU and host memory:
+kv_transfer/pinned_host.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvrelay.kv_transfer.backend import Source, runs
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.host_memory import HostFile, mapped, place_of
 from kvrelay.kv_transfer.mapped_gpu import GpuPiece, GpuSide
+from kvrelay.kv_transfer.pinned_host import PinnedSide
 from kvrelay.wire.errors import ConfigError, TransferError
 from kvrelay.wire.frames import MALFORMED
 
@@ -39,7 +41,9 @@ class DirectBackend:
         """Take nothing yet. The region's pool must outlive the backend."""
         self._region = region
         self._side: Any = HostSide(region) if region.device == "cpu" else GpuSide(region)
-        self._pools: dict[str, Any] = {}  # as mapped by us, by generation
+        self._across = PinnedSide(region)
+        self._pools: dict[str, tuple[Any, Any]] = {}
+        """Sides, and pools as they have mapped them, by generation."""
 
     def prepare(self) -> None: ...
 
@@ -72,49 +76,45 @@ class DirectBackend:
             raise TransferError(
                 f"kv_connector direct needs one host, and {source.engine_id} runs on another one"
             )
-        if type(metadata.place) is not type(self._place):
-            raise TransferError(
-                f"kv_connector direct needs both KV pools on CPUs or both on GPUs: ours is on "
-                f"{self._region.device}, that of {source.engine_id} on {source.region.device}"
-            )
-        pool = self._side.map(source, metadata.place)
+        alike = type(metadata.place) is type(self._place)
+        side = self._side if alike else self._across
+        pool = side.map(source, metadata.place)
+        offset = nonce_offset(source.region.num_blocks * source.region.block_bytes)
         try:
-            self._prove(source, pool, metadata.nonce)
+            if side.nonce(pool, offset) != metadata.nonce:
+                raise TransferError(
+                    f"what {source.engine_id} said is its KV pool is another's: it has ended or "
+                    f"restarted"
+                )
         except TransferError:
-            self._side.unmap(pool)
+            side.unmap(pool)
             raise
-        self._pools[source.generation] = pool
+        self._pools[source.generation] = side, pool
 
     def post_read(
         self, source: Source, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> object:
-        pool = self._pools[source.generation]
-        handle: object = self._side.start(source, pool, remote_blocks, local_blocks)
-        return handle
+        side, pool = self._pools[source.generation]
+        return side, side.start(source, pool, remote_blocks, local_blocks)
 
-    def poll(self, handle: object) -> bool:
+    def poll(self, handle: Any) -> bool:
         """Go on copying. Raises only if the GPU has failed for good."""
-        return bool(self._side.poll(handle))
+        side, read = handle
+        return bool(side.poll(read))
 
     def peer_gone(self, generation: str) -> None: ...
 
     def drop_peer(self, generation: str) -> None:
-        self._side.unmap(self._pools.pop(generation))
+        side, pool = self._pools.pop(generation)
+        side.unmap(pool)
 
-    def progress(self) -> None: ...
+    def progress(self) -> None:
+        self._across.progress()
 
     def close(self) -> None:
         """Unmap all pools. Nothing lands after this."""
         for generation in list(self._pools):
             self.drop_peer(generation)
-
-    def _prove(self, source: Source, pool: Any, nonce: bytes) -> None:
-        offset = nonce_offset(source.region.num_blocks * source.region.block_bytes)
-        if self._side.nonce(pool, offset) != nonce:
-            raise TransferError(
-                f"what {source.engine_id} said is its KV pool is another's: it has ended or "
-                f"restarted"
-            )
 
 
 # One `poll` copies for so long, and looks at the clock after each step (1 ms or less). The

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
+from kvrelay.kernels import cuda_runtime
 from kvrelay.kernels.pool_memory import NONCE_BYTES, PoolMemory
 from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.wire.errors import ConfigError, TransferError
 
-__all__ = ["GpuPiece", "GpuSide"]
+__all__ = ["GpuPiece", "GpuSide", "open_piece", "visible_gpus"]
 
 # One launch copies so much (0.36 ms at 370 GB/s), and so many wait in the stream, to last until the
 # next `poll`.
@@ -71,11 +73,9 @@ class GpuSide:
 
     def open(self, memory: PoolMemory) -> GpuPiece:
         """Take a stream and compile the kernel, which may take seconds. Raises ConfigError."""
-        import torch
+        from kvrelay.kernels import gather_blocks
 
-        from kvrelay.kernels import cuda_runtime, gather_blocks
-
-        self._torch, self._cuda, self._kernel = torch, cuda_runtime, gather_blocks
+        self._kernel = gather_blocks
         if self._region.block_bytes % gather_blocks.VECTOR_BYTES:
             raise ConfigError(
                 f"kv_connector direct copies {gather_blocks.VECTOR_BYTES} bytes at a time, and a "
@@ -96,34 +96,28 @@ class GpuSide:
         read = self.start(ourselves, memory.address, [0], [0])
         self._stream.synchronize()
         assert self.poll(read)
-        return GpuPiece(_ipc_namespace(), handle, self._uuid(self._device))
+        return GpuPiece(_ipc_namespace(), handle, _uuid(self._device))
 
     def map(self, source: Source, place: GpuPiece) -> int:
         """Return the peer's pool's address on our GPU. Raises TransferError."""
-        cuda, who = self._torch.cuda, source.engine_id
+        who = source.engine_id
         # CUDA opens memory of a hidden GPU, but cannot be asked about it.
-        visible = {self._uuid(index): index for index in range(cuda.device_count())}
-        theirs = visible.get(place.gpu, self._device)
-        if theirs != self._device and not cuda.can_device_access_peer(self._device, theirs):
+        theirs = visible_gpus().get(place.gpu, self._device)
+        if theirs != self._device and not torch.cuda.can_device_access_peer(self._device, theirs):
             raise TransferError(
                 f"GPU {self._device} cannot read from GPU {theirs}, which has the KV pool of {who}"
             )
-        try:
-            return self._cuda.open_handle(place.handle)
-        except (self._cuda.CudaError, ValueError) as error:  # ValueError: no handle
-            raise TransferError(
-                f"the KV pool of {who} cannot be mapped ({error}): CUDA IPC needs "
-                f"{self._lacking(place, visible)}"
-            ) from error
+        return open_piece(place, who)
 
     def nonce(self, pool: int, offset: int) -> bytes:
-        torch = self._torch
         found = torch.zeros(
             NONCE_BYTES, dtype=torch.uint8, device=torch.device("cuda", self._device)
         )
         try:
-            self._cuda.copy(found.data_ptr(), pool + offset, NONCE_BYTES, self._stream.cuda_stream)
-        except self._cuda.CudaError as error:
+            cuda_runtime.copy(
+                found.data_ptr(), pool + offset, NONCE_BYTES, self._stream.cuda_stream
+            )
+        except cuda_runtime.CudaError as error:
             raise TransferError(
                 f"a peer's KV pool is mapped but cannot be read: {error}"
             ) from error
@@ -132,8 +126,8 @@ class GpuSide:
     def unmap(self, pool: int) -> None:
         # Other transfers under way are bounded by SLICES_AHEAD.
         self._stream.synchronize()
-        with contextlib.suppress(self._cuda.CudaError):
-            self._cuda.close_handle(pool)
+        with contextlib.suppress(cuda_runtime.CudaError):
+            cuda_runtime.close_handle(pool)
 
     def start(
         self, source: Source, pool: int, remote_blocks: Sequence[int], local_blocks: Sequence[int]
@@ -142,7 +136,7 @@ class GpuSide:
         table = self._tables.pop() if self._tables else self._new_table()
         table.written[:count], table.written[count : 2 * count] = remote_blocks, local_blocks
         # torch's own copy takes a third of a millisecond.
-        self._cuda.copy(
+        cuda_runtime.copy(
             table.gpu.data_ptr(), table.host.data_ptr(), 2 * count * 4, self._stream.cuda_stream
         )
         read = _GpuRead(
@@ -169,10 +163,8 @@ class GpuSide:
 
     def _new_table(self) -> _Table:
         size = 2 * self._region.num_blocks
-        host = self._torch.empty(size, dtype=self._torch.int32, pin_memory=True)
-        gpu = self._torch.empty(
-            size, dtype=self._torch.int32, device=self._torch.device("cuda", self._device)
-        )
+        host = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        gpu = torch.empty(size, dtype=torch.int32, device=torch.device("cuda", self._device))
         return _Table(host, host.numpy(), gpu)
 
     def _launch(self, read: _GpuRead) -> None:
@@ -190,22 +182,37 @@ class GpuSide:
                 tiles=range(read.launched, end),
             )
             read.launched = end
-            event = self._torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
             read.slices.append(event)
 
-    def _lacking(self, place: GpuPiece, visible: dict[str, int]) -> str:
-        lacking = []
-        if place.ipc_namespace != _ipc_namespace():
-            lacking.append(
-                "one IPC namespace for both nodes (containers: docker run --ipc, hostIPC)"
-            )
-        if place.gpu not in visible:
-            lacking.append(f"the peer's GPU {place.gpu} in this container too")
-        return " and ".join(lacking) or "a GPU and driver that support it"
 
-    def _uuid(self, index: int) -> str:
-        return str(self._torch.cuda.get_device_properties(index).uuid)
+def visible_gpus() -> dict[str, int]:
+    """Return the numbers of the GPUs that this process sees, by UUID."""
+    return {_uuid(index): index for index in range(torch.cuda.device_count())}
+
+
+def open_piece(place: GpuPiece, who: str) -> int:
+    """Map a peer's pool by CUDA IPC; return its address. Raises TransferError."""
+    try:
+        return cuda_runtime.open_handle(place.handle)
+    except (cuda_runtime.CudaError, ValueError) as error:  # ValueError: no handle
+        raise TransferError(
+            f"the KV pool of {who} cannot be mapped ({error}): CUDA IPC needs {_lacking(place)}"
+        ) from error
+
+
+def _lacking(place: GpuPiece) -> str:
+    lacking = []
+    if place.ipc_namespace != _ipc_namespace():
+        lacking.append("one IPC namespace for both nodes (containers: docker run --ipc, hostIPC)")
+    if place.gpu not in visible_gpus():
+        lacking.append(f"the peer's GPU {place.gpu} in this container too")
+    return " and ".join(lacking) or "a GPU and driver that support it"
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def _ipc_namespace() -> int:
