@@ -52,9 +52,9 @@ Command = Read | Sum | tuple[PeerKey, Message]
 class FetchTable:
     """A reader's fetches. Each ends once: Fetched, or (FetchFailed or cancel and) Settled."""
 
-    def __init__(self, config: TransferConfig, block_bytes: int) -> None:
-        """`block_bytes`: of all ranks."""
-        self._config, self._block_bytes = config, block_bytes
+    def __init__(self, config: TransferConfig, block_bytes: int, *, keeps: bool = False) -> None:
+        """`block_bytes`: of all ranks. `keeps`: checksums are kept for whoever reads the KV here."""
+        self._config, self._block_bytes, self._keeps = config, block_bytes, keeps
         self.events: list[Fetched | FetchFailed | Settled] = []
         self.commands: list[Command] = []
         self.stats = TransferStats()
@@ -213,6 +213,8 @@ class FetchTable:
             if fetch.lease == lease:
                 for block in checksums.keys() & fetch.checks.places.keys():
                     fetch.checks.theirs.setdefault(block, checksums[block])
+                if self._keeps:
+                    fetch.checks.ours.update(fetch.checks.theirs)
                 self._start(fetch, now)
 
     def summed(self, command: Sum, checksums: Sequence[bytes], now: float) -> None:
@@ -335,6 +337,8 @@ class FetchTable:
             self.commands.append((fetch.peer, asked))
 
     def _sum(self, fetch: Fetch, first: int) -> None:
+        if self._keeps:
+            return
         checks, local = fetch.checks, fetch.local_blocks
         places = [
             (block, place)

@@ -49,7 +49,13 @@ from kvrelay.kv_transfer.offers import Offers
 from kvrelay.kv_transfer.peers import Peers
 from kvrelay.kv_transfer.rank_backends import make_backends, terms_of
 from kvrelay.kv_transfer.ranks import Broke, FromRank, RankLink
-from kvrelay.kv_transfer.tickets import MAX_ID_CHARS, refusal, sealed_address, signed
+from kvrelay.kv_transfer.tickets import (
+    MAX_ID_CHARS,
+    asking_refusal,
+    refusal,
+    sealed_address,
+    signed,
+)
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import Incompatible, KvrelayError, PeerLost
 from kvrelay.wire.transfer import Fingerprint, Ticket
@@ -103,7 +109,7 @@ class TransferEngine:
         self._kept = kept
         heads = ((0, fingerprint.kv_heads),) if link is None else link.heads
         # All ranks hold equally many heads.
-        self._fetches = FetchTable(config, len(heads) * region.block_bytes)
+        self._fetches = FetchTable(config, len(heads) * region.block_bytes, keeps=kept is not None)
         self._callers: dict[bytes, list[str]] = {}  # readers, and backends that they await
         self._broken: Exception | None = None
         self._control = ControlThread(self, config.kv_host, config.kv_port, config.cluster_secret)
@@ -221,6 +227,13 @@ class TransferEngine:
             if self._asks.begin(request_id, peer, hashes, first, until, unix_now, seal):
                 self._peers.ask(peer, now)
         self._control.wake()
+
+    def meet(self, peer: PeerKey, seal: str) -> bool:
+        """Reader: get ready to read from a peer; return whether that is so. `seal`: as in `ask`."""
+        if asking_refusal(peer, seal, self._config.cluster_secret):
+            return False
+        with self._turn():
+            return self._peers.meet(peer, time.monotonic())
 
     def watch(self, request_id: str, ticket: Ticket) -> None:
         """Reader: renew this ticket's lease from now on.

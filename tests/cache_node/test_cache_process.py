@@ -34,6 +34,7 @@ from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import CacheChanges
 from kvrelay.wire.transfer import Fingerprint, Source
 from kvrelay.wire.versions import HANDOVER
+from tests.kv_transfer.peer_process import PeerProcess
 
 BLOCK_BYTES, BLOCKS = 512, 64
 FINGERPRINT = Fingerprint(
@@ -51,11 +52,11 @@ def name(number: int) -> bytes:
 class Engine:
     """An engine process as far as its pool goes."""
 
-    def __init__(self, fingerprint: Fingerprint = FINGERPRINT) -> None:
-        self.memory = zeros(BLOCKS * BLOCK_BYTES, torch.device("cpu"))
+    def __init__(self, fingerprint: Fingerprint = FINGERPRINT, device: str = "cpu") -> None:
+        self.memory = zeros(BLOCKS * BLOCK_BYTES, torch.device(device))
         self.pool, self.events, self.asks = BlockPool(BLOCKS), list[Event](), 0
         self.pool.note_changes(use=True)
-        region = PoolRegion(self.memory.data_ptr(), BLOCKS, BLOCK_BYTES, "cpu")
+        region = PoolRegion(self.memory.data_ptr(), BLOCKS, BLOCK_BYTES, device)
         self.connector = open_connector("engine", fingerprint, region, TRANSFER, lambda: None)
         self.leases: dict[str, list[int]] = {}
 
@@ -63,6 +64,8 @@ class Engine:
         """Compute a block, and let go of it."""
         (block,) = self.pool.allocate(1) or []
         self.memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = content
+        if self.memory.is_cuda:
+            torch.cuda.synchronize()
         self.pool.publish(block, name(number))
         self.pool.release([block])
 
@@ -107,6 +110,9 @@ class Host:
         while self.parent.poll(0):
             self.stats = msgspec.msgpack.decode(self.parent.recv(), type=CacheStats)
 
+    def held(self, number: int) -> bool:
+        return bool(self.cache._table.pool.lookup([name(number)]))
+
     def flip(self, number: int, rng: random.Random) -> None:
         (slot,) = self.cache._table.pool.lookup([name(number)])
         at = slot * BLOCK_BYTES + rng.randrange(BLOCK_BYTES)
@@ -118,17 +124,34 @@ class Host:
             socket.close(linger=0)
 
 
+class HostBeside:
+    """The same in a process of its own, as CUDA IPC wants it."""
+
+    def __init__(self, *args: Any) -> None:
+        self.peer, self.stats = PeerProcess(Host, *args), CacheStats(Source("", 0, "", 0))
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda *args: self.peer.ask(method, *args)
+
+    def turn(self) -> None:
+        self.peer.ask("turn")
+        self.stats = self.peer.ask("stats")
+
+    def close(self) -> None:
+        self.peer.kill()
+
+
 class World:
     def __init__(self, folder: Path) -> None:
         self.folder, self.rng = folder, random.Random(1)
-        self.hosts, self.engines = list[Host](), list[Engine]()
+        self.hosts, self.engines = list[Any](), list[Engine]()
         self.contents: dict[int, torch.Tensor] = {}
 
     def host(self, *args: Any, **fields: Any) -> Host:
         self.hosts.append(Host(self.folder, *args, **fields))
         return self.hosts[-1]
 
-    def engine(self, host: Host, **fields: Any) -> Engine:
+    def engine(self, host: Any, **fields: Any) -> Engine:
         engine = Engine(**fields)
         self.engines.append(engine)
         host.say(Attach(Source(*engine.connector.address, engine.connector.generation, 0)))
@@ -141,7 +164,7 @@ class World:
             for each in (*self.engines, *self.hosts):
                 each.turn()
 
-    def fill(self, host: Host, engine: Engine, numbers: Sequence[int]) -> None:
+    def fill(self, host: Any, engine: Engine, numbers: Sequence[int]) -> None:
         """Compute blocks, and wait until the tier has them."""
         for number in numbers:
             if number not in self.contents:
@@ -149,12 +172,9 @@ class World:
                 self.contents[number] = torch.frombuffer(bytearray(random_bytes), dtype=torch.uint8)
             engine.fill(number, self.contents[number])
         host.say(engine.changes())
-        self.until(lambda: all(self.held(host, number) for number in numbers))
+        self.until(lambda: all(host.held(number) for number in numbers))
 
-    def held(self, host: Host, number: int) -> bool:
-        return bool(host.cache._table.pool.lookup([name(number)]))
-
-    def read(self, host: Host, engine: Engine, numbers: Sequence[int]) -> int | str:
+    def read(self, host: Any, engine: Engine, numbers: Sequence[int]) -> int | str:
         """Read blocks into the engine; return how many, or why none. Each must be right."""
         engine.asks += 1
         ask = f"ask-{engine.asks}"
@@ -182,7 +202,7 @@ class World:
             return first.cause
         for number, block in zip(numbers, blocks, strict=False):
             found = engine.memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-            assert torch.equal(found, self.contents[number]), number
+            assert torch.equal(found.cpu(), self.contents[number]), number
         return len(blocks)
 
 
@@ -231,7 +251,7 @@ def test_no_flipped_block_of_ten_thousand_is_served(world: World) -> None:
         assert world.read(host, engine, numbers) == "KvCorrupted"
         flipped += 50
         world.until(lambda: host.cache._table.stats.corrupt == flipped)  # noqa: B023
-        assert not any(world.held(host, number) for number in numbers)
+        assert not any(host.held(number) for number in numbers)
         engine.pool.reset()
         engine.pool.changes()
     world.until(lambda: engine.pool.free == engine.pool.total)
@@ -241,8 +261,25 @@ def test_no_flipped_block_of_ten_thousand_is_served(world: World) -> None:
     world.fill(host, engine, range(6))
     host.flip(3, world.rng)
     assert world.read(host, engine, range(6)) == "KvCorrupted"
-    world.until(lambda: not world.held(host, 3))
+    world.until(lambda: not host.held(3))
     assert world.read(host, engine, range(6)) == 3
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_blocks_come_back_from_another_process_to_the_byte(world: World, device: str) -> None:
+    world.hosts.append(host := HostBeside(world.folder))
+    old = world.engine(host, device=device)
+    world.fill(host, old, range(20))
+    assert world.read(host, old, range(20)) == 20
+    old.connector.close()
+    world.engines.remove(old)
+    new = world.engine(host, device=device)
+    assert world.read(host, new, range(20)) == 20
+    world.fill(host, new, [20, 21])
+    host.flip(3, world.rng)
+    assert world.read(host, new, range(22)) == "KvCorrupted"
+    world.until(lambda: not host.held(3))
+    assert world.read(host, new, range(22)) == 3
 
 
 def test_what_host_memory_has_no_room_for_comes_from_files(world: World) -> None:
@@ -287,7 +324,7 @@ def test_an_engine_that_has_lost_what_it_told_costs_nothing_else(world: World) -
     for number in (0, 5, 6, 11):
         engine.pool.forget(*engine.pool.lookup([name(number)]))
     host.say(told)
-    world.until(lambda: all(world.held(host, number) for number in (1, 2, 3, 4, 7, 8, 9, 10)))
+    world.until(lambda: all(host.held(number) for number in (1, 2, 3, 4, 7, 8, 9, 10)))
     assert host.stats.host.stored <= 8
     world.until(lambda: engine.pool.free == engine.pool.total)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ import httpx2
 import pytest
 from real_cluster import (
     SHORT_LEASE,
+    TINY,
     Cluster,
     children,
     complete,
@@ -27,18 +29,28 @@ pytest.importorskip("nixl")
 
 SESSIONS, TURNS = 6, 5
 READY = "the cache process is ready"
-TIERS = ["--kv-pull", "always", "--kv-checksums", "0.001", "--kv-host-memory", "512KiB"]
+TIERS = ["--kv-pull", "always", "--kv-checksums", "0.001"]
+on_both = pytest.mark.parametrize(
+    "tiers", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
 
 
 class Tiers:
     """A node whose pool has room for a session and a half, and a node without any cache."""
 
-    def __init__(self, folder: Path) -> None:
-        # 127 blocks of 8 KiB; the host has room for 63, and the files for all.
+    def __init__(self, folder: Path, device: str) -> None:
+        # 127 blocks of 8 KiB, on a GPU of 16; the host has room for 63, and the files for all.
         flags = [*tiny_model(folder, max_position_embeddings=2048, kv_mib=1), *SHORT_LEASE]
+        host = ["--kv-host-memory", "512KiB"]
+        if device == "cuda":
+            config = TINY | {"head_dim": 64, "max_position_embeddings": 2048}
+            (folder / "tiny" / "config.json").write_text(json.dumps(config))
+            flags += ["--device", "cuda", "--block-size", "16", "--kv-cache-memory-bytes", "2MiB"]
+            flags += ["--batch-invariant", "--gpu-memory-utilization", "0.05"]
+            host = ["--kv-host-memory", "1MiB"]
         self.cluster = Cluster(folder, flags)
         store = ["--kv-store", str(folder / "store"), "--kv-store-size", "64MiB"]
-        self.tiered = self.cluster.start("serve", [*flags, *TIERS, *store])
+        self.tiered = self.cluster.start("serve", [*flags, *TIERS, *host, *store])
         self.plain = self.cluster.start("serve", [*flags, "--no-enable-prefix-caching"])
         self.cluster.nodes += [self.tiered, self.plain]
         self.histories: dict[int, list[int]] = {}
@@ -84,8 +96,8 @@ class Tiers:
 
 
 @pytest.fixture
-def tiers(tmp_path: Path) -> Iterator[Tiers]:
-    it = Tiers(tmp_path)
+def tiers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tiers]:
+    it = Tiers(tmp_path, getattr(request, "param", "cpu"))
     try:
         it.wait_ready()
         yield it
@@ -94,6 +106,7 @@ def tiers(tmp_path: Path) -> Iterator[Tiers]:
         it.cluster.stop()
 
 
+@on_both
 def test_sessions_that_move_all_the_time_get_every_token_of_a_node_without_a_cache(
     tiers: Tiers,
 ) -> None:
@@ -135,6 +148,7 @@ def test_a_node_that_starts_again_is_warm_and_a_reset_empties_all(tiers: Tiers) 
     tiers.cluster.nodes.remove(tiers.tiered)
 
 
+@on_both
 def test_a_node_goes_on_without_its_cache_process(tiers: Tiers) -> None:
     tiers.turn(1, 0)
     tiers.kill(b"cache_process")
