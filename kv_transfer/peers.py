@@ -113,6 +113,9 @@ class Peers:
         elif peer.welcome is not None:
             self._send_asks(peer)
 
+    def meet(self, key: PeerKey, now: float) -> bool:
+        return self._meet(key, now).joined
+
     def say(self, key: PeerKey, message: Message, now: float) -> None:
         """Send a fetch's message, unless its answer is near."""
         words = self._peers[key].words if key in self._peers else None

@@ -16,11 +16,12 @@ from kvrelay.paged_engine.request import Request, State
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.errors import TransferTimeout
 from kvrelay.wire.step_costs import StepCosts
-from kvrelay.wire.transfer import Ticket
+from kvrelay.wire.transfer import Source, Ticket
 
 __all__ = ["PullPrice", "Pulls"]
 
 _SAMPLES = 8
+_MOST_PRICES = 256
 _REMEMBERED_S = 60.0
 _ALWAYS_MS = 1e-9
 # Before anything is measured: 10 GB/s, because what is thought too slow is never tried.
@@ -28,10 +29,9 @@ _ASK_MS, _BYTE_MS = 2.0, 1e-7
 
 
 class PullPrice:
-    """A price of pulls, by the medians of what the newest ones took. Pure.
+    """A price of pulls from a source, by the medians of what the newest ones took. Pure.
 
-    The first contact with a peer takes long, so one sample decides nothing; and after a minute
-    a slow link is tried again.
+    One sample decides nothing, and after a minute a slow link is tried again.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,8 @@ class Pulls:
     def __init__(self, engine: Engine, connector: TransferEngine, config: NodeConfig) -> None:
         self._engine, self._connector, self._config = engine, connector, config.transfer
         self._block_bytes = engine.pool.block_bytes * config.engine.tensor_parallel_size
-        self._price = PullPrice()
+        self._prices: dict[tuple[PeerKey, bool], PullPrice] = {}
+        """By source and whether it was met: what a first contact takes says nothing of the next."""
         self._leases: deque[tuple[int, str, list[int]]] = deque()
         """Steps that must have ended, and the blocks held for an ask."""
         self._granted: deque[tuple[float, Request]] = deque()
@@ -93,7 +94,8 @@ class Pulls:
         first = scheduler.cached_tokens(request) // block_size
         told = source.tokens // block_size if source.tokens else most
         blocks, now = min(told, most) - first, time.monotonic()
-        limit_s = self._limit_s(blocks, first, now)
+        request.pull_price = self._price(source)
+        limit_s = self._limit_s(request.pull_price, blocks, first, now)
         if blocks <= 0 or not limit_s:
             self.begin(request)
             return
@@ -103,19 +105,30 @@ class Pulls:
         hashes = request.block_hashes(block_size)[first:most]
         self._connector.ask(request.request_id, peer, hashes, first, limit_s, source.seal)
 
-    def _limit_s(self, blocks: int, first: int, now: float) -> float:
+    def _price(self, source: Source) -> PullPrice:
+        peer = PeerKey(source.host, source.port, source.generation)
+        met = self._config.kv_pull == "auto" and self._connector.meet(peer, source.seal)
+        price = self._prices[peer, met] = self._prices.pop((peer, met), PullPrice())
+        if len(self._prices) > _MOST_PRICES:
+            del self._prices[next(iter(self._prices))]  # the least recently used
+        return price
+
+    def _limit_s(self, price: PullPrice, blocks: int, first: int, now: float) -> float:
         if self._config.kv_pull != "auto":
             return self._config.transfer_deadline_s * (self._config.kv_pull == "always")
         block_size, costs = self._engine.pool.block_size, self._engine.scheduler.budget.costs
         part = blocks * block_size, first * block_size, blocks * self._block_bytes
-        return self._price.worth_ms(*part, costs, now) / 1e3
+        return price.worth_ms(*part, costs, now) / 1e3
 
     def announced_ms(self, now: float) -> tuple[float, float]:
         """Return the time of a pull as routers hear it, once and per token; 0: none is made."""
         if self._config.kv_pull != "auto":
             return 0.0, _ALWAYS_MS if self._config.kv_pull == "always" else 0.0
         token_bytes = self._block_bytes / self._engine.pool.block_size
-        return self._price.ask_ms(now), self._price.byte_ms(now) * token_bytes
+        known = [price for (_, met), price in self._prices.items() if met] or [PullPrice()]
+        ask_ms = statistics.median_low(price.ask_ms(now) for price in known)
+        byte_ms = statistics.median_low(price.byte_ms(now) for price in known)
+        return ask_ms, byte_ms * token_bytes
 
     def handle(self, event: Granted | CachedAsked) -> None:
         if isinstance(event, CachedAsked):
@@ -126,7 +139,7 @@ class Pulls:
             return  # aborted; the connector knows
         now, asked_at = time.monotonic(), request.asked_s
         if event.ticket is not None or event.reason.startswith(("NotHeld", "TransferTimeout")):
-            self._price.asked((now - asked_at) * 1e3, now)
+            request.pull_price.asked((now - asked_at) * 1e3, now)
         request.asking = False
         if event.ticket is not None:
             self._connector.watch(event.request_id, event.ticket)
@@ -139,7 +152,7 @@ class Pulls:
     def over(self, request: Request, num_bytes: int, read_s: float) -> None:
         """Count a pull whose fetch is over."""
         self.tokens += request.pulled_tokens
-        self._price.read(num_bytes, read_s * 1e3, time.monotonic())
+        request.pull_price.read(num_bytes, read_s * 1e3, time.monotonic())
 
     def failed(self, request: Request, cause: str, ticket: Ticket) -> None:
         """Count a pull that was granted, and what it took at least."""
@@ -147,7 +160,7 @@ class Pulls:
         self.failures[cause] += 1
         if cause == TransferTimeout.__name__:
             num_bytes = len(ticket.remote_block_ids[0]) * self._block_bytes
-            self._price.read(num_bytes, request.pull_s * 1e3, time.monotonic())
+            request.pull_price.read(num_bytes, request.pull_s * 1e3, time.monotonic())
 
     def give_up(self, now: float) -> None:
         """Compute what has waited for a seat too long: two nodes might wait for each other's blocks."""

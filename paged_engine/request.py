@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvrelay.paged_engine.guide import Guide
 from kvrelay.wire.engine_messages import Submit, Timing
@@ -55,6 +55,7 @@ class Request:
     asking: bool = False
     asked_s: float = 0.0
     pull_s: float = 0.0  # its answer and its KV may each take so long
+    pull_price: Any = None  # the node's, of the source that was asked
     pulled_tokens: int = 0
     fetch_error: str | None = None
     state: State = State.WAITING

@@ -57,6 +57,7 @@ class Node(Pulls):
 
     def __init__(self, kv_pull: str = "always") -> None:
         self.said: list[tuple[Any, ...]] = []
+        self.met = set[PeerKey]()
         self.scheduler = Scheduler(
             BlockPool(33),
             block_size=16,
@@ -71,6 +72,7 @@ class Node(Pulls):
         )
         connector: Any = SimpleNamespace(
             generation="own",
+            meet=lambda peer, _: peer in self.met,
             ask=lambda name, peer, *_: self.said.append(("ask", name, peer)),
             watch=lambda name, _: self.said.append(("watch", name)),
             cancel=lambda name: self.said.append(("cancel", name)),
@@ -128,11 +130,17 @@ def test_a_ticket_without_a_seat_is_given_back_and_the_prompt_computed() -> None
     assert node.scheduler.schedule(0.0).chunks[0].start == 0
 
 
-def test_a_link_that_was_too_slow_twice_is_left_for_a_minute() -> None:
+def test_a_source_that_was_too_slow_twice_is_left_for_a_minute_or_until_it_is_met() -> None:
     node = Node("auto")
-    for at in range(3):
-        request = node.begun(source(64))
-        assert request.asking == (at < 2)
+
+    def asks(generation: str) -> bool:
+        request = node.begun(source(64, generation))
         if request.asking:
             node.failed(request, "TransferTimeout", Ticket(remote_block_ids=[[1, 2, 3, 4]]))
         node.scheduler.abort("r")
+        return request.asking
+
+    assert [asks("slow") for _ in range(3)] == [True, True, False]
+    assert asks("other")
+    node.met.add(PeerKey("127.0.0.1", 4000, "slow"))
+    assert [asks("slow") for _ in range(3)] == [True, True, False]
