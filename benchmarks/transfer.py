@@ -63,8 +63,18 @@ class End:
     """One end of hand-overs, in a process of its own: a pool, and a connector over it."""
 
     def __init__(
-        self, name: str, device: str, kind: str, pool_bytes: int, block_bytes: int, checksums: float
+        self,
+        name: str,
+        device: str,
+        kind: str,
+        pool_bytes: int,
+        block_bytes: int,
+        checksums: float,
+        pool: torch.Tensor | None = None,
+        *,
+        keeps: bool = False,
     ) -> None:
+        """Take a pool, or this one. `keeps`: as a cache process has checksums, here of zeros."""
         on = torch.device(device)
         if on.type == "cuda":
             if (on.index or 0) >= torch.cuda.device_count():
@@ -74,7 +84,8 @@ class End:
         else:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.num_blocks = int(min(pool_bytes, free * POOL_SHARE)) // block_bytes
-        self._pool = zeros(self.num_blocks * block_bytes, on)
+        self._pool = zeros(self.num_blocks * block_bytes, on) if pool is None else pool
+        self.num_blocks = self._pool.nbytes // block_bytes
         self._woken = threading.Event()
         self._block_size = max(1, block_bytes // TOKEN_BYTES)
         fingerprint = Fingerprint(
@@ -84,7 +95,12 @@ class End:
         region = PoolRegion(self._pool.data_ptr(), self.num_blocks, block_bytes, device)
         config = msgspec.convert({"kv_connector": kind, "kv_checksums": checksums}, TransferConfig)
         self.connector: TransferEngine = open_connector(
-            name, fingerprint, region, config, self._woken.set
+            name,
+            fingerprint,
+            region,
+            config,
+            self._woken.set,
+            kept=(lambda blocks: [bytes(64)] * len(blocks)) if keeps else None,
         )
 
     def offer(self, name: str, blocks: list[int], growing: bool) -> Any:
@@ -130,10 +146,10 @@ class End:
         return got[0]
 
 
-def serve(pipe: Connection, *arguments: Any) -> None:
+def serve(pipe: Connection, keeps: bool, *arguments: Any) -> None:
     """Answer the parent's calls of an End until it hangs up."""
     try:
-        end = End(*arguments)
+        end = End(*arguments, keeps=keeps)
     except KvrelayError as why:
         pipe.send((None, why.message))
         return
@@ -194,15 +210,23 @@ def heard(pipe: Connection, within_s: float) -> Any:
 
 @contextmanager
 def open_pair(
-    kind: str, devices: Sequence[str], pool_bytes: int, block_bytes: int, checksums: float
+    kind: str,
+    devices: Sequence[str],
+    pool_bytes: int,
+    block_bytes: int,
+    checksums: float,
+    *,
+    keeps: bool = False,
 ) -> Iterator[Pair]:
+    """Start both ends; those in host memory may have checksums as a cache process has."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     try:
         for name, device in zip(("source", "reader"), devices, strict=True):
             ours, its = context.Pipe()
             pipes.append(ours)
-            arguments = (its, name, device, kind, pool_bytes, block_bytes, checksums)
+            its_keeps = keeps and device == "cpu"
+            arguments = (its, its_keeps, name, device, kind, pool_bytes, block_bytes, checksums)
             processes.append(context.Process(target=serve, args=arguments))
             processes[-1].start()
             its.close()
@@ -230,7 +254,7 @@ def run(
             if not chunks <= blocks < min(pair.num_blocks):
                 print(f"{connector}: {blocks} blocks of {block_bytes} bytes are left out")
                 continue
-            times = _times(pair, blocks, chunks, SPACING * median_s, checked=checksums > 0)
+            times = times_of(pair, blocks, chunks, SPACING * median_s, checked=checksums > 0)
             if not times:
                 print(f"{connector}: no block of {size} bytes was checked")
                 continue
@@ -248,7 +272,9 @@ def run(
     return rows
 
 
-def _times(pair: Pair, blocks: int, chunks: int, spacing_s: float, *, checked: bool) -> list[float]:
+def times_of(
+    pair: Pair, blocks: int, chunks: int, spacing_s: float, *, checked: bool
+) -> list[float]:
     rng, times = random.Random(blocks), list[float]()
     began = math.inf
     for count in range(WARM_UPS + 4 * MOST):
