@@ -36,6 +36,7 @@ from kvrelay.kv_transfer.messages import (
     Renewed,
 )
 from kvrelay.kv_transfer.shares import Heads
+from kvrelay.kv_transfer.tickets import asking_refusal
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import Incompatible, KvrelayError, PeerLost, TransferError
 
@@ -113,7 +114,10 @@ class Peers:
         elif peer.welcome is not None:
             self._send_asks(peer)
 
-    def meet(self, key: PeerKey, now: float) -> bool:
+    def meet(self, key: PeerKey, seal: str, now: float) -> bool:
+        """Get ready to read from a peer that may be asked; return whether that is so."""
+        if asking_refusal(key, seal, self._config.cluster_secret):
+            return False
         return self._meet(key, now).joined
 
     def say(self, key: PeerKey, message: Message, now: float) -> None:

@@ -40,7 +40,7 @@ _PAGE = 4096
 
 
 class _Pins:
-    """Host memory that is pinned in pieces of whole blocks; the driver stages copies of the rest."""
+    """A range of host memory, pinned in pieces of whole blocks; the driver stages copies of the rest."""
 
     def __init__(self, address: int, num_bytes: int, block_bytes: int, *, read_only: bool) -> None:
         """Pin the first piece. Raises CudaError."""
@@ -84,7 +84,7 @@ class _Read:
 
 
 class PinnedSide:
-    """The direct backend's side for peers whose memory is of the other kind, on one thread.
+    """A side of the direct backend, for peers whose memory is of the other kind, on one thread.
 
     A copy that breaks raises CudaError: the process has lost the GPU and has to end.
     """

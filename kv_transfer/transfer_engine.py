@@ -49,13 +49,7 @@ from kvrelay.kv_transfer.offers import Offers
 from kvrelay.kv_transfer.peers import Peers
 from kvrelay.kv_transfer.rank_backends import make_backends, terms_of
 from kvrelay.kv_transfer.ranks import Broke, FromRank, RankLink
-from kvrelay.kv_transfer.tickets import (
-    MAX_ID_CHARS,
-    asking_refusal,
-    refusal,
-    sealed_address,
-    signed,
-)
+from kvrelay.kv_transfer.tickets import MAX_ID_CHARS, refusal, sealed_address, signed
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import Incompatible, KvrelayError, PeerLost
 from kvrelay.wire.transfer import Fingerprint, Ticket
@@ -88,9 +82,7 @@ class TransferEngine:
     ) -> None:
         """Serve from here on. `backends`: this rank's, the best first; `link`: to the other ranks.
 
-        `kept` gives checksums that came with the blocks, in place of new ones.
-
-        `wake` is called from any thread when `events` has something. Raises ConfigError.
+        `kept` gives checksums that came with the blocks, in place of new ones. `wake` is called from any thread when `events` has something. Raises ConfigError.
         """
         self.engine_id = engine_id
         """Stable name among its peers."""
@@ -230,10 +222,8 @@ class TransferEngine:
 
     def meet(self, peer: PeerKey, seal: str) -> bool:
         """Reader: get ready to read from a peer; return whether that is so. `seal`: as in `ask`."""
-        if asking_refusal(peer, seal, self._config.cluster_secret):
-            return False
         with self._turn():
-            return self._peers.meet(peer, time.monotonic())
+            return self._peers.meet(peer, seal, time.monotonic())
 
     def watch(self, request_id: str, ticket: Ticket) -> None:
         """Reader: renew this ticket's lease from now on.
@@ -262,8 +252,7 @@ class TransferEngine:
         """Reader: read remote block i into local block i. Fetched or FetchFailed follows.
 
         It may take `within_s`; 0: what the configuration says. Empty lists release the source's
-        lease. Raises ValueError for unwatched requests and blocks
-        outside the pool.
+        lease. Raises ValueError for unwatched requests and blocks outside the pool.
         """
         if any(not 0 <= block < self._region.num_blocks for block in local_blocks):
             raise ValueError(
