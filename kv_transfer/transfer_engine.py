@@ -82,7 +82,8 @@ class TransferEngine:
     ) -> None:
         """Serve from here on. `backends`: this rank's, the best first; `link`: to the other ranks.
 
-        `kept` gives checksums that came with the blocks, in place of new ones. `wake` is called from any thread when `events` has something. Raises ConfigError.
+        `kept` gives checksums that came with the blocks, in place of new ones. `wake` is called
+        from any thread when `events` has something. Raises ConfigError.
         """
         self.engine_id = engine_id
         """Stable name among its peers."""
