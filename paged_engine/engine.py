@@ -20,7 +20,7 @@ from kvrelay.paged_engine.decoder import split_fused
 from kvrelay.paged_engine.guide import Guide
 from kvrelay.paged_engine.kv_pool import KVPool
 from kvrelay.paged_engine.model_config import ModelConfig
-from kvrelay.paged_engine.model_files import read_tensors
+from kvrelay.paged_engine.model_files import read_tensors, weights_digest
 from kvrelay.paged_engine.quantization import dequantized
 from kvrelay.paged_engine.ranks import Alone, Ranks, TorchRanks
 from kvrelay.paged_engine.request import Chunk, Fetch, Request, StepPlan
@@ -122,7 +122,7 @@ class Engine:
         self.max_num_batched_tokens = self._runner.max_num_batched_tokens
         self.max_num_seqs, self.shapes = self._runner.max_num_seqs, self._runner.shapes
         self.runs_ahead = self._runner.runs_ahead
-        self._config = config
+        self._config, self._weights = config, weights_digest(config)
         self.costs: StepCosts | None = None
         self._pace = Pace()
         self.reset()
@@ -208,7 +208,7 @@ class Engine:
             adapter = None if self.adapters is None else self.adapters.named(submit.adapter)
             if adapter is None:
                 raise AdapterNotLoaded(f"adapter {submit.adapter!r} is not loaded here any more")
-        return Request.from_submit(submit, now, adapter)
+        return Request.from_submit(submit, now, adapter, self._weights)
 
     @property
     def is_done(self) -> bool:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from kvrelay.paged_engine.hf_config import parse_model_config
 from kvrelay.paged_engine.model_config import DTYPES, ModelConfig
 from kvrelay.paged_engine.model_tensors import check_names, quantized_weights, tensor_shapes
+from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,9 +32,13 @@ __all__ = [
     "read_model_config",
     "read_tensors",
     "weight_files",
+    "weights_digest",
 ]
 
 log = logging.getLogger("kvrelay.engine")
+
+# Of a file; a smaller one is read whole.
+_SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 
 def read_model_config(model: str, load_format: str = "auto") -> ModelConfig:
@@ -158,6 +163,21 @@ INDEX = "model.safetensors.index.json"
 def weight_files(folder: Path) -> list[str]:
     """Return the names of a model's safetensors: those of its index, if it has one."""
     return _files_in(_weight_map(folder))
+
+
+def weights_digest(config: EngineConfig) -> str:
+    """Return a digest of sizes and samples of a model's weights; nothing of random ones."""
+    path, found = Path(config.model).expanduser(), blake2b(digest_size=16)
+    if config.load_format == "dummy":
+        return ""
+    for file in [path / name for name in weight_files(path)] if path.is_dir() else [path]:
+        size = file.stat().st_size
+        found.update(size.to_bytes(8, "big"))
+        with file.open("rb") as content:
+            for start in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES)):
+                content.seek(start)
+                found.update(content.read(_SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def _files_in(listed: dict[str, str] | None) -> list[str]:

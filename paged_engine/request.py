@@ -98,14 +98,16 @@ class Request:
     timings_told: int = 0
 
     @classmethod
-    def from_submit(cls, submit: Submit, now: float, adapter: Loaded | None = None) -> Request:
+    def from_submit(
+        cls, submit: Submit, now: float, adapter: Loaded | None = None, weights: str = ""
+    ) -> Request:
         return cls(
             request_id=submit.request_id,
             token_ids=[*submit.prompt_token_ids, *submit.generated],
             prompt_tokens=len(submit.prompt_token_ids),
             params=submit.params,
             arrival_s=now,
-            root=root_of(submit.cache_salt, "" if adapter is None else adapter.identity),
+            root=root_of(submit.cache_salt, weights + (adapter.identity if adapter else "")),
             adapter=adapter,
             salt=submit.cache_salt or "",
             hold=submit.hold,

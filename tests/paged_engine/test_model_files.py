@@ -8,7 +8,7 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gguf
 import numpy as np
@@ -22,9 +22,14 @@ from tiny_models import DIFFERENCES, make_tiny
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.model_config import RopeScaling
 from kvrelay.paged_engine.model_files import read_model_config, read_tensors
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.kv_events import ROOT
+from kvrelay.wire.sampling import SamplingParams
 
 
 def read_all(path: Path, load_format: str = "auto") -> dict[str, torch.Tensor]:
@@ -63,6 +68,26 @@ def test_redundant_tensors_of_old_checkpoints_are_skipped(llama: Path) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     save_file(stored | extra, llama / "model.safetensors")
     assert_same(read_all(llama), stored)
+
+
+def test_weights_that_differ_in_a_byte_have_no_cached_kv_in_common(llama: Path) -> None:
+    def root(folder: Path, load_format: Literal["auto", "dummy"] = "auto") -> bytes:
+        config = EngineConfig(
+            model=str(folder), load_format=load_format, device="cpu", kv_cache_memory_bytes=1 << 20
+        )
+        return Engine(config).request(Submit("r", [1], SamplingParams(1, seed=0)), 0.0).root
+
+    other = llama.with_name("other")
+    shutil.copytree(llama, other, copy_function=shutil.copy)  # with new times
+    mine = root(llama)
+    assert root(other) == mine != ROOT
+    with (other / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        (last,) = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last ^ 1]))
+    assert root(other) != mine
+    assert root(llama, "dummy") == root(other, "dummy") == ROOT
 
 
 def test_missing_unknown_and_misshaped_tensors_are_refused(llama: Path) -> None:
