@@ -231,7 +231,7 @@ class CacheProcess:
         self._report_at = now + STATS_INTERVAL_S
         table, files = self._table, self._files
         stats = CacheStats(self._source, table.clears, table.stats)
-        stats.host.blocks = table.pool.cached
+        stats.host.blocks, stats.host.used = table.pool.cached, table.pool.total - table.pool.free
         if files is not None:
             stats.store = files.stats
             stats.store.blocks = len(files.held)

@@ -42,11 +42,12 @@ class CacheClient:
         config, kv = self._config, info.kv
         if not config.cache.kv_host_memory or kv is None:
             return
+        heads, ranks = kv.fingerprint.kv_heads, kv.fingerprint.tp_size  # more ranks repeat heads
         setup = CacheSetup(
             config.cache,
             config.transfer,
             kv.fingerprint,
-            info.kv_bytes_per_token * info.block_size,
+            info.kv_bytes_per_token * info.block_size * heads // max(heads, ranks),
             identity(kv.fingerprint, config.engine),
             config.log_format,
         )

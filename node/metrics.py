@@ -118,6 +118,10 @@ _GAUGES = {
         "KV blocks that a lost transfer may still write to",
         "quarantined_blocks",
     ),
+    "kvrelay_tier_host_used_blocks": (
+        "Blocks of KV in host memory that are read or written now",
+        "host.used",
+    ),
     "kvrelay_waiting_tokens": (
         "Tokens of prompts that are still to be computed",
         "load.waiting_tokens",

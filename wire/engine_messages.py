@@ -191,6 +191,8 @@ class TierStats(msgspec.Struct):
     evicted: int = 0
     corrupt: int = 0
     """Not what they were when they were stored; dropped."""
+    used: int = 0
+    """Blocks that are read or written now."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):
