@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,17 +32,18 @@ from kvrelay.kv_transfer.connector import (
     Settled,
 )
 from kvrelay.kv_transfer.transfer_engine import open_connector
+from kvrelay.paged_engine.blocks import Changes
 from kvrelay.wire.cache_messages import Attach, CacheSetup, CacheStats, ToCache
 from kvrelay.wire.config_checks import gib
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.kv_events import BlockHash, CacheChanges
+from kvrelay.wire.kv_events import CPU, STORAGE, BlockHash, CacheChanges, all_held
 from kvrelay.wire.transfer import Source
 
 __all__ = ["CacheProcess"]
 
 log = logging.getLogger("kvrelay.cache")
 
-STATS_INTERVAL_S = 0.5
+STATS_INTERVAL_S = 0.1
 _BATCH_BYTES, _BATCH_BLOCKS = 64 << 20, 256
 _PAUSE_S = 1.0
 
@@ -78,6 +79,7 @@ class CacheProcess:
         region = PoolRegion(self._memory.data_ptr(), blocks, size, "cpu")
         self._sums = sums_of(region, setup.fingerprint.kv_heads)
         self._table = CacheTable(blocks - 1)
+        self._table.pool.note_changes()
         self._files: Files | None = None
         if cache.kv_store:
             files = BlockFiles(Path(cache.kv_store), setup.identity, region, self._sums)
@@ -126,6 +128,7 @@ class CacheProcess:
         if isinstance(message, Attach):
             self._engine = message.engine
             self._table.offered.clear()
+            self._tell(everything=True)
             return
         self._table.note(message)
         if message.cleared:
@@ -225,10 +228,23 @@ class CacheProcess:
         if pull.since == self._table.clears:
             self._table.offered |= dict.fromkeys(pull.names[len(pull.slots) + 1 :])
 
+    def _tell(self, *, everything: bool = False) -> None:
+        """Tell what has come and gone, or to a new engine everything."""
+        pool, files = self._table.pool, self._files
+        held: list[tuple[str, Changes, Iterable[BlockHash]]]
+        held = [(CPU, pool.changes(), pool.names())]
+        if files is not None:
+            held.append((STORAGE, files.news(), files.held))
+        for medium, new, names in held:
+            parts = [CacheChanges([*new.stored], [*new.removed], new.cleared, medium=medium)]
+            for part in all_held(names, medium) if everything else parts[: bool(new)]:
+                self._socket.send(msgspec.msgpack.encode(part))
+
     def _report(self, now: float) -> None:
         if now < self._report_at:
             return
         self._report_at = now + STATS_INTERVAL_S
+        self._tell()
         table, files = self._table, self._files
         stats = CacheStats(self._source, table.clears, table.stats)
         stats.host.blocks, stats.host.used = table.pool.cached, table.pool.total - table.pool.free

@@ -22,6 +22,7 @@ from typing import Any
 
 from kvrelay.cache_node.table import CacheTable
 from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.paged_engine.blocks import Changes
 from kvrelay.wire.engine_messages import TierStats
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import BlockHash
@@ -173,6 +174,7 @@ class Files:
         self.held = OrderedDict.fromkeys(files.names())  # the least recently used first
         while len(self.held) > limit:
             files.delete(self.held.popitem(last=False)[0])
+        self._changes = Changes()
         self.to_write = deque[BlockHash](maxlen=_QUEUED_WRITES)
         self._done: deque[Callable[[], None]] = deque()
         self.stats = TierStats()
@@ -206,7 +208,7 @@ class Files:
         def landed(sums: list[bytes]) -> None:
             self.stats.loaded += len(sums)
             for name in found[len(sums) :][:1]:
-                self.held.pop(name, None)
+                self._forget(name)
             table.landed(found, slots, sums, since)
             then()
 
@@ -214,6 +216,7 @@ class Files:
 
     def clear(self) -> None:
         self.held.clear()
+        self._changes = Changes(cleared=True)
         self.to_write.clear()
 
         def clear() -> Callable[[], None]:
@@ -221,6 +224,15 @@ class Files:
             return lambda: None
 
         self._do(clear)
+
+    def news(self) -> Changes:
+        """Return what has come and gone since the last call."""
+        taken, self._changes = self._changes, Changes()
+        return taken
+
+    def _forget(self, name: BlockHash) -> None:
+        self.held.pop(name, None)
+        self._changes.drop(name)
 
     def _do(self, job: Callable[[], Callable[[], None]]) -> None:
 
@@ -249,9 +261,10 @@ class Files:
             if written and since == table.clears:
                 self.stats.stored += 1
                 if victim is not None:
-                    self.held.pop(victim, None)
+                    self._forget(victim)
                     self.stats.evicted += 1
                 self.held[name] = None
+                self._changes.add(name)
 
         self._do(write)
 

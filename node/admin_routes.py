@@ -81,7 +81,7 @@ def _add_engine_routes(app: FastAPI, node: Node) -> None:
         await read_admin_body(node, request)
         node.ready()
         node.cache.reset()
-        node.engine.send(Order("reset"))
+        node.engine.send(Order("reset", request.query_params.get("nodes", "")))
         await node.engine.fresh_stats(_RESET_DEADLINE_S)
         log.info("the prefix cache is reset")
         return json_response({"success": True})

@@ -148,7 +148,7 @@ def _health(node: Node) -> dict[str, object]:
         "release": RELEASE,
         "leg_stream": LEGS.oldest,
         "leg_stream_newest": LEGS.newest,
-        "kv": info.kv,
+        "kv": info.kv and msgspec.structs.replace(info.kv, cache=node.cache.source),
         "requests": node.engine.queue_depth(),
         "held_blocks": stats.held_blocks,
         "quarantined_blocks": stats.quarantined_blocks,

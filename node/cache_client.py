@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from kvrelay.wire.cache_messages import (
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.engine_messages import EngineReady
 from kvrelay.wire.errors import EngineDead
+from kvrelay.wire.kv_events import CPU, STORAGE, CacheChanges
 from kvrelay.wire.transfer import Fingerprint, Source
 
 __all__ = ["CacheClient", "identity"]
@@ -30,8 +32,9 @@ log = logging.getLogger("kvrelay.node")
 class CacheClient:
     """A client of one cache process, without which a node goes on."""
 
-    def __init__(self, config: NodeConfig) -> None:
-        self._config = config
+    def __init__(self, config: NodeConfig, hear: Callable[[CacheChanges], None]) -> None:
+        """`hear` is told what the process gains and loses."""
+        self._config, self._hear = config, hear
         self._child: Child | None = None
         self._setup: CacheSetup | None = None
         self._clears = 0
@@ -83,12 +86,16 @@ class CacheClient:
                 case CacheStats() as stats:
                     child.remove_folder()  # they are connected, and a kill leaves nothing
                     self.stats = stats if child.alive else None
+                case CacheChanges() as changes:
+                    self._hear(changes)
                 case failed:
                     log.error("%s", failed.message)
 
     async def _watch(self, child: Child) -> None:
         how = describe_exit(await child.process.wait())
         self.stats = None
+        for medium in (CPU, STORAGE):
+            self._hear(CacheChanges([], [], cleared=True, medium=medium))
         log.error("the cache process ended (%s): no KV is kept below the pool", how)
 
 

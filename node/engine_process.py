@@ -54,6 +54,7 @@ from kvrelay.wire.engine_messages import (
     ToEngine,
 )
 from kvrelay.wire.errors import KvNotLoaded
+from kvrelay.wire.kv_events import CacheChanges
 from kvrelay.wire.outputs import Finish
 from kvrelay.wire.transfer import Ticket
 
@@ -177,9 +178,13 @@ class EngineProcess:
                 case Order("unload", name):
                     if self.engine.adapters is not None:
                         self.engine.adapters.retire(name)
-                case Order("reset"):
+                case Order("reset", others):
                     self.engine.scheduler.reset_prefix_cache()
+                    if others:
+                        self._pulls.stay_alone(time.monotonic())
                     self._cache.poll(time.monotonic(), idle=True)  # each is told
+                case CacheChanges() as changes:
+                    self._pulls.note_below(changes)
                 case AskStats(number):
                     self._send_stats(number)
                 case Order("shutdown"):
@@ -324,7 +329,7 @@ class EngineProcess:
             held=ticket,
             cached_tokens=request.cached_tokens or 0,
             pulled_tokens=request.pulled_tokens,
-            blocks=self._cache.prompt_blocks(request),
+            blocks=self._cache.blocks(request, request.prompt_tokens),
         )
         # At once: a decode node makes room meanwhile.
         self._send(StepOutputs([update], self.engine.load(time.monotonic())))
@@ -343,7 +348,10 @@ class EngineProcess:
     def _update(self, request: Request, error: str | None = None) -> None:
         ended = request.finish is not None and request.offered
         ticket = self._complete_offer(request) if ended else None
-        self._updates.append(request_update(request, ticket, error, time.monotonic()))
+        blocks = None
+        if request.finish in (Finish.STOP, Finish.LENGTH) and not request.params.choice:
+            blocks = self._cache.blocks(request, len(request.token_ids) - 1)
+        self._updates.append(request_update(request, ticket, error, time.monotonic(), blocks))
 
     def _complete_offer(self, request: Request) -> Ticket | None:
         request_id, scheduler = request.request_id, self.engine.scheduler
@@ -369,7 +377,7 @@ class EngineProcess:
 
     def _send_stats(self, asked: int = 0) -> None:
         now = time.monotonic()
-        self.engine.scheduler.pull_ms = self._pulls.announced_ms(now)
+        self.engine.scheduler.pull_prices = self._pulls.announced(now)
         parts = self.engine, self.connector, self._pulls
         self._send(engine_stats(*parts, self._mismatched_kv, now, asked))
 

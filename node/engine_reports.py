@@ -52,11 +52,11 @@ class CacheReporter:
             stored, removed, used = map(list, (changes.stored, changes.removed, changes.used))
             self._send(CacheChanges(stored, removed, cleared=changes.cleared, used=used))
 
-    def prompt_blocks(self, request: Request) -> PromptBlocks | None:
-        """Return the hashes by which a router finds this prompt in KV events."""
+    def blocks(self, request: Request, tokens: int) -> PromptBlocks | None:
+        """Return the hashes by which a router finds a request's first tokens in KV events."""
         if not self._enabled:
             return None
-        hashes = request.block_hashes(self._block_size)[: request.prompt_tokens // self._block_size]
+        hashes = request.block_hashes(self._block_size)[: tokens // self._block_size]
         return PromptBlocks(self._block_size, b"".join(hashes))
 
 
@@ -120,7 +120,11 @@ def _host_id() -> str:
 
 
 def request_update(
-    request: Request, ticket: Ticket | None, error: str | None, now: float
+    request: Request,
+    ticket: Ticket | None,
+    error: str | None,
+    now: float,
+    blocks: PromptBlocks | None = None,
 ) -> RequestUpdate:
     """Return what is new of a request, and clear it there. `ticket` claims its held KV."""
     early = bool(request.new_tokens) and request.timings_told < 2
@@ -141,6 +145,7 @@ def request_update(
         refused=error is not None and constrained and request.fetch_error is None,
         prompt_logprobs=request.prompt_logprobs or None,
         pulled_tokens=request.pulled_tokens,
+        blocks=blocks,
     )
     request.new_tokens, request.new_logprobs, request.prompt_logprobs = [], [], []
     return update

@@ -60,7 +60,7 @@ class Node:
         flip_deadline_s: float = DRAIN_DEADLINE_S,
     ) -> None:
         self.config, self.created = config, created
-        self.cache = CacheClient(config)
+        self.cache = CacheClient(config, self._tell_below)
         self.serving, self.tracing = serving, tracing
         self.metrics: NodeMetrics | None = None
         self.kv_events = KvEvents() if config.tells_kv_events else None
@@ -86,6 +86,11 @@ class Node:
         self.cache.tell(changes)
         if self.kv_events is not None:
             self.kv_events.publish(msgspec.structs.replace(changes, used=[]))
+
+    def _tell_below(self, changes: CacheChanges) -> None:
+        self.engine.send(changes)
+        if self.kv_events is not None:
+            self.kv_events.publish(changes)
 
     def stats(self) -> EngineStats:
         """Return the newest of the engine, and of the tiers below its pool."""

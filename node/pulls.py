@@ -1,13 +1,18 @@
-"""KV of other nodes' prefix caches: what this node asks for, and what it leases them.
+"""KV of a prompt's beginning that lies elsewhere: below this node's pool, or in other nodes' caches.
 
 A request that waits for an answer is passed by others. Whatever does not come is computed.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from operator import itemgetter
 
 from kvrelay.kv_transfer.connector import CachedAsked, Granted, PeerKey
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
@@ -15,13 +20,14 @@ from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Request, State
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.errors import TransferTimeout
-from kvrelay.wire.step_costs import StepCosts
+from kvrelay.wire.kv_events import CPU, STORAGE, BlockHash, CacheChanges
 from kvrelay.wire.transfer import Source, Ticket
 
 __all__ = ["PullPrice", "Pulls"]
 
 _SAMPLES = 8
 _MOST_PRICES = 256
+_RESET_S = 35.0  # by then a router has reset all nodes, or failed to
 _REMEMBERED_S = 60.0
 _ALWAYS_MS = 1e-9
 # Before anything is measured: 10 GB/s, because what is thought too slow is never tried.
@@ -55,80 +61,124 @@ class PullPrice:
     def byte_ms(self, now: float) -> float:
         return _median(self._bytes, _BYTE_MS, now)
 
-    def worth_ms(
-        self, tokens: int, start: int, num_bytes: int, costs: StepCosts | None, now: float
-    ) -> float:
-        """Return the time to compute these tokens of a prompt; 0 if that is no longer than a pull."""
-        computed_ms = 0.0 if costs is None else costs.chunk_ms(tokens, start)
-        return computed_ms if computed_ms > self.pull_ms(num_bytes, now) else 0.0
-
 
 def _median(samples: deque[tuple[float, float]], first: float, now: float) -> float:
     return statistics.median_low([first, *(ms for at, ms in samples if now < at + _REMEMBERED_S)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Pull:
+    """A pull that could be made: so many blocks, of which `stored` lie in this node's files."""
+
+    source: Source
+    blocks: int
+    stored: int = 0
 
 
 class Pulls:
     def __init__(self, engine: Engine, connector: TransferEngine, config: NodeConfig) -> None:
         self._engine, self._connector, self._config = engine, connector, config.transfer
         self._block_bytes = engine.pool.block_bytes * config.engine.tensor_parallel_size
-        self._prices: dict[tuple[PeerKey, bool], PullPrice] = {}
-        """By source and whether it was met: what a first contact takes says nothing of the next."""
+        self._prices: dict[tuple[PeerKey, bool, bool], PullPrice] = {}
+        """By source, whether it lies below this node's pool, and whether it was met: what a first
+        contact takes says nothing of the next."""
+        self._files = PullPrice()
+        self._below: dict[str, set[BlockHash]] = {CPU: set(), STORAGE: set()}
         self._leases: deque[tuple[int, str, list[int]]] = deque()
         """Steps that must have ended, and the blocks held for an ask."""
         self._granted: deque[tuple[float, Request]] = deque()
         """Until when a request may wait for a seat with its ticket."""
+        self._alone_until = -math.inf
         self.tokens = 0
         self.failures: Counter[str] = Counter()
         """Pulls that were granted and whose KV did not come, by cause."""
 
+    def note_below(self, changes: CacheChanges) -> None:
+        changes.follow(self._below[changes.medium])
+
+    def stay_alone(self, now: float) -> None:
+        """Take nothing from other nodes, which are reset like this one, and might not yet be."""
+        self._alone_until = now + _RESET_S
+
     def begin(self, request: Request) -> None:
-        """Ask the source with the most of a waiting request's prompt, if that may be quicker."""
-        others = [s for s in request.sources if s.generation != self._connector.generation]
-        if not others or request.fetch is not None or request.to_score(0, request.prompt_tokens):
+        """Ask for what saves a waiting request the most time, if anything does."""
+        if request.fetch is not None or request.to_score(0, request.prompt_tokens):
             return
-        source = sorted(others, key=lambda each: each.tokens)[-1]
-        # One more ask if this fails: of what lies below the pool, which names no tokens.
-        request.sources = [each for each in others if not each.tokens and each is not source][:1]
-        scheduler, block_size = self._engine.scheduler, self._engine.pool.block_size
+        block_size, now = self._engine.pool.block_size, time.monotonic()
         most = (len(request.token_ids) - 1) // block_size
-        first = scheduler.cached_tokens(request) // block_size
-        told = source.tokens // block_size if source.tokens else most
-        blocks, now = min(told, most) - first, time.monotonic()
-        request.pull_price = self._price(source)
-        limit_s = self._limit_s(request.pull_price, blocks, first, now)
-        if blocks <= 0 or not limit_s:
-            self.begin(request)
-            return
-        request.asking, request.asked_s = True, now
-        request.pull_from, request.pull_s = first, limit_s
-        peer = PeerKey(source.host, source.port, source.generation)
+        first = self._engine.scheduler.cached_tokens(request) // block_size
         hashes = request.block_hashes(block_size)[first:most]
-        self._connector.ask(request.request_id, peer, hashes, first, limit_s, source.seal)
+        alone = now < self._alone_until
+        sources = [each for each in request.sources if not (alone and each.tokens)]
+        could = self._possible(sources, first, hashes)
+        saved = [(self._saved_ms(pull, first, now), pull) for pull in could]
+        pulls = [pull for ms, pull in sorted(saved, key=itemgetter(0)) if ms > 0]
+        request.sources = []
+        if not pulls:
+            return
+        pull = pulls.pop()
+        source = pull.source
+        # One more ask if this fails.
+        request.sources = [each.source for each in pulls if each.source != source][-1:]
+        request.asking, request.asked_s, request.pull_from = True, now, first
+        request.pull_s = self._config.transfer_deadline_s
+        if self._config.kv_pull == "auto":
+            request.pull_s = self._computed_ms(pull, first) / 1e3
+        request.pull_price, request.pull_stored = self._price(source), pull.stored
+        peer = PeerKey(source.host, source.port, source.generation)
+        # A peer may have more than it is known for.
+        hashes = hashes if source.tokens else hashes[: pull.blocks]
+        self._connector.ask(request.request_id, peer, hashes, first, request.pull_s, source.seal)
+
+    def _possible(
+        self, sources: Sequence[Source], first: int, hashes: Sequence[BlockHash]
+    ) -> Iterator[_Pull]:
+        host, files = (self._below[medium].__contains__ for medium in (CPU, STORAGE))
+        in_host = len([*takewhile(host, hashes)])
+        in_files = len([*takewhile(files, hashes[in_host:])])
+        for source in sources:
+            if source.generation == self._connector.generation:
+                continue
+            if source.tokens:
+                told = source.tokens // self._engine.pool.block_size - first
+                yield _Pull(source, max(0, min(told, len(hashes))))
+            else:
+                yield _Pull(source, in_host)
+                yield _Pull(source, in_host + in_files, in_files)
 
     def _price(self, source: Source) -> PullPrice:
         peer = PeerKey(source.host, source.port, source.generation)
         met = self._config.kv_pull == "auto" and self._connector.meet(peer, source.seal)
-        price = self._prices[peer, met] = self._prices.pop((peer, met), PullPrice())
+        of = peer, not source.tokens, met
+        price = self._prices[of] = self._prices.pop(of, PullPrice())
         if len(self._prices) > _MOST_PRICES:
             del self._prices[next(iter(self._prices))]  # the least recently used
         return price
 
-    def _limit_s(self, price: PullPrice, blocks: int, first: int, now: float) -> float:
-        if self._config.kv_pull != "auto":
-            return self._config.transfer_deadline_s * (self._config.kv_pull == "always")
-        block_size, costs = self._engine.pool.block_size, self._engine.scheduler.budget.costs
-        part = blocks * block_size, first * block_size, blocks * self._block_bytes
-        return price.worth_ms(*part, costs, now) / 1e3
+    def _computed_ms(self, pull: _Pull, first: int) -> float:
+        size, costs = self._engine.pool.block_size, self._engine.scheduler.budget.costs
+        return 0.0 if costs is None else costs.chunk_ms(pull.blocks * size, first * size)
 
-    def announced_ms(self, now: float) -> tuple[float, float]:
-        """Return the time of a pull as routers hear it, once and per token; 0: none is made."""
+    def _saved_ms(self, pull: _Pull, first: int, now: float) -> float:
         if self._config.kv_pull != "auto":
-            return 0.0, _ALWAYS_MS if self._config.kv_pull == "always" else 0.0
+            return float(pull.blocks * (self._config.kv_pull == "always"))
+        pull_ms = self._price(pull.source).pull_ms(pull.blocks * self._block_bytes, now)
+        pull_ms += pull.stored * self._block_bytes * self._files.byte_ms(now)
+        return self._computed_ms(pull, first) - pull_ms
+
+    def announced(self, now: float) -> dict[str, float]:
+        """Return what routers hear of the prices, by the names of Load."""
+        if self._config.kv_pull != "auto":
+            each = _ALWAYS_MS if self._config.kv_pull == "always" else 0.0
+            return {"pull_token_ms": each, "host_token_ms": each}
+        told = {"store_token_ms": self._files.byte_ms(now)}
+        for name, own in ("pull", False), ("host", True):
+            known = [price for (_, *of), price in self._prices.items() if of == [own, True]]
+            known = known or [PullPrice()]
+            told[f"{name}_ms"] = statistics.median_low(each.ask_ms(now) for each in known)
+            told[f"{name}_token_ms"] = statistics.median_low(each.byte_ms(now) for each in known)
         token_bytes = self._block_bytes / self._engine.pool.block_size
-        known = [price for (_, met), price in self._prices.items() if met] or [PullPrice()]
-        ask_ms = statistics.median_low(price.ask_ms(now) for price in known)
-        byte_ms = statistics.median_low(price.byte_ms(now) for price in known)
-        return ask_ms, byte_ms * token_bytes
+        return {name: ms * (token_bytes if "token" in name else 1) for name, ms in told.items()}
 
     def handle(self, event: Granted | CachedAsked) -> None:
         if isinstance(event, CachedAsked):
@@ -137,9 +187,9 @@ class Pulls:
         request = self._engine.scheduler.get(event.request_id)
         if request is None or not request.asking:
             return  # aborted; the connector knows
-        now, asked_at = time.monotonic(), request.asked_s
+        now = time.monotonic()
         if event.ticket is not None or event.reason.startswith(("NotHeld", "TransferTimeout")):
-            request.pull_price.asked((now - asked_at) * 1e3, now)
+            self._note_ask(request, (now - request.asked_s) * 1e3, now)
         request.asking = False
         if event.ticket is not None:
             self._connector.watch(event.request_id, event.ticket)
@@ -148,6 +198,13 @@ class Pulls:
             self.begin(request)
         if not request.asking:
             self._engine.scheduler.end_ask(request, event.ticket)
+
+    def _note_ask(self, request: Request, ms: float, now: float) -> None:
+        if request.pull_stored:  # its answer waits for files
+            read_ms = max(0.0, ms - request.pull_price.ask_ms(now))
+            self._files.read(request.pull_stored * self._block_bytes, read_ms, now)
+        else:
+            request.pull_price.asked(ms, now)
 
     def over(self, request: Request, num_bytes: int, read_s: float) -> None:
         """Count a pull whose fetch is over."""

@@ -30,7 +30,7 @@ from kvrelay.wire.frames import (
     frame_message,
     message,
 )
-from kvrelay.wire.kv_events import BlockHash, CacheChanges
+from kvrelay.wire.kv_events import GPU, BlockHash, CacheChanges, all_held
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.versions import LEGS
 
@@ -44,8 +44,6 @@ _NOT_LAST = (FrameKind.TOKENS, FrameKind.TICKET)
 _HEADER_BYTES = 1 << 16  # path and headers of a request, beside its body
 _QUEUED = 1_024
 """Changes that wait for a router, of which there are 20 a second."""
-_HASHES = 4_096
-"""Hashes in a frame of all that is held, 74 KB: a router takes a millisecond for them."""
 
 log = logging.getLogger("kvrelay.node")
 
@@ -61,18 +59,15 @@ def check_version(headers: Mapping[str, str]) -> None:
 
 
 class KvEvents:
-    """A record of what the prefix cache holds, and the routers that follow it."""
+    """A record of what the prefix cache holds in each medium, and the routers that follow it."""
 
     def __init__(self) -> None:
-        self._held: set[BlockHash] = set()
+        self._held: dict[str, set[BlockHash]] = {GPU: set()}
         self.followers: set[asyncio.Queue[bytes]] = set()
         """Their changes; an empty one tells a router that fell behind to begin anew."""
 
     def publish(self, changes: CacheChanges) -> None:
-        if changes.cleared:
-            self._held.clear()
-        self._held.difference_update(changes.removed)
-        self._held.update(changes.stored)
+        changes.follow(self._held.setdefault(changes.medium, set()))
         packed = msgspec.msgpack.encode(changes)
         for queue in self.followers:
             if queue.full():
@@ -88,9 +83,8 @@ class KvEvents:
         self.followers.add(queue)
         try:
             while True:
-                held = list(self._held)
-                for at in range(0, len(held) or 1, _HASHES):
-                    part = CacheChanges(held[at : at + _HASHES], [], cleared=at == 0)
+                held = self._held.items()
+                for part in [part for medium, names in held for part in all_held(names, medium)]:
                     yield Frame(FrameKind.TOKENS, msgspec.msgpack.encode(part))
                 while packed := await queue.get():
                     yield Frame(FrameKind.TOKENS, packed)

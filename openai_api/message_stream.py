@@ -123,6 +123,8 @@ class MessageStream:
         self._id_of = partial(call_id, response_id, choice, short=short)
         self._texts: dict[str, list[str]] = {"content": [], "reasoning": []}
         self._calls: list[tuple[ToolCallDelta, list[str]]] = []
+        self.thinks = False
+        """It has thoughts, which are left out of the next turn's prompt."""
 
     def push(self, text: str) -> list[Delta]:
         if self._parser is None:
@@ -161,6 +163,7 @@ class MessageStream:
         parts: list[Part] = []
         for part in split:
             if part.kind == "reasoning":
+                self.thinks = True
                 parts += _as_reasoning(self._thoughts.push(part.text))
             else:
                 parts += [*self._end_thoughts(), *parser.push(part.text)]

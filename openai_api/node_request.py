@@ -16,7 +16,7 @@ from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.engine_messages import RequestUpdate, Submit, Timing
 from kvrelay.wire.errors import KvNotLoaded, KvrelayError, NodeFailed, NotFound, RequestError
 from kvrelay.wire.frames import Frame, FrameKind
-from kvrelay.wire.outputs import Finish, Load
+from kvrelay.wire.outputs import Finish, Load, PromptBlocks
 from kvrelay.wire.sampling import Constraint
 
 __all__ = ["NodeRequest", "fork_submits"]
@@ -60,6 +60,7 @@ class NodeRequest:
         """The newest from the engine, of the first choice."""
         self.unneeded: Submit | None = None
         """A request whose claim on KV elsewhere is to be given up."""
+        self._blocks: PromptBlocks | None = None
         self._kv_error: str | None = None  # empty once it was reported
         self._choice_of = {submit.request_id: submit.params.choice for submit in submits}
         self._live = set(self._choice_of)
@@ -93,6 +94,7 @@ class NodeRequest:
         first = self.submits[0]
         if update.request_id == first.request_id:
             self.timing = update.timing or self.timing
+            self._blocks = update.blocks
             if (
                 update.token_ids
                 and first.params.prompt_logprobs is not None
@@ -145,6 +147,9 @@ class NodeRequest:
             return frame
         self.done = True
         self.finish = finish
+        blocks = self._blocks
+        if blocks is not None and self.writer.choices[0].message.thinks:
+            blocks = blocks.of(self.writer.prompt_tokens)
         return msgspec.structs.replace(
             frame,
             kind=FrameKind.END,
@@ -152,6 +157,7 @@ class NodeRequest:
             load=load,
             timing=self.stages(update),
             usage=self.writer.counts,
+            blocks=blocks,
         )
 
     def error(self, why: KvrelayError) -> Frame:

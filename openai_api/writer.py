@@ -63,7 +63,7 @@ class ChoiceWriter:
         self._streams = bool(request.stream)
         self._tokenizer = tokenizer
         self._stop_token_ids = params.stop_token_ids
-        self._message = message
+        self.message = message
         self._beginning = beginning
         self._prompt_only = prompt_only(request)
         self._echoed_logprobs = requested_logprobs(request) if echoes_logprobs(request) else None
@@ -124,9 +124,9 @@ class ChoiceWriter:
         else:
             self._text.append(text)
             if self._chat and self.text:
-                self._message.push(self.text)
+                self.message.push(self.text)
         if self._chat:
-            chunks += [Choice(self.index, delta=delta) for delta in self._message.finish()]
+            chunks += [Choice(self.index, delta=delta) for delta in self.message.finish()]
         self._reasons = self._reasons_of(finish)
         if not self._streams:
             return []
@@ -137,7 +137,7 @@ class ChoiceWriter:
     def whole(self) -> Choice:
         said: dict[str, Any]
         if self._chat:
-            said = {"message": replace(self._message.message(), role=self._beginning.role)}
+            said = {"message": replace(self.message.message(), role=self._beginning.role)}
             logprobs = self._logprobs_from(0)
         else:
             said = {
@@ -164,7 +164,7 @@ class ChoiceWriter:
             self._begun, self._untold = True, 0
             self._unsent = text[so_far.sent_text :]
             if self._chat and so_far.sent_text and text:
-                self._message.push(text[: so_far.sent_text])  # said already
+                self.message.push(text[: so_far.sent_text])  # said already
         if so_far.finish is not None:
             self.end(so_far.finish)
 
@@ -201,7 +201,7 @@ class ChoiceWriter:
             return []
         if not self._chat:
             return [self._fresh(Choice(self.index, text=text), fresh)]
-        deltas = self._message.push(text) if text else []
+        deltas = self.message.push(text) if text else []
         chunks = [
             Choice(self.index, delta=delta) for delta in deltas or [Delta(content="")][:fresh]
         ]
@@ -218,7 +218,7 @@ class ChoiceWriter:
         if self._prompt_only:
             finish = Finish.LENGTH
         reason = Finish.STOP.value if self.stopped else finish.value
-        named = self._message.finish_reason(reason) if self._chat else reason
+        named = self.message.finish_reason(reason) if self._chat else reason
         last = self.token_ids[-1] if self.token_ids else None
         if reason != Finish.STOP or last not in self._stop_token_ids:
             last = None

@@ -30,6 +30,14 @@ class Changes:
     def __bool__(self) -> bool:
         return bool(self.stored or self.removed or self.cleared or self.used)
 
+    def add(self, name: BlockHash) -> None:
+        self.stored[name] = None
+        self.removed.discard(name)
+
+    def drop(self, name: BlockHash) -> None:
+        self.stored.pop(name, None)
+        self.removed.add(name)
+
 
 class BlockPool:
     def __init__(self, num_blocks: int) -> None:
@@ -54,6 +62,9 @@ class BlockPool:
     @property
     def cached(self) -> int:
         return len(self._block_of)
+
+    def names(self) -> Iterable[BlockHash]:
+        return self._block_of.keys()
 
     @property
     def quarantined(self) -> int:
@@ -102,8 +113,7 @@ class BlockPool:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
             if self._changes is not None:
-                self._changes.stored[block_hash] = None
-                self._changes.removed.discard(block_hash)
+                self._changes.add(block_hash)
 
     def forget(self, block: int) -> None:
         """Let nobody find this block any more."""
@@ -112,8 +122,7 @@ class BlockPool:
             del self._block_of[block_hash]
             self._hash_of[block] = None
             if self._changes is not None:
-                self._changes.stored.pop(block_hash, None)
-                self._changes.removed.add(block_hash)
+                self._changes.drop(block_hash)
 
     def reset(self) -> None:
         for block in self._block_of.values():

@@ -56,6 +56,7 @@ class Request:
     asked_s: float = 0.0
     pull_s: float = 0.0  # its answer and its KV may each take so long
     pull_price: Any = None  # the node's, of the source that was asked
+    pull_stored: int = 0  # blocks of what was asked for that lie in this node's files
     pulled_tokens: int = 0
     fetch_error: str | None = None
     state: State = State.WAITING

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -52,7 +53,7 @@ class Scheduler:
         self.kept = KeptBlocks(pool)
         self._announced = Announced()
         self.legs = 1
-        self.pull_ms = 0.0, 0.0
+        self.pull_prices: dict[str, Any] = {}  # fields of Load
         self.speculation = speculation or Speculation()
         self.preemptions = 0
         self.kept_blocks = 0
@@ -485,8 +486,7 @@ class Scheduler:
             spill_ms=max(0.0, sums.spill_ms),
             promised_tokens=promised,
             max_num_seqs=self._max_num_seqs,
-            pull_ms=self.pull_ms[0],
-            pull_token_ms=self.pull_ms[1],
+            **self.pull_prices,
         )
 
     def _prompts_ms(self, tokens: int, pairs: float) -> float:

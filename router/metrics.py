@@ -136,12 +136,6 @@ class Metrics(Collector):
             "leg",
             zeros=_LEGS,
         )
-        self.releases = counter(
-            "kvrelay_router_releases",
-            "KV given back because no decode leg would take it.",
-            "told",
-            zeros=("yes", "no"),
-        )
         self.disaggregated = counter(
             "kvrelay_router_disaggregated",
             "Requests handed from a prefill node to a decode node.",

@@ -80,7 +80,7 @@ class NodeLoad:
         A node that numbers none (another project's) is believed as far as it says more than was
         placed there.
         """
-        self._load = load
+        self.load = load
         if load.legs:
             self._pending = {
                 share: None for share in self._pending if not 0 < share.number <= load.legs
@@ -141,12 +141,12 @@ class NodeLoad:
             self.spill_ms = min(self.spill_ms, most) - sign * share.spill_ms
 
     def _settle(self) -> None:
-        costs, pace = self.costs, self._load.pace or 1.0
+        costs, pace = self.costs, self.load.pace or 1.0
         share = min(MOST_SHARE, self.prompt_share)
         self.linear_ms, self.square_ms = pace * costs.prompt_token, pace * costs.prompt_context / 2
         self.base_ms = pace * max(0.0, costs.step + costs.prompts)
         self.wait_ms = self.backlog_ms + self.base_ms
-        self.prompts = self.rows if self._load.legs else _ANY
+        self.prompts = self.rows if self.load.legs else _ANY
         self.behind = stretched = 1 / (1 - share)
         self.context_ms = pace * costs.row_context * stretched
         self.row_ms = pace * costs.decode_ms(self.rows + 1, self.context) * stretched
@@ -160,12 +160,12 @@ class NodeLoad:
 
     @property
     def step_ms(self) -> float:
-        return (self._load.pace or 1.0) * self.costs.step
+        return (self.load.pace or 1.0) * self.costs.step
 
     @property
     def per_token_ms(self) -> float:
         each = self.costs.row + self.costs.row_context * self.context / max(1.0, self.rows)
-        return (self._load.pace or 1.0) * each
+        return (self.load.pace or 1.0) * each
 
     @property
     def depth(self) -> float:
@@ -186,12 +186,7 @@ class NodeLoad:
         left = tokens - min(cached, tokens - 1)
         return left * (self.linear_ms + self.square_ms * (2 * tokens - left))
 
-    def pull_ms(self, tokens: float) -> float:
-        """Return the time to take KV of so many tokens from another node."""
-        once, each = self._load.pull_ms, self._load.pull_token_ms
-        return once + tokens * each if each else math.inf
-
     def idle_ms(self, tokens: float) -> tuple[float, float]:
         """Return the TTFT and the time per token of a request that is alone here."""
-        pace = self._load.pace or 1.0
+        pace = self.load.pace or 1.0
         return pace * self.costs.prompt_ms(tokens), pace * self.costs.decode_ms(1, tokens)

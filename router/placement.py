@@ -12,7 +12,7 @@ time for prompts settles at a time per token of `step / (1 - u - r * b)`: near t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 from zlib import crc32
@@ -24,6 +24,7 @@ __all__ = [
     "LINK_MS",
     "Placement",
     "PlacementRequest",
+    "Prompt",
     "Refuse",
     "Wait",
     "fitting",
@@ -41,6 +42,9 @@ DEEP_MS = 1_000.0
 """The backlog from which on further requests wait in the router, in order."""
 AVOIDED_MS = 10_000.0
 """The time of a hand-over between two nodes whose last one failed."""
+Prompt = tuple[float, int, str]
+"""The milliseconds of a prompt, its tokens that are not computed, and where the last of them lie:
+in the node's pool (empty), its `host` memory, its `store`, or on another node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +63,11 @@ class PlacementRequest:
     tpot_limit_ms: float = math.inf
     tie: int = 0
     cached: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of the prompt that nodes have, by their addresses."""
-    holder: str = ""
-    """The node with the most of them that leases them to others."""
+    """Tokens of the prompt that nodes have in their pools, by their addresses."""
+    below: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Those that nodes have in their pools, host memory and files together, if these are more."""
+    holder: tuple[str, int, Container[str]] = ("", 0, ())
+    """The node that leases the most of them to others, how many, and who can take them."""
     session: str = ""
     ignores_room: bool = False
 
@@ -70,22 +76,19 @@ class PlacementRequest:
         """Return the tokens of KV on the decode node; cached ones are in free blocks."""
         return self.tokens + min(self.output, self.most_output)
 
-    def prompt_ms(self, node: NodeLoad) -> float:
-        """Return the time until a node has the prompt's KV, some of it perhaps pulled."""
-        return min(self._ways_ms(node))
-
-    def pulls(self, node: NodeLoad) -> bool:
-        computed_ms, pulled_ms = self._ways_ms(node)
-        return pulled_ms < computed_ms
-
-    def _ways_ms(self, node: NodeLoad) -> tuple[float, float]:
-        cached = self.cached.get(node.name, 0)
-        computed_ms, more = node.prompt_ms(self.tokens, cached), 0
-        if self.holder:
-            more = self.cached[self.holder] - cached
-        if more <= 0:
-            return computed_ms, math.inf
-        return computed_ms, node.prompt_ms(self.tokens, cached + more) + node.pull_ms(more)
+    def prompt(self, node: NodeLoad) -> Prompt:
+        """Return the quickest way to a prompt's KV on a node."""
+        # All of a source or nothing: each further token saves more, and costs the same.
+        name, (holder, held, takers) = node.name, self.holder
+        cached = self.cached.get(name, 0)
+        ways = [(0.0, cached, "")]
+        if name in self.below:
+            host, files = self.below[name]
+            ways.append((node.load.tier_ms(host - cached), host, "host"))
+            ways.append((node.load.tier_ms(files - cached, files - host), files, "store"))
+        if held > cached and name in takers:
+            ways.append((node.load.peer_ms(held - cached), held, holder))
+        return min((ms + node.prompt_ms(self.tokens, had), had, of) for ms, had, of in ways)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +102,12 @@ class Placement:
     """The best of the other ways, and its price."""
     spills: bool
     """The prompt is computed on a decode node though a prefill node could."""
-    pulls_from: str = ""
-    """The node whose KV of the prompt's beginning is taken."""
+    prompt: Prompt = (0.0, 0, "")
 
     def __str__(self) -> str:
         way = f"{_shown(self.prefill, self.decode)} price={self.price:.2f}"
-        if self.pulls_from:
-            way += f" pulls from {_last(self.pulls_from)}"
+        if source := self.prompt[2]:
+            way += f" pulls from {_last(source)}"
         return (
             way if self.other is None else f"{way}, {_shown(*self.other[:2])} {self.other[2]:.2f}"
         )
@@ -152,8 +154,8 @@ def fitting(
 
 
 _NO_ROOM = Wait("no decode node has room for its KV")
-_Way = tuple[float, float, NodeLoad, NodeLoad]
-"""Price, milliseconds to the first token, nodes."""
+_Way = tuple[float, float, NodeLoad, NodeLoad, Prompt]
+"""Price, milliseconds to the first token, nodes, the prompt's way."""
 
 
 def place(
@@ -193,13 +195,12 @@ def place(
     in_time = [way for way in ways if way[1] <= request.ttft_limit_ms]
     if not in_time:
         return _too_late(request, prefill or decode, min(way[1] for way in ways))
-    price, _, source, target = in_time[0]
+    price, _, source, target, prompt = in_time[0]
     if source.backlog_ms > max(DEEP_MS, 2 * request.ttft_ms) and not request.ignores_room:
         return Wait("all nodes have enough before them")
     others = ((*_names(way), way[0]) for way in ways if way[2] is not source)
     spilled = source is target and bool(prefill)
-    pulls_from = request.holder if request.pulls(source) else ""
-    return Placement(source.name, target.name, price, next(others, None), spilled, pulls_from)
+    return Placement(source.name, target.name, price, next(others, None), spilled, prompt)
 
 
 def _names(way: _Way) -> tuple[str, str]:
@@ -232,8 +233,8 @@ def _sources(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple
 
 def _prompts_ms(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[float]:
     tokens, cached, square = request.tokens, request.cached, request.tokens**2
-    if request.holder:
-        return [request.prompt_ms(n) for n in nodes]
+    if request.holder[0] or request.below:
+        return [request.prompt(n)[0] for n in nodes]
     return [
         n.prompt_ms(tokens, cached[n.name])
         if n.name in cached
@@ -275,7 +276,8 @@ def _remote(
                     best, source, target, link_ms = p_price + d_price + ms * per_ttft, p, d, ms
     if link_ms == math.inf:
         return None
-    return best, source.wait_ms + request.prompt_ms(source) + link_ms, source, target
+    prompt = request.prompt(source)
+    return best, source.wait_ms + prompt[0] + link_ms, source, target, prompt
 
 
 def _local(
@@ -292,7 +294,8 @@ def _local(
     if not priced:
         return []
     price, node = _cheapest(priced, request.tie)
-    return [(price, (node.wait_ms + request.prompt_ms(node)) * node.stretch, node, node)]
+    prompt = request.prompt(node)
+    return [(price, (node.wait_ms + prompt[0]) * node.stretch, node, node, prompt)]
 
 
 def _order(tie: int) -> Callable[[tuple[float, NodeLoad]], tuple[float, int]]:
@@ -307,7 +310,7 @@ def _cheapest(priced: list[tuple[float, NodeLoad]], tie: int) -> tuple[float, No
 
 
 def _too_late(request: PlacementRequest, nodes: Sequence[NodeLoad], expected_ms: float) -> Refuse:
-    alone = min(n.idle_ms(1)[0] + request.prompt_ms(n) for n in nodes)
+    alone = min(n.idle_ms(1)[0] + request.prompt(n)[0] for n in nodes)
     limit = request.ttft_limit_ms
     return Refuse("ttft", alone if alone > limit else expected_ms, limit, never=alone > limit)
 
@@ -316,7 +319,7 @@ def shares_of(
     request: PlacementRequest, placed: Placement, source: NodeLoad, target: NodeLoad
 ) -> tuple[Share | None, Share]:
     """Return what a placement takes of its prefill node, if any, and of its decode node."""
-    own = request.prompt_ms(source)
+    own = placed.prompt[0]
     output = max(1.0, min(request.output, request.most_output))
     row = Share(
         kv_tokens=request.kv_tokens,

@@ -90,7 +90,7 @@ class Router:
         """Run all that watches the nodes; afterwards finish what requests left to do."""
         config, pool = self.config, self.pool
         self.node_client = client = NodeClient(config)
-        self.run_context = RunContext(pool, self.placer, client, set(), self.metrics, config)
+        self.run_context = RunContext(pool, self.placer, client, self.metrics, config)
         roles = RoleChanger(lambda: self.config, pool, client, self.metrics, lambda: self.ending)
         self.roles = roles if self.shared.leads else None
         try:
@@ -111,7 +111,6 @@ class Router:
                 yield
         finally:
             await self.admission.close()
-            await asyncio.gather(*self.run_context.releases, return_exceptions=True)
             await client.close()
             if self.tracing is not None:
                 await asyncio.to_thread(self.tracing.close)

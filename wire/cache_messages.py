@@ -33,7 +33,7 @@ ToCache = Attach | CacheChanges
 
 
 class CacheStats(msgspec.Struct, tag=True):
-    """A report, sent when the process is ready, every half second, and after each reset."""
+    """A report, sent when the process is ready, ten times a second, and after each reset."""
 
     source: Source
     clears: int = 0
@@ -42,4 +42,4 @@ class CacheStats(msgspec.Struct, tag=True):
     store: TierStats = msgspec.field(default_factory=TierStats)
 
 
-FromCache = CacheStats | EngineFailed
+FromCache = CacheStats | CacheChanges | EngineFailed

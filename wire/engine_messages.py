@@ -70,8 +70,9 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     abort: stop a request and free what it took. release: nobody will fetch the KV held for a
     request, which the id of the router's call names, too. renew: begin its lease anew for a decode
     node that waits for room. unload: begin no request with this adapter; its slot is free once its
-    requests are done. reset: hide all present blocks from later requests. shutdown: end the process
-    after the current step.
+    requests are done. reset: hide all present blocks from later requests; with a name, other nodes
+    are reset, too, and nothing is taken from them meanwhile. shutdown: end the process after the
+    current step.
     """
 
     verb: Literal["abort", "release", "renew", "unload", "reset", "shutdown"]
@@ -96,7 +97,7 @@ class AskStats(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-ToEngine = Submit | Order | LoadAdapter | AskStats
+ToEngine = Submit | Order | LoadAdapter | AskStats | CacheChanges
 
 
 class AdapterFacts(msgspec.Struct, frozen=True):
@@ -149,7 +150,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     lacks_adapter: bool = False
     """With an error: its adapter was unloaded meanwhile."""
     blocks: PromptBlocks | None = None
-    """With the first `held`: names of the prompt's blocks."""
+    """With the first `held`, names of the prompt's blocks; at the end those of the answer, too."""
     pulled_tokens: int = 0
     """Those of cached_tokens that came from another node's cache."""
 

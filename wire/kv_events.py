@@ -4,25 +4,29 @@ Names are chained hashes over little-endian 32-bit token ids from a fixed root, 
 Only full blocks are hashed.
 
 A router opens KV_EVENTS_PATH on the node's request stream, as a request that never ends. Frames of
-kind TOKENS bring CacheChanges as msgpack: first one that is `cleared` and, in several frames, all
-that is held, then each change; for a router that does not read as fast, all again. A node that
-tells nothing, or is of a release before, answers 404.
+kind TOKENS bring CacheChanges as msgpack: for each medium first one that is `cleared` and, in
+several frames, all that is held, then each change; for a router that does not read as fast, all
+again. A node that tells nothing, or is of a release before, answers 404.
 """
 
 from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 import msgspec
 
 __all__ = [
+    "CPU",
+    "GPU",
     "KV_EVENTS_PATH",
     "ROOT",
+    "STORAGE",
     "BlockHash",
     "CacheChanges",
+    "all_held",
     "chain",
     "extend",
     "keys_of",
@@ -31,11 +35,15 @@ __all__ = [
 ]
 
 KV_EVENTS_PATH = "/kv/events"
+GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
+"""Media, by vLLM's names: an engine's pool on any device, and below it host memory and files."""
 
 BlockHash = bytes
 """16 bytes of BLAKE2b over (parent hash, token ids)."""
 
 _SIZE = 16
+_HASHES = 4_096
+"""Hashes in a message of all that is held, 74 KB: a router takes a millisecond for them."""
 ROOT: BlockHash = blake2b(b"kvrelay block chain 1", digest_size=_SIZE).digest()
 
 
@@ -70,7 +78,7 @@ def extend(
 
 
 class CacheChanges(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A set of block hashes that the prefix cache gained and lost."""
+    """A set of block hashes that a medium of the prefix cache gained and lost."""
 
     stored: list[BlockHash]
     removed: list[BlockHash]
@@ -78,6 +86,21 @@ class CacheChanges(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """All earlier blocks are gone."""
     used: list[BlockHash] = []
     """Hashes that requests have found; not for routers."""
+    medium: str = GPU
+
+    def follow(self, held: set[BlockHash]) -> None:
+        """Bring a set of all that is held up to date."""
+        if self.cleared:
+            held.clear()
+        held.difference_update(self.removed)
+        held.update(self.stored)
+
+
+def all_held(names: Iterable[BlockHash], medium: str) -> Iterator[CacheChanges]:
+    """Yield what tells of all that a medium holds."""
+    held = list(names)
+    for at in range(0, len(held) or 1, _HASHES):
+        yield CacheChanges(held[at : at + _HASHES], [], cleared=at == 0, medium=medium)
 
 
 read_changes = msgspec.msgpack.Decoder(CacheChanges).decode

@@ -71,6 +71,20 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     pull_ms: float = 0.0
     pull_token_ms: float = 0.0
     """Time to take KV from another node's prefix cache: once, and per token (0: none is taken)."""
+    host_ms: float = 0.0
+    host_token_ms: float = 0.0
+    """The same from below its own pool."""
+    store_token_ms: float = 0.0
+    """What a token that lies in files takes besides."""
+
+    def peer_ms(self, tokens: float) -> float:
+        """Return the time to take KV of so many tokens from another node."""
+        return self.pull_ms + tokens * self.pull_token_ms if self.pull_token_ms else math.inf
+
+    def tier_ms(self, tokens: float, stored: float = 0.0) -> float:
+        """Return the time to take KV from below the own pool, of which `stored` tokens in files."""
+        ms = self.host_ms + tokens * self.host_token_ms + stored * self.store_token_ms
+        return ms if self.host_token_ms else math.inf
 
     @property
     def kv_usage(self) -> float:
@@ -83,8 +97,15 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
         return min(60, max(1, math.ceil(self.backlog_ms / 1e3)))
 
 
+_NAME_BYTES = 16
+
+
 class PromptBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt's full blocks, by name."""
+    """A prompt's full blocks, by name, and perhaps those behind it."""
 
     block_size: int
     hashes: bytes
+
+    def of(self, tokens: int) -> PromptBlocks:
+        """Return those of the first tokens."""
+        return PromptBlocks(self.block_size, self.hashes[: tokens // self.block_size * _NAME_BYTES])

@@ -89,7 +89,7 @@ class Source(msgspec.Struct, frozen=True):
     port: Annotated[int, Meta(ge=0, lt=1 << 16)]
     generation: str
     tokens: Annotated[int, Meta(ge=0, lt=1 << 48)]
-    """0: it is asked for all, after the others."""
+    """0: what lies below the reader's own pool, of which its engine knows."""
     seal: str = ""
     """KvFacts.seal of that node."""
 
@@ -276,3 +276,5 @@ class KvFacts(msgspec.Struct, frozen=True, cache_hash=True):
     generation: str = ""
     seal: str = ""
     """The cluster secret's mark on address, port and generation; empty without a secret."""
+    cache: Source | None = None
+    """The process that leases what lies below the pool."""

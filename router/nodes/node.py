@@ -238,7 +238,7 @@ class Lease:
     node: Node
     share: Share = field(default_factory=Share)
     cached_tokens: int = 0
-    """Tokens of the prompt that the node was believed to have when it was chosen."""
+    """Tokens of the prompt that the node was thought not to compute when it was chosen."""
     sent: Sent | None = None
     cut: Callable[[], None] | None = None
     role: Role = field(init=False)

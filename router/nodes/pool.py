@@ -15,7 +15,7 @@ import itertools
 import logging
 import math
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 
 from kvrelay.router.node_load import UNKNOWN, Share
@@ -73,10 +73,17 @@ class Pool:
         known = lru_cache(_MOST_KNOWN)  # until a change
         self._up, self.base_of = known(self._find_up), known(self._find_base)
         self.node_kinds, self.typical_costs = known(self._find_kinds), known(self._find_costs)
+        self.takers = known(self._find_takers)
         self.set_members(Source.STATIC, static_nodes(prefill, decode), 0.0)
 
     def _changed(self) -> None:
-        for known in (self._up, self.base_of, self.node_kinds, self.typical_costs):
+        for known in (
+            self._up,
+            self.base_of,
+            self.node_kinds,
+            self.typical_costs,
+            self.takers,
+        ):
             known.cache_clear()
 
     # Which nodes there are.
@@ -214,6 +221,11 @@ class Pool:
         until = self._failed_pairs.get(_pair(prefill, decode), now)
         return AVOIDED_MS if now < until else LINK_MS
 
+    def _find_takers(self, url: str) -> frozenset[str]:
+        """Return the nodes that can take the KV of one."""
+        kv = self._by_url[url].kv
+        return frozenset(n.url for n in self.nodes if kv_mismatch(kv, n.kv) is None)
+
     def kv_came(self, prefill: Node, decode: Node) -> None:
         self._failed_pairs.pop(_pair(prefill, decode), None)
 
@@ -279,11 +291,9 @@ class Pool:
 
     # Which requests they have.
 
-    def hold(
-        self, node: Node, share: Share, prefix: Prefix | None, cached: Mapping[str, int]
-    ) -> Lease:
+    def hold(self, node: Node, share: Share, prefix: Prefix | None, cached: int = 0) -> Lease:
         node.turn = next(self._turns)
-        lease = Lease(node, share, cached.get(node.url, 0))
+        lease = Lease(node, share, cached)
         node.leases.add(lease)
         node.state.add(share)
         if prefix is not None:
@@ -313,7 +323,8 @@ class Pool:
         generation = report.generation or node.generation
         if node.generation and generation != node.generation:
             self._cut(node)
-            self.prefixes.forget(node.url)
+            if not self.prefixes.follows(node.url):  # a new engine's host memory may be warm
+                self.prefixes.forget(node.url)
             node.state.restarted()
             node.drain_asked = False
         before = (node.kind, node.model, node.adapters, node.up)
@@ -340,6 +351,7 @@ class Pool:
         node.model, node.max_model_len = report.model, report.max_model_len
         if report.kv != node.kv:  # else the old one, whose hash is known
             node.kv = report.kv
+            self._changed()
             node.state.computes = report.kv is None or report.kv.computes_prompts
         if started >= node.adapters_at:
             node.adapters = frozenset(report.adapters)

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.wire.kv_events import GPU
 from kvrelay.wire.outputs import PromptBlocks
 from kvrelay.wire.step_costs import RunningMean
 
@@ -31,11 +32,9 @@ CHUNK_BYTES = 128
 MAX_TEXT_BYTES = 512 << 10
 """The text of a prompt that is looked at: 128,000 tokens; the rest is new."""
 MAX_BLOCKS = 4_000_000
-"""Blocks of all nodes, about 100 bytes each; each node may have an equal share."""
+"""Blocks of all nodes in one medium, about 100 bytes each; each node may have an equal share."""
 MAX_SENT = 640_000
 """Chunks sent to all nodes, about 100 bytes each, shared alike: 80 MiB of text."""
-MAX_ANSWERS = 20_000
-"""Prompts of which it is known who has the KV of their answer, too."""
 MAX_LEARNED = 400_000
 """Chunks whose blocks are known, about 200 bytes each: 12,000 prompts of 4 KB that share nothing."""
 _CHUNKS = re.compile(rb"(?s).{1,%d}" % CHUNK_BYTES).findall  # three times as fast as slices
@@ -79,7 +78,7 @@ class Prefix(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    held: set[int] | None = None  # block keys; None without events
+    held: dict[str, set[int]] = field(default_factory=dict)  # block keys by medium
     sent: dict[int, None] = field(default_factory=dict)  # chunks, the oldest first; without events
     running: Counter[int] = field(default_factory=Counter)  # requests by chunk
 
@@ -87,13 +86,16 @@ class _Node:
 class PrefixIndex:
     def __init__(self) -> None:
         self._nodes: defaultdict[str, _Node] = defaultdict(_Node)
-        self._learned: dict[int, array[int]] = {}  # keys of the blocks that end in a chunk
-        self._answers: dict[int, tuple[str, int]] = {}  # by a prompt's last full chunk
+        self._learned: dict[int, array[int]] = {}
+        """Keys of the blocks that end in a chunk, and by ~chunk all behind a whole prompt's last."""
         self._block_size = 0
         self._tokens_per_byte = RunningMean(_TOKENS_PER_BYTE, _PROMPTS_MEAN)
 
-    def lookup(self, prefix: Prefix) -> tuple[int, dict[str, int]]:
-        """Return a prompt's tokens (an estimate until tokenized), and those cached by URL."""
+    def lookup(self, prefix: Prefix) -> tuple[int, dict[str, int], dict[str, tuple[int, int]]]:
+        """Return a prompt's tokens (an estimate until tokenized), and those cached by URL.
+
+        They are in pools, or in further media if these have more.
+        """
         chunks, keys, tokens = prefix.chunks, prefix.keys, prefix.tokens
         block_size = prefix.block_size or self._block_size
         per_byte = tokens / prefix.text_bytes if tokens else self._tokens_per_byte.value
@@ -103,26 +105,31 @@ class PrefixIndex:
                 keys += self._learned[chunk]
             new_bytes = max(0, prefix.text_bytes - depth * CHUNK_BYTES)
             tokens = len(keys) * block_size + int(new_bytes * per_byte)
+            if depth:
+                keys += self._learned.get(~chunks[depth - 1], array("Q"))
         cached: dict[str, int] = {}
+        below: dict[str, tuple[int, int]] = {}
         chunks, keys = chunks[::-1], keys[::-1]
         for url, node in self._nodes.items():
-            texts: Container[int] = node.sent if node.held is None else node.running
-            has = int(_depth(chunks, texts) * CHUNK_BYTES * per_byte)
-            has = max(has, _depth(keys, node.held or ()) * block_size)
+            texts: Container[int] = node.running if node.held else node.sent
+            has = min(tokens, int(_depth(chunks, texts) * CHUNK_BYTES * per_byte))
+            depth, reach = 0, []
+            for names in node.held.values():
+                depth += _depth(keys[: len(keys) - depth], names)
+                reach.append(max(has, min(tokens, depth * block_size)))
+            if reach:
+                has, *further = reach
+                if further and further[-1] > has:
+                    below[url] = further[0], further[-1]
             if has:
-                cached[url] = min(tokens, has)
-        if self._answers and cached:
-            url, has = next(filter(None, map(self._answers.get, chunks)), ("", 0))
-            # Caches evict ends first: a node that lacks a part of the prompt has no answer to it.
-            if url in cached and (not self.follows(url) or cached[url] >= len(keys) * block_size):
-                cached[url] = max(cached[url], min(tokens, has))
-        return tokens, cached
+                cached[url] = has
+        return tokens, cached, below
 
     def send(self, prefix: Prefix, url: str) -> Sent:
         """Note that a request with this prompt begins on a node; the result is for `end`."""
         node = self._nodes[url]
         node.running.update(prefix.chunks)
-        if node.held is None:
+        if not node.held:
             _keep(node.sent, dict.fromkeys(prefix.chunks), MAX_SENT // len(self._nodes))
         return node.running, prefix.chunks
 
@@ -147,35 +154,47 @@ class PrefixIndex:
             learned[chunk], begin = keys[begin:end], end
         _keep(self._learned, learned, MAX_LEARNED)
 
-    def answered(self, prefix: Prefix, url: str, tokens: int) -> None:
-        """Note that a node has the KV of a prompt and its answer, `tokens` in all."""
+    def answered(self, prefix: Prefix) -> None:
+        """Take over the keys of a prompt with those of its answer, which the next turn has, too."""
         full = min(prefix.text_bytes, MAX_TEXT_BYTES) // CHUNK_BYTES
-        if url and full:
-            _keep(self._answers, {prefix.chunks[full - 1]: (url, tokens)}, MAX_ANSWERS)
+        if full and prefix.keys is not None:
+            last = prefix.chunks[full - 1]
+            if last not in self._learned:
+                self.learn(prefix)
+            known = prefix.tokens // prefix.block_size * full * CHUNK_BYTES // prefix.text_bytes
+            _keep(self._learned, {~last: prefix.keys[known:]}, MAX_LEARNED)
 
     def counted(self, prefix: Prefix, tokens: int) -> None:
         if tokens and prefix.text_bytes and not prefix.counted:
             self._tokens_per_byte.add(tokens / prefix.text_bytes)
 
     def changed(
-        self, url: str, stored: Iterable[int], removed: Iterable[int] = (), *, cleared: bool = False
+        self,
+        url: str,
+        stored: Iterable[int],
+        removed: Iterable[int] = (),
+        *,
+        cleared: bool = False,
+        medium: str = GPU,
     ) -> None:
-        """Follow an event of a node's cache; its first one is `cleared`."""
+        """Follow an event of a node's cache; the first one of a medium is `cleared`."""
         node = self._nodes[url]
-        if cleared or node.held is None:
-            node.held, node.sent = set(), {}
-        node.held.difference_update(removed)
-        node.held.update(stored)
-        while len(node.held) > MAX_BLOCKS // len(self._nodes):
-            node.held.pop()
+        node.sent = {}
+        held = node.held.setdefault(medium, set())
+        if cleared:
+            held.clear()
+        held.difference_update(removed)
+        held.update(stored)
+        while len(held) > MAX_BLOCKS // len(self._nodes):
+            held.pop()
 
     def lost(self, url: str) -> None:
         """Go by what is sent to a node from now on, as it tells no more events."""
         if url in self._nodes:
-            self._nodes[url].held = None
+            self._nodes[url].held.clear()
 
     def follows(self, url: str) -> bool:
-        return url in self._nodes and self._nodes[url].held is not None
+        return url in self._nodes and GPU in self._nodes[url].held
 
     def forget(self, url: str) -> None:
         self._nodes.pop(url, None)
@@ -184,7 +203,7 @@ class PrefixIndex:
         return len(self._learned)
 
     def blocks(self) -> int:
-        return sum(len(node.held or ()) for node in self._nodes.values())
+        return sum(len(each) for node in self._nodes.values() for each in node.held.values())
 
 
 def _depth(names: Sequence[int], held: Container[int]) -> int:

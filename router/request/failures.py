@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import msgspec
-
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.node import Lease, Node
 from kvrelay.router.nodes.pool import Pool
@@ -46,7 +44,6 @@ MAX_LOST = 2
 REFUSED_S = 300.0
 """Seconds that a request is refused after the last death: about a large model's load time."""
 _MAX_SUSPECTS = 4096
-_RELEASE_DEADLINE_S = 2.0
 # By then a node has shown if it lives: a node that is down is asked twice a second, and has 2 s to
 # answer.
 _VERDICT_S = 5.0
@@ -85,17 +82,9 @@ class RunContext:
     pool: Pool
     placer: Placer
     node_client: NodeClient
-    releases: set[asyncio.Task[None]]
-    """Tasks that give KV back and outlive their requests, for 2 s at most."""
     metrics: Metrics
     config: RouterConfig
     retries: RetryBudget = field(default_factory=RetryBudget)
-
-    async def release_kv(self, node: Node, request_id: str) -> None:
-        body = msgspec.json.encode({"request_ids": [request_id]})
-        # Else its lease ends by itself.
-        status, _ = await self.node_client.post(node, "/kv/release", body, _RELEASE_DEADLINE_S)
-        self.metrics.releases.labels("yes" if status < 300 else "no").inc()
 
     def note_failure(self, job_id: str, lease: Lease, call: object, why: AttemptFailed) -> None:
         """Note that an attempt failed by its node's fault, or because the node drains."""

@@ -6,9 +6,11 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, replace
 from zlib import crc32
+
+import msgspec
 
 from kvrelay.router.node_load import UNKNOWN, default_targets
 from kvrelay.router.nodes.node import Lease, Node, NodeKind, kv_mismatch
@@ -93,8 +95,8 @@ class Placer:
         alone: bool = False,
     ) -> PlacementQuery:
         """Return the query for a job; `tokens` so far, if a node has told."""
-        length, cached = (
-            self._pool.prefixes.lookup(prefix) if prefix is not None else (job.prompt_tokens, {})
+        length, cached, below = (
+            (job.prompt_tokens, {}, {}) if prefix is None else self._pool.prefixes.lookup(prefix)
         )
         tokens = max(1, tokens or length)
         ttft_ms, tpot_ms = default_targets(self._pool.typical_costs(job.model), tokens)
@@ -107,29 +109,33 @@ class Placer:
             job.max_tokens * job.choices or math.inf,
             tie=crc32(job.id.encode()),
             cached=cached,
-            holder=self._holder(cached),
+            below=below,
+            holder=self._holder(cached, below),
             session=job.session,
         )
         alone = alone or is_undivided(job)
         return PlacementQuery(job.model, request, prefix, peer, job.kind, alone)
 
-    def _holder(self, cached: Mapping[str, int]) -> str:
-        for url in sorted(cached, key=cached.__getitem__, reverse=True):
+    def _holder(
+        self, cached: dict[str, int], below: dict[str, tuple[int, int]]
+    ) -> tuple[str, int, Container[str]]:
+        most = cached | {url: host for url, (host, _) in below.items()}
+        for url in sorted(most, key=most.__getitem__, reverse=True):
             node = self._pool.find(url)
             if node is not None and node.up and node.kv is not None and node.kv.port:
-                return url
-        return ""
+                return url, most[url], self._pool.takers(url)
+        return "", 0, ()
 
     def sources(self, placed: PlacementLeases) -> list[Source]:
-        """Return where the node that computes a prompt may take a part of its KV."""
-        holder, node = (
-            self._pool.find(placed.placement.pulls_from),
-            (placed.prefill or placed.decode).node,
-        )
-        if holder is None or holder.kv is None or kv_mismatch(holder.kv, node.kv) is not None:
+        """Return where else the node that computes a prompt may take a part of its KV."""
+        _, held, url = placed.placement.prompt
+        holder, tokens = self._pool.find(url), placed.wanted.request.cached.get(url, 0)
+        if holder is None or (kv := holder.kv) is None:
             return []
-        kv, tokens = holder.kv, placed.wanted.request.cached[holder.url]
-        return [Source(kv.address, kv.port, kv.generation, tokens, kv.seal)]
+        found = [Source(kv.address, kv.port, kv.generation, tokens, kv.seal)] if tokens else []
+        if kv.cache is not None and held > tokens:
+            found.append(msgspec.structs.replace(kv.cache, tokens=held))
+        return found
 
     def limited(self, wanted: PlacementQuery, targets: Slo) -> PlacementQuery:
         """Return a query that waits or is refused where it would miss its targets.
@@ -147,18 +153,8 @@ class Placer:
         mean = self._outputs.get(self._pool.base_of(model))
         return FIRST_OUTPUT if mean is None else mean.value
 
-    def answered(
-        self,
-        model: str,
-        tokens: int,
-        prefix: Prefix | None = None,
-        prompt_tokens: int = 0,
-        url: str = "",
-    ) -> None:
-        """Learn from a whole answer of so many tokens; the node at `url` has its KV."""
-        if prefix is not None:
-            self._pool.prefixes.counted(prefix, prompt_tokens)
-            self._pool.prefixes.answered(prefix, url, prompt_tokens + tokens)
+    def answered(self, model: str, tokens: int) -> None:
+        """Learn from a whole answer of so many tokens."""
         if tokens and (base := self._pool.base_of(model)):
             mean = self._outputs.setdefault(base, RunningMean(FIRST_OUTPUT, _OUTPUTS_MEAN))
             mean.add(min(tokens, _MOST_OUTPUT))
@@ -229,11 +225,11 @@ class Placer:
             self._named(placement.decode),
         )
         share, row = shares_of(wanted.request, placement, source.state, target.state)
-        hold, known = self._pool.hold, (wanted.prefix, wanted.request.cached)
+        hold, prefix = self._pool.hold, wanted.prefix
         prefill = None
         if share is not None and wanted.peer is None:
-            prefill = hold(source, share, *known)
-        decode = hold(target, row, *known)
+            prefill = hold(source, share, prefix, placement.prompt[1])
+        decode = hold(target, row, prefix)
         return PlacementLeases(wanted, placement, prefill, decode)
 
     def give_back(self, placed: PlacementLeases) -> None:

@@ -39,8 +39,6 @@ class AnswerProgress:
         self.told: KvTransferParams | None = None
         """The newest report of a prefill node: its ticket, then its hand-over."""
         self.forwarded = False
-        self.settled = False
-        """A decode leg needs the prefill node's KV no more."""
         self.ended = False
         self.output_tokens = 0
         self._choices = defaultdict(ChoiceSoFar, {0: ChoiceSoFar()})
@@ -64,8 +62,6 @@ class AnswerProgress:
         over = kind is FrameKind.END
         if not (over or kind is FrameKind.TOKENS) or self.ended:
             return False
-        if place.decoding and (over or ids):
-            self.settled = True
         choice = self._choices[frame.choice]
         says = bool(ids) or frame.finish is not None
         if begin < len(choice.generated) or (says and choice.finish is not None):

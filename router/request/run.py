@@ -111,7 +111,6 @@ class RequestRun:
             self._prefilling = self._early_decode = None  # a failed one would keep this run
             if self.placed is not None:
                 self.context.placer.give_back(self.placed)
-            self._release_kv()
 
     async def _answer(self) -> None:
         while True:
@@ -277,16 +276,6 @@ class RequestRun:
         finally:
             placer.waiting[model] -= 1
 
-    def _release_kv(self) -> None:
-        # A prefill node cut before it told of KV has ended the request itself.
-        node, told = self._prefill_node, self.progress.told
-        unfetched = self._kv_unused or not self.progress.settled
-        if unfetched and node is not None and told is not None and told.remote_request_id:
-            release, releases = self.context.release_kv, self.context.releases
-            task = asyncio.create_task(release(node, told.remote_request_id))
-            releases.add(task)
-            task.add_done_callback(releases.discard)
-
     def _decode_params(self, placed: PlacementLeases) -> KvTransferParams:
         request, progress, metrics = placed.wanted.request, self.progress, self.context.metrics
         params, source, model = progress.decode_params(), self._prefill_node, self.job.model
@@ -309,8 +298,7 @@ class RequestRun:
             params.sources = self.context.placer.sources(placed)
         placement = placed.placement
         if placement.spills:
-            params.spill = True
-            params.cached_tokens = request.cached.get(placement.pulls_from or placement.decode, 0)
+            params.spill, params.cached_tokens = True, placement.prompt[1]
         return params
 
     def _why_local(self, placed: PlacementLeases) -> str:
@@ -334,14 +322,16 @@ class RequestRun:
         if self._early_decode is None:
             self._early_decode = asyncio.create_task(self._decode_early())
 
-    def on_end(self, usage: tuple[int, int, int] | None) -> None:
+    def on_end(self, frame: Frame) -> None:
         """Note the usage of a whole answer, and which nodes could not read the request."""
         output = self.output_tokens
-        if usage is not None:
-            self.prompt_tokens, output, self.cached_tokens = usage
+        if frame.usage is not None:
+            self.prompt_tokens, output, self.cached_tokens = frame.usage
         per_choice, told = output // self.job.choices, self.prompt_tokens or 0
-        url = "" if self.placed is None else self.placed.decode.node.url
-        self.context.placer.answered(self.job.model, per_choice, self._prefix, told, url)
+        self.context.placer.answered(self.job.model, per_choice)
+        self._pool.prefixes.counted(self._prefix, told)
+        if frame.blocks is not None:
+            self._pool.prefixes.answered(self._prefix.known(frame.blocks, told))
         for lease in self.unread:
             self._pool.could_not_read(lease.node, time.monotonic())
         self.unread.clear()
@@ -440,9 +430,9 @@ class Attempt:
         if params is not None:
             told = frame.usage[0] if frame.usage is not None else params.prompt_tokens
             run.prompt_tokens = told or run.prompt_tokens
-            run.cached_tokens = params.cached_tokens
+            run.cached_tokens = max(0, params.cached_tokens)
             if not self._position.decoding:
-                if run.progress.told is None:
+                if run.progress.told is None and params.cached_tokens >= 0:
                     run.context.metrics.cached(self._lease.cached_tokens, params.cached_tokens)
                 if frame.kind is FrameKind.TICKET:
                     run.on_ticket(params, frame)
@@ -450,7 +440,7 @@ class Attempt:
                     timeline.prefilled = timeline.prefilled or now
         if frame.kind is not FrameKind.END:
             return frame.payload
-        run.on_end(frame.usage)
+        run.on_end(frame)
         return timeline.with_stages(frame.payload, now) if run.job.wants_stages else frame.payload
 
 

@@ -28,10 +28,10 @@ from kvrelay.kv_transfer.connector import (
 )
 from kvrelay.kv_transfer.transfer_engine import open_connector
 from kvrelay.paged_engine.blocks import BlockPool
-from kvrelay.wire.cache_messages import Attach, CacheSetup, CacheStats
+from kvrelay.wire.cache_messages import Attach, CacheSetup, CacheStats, FromCache
 from kvrelay.wire.config import CacheConfig, TransferConfig
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.kv_events import CacheChanges
+from kvrelay.wire.kv_events import CPU, STORAGE, CacheChanges
 from kvrelay.wire.transfer import Fingerprint, Source
 from kvrelay.wire.versions import HANDOVER
 from tests.kv_transfer.peer_process import PeerProcess
@@ -100,6 +100,7 @@ class Host:
         child.connect(f"ipc://{folder}/{id(self)}")
         self.cache, self.child = CacheProcess(setup, child), child
         self.stats = CacheStats(Source("", 0, "", 0))
+        self.told: dict[str, set[bytes]] = {CPU: set(), STORAGE: set()}
 
     def say(self, message: Attach | CacheChanges) -> None:
         self.parent.send(msgspec.msgpack.encode(message))
@@ -108,10 +109,20 @@ class Host:
         self.cache.wakeup()
         self.cache.turn()
         while self.parent.poll(0):
-            self.stats = msgspec.msgpack.decode(self.parent.recv(), type=CacheStats)
+            match msgspec.msgpack.decode(self.parent.recv(), type=FromCache):
+                case CacheChanges() as changes:
+                    changes.follow(self.told[changes.medium])
+                case CacheStats() as stats:
+                    self.stats = stats
 
     def held(self, number: int) -> bool:
         return bool(self.cache._table.pool.lookup([name(number)]))
+
+    def told_all(self) -> bool:
+        """Return whether all that is here is told, and nothing else."""
+        cache = self.cache
+        files = set() if cache._files is None else set(cache._files.held)
+        return self.told == {CPU: set(cache._table.pool.names()), STORAGE: files}
 
     def flip(self, number: int, rng: random.Random) -> None:
         (slot,) = self.cache._table.pool.lookup([name(number)])
@@ -210,6 +221,7 @@ class World:
 def world(tmp_path: Path) -> Iterator[World]:
     it = World(tmp_path)
     yield it
+    it.until(lambda: all(host.told_all() for host in it.hosts))
     for engine in it.engines:
         engine.connector.close()
     for host in it.hosts:
@@ -230,7 +242,7 @@ def test_a_new_engine_finds_what_the_old_one_had(world: World) -> None:
     # It takes from the new one, too.
     world.fill(host, new, [20, 21])
     assert world.read(host, new, [20, 21]) == 2
-    assert host.cache._table.pool.free == BLOCKS - 1
+    world.until(lambda: host.cache._table.pool.free == BLOCKS - 1)
 
 
 def test_an_engine_with_another_fingerprint_finds_nothing(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,40 +15,31 @@ from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.kv_events import CPU, STORAGE, CacheChanges, extend
+from kvrelay.wire.outputs import Load
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.step_costs import StepBudget, StepCosts
 from kvrelay.wire.transfer import KvTransferParams, Source, Ticket
 
 COSTS = StepCosts(5.0, 0.5, 0.0, 0.0, 0.1, 0.0)
 SIZE = 10**6
-
-
-def worth_ms(price: PullPrice, tokens: int = 400, now: float = 0.0) -> float:
-    return price.worth_ms(tokens, 0, SIZE, COSTS, now)
-
-
-def test_computing_must_take_longer_than_a_pull_and_is_its_limit() -> None:
-    price = PullPrice()
-    assert worth_ms(price) == 40.0
-    assert worth_ms(price, 16) == 0.0
-    assert price.worth_ms(400, 0, SIZE, None, 0.0) == 0.0
+TOKENS = 70
 
 
 def test_a_first_contact_decides_nothing_and_a_slow_link_is_tried_again_in_a_minute() -> None:
     price = PullPrice()
+    first_ms = price.pull_ms(SIZE, 0.0)
     price.read(SIZE, 5000.0, now=0.0)
-    assert worth_ms(price) == 40.0
+    assert price.pull_ms(SIZE, 0.0) == first_ms
     price.read(SIZE, 500.0, now=1.0)
-    assert worth_ms(price, now=1.0) == 0.0
-    assert worth_ms(price, now=60.5) == 40.0
+    assert price.pull_ms(SIZE, 1.0) > 500.0
+    assert price.pull_ms(SIZE, 60.5) == first_ms
 
 
 def test_slow_answers_count_too() -> None:
     price = PullPrice()
     for _ in range(3):
         price.asked(50.0, now=0.0)
-    assert worth_ms(price) == 0.0
-    assert worth_ms(price, 600) == 60.0
     price.read(0, 1.0, now=0.0)  # all was cached meanwhile
     assert price.pull_ms(0, 0.0) == 50.0
 
@@ -73,7 +65,7 @@ class Node(Pulls):
         connector: Any = SimpleNamespace(
             generation="own",
             meet=lambda peer, _: peer in self.met,
-            ask=lambda name, peer, *_: self.said.append(("ask", name, peer)),
+            ask=lambda name, peer, hashes, *_: self.said.append(("ask", name, peer, len(hashes))),
             watch=lambda name, _: self.said.append(("watch", name)),
             cancel=lambda name: self.said.append(("cancel", name)),
         )
@@ -84,26 +76,91 @@ class Node(Pulls):
         super().__init__(engine, connector, config)
 
     def begun(self, *sources: Source) -> Request:
-        submit = Submit("r", [7] * 70, SamplingParams(max_tokens=4, seed=1), sources=[*sources])
+        submit = Submit("r", [7] * TOKENS, SamplingParams(max_tokens=4, seed=1), sources=[*sources])
         request = Request.from_submit(submit, 0.0)
+        self.scheduler.abort("r")
         self.scheduler.add(request)
         self.begin(request)
         return request
+
+
+def names() -> list[bytes]:
+    hashes: list[bytes] = []
+    extend(hashes, [7] * TOKENS, 16)
+    return hashes
 
 
 def source(tokens: int, generation: str = "g") -> Source:
     return Source("127.0.0.1", 4000, generation, tokens)
 
 
-def test_the_source_with_the_most_is_asked_and_then_the_tier() -> None:
+def test_the_source_with_the_most_is_asked_and_then_the_next() -> None:
     node = Node()
     few = [source(1, "few") for _ in range(5000)]
+    node.note_below(CacheChanges(names()[:2], [], medium=CPU))
     request = node.begun(*few, source(48, "most"), source(64, "own"), source(0, "tier"))
     for generation in ("most", "tier"):
-        assert node.said.pop() == ("ask", "r", PeerKey("127.0.0.1", 4000, generation))
+        assert node.said.pop()[:3] == ("ask", "r", PeerKey("127.0.0.1", 4000, generation))
         assert request.asking
         node.handle(Granted("r", None, "NotHeld"))
     assert (node.said, request.asking, request.sources) == ([], False, [])
+
+
+def test_what_is_not_below_the_pool_is_not_asked_for() -> None:
+    node = Node()
+    assert not node.begun(source(0, "tier")).asking
+    node.note_below(CacheChanges(names()[1:], [], medium=CPU))
+    assert not node.begun(source(0, "tier")).asking  # it lacks the first block
+    node.note_below(CacheChanges(names()[:1], [], medium=STORAGE))
+    node.note_below(CacheChanges([], names(), medium=CPU))
+    assert node.begun(source(0, "tier")).asking
+    assert node.said == [("ask", "r", PeerKey("127.0.0.1", 4000, "tier"), 1)]
+
+
+@pytest.mark.parametrize(
+    ("peer_ms", "host_ms", "file_ms", "asked"),
+    [
+        (1.0, 1.0, 1.0, ("tier", 4)),
+        (1.0, 1.0, 9.0, ("peer", 4)),
+        (9.0, 1.0, 30.0, ("tier", 2)),
+        (9.0, 9.0, 1.0, None),
+    ],
+)
+def test_what_is_asked_for_saves_the_most_by_the_prices_that_routers_hear(
+    peer_ms: float, host_ms: float, file_ms: float, asked: tuple[str, int] | None
+) -> None:
+    """A block takes 1.6 ms to compute."""
+    node, now = Node("auto"), time.monotonic()
+    node.met |= {PeerKey("127.0.0.1", 4000, name) for name in ("peer", "tier")}
+    node.note_below(CacheChanges(names()[:2], [], medium=CPU))
+    node.note_below(CacheChanges(names()[2:], [], medium=STORAGE))
+    sources = source(48, "peer"), source(0, "tier")
+    for each, ms in zip(sources, (peer_ms, host_ms), strict=True):
+        for _ in range(2):
+            node._price(each).asked(0.1, now)
+            node._price(each).read(1000, ms / 2, now)
+    for _ in range(2):
+        node._files.read(1000, file_ms / 10, now)
+    request = node.begun(*sources)
+    assert [(each[2].generation, each[3]) for each in node.said] == ([asked] if asked else [])
+    told = Load(**node.announced(now))
+    assert told.peer_ms(16) == pytest.approx(0.1 + peer_ms / 2)
+    assert told.tier_ms(16, 16) == pytest.approx(0.1 + host_ms / 2 + file_ms / 10)
+    if asked == ("tier", 4):  # its answer waits for files
+        request.asked_s = time.monotonic() - 10.0
+        node.handle(Granted("r", Ticket(num_tokens=64, remote_block_ids=[[1, 2, 3, 4]])))
+        assert node._files._bytes[-1][1] == pytest.approx((10_000 - 0.1) / 2_000, rel=0.01)
+        assert Load(**node.announced(now)).host_ms == 0.1
+
+
+def test_while_other_nodes_are_reset_nothing_is_taken_from_them() -> None:
+    node = Node()
+    node.note_below(CacheChanges(names(), [], medium=CPU))
+    node.stay_alone(time.monotonic())
+    assert not node.begun(source(64)).asking
+    assert node.begun(source(64), source(0, "tier")).asking
+    node.stay_alone(time.monotonic() - 40.0)
+    assert node.begun(source(64)).asking
 
 
 @pytest.mark.parametrize(

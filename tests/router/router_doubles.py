@@ -250,10 +250,8 @@ class FakeNode:
     stream_status: int = 200
     url: str = ""
     calls: list[Call] = field(default_factory=list)
-    released: list[list[str]] = field(default_factory=list)
     called: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
-    released_event: asyncio.Event = field(default_factory=asyncio.Event)
     resume: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def leg_stream(self, request: web.Request) -> web.StreamResponse:
@@ -321,11 +319,6 @@ class FakeNode:
         self.role, self.flips_to, self.flips = self.flips_to, None, self.flips + 1
         self.script = prefill_ok if self.role == "prefill" else decode_ok
 
-    async def release(self, request: web.Request) -> web.Response:
-        self.released.append((await request.json())["request_ids"])
-        self.released_event.set()
-        return web.json_response({})
-
     async def tokenize(self, request: web.Request) -> web.Response:
         self.asked.append(await request.read())
         try:
@@ -361,7 +354,6 @@ class FakeNode:
         app.router.add_post("/drain", self.drain)
         app.router.add_post("/undrain", self.drain)
         app.router.add_post("/admin/role", self.change_role)
-        app.router.add_post("/kv/release", self.release)
         app.router.add_post("/v1/load_lora_adapter", self.adapter)
         app.router.add_post("/v1/unload_lora_adapter", self.adapter)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -486,7 +478,7 @@ def leg_on(pool: Pool, role: Role, exclude: Collection[Node] = ()) -> Iterator[L
     nodes = pool.up(role, exclude)
     if not nodes:
         raise pool.no_node(role)
-    lease = pool.hold(min(nodes, key=lambda node: len(node.leases)), Share(), None, {})
+    lease = pool.hold(min(nodes, key=lambda node: len(node.leases)), Share(), None)
     try:
         yield lease
     finally:

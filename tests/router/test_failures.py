@@ -111,7 +111,6 @@ async def test_a_request_goes_on_elsewhere_or_ends_with_the_nodes_error(
         failed_over = c.metric("kvrelay_failovers_total", leg=role)
         assert failed_over == (not says and script is not FULL)
         assert c.metric("kvrelay_router_full_nodes_total", leg=role) == (script is FULL)
-        p = other if role == "decode" else next_one
         if not says:
             assert text == (STREAMED if stream else WHOLE.decode())
         elif stream and role == "decode":  # behind the prefill node's first token
@@ -124,10 +123,6 @@ async def test_a_request_goes_on_elsewhere_or_ends_with_the_nodes_error(
             assert answer.status == (400 if own else 502)
         if role == "decode" and not says and script is not cut_after_token:
             assert next_one.calls[0].params == bad.calls[0].params  # with the same ticket
-        if role == "decode" and says:
-            await until(lambda: p.released == [["held-1"]])
-        else:
-            assert p.released == []
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -152,7 +147,6 @@ async def test_when_every_node_breaks_the_client_is_told() -> None:
         async with c.post() as answer:
             assert answer.status == 500
             assert "out of luck" in (await answer.json())["error"]["message"]
-        await until(lambda: p.released == [["held-1"]])
         async with openai.AsyncOpenAI(base_url=f"{c.url}/v1", api_key="-", max_retries=0) as client:
             stream = await client.chat.completions.create(model="tiny", messages=[], stream=True)
             with pytest.raises(openai.APIError, match="out of luck"):

@@ -11,6 +11,7 @@ from router_doubles import Cluster, FakeNode, cluster, prefill, until
 from kvrelay.node import request_stream
 from kvrelay.node.request_stream import KvEvents
 from kvrelay.router.prefix.index import Prefix
+from kvrelay.wire import kv_events
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.kv_events import CacheChanges, read_changes
 from kvrelay.wire.outputs import PromptBlocks
@@ -93,7 +94,7 @@ async def test_a_router_that_reads_too_slowly_is_told_all_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(request_stream, "_QUEUED", 4)
-    monkeypatch.setattr(request_stream, "_HASHES", 2)
+    monkeypatch.setattr(kv_events, "_HASHES", 2)
     node = KvEvents()
     held = chain(3)
     node.publish(CacheChanges(held, []))

@@ -81,6 +81,8 @@ requests = st.builds(
     most_output=st.sampled_from([math.inf, 1.0, 100.0]),
     tie=st.integers(0, 1 << 30),
     cached=st.dictionaries(st.sampled_from(["p0", "p1", "d0", "d1"]), st.integers(0, 10_000)),
+    below=st.dictionaries(st.sampled_from(["p1", "d0"]), st.just((10_000, 10_000))),
+    holder=st.sampled_from([("", 0, ()), ("d1", 9_000, ("p0", "p1"))]),
 )
 
 
@@ -287,14 +289,70 @@ def test_a_prompt_spills_when_the_prefill_node_is_busy_and_not_beyond_the_limit(
 def test_kv_is_pulled_where_that_is_quicker_than_computing(
     pull_token_ms: float, pulls: bool
 ) -> None:
-    cached = {"d": 3_900}
-    request = PlacementRequest(4_000, 64, 300, 20, cached=cached, holder="d")
+    request = PlacementRequest(4_000, 64, 300, 20, cached={"d": 3_900}, holder=("d", 3_900, {"p"}))
     prefill, decode = node("p", pull_ms=2.0, pull_token_ms=pull_token_ms), node("d")
     placed = placing(request, [prefill], [decode])
-    assert (placed.prefill, placed.pulls_from) == ("p", "d" if pulls else "")
-    assert (request.prompt_ms(prefill) < prefill.prompt_ms(4_000, 0)) is pulls
+    assert (placed.prefill, *placed.prompt[1:]) == ("p", *((3_900, "d") if pulls else (0, "")))
+    assert (placed.prompt[0] < prefill.prompt_ms(4_000, 0)) is pulls
     assert ("pulls from d" in str(placed)) is pulls
-    assert not request.pulls(decode)
+    assert request.prompt(decode) == (decode.prompt_ms(4_000, 3_900), 3_900, "")
+    # It does not fit those of another kind.
+    other = replace(request, holder=("d", 3_900, {"d"}))
+    assert other.prompt(prefill) == (prefill.prompt_ms(4_000, 0), 0, "")
+
+
+@pytest.mark.parametrize(
+    ("peer_ms", "host_ms", "store_ms", "found"),
+    [
+        (1e-3, 1e-4, 1e-4, (3_000, "store")),
+        (1.0, 1e-4, 1.0, (2_000, "host")),
+        (1e-5, 1e-4, 1.0, (2_900, "d")),
+        (0.0, 0.0, 1e-9, (1_000, "")),
+        (1.0, 1.0, 1e-9, (1_000, "")),
+    ],
+)
+def test_a_prompt_begins_with_what_is_cheapest_and_the_rest_is_computed(
+    peer_ms: float, host_ms: float, store_ms: float, found: tuple[int, str]
+) -> None:
+    prices = {"pull_token_ms": peer_ms, "host_token_ms": host_ms, "store_token_ms": store_ms}
+    request = PlacementRequest(
+        4_000,
+        64,
+        300,
+        20,
+        cached={"p": 1_000},
+        below={"p": (2_000, 3_000)},
+        holder=("d", 2_900, {"p"}),
+    )
+    placed = placing(request, [node("p", **prices)], [node("d")])
+    assert placed.prompt[1:] == found
+    assert f" pulls from {found[1]}" in str(placed) or not found[1]
+
+
+prices = st.tuples(*[st.sampled_from([0.0, 1e-4, 1e-2, 1.0])] * 5)
+
+
+@given(requests, prices, st.lists(st.integers(0, 10_000), min_size=4, max_size=4))
+def test_what_is_known_of_a_cheaper_source_makes_no_node_dearer(
+    request: PlacementRequest, prices: tuple[float, ...], depths: list[int]
+) -> None:
+    cached, host, files, held = *sorted(depths[:3]), depths[3]
+    names = ("pull_ms", "pull_token_ms", "host_ms", "host_token_ms", "store_token_ms")
+    there = node("n", **dict(zip(names, prices, strict=True)))
+    ways = [
+        {},
+        {"below": {"n": (host, host)}},
+        {"below": {"n": (host, files)}},
+        {"below": {"n": (host, files)}, "holder": ("h", held, {"n"})},
+    ]
+    found = [
+        replace(request, cached={"n": cached}, **way).prompt(there)[0]  # type: ignore[arg-type]
+        for way in ways
+    ]
+    assert found == sorted(found, reverse=True)
+    cheaper = node("n", **dict(zip(names, [each / 2 for each in prices], strict=True)))
+    last = replace(request, cached={"n": cached}, **ways[-1])  # type: ignore[arg-type]
+    assert last.prompt(cheaper)[0] <= found[-1]
 
 
 def test_what_a_node_has_of_the_prompt_is_worth_what_it_saves() -> None:

@@ -19,9 +19,11 @@ from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Refuse, Wait
 from kvrelay.router.request.job import CHAT_PATH, Job, Slo, prefix_of
 from kvrelay.router.request.placer import ChosenNodes, Placer
+from kvrelay.wire import transfer as wire
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode, Overloaded
-from kvrelay.wire.outputs import Load
+from kvrelay.wire.kv_events import CPU
+from kvrelay.wire.outputs import Load, PromptBlocks
 from kvrelay.wire.router_config import RouterConfig
 from kvrelay.wire.step_costs import StepCosts
 from kvrelay.wire.transfer import KvFacts
@@ -90,11 +92,12 @@ def test_what_an_answer_may_have_says_nothing_of_how_long_it_will_be(
 
 
 def test_a_text_has_as_many_tokens_as_nodes_have_counted_of_others() -> None:
-    placer, asked = Rig().placer, job()
+    rig, asked = Rig(), job()
+    placer = rig.placer
     prefix = prefix_of(asked)
     assert placer.wanted(asked, prefix).request.tokens == pytest.approx(1_000, abs=20)
     for _ in range(100):
-        placer.answered("m", 64, prefix, 650)
+        rig.pool.prefixes.counted(prefix, 650)
     assert placer.wanted(asked, prefix).request.tokens == pytest.approx(650, rel=0.02)
 
 
@@ -268,3 +271,35 @@ def test_who_cannot_hand_over_is_no_pair_though_nobody_else_has_room() -> None:
     assert rig.found(job()) == ("d1", "d1")
     rig.says("d1", full, kv=OTHER_KV)
     assert isinstance(rig.placer.find(rig.placer.wanted(job(), None)), Wait)
+
+
+def test_another_nodes_host_memory_is_named_beside_its_pool_to_those_of_its_kind() -> None:
+    rig, asked = Rig(3, 1), job()
+    cache = wire.Source("h", 7, "cache of p0", 0)
+    holder = msgspec.structs.replace(KV, address="h", port=5, generation="p0", cache=cache)
+    rig.says("p0", BUSY, kv=holder)
+    pulls = msgspec.structs.replace(ROOMY, pull_token_ms=1e-6)
+    rig.says("p1", pulls)
+    rig.says("p2", pulls, kv=OTHER_KV)
+    prefix, index = prefix_of(asked), rig.pool.prefixes
+    hashes = b"".join(at.to_bytes(16, "little") for at in range(1, 63))
+    prefix = prefix.known(PromptBlocks(16, hashes), 1_000)
+    assert prefix.keys is not None
+    for node in rig.pool.nodes:
+        index.changed(node.url, (), cleared=True)
+    index.changed("http://p0", prefix.keys[:10])
+    index.changed("http://p0", prefix.keys[:60], cleared=True, medium=CPU)
+    found = rig.placer.find(rig.placer.wanted(asked, prefix), spills=False)
+    assert isinstance(found, ChosenNodes)
+    assert "p1/d0" in str(found.placement)
+    assert "pulls from p0" in str(found.placement)
+    placed = rig.placer.take(found)
+    pool = wire.Source("h", 5, "p0", 160)
+    assert rig.placer.sources(placed) == [pool, msgspec.structs.replace(cache, tokens=960)]
+    rig.placer.give_back(placed)
+    rig.says("p0", msgspec.structs.replace(ROOMY, host_token_ms=1e-7), kv=holder)
+    found = rig.placer.find(rig.placer.wanted(asked, prefix), spills=False)
+    assert isinstance(found, ChosenNodes)
+    assert "p0/d0" in str(found.placement)
+    assert "pulls from host" in str(found.placement)
+    assert rig.placer.sources(rig.placer.take(found)) == []

@@ -20,7 +20,7 @@ from kvrelay.router.prefix import index as module
 from kvrelay.router.prefix.index import CHUNK_BYTES, MAX_TEXT_BYTES, Prefix, PrefixIndex
 from kvrelay.router.request.job import CHAT_PATH, prefix_of
 from kvrelay.wire.config import Role
-from kvrelay.wire.kv_events import extend
+from kvrelay.wire.kv_events import CPU, STORAGE, extend
 from kvrelay.wire.outputs import PromptBlocks
 
 BLOCK = 16
@@ -100,7 +100,7 @@ def test_many_nodes_share_what_may_be_remembered(
         else:
             index.changed(url, text.chunks)
     nodes = index._nodes.values()
-    kept = sum(len(node.sent) if node.held is None else len(node.held) for node in nodes)
+    kept = sum(len(node.sent) + sum(map(len, node.held.values())) for node in nodes)
     assert 800 <= kept <= 1_000
 
 
@@ -204,31 +204,53 @@ def test_a_decode_node_that_holds_the_last_turn_is_found_by_token_ids() -> None:
     )
 
 
-def test_the_node_that_answered_has_the_answer_for_the_next_turn() -> None:
-    index, turn = PrefixIndex(), Prefix.of(7, bytes(range(1, 251)))
-    after = Prefix.of(7, bytes(range(1, 251)) * 2)
-    index.changed("a", ())
-    with under_way(index, turn, "a"):
-        index.answered(turn, "a", 90)
-        assert cached(index, after)["a"] == 90
-        index.answered(turn, "gone", 100)
-        assert cached(index, after)["a"] < 90
-    assert not cached(index, after)
-
-
-def test_a_node_that_lacks_a_part_of_the_prompt_has_no_answer_to_it() -> None:
-    """Others ask for the system prompt all the time; the answer was evicted long ago."""
+@pytest.mark.parametrize("handed_over", [True, False])
+def test_the_next_turn_is_where_the_blocks_of_the_answer_are(*, handed_over: bool) -> None:
     index, text = PrefixIndex(), SYSTEM + "question one " * 40
-    turn, after = (
-        asked(index, text, "a"),
-        Prefix.of(7, (text + "answer and question " * 40).encode()),
-    )
-    assert turn.keys is not None
-    index.changed("a", turn.keys)
-    index.answered(turn, "a", turn.tokens + 90)
-    assert cached(index, after)["a"] == turn.tokens + 90
-    index.changed("a", (), turn.keys[-20:])
-    assert cached(index, after)["a"] == (len(turn.keys) - 20) * BLOCK
+    after = Prefix.of(7, (text + "answer and question " * 40).encode())
+    ids = tokenized(text)
+    whole = Prefix.of(7, text.encode()).known(blocks_of([*ids, *range(100)]), len(ids))
+    if handed_over:
+        index.learn(Prefix.of(7, text.encode()).known(blocks_of(ids), len(ids)))
+    index.answered(whole)
+    assert whole.keys is not None
+    assert not cached(index, after)
+    index.changed("a", whole.keys)
+    assert cached(index, after)["a"] == len(whole.keys) * BLOCK
+    index.changed("a", (), whole.keys[-20:])
+    assert cached(index, after)["a"] == (len(whole.keys) - 20) * BLOCK
+    assert cached(index, Prefix.of(7, text.encode()))["a"] <= len(ids)
+
+
+def test_what_leaves_the_pool_for_the_host_is_lost_with_both_alone() -> None:
+    index = PrefixIndex()
+    prefix = asked(index, SYSTEM)
+    keys = blocks_of(tokenized(SYSTEM))
+    prefix = prefix.known(keys, len(tokenized(SYSTEM)))
+    index.learn(prefix)
+    assert prefix.keys is not None
+    count, (host, files) = len(prefix.keys), (prefix.keys[10:20], prefix.keys[15:30])
+
+    def found() -> tuple[int, tuple[int, int]]:
+        _, cached, below = index.lookup(prefix)
+        whole = cached.get("a", 0) // BLOCK
+        return whole, tuple(each // BLOCK for each in below.get("a", ()))  # type: ignore[return-value]
+
+    index.changed("a", prefix.keys, cleared=True)
+    index.changed("a", host, cleared=True, medium=CPU)
+    index.changed("a", files, cleared=True, medium=STORAGE)
+    assert found() == (count, ())
+    index.changed("a", (), prefix.keys[10:])
+    assert found() == (10, (20, 30))
+    index.changed("a", (), prefix.keys[:10])
+    assert found() == (0, ())  # the first blocks are nowhere
+    index.changed("a", prefix.keys[:10])
+    index.changed("a", (), cleared=True, medium=CPU)
+    assert found() == (10, ())
+    index.changed("a", prefix.keys[:15])
+    assert found() == (15, (15, 30))
+    index.lost("a")
+    assert found() == (0, ())
 
 
 def test_the_length_of_a_prompt_is_learned() -> None:
@@ -297,19 +319,16 @@ def test_a_conversation_that_goes_on_keeps_its_beginning() -> None:
         assert common(one.chunks, other.chunks) == 0
 
 
-def test_a_lease_says_what_its_node_is_believed_to_have() -> None:
+def test_a_process_that_starts_again_has_nothing() -> None:
     pool = Pool(["http://p1", "http://p2"], [])
     for at, node in enumerate(pool.nodes):
         pool.note_report(node, HealthReport(Role.PREFILL, "m", generation=f"g{at}"), 0.0, 0.0)
     text, first = Prefix.of(1, SYSTEM.encode()), pool.nodes[0]
-    lease = pool.hold(first, Share(), text, cached(pool.prefixes, text))
-    assert lease.cached_tokens == 0
-    pool.give_back(lease)
+    pool.give_back(pool.hold(first, Share(), text))
     for _ in range(4):
-        has = cached(pool.prefixes, text)
-        lease = pool.hold(first, Share(), text, has)
-        assert lease.cached_tokens > 0.9 * len(SYSTEM) / 4
-        assert set(has) == {first.url}
-        pool.give_back(lease)
+        (has,) = cached(pool.prefixes, text).items()
+        assert has[0] == first.url
+        assert has[1] > 0.9 * len(SYSTEM) / 4
+        pool.give_back(pool.hold(first, Share(), text))
     pool.note_report(first, HealthReport(Role.PREFILL, "m", generation="restarted"), 0.0, 0.0)
     assert not cached(pool.prefixes, text)

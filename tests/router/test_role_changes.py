@@ -85,7 +85,7 @@ def test_every_way_of_membership_follows_the_node() -> None:
     pod, beating = pool.nodes
     for node in pool.nodes:
         told(node, pool, P, 2.0)
-    lease = pool.hold(beating, Share(), None, {})
+    lease = pool.hold(beating, Share(), None)
     pool.set_members(Source.HEARTBEATS, [NodeSpec("http://h", D, generation="g1")], 3.0)
     assert (pool.nodes, beating.role, beating.up) == ([pod, beating], D, False)
     pool.give_back(lease)

@@ -62,7 +62,6 @@ async def test_a_request_walks_through_both_nodes(
         assert (first.body["max_tokens"], second.body["max_tokens"]) == (1, 9)
         assert params_of(second) == handover(first)
         assert (second.body["messages"], second.body["seed"]) == ([], first.body["seed"])
-        assert p.released == []
         await until(lambda: any(line.startswith("id=my.id-1 ") for line in caplog.messages))
         (line,) = [each for each in caplog.messages if each.startswith("id=my.id-1 ")]
         wanted = ["status=200", "prompt_tokens=3", "output_tokens=3", f"model={MODEL}"]
@@ -79,7 +78,7 @@ async def test_no_decode_node_is_asked_when_the_first_token_ends_the_request(str
     async with cluster(p, d) as c:
         text = await c.text({"stream": stream})
         assert text == ((event("", "stop") + DONE) if stream else WHOLE).decode()
-        assert (d.calls, p.released) == ([], [])
+        assert d.calls == []
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -102,9 +101,6 @@ async def test_a_client_that_goes_away_stops_its_node_and_frees_the_kv(
         request.cancel()
         async with asyncio.timeout(5):
             await node.aborted.wait()
-            if at == "decode":
-                await p.released_event.wait()
-        assert p.released == ([["held-1"]] if at == "decode" else [])
         await until(lambda: c.metric("kvrelay_router_requests_running") == 0)
         path = "/v1/chat/completions"
         assert c.metric("kvrelay_router_requests_total", path=path, status="499") == 1
@@ -121,7 +117,7 @@ async def test_a_request_ends_at_its_deadline_on_all_nodes() -> None:
         text = await c.text({"stream": True})
         assert '"deadline_exceeded"' in text
         assert text.endswith("data: [DONE]\n\n")
-        await until(lambda: d.aborted.is_set() and p.released == [["held-1"], ["held-1"]])
+        await until(d.aborted.is_set)
 
 
 # --- the ticket: the decode request begins while the prompt is computed
@@ -148,7 +144,7 @@ async def test_a_decode_request_begins_with_the_ticket_and_the_first_token_comes
     p, d = prefill(prefills), decode(decodes)
     async with cluster(p, d) as c:
         assert await c.text({"stream": True}) == STREAMED
-        assert (len(d.calls), p.released) == (1, [])
+        assert len(d.calls) == 1
 
 
 async def test_a_decode_node_that_tells_of_another_first_token_begins_again_behind_the_clients() -> (
@@ -181,10 +177,8 @@ async def test_a_decode_node_that_refuses_ends_the_prefill_at_once() -> None:
         await hold(call)
 
     p = prefill(prefills)
-    async with cluster(p, decode(refuse(422))) as c:
-        async with c.post({"stream": True}) as answer:
-            assert answer.status == 422
-        await until(lambda: p.released == [["held-1"]])
+    async with cluster(p, decode(refuse(422))) as c, c.post({"stream": True}) as answer:
+        assert answer.status == 422
 
 
 async def test_an_end_behind_a_first_token_that_the_decode_node_has_told_is_left_to_that_node() -> (
@@ -248,7 +242,6 @@ async def test_a_hand_over_without_kv_is_computed_by_the_decode_node() -> None:
     async with cluster(p, d) as c:
         assert await c.text({"stream": True}) == STREAMED
         assert params_of(d.calls[0]).remote_request_id is None
-        assert p.released == []
 
 
 # --- one decode node alone
@@ -370,5 +363,4 @@ async def test_kv_whose_only_taker_went_away_is_computed_on_the_other_kind_and_g
         assert await answer == STREAMED
         params = params_of(other.calls[0])
         assert (params.remote_engine_id, params.generated) == (None, [11])
-        await until(lambda: p.released == [["held-1"]])
         assert c.metric("kvrelay_router_local_prefills_total", reason="incompatible") == 1

@@ -1,0 +1,112 @@
+"""Where real nodes' KV is looked for: the router knows what lies below their pools."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from typing import Any
+
+import httpx2
+import pytest
+from real_cluster import (
+    SHORT_LEASE,
+    Cluster,
+    cached_of,
+    children,
+    complete,
+    counted,
+    tiny_model,
+    wait_until,
+)
+
+pytestmark = pytest.mark.cluster
+
+BLOCK, PROMPT = 16, 600
+
+
+def ids(name: int, count: int) -> list[int]:
+    return [2 + (name * 7919 + at * at * (name + 3)) % 300 for at in range(count)]
+
+
+class Sessions:
+    """Two prefill nodes, of which one keeps KV in host memory, behind a router."""
+
+    def __init__(self, cluster: Cluster, flags: list[str]) -> None:
+        self.cluster, self.histories = cluster, dict[int, list[int]]()
+        tier = ["--kv-pull", "always", "--kv-host-memory", "16MiB", "--kv-checksums", "0.001"]
+        self.warm = cluster.start("prefill", [*flags, *tier])
+        self.nodes = [self.warm, *(cluster.start(role, flags) for role in ("prefill", "decode"))]
+        cluster.nodes += self.nodes
+        cluster.wait_ready(*self.nodes)
+        peers = [f"--{node.role}={node.url}" for node in self.nodes]
+        cluster.router = cluster.start("router", [*peers, "--strict-roles"])
+        cluster.wait_ready(cluster.router)
+        cluster.wait_up()
+
+    def turn(self, session: int) -> tuple[str, Any]:
+        """Ask for the next answer; return how it was placed, and the answer."""
+        history = self.histories.setdefault(session, ids(session, PROMPT))
+        answer = complete(self.cluster.url, history, max_tokens=4, return_token_ids=True)
+        history += [*answer["choices"][0]["token_ids"], *ids(session + 1, 20)]
+        line = re.compile(rf"id={answer['id'].removeprefix('cmpl-')} .*placed='([^']*)'")
+        log = self.cluster.router.log  # type: ignore[union-attr]
+        wait_until(lambda: line.search(log.read_text()), 5, "its log line")
+        return line.search(log.read_text())[1], answer  # type: ignore[index]
+
+    def tell_other(self, order: str) -> None:
+        """Have the router drain the node that keeps nothing, or take it back."""
+        url, body = f"{self.cluster.url}/admin/{order}", {"url": self.nodes[1].url}
+        told = httpx2.post(url, headers=self.cluster.operator, json=body, timeout=5)
+        assert told.status_code == 200, told.text
+
+    def knows_again(self) -> bool:
+        """Return whether the router has met the new engine, and knows all blocks."""
+        url, headers = f"{self.cluster.url}/admin/nodes", self.cluster.operator
+        told = httpx2.get(url, headers=headers, timeout=5).json()["nodes"]
+        met = self.warm.health()["generation"] in [node["generation"] for node in told]
+        router, host = self.cluster.router, self.warm.metric("kvrelay_tier_host_blocks")
+        return met and router.metric("kvrelay_router_prefix_blocks") >= host + 200  # type: ignore[union-attr]
+
+    def fill_pools(self, name: int) -> None:
+        for node in self.nodes:
+            for at in range(5):
+                complete(node.url, ids(name + at, PROMPT), max_tokens=1)
+
+
+def test_a_turn_is_placed_where_the_host_memory_has_the_one_before(tmp_path) -> None:
+    # 127 blocks: three sessions.
+    flags = [*tiny_model(tmp_path, max_position_embeddings=2048, kv_mib=1), *SHORT_LEASE]
+    cluster = Cluster(tmp_path, [*flags, "--kv-pull", "never"])
+    try:
+        sessions = Sessions(cluster, [*flags, "--kv-pull", "never"])
+        warm = sessions.warm
+        name = warm.url.rpartition("/")[2]
+        mine = [1_000, 1_001, 1_002]
+        sessions.tell_other("drain")
+        for at in mine:
+            assert sessions.turn(at)[0].startswith(name)
+        sessions.tell_other("undrain")
+        cluster.wait_up()
+        stored = "kvrelay_tier_host_stored_blocks_total"
+        wait_until(lambda: warm.metric(stored) >= 3 * (PROMPT // BLOCK), 10, "all is stored")
+        sessions.fill_pools(2_000)
+        for at in mine:
+            placed, answer = sessions.turn(at)
+            assert re.match(rf"{name}/.* pulls from host", placed), placed
+            assert cached_of(answer) == PROMPT // BLOCK * BLOCK
+        # Another engine finds it still, and the router knows.
+        sessions.fill_pools(3_000)
+        (pid,) = children(warm.popen.pid, b"engine_process")
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: warm.health() is None, 10, "the node knows")
+        wait_until(warm.health, 120, "another engine")
+        cluster.wait_up()
+        wait_until(sessions.knows_again, 10, "the router follows the new engine")
+        for at in mine:
+            placed, answer = sessions.turn(at)
+            assert re.match(rf"{name}/.* pulls from host", placed), placed
+            assert cached_of(answer) >= PROMPT // BLOCK * BLOCK
+        counted([warm], "kvrelay_pulls_failed_total", 0)
+    finally:
+        cluster.stop()
