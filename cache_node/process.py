@@ -80,6 +80,7 @@ class CacheProcess:
         self._sums = sums_of(region, setup.fingerprint.kv_heads)
         self._table = CacheTable(blocks - 1)
         self._table.pool.note_changes()
+        self._table.pool.allow_pins(cache.kv_pin_share, cache.kv_pin_s)
         self._files: Files | None = None
         if cache.kv_store:
             files = BlockFiles(Path(cache.kv_store), setup.identity, region, self._sums)
@@ -108,6 +109,7 @@ class CacheProcess:
 
     def turn(self) -> None:
         now = time.monotonic()
+        self._table.pool.expire(now)
         self._begin_pull(now)
         self._report(now)
         times = [self._pull_at, self._files.next_at if self._files else 0.0]

@@ -8,7 +8,7 @@ from itertools import islice
 
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.wire.engine_messages import TierStats
-from kvrelay.wire.kv_events import BlockHash, CacheChanges
+from kvrelay.wire.kv_events import BlockHash, CacheChanges, Pin
 
 __all__ = ["CacheTable"]
 
@@ -24,6 +24,8 @@ class CacheTable:
         self.stats = TierStats()
         self._seen: OrderedDict[BlockHash, bool] = OrderedDict()
         """Blocks, and if a request has found them or they were stored again after a loss."""
+        self._pins: dict[BlockHash, tuple[float, Pin]] = {}
+        """Pins of blocks that are not here, and until when."""
         self.offered: dict[BlockHash, None] = {}
         """Blocks that the engine holds, in order, until they are asked for."""
 
@@ -32,6 +34,7 @@ class CacheTable:
             self.pool.reset()
             self.clears += 1
             self.offered.clear()
+            self._pins.clear()
         for name in changes.removed:
             self.offered.pop(name, None)
         self.came(changes.stored)
@@ -39,6 +42,9 @@ class CacheTable:
         blocks = [block for name in changes.used for block in self.pool.lookup([name])]
         self.pool.share(blocks)  # and evict them last
         self.pool.release(blocks)
+        for name, pin in changes.pinned:
+            if not self.pool.pin([name], pin) and name in self._seen:
+                self._pins[name] = self.pool.now + pin.seconds, pin
         self.offered.update(dict.fromkeys([*changes.stored, *changes.used]))
 
     def came(self, names: Iterable[BlockHash], *, used: bool = False) -> None:
@@ -46,11 +52,13 @@ class CacheTable:
             self._seen[name] = used or name in self._seen
             self._seen.move_to_end(name)
         while len(self._seen) > _HISTORY * self.pool.total:
-            self._seen.popitem(last=False)
+            name, _ = self._seen.popitem(last=False)
+            self._pins.pop(name, None)
 
     def worth(self, name: BlockHash, victim: BlockHash | None) -> bool:
         """Return whether a block may take another's room; None: the room is free."""
-        return victim is None or self._seen.get(name, False) or not self._seen.get(victim)
+        known = self._seen.get(name, False) or name in self._pins
+        return victim is None or known or not self._seen.get(victim)
 
     def wanted(self, most: int) -> list[BlockHash]:
         """Return names to read from the engine now; each is told once."""
@@ -84,4 +92,7 @@ class CacheTable:
             for name, slot, checksum in zip(names, slots, checksums, strict=False):
                 self.checksums[slot] = checksum
                 self.pool.publish(slot, name)
+                until, pin = self._pins.pop(name, (0.0, Pin()))
+                if self.pool.now < until:
+                    self.pool.pin([name], pin)
         self.pool.release(slots)

@@ -90,6 +90,7 @@ class EngineProcess:
         ranks = join_as_rank_0(config.engine)
         self.engine = Engine(config.engine, ranks)
         costs = measure_steps(self.engine, config.engine)
+        self.engine.scheduler.pool.allow_pins(config.cache.kv_pin_share, config.cache.kv_pin_s)
         self._cache = CacheReporter(
             self.engine.scheduler.pool,
             self.engine.pool.block_size,
@@ -367,6 +368,7 @@ class EngineProcess:
 
     def _report(self) -> None:
         now, idle = time.monotonic(), not self.engine.has_work
+        self.engine.scheduler.pool.expire(now)
         if self._updates:
             self._send(StepOutputs(self._updates, self.engine.load(now)))
             self._updates = []

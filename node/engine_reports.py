@@ -50,7 +50,8 @@ class CacheReporter:
             self._due = now + _CACHE_INTERVAL_S
             changes = self._pool.changes()
             stored, removed, used = map(list, (changes.stored, changes.removed, changes.used))
-            self._send(CacheChanges(stored, removed, cleared=changes.cleared, used=used))
+            pinned = list(changes.pinned.items())
+            self._send(CacheChanges(stored, removed, changes.cleared, used, pinned=pinned))
 
     def blocks(self, request: Request, tokens: int) -> PromptBlocks | None:
         """Return the hashes by which a router finds a request's first tokens in KV events."""
@@ -146,6 +147,7 @@ def request_update(
         prompt_logprobs=request.prompt_logprobs or None,
         pulled_tokens=request.pulled_tokens,
         blocks=blocks,
+        pinned_tokens=request.pinned_tokens,
     )
     request.new_tokens, request.new_logprobs, request.prompt_logprobs = [], [], []
     return update
@@ -188,4 +190,6 @@ def engine_stats(
         kv_silent_s=transfers.silent_s,
         pulled_tokens=pulls.tokens,
         pull_failures=dict(transfers.ask_failures + pulls.failures),
+        pinned_blocks=scheduler.pool.pinned,
+        pins_refused=scheduler.pool.pins_refused,
     )

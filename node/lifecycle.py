@@ -85,7 +85,7 @@ class Node:
     def _tell_changes(self, changes: CacheChanges) -> None:
         self.cache.tell(changes)
         if self.kv_events is not None:
-            self.kv_events.publish(msgspec.structs.replace(changes, used=[]))
+            self.kv_events.publish(msgspec.structs.replace(changes, used=[], pinned=[]))
 
     def _tell_below(self, changes: CacheChanges) -> None:
         self.engine.send(changes)

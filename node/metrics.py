@@ -114,6 +114,10 @@ _GAUGES = {
     "kvrelay_blocks_free": ("KV blocks that can be given out", "load.free_blocks"),
     "kvrelay_blocks": ("KV blocks of the pool", "load.total_blocks"),
     "kvrelay_blocks_held": ("KV blocks kept under a lease for a decode node", "held_blocks"),
+    "kvrelay_blocks_pinned": (
+        "KV blocks that are evicted last, as requests wished",
+        "pinned_blocks",
+    ),
     "kvrelay_blocks_quarantined": (
         "KV blocks that a lost transfer may still write to",
         "quarantined_blocks",
@@ -146,6 +150,10 @@ _ENGINE_COUNTERS = {
     "kvrelay_pulled_tokens": (
         "Tokens found in the prefix cache of another node",
         "pulled_tokens",
+    ),
+    "kvrelay_pins_refused": (
+        "Requests whose KV was not pinned, or in part: the budget of its key or node was spent",
+        "pins_refused",
     ),
     "kvrelay_fetches": ("KV fetches started", "fetches"),
     "kvrelay_fetch_retries": (

@@ -240,6 +240,7 @@ class Serving:
             expected_output=min(max(0, params.expected_output), self.info.max_model_len),
             spill_tokens=max(1, known - max(0, params.cached_tokens)) if params.spill else 0,
             sources=params.sources,
+            pin=msgspec.structs.replace(params.pin, seconds=request.pin_s),
         )
 
     def parse_tokenize(

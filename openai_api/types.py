@@ -29,6 +29,7 @@ from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = [
     "Answer",
+    "CacheControl",
     "ChatRequest",
     "Choice",
     "CompletionLogprobs",
@@ -55,6 +56,8 @@ MAX_MESSAGES = 16384
 MAX_TOOLS = 1024
 _MAX_PRIORITY = 2**31 - 1
 _MAX_STOP_CHARS = 1024
+PIN_S = {"session": 60, "5m": 300, "in_memory": 300, "in-memory": 300, "1h": 3600, "24h": 86400}
+"""Seconds for which a request wishes to keep its KV, by the value of a field."""
 
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 # Every token is compared with every stop string: below a microsecond with these limits.
@@ -62,7 +65,8 @@ Stops = Annotated[
     list[Annotated[str, Meta(min_length=1, max_length=_MAX_STOP_CHARS)]], Meta(max_length=64)
 ]
 BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
-Salt = Annotated[str, Meta(min_length=1)]
+Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
+Session = Annotated[str, Meta(max_length=256)]
 Priority = Annotated[int, Meta(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)]
 Listed = Meta(max_length=MAX_LISTED_TOKENS)
 # Untyped, because templates want each tool as the client wrote it.
@@ -74,6 +78,13 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class CacheControl(msgspec.Struct, frozen=True):
+    """A wish to keep the KV of a prompt and its answer."""
+
+    type: Annotated[str, one_of("ephemeral")]
+    ttl: Annotated[str, one_of("5m", "1h")] = "5m"
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
@@ -120,8 +131,11 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     # For the router; x-request-id comes first.
     request_id: str | None = None
-    session_id: str | None = None
+    session_id: Session | None = None
     cache_salt: Salt | None = None
+    cache_control: CacheControl | None = None
+    prompt_cache_key: Session | None = None
+    prompt_cache_retention: Annotated[str, one_of("in_memory", "in-memory", "24h")] | None = None
     kv_transfer_params: KvTransferParams | None = None
     # Asks for a member `kvrelay` at the answer's end.
     include_metrics: bool | None = None
@@ -137,6 +151,13 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         if not self.stop:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def pin_s(self) -> int:
+        """Return for how long after each use the request wishes to keep its KV."""
+        session = (self.session_id or self.prompt_cache_key) and "session"
+        ttl = self.cache_control and self.cache_control.ttl
+        return max(PIN_S.get(each or "", 0) for each in (session, ttl, self.prompt_cache_retention))
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -209,8 +230,10 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: dict[str, int]
 
     @classmethod
-    def from_counts(cls, prompt: int, generated: int, cached: int) -> Usage:
-        return cls(prompt, generated, prompt + generated, {"cached_tokens": cached})
+    def from_counts(cls, prompt: int, generated: int, cached: int, written: int = 0) -> Usage:
+        """`written`: tokens of the prompt that were not cached and are pinned now."""
+        details = {"cached_tokens": cached} | ({"cache_write_tokens": written} if written else {})
+        return cls(prompt, generated, prompt + generated, details)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

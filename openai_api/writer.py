@@ -272,6 +272,7 @@ class AnswerWriter:
         self._part = part
         self.cached_tokens = cached_tokens
         """Set with the first update."""
+        self.pinned_tokens = 0
         self.choices = [
             ChoiceWriter(
                 request,
@@ -372,4 +373,5 @@ class AnswerWriter:
         )
 
     def _usage(self) -> Usage:
-        return Usage.from_counts(*self.counts)
+        pinned = min(self.pinned_tokens, self.prompt_tokens)
+        return Usage.from_counts(*self.counts, max(0, pinned - self.cached_tokens))

@@ -2,19 +2,27 @@
 
 A block is free (in LRU order; its hash may still be known), used, held (for a reader elsewhere) or
 quarantined (a transfer may still write to it). Block 0, the null block, is never given out.
+
+A pinned block is evicted after all others, but no request waits for a pin to end. Each use begins
+its time anew, so free blocks of equal times are a line, in the order in which they expire.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice, takewhile
 
-from kvrelay.wire.kv_events import BlockHash
+import msgspec
+
+from kvrelay.wire.kv_events import BlockHash, Pin
 
 __all__ = ["BlockPool", "Changes", "KeptBlocks", "NULL_BLOCK"]
 
 NULL_BLOCK = 0
+NO_PIN = Pin()
 
 
 @dataclass(slots=True)
@@ -26,6 +34,7 @@ class Changes:
     cleared: bool = False
     used: dict[BlockHash, None] = field(default_factory=dict)
     """Hashes that requests have found."""
+    pinned: dict[BlockHash, Pin] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.stored or self.removed or self.cleared or self.used)
@@ -45,8 +54,15 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
-        # Least recently used first; tails are evicted before heads.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        # Free blocks by the seconds of their pins, with the end of their time; 0: not pinned. The
+        # least recently used first; tails are evicted before heads.
+        self._lines = defaultdict[int, OrderedDict[int, float]](OrderedDict)
+        self._lines[0] = OrderedDict.fromkeys(range(1, num_blocks), math.inf)
+        self._pins: dict[int, Pin] = {}
+        self._pinned_of: Counter[str] = Counter()
+        self._most_pinned = self._longest_s = 0
+        self.now = 0.0
+        self.pins_refused = 0
         self._quarantined: set[int] = set()
         self._changes: Changes | None = None
         self._notes_use = False
@@ -57,7 +73,11 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return sum(map(len, self._lines.values()))
+
+    @property
+    def pinned(self) -> int:
+        return len(self._pins)
 
     @property
     def cached(self) -> int:
@@ -81,28 +101,29 @@ class BlockPool:
         return found
 
     def free_after(self, shared: Iterable[int]) -> int:
-        return len(self._free) - sum(1 for block in shared if not self._references[block])
+        return self.free - sum(1 for block in shared if not self._references[block])
 
     def share(self, blocks: Iterable[int], *, used: bool = False) -> None:
         """Take references; `used`: a request has found these."""
         for block in blocks:
             if not self._references[block]:
-                del self._free[block]
+                del self._line(block)[block]
             self._references[block] += 1
             name = self._hash_of[block]
             if used and self._notes_use and self._changes is not None and name is not None:
                 self._changes.used[name] = None
 
     def victims(self) -> Iterator[BlockHash | None]:
-        """Yield what `allocate` would forget, the next one first; None for nothing."""
-        return (self._hash_of[block] for block in self._free)
+        """Yield what `allocate` would forget before pins, the next one first; None for nothing."""
+        return (self._hash_of[block] for block in self._lines[0])
 
     def allocate(self, count: int) -> list[int] | None:
         """Take fresh blocks; None if there are fewer."""
-        if count > len(self._free):
+        if count > self.free:
             return None
-        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        taken = list(islice(chain(*self._lines.values()), count))
         for block in taken:
+            del self._line(block)[block]
             self._references[block] = 1
             self.forget(block)
         return taken
@@ -119,12 +140,15 @@ class BlockPool:
         """Let nobody find this block any more."""
         block_hash = self._hash_of[block]
         if block_hash is not None:
+            self._set_pin(block, NO_PIN)
             del self._block_of[block_hash]
             self._hash_of[block] = None
             if self._changes is not None:
                 self._changes.drop(block_hash)
 
     def reset(self) -> None:
+        for block in list(self._pins):
+            self._set_pin(block, NO_PIN)
         for block in self._block_of.values():
             self._hash_of[block] = None
         self._block_of.clear()
@@ -148,10 +172,61 @@ class BlockPool:
         for block in reversed(blocks):
             self._references[block] -= 1
             if not self._references[block]:
-                self._free[block] = None
-                if self._hash_of[block] is None:
-                    # Nothing to find here: reuse it first.
-                    self._free.move_to_end(block, last=False)
+                # Without a hash there is nothing to find here: reuse it first.
+                self._put(block, first=self._hash_of[block] is None)
+
+    def allow_pins(self, share: float, longest_s: int) -> None:
+        """Let this share of the blocks be pinned, for so long after each use."""
+        self._most_pinned, self._longest_s = int(share * self.total), longest_s
+
+    def pin(self, names: Sequence[BlockHash], pin: Pin) -> int:
+        """Pin blocks until a budget is spent; return how many are, the first ones.
+
+        Of two pins the longer one counts.
+        """
+        pin = msgspec.structs.replace(pin, seconds=min(pin.seconds, self._longest_s))
+        most = min(self._most_pinned, int(pin.share * self.total))
+        for count, name in enumerate(names):
+            block = self._block_of.get(name)
+            if block is None or not pin.seconds:
+                return count
+            if self._pins.get(block, NO_PIN).seconds >= pin.seconds:
+                continue
+            if self._pinned_of[pin.owner] >= most or self.pinned >= self._most_pinned:
+                self.pins_refused += 1
+                return count
+            self._set_pin(block, pin)
+            if self._notes_use and self._changes is not None:
+                self._changes.pinned[name] = pin
+        return len(names)
+
+    def expire(self, now: float) -> None:
+        """End pins whose time is over: these blocks are evicted next."""
+        self.now = now
+        for line in self._lines.values():
+            over = list(takewhile(lambda each: each[1] <= now, line.items()))
+            for block, _ in reversed(over):
+                self._set_pin(block, NO_PIN)
+
+    def _set_pin(self, block: int, pin: Pin) -> None:
+        free = not self._references[block]
+        if free:
+            del self._line(block)[block]
+        if before := self._pins.pop(block, None):
+            self._pinned_of[before.owner] -= 1
+        if pin.seconds:
+            self._pins[block] = pin
+            self._pinned_of[pin.owner] += 1
+        if free:
+            self._put(block, first=not pin.seconds)
+
+    def _line(self, block: int) -> OrderedDict[int, float]:
+        return self._lines[self._pins.get(block, NO_PIN).seconds]
+
+    def _put(self, block: int, *, first: bool) -> None:
+        line, pin = self._line(block), self._pins.get(block, NO_PIN)
+        line[block] = self.now + (pin.seconds or math.inf)
+        line.move_to_end(block, last=not first)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
         self._quarantined.update(blocks)

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from kvrelay.paged_engine.blocks import NO_PIN, BlockPool
 from kvrelay.paged_engine.guide import Guide
 from kvrelay.wire.engine_messages import Submit, Timing
-from kvrelay.wire.kv_events import BlockHash, extend, root_of
+from kvrelay.wire.kv_events import BlockHash, Pin, extend, root_of
 from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.transfer import Source, Ticket
@@ -73,6 +74,8 @@ class Request:
     num_computed: int = 0
     num_published: int = 0
     unfindable: bool = False  # the prefix cache was reset after it came
+    pin: Pin = NO_PIN
+    pinned_tokens: int = 0
     cached_tokens: int | None = None
     num_counted: int = 0
     num_pending: int = 0  # tokens of launched steps, unknown to the host
@@ -120,7 +123,18 @@ class Request:
             spill=submit.spill_tokens > 0,
             fetch=submit.fetch,
             sources=submit.sources,
+            pin=submit.pin,
         )
+
+    def pin_blocks(self, pool: BlockPool, block_size: int) -> None:
+        """Pin what is published and was not tried yet, as far as the budget goes."""
+        begin = self.pinned_tokens // block_size
+        if self.pin.seconds and begin < self.num_published:
+            names = self.block_hashes(block_size)[begin : self.num_published]
+            pinned = pool.pin(names, self.pin)
+            self.pinned_tokens += pinned * block_size
+            if pinned < len(names):
+                self.pin = NO_PIN
 
     @property
     def adapter_slot(self) -> int:

@@ -323,6 +323,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
         self._drop_blocks(request)
+        request.pinned_tokens = 0
         self._wait(request)
         self.preemptions += 1
 
@@ -433,6 +434,7 @@ class Scheduler:
             for index in range(request.num_published, full):
                 self.pool.publish(request.blocks[index], hashes[index])
         request.num_published = max(request.num_published, full)
+        request.pin_blocks(self.pool, self._block_size)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)

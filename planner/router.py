@@ -81,7 +81,7 @@ class Router:
         tokens = stream.prompt + stream.done
         targets = self.targets(stream)
         job = msgspec.structs.replace(
-            _JOB, id=f"{stream.number}", session=stream.session, targets=targets
+            _JOB, id=f"{stream.number}", session_id=stream.session, targets=targets
         )
         return self.placer.wanted(
             job, self._prefix(stream), tokens, None if peer is None else self.node(peer)

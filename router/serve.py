@@ -51,6 +51,7 @@ from kvrelay.router.router import Reread, Router
 from kvrelay.router.state import Health, Shared
 from kvrelay.router.timeline import Timeline
 from kvrelay.wire.errors import KvrelayError
+from kvrelay.wire.kv_events import Pin
 from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["RouterApp"]
@@ -97,8 +98,9 @@ class RouterApp(FastAPI):
         @self.get("/v1/models", response_model=None)
         async def models(request: Request) -> Response:
             caller = caller_of(request)
-            cards = [card for card in router.models.cards() if caller.may(card.id)]
-            return json_response(model_list(cards))
+            return json_response(
+                model_list([card for card in router.models.cards() if caller.may(card.id)])
+            )
 
         @self.get("/v1/models/{name:path}", response_model=None)
         async def model(request: Request, name: str) -> Response:
@@ -124,10 +126,11 @@ class RouterApp(FastAPI):
         router, request = self._router, Request(scope, receive)
         try:
             check_key(scope, router.callers, router.metrics, router.config.admin_key)
-            completion = (
-                scope["path"] in (CHAT_PATH, COMPLETIONS_PATH) and scope["method"] == "POST"
-            )
-            if completion and router.shared.serves:
+            if (
+                scope["path"] in (CHAT_PATH, COMPLETIONS_PATH)
+                and scope["method"] == "POST"
+                and router.shared.serves
+            ):
                 return await self.complete(request, untranslated)
         except Exception as why:  # noqa: BLE001 - the edge of a request: it must end, with an honest answer
             return await answer_error(request, why)
@@ -152,8 +155,9 @@ class RouterApp(FastAPI):
             crashes.check()
             dialect = AS_IS
             if translate is not untranslated:
-                limit_bytes = router.config.max_body_bytes
-                body, dialect = await translate_body(body, translate, recall, limit_bytes)
+                body, dialect = await translate_body(
+                    body, translate, recall, router.config.max_body_bytes
+                )
             known = self._job(
                 request, caller, parse_body(body, path if dialect is AS_IS else CHAT_PATH)
             )
@@ -210,6 +214,7 @@ class RouterApp(FastAPI):
             model=model,
             priority=caller.check_priority(job.known.priority),
             key_hash=caller.sha256 if router.config.isolate_keys else "",
+            pin=Pin(caller.name, caller.pin_share),
             mark=secrets.token_hex(4) if job_id == own else "",
             kind=router.pool.kind_for(model),
         )

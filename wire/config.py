@@ -360,6 +360,12 @@ class CacheConfig:
     kv_write_behind_bytes_s: Positive = 2e9
     """Bytes per second at most that go from the pool to kv_host_memory, and from there to kv_store.
     """
+    kv_pin_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """Share of the pool, and of kv_host_memory, that requests may pin: it is evicted last. 0 pins
+    nothing.
+    """
+    kv_pin_s: Annotated[int, Meta(ge=0)] = 3600
+    """Longest time without use, in seconds, for which KV stays pinned."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from kvrelay.wire.kv_events import CacheChanges
+from kvrelay.wire.kv_events import CacheChanges, Pin
 from kvrelay.wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.step_costs import StepCosts
@@ -62,6 +62,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """Prompt tokens computed here that a prefill node could compute."""
     sources: list[Source] = []
     """Nodes that may have KV of the first tokens; with `fetch` they are not asked."""
+    pin: Pin = Pin()
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
@@ -153,6 +154,8 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     """With the first `held`, names of the prompt's blocks; at the end those of the answer, too."""
     pulled_tokens: int = 0
     """Those of cached_tokens that came from another node's cache."""
+    pinned_tokens: int = 0
+    """Tokens whose KV is pinned; with the answer's."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
@@ -232,6 +235,9 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     pulled_tokens: int = 0
     pull_failures: dict[str, int] = {}
     """Pulls without or with a part of their KV, by cause."""
+    pinned_blocks: int = 0
+    pins_refused: int = 0
+    """Requests whose KV was not pinned, or in part."""
 
     @property
     def looked_up_tokens(self) -> int:

@@ -15,8 +15,10 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 __all__ = [
     "CPU",
@@ -26,6 +28,7 @@ __all__ = [
     "STORAGE",
     "BlockHash",
     "CacheChanges",
+    "Pin",
     "all_held",
     "chain",
     "extend",
@@ -77,6 +80,16 @@ def extend(
         hashes.append(chain(parent, token_ids[start : start + block_size]))
 
 
+class Pin(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A wish to evict blocks last, for a time after each use, and whose budget pays for it."""
+
+    owner: str = ""
+    """The API key's name; empty without a router."""
+    share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Share of a node's blocks that the owner may have pinned."""
+    seconds: Annotated[int, Meta(ge=0)] = 0
+
+
 class CacheChanges(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A set of block hashes that a medium of the prefix cache gained and lost."""
 
@@ -87,6 +100,8 @@ class CacheChanges(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     used: list[BlockHash] = []
     """Hashes that requests have found; not for routers."""
     medium: str = GPU
+    pinned: list[tuple[BlockHash, Pin]] = []
+    """Not for routers, either."""
 
     def follow(self, held: set[BlockHash]) -> None:
         """Bring a set of all that is held up to date."""

@@ -47,6 +47,8 @@ class KeyConfig:
     """Requests under way at once, with waiting ones; 0 is no limit."""
     max_queue: _Limit = 0
     """Requests that wait for a node; 0 is no limit but the router's."""
+    pin_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
+    """Share of each node's KV that its requests may pin."""
     models: tuple[str, ...] = ()
     """Models and adapters that it may ask for; empty allows all."""
     admin: bool = False

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from kvrelay.wire.errors import RequestError
+from kvrelay.wire.kv_events import Pin
 from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.sampling import SamplingDefaults
 from kvrelay.wire.versions import Versions
@@ -153,6 +154,8 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """From the second token on, if the client asks."""
     sampling_defaults: SamplingDefaults | None = None
     """Defaults by which the first token was drawn."""
+    pin: Pin = Pin()
+    """Whose budget pays for KV that the request wishes to keep."""
 
     def ticket(self) -> Ticket | None:
         """Return the claim on KV elsewhere, if there is one."""

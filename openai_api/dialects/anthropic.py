@@ -18,8 +18,8 @@ from kvrelay.openai_api.dialects.base import (
     passed_on,
     text_of,
 )
-from kvrelay.openai_api.json_body import one_of, read_json, refuser
-from kvrelay.openai_api.types import MAX_MESSAGES, ToolCallDelta, Tools
+from kvrelay.openai_api.json_body import one_of, read_json, refuser, wrong_value
+from kvrelay.openai_api.types import MAX_MESSAGES, PIN_S, CacheControl, ToolCallDelta, Tools
 from kvrelay.wire.errors import ErrorBody, NodeFailed, RequestError
 from kvrelay.wire.sampling import Positive, Temperature, TopP
 
@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 Block = dict[str, Any]
+_MAX_MARKERS = 4
 _encode = msgspec.json.Encoder().encode
 
 
@@ -83,6 +84,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     metadata: dict[str, Any] | None = None
+    cache_control: Block | None = None
 
 
 _decoder = msgspec.json.Decoder(MessagesRequest)
@@ -116,8 +118,35 @@ def chat_body(request: MessagesRequest, body: bytes) -> bytes:
         "user": user if isinstance(user, str) else None,
         "response_format": _response_format(request.output_config),
         "reasoning_effort": request.output_config.effort if request.output_config else None,
+        "cache_control": cache_control(request),
     }
     return _encode({name: value for name, value in every.items() if value is not None})
+
+
+def cache_control(request: MessagesRequest) -> CacheControl | None:
+    """Return the longest wish of all markers. Raises RequestError."""
+    parts = [("tools", request.tools), ("system", request.system)]
+    parts += [(f"messages[{at}].content", turn.content) for at, turn in enumerate(request.messages)]
+    found = [("cache_control", request.cache_control)] + [
+        (f"{part}[{at}].cache_control", block.get("cache_control"))
+        for part, blocks in parts
+        if isinstance(blocks, list)
+        for at, block in enumerate(blocks)
+    ]
+    found = [(place, value) for place, value in found if value is not None]
+    if len(found) > _MAX_MARKERS:
+        raise RequestError(
+            f"the request has {len(found)} cache_control markers; the limit is {_MAX_MARKERS}: "
+            "mark the last blocks only, as each marker is for all before it",
+            param=found[_MAX_MARKERS][0],
+        )
+    markers = []
+    for place, value in found:
+        try:
+            markers.append(msgspec.convert(value, CacheControl))
+        except msgspec.ValidationError as why:
+            raise wrong_value(str(why), value, place) from why
+    return max(markers, key=lambda each: PIN_S[each.ttl], default=None)
 
 
 def count_body(body: bytes) -> bytes:
@@ -273,6 +302,7 @@ class AnthropicAnswer(ChatAnswer):
         self._pieces: list[str] | None = None  # of the open block
         self._open_call: int | None = None
         self._calls = 0
+        self._control = cache_control(request)
 
     def keep_alive(self) -> bytes:
         return named_event("ping") if self._begun else KEEP_ALIVE
@@ -350,12 +380,14 @@ class AnthropicAnswer(ChatAnswer):
         return _STOP_REASONS.get(self._finish, "end_turn"), None
 
     def _counts(self) -> dict[str, Any]:
-        # This API counts what was found in a cache apart.
+        # This API counts what was found in a cache apart, and what a marker has put there.
+        usage = self._usage
+        written = usage.cache_write_tokens if self._control else 0
         return {
-            "input_tokens": self._usage.prompt_tokens - self._usage.cached_tokens,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": self._usage.cached_tokens,
-            "output_tokens": self._usage.completion_tokens,
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens - written,
+            "cache_creation_input_tokens": written,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
         }
 
     def _message(

@@ -54,6 +54,8 @@ PASSED_ON = (
     "request_id",
     "session_id",
     "cache_salt",
+    "prompt_cache_key",
+    "prompt_cache_retention",
     "chat_template_kwargs",
     "priority",
     "allowed_token_ids",
@@ -189,6 +191,10 @@ class ChatUsage(msgspec.Struct, frozen=True):
     @property
     def cached_tokens(self) -> int:
         return (self.prompt_tokens_details or {}).get("cached_tokens") or 0
+
+    @property
+    def cache_write_tokens(self) -> int:
+        return (self.prompt_tokens_details or {}).get("cache_write_tokens") or 0
 
     @property
     def reasoning_tokens(self) -> int:

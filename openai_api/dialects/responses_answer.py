@@ -186,7 +186,7 @@ class ResponsesAnswer(ChatAnswer):
                 "input_tokens": counts.prompt_tokens,
                 "input_tokens_details": {
                     "cached_tokens": counts.cached_tokens,
-                    "cache_write_tokens": 0,
+                    "cache_write_tokens": counts.cache_write_tokens,
                 },
                 "output_tokens": counts.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},

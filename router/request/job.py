@@ -14,9 +14,11 @@ import msgspec
 
 from kvrelay.openai_api.body import check_choices
 from kvrelay.openai_api.json_body import read_json
+from kvrelay.openai_api.types import Salt
 from kvrelay.router.nodes.node import NodeKind, VllmHandover
 from kvrelay.router.prefix.index import Prefix
 from kvrelay.wire.errors import RequestError
+from kvrelay.wire.kv_events import Pin
 from kvrelay.wire.transfer import KvTransferParams, Source
 
 __all__ = [
@@ -85,7 +87,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Fields(msgspec.Struct, frozen=True):
-    model: str | None = None
+    model: Annotated[str, msgspec.Meta(max_length=_MAX_MODEL_CHARS)] | None = None
     stream: bool | None = None
     # The prefill request changes these.
     max_tokens: _Limit | None = None
@@ -104,7 +106,7 @@ class _Fields(msgspec.Struct, frozen=True):
     user: str | None = None
     request_id: str | None = None
     session_id: str | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     stream_options: _StreamOptions | None = None
     vllm_xargs: dict[str, msgspec.Raw] | None = None
 
@@ -146,9 +148,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     """Keeps the KV apart from other salts'."""
-    session: str = ""
+    session_id: str = ""
     """Common to the requests of one conversation or user."""
     targets: Slo = Slo()
+    pin: Pin = Pin()
+    """Whose budget pays for KV that it wishes to keep."""
     known: _Fields = _Fields()
     mark: str = ""
     """Makes a client's id unique among all routers."""
@@ -181,18 +185,19 @@ def parts_of(job: Job) -> list[Job]:
     parts = []
     for at, prompt in enumerate(prompts):
         tokens, counted = _length(bytes(prompt))
-        part = msgspec.structs.replace(
-            job,
-            fields={**job.fields, "prompt": prompt},
-            prompt_tokens=tokens,
-            counted=counted,
-            # Equal prompts have different answers unless the client gave a seed.
-            seed=job.seed if job.known.seed is not None else (job.seed + at) & _MAX_INT,
-            wants_stages=False,
-            part=True,
-            first_index=at * job.choices,
+        parts.append(
+            msgspec.structs.replace(
+                job,
+                fields={**job.fields, "prompt": prompt},
+                prompt_tokens=tokens,
+                counted=counted,
+                # Equal prompts have different answers unless the client gave a seed.
+                seed=job.seed if job.known.seed is not None else (job.seed + at) & _MAX_INT,
+                wants_stages=False,
+                part=True,
+                first_index=at * job.choices,
+            )
         )
-        parts.append(part)
     return parts
 
 
@@ -238,14 +243,6 @@ def parse_body(body: bytes, path: str) -> Job:
         )
     if not known.model:
         raise RequestError("model is missing; GET /v1/models lists the names", param="model")
-    if len(known.model) > _MAX_MODEL_CHARS:
-        raise RequestError(
-            f"model has {len(known.model)} characters, and the limit is {_MAX_MODEL_CHARS}; GET "
-            f"/v1/models lists names",
-            param="model",
-        )
-    if known.cache_salt == "":
-        raise RequestError("cache_salt must not be empty; leave it out", param="cache_salt")
     choices = max(1, known.n or 1, known.best_of or 1)
     # Before admission counts its tokens against its key.
     check_choices(1, choices)
@@ -266,13 +263,15 @@ def parse_body(body: bytes, path: str) -> Job:
         prompt_tokens=prompt_tokens,
         counted=counted,
         wants_stages=bool(known.include_metrics),
-        include_usage=options is not None and bool(options.include_usage),
+        include_usage=bool(options and options.include_usage),
         choices=choices,
         prompt_only=prompt_only,
         fields=fields,
         priority=known.priority or 0,
         cache_salt=known.cache_salt or "",
-        session=known.session_id or known.prompt_cache_key or known.user or "",
+        session_id=(known.session_id or known.prompt_cache_key or known.user or "")[
+            :_MAX_SESSION_CHARS
+        ],
         known=known,
     )
 
@@ -300,6 +299,7 @@ def job_of(
     model: str = "",
     priority: int | None = None,
     key_hash: str = "",
+    pin: Pin = Pin(),  # noqa: B008 - a value
     mark: str = "",
     kind: NodeKind = NodeKind.KVRELAY,
 ) -> Job:
@@ -311,6 +311,7 @@ def job_of(
     nodes_see = {
         "model": model or job.model,
         "priority": job.priority if priority is None else priority,
+        "session_id": session[:_MAX_SESSION_CHARS] or job.session_id,
         "cache_salt": _salt(job.cache_salt, key_hash) if key_hash else job.cache_salt,
     }
     changed = {
@@ -324,8 +325,8 @@ def job_of(
         seed=drawn_seed if job.known.seed is None else job.seed,
         created=created,
         fields=job.fields | changed,
-        session=(session or job.session)[:_MAX_SESSION_CHARS],
         targets=targets,
+        pin=pin,
         mark=mark,
         kind=kind,
         wants_stages=job.wants_stages and kind is NodeKind.KVRELAY,  # others tell none
@@ -374,6 +375,7 @@ def prefill_body(job: Job, sources: Sequence[Source] = ()) -> bytes:
 def begun(job: Job, *, prefill: bool, sources: Sequence[Source] = ()) -> KvTransferParams:
     return KvTransferParams(
         sources=list(sources),
+        pin=job.pin,
         do_remote_decode=prefill,
         do_remote_prefill=not prefill,
         pipelined=prefill,

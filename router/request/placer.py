@@ -111,7 +111,7 @@ class Placer:
             cached=cached,
             below=below,
             holder=self._holder(cached, below),
-            session=job.session,
+            session=job.session_id,
         )
         alone = alone or is_undivided(job)
         return PlacementQuery(job.model, request, prefix, peer, job.kind, alone)

@@ -73,6 +73,7 @@ def test_a_request_has_its_fields_under_their_chat_names() -> None:
             }
         ],
         "tool_choice": "required",
+        "cache_control": {"type": "ephemeral", "ttl": "5m"},
         "parallel_tool_calls": False,
         "response_format": {
             "type": "json_schema",

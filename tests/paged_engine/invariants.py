@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvrelay.paged_engine.blocks import NULL_BLOCK, BlockPool
+from collections import Counter
+
+from kvrelay.paged_engine.blocks import NO_PIN, NULL_BLOCK, BlockPool
 from kvrelay.paged_engine.request import State
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.paged_engine.waiting import WaitingQueue
@@ -12,12 +14,20 @@ def check_pool(pool: BlockPool) -> None:
     references, hashes = pool._references, pool._hash_of
     used = [block for block in range(1, pool.num_blocks) if references[block]]
     assert len(used) + pool.free == pool.total
-    assert not any(references[block] for block in pool._free)
+    lines, pins = pool._lines, pool._pins
+    free = [block for line in lines.values() for block in line]
+    assert len(set(free)) == len(free) == pool.free
+    assert not any(references[block] for block in free)
+    assert all(pins.get(block, NO_PIN).seconds == of for of in lines for block in lines[of])
+    assert all(list(line.values()) == sorted(line.values()) for line in lines.values())
+    assert all(hashes[block] for block in pins)
+    assert +pool._pinned_of == Counter(pin.owner for pin in pins.values())
+    assert len(pins) <= pool._most_pinned
     assert min(references) >= 0
     assert {h: block for block, h in enumerate(hashes) if h is not None} == pool._block_of
     assert all(references[block] for block in pool._quarantined)
     assert hashes[NULL_BLOCK] is None
-    assert NULL_BLOCK not in pool._free
+    assert NULL_BLOCK not in free
 
 
 def check_waiting(queue: WaitingQueue) -> None:

@@ -21,6 +21,7 @@ from scheduling import (
 )
 
 from kvrelay.paged_engine.request import Chunk, Fetch, Request, State
+from kvrelay.wire.kv_events import Pin
 from kvrelay.wire.outputs import Finish
 from kvrelay.wire.transfer import Ticket
 
@@ -280,6 +281,7 @@ class Course:
             max_num_seqs=self.rng.choice([2, 5]),
             prefix_cache=self.rng.random() < 0.8,
         )
+        self.scheduler.pool.allow_pins(self.rng.choice([0.0, 0.3, 1.0]), 9)
         self.prefix = self.text(64)
         self.asked: dict[str, tuple[Request, list[int], int]] = {}
         self.reading: dict[str, Fetch] = {}
@@ -307,6 +309,8 @@ class Course:
             forks = range(1, self.rng.randint(2, 4))
             made += [request(f"{name}.{i}", prompt, count, i, fork_of=name) for i in forks]
         for each in made:
+            each.pin = Pin(self.rng.choice("ab"), self.rng.random(), self.rng.randrange(12))
+        for each in made:
             self.scheduler.add(each)
             self.asked[each.request_id] = each, prompt, count
         if made[0].fetch is None and self.chance(0.4):
@@ -327,6 +331,7 @@ class Course:
             check_scheduler(self.scheduler)
 
     def step(self) -> None:
+        self.scheduler.pool.expire(self.scheduler.pool.now + self.rng.random())
         plan = self.scheduler.schedule(0.0)
         self.reading |= {fetch.request.request_id: fetch for fetch in plan.fetches}
         for chunk in plan.chunks:

@@ -66,6 +66,7 @@ def test_the_prefill_leg_asks_for_one_token_and_carries_the_clients_limit() -> N
         "pipelined": True,
         "created": 99,
         "seed": 1234,
+        "pin": {},
     }
     assert msgspec.convert(params, KvTransferParams).do_remote_decode
 
@@ -178,10 +179,10 @@ def test_fields_that_the_router_does_not_know_keep_their_bytes() -> None:
 
 def test_the_session_is_the_headers_or_the_cache_key_or_the_user() -> None:
     body = msgspec.json.encode({"model": "m", "messages": [], "user": "ann"})
-    assert parse_job(body, CHAT_PATH, session="s1").session == "s1"
-    assert parse(user="ann", prompt_cache_key="talk 7").session == "talk 7"
-    assert parse(prompt_cache_key="talk 7", session_id="s2").session == "s2"
-    assert (parse(user="ann").session, parse().session) == ("ann", "")
+    assert parse_job(body, CHAT_PATH, session="s1").session_id == "s1"
+    assert parse(user="ann", prompt_cache_key="talk 7").session_id == "talk 7"
+    assert parse(prompt_cache_key="talk 7", session_id="s2").session_id == "s2"
+    assert (parse(user="ann").session_id, parse().session_id) == ("ann", "")
 
 
 def test_the_priority_goes_along_and_is_known() -> None:
