@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.paged_engine.blocks import NO_PIN, BlockPool
 from kvrelay.wire.engine_messages import TierStats
 from kvrelay.wire.kv_events import BlockHash, CacheChanges, Pin
 
@@ -24,8 +24,8 @@ class CacheTable:
         self.stats = TierStats()
         self._seen: OrderedDict[BlockHash, bool] = OrderedDict()
         """Blocks, and if a request has found them or they were stored again after a loss."""
-        self._pins: dict[BlockHash, tuple[float, Pin]] = {}
-        """Pins of blocks that are not here, and until when."""
+        self._pins: dict[BlockHash, Pin] = {}
+        """Pins of blocks that are not here yet."""
         self.offered: dict[BlockHash, None] = {}
         """Blocks that the engine holds, in order, until they are asked for."""
 
@@ -44,7 +44,7 @@ class CacheTable:
         self.pool.release(blocks)
         for name, pin in changes.pinned:
             if not self.pool.pin([name], pin) and name in self._seen:
-                self._pins[name] = self.pool.now + pin.seconds, pin
+                self._pins[name] = pin
         self.offered.update(dict.fromkeys([*changes.stored, *changes.used]))
 
     def came(self, names: Iterable[BlockHash], *, used: bool = False) -> None:
@@ -92,7 +92,5 @@ class CacheTable:
             for name, slot, checksum in zip(names, slots, checksums, strict=False):
                 self.checksums[slot] = checksum
                 self.pool.publish(slot, name)
-                until, pin = self._pins.pop(name, (0.0, Pin()))
-                if self.pool.now < until:
-                    self.pool.pin([name], pin)
+                self.pool.pin([name], self._pins.pop(name, NO_PIN))
         self.pool.release(slots)

@@ -85,8 +85,7 @@ class EngineProcess:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._updates: list[RequestUpdate] = []
-        self._stopping = False
-        self._stats_due = 0.0
+        self._stopping, self._stats_due = False, 0.0
         ranks = join_as_rank_0(config.engine)
         self.engine = Engine(config.engine, ranks)
         costs = measure_steps(self.engine, config.engine)

@@ -103,7 +103,8 @@ class NodeRequest:
                 self.writer.scored_prompt = ScoredPrompt(
                     first.prompt_token_ids, update.prompt_logprobs or []
                 )
-            self.writer.pinned_tokens = update.pinned_tokens
+            # Later it counts the answer, too.
+            self.writer.pinned_tokens = self.writer.pinned_tokens or update.pinned_tokens
             if not first.generated and first.fetch is None:
                 # A hand-over brings the prefill node's number instead.
                 self.writer.cached_tokens = update.cached_tokens

@@ -270,9 +270,8 @@ class AnswerWriter:
         """
         self.streams = bool(request.stream)
         self._part = part
-        self.cached_tokens = cached_tokens
+        self.cached_tokens, self.pinned_tokens = cached_tokens, 0
         """Set with the first update."""
-        self.pinned_tokens = 0
         self.choices = [
             ChoiceWriter(
                 request,
@@ -373,5 +372,4 @@ class AnswerWriter:
         )
 
     def _usage(self) -> Usage:
-        pinned = min(self.pinned_tokens, self.prompt_tokens)
-        return Usage.from_counts(*self.counts, max(0, pinned - self.cached_tokens))
+        return Usage.from_counts(*self.counts, max(0, self.pinned_tokens - self.cached_tokens))

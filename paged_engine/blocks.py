@@ -185,7 +185,7 @@ class BlockPool:
         Of two pins the longer one counts.
         """
         pin = msgspec.structs.replace(pin, seconds=min(pin.seconds, self._longest_s))
-        most = min(self._most_pinned, int(pin.share * self.total))
+        most = int(pin.share * self.total)
         for count, name in enumerate(names):
             block = self._block_of.get(name)
             if block is None or not pin.seconds:

@@ -32,9 +32,7 @@ class PrefillRequest(NodeRequest):
             [msgspec.structs.replace(submit, params=params, hold=True, hold_stopped=several)],
             writer,
         )
-        self._several = several
-        self._asked = asked
-        self._prompt_told = False
+        self._several, self._asked, self._prompt_told = several, asked, False
 
     def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:
         if update.held is None or update.finish is not None:

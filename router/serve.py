@@ -98,9 +98,8 @@ class RouterApp(FastAPI):
         @self.get("/v1/models", response_model=None)
         async def models(request: Request) -> Response:
             caller = caller_of(request)
-            return json_response(
-                model_list([card for card in router.models.cards() if caller.may(card.id)])
-            )
+            cards = [card for card in router.models.cards() if caller.may(card.id)]
+            return json_response(model_list(cards))
 
         @self.get("/v1/models/{name:path}", response_model=None)
         async def model(request: Request, name: str) -> Response:
@@ -126,11 +125,8 @@ class RouterApp(FastAPI):
         router, request = self._router, Request(scope, receive)
         try:
             check_key(scope, router.callers, router.metrics, router.config.admin_key)
-            if (
-                scope["path"] in (CHAT_PATH, COMPLETIONS_PATH)
-                and scope["method"] == "POST"
-                and router.shared.serves
-            ):
+            posted = scope["method"] == "POST" and router.shared.serves
+            if posted and scope["path"] in (CHAT_PATH, COMPLETIONS_PATH):
                 return await self.complete(request, untranslated)
         except Exception as why:  # noqa: BLE001 - the edge of a request: it must end, with an honest answer
             return await answer_error(request, why)
@@ -155,9 +151,8 @@ class RouterApp(FastAPI):
             crashes.check()
             dialect = AS_IS
             if translate is not untranslated:
-                body, dialect = await translate_body(
-                    body, translate, recall, router.config.max_body_bytes
-                )
+                limit_bytes = router.config.max_body_bytes
+                body, dialect = await translate_body(body, translate, recall, limit_bytes)
             known = self._job(
                 request, caller, parse_body(body, path if dialect is AS_IS else CHAT_PATH)
             )
@@ -267,7 +262,7 @@ def _id(wanted: str, instead: str = "") -> str:
 
 async def checked_body(request: Request, config: RouterConfig) -> bytes:
     deadline_s = min(_BODY_DEADLINE_S, config.request_deadline_s)
-    arrived = arrived_body(request.scope)  # mostly it has, with the headers
-    body = await read_body(request, config.max_body_bytes, deadline_s, arrived)
+    # Mostly it has arrived, with the headers.
+    body = await read_body(request, config.max_body_bytes, deadline_s, arrived_body(request.scope))
     await off_loop(len(body), check_shape, body)
     return body

@@ -87,7 +87,7 @@ class Pin(msgspec.Struct, frozen=True, omit_defaults=True):
     """The API key's name; empty without a router."""
     share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """Share of a node's blocks that the owner may have pinned."""
-    seconds: Annotated[int, Meta(ge=0)] = 0
+    seconds: int = 0
 
 
 class CacheChanges(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

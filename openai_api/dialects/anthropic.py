@@ -84,7 +84,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     metadata: dict[str, Any] | None = None
-    cache_control: Block | None = None
+    cache_control: CacheControl | None = None
 
 
 _decoder = msgspec.json.Decoder(MessagesRequest)
@@ -127,20 +127,20 @@ def cache_control(request: MessagesRequest) -> CacheControl | None:
     """Return the longest wish of all markers. Raises RequestError."""
     parts = [("tools", request.tools), ("system", request.system)]
     parts += [(f"messages[{at}].content", turn.content) for at, turn in enumerate(request.messages)]
-    found = [("cache_control", request.cache_control)] + [
-        (f"{part}[{at}].cache_control", block.get("cache_control"))
+    found = [
+        (f"{part}[{at}].cache_control", block["cache_control"])
         for part, blocks in parts
         if isinstance(blocks, list)
         for at, block in enumerate(blocks)
+        if block.get("cache_control") is not None
     ]
-    found = [(place, value) for place, value in found if value is not None]
-    if len(found) > _MAX_MARKERS:
+    markers = list(filter(None, [request.cache_control]))
+    if len(markers) + len(found) > _MAX_MARKERS:
         raise RequestError(
-            f"the request has {len(found)} cache_control markers; the limit is {_MAX_MARKERS}: "
-            "mark the last blocks only, as each marker is for all before it",
-            param=found[_MAX_MARKERS][0],
+            f"the request has {len(markers) + len(found)} cache_control markers; the limit is "
+            f"{_MAX_MARKERS}: mark the last blocks only, as each marker is for all before it",
+            param=found[-1][0],
         )
-    markers = []
     for place, value in found:
         try:
             markers.append(msgspec.convert(value, CacheControl))
@@ -302,7 +302,6 @@ class AnthropicAnswer(ChatAnswer):
         self._pieces: list[str] | None = None  # of the open block
         self._open_call: int | None = None
         self._calls = 0
-        self._control = cache_control(request)
 
     def keep_alive(self) -> bytes:
         return named_event("ping") if self._begun else KEEP_ALIVE
@@ -380,9 +379,9 @@ class AnthropicAnswer(ChatAnswer):
         return _STOP_REASONS.get(self._finish, "end_turn"), None
 
     def _counts(self) -> dict[str, Any]:
-        # This API counts what was found in a cache apart, and what a marker has put there.
+        # This API counts what was found in a cache apart, and what was put there.
         usage = self._usage
-        written = usage.cache_write_tokens if self._control else 0
+        written = usage.cache_write_tokens
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens - written,
             "cache_creation_input_tokens": written,

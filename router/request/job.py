@@ -48,7 +48,6 @@ _MAX_COPIED_BYTES = 32 << 20  # each prompt goes to its nodes with all other fie
 _BYTES_PER_TOKEN = 4  # English text; matters for placement only
 _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
 _MAX_INT = 2**63 - 1
-_MAX_MODEL_CHARS = 256
 _MAX_SESSION_CHARS = 256
 # With these a client could point a node at an address. vLLM takes the first from vllm_xargs, too.
 _PARAMS = "kv_transfer_params"
@@ -87,7 +86,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Fields(msgspec.Struct, frozen=True):
-    model: Annotated[str, msgspec.Meta(max_length=_MAX_MODEL_CHARS)] | None = None
+    model: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     stream: bool | None = None
     # The prefill request changes these.
     max_tokens: _Limit | None = None
@@ -337,8 +336,9 @@ def job_of(
 def _salt(own: str, key_hash: str) -> str:
     # The key's hash is the secret: no client can name another key's salt, a salt does not lead back
     # to its key, and all routers make the same one.
-    message = b"kvrelay cache salt 1\0" + own.encode()
-    return hmac.digest(bytes.fromhex(key_hash), message, "sha256").hex()
+    return hmac.digest(
+        bytes.fromhex(key_hash), b"kvrelay cache salt 1\0" + own.encode(), "sha256"
+    ).hex()
 
 
 def prefix_of(job: Job) -> Prefix:

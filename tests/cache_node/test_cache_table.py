@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvrelay.cache_node.table import CacheTable
-from kvrelay.wire.kv_events import CacheChanges
+from kvrelay.wire.kv_events import CacheChanges, Pin
 
 
 def name(number: int) -> bytes:
@@ -75,6 +75,26 @@ def test_what_is_found_in_the_pool_stays_longest_below_it() -> None:
     table.note(CacheChanges(names(4), []))
     assert take(table) == [4]
     assert held(table, 1, 2, 3, 4) == [False, True, True, True]
+
+
+def test_what_is_pinned_comes_and_stays_until_its_time_is_over() -> None:
+    table, wish = CacheTable(4), Pin("ann", 1.0, 60)
+    table.pool.allow_pins(0.5, 60)
+
+    def flood(*numbers: int) -> None:
+        table.note(CacheChanges(names(*numbers), [], used=names(*numbers)))
+        take(table)
+
+    flood(1, 2, 3, 4)
+    # One that is there, one that comes, and one beyond what may be pinned.
+    table.note(CacheChanges(names(5), [], pinned=[(each, wish) for each in names(3, 5)]))
+    assert take(table) == [5]
+    table.note(CacheChanges([], [], pinned=[(name(4), wish)]))
+    flood(10, 11)
+    assert held(table, 3, 4, 5, 11) == [True, False, True, True]
+    table.pool.expire(60)
+    flood(14, 15, 16, 17)
+    assert held(table, 3, 5, 14, 17) == [False, False, True, True]
 
 
 def test_a_reset_forgets_what_is_there_and_what_is_on_its_way() -> None:

@@ -17,6 +17,7 @@ from real_cluster import (
     SHORT_LEASE,
     TINY,
     Cluster,
+    cached_of,
     children,
     complete,
     counted,
@@ -146,6 +147,28 @@ def test_a_node_that_starts_again_is_warm_and_a_reset_empties_all(tiers: Tiers) 
     tiers.kill(b"engine_process")
     assert tiers.tiered.popen.wait(30) == 1
     tiers.cluster.nodes.remove(tiers.tiered)
+
+
+@on_both
+def test_what_is_pinned_survives_the_engine_and_a_flood_below_the_pool_for_its_salt_alone(
+    tiers: Tiers,
+) -> None:
+    url = tiers.tiered.url
+    mine, other = ([at + 2 * each * each % 290 for each in range(200)] for at in (2, 3))
+    wish = {"cache_control": {"type": "ephemeral"}, "cache_salt": "a"}
+    complete(url, mine, **wish)
+    complete(url, other, cache_salt="a")
+    for at in range(4, 9):  # found again, and so worth the room of what is not pinned
+        for _ in range(2):
+            complete(url, [at + 3 * each * each % 290 for each in range(300)])
+    stored = "kvrelay_tier_host_stored_blocks_total"
+    wait_until(lambda: tiers.tiered.metric(stored) > 100, 20, "they are in host memory")
+    tiers.kill_engine()
+    loaded = tiers.tiered.metric("kvrelay_tier_host_loaded_blocks_total")
+    for salt in (None, "b"):
+        assert cached_of(complete(url, mine, cache_salt=salt)) == 0
+    assert tiers.tiered.metric("kvrelay_tier_host_loaded_blocks_total") == loaded
+    assert cached_of(complete(url, mine, cache_salt="a")) == 192
 
 
 @on_both

@@ -27,6 +27,7 @@ from tests.openai_api.chat_chunks import (
     whole,
 )
 
+MARKED: dict[str, Any] = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
 ASKED = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -166,12 +167,34 @@ def test_what_is_counted_is_the_prompt_alone() -> None:
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"system": [{"type": "image"}]}, "system"),
         ({"output_config": {"format": {"type": "yaml"}}}, "output_config.format"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "9999h"}}, "cache_control.ttl"),
+        ({"system": [MARKED | {"cache_control": "yes"}]}, "system[0].cache_control"),
+        ({"tools": [{"name": "f", "cache_control": {}}]}, "tools[0].cache_control.type"),
+        (
+            {"messages": [{"role": "user", "content": [MARKED] * 1000}], "system": [MARKED]},
+            "messages[0].content[999].cache_control",
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_with_its_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as why:
         spoken(**fields)
     assert why.value.param == param
+
+
+def test_the_longest_of_four_markers_counts_and_usage_tells_what_they_have_written() -> None:
+    hour = MARKED | {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    turn = {"role": "user", "content": [MARKED, hour, {"type": "text", "text": "y"}]}
+    chat, dialect = spoken(messages=[turn], system=[MARKED])
+    assert chat["cache_control"] == hour["cache_control"]
+    usage = USAGE | {"prompt_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 4}}
+    answer = whole({"content": "x"}).replace(json.dumps(USAGE).encode(), json.dumps(usage).encode())
+    assert json.loads(dialect.whole(answer))["usage"] == {
+        "input_tokens": 2,
+        "cache_creation_input_tokens": 4,
+        "cache_read_input_tokens": 3,
+        "output_tokens": 4,
+    }
 
 
 def usage_first(stream: bytes) -> bytes:

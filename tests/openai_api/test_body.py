@@ -90,6 +90,21 @@ def test_a_wrong_chat_field_is_named(fields: dict[str, Any], param: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [
+        ({"user": "ann"}, 0),
+        ({"session_id": "s"}, 60),
+        ({"prompt_cache_key": "k", "prompt_cache_retention": "in_memory"}, 300),
+        ({"cache_control": {"type": "ephemeral"}, "session_id": "s"}, 300),
+        ({"cache_control": {"type": "ephemeral", "ttl": "1h"}}, 3600),
+        ({"prompt_cache_retention": "24h"}, 86400),
+    ],
+)
+def test_the_longest_wish_counts(fields: dict[str, Any], seconds: int) -> None:
+    assert chat(**fields).pin_s == seconds
+
+
+@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"n": 129}, "n must be at most 128, got 129"),
@@ -107,6 +122,10 @@ def test_a_wrong_chat_field_is_named(fields: dict[str, Any], param: str) -> None
         ({"logit_bias": {"1": 101}}, "logit_bias must be at most 100.0"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids must have at most 1024 entries, got 1025"),
         ({"cache_salt": ""}, "cache_salt must have at least 1 characters"),
+        ({"cache_salt": "s" * 1025}, "cache_salt must have at most 1024 characters"),
+        ({"prompt_cache_key": "k" * 10_000_000}, "prompt_cache_key must have at most 256 char"),
+        ({"session_id": "k" * 257}, "session_id must have at most 256 characters"),
+        ({"prompt_cache_retention": "9999h"}, "prompt_cache_retention must be one of in_memory"),
         ({"priority": 2**40}, f"priority must be at most {2**31 - 1}, got {2**40}"),
         ({"tools": [{}] * 1025}, "tools must have at most 1024 entries, got 1025"),
         (

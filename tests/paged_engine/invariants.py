@@ -22,7 +22,6 @@ def check_pool(pool: BlockPool) -> None:
     assert all(list(line.values()) == sorted(line.values()) for line in lines.values())
     assert all(hashes[block] for block in pins)
     assert +pool._pinned_of == Counter(pin.owner for pin in pins.values())
-    assert len(pins) <= pool._most_pinned
     assert min(references) >= 0
     assert {h: block for block, h in enumerate(hashes) if h is not None} == pool._block_of
     assert all(references[block] for block in pool._quarantined)

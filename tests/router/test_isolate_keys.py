@@ -26,6 +26,7 @@ from kvrelay.router.request.job import (
 )
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError, RequestError
+from kvrelay.wire.kv_events import chain, root_of
 from kvrelay.wire.router_config import KeyConfig, RouterConfig
 
 ANN, BOB = hash_of("ann"), hash_of("bob")
@@ -63,6 +64,17 @@ def test_no_salt_of_ones_own_makes_that_of_another_key(own: str) -> None:
         assert job(tried, key=ANN).cache_salt != victim
 
 
+def test_no_two_keys_salts_or_adapters_have_the_name_of_a_block_in_common() -> None:
+    salts = [
+        "",
+        "a",
+        BOB,
+        *(job(own, key=key).cache_salt for key in (ANN, BOB) for own in (None, "a")),
+    ]
+    roots = {root_of(salt, adapter) for salt in salts for adapter in ("", "a", BOB)}
+    assert len({chain(root, range(16)) for root in roots}) == 3 * len(salts)
+
+
 def test_every_leg_of_every_kind_of_node_has_it_for_each_prompt() -> None:
     salted = job("mine", ["one", "two"], key=ANN)
     parts = parts_of(salted)
@@ -73,6 +85,18 @@ def test_every_leg_of_every_kind_of_node_has_it_for_each_prompt() -> None:
             legs = msgspec.structs.replace(part, kind=kind)
             for body in (prefill_body(legs, ()), decode_body(legs, begun(legs, prefill=False))):
                 assert told(body) == salted.cache_salt
+
+
+async def test_a_node_hears_whose_budget_pays_and_of_a_session_in_the_headers() -> None:
+    p, d = prefill(), decode()
+    async with cluster(p, d, keys=(KeyConfig("ann", ANN, pin_share=0.5),)) as c:
+        body = {"model": MODEL, "prompt": PROMPT, "session_id": "own"}
+        headers = {"authorization": "Bearer ann", "x-session-id": "s" * 300}
+        async with c.http.post(c.url + COMPLETIONS_PATH, json=body, headers=headers) as answer:
+            assert answer.status == 200
+    (heard,) = (call.body for call in p.calls)
+    assert heard["kv_transfer_params"]["pin"] == {"owner": "ann", "share": 0.5}
+    assert heard["session_id"] == "s" * 256
 
 
 @pytest.mark.parametrize(
