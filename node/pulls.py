@@ -9,8 +9,6 @@ import math
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from operator import itemgetter
 
@@ -66,15 +64,6 @@ def _median(samples: deque[tuple[float, float]], first: float, now: float) -> fl
     return statistics.median_low([first, *(ms for at, ms in samples if now < at + _REMEMBERED_S)])
 
 
-@dataclass(frozen=True, slots=True)
-class _Pull:
-    """A pull that could be made: so many blocks, of which `stored` lie in this node's files."""
-
-    source: Source
-    blocks: int
-    stored: int = 0
-
-
 class Pulls:
     def __init__(self, engine: Engine, connector: TransferEngine, config: NodeConfig) -> None:
         self._engine, self._connector, self._config = engine, connector, config.transfer
@@ -108,43 +97,29 @@ class Pulls:
         most = (len(request.token_ids) - 1) // block_size
         first = self._engine.scheduler.cached_tokens(request) // block_size
         hashes = request.block_hashes(block_size)[first:most]
-        alone = now < self._alone_until
-        sources = [each for each in request.sources if not (alone and each.tokens)]
-        could = self._possible(sources, first, hashes)
-        saved = [(self._saved_ms(pull, first, now), pull) for pull in could]
+        in_host = len([*takewhile(self._below[CPU].__contains__, hashes)])
+        in_files = len([*takewhile(self._below[STORAGE].__contains__, hashes[in_host:])])
+        could = []
+        for source in request.sources:
+            told = min(source.tokens // block_size - first, len(hashes))
+            if not source.tokens:
+                could += [(source, in_host, 0), (source, in_host + in_files, in_files)]
+            elif source.generation != self._connector.generation and now >= self._alone_until:
+                could.append((source, told, 0))
+        saved = [(self._saved_ms(*each, first, now), each) for each in could if each[1] > 0]
         pulls = [pull for ms, pull in sorted(saved, key=itemgetter(0)) if ms > 0]
         request.sources = []
         if not pulls:
             return
-        pull = pulls.pop()
-        source = pull.source
+        source, blocks, request.pull_stored = pulls.pop()
         # One more ask if this fails.
-        request.sources = [each.source for each in pulls if each.source != source][-1:]
+        request.sources = [other for other, *_ in pulls if other != source][-1:]
         request.asking, request.asked_s, request.pull_from = True, now, first
-        request.pull_s = self._config.transfer_deadline_s
-        if self._config.kv_pull == "auto":
-            request.pull_s = self._computed_ms(pull, first) / 1e3
-        request.pull_price, request.pull_stored = self._price(source), pull.stored
+        request.pull_price, request.pull_s = self._price(source), self._limit_s(blocks, first)
         peer = PeerKey(source.host, source.port, source.generation)
         # A peer may have more than it is known for.
-        hashes = hashes if source.tokens else hashes[: pull.blocks]
+        hashes = hashes if source.tokens else hashes[:blocks]
         self._connector.ask(request.request_id, peer, hashes, first, request.pull_s, source.seal)
-
-    def _possible(
-        self, sources: Sequence[Source], first: int, hashes: Sequence[BlockHash]
-    ) -> Iterator[_Pull]:
-        host, files = (self._below[medium].__contains__ for medium in (CPU, STORAGE))
-        in_host = len([*takewhile(host, hashes)])
-        in_files = len([*takewhile(files, hashes[in_host:])])
-        for source in sources:
-            if source.generation == self._connector.generation:
-                continue
-            if source.tokens:
-                told = source.tokens // self._engine.pool.block_size - first
-                yield _Pull(source, max(0, min(told, len(hashes))))
-            else:
-                yield _Pull(source, in_host)
-                yield _Pull(source, in_host + in_files, in_files)
 
     def _price(self, source: Source) -> PullPrice:
         peer = PeerKey(source.host, source.port, source.generation)
@@ -155,16 +130,18 @@ class Pulls:
             del self._prices[next(iter(self._prices))]  # the least recently used
         return price
 
-    def _computed_ms(self, pull: _Pull, first: int) -> float:
+    def _limit_s(self, blocks: int, first: int) -> float:
         size, costs = self._engine.pool.block_size, self._engine.scheduler.budget.costs
-        return 0.0 if costs is None else costs.chunk_ms(pull.blocks * size, first * size)
-
-    def _saved_ms(self, pull: _Pull, first: int, now: float) -> float:
         if self._config.kv_pull != "auto":
-            return float(pull.blocks * (self._config.kv_pull == "always"))
-        pull_ms = self._price(pull.source).pull_ms(pull.blocks * self._block_bytes, now)
-        pull_ms += pull.stored * self._block_bytes * self._files.byte_ms(now)
-        return self._computed_ms(pull, first) - pull_ms
+            return self._config.transfer_deadline_s
+        return 0.0 if costs is None else costs.chunk_ms(blocks * size, first * size) / 1e3
+
+    def _saved_ms(self, source: Source, blocks: int, stored: int, first: int, now: float) -> float:
+        if self._config.kv_pull != "auto":
+            return float(blocks * (self._config.kv_pull == "always"))
+        pull_ms = self._price(source).pull_ms(blocks * self._block_bytes, now)
+        pull_ms += stored * self._block_bytes * self._files.byte_ms(now)
+        return self._limit_s(blocks, first) * 1e3 - pull_ms
 
     def announced(self, now: float) -> dict[str, float]:
         """Return what routers hear of the prices, by the names of Load."""
@@ -188,8 +165,12 @@ class Pulls:
         if request is None or not request.asking:
             return  # aborted; the connector knows
         now = time.monotonic()
-        if event.ticket is not None or event.reason.startswith(("NotHeld", "TransferTimeout")):
-            self._note_ask(request, (now - request.asked_s) * 1e3, now)
+        ms, price = (now - request.asked_s) * 1e3, request.pull_price
+        if request.pull_stored:  # the answer waits for files
+            ms = max(0.0, ms - price.ask_ms(now))
+            self._files.read(request.pull_stored * self._block_bytes, ms, now)
+        elif event.ticket is not None or event.reason.startswith(("NotHeld", "TransferTimeout")):
+            price.asked(ms, now)
         request.asking = False
         if event.ticket is not None:
             self._connector.watch(event.request_id, event.ticket)
@@ -198,13 +179,6 @@ class Pulls:
             self.begin(request)
         if not request.asking:
             self._engine.scheduler.end_ask(request, event.ticket)
-
-    def _note_ask(self, request: Request, ms: float, now: float) -> None:
-        if request.pull_stored:  # its answer waits for files
-            read_ms = max(0.0, ms - request.pull_price.ask_ms(now))
-            self._files.read(request.pull_stored * self._block_bytes, read_ms, now)
-        else:
-            request.pull_price.asked(ms, now)
 
     def over(self, request: Request, num_bytes: int, read_s: float) -> None:
         """Count a pull whose fetch is over."""

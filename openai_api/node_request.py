@@ -149,9 +149,6 @@ class NodeRequest:
             return frame
         self.done = True
         self.finish = finish
-        blocks = self._blocks
-        if blocks is not None and self.writer.choices[0].message.thinks:
-            blocks = blocks.of(self.writer.prompt_tokens)
         return msgspec.structs.replace(
             frame,
             kind=FrameKind.END,
@@ -159,7 +156,8 @@ class NodeRequest:
             load=load,
             timing=self.stages(update),
             usage=self.writer.counts,
-            blocks=blocks,
+            # The next turn's prompt has no thoughts.
+            blocks=None if self.writer.choices[0].message.thinks else self._blocks,
         )
 
     def error(self, why: KvrelayError) -> Frame:

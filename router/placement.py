@@ -88,7 +88,7 @@ class PlacementRequest:
             ways.append((node.load.tier_ms(files - cached, files - host), files, "store"))
         if held > cached and name in takers:
             ways.append((node.load.peer_ms(held - cached), held, holder))
-        return min((ms + node.prompt_ms(self.tokens, had), had, of) for ms, had, of in ways)
+        return min([(ms + node.prompt_ms(self.tokens, had), had, of) for ms, had, of in ways])
 
 
 @dataclass(frozen=True, slots=True)

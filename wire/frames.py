@@ -90,8 +90,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     usage: tuple[int, int, int] | None = None
     """In END frames: prompt, generated and cached tokens."""
     blocks: PromptBlocks | None = None
-    """In TICKET frames, names of the prompt's blocks, as in KV events; in END frames those of the
-    first choice, too, as far as the next turn's prompt will have it.
+    """In TICKET frames, names of the prompt's blocks, as in KV events; in END frames also of the
+    first choice's, unless it has thoughts, which the next turn's prompt has not.
     """
     kv_error: str = ""
     """Once, in a decode leg whose KV did not come: the cause's name in wire/errors.py."""

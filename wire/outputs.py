@@ -97,15 +97,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
         return min(60, max(1, math.ceil(self.backlog_ms / 1e3)))
 
 
-_NAME_BYTES = 16
-
-
 class PromptBlocks(msgspec.Struct, frozen=True, array_like=True):
     """A prompt's full blocks, by name, and perhaps those behind it."""
 
     block_size: int
     hashes: bytes
-
-    def of(self, tokens: int) -> PromptBlocks:
-        """Return those of the first tokens."""
-        return PromptBlocks(self.block_size, self.hashes[: tokens // self.block_size * _NAME_BYTES])

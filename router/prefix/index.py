@@ -112,17 +112,17 @@ class PrefixIndex:
         chunks, keys = chunks[::-1], keys[::-1]
         for url, node in self._nodes.items():
             texts: Container[int] = node.running if node.held else node.sent
-            has = min(tokens, int(_depth(chunks, texts) * CHUNK_BYTES * per_byte))
+            has = int(_depth(chunks, texts) * CHUNK_BYTES * per_byte)
             depth, reach = 0, []
             for names in node.held.values():
-                depth += _depth(keys[: len(keys) - depth], names)
-                reach.append(max(has, min(tokens, depth * block_size)))
-            if reach:
-                has, *further = reach
-                if further and further[-1] > has:
-                    below[url] = further[0], further[-1]
-            if has:
-                cached[url] = has
+                depth += _depth(keys[:-depth] if depth else keys, names)
+                reach.append(depth * block_size)
+            if has or depth:
+                reach = [min(tokens, max(has, each)) for each in reach or [0]]
+                if reach[0]:
+                    cached[url] = reach[0]
+                if reach[-1] > reach[0]:
+                    below[url] = reach[1], reach[-1]
         return tokens, cached, below
 
     def send(self, prefix: Prefix, url: str) -> Sent:

@@ -20,7 +20,7 @@ from kvrelay.prefill_node.request import PrefillRequest
 from kvrelay.wire.engine_messages import RequestUpdate, Submit
 from kvrelay.wire.errors import KvNotLoaded, RequestError
 from kvrelay.wire.frames import Frame, FrameKind
-from kvrelay.wire.outputs import Finish, Load, TokenLogprobs
+from kvrelay.wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
 from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
 
 PROMPT = [7] * 20
@@ -208,3 +208,14 @@ def test_kv_that_did_not_come_is_told_once_with_its_cause(tokenizer: Tokenizer) 
     with pytest.raises(KvNotLoaded) as raised:
         list(failing.frames(failed, LOAD))
     assert failing.error(raised.value).kv_error == "PeerLost"
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_an_end_names_the_blocks_that_the_next_turn_has(
+    tokenizer: Tokenizer, *, thinks: bool
+) -> None:
+    it, blocks = decode(tokenizer, KvTransferParams()), PromptBlocks(16, b"x" * 32)
+    it.writer.choices[0].message.thinks = thinks
+    last = RequestUpdate("call-1", [65], finish=Finish.LENGTH, blocks=blocks)
+    *_, frame = it.frames(last, LOAD)
+    assert (frame.kind, frame.blocks) == (FrameKind.END, None if thinks else blocks)

@@ -218,3 +218,14 @@ def test_a_hand_over_at_any_token_leaves_no_trace(
         if first.choices[0].stopped or cut == len(ids):
             break
         payload += feed(first, ids[cut : cut + 1])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("text", "thinks"), [("<think>h</think>a", True), ("a", False)])
+def test_an_answer_tells_if_it_has_thoughts(
+    tokenizer: Tokenizer, text: str, *, thinks: bool, stream: bool
+) -> None:
+    answer = writer(tokenizer, "hermes", {"stream": stream}, "think")
+    feed(answer, tokenizer.encode(text, False))
+    end(answer)
+    assert answer.choices[0].message.thinks is thinks
