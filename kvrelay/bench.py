@@ -34,6 +34,7 @@ from kvrelay.load.results import (
     COLUMNS,
     Provenance,
     Result,
+    sessions_line,
     table_row,
     warnings_of,
     write_result,
@@ -120,8 +121,8 @@ def result_of(config: BenchConfig, experiment: Experiment, began: datetime.datet
 
 
 def _lengths(config: BenchConfig) -> str:
-    if config.trace or config.sharegpt:
-        return Path(config.trace or config.sharegpt).name
+    if config.trace or config.agents:
+        return config.agents or Path(config.trace).name
     of = config.work
     spread = f", spread {of.spread:g}" if of.spread else ""
     turns = f", {of.turns} turns" if of.turns > 1 else ""
@@ -164,6 +165,9 @@ def _show(result: Result, console: Console) -> None:
         table.add_row(*table_row(result, each))
     console.print(table)
     failures = [example for run in result.runs for example in run.measures.examples]
+    for run in result.runs:
+        if run.measures.later_ttft_ms is not None:
+            console.print(sessions_line(result, run))
     for line in (*warnings_of(result), *failures):
         console.print(Text(line, style="red"))
     if result.found is not None:
@@ -174,10 +178,11 @@ def _search_line(result: Result) -> Text:
     found = result.found
     assert found is not None
     why = f" ({found.why})" if found.why else ""
+    unit = "sessions" if result.work.agents else "requests/s"
     if not found.holds:
-        return Text(f"{result.label}: no rate held{why}", style="red")
+        return Text(f"{result.label}: none held{why}", style="red")
     broke = f"; {found.breaks:.3g} did not" if found.breaks is not None else ""
     return Text(
-        f"{result.label}: {found.holds:.3g} requests/s held, {found.holds / result.gpus:.3g} per "
+        f"{result.label}: {found.holds:.3g} {unit} held, {found.holds / result.gpus:.3g} per "
         f"GPU, at {result.attainment:.0%} attainment{broke}{why}"
     )

@@ -10,7 +10,16 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from kvrelay.load.measures import Slo
-from kvrelay.load.workloads import FIRST_TOKEN, Arrival, ArrivalProcess, Lengths, Work, lengths_of
+from kvrelay.load.workloads import (
+    FIRST_TOKEN,
+    Agents,
+    Arrival,
+    ArrivalProcess,
+    Lengths,
+    Work,
+    agents_of,
+    lengths_of,
+)
 from kvrelay.wire.config_checks import base_url, check_fields, require
 
 __all__ = ["BenchConfig"]
@@ -31,15 +40,19 @@ class BenchConfig:
     model: str = ""
     """Model to ask; empty takes the first of the server."""
     endpoint: Literal["completions", "chat"] = "completions"
-    """completions sends token ids, of exact length; chat sends messages, which --turns needs."""
+    """completions sends token ids, of exact length; chat sends messages, which --turns and --agents
+    need.
+    """
     lengths: str = "chat"
     """Tokens of prompts and answers: chat (512:256), code (2048:64), summarise (8192:256),
     long-context (65536:256), reasoning (512:4096), or IN:OUT.
     """
     spread: _NotNegative = 0.0
     """Standard deviation of log-normal lengths, in means; 0: all alike."""
-    sharegpt: str = ""
-    """A file in ShareGPT's format, instead of lengths."""
+    agents: str = ""
+    """Sessions of agents, instead of lengths: fleet (tools, sub-agents, four system prompts) or llm-d
+    (long system prompts), and what differs, as in fleet,turns=4:20,gap_s=1:60.
+    """
     trace: str = ""
     """A file in the format of Mooncake's traces, also .gz, instead of lengths."""
     turns: Annotated[int, Meta(gt=0)] = 1
@@ -65,7 +78,9 @@ class BenchConfig:
     least 5; 0 with --requests.
     """
     find_rate: bool = False
-    """Find the highest rate at which --attainment of the requests meet their targets."""
+    """Find the highest rate at which --attainment of the requests meet their targets; with --agents,
+    the most sessions at once.
+    """
     attainment: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of requests that has to meet its targets."""
     precision: _Positive = 0.05
@@ -108,22 +123,26 @@ class BenchConfig:
             self.vocab_size > FIRST_TOKEN,
             f"vocab_size must be above {FIRST_TOKEN}, got {self.vocab_size}",
         )
-        _ = self.fixed, self.rates
+        _ = self.fixed, self.rates, self.fleet
         self._check_together()
 
     def _check_together(self) -> None:
         for ok, message in (
             (
-                not (self.trace and self.sharegpt),
-                "trace and sharegpt are both given; a run is of one of them",
+                not (self.agents and (self.trace or self.turns > 1)),
+                "agents say themselves what is asked; leave turns and trace out",
             ),
             (
                 not (self.concurrency and self.rate),
                 "rate and concurrency contradict each other: open or closed loop",
             ),
             (
-                not (self.concurrency and self.find_rate),
+                not (self.concurrency and self.find_rate) or bool(self.agents),
                 "find_rate searches a rate; leave concurrency out",
+            ),
+            (
+                not (self.agents and self.find_rate and self.rate),
+                "agents are searched by sessions at once; begin at --concurrency, not --rate",
             ),
             (
                 not (self.requests and self.find_rate),
@@ -139,8 +158,8 @@ class BenchConfig:
                 "a trace says itself what is asked; leave turns out",
             ),
             (
-                self.turns == 1 or self.endpoint == "chat",
-                "turns need --endpoint chat: a turn holds the text of the answers",
+                (self.turns == 1 and not self.agents) or self.endpoint == "chat",
+                "turns and agents need --endpoint chat: a turn holds the text of the answers",
             ),
             (
                 bool(self.clients) or self._open_loop,
@@ -159,6 +178,10 @@ class BenchConfig:
         return self.concurrency or int(self.requests > 0 and not self._open_loop)
 
     @property
+    def unit(self) -> str:
+        return "sessions" if self.agents else "requests/s"
+
+    @property
     def base_urls(self) -> list[str]:
         """The address of each server. Raises ConfigError."""
         return [base_url(each) for each in self.url.split(",")]
@@ -167,6 +190,11 @@ class BenchConfig:
     def fixed(self) -> Lengths:
         """The lengths by name, or those of IN:OUT. Raises ConfigError."""
         return lengths_of(self.lengths)
+
+    @property
+    def fleet(self) -> Agents | None:
+        """The agents, if any are asked for. Raises ConfigError."""
+        return agents_of(self.agents) if self.agents else None
 
     @property
     def rates(self) -> list[float]:
@@ -184,7 +212,7 @@ class BenchConfig:
 
     @property
     def slo(self) -> Slo:
-        default = Lengths(0, 0) if self.trace or self.sharegpt else self.fixed
+        default = Lengths(0, 0) if self.trace or self.agents else self.fixed
         return Slo(self.ttft_ms or default.ttft_ms, self.tpot_ms or default.tpot_ms, self.gap_ms)
 
     @property
@@ -204,7 +232,7 @@ class BenchConfig:
             self.turns,
             self.think_s,
             self.trace,
-            self.sharegpt,
+            self.fleet,
         )
 
     def arrival(self, rate: float) -> Arrival:

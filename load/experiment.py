@@ -115,9 +115,10 @@ def _usual_s(sample: Sequence[Session], slo: Slo) -> tuple[float, float]:
     answers: list[float] = []
     whole: list[float] = []
     for session in sample:
-        each = [(slo.ttft_ms + slo.tpot_ms * turn.output) / 1e3 for turn in session.turns]
+        turns = session.all_turns
+        each = [(slo.ttft_ms + slo.tpot_ms * turn.output) / 1e3 for turn in turns]
         answers += each
-        whole.append(sum(each) + sum(turn.think_s for turn in session.turns))
+        whole.append(sum(each) + sum(turn.think_s for turn in turns))
     return percentile(answers, _USUAL_SHARE), percentile(whole, _USUAL_SHARE)
 
 
@@ -140,7 +141,7 @@ class Experiment:
             await self._search()
             return
         for rate in self._config.rates or [0.0]:
-            await self._measure_rate(rate)
+            await self._measure(rate, self._config.clients)
 
     async def _prepare(self) -> None:
         config = self._config
@@ -165,14 +166,15 @@ class Experiment:
     async def _search(self) -> None:
         config = self._config
         search = RateSearch(
-            config.rates[0] if config.rates else float(config.gpus),
+            config.rates[0] if config.rates else float(config.clients or config.gpus),
             config.attainment,
             config.precision,
+            whole=bool(config.agents),
         )
         try:
             while (rate := search.rate) is not None:
                 if why := await self._probe(search, rate):
-                    why = f"at {rate:.3g} requests/s {why}"
+                    why = f"at {rate:.3g} {config.unit} {why}"
                     if not self.runs:
                         raise KvrelayError(why)
                     search.stop(why)
@@ -184,13 +186,13 @@ class Experiment:
 
     async def _probe(self, search: RateSearch, rate: float) -> str:
         config = self._config
-        if (count := rate * config.duration_s) < _MIN_REQUESTS:
+        if not config.agents and (count := rate * config.duration_s) < _MIN_REQUESTS:
             return (
                 f"{count:.2g} requests come in {config.duration_s:g} s, too few; take a longer "
                 f"--duration-s"
             )
         try:
-            run = await self._measure_rate(rate)
+            run = await self._measure(*((0.0, int(rate)) if config.agents else (rate, 0)))
         except KvrelayError as why:
             if not self.runs:
                 raise
@@ -207,10 +209,10 @@ class Experiment:
         search.record(attainment)
         return ""
 
-    async def _measure_rate(self, rate: float) -> Run:
+    async def _measure(self, rate: float, clients: int) -> Run:
         config, server = self._config, self.server
         assert server is not None
-        load, window, after_s = self._load(rate)
+        load, window, after_s = self._load(rate, clients)
         endpoint = Endpoint(
             config.base_urls,
             config.api_key,
@@ -223,32 +225,32 @@ class Experiment:
             config.deadline_s,
             config.headers,
         )
-        name = f"{config.clients} clients" if config.clients else "the trace"
+        name = f"{clients} clients" if clients else "the trace"
         if rate:
             name = f"{rate:.4g} requests/s"
         total_s = None if config.requests else load.sending_s
-        count = config.requests * config.turns or None
+        count = 0 if config.agents else config.requests * config.turns
 
         def on_progress(progress: Progress) -> None:
-            self._on_progress(RunProgress(name, total_s, count, progress))
+            self._on_progress(RunProgress(name, total_s, count or None, progress))
 
         outcome = await send_load(endpoint, load, on_progress)
         if not outcome.records:
             raise KvrelayError(f"at {name} no request was sent; take a longer --duration-s")
-        run = self._run(rate, outcome, window, after_s)
+        run = self._run(load, outcome, window, after_s)
         self.runs.append(run)
         return run
 
-    def _load(self, rate: float) -> tuple[Load, Window, float]:
+    def _load(self, rate: float, clients: int) -> tuple[Load, Window, float]:
         config = self._config
         seed = f"{config.seed} {len(self.runs)}"
         arrival, slo, start_s = config.arrival(rate), config.slo, self._warm_up_s
-        load = Load(config.work, arrival, seed, config.clients, config.requests)
+        load = Load(config.work, arrival, seed, clients, config.requests)
         if config.requests:
             load = dataclasses.replace(load, warm_up_s=start_s)
             return load, Window(start_s, math.inf), 0.0
         window, after_s = Window(start_s, start_s + config.duration_s), self._answer_s
-        if config.clients:
+        if clients:
             after_s = 0.0
         elif config.trace and (ends := self._trace_window(arrival, seed, window)) is not None:
             window, after_s = ends, 0.0
@@ -277,9 +279,9 @@ class Experiment:
             )
         return _until(window, last)
 
-    def _run(self, rate: float, outcome: Outcome, window: Window, after_s: float) -> Run:
-        config, records = self._config, outcome.records
-        trace_ended = config.trace and config.clients and len(records) == self._trace_requests
+    def _run(self, load: Load, outcome: Outcome, window: Window, after_s: float) -> Run:
+        config, records, clients = self._config, outcome.records, load.clients
+        trace_ended = config.trace and clients and len(records) == self._trace_requests
         if config.requests or trace_ended:
             last_s = max(each.due_s for each in records)
             if config.requests:
@@ -291,12 +293,10 @@ class Experiment:
                 f"no request came after the warm-up of {window.start_s:.3g} s; ask for more, or "
                 "longer, or take a shorter --warm-up-s"
             )
-        client = client_health(
-            judged, outcome.cpu_share, outcome.lags_s, open_loop=not config.clients
-        )
+        client = client_health(judged, outcome.cpu_share, outcome.lags_s, open_loop=not clients)
         return Run(
-            rate,
-            config.clients,
+            load.arrival.rate,
+            clients,
             window.start_s,
             window.length_s,
             measures_of(records, window, config.slo, config.gpus, client),

@@ -151,6 +151,8 @@ class Measures(msgspec.Struct, frozen=True):
     tokens_per_chunk: float
     usage: bool
     client: ClientHealth
+    later_ttft_ms: Percentiles | None = None
+    """The TTFT of later turns than the first, those of sub-agents too."""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -201,6 +203,7 @@ def measures_of(
     examples: dict[str, str] = {}
     for record in failed:
         examples.setdefault(record.failure, f"{record.failure}: {record.why}")
+    later = [ttft_ms(record) for record in good if record.turn]
     length = max(1e-9, window.length_s)
     tokens = sum(_tokens_within(record, window) for record in records if record.chunks) / length
     in_time = sum(not record.failure and window.holds(record.last_s) for record in records)
@@ -230,6 +233,7 @@ def measures_of(
         tokens_per_chunk=_ratio(output_tokens, chunks),
         usage=all(record.usage for record in good),
         client=client,
+        later_ttft_ms=Percentiles.of(later) if later else None,
     )
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "Row",
     "Run",
     "row_of",
+    "sessions_line",
     "table_row",
     "warnings_of",
     "write_result",
@@ -169,6 +170,19 @@ def table_row(result: Result, run: Run) -> list[str]:
     ]
 
 
+def sessions_line(result: Result, run: Run) -> str:
+    """Return how the sessions of a run fared, in the figures that matter to agents."""
+    measures, later, at_once = run.measures, run.measures.later_ttft_ms, ""
+    assert later is not None
+    if run.concurrency:
+        each = run.concurrency / result.gpus
+        at_once = f"{run.concurrency} sessions at once, {each:.3g} per GPU: "
+    return (
+        f"{at_once}{_share(measures.attainment)} of the turns in time, {_share(measures.cached)} of "
+        f"prompts cached, TTFT of later turns {_ms(later.p50)} ms p50, {_ms(later.p99)} ms p99"
+    )
+
+
 def _ms(value: float) -> str:
     if math.isnan(value):
         return "-"
@@ -183,7 +197,7 @@ def warnings_of(result: Result) -> list[str]:
     """Return what a reader must know before the figures of a result."""
     warnings = []
     work = result.work
-    shares = bool(work.trace or work.sharegpt or work.turns > 1)
+    shares = bool(work.trace or work.agents or work.turns > 1)
     for run in result.runs:
         name, client = f"{result.label}, {run.name}", run.measures.client
         if client.bottleneck:

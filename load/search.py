@@ -27,12 +27,15 @@ class SearchResult(msgspec.Struct, frozen=True):
 
 
 class RateSearch:
-    """A search of a rate in requests a second, to within `precision` as a share."""
+    """A search of a rate in requests a second, to within `precision` as a share, or in whole ones."""
 
-    def __init__(self, start: float, attainment: float = 0.9, precision: float = 0.05) -> None:
+    def __init__(
+        self, start: float, attainment: float = 0.9, precision: float = 0.05, *, whole: bool = False
+    ) -> None:
         self._attainment, self._precision, self._left = attainment, precision, _MAX_PROBES
+        self._whole = whole
         self._rate: float | None = start
-        self._lowest = start * _LOWEST_SHARE
+        self._lowest = 1.0 if whole else start * _LOWEST_SHARE
         self._seen: dict[float, list[float]] = {}
         self._why = ""
 
@@ -80,5 +83,9 @@ class RateSearch:
         if len(self._seen[high]) < 2 and any(rate > high for rate in self._holding()):
             return high
         if not low:
-            return high / 2 if high / 2 >= self._lowest else None
-        return None if high / low <= 1 + self._precision else math.sqrt(low * high)
+            half = high // 2 if self._whole else high / 2
+            return half if half >= self._lowest else None
+        middle = math.sqrt(low * high)
+        if self._whole:
+            middle = min(max(round(middle), low + 1), high - 1)
+        return None if high / low <= 1 + self._precision or middle <= low else middle

@@ -25,6 +25,9 @@ from kvrelay.load.workloads import Arrival, Prompts, Session, Spelling, Turn, Wo
 
 __all__ = ["Endpoint", "Load", "Outcome", "Progress", "Sender", "send_load"]
 
+Turns = Sequence[tuple[int, Turn]]
+"""Turns with their numbers."""
+Said = list[dict[str, str]]
 _START_S = 0.1
 _AHEAD = 64
 """Bodies that are ready before they are due."""
@@ -174,17 +177,21 @@ class Sender:
 
     def _prepare_one(self) -> None:
         if len(self._ready) < _AHEAD and (session := next(self._left, None)) is not None:
-            self._ready.append((session, self._body(session.turns[0], [])))
+            self._ready.append((session, self._body(session.turns[0], self._system(session))))
 
-    def _body(self, turn: Turn, before: list[dict[str, str]]) -> bytes:
+    def _body(self, turn: Turn, before: Said) -> bytes:
         endpoint, prompts = self._endpoint, self._prompts
         prompt: dict[str, Any]
         if endpoint.chat:
             prompt = {"messages": [*before, {"role": "user", "content": prompts.text(turn)}]}
         else:
-            prompt = {"prompt": prompts.text(turn) if turn.text else prompts.ids(turn)}
+            prompt = {"prompt": prompts.ids(turn)}
         fields = {"model": endpoint.model, "max_tokens": turn.output, **self._fields}
         return msgspec.json.encode(prompt | fields)
+
+    def _system(self, session: Session) -> Said:
+        system = session.system
+        return [{"role": "system", "content": self._prompts.text(system)}] if system else []
 
     async def _run_open(self) -> None:
         judged: set[asyncio.Task[None]] = set()
@@ -223,20 +230,38 @@ class Sender:
         await asyncio.gather(*(client() for _ in range(load.clients)))
 
     async def _run_session(self, session: Session, body: bytes, due_s: float) -> None:
-        said: list[dict[str, str]] = []
-        for number, turn in enumerate(session.turns):
+        turns = list(enumerate(session.turns))
+        await self._run_turns(session, turns, self._system(session), due_s, body)
+
+    async def _run_turns(
+        self, session: Session, turns: Turns, said: Said, due_s: float, body: bytes = b""
+    ) -> None:
+        """Ask turns after what was said; a turn also follows sub-agents that have failed."""
+        system = len(said) % 2
+        for at, (number, turn) in enumerate(turns):
             if number:
                 due_s = self._now_s + turn.think_s
                 if due_s > self._load.sending_s:
                     return
                 await asyncio.sleep(turn.think_s)
+                inner = [
+                    self._run_turns(
+                        session,
+                        list(enumerate(branch.turns, number)),
+                        said[: system + 2 * branch.keeps],
+                        due_s,
+                    )
+                    for branch in turn.branches
+                ]
+                await asyncio.gather(*inner)
+                due_s = self._now_s if inner else due_s
                 body = self._body(turn, said)
             record = Record(session.number, number, due_s, 0.0, asked_tokens=turn.output)
-            more = number + 1 < len(session.turns)
+            more = at + 1 < len(turns)
             answer = AnswerReader(record, keep_text=more)
             await self._send(body, answer)
             if record.failure:
-                self._record_unsent(session, number + 1)
+                self._record_unsent(session, turns[at + 1 :])
                 return
             if more:
                 said += [
@@ -244,9 +269,9 @@ class Sender:
                     {"role": "assistant", "content": answer.text},
                 ]
 
-    def _record_unsent(self, session: Session, first: int) -> None:
+    def _record_unsent(self, session: Session, turns: Turns) -> None:
         due_s = self._now_s
-        for number, turn in enumerate(session.turns[first:], first):
+        for number, turn in turns:
             due_s += turn.think_s
             if due_s > self._load.sending_s:
                 return

@@ -1,6 +1,6 @@
 """Workloads: sessions of one or several turns, when they begin, and their prompts.
 
-Pure but for the ShareGPT and trace files.
+Pure but for the file of a trace.
 """
 
 from __future__ import annotations
@@ -15,26 +15,32 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from kvrelay.wire.errors import ConfigError
 
 __all__ = [
+    "AGENTS",
     "FIRST_TOKEN",
     "LENGTHS",
     "TRACE_BLOCK_TOKENS",
+    "Agents",
     "Arrival",
     "ArrivalProcess",
     "Asked",
+    "Branch",
     "Lengths",
     "Prompts",
     "Session",
     "Spelling",
     "Turn",
     "Work",
+    "agents_of",
     "arrival_times",
     "lengths_of",
     "read_trace",
@@ -45,8 +51,8 @@ ArrivalProcess = Literal["poisson", "bursty", "constant", "trace"]
 TRACE_BLOCK_TOKENS = 512
 FIRST_TOKEN = 300
 """The smallest token id of a prompt: nearly all vocabularies have special tokens below."""
-_CHARS_PER_TOKEN = 4
 _MAX_TURNS = 1 << 10
+_SAMPLE = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,59 @@ class Arrival:
     variation: float = 2.0
 
 
+_Bound = Annotated[float, Meta(gt=0, le=1e7)]
+_Pair = tuple[_Bound, _Bound]
+
+
+class Agents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fleet of agents. Pairs are bounds of log-normal values, two deviations from the median."""
+
+    systems: Annotated[int, Meta(gt=0)] = 4
+    """System prompts, which sessions share."""
+    system: _Pair = (4_000, 16_000)
+    turns: _Pair = (4, 40)
+    prompt: _Pair = (50, 2_000)
+    """Tokens of a turn: a question, or what a tool says."""
+    output: _Pair = (30, 500)
+    gap_s: _Pair = (1, 120)
+    """Seconds from an answer to the next turn, while a tool runs."""
+    branch: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    """Share of the turns before which sub-agents work."""
+    branches: _Pair = (1, 3)
+    branch_turns: _Pair = (2, 10)
+    result: _Pair = (50, 500)
+    """Tokens of a sub-agent's last answer, which its parent gets."""
+
+
+AGENTS = MappingProxyType(
+    {
+        "fleet": Agents(),
+        "llm-d": Agents(24, (10_000, 100_000), gap_s=(1, 20), branch=0.0),
+    }
+)
+
+
+def agents_of(spec: str) -> Agents:
+    """Return the agents of a name, changed as in NAME,turns=4:20,systems=2. Raises ConfigError."""
+    name, *changes = spec.split(",")
+    try:
+        fields = msgspec.to_builtins(AGENTS[name])
+        for change in changes:
+            key, value = change.split("=")
+            pair = isinstance(fields.get(key), (list, tuple))
+            fields[key] = (value.split(":") * 2)[:2] if pair else value
+        agents = msgspec.convert(fields, Agents, strict=False)
+    except (KeyError, ValueError) as why:
+        raise ConfigError(
+            f"agents {spec!r} are not one of {', '.join(AGENTS)} with changes, as in "
+            f"fleet,turns=4:20,systems=2: {why}"
+        ) from why
+    for key, value in msgspec.structs.asdict(agents).items():
+        if isinstance(value, tuple) and value[0] > value[1]:
+            raise ConfigError(f"agents {spec!r} have {key} from {value[0]:g} to {value[1]:g}")
+    return agents
+
+
 class Work(msgspec.Struct, frozen=True):
     """A workload; lengths are means in tokens, `spread` their standard deviation in means."""
 
@@ -100,21 +159,30 @@ class Work(msgspec.Struct, frozen=True):
     think_s: float = 1.0
     """Mean time between an answer and the next turn."""
     trace: str = ""
-    sharegpt: str = ""
+    agents: Agents | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One prompt: a text, or pieces of a name and a number of tokens."""
+    """One prompt, in pieces of a name and a number of tokens."""
 
     output: int
     pieces: tuple[tuple[int, int], ...] = ()
-    text: str = ""
     think_s: float = 0.0
+    branches: tuple[Branch, ...] = ()
+    """Sub-agents that work after `think_s`; the prompt has their results."""
 
     @property
     def prompt(self) -> int:
         return sum(tokens for _, tokens in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A sub-agent: its turns follow the first `keeps` turns of its parent, with their answers."""
+
+    keeps: int
+    turns: list[Turn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +192,14 @@ class Session:
     number: int
     at: float
     turns: list[Turn]
+    system: Turn | None = None
+    """A system prompt, of which only the pieces count."""
+
+    @property
+    def all_turns(self) -> list[Turn]:
+        """Return the turns of its sub-agents, too."""
+        inner = [each.turns for turn in self.turns for each in turn.branches]
+        return [*self.turns, *itertools.chain(*inner)]
 
 
 def arrival_times(arrival: Arrival, rng: random.Random) -> Iterator[float]:
@@ -151,30 +227,29 @@ def sessions(work: Work, arrival: Arrival, seed: str) -> Iterator[Session]:
     if work.trace:
         yield from _trace_sessions(work, arrival, times)
         return
-    turns: float = work.turns
-    if work.sharegpt:
-        conversations = _read_sharegpt(Path(work.sharegpt))
-        drawn = _sharegpt_turns(conversations, work, rng)
-        turns = sum(min(len(each), work.turns) for each in conversations) / len(conversations)
-    else:
-        drawn = _synthetic_turns(work, rng)
+    agents = work.agents
+    drawn = _synthetic_sessions(work, rng) if agents is None else _agent_sessions(agents, rng)
     begins: Iterator[float] = itertools.repeat(0.0)
     if arrival.rate:
+        sample = list(itertools.islice(drawn, _SAMPLE if agents else 1))
+        turns = fmean(len(each.all_turns) for each in sample)
         begins = arrival_times(replace(arrival, rate=arrival.rate / turns), times)
-    for number, (at, asked) in enumerate(zip(begins, drawn, strict=False)):
-        yield Session(number, at, asked)
+        drawn = itertools.chain(sample, drawn)
+    for at, each in zip(begins, drawn, strict=False):
+        yield replace(each, at=at)
 
 
-def _synthetic_turns(work: Work, rng: random.Random) -> Iterator[list[Turn]]:
+def _synthetic_sessions(work: Work, rng: random.Random) -> Iterator[Session]:
     for number in itertools.count():
-        yield [
+        turns = [
             Turn(
                 _draw_length(work.output, work.spread, rng),
                 ((_unique_name(number, turn), _draw_length(work.prompt, work.spread, rng)),),
-                think_s=_draw_think_s(work, turn, rng),
+                think_s=rng.expovariate(1 / work.think_s) if turn and work.think_s else 0.0,
             )
             for turn in range(work.turns)
         ]
+        yield Session(number, 0.0, turns)
 
 
 def _unique_name(session: int, turn: int) -> int:
@@ -188,8 +263,45 @@ def _draw_length(mean: int, spread: float, rng: random.Random) -> int:
     return max(1, round(rng.lognormvariate(math.log(mean) - squared / 2, math.sqrt(squared))))
 
 
-def _draw_think_s(work: Work, turn: int, rng: random.Random) -> float:
-    return rng.expovariate(1 / work.think_s) if turn and work.think_s else 0.0
+# --- agents
+
+
+def _agent_sessions(agents: Agents, rng: random.Random) -> Iterator[Session]:
+    systems = [Turn(0, ((name, _count(agents.system, rng)),)) for name in range(agents.systems)]
+    names = itertools.count(1)
+    for number in itertools.count():
+        turns = _agent_turns(agents, agents.turns, agents.branch, names, rng)
+        yield Session(number, 0.0, turns, systems[number % len(systems)])
+
+
+def _agent_turns(
+    agents: Agents, pair: _Pair, branch: float, names: Iterator[int], rng: random.Random
+) -> list[Turn]:
+    turns: list[Turn] = []
+    for at in range(_count(pair, rng)):
+        prompt, gap_s = _count(agents.prompt, rng), _between(agents.gap_s, rng)
+        branches = []
+        if at and rng.random() < branch:
+            prompt, gap_s = 0, 0.0
+            for _ in range(_count(agents.branches, rng)):
+                inner = _agent_turns(agents, agents.branch_turns, 0.0, names, rng)
+                result = _count(agents.result, rng)
+                inner[-1] = replace(inner[-1], output=result)
+                branches.append(Branch(rng.randrange(at + 1), inner))
+                prompt += result
+        output, pieces = _count(agents.output, rng), ((-next(names), prompt),)
+        turns.append(Turn(output, pieces, gap_s if at else 0.0, tuple(branches)))
+    return turns
+
+
+def _count(pair: _Pair, rng: random.Random) -> int:
+    return max(1, round(_between(pair, rng)))
+
+
+def _between(pair: _Pair, rng: random.Random) -> float:
+    least, most = pair
+    drawn = rng.lognormvariate(math.log(least * most) / 2, math.log(most / least) / 4)
+    return min(most, max(least, drawn))
 
 
 # --- traces in Mooncake's format
@@ -259,48 +371,6 @@ def _trace_turn(asked: Asked, number: int) -> Turn:
     return Turn(asked.output, tuple(pieces))
 
 
-# --- conversations in ShareGPT's format: pairs of a question and its answer
-
-_Conversation = list[tuple[str, str]]
-
-
-def _sharegpt_turns(
-    conversations: list[_Conversation], work: Work, rng: random.Random
-) -> Iterator[list[Turn]]:
-    while True:
-        for conversation in rng.sample(conversations, len(conversations)):
-            yield [
-                Turn(
-                    max(1, len(answer) // _CHARS_PER_TOKEN),
-                    text=question,
-                    think_s=_draw_think_s(work, turn, rng),
-                )
-                for turn, (question, answer) in enumerate(conversation[: work.turns])
-            ]
-
-
-def _read_sharegpt(path: Path) -> list[_Conversation]:
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        found = [_exchanges(row["conversations"]) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as why:
-        raise ConfigError(
-            f"cannot read {path} as conversations in ShareGPT's format: {why!r}"
-        ) from why
-    if not any(found):
-        raise ConfigError(f"{path} has no conversation in which a human asks and is answered")
-    return [each for each in found if each]
-
-
-def _exchanges(messages: list[dict[str, Any]]) -> _Conversation:
-    human, model = ("human", "user"), ("gpt", "assistant")
-    return [
-        (str(a["value"]).encode(errors="replace").decode(), str(b["value"]))
-        for a, b in itertools.pairwise(messages)
-        if a["from"] in human and b["from"] in model and a["value"] and b["value"]
-    ]
-
-
 # --- prompts
 
 # Short and usual: one token each, with the space before it, in most vocabularies.
@@ -350,8 +420,6 @@ class Prompts:
 
     def text(self, turn: Turn) -> str:
         """Return words that make about as many tokens as the turn has, with the template's."""
-        if turn.text:
-            return turn.text
         words: list[str] = []
         for at, (name, tokens) in enumerate(turn.pieces):
             if at == len(turn.pieces) - 1:

@@ -38,6 +38,18 @@ def test_it_comes_near_a_known_capacity(capacity: float, start: float, steep: fl
     assert len(probes) == len(set(probes))
 
 
+@given(capacity=st.integers(1, 300), start=st.integers(1, 64))
+def test_sessions_are_searched_in_whole_ones(capacity: int, start: int) -> None:
+    search = RateSearch(float(start), whole=True)
+    while (rate := search.rate) is not None:
+        assert rate == int(rate) >= 1
+        search.record(float(rate <= capacity))
+    found = search.result()
+    assert found.breaks is not None
+    assert found.holds <= capacity < found.breaks
+    assert found.breaks - found.holds == 1 or found.breaks / found.holds <= 1.05
+
+
 def test_a_rate_that_broke_by_chance_is_probed_again() -> None:
     answers = iter([0.95, 0.95, 0.5])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import statistics
 
@@ -13,7 +14,7 @@ from openai_double import Double, Say, Told, begin, end, over, paced, serving, t
 from kvrelay.load.experiment import ServerUnusable, inspect_server
 from kvrelay.load.measures import Failure, tpot_ms, ttft_ms
 from kvrelay.load.sender import Endpoint, Load, Outcome, send_load
-from kvrelay.load.workloads import Arrival, Spelling, Work
+from kvrelay.load.workloads import Arrival, Spelling, Work, agents_of, sessions
 
 DEADLINE_S = 120.0
 
@@ -209,6 +210,32 @@ async def test_turns_hold_what_was_really_answered() -> None:
     assert second[2]["content"] != first[0]["content"]
     assert [(record.turn, record.failure) for record in outcome.records] == [(0, ""), (1, "")]
     assert double.told[0].path == "/v1/chat/completions"
+
+
+async def test_sub_agents_say_what_their_parent_had_heard_and_it_waits_for_them() -> None:
+    work = Work(agents=agents_of("fleet,turns=3,branch=1,branches=2,branch_turns=2,gap_s=0.01"))
+    async with serving(paced(0.01, 0.0)) as double:
+        outcome = await sent(
+            endpoint(double, chat=True), Load(work, Arrival(), "s", requests=1, clients=1)
+        )
+    (session,) = itertools.islice(sessions(work, Arrival(), "s"), 1)
+    assert not any(failures(outcome))
+    assert len(outcome.records) == len(double.told) == len(session.all_turns) == 3 + 2 * 2 * 2
+    said = [each.body["messages"] for each in double.told]
+    assert all(each[0] == said[0][0] and each[0]["role"] == "system" for each in said)
+    whole = said[-1]  # the last turn of the parent
+    assert [each["role"] for each in whole] == ["system", *["user", "assistant"] * 2, "user"]
+    begins = [each for each in said if each != whole[: len(each)]]
+    kept = [branch.keeps for turn in session.turns for branch in turn.branches]
+    shared = [
+        sum(itertools.takewhile(bool, (int(a == b) for a, b in zip(each, whole, strict=False))))
+        for each in begins
+    ]
+    assert sorted(shared) == sorted(2 * [1 + 2 * keeps for keeps in kept])
+    spawned, heard = (double.told[at] for at in (1, 5))
+    assert heard.body["messages"] == whole[:4], "its second turn, after both sub-agents"
+    assert heard.came >= max(each.wrote[-1] for each in double.told[1:5])
+    assert spawned.body["max_tokens"] == session.turns[1].branches[0].turns[0].output
 
 
 async def test_turns_that_a_failure_has_left_unsent_have_failed_too() -> None:

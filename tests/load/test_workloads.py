@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import statistics
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvrelay.load.workloads import (
     Spelling,
     Turn,
     Work,
+    agents_of,
     arrival_times,
     sessions,
 )
@@ -105,30 +107,72 @@ def test_texts_are_as_long_as_the_server_counts() -> None:
     assert len(text.split()) == round(512 * 0.8) + round(100 * 0.8)
 
 
-def test_conversations_are_asked_as_they_were(tmp_path: Path) -> None:
-    path = tmp_path / "sharegpt.json"
-    said = [
-        {"from": "human", "value": "one"},
-        {"from": "gpt", "value": "a" * 40},
-        {"from": "human", "value": "two"},
-        {"from": "gpt", "value": "b" * 80},
-    ]
-    path.write_text(
-        json.dumps([{"conversations": said}, {"conversations": said[:1]}]), encoding="utf-8"
-    )
-    (asked,) = take(Work(sharegpt=str(path), turns=5), count=1)
-    assert [(turn.text, turn.output) for turn in asked.turns] == [("one", 10), ("two", 20)]
+def fleet(spec: str, **more: object) -> list[Session]:
+    return take(Work(agents=agents_of(spec)), **more)  # type: ignore[arg-type]
+
+
+def test_agents_work_with_gaps_of_seconds_to_minutes_and_share_system_prompts() -> None:
+    asked = fleet("fleet,systems=3,gap_s=1:120", count=600)
+    assert asked == fleet("fleet,systems=3,gap_s=1:120", count=600)
+    assert asked != fleet("fleet,systems=3,gap_s=1:120", count=600, seed="t")
+    gaps = [turn.think_s for each in asked for turn in each.turns[1:] if not turn.branches]
+    logs = [math.log(each) for each in gaps]
+    assert statistics.median(gaps) == pytest.approx(math.sqrt(120), rel=0.1)
+    assert statistics.pstdev(logs) == pytest.approx(math.log(120) / 4, rel=0.1)
+    assert 1 <= min(gaps) < 2
+    assert 60 < max(gaps) <= 120
+    assert len({each.system for each in asked}) == 3
+    assert all(4 <= len(each.turns) <= 40 for each in asked)
+    names = [name for each in asked for turn in each.all_turns for name, _ in turn.pieces]
+    assert len(set(names)) == len(names), "only system prompts are shared"
+    assert max(names) < 0
+
+
+def test_sub_agents_begin_with_a_part_of_their_parents_context_and_return_short_results() -> None:
+    asked = fleet("fleet,branch=0.3,result=20:80,output=200:300", count=200)
+    turns = [(at, turn) for each in asked for at, turn in enumerate(each.turns)]
+    branching = [(at, turn) for at, turn in turns if turn.branches]
+    assert len(branching) / sum(at > 0 for at, _ in turns) == pytest.approx(0.3, abs=0.03)
+    kept = set()
+    for at, turn in branching:
+        assert turn.think_s == turn.branches[0].turns[0].think_s == 0.0
+        results = [branch.turns[-1].output for branch in turn.branches]
+        assert all(20 <= each <= 80 for each in results)
+        assert turn.prompt == sum(results)
+        assert all(0 <= branch.keeps <= at for branch in turn.branches)
+        kept |= {branch.keeps / at for branch in turn.branches}
+    assert min(kept) == 0.0
+    assert max(kept) == 1.0
+
+
+def test_agents_are_sent_at_the_rate_of_all_their_turns() -> None:
+    asked = fleet("fleet", arrival=Arrival("constant", 10.0), count=800)
+    turns = sum(len(each.all_turns) for each in asked)
+    assert turns / asked[-1].at == pytest.approx(10.0, rel=0.1)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"timestamp": 1}', '[{"conversations": [{"from": "gpt"}]}]']
+    "spec",
+    [
+        "many",
+        "fleet,turns",
+        "fleet,turns=9:4",
+        "fleet,tools=3",
+        "fleet,gap_s=a:b",
+        "fleet,branch=2",
+    ],
 )
+def test_agents_that_are_not_there_are_refused(spec: str) -> None:
+    with pytest.raises(ConfigError, match=spec):
+        agents_of(spec)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"timestamp": 1}'])
 def test_files_of_another_kind_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_text(text, encoding="utf-8")
     for work in (
         Work(trace=str(path)),
-        Work(sharegpt=str(path)),
         Work(trace=str(tmp_path / "none")),
     ):
         with pytest.raises(ConfigError, match=r"file\.json|none"):
