@@ -15,8 +15,8 @@ from rich.console import Console
 from kvrelay.cluster_plan import API_KEY, NODE_API_KEY
 from kvrelay.help import GroupedCommand
 from kvrelay.machine import embedded_model
-from kvrelay.settings import build
-from kvrelay.wire.config import EngineConfig
+from kvrelay.settings import build, merge, settings_of
+from kvrelay.wire.config import CacheConfig, EngineConfig
 from kvrelay.wire.config_checks import base_url
 from kvrelay.wire.router_config import KeyConfig
 
@@ -90,7 +90,8 @@ def _plan(
         str,
         typer.Option(
             metavar="NAME|IN:OUT|TRACE",
-            help="chat, code, summarise, long-context, reasoning; lengths in tokens; or a trace.",
+            help="chat, code, summarise, long-context, reasoning; lengths in tokens; a trace; or "
+            "agents, as --agents of `kvrelay bench` names them.",
         ),
     ],
     ttft_ms: Annotated[
@@ -103,7 +104,9 @@ def _plan(
     rate: Annotated[
         float,
         typer.Option(
-            min=0.0, help="Requests a second that there will be. [default: as many as can be]"
+            min=0.0,
+            help="Requests a second, or sessions of agents at once, that there will be. [default: "
+            "as many as can be]",
         ),
     ] = 0.0,
     as_json: _AsJson = False,
@@ -112,29 +115,62 @@ def _plan(
 
     The exit code is 0 if nine of ten requests keep both targets with the best split, else 1.
     """
+    from kvrelay.load.workloads import AGENTS, agents_of
     from kvrelay.planner.setting import Targets
     from kvrelay.sizing import Wanted, read_cards, workload_of
     from kvrelay.sizing import run as run_plan
 
-    wanted = Wanted(gpus, read_cards(card), workload_of(workload), Targets(ttft_ms, tpot_ms), rate)
+    named = workload.partition(",")[0] in AGENTS
+    wanted = Wanted(
+        gpus,
+        read_cards(card),
+        workload_of(workload),
+        Targets(ttft_ms, tpot_ms),
+        rate,
+        agents_of(workload) if named else None,
+    )
     return run_plan(wanted, Console(highlight=False, soft_wrap=True), as_json=as_json)
 
 
 def _replay(
-    incident: Annotated[Path, typer.Argument(metavar="FILE", help="A router's log in JSON.")],
+    incident: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="A router's log in JSON, or a trace (.jsonl, .gz) with prefixes."
+        ),
+    ],
     card: Annotated[Path, typer.Option(help="The rate card of the nodes, of `kvrelay profile`.")],
     nodes: Annotated[
-        str, typer.Option(metavar="P:D", help="Prefill and decode nodes. [default: as there were]")
+        str,
+        typer.Option(metavar="P:D", help="Prefill and decode nodes. [default: as there were; 1:1]"),
     ] = "",
     policy: Annotated[str, typer.Option(help="By which the router chooses nodes.")] = "price",
+    kv_host_memory: Annotated[
+        list[str], typer.Option(metavar="SIZE", help="Of a trace: host memory of each node.")
+    ] = ["0"],  # noqa: B006
+    kv_store_size: Annotated[str, typer.Option(metavar="SIZE", help="And files below it.")] = "0",
+    kv_pull: Annotated[str, typer.Option(help="Of a trace: auto or never.")] = "auto",
 ) -> int:
-    """Replay what a router has logged in the simulator, with other nodes or another policy."""
+    """Replay what a router has logged in the simulator, with other nodes or another policy.
+
+    Of a trace it tells which tokens of prompts were found, and why others were not. Give
+    --kv-host-memory several times to compare.
+    """
+    from kvrelay.load.workloads import TRACED
     from kvrelay.planner.rate_card import read_card
     from kvrelay.replay import run as run_replay
+    from kvrelay.what_if import what_if
 
-    return run_replay(
-        incident, read_card(card), nodes, policy, Console(highlight=False, soft_wrap=True)
-    )
+    console, rates = Console(highlight=False, soft_wrap=True), read_card(card)
+    if not incident.name.endswith(TRACED):
+        return run_replay(incident, rates, nodes, policy, console)
+    sizes = {"kv_store_size": kv_store_size}
+    tiers = [
+        build(CacheConfig, merge(settings_of(CacheConfig), sizes | {"kv_host_memory": each}, None))
+        for each in kv_host_memory
+    ]
+    nodes = nodes or "1:1"
+    return what_if(incident, rates, nodes, policy, tiers, console, pulls=kv_pull != "never")
 
 
 def _role(

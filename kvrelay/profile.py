@@ -38,7 +38,10 @@ _NOISY = 0.1
 busy processes.
 """
 _FIXED_MS, _GB_S = 0.5, {"cpu": 5.0, "cuda": 300.0}
-"""A transfer between two nodes of one host, which is not measured (benchmarks/RESULTS.md)."""
+"""A transfer between two nodes of one host, which is not measured (benchmarks/RESULTS.md), nor are
+reads from host memory and files.
+"""
+_TIERS_GB_S = ("host", 40.0), ("store", 4.0)
 _FAR = 1 << 16
 
 Times = dict[Step, list[float]]
@@ -144,7 +147,7 @@ def _card(config: NodeConfig, engine: Engine, times: Times) -> RateCard:
         for (requests, context, tokens), runs in sorted(times.items())
     ]
     limits = _limits(engine)
-    transfer_ms = engine.pool.block_bytes / limits.block_size / _GB_S[engine.device.type] / 1e6
+    token_bytes = engine.pool.block_bytes // limits.block_size
     return RateCard(
         model=config.served_model_name or engine.model.name,
         hardware=_hardware(engine.device),
@@ -157,7 +160,11 @@ def _card(config: NodeConfig, engine: Engine, times: Times) -> RateCard:
         prefill=[each for each in points if not each.requests],
         decode=[each for each in points if not each.tokens],
         mixed=[each for each in points if each.requests and each.tokens],
-        transfer={"direct": [Point(_FIXED_MS), Point(_FIXED_MS + transfer_ms * _FAR, _FAR)]},
+        transfer={
+            name: [Point(_FIXED_MS), Point(_FIXED_MS + token_bytes / gb_s / 1e6 * _FAR, _FAR)]
+            for name, gb_s in (("direct", _GB_S[engine.device.type]), *_TIERS_GB_S)
+        },
+        kv_token_bytes=token_bytes,
         tensor_parallel_size=config.engine.tensor_parallel_size,
         ahead=engine.runs_ahead,
     )

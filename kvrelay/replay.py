@@ -19,7 +19,7 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.router_config import POLICY_NAMES
 
-__all__ = ["Replayed", "replayed", "run", "size_of"]
+__all__ = ["Replayed", "check_policy", "replayed", "run", "size_of"]
 
 _SHARES = (0.5, 0.9, 0.99)
 
@@ -49,10 +49,15 @@ def size_of(incident: Incident, nodes: str) -> tuple[int, int]:
     return int(prefill), int(decode)
 
 
-def replayed(incident: Incident, card: RateCard, size: tuple[int, int], policy: str) -> Replayed:
-    """Simulate the incident. Raises ConfigError for an unknown policy."""
+def check_policy(policy: str) -> None:
+    """Raise ConfigError for an unknown policy."""
     if policy not in POLICY_NAMES:
         raise ConfigError(f"--policy {policy!r} is none of {', '.join(POLICY_NAMES)}")
+
+
+def replayed(incident: Incident, card: RateCard, size: tuple[int, int], policy: str) -> Replayed:
+    """Simulate the incident. Raises ConfigError for an unknown policy."""
+    check_policy(policy)
     streams = streams_of_incident(incident)
     prefill, decode = size
     events = events_of(incident, prefill, decode)

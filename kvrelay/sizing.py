@@ -8,32 +8,52 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
+from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, Asked, lengths_of, read_trace
-from kvrelay.planner.goodput import Served, at_rate, highest_rate, requests_needed
+from kvrelay.load.workloads import (
+    AGENTS,
+    TRACE_BLOCK_TOKENS,
+    TRACED,
+    Agents,
+    Asked,
+    agents_of,
+    lengths_of,
+    read_trace,
+)
+from kvrelay.planner.goodput import (
+    AGENT_BLOCK_TOKENS,
+    Served,
+    at_rate,
+    at_sessions,
+    highest_rate,
+    most_sessions,
+    requests_needed,
+    turns_of,
+)
 from kvrelay.planner.rate_card import RateCard, read_card
 from kvrelay.planner.setting import Setting, Targets
 from kvrelay.planner.speeds import Speeds
 from kvrelay.planner.splits import Split, bound_of, splits
+from kvrelay.wire.config_checks import gib
 from kvrelay.wire.errors import ConfigError
 
 __all__ = ["Sized", "Wanted", "read_cards", "run", "sized", "workload_of"]
 
-_SAMPLE = 4_000
-_TRACED = (".jsonl", ".gz")
+_SAMPLE, _AGENTS = 4_000, 50
 _CAPTION = (
-    "requests/s in time for each GPU and asked in all; p90 of TTFT and TPOT, p99 of the time "
+    "{} in time for each GPU and asked in all; p90 of TTFT and TPOT, p99 of the time "
     "between two tokens, in ms"
 )
 ATTAINMENT = 0.9
 """Share of requests that should keep both targets."""
+_POOLS, _PAYS = (1, 2, 4), 1.05
 _FIRST = 0.8
 """Share of a split's bound at which its highest rate is looked for first."""
 
@@ -43,8 +63,15 @@ Asking = Callable[[int], Sequence[Asked]]
 
 
 def workload_of(name: str) -> Asking:
-    """Return a workload by its name, as IN:OUT, or from a trace. Raises ConfigError."""
-    if not name.endswith(_TRACED):
+    """Return a workload by its name, as IN:OUT, or from a trace. Raises ConfigError.
+
+    A turn of an agent is there `at` milliseconds after the answer before it.
+    """
+    if name.partition(",")[0] in AGENTS:
+        turns = turns_of(agents_of(name), _AGENTS)
+        asks = [Asked(turn.gap, turn.prompt, turn.output, turn.blocks) for turn in turns]
+        return lambda count: asks[:count]
+    if not name.endswith(TRACED):
         lengths = lengths_of(name)
         return lambda count: _alike(lengths.prompt, lengths.output, count)
     try:
@@ -71,7 +98,23 @@ class Wanted:
     asking: Asking
     targets: Targets
     rate: float
-    """Requests a second; 0: as many as can be."""
+    """Requests a second, or sessions of agents at once; 0: as many as can be."""
+    agents: Agents | None = None
+
+    @property
+    def unit(self) -> str:
+        return "requests/s" if self.agents is None else "sessions"
+
+    def serve(self, asks: Sequence[Asked], setting: Setting, guess: float, bound: float) -> Served:
+        """Simulate the rate, or find the highest from a guess on."""
+        agents, targets = self.agents, self.targets
+        if agents is not None:
+            if self.rate:
+                return at_sessions(agents, setting, targets, round(self.rate))
+            return most_sessions(agents, setting, targets, ATTAINMENT, guess, bound)
+        if self.rate:
+            return at_rate(asks, setting, targets, self.rate)
+        return highest_rate(asks, setting, targets, ATTAINMENT, guess)
 
     def requests(self, rate: float) -> tuple[int, Sequence[Asked]]:
         """Return how many requests a run at this rate needs, and as many, or as there are."""
@@ -85,13 +128,14 @@ class Sized:
 
     split: Split
     bound: float
-    """Requests a second at which its nodes have no time left."""
+    """Requests a second, or sessions, at which its nodes have no time left."""
     short: str
     served: Served | None = None
+    setting: Setting = field(default_factory=Setting)
 
     @property
     def goodput(self) -> float:
-        """Requests a second that keep both targets."""
+        """Requests a second, or sessions, that keep both targets."""
         return 0.0 if self.served is None else self.served.rate * self.served.attained
 
     @property
@@ -103,15 +147,24 @@ class Sized:
 
 def sized(wanted: Wanted, tried: Callable[[str], None] = lambda _: None) -> list[Sized]:
     """Return all splits, the best first; `tried` is told of each simulation. Raises ConfigError."""
-    targets, block_size = wanted.targets, TRACE_BLOCK_TOKENS
+    targets, agents = wanted.targets, wanted.agents
+    block_size = AGENT_BLOCK_TOKENS if agents else TRACE_BLOCK_TOKENS
     sample = wanted.asking(_SAMPLE)[:_SAMPLE]
+    # A turn of a session in time takes so many seconds at most, with the gap before it.
+    turn_s = (
+        1.0
+        if agents is None
+        else fmean(each.at + targets.ttft_ms + targets.tpot_ms * each.output for each in sample)
+        / 1e3
+    )
     bounds = [
-        Sized(split, *bound_of(split, sample, block_size, targets.tpot_ms))
+        Sized(split, bound * turn_s, short)
         for split in splits(wanted.gpus, wanted.cards)
+        for bound, short in [bound_of(split, sample, block_size, targets.tpot_ms)]
     ]
     bounds.sort(key=lambda each: -each.bound)
     # The same requests for all splits.
-    _, asks = wanted.requests(wanted.rate or bounds[0].bound)
+    asks = sample if agents else wanted.requests(wanted.rate or bounds[0].bound)[1]
     prefixes = any(each.blocks for each in asks)
     apart = next((each for each in bounds if each.split.prefill), None)
     found, best = [], 0.0
@@ -127,12 +180,8 @@ def sized(wanted: Wanted, tried: Callable[[str], None] = lambda _: None) -> list
         )
         if wanted.rate or each.bound > best or each is apart:
             tried(split.name)
-            served = (
-                at_rate(asks, setting, targets, wanted.rate)
-                if wanted.rate
-                else highest_rate(asks, setting, targets, ATTAINMENT, _FIRST * each.bound)
-            )
-            each = replace(each, served=served)
+            served = wanted.serve(asks, setting, _FIRST * each.bound, each.bound)
+            each = replace(each, served=served, setting=setting)
         found.append(each)
         best = max(best, each.goodput)
     return sorted(found, key=lambda each: (each.served is None, -each.goodput, -each.bound))
@@ -149,7 +198,7 @@ def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
         return int(best is None)
     console.print(_table(found, wanted))
     rate = wanted.rate or max(each.bound for each in found)
-    needed, asks = wanted.requests(rate)
+    needed, asks = (0, ()) if wanted.agents else wanted.requests(rate)
     if len(asks) < needed:
         console.print(
             f"The trace has {len(asks)} requests, and at {rate:.1f} requests/s a run needs {needed} to "
@@ -158,11 +207,14 @@ def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
     if best is None:
         console.print(f"No split keeps the targets for {ATTAINMENT:.0%} of the requests.")
         return 1
-    console.print(f"Best: {_why(best)}")
+    console.print(f"Best: {_why(best, wanted.unit)}")
+    if wanted.agents:
+        for line in _host_lines(wanted, best):
+            console.print(line)
     apart = next((each for each in found if each.split.prefill and each.keeps), None)
     if apart is not None:
         if apart is not best:
-            console.print(f"Best with prefill nodes: {_why(apart)}")
+            console.print(f"Best with prefill nodes: {_why(apart, wanted.unit)}")
         for line in _to_start(apart.split, wanted.targets):
             console.print(line)
     return 0
@@ -185,9 +237,14 @@ def _row(each: Sized) -> dict[str, object]:
 
 def _table(found: Sequence[Sized], wanted: Wanted) -> Table:
     targets = wanted.targets
-    asked = f"{wanted.rate:g} requests/s" if wanted.rate else f"the most at {ATTAINMENT:.0%}"
+    asked = f"{wanted.rate:g} {wanted.unit}" if wanted.rate else f"the most at {ATTAINMENT:.0%}"
     title = f"{asked}: TTFT within {targets.ttft_ms:g} ms, TPOT within {targets.tpot_ms:g} ms"
-    table = Table(title=title, title_justify="left", caption=_CAPTION, caption_justify="left")
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=_CAPTION.format(wanted.unit),
+        caption_justify="left",
+    )
     for name in ("split", "per GPU", "asked", "in time", "TTFT", "TPOT", "gap", "short of"):
         table.add_column(
             name, justify="left" if name in ("split", "short of") else "right", no_wrap=True
@@ -210,10 +267,32 @@ def _table(found: Sequence[Sized], wanted: Wanted) -> Table:
     return table
 
 
-def _why(best: Sized) -> str:
+def _host_lines(wanted: Wanted, best: Sized) -> Iterator[str]:
+    """Tell what host memory of one, two, four pools brings to the best split, while it brings more."""
+    card, before = best.split.decode_card, best.goodput
+    if not card.kv_token_bytes:
+        yield "The card does not tell the bytes of KV of a token (kv_token_bytes): profile again."
+        return
+    for pools in _POOLS:
+        tokens = pools * card.kv_tokens
+        setting = replace(best.setting, below={"host": tokens})
+        served = wanted.serve((), setting, before, best.bound)
+        held, size = served.rate * served.attained, gib(tokens * card.kv_token_bytes)
+        pays = held >= before * _PAYS
+        yield (
+            f"Host memory of {size} for each node{'' if pays else ' does not pay'}: {held:.0f} "
+            f"sessions in time, {held / best.split.gpus:.1f} for each GPU, "
+            f"{served.found:.1%} of what caches could have."
+        )
+        if not pays:
+            return
+        before = held
+
+
+def _why(best: Sized, unit: str) -> str:
     split = best.split
     told = (
-        f"{split.name}, {best.goodput:.1f} requests/s in time, {best.goodput / split.gpus:.2f} "
+        f"{split.name}, {best.goodput:.1f} {unit} in time, {best.goodput / split.gpus:.2f} "
         f"for each GPU; it is short of {best.short} first"
     )
     if best.served is not None and not split.prefill:

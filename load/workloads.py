@@ -28,6 +28,7 @@ __all__ = [
     "AGENTS",
     "FIRST_TOKEN",
     "LENGTHS",
+    "TRACED",
     "TRACE_BLOCK_TOKENS",
     "Agents",
     "Arrival",
@@ -49,6 +50,8 @@ __all__ = [
 
 ArrivalProcess = Literal["poisson", "bursty", "constant", "trace"]
 TRACE_BLOCK_TOKENS = 512
+TRACED = (".jsonl", ".gz")
+"""Ends of the names of traces."""
 FIRST_TOKEN = 300
 """The smallest token id of a prompt: nearly all vocabularies have special tokens below."""
 _MAX_TURNS = 1 << 10

@@ -18,6 +18,8 @@ class BlockCache:
         self.capacity = capacity
         self.block_size = block_size
         self.private = 0
+        self.gone = False
+        """Its process has ended, and nobody reads it any more."""
         self.stored: list[int] = []
         self.removed: list[int] = []
         self._used: dict[int, int] = {}
@@ -36,7 +38,7 @@ class BlockCache:
     def _found(self, blocks: Sequence[int]) -> int:
         used, unused, coming = self._used, self._unused, self._coming
         count = 0
-        for block in blocks:
+        for block in () if self.gone else blocks:
             if (block not in used and block not in unused) or block in coming:
                 break
             count += 1
@@ -74,8 +76,11 @@ class BlockCache:
                 self._coming.discard(block)
                 self.stored.append(block)
 
-    def give_back(self, blocks: Sequence[int], private: int) -> None:
+    def give_back(self, blocks: Sequence[int], private: int, made: Sequence[int] = ()) -> None:
+        """End a use; `made` are further blocks, which an answer has filled."""
         used, unused, coming = self._used, self._unused, self._coming
+        self.private -= private
+        self.keep(made)
         for block in reversed(blocks):
             if used[block] > 1:
                 used[block] -= 1
@@ -85,7 +90,17 @@ class BlockCache:
                 coming.discard(block)
             else:
                 unused[block] = None
-        self.private -= private
+
+    def keep(self, blocks: Sequence[int]) -> None:
+        """Have blocks, whose ends are pushed out first."""
+        for block in reversed(blocks):
+            if block in self._used:
+                continue
+            if block not in self._unused:
+                self.stored.append(block)
+            self._unused[block] = None
+            self._unused.move_to_end(block)
+        self.shrink()
 
     def shrink(self) -> None:
         most = max(0, self.free) // self.block_size
@@ -93,7 +108,7 @@ class BlockCache:
             self.removed.append(self._unused.popitem(last=False)[0])
 
     def news(self) -> tuple[list[int], list[int]]:
-        news = self.stored, self.removed
-        if news[0] or news[1]:
+        stored, removed = self.stored, self.removed
+        if stored or removed:
             self.stored, self.removed = [], []
-        return news
+        return [each for each in stored if each in self._used or each in self._unused], removed

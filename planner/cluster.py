@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,6 +19,8 @@ from kvrelay.planner.seat import Leg
 from kvrelay.planner.setting import NodeEvent, Setting, Stream
 from kvrelay.router.nodes.node import Lease
 from kvrelay.wire.config import Role
+from kvrelay.wire.kv_events import GPU, STORAGE
+from kvrelay.wire.ladder import History
 from kvrelay.wire.outputs import Load
 
 __all__ = ["POLL_MS", "Clock", "Cluster"]
@@ -26,6 +29,7 @@ POLL_MS = 500.0
 _SWITCH_MS = 1_000.0
 """Time of a change of role, from the last leg's end to the first poll."""
 _KV_EVENT_MS = 5.0
+_ALL = 1 << 40
 _POLL_SLICES = 50
 
 Call = Callable[[float], None]
@@ -67,6 +71,8 @@ class Cluster:
                 setting.block_size,
                 clock.later,
                 hears,
+                setting.below if setting.prefixes else {},
+                pulls=setting.pulls and setting.prefixes,
             )
             for role in self.roles
         ]
@@ -75,6 +81,7 @@ class Cluster:
             for at in range(setting.routers)
         ]
         self._setting, self._clock, self._lost = setting, clock, lost
+        self.history = History[int](most_gone=_ALL)
         self._alive = [True] * len(self.nodes)
         self._starts = [1] * len(self.nodes)
         self._becoming: dict[int, Role] = {}
@@ -100,14 +107,20 @@ class Cluster:
     def tell_kv(self, at: int, now: float) -> None:
         if not self._setting.prefixes:
             return
-        stored, removed = self.nodes[at].cache.news()
-        if stored or removed:
+        for medium, stored, removed in self.nodes[at].pulls.news():
+            if not (stored or removed):
+                continue
+            if medium != STORAGE:
+                self.history.changed(f"{url_of(at)}{medium}", stored, removed, now)
             due = now + self._setting.stale_ms + _KV_EVENT_MS
-            self._kv_news.append((due, lambda _: self._tell_all_kv(at, stored, removed)))
+            call = partial(self._tell_all_kv, url_of(at), stored, removed, medium)
+            self._kv_news.append((due, call))
 
-    def _tell_all_kv(self, at: int, stored: Sequence[int], removed: Sequence[int]) -> None:
+    def _tell_all_kv(
+        self, url: str, stored: Sequence[int], removed: Sequence[int], medium: str, _: float
+    ) -> None:
         for router in self.routers:
-            router.pool.prefixes.changed(url_of(at), stored, removed)
+            router.pool.prefixes.changed(url, stored, removed, medium=medium)
 
     def _tell(self, now: float, call: Call) -> None:
         if self._setting.stale_ms:
@@ -172,6 +185,7 @@ class Cluster:
             self._announce(at, role, now)
         for router in self.routers:
             router.pool.blame(router.node(at), "it is lost", now / 1e3)
+        self.history.left(f"{url_of(at)}{GPU}", now)
         self._lost(self.nodes[at].lose(now), now)
 
     @property

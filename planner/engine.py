@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from kvrelay.planner.block_cache import BlockCache
+from kvrelay.planner.pulls import Pulls
 from kvrelay.planner.seat import Leg, PlacementHints, Planned, Seat
 from kvrelay.planner.setting import Stream
 from kvrelay.planner.speeds import Speeds
@@ -44,9 +48,13 @@ class Engine:
         block_size: int,
         later: Callable[[float, Callable[[float], None]], None],
         hears: Any,
+        below: Mapping[str, int] | None = None,
+        *,
+        pulls: bool = False,
     ) -> None:
         self.speeds = speeds
         self.cache = BlockCache(speeds.kv_tokens, block_size)
+        self.pulls = Pulls(self, below or {}, peers=pulls)
         self.tokens = 0
         """Not computed, and in no step yet."""
         self.running = 0
@@ -63,7 +71,7 @@ class Engine:
         self._announced = Announced()
         self._pairs = 0.0
         """Each of `tokens` times those before it in its request, summed up."""
-        self._later, self._hears = later, hears
+        self.later, self._hears = later, hears
         self._seats: dict[Stream, Seat] = {}
         self._line: list[tuple[int, int, Seat]] = []
         self._arrivals = self._arrived_tokens = 0
@@ -81,9 +89,12 @@ class Engine:
         self._changing = self._again = False
 
     @property
-    def _costs(self) -> StepCosts:
+    def costs(self) -> StepCosts:
         assert self._budget.costs is not None
         return self._budget.costs
+
+    def holds(self, seat: Seat) -> bool:
+        return self._seats.get(seat.stream) is seat
 
     @property
     def idle(self) -> bool:
@@ -114,10 +125,10 @@ class Engine:
                     context += seat.known - seat.left
             promised += max(0, in_the_end - has)
         tokens, pairs = self.tokens + self._computed[0], self._pairs + self._computed[1]
-        done_ms = min(now - self._planned.began, self._costs.prompts_ms(*self._computed))
+        done_ms = min(now - self._planned.began, self.costs.prompts_ms(*self._computed))
         sums = self._announced
-        sums.go_on(now, self._costs, self.running, context)
-        return Load(
+        sums.go_on(now, self.costs, self.running, context)
+        load = Load(
             running=self.running,
             waiting=self.waiting,
             waiting_tokens=tokens,
@@ -127,7 +138,7 @@ class Engine:
             context_tokens=context,
             legs=self.legs,
             pace=self._budget.pace,
-            backlog_ms=self._costs.prompts_ms(tokens, pairs) - done_ms,
+            backlog_ms=self.costs.prompts_ms(tokens, pairs) - done_ms,
             token_rate=sums.token_rate,
             prompt_share=sums.prompt_share,
             row_weight=sums.row_weight,
@@ -136,6 +147,7 @@ class Engine:
             promised_tokens=promised,
             max_num_seqs=self.speeds.max_num_seqs,
         )
+        return msgspec.structs.replace(load, **self.pulls.announced)
 
     def submit(
         self,
@@ -153,7 +165,7 @@ class Engine:
         if tokens:
             start = stream.prompt + generated - tokens
             if (
-                self._costs.prompts_ms(tokens, tokens * (start + tokens / 2))
+                self.costs.prompts_ms(tokens, tokens * (start + tokens / 2))
                 > self.load(now).spill_ms
             ):
                 return False
@@ -161,22 +173,24 @@ class Engine:
         seat = self._seats[stream] = Seat(stream, leg, generated, came=now)
         if leg is not Leg.PREFILL:
             wanted = told.tpot_ms, told.expected_output
-            seat.tpot_ms, seat.expected = self._announced.came(*wanted, _NO_LIMIT, self._costs)
+            seat.tpot_ms, seat.expected = self._announced.came(*wanted, _NO_LIMIT, self.costs)
         if leg is Leg.DECODE:
             work, arrives = 0, stream.prompt + generated
         else:
             seat.known = stream.prompt + generated
-            work = arrives = seat.known - self._cached(seat)
-            ms = self._costs.prompts_ms(work, _pairs(seat.known, work))
+            work = arrives = seat.known - self.cached(seat)
+            ms = self.costs.prompts_ms(work, _pairs(seat.known, work))
             self._announced.prompt(ms, spills=tokens > 0)
         self._arrivals += 1
         self._arrived_tokens += arrives
         seat.turn = (self._arrived_tokens + OVERTAKEN * work, self._arrivals)
         self._wait(seat, work)
+        if leg is not Leg.DECODE:
+            self.pulls.begin(seat, [*told.sources], now)
         if self._planned.count and not self._changing and leg is Leg.DECODE and self.waiting == 1:
             self._begin_beside(seat, now)
         else:
-            self._wake(now)
+            self.wake(now)
         return True
 
     def computed(self, stream: Stream, last_chunk: int, now: float) -> None:
@@ -190,15 +204,16 @@ class Engine:
         seat = self._seats.pop(stream)
         self.cache.give_back(seat.blocks, seat.private)
         if self.waiting:
-            self._wake(now)
+            self.wake(now)
 
     def drop(self, stream: Stream, now: float) -> None:
         """Drop a leg before its second token."""
         seat = self._seats.pop(stream)
+        seat.let_go()
         self._count_out(seat, seat.generated, complete=False)
         if seat.left or not seat.begun:
             self._leave(seat)
-            self._have_left(seat, 0)
+            self.have_left(seat, 0)
         elif seat in self._computing:
             self._computing.remove(seat)
         if not seat.begun:
@@ -206,18 +221,20 @@ class Engine:
         else:
             self.cache.give_back(seat.blocks, seat.private)
             self.running -= not (seat.leg is Leg.PREFILL and seat.told)
-        self._wake(now)
+        self.wake(now)
 
     def lose(self, now: float) -> list[tuple[Stream, Leg, int]]:
         """End the process, and return each leg with the tokens that are there."""
         steps = self._steps + self._planned.done_by(now)
         lost = []
         for seat in self._seats.values():
+            seat.let_go()
             generated = seat.generated
             if seat.running:
                 generated = seat.stream.output - (seat.ends_at - steps)
                 seat.running = False
             lost.append((seat.stream, seat.leg, generated))
+        self.cache.gone = True
         self.cache = BlockCache(self.speeds.kv_tokens, self.cache.block_size)
         for emptied in (
             self._seats,
@@ -236,11 +253,11 @@ class Engine:
 
     def _wait(self, seat: Seat, work: int) -> None:
         seat.begun = False
-        self._have_left(seat, work)
+        self.have_left(seat, work)
         self.waiting += 1
         bisect.insort(self._line, (*seat.turn, seat))
 
-    def _have_left(self, seat: Seat, left: int) -> None:
+    def have_left(self, seat: Seat, left: int) -> None:
         self.tokens += left - seat.left
         self._pairs += _pairs(seat.known, left) - _pairs(seat.known, seat.left)
         seat.left = left
@@ -252,7 +269,7 @@ class Engine:
     def _leave(self, seat: Seat) -> None:
         del self._line[bisect.bisect_left(self._line, seat.turn, key=lambda each: each[:2])]
 
-    def _wake(self, now: float) -> None:
+    def wake(self, now: float) -> None:
         if self._changing:
             self._again = True
         elif not self._planned.count:
@@ -268,7 +285,7 @@ class Engine:
             stream.blocks, private + taken
         ):
             return False
-        found = cache.cached(stream.blocks) if seat.leg is Leg.DECODE else self._cached(seat)
+        found = cache.cached(stream.blocks) if seat.leg is Leg.DECODE else self.cached(seat)
         seat.blocks = cache.take(stream.blocks, private)
         seat.private = holds - len(seat.blocks) * cache.block_size
         seat.begun = True
@@ -279,14 +296,17 @@ class Engine:
             if seat.computed_at >= 0:
                 self._await_fetch(seat, seat.missing, now)
             return True
-        self._have_left(seat, seat.known - found)
+        self.have_left(seat, seat.known - found)
+        self.pulls.used(stream.blocks[: found // cache.block_size])
         if stream.begun < 0:
-            stream.begun, stream.cached = now, found
+            stream.begun = now
+        if stream.first < 0:
+            stream.cached, stream.read = found, {}
         if seat.leg is Leg.PREFILL:
             self._hears.begins(stream, now)
         return True
 
-    def _cached(self, seat: Seat) -> int:
+    def cached(self, seat: Seat) -> int:
         return self.cache.cached(seat.stream.blocks[: (seat.known - 1) // self.cache.block_size])
 
     def _begin_beside(self, seat: Seat, now: float) -> None:
@@ -298,10 +318,10 @@ class Engine:
 
     def _await_fetch(self, seat: Seat, tokens: int, now: float) -> None:
         took = self.speeds.fetch_ms(tokens) if tokens else 0.0
-        self._later(now + took, lambda then: self._arrived(seat, then))
+        self.later(now + took, lambda then: self._arrived(seat, then))
 
     def _arrived(self, seat: Seat, now: float) -> None:
-        if self._seats.get(seat.stream) is not seat:
+        if not self.holds(seat):
             return
         self.cache.ready(seat.blocks)
         # Preempted, it is computed here.
@@ -310,7 +330,7 @@ class Engine:
         seat.came = now
         self._hears.fetched(seat.stream, now)
         self._ready.append(seat)
-        self._wake(now)
+        self.wake(now)
 
     def _cut_short(self, steps: int) -> None:
         if steps < self._planned.count:
@@ -320,7 +340,7 @@ class Engine:
     def _schedule(self) -> None:
         self._plan += 1
         plan = self._plan
-        self._later(self._planned.ends, lambda then: self._planned_end(plan, then))
+        self.later(self._planned.ends, lambda then: self._planned_end(plan, then))
 
     def _planned_end(self, plan: int, now: float) -> None:
         if plan == self._plan:
@@ -386,7 +406,7 @@ class Engine:
 
     def _came_late(self) -> Iterator[float]:
         came = (seat.came for seat in (*self._ready, *(entry[2] for entry in self._line)))
-        return (at for at in came if at > self._launching)
+        return (at for at in came if self._launching < at < math.inf)
 
     def _settle(self, now: float) -> None:
         steps, running = self._planned.count, len(self._batch)
@@ -423,7 +443,7 @@ class Engine:
 
     def _end(self, seat: Seat, private: int, now: float) -> None:
         stream = seat.stream
-        self.cache.give_back(seat.blocks, private)
+        self.cache.give_back(seat.blocks, private, stream.answer)
         self.running -= 1
         del self._seats[stream]
         self._count_out(seat, stream.output, complete=True)
@@ -485,12 +505,15 @@ class Engine:
                     continue
                 if seat.leg is Leg.DECODE:
                     continue
+                if seat.lease is not None and self.pulls.reads(seat, now):
+                    kept.append(entry)
+                    continue
             start = seat.known - seat.left
             count = room.take(seat.left, start)
             pieces.append((count, start))
             block_size = self.cache.block_size
             ready += seat.stream.blocks[start // block_size : (start + count) // block_size]
-            self._have_left(seat, seat.left - count)
+            self.have_left(seat, seat.left - count)
             if seat.left:
                 kept.append(entry)
             else:
@@ -521,7 +544,7 @@ class Engine:
         stream.preempted += 1
         self.preemptions += 1
         self.running -= 1
-        self._wait(seat, seat.known - self._cached(seat))
+        self._wait(seat, seat.known - self.cached(seat))
 
 
 def _pairs(known: int, left: int) -> float:

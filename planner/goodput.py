@@ -7,13 +7,28 @@ import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvrelay.load.measures import percentile
-from kvrelay.load.workloads import Asked
+from kvrelay.load.search import RateSearch
+from kvrelay.load.workloads import Agents, Arrival, Asked, Work, sessions
+from kvrelay.planner.sessions import streams_of_sessions
 from kvrelay.planner.setting import NETWORK_MS, Result, Setting, Stream, Targets, streams_at
 from kvrelay.planner.world import simulate
 
-__all__ = ["Served", "at_rate", "attained", "requests_needed", "is_good", "highest_rate", "served"]
+__all__ = [
+    "AGENT_BLOCK_TOKENS",
+    "Served",
+    "at_rate",
+    "at_sessions",
+    "attained",
+    "highest_rate",
+    "is_good",
+    "most_sessions",
+    "requests_needed",
+    "served",
+    "turns_of",
+]
 
 _SECONDS = 20
 _LEAST_REQUESTS, _MOST_REQUESTS = 400, 4_000
@@ -23,6 +38,9 @@ _BEFORE, _BEHIND = 0.15, 0.1
 # A run takes so many times an answer, of which two do not count; one is for rates above the guess.
 _ANSWERS = 5
 _NARROW = 0.03
+_EACH = 3
+"""Sessions that each client works off."""
+AGENT_BLOCK_TOKENS = 128
 _MOST_TRIES = 9
 
 
@@ -44,6 +62,8 @@ class Served:
     ttft_p90: float
     tpot_p90: float
     itl_p99: float
+    found: float = math.nan
+    """Share of the prompts' tokens that a cache could have had, and did have."""
 
 
 def requests_needed(asks: Sequence[Asked], targets: Targets, rate: float) -> int:
@@ -76,6 +96,7 @@ def served(result: Result, targets: Targets, rate: float) -> Served:
         percentile(ttft, 0.9),
         percentile(tpot, 0.9),
         result.gap_ms(0.99),
+        result.found,
     )
 
 
@@ -90,6 +111,45 @@ def at_rate(asks: Sequence[Asked], setting: Setting, targets: Targets, rate: flo
         )
     finally:
         gc.enable()
+
+
+def turns_of(agents: Agents, clients: int) -> list[Stream]:
+    """Return the turns of clients, each with some sessions to work off."""
+    drawn = islice(sessions(Work(agents=agents), Arrival(), "plan"), _EACH * clients)
+    return streams_of_sessions([*drawn], clients, AGENT_BLOCK_TOKENS)
+
+
+def at_sessions(agents: Agents, setting: Setting, targets: Targets, clients: int) -> Served:
+    """Return the figures of so many sessions at once; the rate is their number."""
+    streams = turns_of(agents, clients)
+    result = simulate(streams, dataclasses.replace(setting, targets=targets))
+    result.streams = sorted(streams, key=lambda stream: stream.at)
+    return served(result, targets, clients)
+
+
+def most_sessions(
+    agents: Agents,
+    setting: Setting,
+    targets: Targets,
+    attainment: float,
+    guess: float,
+    bound: float = math.inf,
+) -> Served:
+    """Return the most sessions at once at which this share of the turns is good; 0 if there are none.
+
+    More than `bound` are not tried.
+    """
+    search, best = RateSearch(max(1.0, round(guess)), attainment, _NARROW, whole=True), None
+    found = Served(0.0, 0.0, 0.0, 0.0, 0.0)
+    while (clients := search.rate) is not None:
+        if clients > bound:
+            search.record(0.0)
+            continue
+        found = at_sessions(agents, setting, targets, int(clients))
+        if found.attained >= attainment and (best is None or found.rate > best.rate):
+            best = found
+        search.record(found.attained)
+    return best or dataclasses.replace(found, rate=0.0)
 
 
 def highest_rate(

@@ -16,8 +16,20 @@ from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.frames import MALFORMED
 from kvrelay.wire.step_costs import StepCosts, fitted_costs
 
-__all__ = ["Lines", "Point", "RateCard", "along", "lines_of", "plane", "read_card", "write_card"]
+__all__ = [
+    "TIERS",
+    "Lines",
+    "Point",
+    "RateCard",
+    "along",
+    "lines_of",
+    "plane",
+    "read_card",
+    "write_card",
+]
 
+TIERS = ("host", "store")
+"""Where KV lies below a node's pool."""
 _VERSION = 1
 _LEAST_CHUNK = 256
 _BYTES = 1 << 20
@@ -51,7 +63,9 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
     prefill: list[Point]
     decode: list[Point]
     transfer: dict[str, list[Point]] = {}
-    """Transfer times by connector; edit them for another network."""
+    """Transfer times by connector, and from `host` memory and the `store`; edit them for another
+    network.
+    """
     tensor_parallel_size: int = 1
     mixed: list[Point] = []
     max_gap_ms: float = 50.0
@@ -60,6 +74,8 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
     device or its launch, whichever is longer.
     """
     version: int = _VERSION
+    kv_token_bytes: int = 0
+    """KV of a token; 0: not told."""
 
     @cached_property
     def costs(self) -> StepCosts:
@@ -89,12 +105,23 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
         """Return the time of a transfer by the fastest connector; 0 if the card has none."""
         return min((along(*line, tokens) for line in self._transfer_lines), default=0.0)
 
+    def tier_ms(self, name: str) -> tuple[float, float]:
+        """Return the time of a read from a tier: once, and per token. Raises ConfigError."""
+        points = self.transfer.get(name, ())
+        if len(points) < 2:
+            raise ConfigError(
+                f"the rate card has no two points of transfer {name!r}; profile again, or add them"
+            )
+        first, last = points[0], points[-1]
+        each = (last.ms - first.ms) / (last.tokens - first.tokens)
+        return first.ms - each * first.tokens, each
+
     @cached_property
     def _transfer_lines(self) -> list[tuple[list[float], list[float]]]:
         return [
             lines_of((0, each.tokens, each.ms) for each in points)[1][0]
-            for points in self.transfer.values()
-            if points
+            for name, points in self.transfer.items()
+            if points and name not in TIERS
         ]
 
     @cached_property

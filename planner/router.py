@@ -15,7 +15,7 @@ from typing import cast
 import msgspec
 
 from kvrelay.planner.engine import Engine
-from kvrelay.planner.seat import PlacementHints
+from kvrelay.planner.seat import PlacementHints, Source
 from kvrelay.planner.setting import Setting, Stream
 from kvrelay.router.admission.keys import Refusal
 from kvrelay.router.admission.queue import AdmissionQueue, QueuedRequest
@@ -27,6 +27,7 @@ from kvrelay.router.request.job import Job, Slo
 from kvrelay.router.request.placer import ChosenNodes, PlacementQuery, Placer
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError, NoNode
+from kvrelay.wire.kv_events import CPU, GPU, STORAGE
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.router_config import Policy, RouterConfig
 from kvrelay.wire.transfer import Fingerprint, KvFacts
@@ -37,7 +38,7 @@ _MODEL = "simulated"
 _FINGERPRINT = Fingerprint(
     1, "simulated", "bfloat16", 1, kv_heads=1, head_dim=1, layers=1, window=0, tp_size=1
 )
-_KV = KvFacts(_FINGERPRINT, planes=("simulated",))
+_KV = KvFacts(_FINGERPRINT, planes=("simulated",), port=1)
 _JOB = Job(
     id="", path="", model=_MODEL, stream=True, seed=0, created=0, max_tokens=0, prompt_tokens=0,
     counted=True, wants_stages=False, include_usage=False, choices=1, prompt_only=False,
@@ -101,13 +102,16 @@ class Router:
 
     def told(self, found: ChosenNodes, stream: Stream) -> PlacementHints:
         request, placement = found.wanted.request, found.placement
-        expected, cached = (
-            max(1, round(request.output) - stream.done),
-            request.cached.get(placement.decode, 0),
-        )
-        return PlacementHints(
-            request.tpot_ms, expected, max(1, request.tokens - cached) if placement.spills else 0
-        )
+        _, had, url = placement.prompt
+        expected = max(1, round(request.output) - stream.done)
+        spilled = max(1, request.tokens - had) if placement.spills else 0
+        sources: tuple[Source, ...] = ()
+        if url in self._numbers:
+            reader, holder = (
+                self._engines[self._numbers[each]] for each in (placement.prefill, url)
+            )
+            sources = reader.pulls.named(holder, request.cached.get(url, 0), had)
+        return PlacementHints(request.tpot_ms, expected, spilled, sources)
 
     def learn(self, stream: Stream) -> None:
         size = self._block_size
@@ -120,9 +124,12 @@ class Router:
             self.pool.prefixes.learn(known)
 
     def ended(self, stream: Stream) -> None:
-        self._prefixes.pop(stream, None)
+        prefix = self._prefixes.pop(stream, None)
         if stream.answered:
             self.placer.answered(_MODEL, stream.output)
+            if prefix is not None:
+                keys = array("Q", stream.blocks + stream.answer)
+                self.pool.prefixes.answered(msgspec.structs.replace(prefix, keys=keys))
 
     def polled(self, at: int, role: Role, load: Load, generation: str, now: float) -> None:
         node, card = self.node(at), self._engines[at].speeds.card
@@ -135,7 +142,8 @@ class Router:
         )  # fmt: skip
         self.pool.note_report(node, report, now / 1e3, now / 1e3)
         if self._block_size:
-            self.pool.prefixes.changed(node.url, ())
+            for medium in (GPU, CPU, STORAGE):
+                self.pool.prefixes.changed(node.url, (), medium=medium)
 
     def node(self, at: int) -> Node:
         node = self.pool.find(url_of(at))
@@ -146,10 +154,8 @@ class Router:
         size = self._block_size
         if not size:
             return None
-        known = self._prefixes.get(stream)
-        return known or Prefix(
-            array("q", stream.blocks or (0,)), max(1, stream.prompt * CHUNK_BYTES // size)
-        )
+        known, chunks = self._prefixes.get(stream), array("q", stream.blocks or (0,))
+        return known or Prefix(chunks, len(chunks) * CHUNK_BYTES, tokens=stream.prompt)
 
 
 DEADLINE_MS = 600_000.0

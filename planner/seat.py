@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from kvrelay.planner.block_cache import BlockCache
 from kvrelay.planner.setting import Stream
 
-__all__ = ["Leg", "PlacementHints", "Planned", "Seat"]
+__all__ = ["Lease", "Leg", "PlacementHints", "Planned", "Seat", "Source"]
 
 
 class Leg(enum.Enum):
@@ -20,6 +22,40 @@ class Leg(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """A place of cached KV; what the first of its caches lacks may be in the next, for `more_ms`."""
+
+    caches: tuple[BlockCache, ...]
+    once_ms: float
+    token_ms: float
+    more_ms: float = 0.0
+    rung: str = "host"
+    told: int = 0
+    """Tokens of the prompt that a peer is thought to have; 0: of the node's own."""
+
+    def ms(self, tokens: int, stored: int) -> float:
+        return tokens * self.token_ms + stored * self.more_ms
+
+    def found(self, names: Sequence[int]) -> list[tuple[BlockCache, Sequence[int]]]:
+        """Return which of these blocks each cache has, in order."""
+        found = []
+        for cache in self.caches:
+            count = cache.cached(names) // cache.block_size
+            found.append((cache, names[:count]))
+            names = names[count:]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A lease of cached blocks, with which `reached` blocks of a prompt are there."""
+
+    source: Source
+    held: Sequence[tuple[BlockCache, Sequence[int]]]
+    reached: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlacementHints:
     """A router's hints to a decode node, which announces them to all routers."""
 
@@ -28,6 +64,8 @@ class PlacementHints:
     """0: what is usual on the node."""
     spill_tokens: int = 0
     """Prompt tokens to compute that a prefill node could."""
+    sources: tuple[Source, ...] = ()
+    """Where else a part of the prompt's KV is thought to be."""
 
 
 @dataclass(eq=False, slots=True)
@@ -61,6 +99,15 @@ class Seat:
     due: int = 0
     stopped: float = -1.0
     running: bool = False
+    sources: list[Source] = field(default_factory=list)
+    """Those to ask yet, the best last."""
+    lease: Lease | None = None
+    """What it reads, or will read."""
+
+    def let_go(self) -> None:
+        lease, self.lease = self.lease, None
+        for cache, names in () if lease is None else lease.held:
+            cache.give_back(names, 0)
 
 
 @dataclass(slots=True)

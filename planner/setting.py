@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +15,7 @@ from kvrelay.load.workloads import Asked
 from kvrelay.planner.speeds import H200, Speeds
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.ladder import RUNGS
 from kvrelay.wire.router_config import PRICE
 
 __all__ = [
@@ -57,10 +58,21 @@ class Stream:
     blocks: tuple[int, ...] = ()
     session: str = ""
     targets: Targets | None = None
+    answer: tuple[int, ...] = ()
+    """Names of the further blocks that its answer fills."""
+    gap: float = 0.0
+    """Milliseconds from the end of the last request that it waits for, until it comes."""
+    waits: int = 0
+    then: list[Stream] = field(default_factory=list)
+    """Requests that wait for its end."""
 
     number: int = 0
     cached: int = 0
-    """Tokens of the prompt that its node had cached."""
+    """Tokens of the prompt that its node had cached, or has read from elsewhere."""
+    read: dict[str, int] = field(default_factory=dict)
+    """Tokens that it has read: from a `peer`, from `host` memory, from the `store`."""
+    rungs: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of the prompt by where they were found, or lost (wire/ladder.py)."""
     begun: float = -1.0
     """When its prompt began to be computed; then its first and its last token."""
     first: float = -1.0
@@ -138,6 +150,10 @@ class Setting:
     seed: int = 0
     block_size: int = 128
     prefixes: bool = True
+    pulls: bool = True
+    """Nodes read KV from others' prefix caches where that is quicker than computing."""
+    below: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of KV of each tier below a node's pool, by its name on the rate card."""
     strict_roles: bool = False
     """Decode nodes compute no prompt that a prefill node can."""
     max_queue: int = 1_000
@@ -163,6 +179,21 @@ class Result:
     events: int = 0
     flips: list[NodeEvent] = field(default_factory=list)
     local: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def rungs(self) -> Counter[str]:
+        """Return the tokens of all prompts by rung."""
+        found = Counter[str]()
+        for stream in self.streams:
+            found.update(stream.rungs)
+        return found
+
+    @property
+    def found(self) -> float:
+        """Return the share of the tokens that any cache could have had."""
+        rungs = self.rungs
+        possible = rungs.total() - rungs["new"]
+        return sum(rungs[rung] for rung in RUNGS[:4]) / possible if possible else math.nan
 
     def add_gap(self, ms: float, times: int) -> None:
         step = int(math.log(max(ms, 1e-3)) / _PERCENT)

@@ -15,6 +15,7 @@ from kvrelay.planner.rate_card import Lines, Point, RateCard, along, lines_of, p
 
 __all__ = ["H200", "Speeds", "slowed"]
 
+_ASK_MS, _FAR = 2.0, 65_536
 _BY_LAUNCH = 1.25
 """A step that took so many times what its device needs was waiting for its launch."""
 
@@ -121,6 +122,12 @@ class Speeds:
     def fetch_ms(self, tokens: int) -> float:
         return self.card.fetch_ms(tokens)
 
+    @property
+    def pull_ms(self) -> tuple[float, float]:
+        """Return the time of a read from another node: once, with the ask, and per token."""
+        once = self.fetch_ms(1)
+        return _ASK_MS + once, (self.fetch_ms(_FAR) - once) / _FAR
+
     def _piece_ms(self, count: int, behind: int) -> float:
         return plane(self._prefill, behind, count)
 
@@ -215,5 +222,11 @@ H200 = RateCard(
         for context in (0, 131_072)
     ],
     # 512 MiB, 4,096 tokens, in 2 ms.
-    transfer={"direct": [Point(0.5), Point(0.5 + 0.00037 * 65_536, 65_536)]},
+    transfer={
+        "direct": [Point(0.5), Point(0.5 + 0.00037 * 65_536, 65_536)],
+        # Not measured: 40 GB/s from host memory, 4 from files.
+        "host": [Point(2.0), Point(2.0 + 0.0033 * 65_536, 65_536)],
+        "store": [Point(5.0), Point(5.0 + 0.033 * 65_536, 65_536)],
+    },
+    kv_token_bytes=131_072,
 )

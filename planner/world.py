@@ -17,8 +17,10 @@ from kvrelay.planner.setting import NodeEvent, Result, Setting, Stream
 from kvrelay.router.nodes.node import Lease
 from kvrelay.router.request.placer import ChosenNodes
 from kvrelay.router.roles import EVERY_S, OTHER, RolePlanner, work_of
+from kvrelay.wire.kv_events import CPU, GPU
+from kvrelay.wire.ladder import Found, ladder
 
-__all__ = ["RoleController", "simulate"]
+__all__ = ["RoleController", "World", "simulate"]
 
 
 class RoleController:
@@ -51,7 +53,7 @@ _AGAIN_MS, _MOST_LOOKS = 50.0, 600
 
 def simulate(streams: Sequence[Stream], setting: Setting) -> Result:
     """Serve these requests, in the order of their arrival, until all have ended."""
-    return _World(streams, setting).run()
+    return World(streams, setting).run()
 
 
 @dataclass(eq=False, slots=True)
@@ -67,15 +69,20 @@ class _Walk:
     computed: bool = False
     spills: bool = True
     looks: int = 0
+    placed: float = 0.0
+    holders: tuple[str, ...] = ()
+    """The nodes that were to have the prompt's KV, when it was placed."""
 
 
-class _World:
+class World:
+    """A cluster and the requests on their way; `run` serves them until all have ended."""
+
     def __init__(self, streams: Sequence[Stream], setting: Setting) -> None:
         self._streams = streams
         self._result = Result(setting, streams)
         self._clock = Clock()
-        self._cluster = Cluster(setting, self._clock, self, self._lost)
-        self._nodes, self._routers = self._cluster.nodes, self._cluster.routers
+        self.cluster = Cluster(setting, self._clock, self, self._lost)
+        self._nodes, self._routers = self.cluster.nodes, self.cluster.routers
         self._left = len(streams)
         self._walks: dict[Stream, _Walk] = {}
         self._rng = random.Random(f"clients {setting.seed}")
@@ -85,13 +92,14 @@ class _World:
             for router in self._routers
         ]
         if setting.changes_roles:
-            RoleController(setting, self._cluster, self._clock, self._result)
+            RoleController(setting, self.cluster, self._clock, self._result)
 
     def run(self) -> Result:
         for number, stream in enumerate(self._streams):
             stream.number = number
-            self._clock.later(stream.at, lambda now, stream=stream: self._arrives(stream, now))  # type: ignore[misc]
-        self._clock.run(lambda: self._left > 0, self._cluster.tell_news)
+            if not stream.waits:
+                self._comes(stream, stream.at)
+        self._clock.run(lambda: self._left > 0, self.cluster.tell_news)
         self._result.events = self._clock.events
         self._result.preemptions = sum(node.preemptions for node in self._nodes)
         return self._result
@@ -116,6 +124,14 @@ class _World:
         self._give_back(walk, walk.prefill, walk.lease)
         self._routers[walk.router].ended(stream)
         self._doors[walk.router].ended(stream, self._clock.now)
+        for each in stream.then:
+            each.waits -= 1
+            if not each.waits:
+                self._comes(each, self._clock.now + each.gap)
+
+    def _comes(self, stream: Stream, at: float) -> None:
+        stream.at = at
+        self._clock.later(at, lambda now: self._arrives(stream, now))
 
     def _give_back(self, walk: _Walk, *leases: Lease | None) -> None:
         for lease in leases:
@@ -127,6 +143,9 @@ class _World:
         router = self._routers[walk.router]
         walk.told = router.told(found, stream)
         placed = router.placer.take(found)
+        walk.placed, placement = now, found.placement
+        named = (placement.prefill, placement.prompt[2])
+        walk.holders = tuple(f"{url}{medium}" for url in named for medium in (GPU, CPU))
         walk.lease = placed.decode
         if placed.prefill is None:
             self._decode(stream, walk, now)
@@ -136,8 +155,8 @@ class _World:
             router.number(placed.prefill.node),
             False,
         )
-        self._nodes[walk.source].submit(stream, Leg.PREFILL, now, stream.done)
-        self._cluster.report(walk.source, walk.prefill, now, taken=True)
+        self._nodes[walk.source].submit(stream, Leg.PREFILL, now, stream.done, walk.told)
+        self.cluster.report(walk.source, walk.prefill, now, taken=True)
 
     def _decode(self, stream: Stream, walk: _Walk, now: float) -> None:
         lease = walk.lease
@@ -158,7 +177,7 @@ class _World:
             self._result.local["price" if walk.told.spill_tokens else "no_prefill_node"] += 1
         elif walk.computed:
             node.computed(stream, stream.prompt + done, now)
-        self._cluster.report(at, lease, now, taken=True)
+        self.cluster.report(at, lease, now, taken=True)
 
     def _place(self, stream: Stream, now: float) -> None:
         walk, begun = self._walks[stream], stream.done > 0
@@ -189,7 +208,7 @@ class _World:
 
     def _drop(self, at: int, stream: Stream, now: float) -> None:
         self._nodes[at].drop(stream, now)
-        self._cluster.emptied(at, now)
+        self.cluster.emptied(at, now)
 
     def begins(self, stream: Stream, now: float) -> None:
         walk = self._walks[stream]
@@ -203,8 +222,8 @@ class _World:
     def _tells(self, at: int | None, lease: Lease | None, now: float) -> None:
         assert at is not None
         assert lease is not None
-        self._cluster.report(at, lease, now)
-        self._cluster.tell_kv(at, now)
+        self.cluster.report(at, lease, now)
+        self.cluster.tell_kv(at, now)
 
     def computed(self, stream: Stream, now: float, last_chunk: int) -> None:
         walk = self._walks[stream]
@@ -214,6 +233,7 @@ class _World:
         stream.told = now
         if stream.first < 0:
             stream.first = now
+            stream.rungs = self._rungs(stream, walk)
         if walk.source is None:
             assert walk.lease is not None
             walk.lease.answered()
@@ -231,24 +251,34 @@ class _World:
         else:
             self._nodes[walk.decode].computed(stream, last_chunk, now)
 
+    def _rungs(self, stream: Stream, walk: _Walk) -> dict[str, int]:
+        setting, read = self._result.setting, stream.read
+        if not setting.prefixes:
+            return {}
+        found = Found(stream.cached - sum(read.values()), **read)
+        names, size = stream.blocks[: (stream.prompt - 1) // setting.block_size], setting.block_size
+        history, at = self.cluster.history, found.tokens // size
+        depths = history.depths(names, size, walk.placed, walk.holders, [*history.held], at)
+        return ladder(stream.prompt, found, depths)
+
     def fetched(self, stream: Stream, now: float) -> None:
         walk = self._walks[stream]
         assert walk.decode is not None
-        self._cluster.tell_kv(walk.decode, now)
+        self.cluster.tell_kv(walk.decode, now)
         self._release(stream, walk, now)
 
     def _release(self, stream: Stream, walk: _Walk, now: float) -> None:
         at, walk.source = walk.source, None
         assert at is not None
         self._nodes[at].release(stream, now)
-        self._cluster.emptied(at, now)
+        self.cluster.emptied(at, now)
 
     def ended(self, stream: Stream, now: float) -> None:
         walk = self._walks[stream]
         assert walk.decode is not None
         self._tells(walk.decode, walk.lease, now)
         self._done(stream, now)
-        self._cluster.emptied(walk.decode, now)
+        self.cluster.emptied(walk.decode, now)
 
     def _done(self, stream: Stream, now: float) -> None:
         stream.last, stream.done = now, stream.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -129,6 +130,50 @@ def test_a_workload_is_a_name_lengths_or_a_trace(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             workload_of(wrong)
+
+
+def test_sessions_of_agents_are_planned_with_the_host_memory_that_pays(
+    card: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agents = "fleet,turns=2,system=500,prompt=60,output=10,gap_s=1,branch=0"
+    asked = plan_of_two(card, agents, ttft_ms=4000, tpot_ms=400)
+    assert run([*asked, "--rate", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "2 sessions: TTFT within 4000 ms" in out
+    assert "2.0 sessions in time, 1.00 for each GPU" in out
+    assert "Host memory of 97.66 GiB for each node does not pay: 2 sessions in time" in out
+
+
+def test_a_trace_is_replayed_with_tiers_of_several_sizes(
+    card: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {
+            "timestamp": 9_000 * at,
+            "input_length": 1100,
+            "output_length": 5,
+            "hash_ids": [99, at + 1, at],
+        }
+        for at in range(6)
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    asked = ["replay", str(trace), "--card", card, "--kv-host-memory", "0"]
+    assert run([*asked, "--kv-host-memory", "1GiB"]) == 0
+    out = [line.split() for line in capsys.readouterr().out.splitlines()]
+    shown = {row[1]: row[3::2] for row in out if row[:1] == ["│"]}
+    assert shown["found"] == ["100.00%"] * 2
+    assert shown["capacity"] == ["0.00%"] * 2
+    assert run([*asked, "--kv-pull", "never", "--nodes", "1:1"]) == 0
+    assert re.search(r"│ peer +│ +0\.00% │", capsys.readouterr().out)
+    assert run([*asked, "--policy", "best"]) == 2
+    assert "none of" in capsys.readouterr().err
+    assert run([*asked, "--kv-store-size", "much"]) == 2
+    assert "kv_store_size" in capsys.readouterr().err.replace("-", "_")
+    bare = tmp_path / "bare.json"
+    write_card(msgspec.structs.replace(H200, kv_token_bytes=0), bare)
+    assert run(["replay", str(trace), "--card", str(bare), "--kv-host-memory", "1GiB"]) == 2
+    assert "kv_token_bytes" in capsys.readouterr().err
 
 
 def test_what_cannot_be_planned_is_one_sentence(

@@ -252,7 +252,7 @@ def test_what_is_used_is_never_pushed_out() -> None:
     assert not cache.room_for((5, 6, 7), 401)
     cache.take((), 650)
     assert cache.cached((1, 2, 3)) == 200
-    assert cache.news() == ([1, 2, 3, 9], [3])
+    assert cache.news() == ([1, 2, 9], [3])
     assert cache.news() == ([], [])
 
 
