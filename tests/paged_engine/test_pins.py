@@ -11,9 +11,9 @@ from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.wire.kv_events import Pin
 
 TOTAL, MOST, LONGEST = 12, 8, 50
-NAMES = [bytes([number]) * 16 for number in range(20)]
+NAMES = [bytes([number]) * 16 for number in range(TOTAL + 3)]
 SHARES = {"a": 0.25, "b": 0.5, "c": 1.0}
-first = st.integers(0, 19)
+first = st.integers(0, TOTAL + 2)
 
 
 class Pins(RuleBasedStateMachine):
@@ -24,9 +24,13 @@ class Pins(RuleBasedStateMachine):
         self.pool, self.now = BlockPool(TOTAL + 1), 0.0
         self.pool.allow_pins(MOST / TOTAL, LONGEST)
         self.pins: dict[bytes, tuple[str, int, float]] = {}
+        for at in range(TOTAL):
+            self.compute(at)
 
     @rule(first=first)
     def compute(self, first: int) -> None:
+        if self.pool.lookup([NAMES[first]]):
+            return
         before, plain = set(self.pool._block_of), len(self.pool._lines[0])
         (block,) = self.pool.allocate(1) or []
         for gone in before - set(self.pool._block_of):
@@ -83,3 +87,16 @@ class Pins(RuleBasedStateMachine):
 
 Pins.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestPins = Pins.TestCase
+
+
+def test_what_expires_is_evicted_next_its_end_first() -> None:
+    pool = BlockPool(4)
+    pool.allow_pins(1.0, LONGEST)
+    blocks = pool.allocate(3) or []
+    for block, name in zip(blocks, NAMES, strict=False):
+        pool.publish(block, name)
+    assert pool.pin(NAMES[:2], Pin(seconds=9)) == 2
+    pool.release(blocks)
+    assert list(pool.victims()) == [NAMES[2]]
+    pool.expire(9)
+    assert list(pool.victims()) == [NAMES[1], NAMES[0], NAMES[2]]
