@@ -12,7 +12,7 @@ import httpx2
 import openai
 import pytest
 
-from tests.cluster.real_cluster import Cluster, Process, tiny_model
+from tests.cluster.real_cluster import Cluster, Process, counted, tiny_model
 
 pytestmark = pytest.mark.cluster
 
@@ -31,6 +31,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     cluster = Cluster(folder, tiny_model(folder))
     try:
         flags = ["--chat-template", str(template), "--served-model-name", "tiny", "--api-key", KEY]
+        flags += ["--kv-pin-s", "1"]
         cluster.nodes.append(cluster.start("serve", [*cluster.flags, *flags]))
         cluster.wait_ready(*cluster.nodes)
         yield cluster.nodes[0]
@@ -126,6 +127,22 @@ def test_an_operator_resets_the_prefix_cache_and_asks_how_the_node_is(node: Proc
     assert post(node, "/reset_prefix_cache", {}).json() == {"success": True}
     assert cached() == 0
     assert cached() > 0
+
+
+def test_a_wish_to_keep_kv_is_told_in_usage_and_ends(
+    node: Process, openai_client: openai.OpenAI
+) -> None:
+    told = openai_client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "keep this " * 20}],
+        max_tokens=2,
+        prompt_cache_key="mine",
+        prompt_cache_retention="24h",
+    ).usage
+    assert told is not None
+    assert told.prompt_tokens_details is not None
+    assert told.prompt_tokens_details.cache_write_tokens == told.prompt_tokens // 16 * 16
+    counted([node], "kvrelay_blocks_pinned", 0)
 
 
 def test_tokens_go_to_text_and_back(node: Process) -> None:
