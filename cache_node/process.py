@@ -140,6 +140,9 @@ class CacheProcess:
 
     def _handle_events(self) -> None:
         for event in self._connector.events():
+            pull = self._pull
+            if pull is not None and event.request_id != pull.request_id:
+                pull = None  # the event may be of one that was given up
             match event:
                 case CachedAsked():
                     self._asked(event)
@@ -147,14 +150,14 @@ class CacheProcess:
                     self._table.pool.release(self._leases.pop(request_id))
                 case Doubted(blocks):
                     self._check(blocks)
-                case Granted() if self._pull is not None:
-                    self._granted(self._pull, event)
-                case Fetched() if self._pull is not None:
-                    self._fetched(self._pull, event)
+                case Granted() if pull is not None:
+                    self._granted(pull, event)
+                case Fetched() if pull is not None:
+                    self._fetched(pull, event)
                 case FetchFailed(_, reason):
                     log.warning("no KV from the engine: %s", reason)
-                case Settled() if self._pull is not None:
-                    self._end_pull(self._pull, pause_s=_PAUSE_S)
+                case Settled() if pull is not None:
+                    self._end_pull(pull, pause_s=_PAUSE_S)
 
     # Up: an engine asks for blocks.
 

@@ -345,3 +345,20 @@ def test_room_for_no_block_is_refused(world: World) -> None:
     for blocks, store_size in ((1, 10 * BLOCK_BYTES), (10, BLOCK_BYTES - 1)):
         with pytest.raises(ConfigError, match="two blocks of KV take 1024; raise them"):
             world.host(blocks, kv_store="store", kv_store_size=store_size)
+
+
+def test_what_comes_of_a_pull_that_was_given_up_ends_no_other(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = world.host()
+    engine = world.engine(host)
+    engine.fill(1, torch.zeros(BLOCK_BYTES, dtype=torch.uint8))
+    host.say(engine.changes())
+    while (pull := host.cache._pull) is None:
+        host.turn()
+    with monkeypatch.context() as patch:
+        late = [Granted("another", None), Fetched("another", 0), Settled("another")]
+        patch.setattr(host.cache._connector, "events", lambda: late)
+        host.turn()
+    assert host.cache._pull is pull
+    world.until(lambda: host.held(1))
