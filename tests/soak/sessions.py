@@ -1,11 +1,13 @@
 """Sessions that grow, branch and end, on nodes that pull KV and keep it in tiers: no token may differ.
 
-    python -m tests.soak.sessions --seconds 600 --seed 1    # everything moves, is killed and damaged
-    python -m tests.soak.sessions --upgrade --sessions 50   # kill and restart every node: two hit rates
+    python -m tests.soak.sessions --seconds 600 --seed 1
+    python -m tests.soak.sessions --upgrade --sessions 50 [--from COMMIT]
 
-Without --upgrade a node without any cache answers all again, and the others' pools and tiers are too
-small for a session. Odd seeds share a store folder, every third moves KV by NIXL. Exits with 1 if a
-token differs, or if something is not given back.
+The first kills, stops and restarts engines, cache processes and nodes, and damages files, while pools
+and tiers are too small for a session; a node without any cache answers all again. Odd seeds share a
+store folder, every third moves KV by NIXL. The second kills each engine and then restarts each node;
+it prints the shares of known tokens that were found, undisturbed and not. Exits with 1 if a token
+differs, something is not given back, or more than two points are lost.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from tests.cluster.real_cluster import (
     tiny_model,
     wait_until,
 )
+from tests.soak.chaos.run import code_of
 from tests.soak.report import reported
 
 __all__ = ["Soak", "disturbed", "main", "running"]
@@ -98,7 +101,10 @@ class Session:
 class Soak:
     """A 2P2D cluster with a router, and a node without any cache, `plain`, if it is asked for."""
 
-    def __init__(self, folder: Path, seed: int, *, plain: bool, large: bool = False) -> None:
+    def __init__(
+        self, folder: Path, seed: int, *, plain: bool = False, large: bool = False, commit: str = ""
+    ) -> None:
+        """`commit`: the code that nodes begin with."""
         self.rng, self.seed, self.folder = random.Random(seed), seed, folder
         # The small pool has 127 blocks of 8 KiB, and the host's memory 63.
         flags = tiny_model(folder, CONTEXT, kv_mib=16 if large else 1)
@@ -106,12 +112,13 @@ class Soak:
         if seed % 3 == 2:
             flags += ["--kv-connector", "nixl"]
         self.cluster = it = Cluster(folder, flags)
+        env = {"PYTHONPATH": str(code_of(commit, folder / "old"))} if commit else {}
         memory, store = ("32MiB", "256MiB") if large else ("512KiB", "2MiB")
         tiers = ["--kv-checksums", "0.001", "--kv-host-memory", memory, "--kv-store-size", store]
         for at, role in enumerate(("prefill", "prefill", "decode", "decode")):
             where = folder / f"store{0 if seed % 2 else at}"
             mine = [*tiers, "--kv-store", str(where), "--kv-port", str(free_port())]
-            it.nodes.append(it.start(role, [*flags, *mine]))
+            it.nodes.append(it.start(role, [*flags, *mine], env=env))
         self.plain = it.start("serve", [*flags, "--no-enable-prefix-caching"]) if plain else None
         it.others += [self.plain] if self.plain else []
         self.broken: list[str] = []
@@ -139,9 +146,10 @@ class Soak:
                     return None
                 if answer.status_code < 500 and answer.status_code != 429:
                     raise AssertionError(answer.text)
-            except httpx2.TransportError:
-                pass
-            self.counts["asked again"] += 1
+                why = f"{answer.status_code} {answer.json()['error']['message'][:90]}"
+            except httpx2.TransportError as error:
+                why = repr(error)
+            self.counts[f"asked again: {why}"] += 1
             time.sleep(_AGAIN_S)
         raise AssertionError(f"no answer within {_PATIENCE_S:g} s")
 
@@ -284,8 +292,8 @@ class Soak:
 
 
 @contextmanager
-def running(folder: Path, seed: int, *, plain: bool = False, large: bool = False) -> Iterator[Soak]:
-    soak = Soak(folder, seed, plain=plain, large=large)
+def running(folder: Path, seed: int, **wanted: Any) -> Iterator[Soak]:
+    soak = Soak(folder, seed, **wanted)
     try:
         soak.ready()
         yield soak
@@ -336,6 +344,7 @@ def main(argv: Sequence[str]) -> int:
     add("--sessions", type=int, default=6, help="at any moment")
     add("--every-s", type=float, default=1.5, help="between two faults, in the mean")
     add("--upgrade", action="store_true")
+    add("--from", dest="commit", default="", help="the code that --upgrade begins with")
     add("--turns", type=int, default=20, help="of each client with --upgrade")
     add("--seed", type=int, default=0)
     options = parser.parse_args(argv)
@@ -351,7 +360,8 @@ def main(argv: Sequence[str]) -> int:
         for struck in (False, True):
             within = folder / str(struck)
             within.mkdir()
-            with running(within, options.seed, large=True) as soak:
+            commit = options.commit if struck else ""
+            with running(within, options.seed, large=True, commit=commit) as soak:
                 soak.answers = answers
                 rates.append(upgraded(soak, options.sessions, options.turns, struck=struck))
                 broken += soak.broken

@@ -45,7 +45,7 @@ from tests.soak.chaos.verdict import (
     times_ms,
 )
 
-__all__ = ["run"]
+__all__ = ["code_of", "run"]
 
 GAP_S = 60.0
 """Nobody waits longer between two parts of an answer."""
@@ -78,7 +78,7 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         Shim(folder),
     )
     if options.commit:
-        old = _code_of(options.commit, folder / "old")
+        old = code_of(options.commit, folder / "old")
         cluster.code = {"prefill": old, "decode": old}
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
     async with aiohttp.ClientSession(
@@ -270,7 +270,8 @@ def _grown(before: dict[str, Size], after: dict[str, Size]) -> list[str]:
     return [*grown(before, others, _MORE), *grown(before, engines, larger)]
 
 
-def _code_of(commit: str, folder: Path) -> Path:
+def code_of(commit: str, folder: Path) -> Path:
+    """Unpack the code of a commit into a folder."""
     packed = subprocess.run(
         ["git", "-C", str(_ROOT), "archive", commit], capture_output=True, check=True
     ).stdout
