@@ -1,0 +1,146 @@
+"""Reads between host memory and a GPU, by a CUDA of the test's: what is copied, and pinned when."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kvrelay.kernels import cuda_runtime
+from kvrelay.kernels.cuda_runtime import CudaError
+from kvrelay.kernels.pool_memory import zeros
+from kvrelay.kv_transfer import pinned_host
+from kvrelay.kv_transfer.backend import Source
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.direct import DirectBackend, Metadata
+from kvrelay.kv_transfer.mapped_gpu import GpuPiece
+from kvrelay.kv_transfer.pinned_host import PinnedSide
+from kvrelay.kv_transfer.shares import Share
+from kvrelay.wire.errors import TransferError
+
+BLOCKS, BLOCK_BYTES = 5, 2048
+PIECE = 2 * BLOCK_BYTES  # whole pages
+
+
+class Cuda:
+    """A GPU whose memory is the host's. Copies are over when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pinned: dict[int, tuple[int, bool]] = {}
+        self.room, self.over, self.copies = 99, False, 0
+        stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
+        event = SimpleNamespace(record=lambda _: None, query=lambda: self.over)
+        for name in ("pin", "unpin", "copy"):
+            monkeypatch.setattr(cuda_runtime, name, getattr(self, name))
+        for name, it in {"Stream": stream, "Event": event, "set_device": None}.items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_, it=it: it)
+        for name, size in {"PIECE": PIECE, "SLICE": 768}.items():
+            monkeypatch.setattr(pinned_host, f"{name}_BYTES", size)
+        monkeypatch.setattr(pinned_host, "SLICES_AHEAD", 2)
+
+    def pin(self, address: int, num_bytes: int, *, read_only: bool) -> None:
+        if len(self.pinned) == self.room:
+            raise CudaError("no more")
+        assert address not in self.pinned
+        self.pinned[address] = num_bytes, read_only
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+
+    def copy(self, target: int, source: int, num_bytes: int, _: int) -> None:
+        self.copies += 1
+        ctypes.memmove(target, source, num_bytes)
+
+
+class Pool:
+    def __init__(self) -> None:
+        memory = zeros(BLOCKS * BLOCK_BYTES, torch.device("cpu"))
+        self.blocks = memory.view(BLOCKS, BLOCK_BYTES)
+        self.blocks[:] = torch.arange(memory.numel()).view(self.blocks.shape).to(torch.uint8) + 1
+        self.region = PoolRegion(memory.data_ptr(), BLOCKS, BLOCK_BYTES, "cpu")
+        opened = DirectBackend(self.region).open()
+        self.metadata = msgspec.msgpack.decode(opened, type=Metadata)
+
+    def source(self, share: Share | None = None) -> Source:
+        return Source("peer", "g", self.region, b"", share)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    return Cuda(monkeypatch)
+
+
+@pytest.fixture
+def here() -> Pool:
+    pool = Pool()
+    pool.blocks.zero_()
+    return pool
+
+
+def finish(side: PinnedSide, cuda: Cuda, read: Any) -> None:
+    assert not side.poll(read)
+    cuda.over = True
+    while not side.poll(read):
+        pass
+
+
+def test_a_gpu_reads_a_share_of_a_peers_host_memory(cuda: Cuda, here: Pool) -> None:
+    there = Pool()
+    side = PinnedSide(PoolRegion(here.region.address, BLOCKS, BLOCK_BYTES, "cuda:0"))
+    source = there.source(Share(512, 1024, 768))
+    pool = side.map(source, there.metadata.place)
+    assert side.nonce(pool, PIECE * 3) == there.metadata.nonce
+    read = side.start(source, pool, [4, 1, 2], [0, 3, 1])
+    assert cuda.copies == 2
+    side.progress()  # nothing is pinned meanwhile
+    assert list(cuda.pinned.values()) == [(PIECE, True)]
+    finish(side, cuda, read)
+    assert torch.equal(here.blocks[[0, 3, 1], 1024:1792], there.blocks[[4, 1, 2], 512:1280])
+    assert not here.blocks[[2, 4]].any()
+    assert not here.blocks[:, :1024].any()
+    for _ in range(3):
+        side.progress()
+    assert list(cuda.pinned.values()) == [(PIECE, True), (PIECE, True), (BLOCK_BYTES, True)]
+    side.unmap(pool)
+    assert not cuda.pinned
+
+
+def test_host_memory_reads_a_peers_gpu_and_stays_pinned(
+    cuda: Cuda, here: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, closed = Pool(), list[int]()
+    monkeypatch.setattr(pinned_host, "visible_gpus", lambda: {"GPU-1": 1})
+    monkeypatch.setattr(pinned_host, "open_piece", lambda *_: there.region.address)
+    monkeypatch.setattr(cuda_runtime, "close_handle", closed.append)
+    side = PinnedSide(here.region)
+    with pytest.raises(TransferError, match="does not see GPU GPU-2, which peer is on"):
+        side.map(there.source(), GpuPiece(1, b"", "GPU-2"))
+    for _ in range(2):
+        pool = side.map(there.source(), GpuPiece(1, b"", "GPU-1"))
+        assert side.nonce(pool, PIECE * 3) == there.metadata.nonce
+        cuda.over = False
+        finish(side, cuda, side.start(there.source(), pool, [2, 3], [4, 1]))
+        assert torch.equal(here.blocks[[4, 1]], there.blocks[[2, 3]])
+        side.unmap(pool)
+    assert closed == [there.region.address] * 2
+    assert list(cuda.pinned.values()) == [(PIECE, False)]
+
+
+def test_memory_that_cannot_be_pinned_is_left_to_another_backend(cuda: Cuda, here: Pool) -> None:
+    there, side = Pool(), PinnedSide(here.region)
+    cuda.room = 0
+    with pytest.raises(TransferError, match="host memory cannot be pinned: no more"):
+        side.map(there.source(), there.metadata.place)
+    # A part may stay unpinned.
+    cuda.room = 1
+    pool = side.map(there.source(), there.metadata.place)
+    side.progress()
+    cuda.room = 2
+    side.progress()
+    assert len(cuda.pinned) == 1
+    side.unmap(pool)
+    assert not cuda.pinned
