@@ -37,6 +37,7 @@ from kvrelay.wire.cache_messages import Attach, CacheSetup, CacheStats, ToCache
 from kvrelay.wire.config_checks import gib
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import CPU, STORAGE, BlockHash, CacheChanges, all_held
+from kvrelay.wire.log_lines import Seldom
 from kvrelay.wire.transfer import Source
 
 __all__ = ["CacheProcess"]
@@ -97,6 +98,7 @@ class CacheProcess:
         self._pull: _Pull | None = None
         self._leases: dict[str, list[int]] = {}
         self._pull_at = self._report_at = 0.0
+        self._failed = Seldom()
         host, port = self._connector.address
         self._source = Source(
             host, port, self._connector.generation, 0, self._connector.address_seal
@@ -155,7 +157,8 @@ class CacheProcess:
                 case Fetched() if pull is not None:
                     self._fetched(pull, event)
                 case FetchFailed(_, reason):
-                    log.warning("no KV from the engine: %s", reason)
+                    if times := self._failed.times(time.monotonic()):
+                        log.warning("no KV from the engine, times=%d: %s", times, reason)
                 case Settled() if pull is not None:
                     self._end_pull(pull, pause_s=_PAUSE_S)
 
