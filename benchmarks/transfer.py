@@ -5,8 +5,8 @@
 No model and no HTTP: a source and a reader, each with a pool of blocks and a connector. The blocks
 of a transfer are drawn at random on both sides, others each time. What is timed is *exposed*: from
 the call of `fetch` until the KV is admitted; the ticket was watched for 10 ms before, as by a
-request that is queued. The last row's ticket grows in four chunks: its time begins when the last
-one is announced. A row with checksums has the transfers of which a block was checked. GB of 1e9
+request that is queued. The last row's ticket grows in four chunks: its time begins when the last one is
+announced. A row with checksums has the transfers of which a block was checked. GB of 1e9
 bytes.
 """
 
@@ -51,6 +51,8 @@ FEWEST, MOST, MORE_S, ROW_S = 7, 21, 0.3, 10.0
 CHUNKS, SPACING = 4, 5.0
 MIB = 1 << 20
 LEAD_S = 0.01
+# A few GiB of host memory are pinned by then.
+PINNED_S = 4.0
 # Both ends may be in the same memory.
 POOL_SHARE = 0.3
 # Llama-3.1-8B: 32 layers of 8 heads of 128 elements of 2 bytes, keys and values.
@@ -210,27 +212,24 @@ def heard(pipe: Connection, within_s: float) -> Any:
 
 @contextmanager
 def open_pair(
-    kind: str,
-    devices: Sequence[str],
-    pool_bytes: int,
-    block_bytes: int,
-    checksums: float,
-    *,
-    keeps: bool = False,
+    kind: str, devices: Sequence[str], pool_bytes: int, block_bytes: int, checksums: float
 ) -> Iterator[Pair]:
-    """Start both ends; those in host memory may have checksums as a cache process has."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     try:
         for name, device in zip(("source", "reader"), devices, strict=True):
             ours, its = context.Pipe()
             pipes.append(ours)
-            its_keeps = keeps and device == "cpu"
-            arguments = (its, its_keeps, name, device, kind, pool_bytes, block_bytes, checksums)
+            keeps = device == "cpu" and set(devices) > {"cpu"}  # as a cache process beside a GPU
+            arguments = (its, keeps, name, device, kind, pool_bytes, block_bytes, checksums)
             processes.append(context.Process(target=serve, args=arguments))
             processes[-1].start()
             its.close()
-        yield Pair(pipes, block_bytes)
+        pair = Pair(pipes, block_bytes)
+        if set(devices) > {"cpu"}:
+            pair.hand_over([1], [1], 1, 0.0)
+            time.sleep(PINNED_S)
+        yield pair
     finally:
         for pipe in pipes:
             pipe.close()
@@ -254,27 +253,46 @@ def run(
             if not chunks <= blocks < min(pair.num_blocks):
                 print(f"{connector}: {blocks} blocks of {block_bytes} bytes are left out")
                 continue
-            times = times_of(pair, blocks, chunks, SPACING * median_s, checked=checksums > 0)
+            times = _times(pair, blocks, chunks, SPACING * median_s, checked=checksums > 0)
             if not times:
                 print(f"{connector}: no block of {size} bytes was checked")
                 continue
-            median_s, cuts = (
-                statistics.median(times),
-                statistics.quantiles([*times, times[-1]], n=10),
-            )
-            how = f"in {chunks} chunks" if chunks > 1 else f"{size / median_s / 1e9:.2f} GB/s"
-            print(
-                f"{connector:8}{block_bytes / MIB:8g} MiB{size / MIB:8g} MiB{len(times):4}"
-                f"{median_s * 1e3:10.3f}{cuts[0] * 1e3:10.3f}{cuts[-1] * 1e3:10.3f}  {how}",
-                flush=True,
-            )
+            median_s = show(connector, block_bytes, size, times, chunks)
             rows += 1
     return rows
 
 
-def times_of(
-    pair: Pair, blocks: int, chunks: int, spacing_s: float, *, checked: bool
-) -> list[float]:
+def show(kind: str, block_bytes: int, size: int, times: list[float], chunks: int = 1) -> float:
+    """Print a row; return the median."""
+    median_s, cuts = statistics.median(times), statistics.quantiles([*times, times[-1]], n=10)
+    how = f"in {chunks} chunks" if chunks > 1 else f"{size / median_s / 1e9:.2f} GB/s"
+    print(
+        f"{kind:8}{block_bytes / MIB:8g} MiB{size / MIB:8g} MiB{len(times):4}"
+        f"{median_s * 1e3:10.3f}{cuts[0] * 1e3:10.3f}{cuts[-1] * 1e3:10.3f}  {how}",
+        flush=True,
+    )
+    return median_s
+
+
+def plain(devices: Sequence[str], sizes: Sequence[int]) -> int:
+    """Print the times of one cudaMemcpyAsync of each size, in one piece."""
+    for size in sizes:
+        source, target = (
+            torch.empty(size, dtype=torch.uint8, device=device, pin_memory=device == "cpu")
+            for device in devices
+        )
+        times = []
+        for _ in range(WARM_UPS + FEWEST):
+            began = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            for device in set(devices) - {"cpu"}:
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - began)
+        show("plain", size, size, times[WARM_UPS:])
+    return len(sizes)
+
+
+def _times(pair: Pair, blocks: int, chunks: int, spacing_s: float, *, checked: bool) -> list[float]:
     rng, times = random.Random(blocks), list[float]()
     began = math.inf
     for count in range(WARM_UPS + 4 * MOST):
@@ -298,7 +316,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--connectors", default="direct,nixl,nccl")
+    kinds = "plain is one cudaMemcpyAsync of all bytes"
+    parser.add_argument("--connectors", default="direct,nixl,nccl", help=kinds)
     parser.add_argument("--devices", default="cpu,cpu", help="the source's and the reader's")
     parser.add_argument("--sizes", type=numbers, default="16,64,512,1024,4096", help="MiB")
     parser.add_argument("--block-bytes", type=numbers, default=[2 * MIB, 8 * MIB])
@@ -309,10 +328,12 @@ def main() -> int:
     for connector in asked.connectors.split(","):
         for block_bytes in asked.block_bytes:
             sizes = [size * MIB for size in asked.sizes]
+            devices = asked.devices.split(",")
             try:
-                rows += run(
-                    connector, asked.devices.split(","), block_bytes, sizes, asked.checksums
-                )
+                if connector == "plain":
+                    rows += plain(devices, sizes)
+                else:
+                    rows += run(connector, devices, block_bytes, sizes, asked.checksums)
             except TransferError as why:
                 print(f"{connector}: {why.message}")
     return 0 if rows else 1
