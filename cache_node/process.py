@@ -130,7 +130,9 @@ class CacheProcess:
 
     def _handle(self, message: Attach | CacheChanges) -> None:
         if isinstance(message, Attach):
-            self._engine = message.engine
+            self._engine = engine = message.engine
+            # A first use of a GPU takes seconds.
+            self._connector.meet(PeerKey(engine.host, engine.port, engine.generation), engine.seal)
             self._table.offered.clear()
             self._tell(everything=True)
             return

@@ -15,7 +15,7 @@ from kvrelay.kernels.block_checksums import STRIDE, VECTOR_BYTES, WORD_BYTES
 __all__ = ["gpu_block_checksums"]
 
 PIECE_BYTES = 128 << 10
-PROGRAMS = 64
+PROGRAMS = 128
 _STRIDE = tl.constexpr(STRIDE)
 
 

@@ -66,6 +66,11 @@ class Tiers:
         log, self.ready = self.tiered.log, self.ready + 1
         wait_until(lambda: log.read_text().count(READY) == self.ready, 60, READY)
 
+    def wait_stored(self) -> None:
+        """Wait until blocks are in host memory: a first use of a GPU takes seconds."""
+        stored = "kvrelay_tier_host_stored_blocks_total"
+        wait_until(lambda: self.tiered.metric(stored) > 0, 20, stored)
+
     def turn(self, session: int, number: int) -> None:
         """Ask both nodes for the next answer of a session: each token must be equal."""
         rng = random.Random(f"{session} {number}")
@@ -114,6 +119,7 @@ def test_sessions_that_move_all_the_time_get_every_token_of_a_node_without_a_cac
     with ThreadPoolExecutor(2) as pool:
         for number in range(TURNS):
             list(pool.map(lambda session: tiers.turn(session, number), range(SESSIONS)))  # noqa: B023
+            tiers.wait_stored()
             if number == TURNS // 2:
                 tiers.kill_engine()
                 # Nothing is in its pool, so all that is found comes from below.
@@ -174,6 +180,7 @@ def test_what_is_pinned_survives_the_engine_and_a_flood_below_the_pool_for_its_s
 @on_both
 def test_a_node_goes_on_without_its_cache_process(tiers: Tiers) -> None:
     tiers.turn(1, 0)
+    tiers.wait_stored()
     tiers.kill(b"cache_process")
     for number in range(1, 3):
         tiers.turn(1, number)
