@@ -26,14 +26,14 @@ UNKNOWN = StepCosts(20.0, 0.2, 0.0, 0.0, 0.1, 0.0)
 """The step costs of a node of which none are known yet."""
 _REQUEST_TOKENS = 512
 _ANY = 1e9  # of a node that does not say how many prompts it has
-_TTFT_TPOTS, _TTFT_PROMPTS = 6.25, 2.2
+_TTFT_TPOTS, _TTFT_PROMPTS = 7.5, 0.9
 
 
 def default_targets(costs: StepCosts, tokens: float) -> tuple[float, float]:
     """Return the TTFT and TPOT that users of such nodes expect.
 
-    On an H200 with a model of 8 billion parameters: 100 ms + 0.05 ms per token of the prompt, and
-    15 ms.
+    On an H200 with a model of 8 billion parameters: 120 ms + 0.02 ms per token of the prompt, and
+    15 ms. Steeper ones let long prompts wait too long, and short ones spill too early.
     """
     tpot_ms = costs.usual_tpot_ms
     return _TTFT_TPOTS * tpot_ms + _TTFT_PROMPTS * costs.chunk_ms(tokens), tpot_ms
