@@ -108,6 +108,7 @@ def engine_ready(
             port,
             connector.generation,
             connector.address_seal,
+            compares=config.transfer.kv_checksums > 0,
         ),
         costs=costs,
         max_gap_ms=engine.scheduler.budget.gap_ms,

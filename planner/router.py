@@ -38,7 +38,7 @@ _MODEL = "simulated"
 _FINGERPRINT = Fingerprint(
     1, "simulated", "bfloat16", 1, kv_heads=1, head_dim=1, layers=1, window=0, tp_size=1
 )
-_KV = KvFacts(_FINGERPRINT, planes=("simulated",), port=1)
+_KV = KvFacts(_FINGERPRINT, planes=("simulated",), port=1, compares=True)
 _JOB = Job(
     id="", path="", model=_MODEL, stream=True, seed=0, created=0, max_tokens=0, prompt_tokens=0,
     counted=True, wants_stages=False, include_usage=False, choices=1, prompt_only=False,

@@ -281,3 +281,5 @@ class KvFacts(msgspec.Struct, frozen=True, cache_hash=True):
     """The cluster secret's mark on address, port and generation; empty without a secret."""
     cache: Source | None = None
     """The process that leases what lies below the pool."""
+    compares: bool = False
+    """The node compares checksums, without which it may not read what lies below pools."""

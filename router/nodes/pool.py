@@ -221,10 +221,14 @@ class Pool:
         until = self._failed_pairs.get(_pair(prefill, decode), now)
         return AVOIDED_MS if now < until else LINK_MS
 
-    def _find_takers(self, url: str) -> frozenset[str]:
-        """Return the nodes that can take the KV of one."""
+    def _find_takers(self, url: str, below: bool) -> frozenset[str]:
+        """Return the nodes that can take the KV of one, and perhaps what lies below its pool."""
         kv = self._by_url[url].kv
-        return frozenset(n.url for n in self.nodes if kv_mismatch(kv, n.kv) is None)
+        return frozenset(
+            node.url
+            for node in self.nodes
+            if node.kv and node.kv.compares >= below and not kv_mismatch(kv, node.kv)
+        )
 
     def kv_came(self, prefill: Node, decode: Node) -> None:
         self._failed_pairs.pop(_pair(prefill, decode), None)

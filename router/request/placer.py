@@ -122,15 +122,15 @@ class Placer:
         most = cached | {url: host for url, (host, _) in below.items()}
         for url in sorted(most, key=most.__getitem__, reverse=True):
             node = self._pool.find(url)
-            if node is not None and node.up and node.kv is not None and node.kv.port:
-                return url, most[url], self._pool.takers(url)
+            if node and node.up and node.kv and node.kv.port:
+                return url, most[url], self._pool.takers(url, url in below)
         return "", 0, ()
 
     def sources(self, placed: PlacementLeases) -> list[Source]:
         """Return where else the node that computes a prompt may take a part of its KV."""
         _, held, url = placed.placement.prompt
         holder, tokens = self._pool.find(url), placed.wanted.request.cached.get(url, 0)
-        if holder is None or (kv := holder.kv) is None:
+        if not holder or not (kv := holder.kv):
             return []
         found = [Source(kv.address, kv.port, kv.generation, tokens, kv.seal)] if tokens else []
         if kv.cache is not None and held > tokens:

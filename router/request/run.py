@@ -327,8 +327,8 @@ class RequestRun:
         output = self.output_tokens
         if frame.usage is not None:
             self.prompt_tokens, output, self.cached_tokens = frame.usage
-        per_choice, told = output // self.job.choices, self.prompt_tokens or 0
-        self.context.placer.answered(self.job.model, per_choice)
+        told = self.prompt_tokens or 0
+        self.context.placer.answered(self.job.model, output // self.job.choices)
         self._pool.prefixes.counted(self._prefix, told)
         if frame.blocks is not None:
             self._pool.prefixes.answered(self._prefix.known(frame.blocks, told))

@@ -279,8 +279,9 @@ def test_another_nodes_host_memory_is_named_beside_its_pool_to_those_of_its_kind
     holder = msgspec.structs.replace(KV, address="h", port=5, generation="p0", cache=cache)
     rig.says("p0", BUSY, kv=holder)
     pulls = msgspec.structs.replace(ROOMY, pull_token_ms=1e-6)
-    rig.says("p1", pulls)
-    rig.says("p2", pulls, kv=OTHER_KV)
+    compares = msgspec.structs.replace(KV, compares=True)
+    rig.says("p1", pulls, kv=compares)
+    rig.says("p2", pulls, kv=msgspec.structs.replace(OTHER_KV, compares=True))
     prefix, index = prefix_of(asked), rig.pool.prefixes
     hashes = b"".join(at.to_bytes(16, "little") for at in range(1, 63))
     prefix = prefix.known(PromptBlocks(16, hashes), 1_000)
@@ -297,6 +298,8 @@ def test_another_nodes_host_memory_is_named_beside_its_pool_to_those_of_its_kind
     pool = wire.Source("h", 5, "p0", 160)
     assert rig.placer.sources(placed) == [pool, msgspec.structs.replace(cache, tokens=960)]
     rig.placer.give_back(placed)
+    rig.says("p1", pulls)  # it does not check what it would read
+    assert rig.placer.wanted(asked, prefix).request.holder[2] == set()
     rig.says("p0", msgspec.structs.replace(ROOMY, host_token_ms=1e-7), kv=holder)
     found = rig.placer.find(rig.placer.wanted(asked, prefix), spills=False)
     assert isinstance(found, ChosenNodes)
