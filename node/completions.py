@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 
 import msgspec
 from fastapi import Request, Response
@@ -58,6 +58,7 @@ _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _SUBMITTED = Frame(FrameKind.TOKENS)
 
 Frames = AsyncGenerator[Frame, None]
+_Timed = Callable[[bytes, Frame], bytes]
 
 
 async def read_request(node: Node, request: Request) -> bytes:
@@ -81,7 +82,13 @@ async def complete(node: Node, request: Request, body: bytes, *, chat: bool) -> 
         return client_left()
     requests, parsed, load, frames = started
     headers = {"x-request-id": call.id}
-    since = began if parsed.include_metrics else None
+
+    def timed(payload: bytes, frame: Frame) -> bytes:
+        if not parsed.include_metrics or frame.kind not in (FrameKind.END, FrameKind.HANDOVER):
+            return payload
+        stages = {**(frame.timing or {}), "total": (time.monotonic() - began) * 1e3}
+        return with_stages(payload, stages, node.rungs(requests, began))
+
     first = await unless_disconnected(request, anext(frames))
     if first is None:
         await frames.aclose()
@@ -94,11 +101,11 @@ async def complete(node: Node, request: Request, body: bytes, *, chat: bool) -> 
             msgspec.json.encode({"error": first.error}), first.status, headers, "application/json"
         )
     if parsed.stream:
-        events = _plain_events(first, frames, requests[0], since)
+        events = _plain_events(first, frames, requests[0], timed)
         return StreamingResponse(
             events, media_type="text/event-stream", headers=headers | _SSE_HEADERS
         )
-    answer = await unless_disconnected(request, _plain_body(first, frames, requests[0], since))
+    answer = await unless_disconnected(request, _plain_body(first, frames, requests[0], timed))
     if answer is None:
         return client_left()
     status, content = answer
@@ -190,7 +197,7 @@ async def _run(node: Node, request: NodeRequest, call: Call) -> Frames:
             node.engine.send(
                 Order("release", last.request_id)
             )  # a stop string ended it: no decode node will come
-        record.close(error)
+        record.close(error, node.rungs([request], record.began))
 
 
 _Queue = asyncio.Queue[tuple[int, Frame | None]]
@@ -247,18 +254,18 @@ async def _pump(at: int, part: Frames, queue: _Queue) -> None:
 
 
 async def _plain_events(
-    first: Frame, frames: Frames, request: NodeRequest, since: float | None
+    first: Frame, frames: Frames, request: NodeRequest, timed: _Timed
 ) -> AsyncIterator[bytes]:
     frame: Frame | None = first
     async with contextlib.aclosing(frames):
         while frame is not None:
             cut = request.writer.cut() if frame.kind is FrameKind.HANDOVER else b""
-            yield _with_stages(frame.payload + cut, frame, since)
+            yield timed(frame.payload + cut, frame)
             frame = await anext(frames, None)
 
 
 async def _plain_body(
-    first: Frame, frames: Frames, request: NodeRequest, since: float | None
+    first: Frame, frames: Frames, request: NodeRequest, timed: _Timed
 ) -> tuple[int, bytes]:
     async with contextlib.aclosing(frames):
         frame = first
@@ -270,10 +277,4 @@ async def _plain_body(
     if frame.kind is FrameKind.HANDOVER and frame.params is not None:
         # A third-party proxy delivers nothing itself: the decode node emits the first token too.
         payload = request.writer.cut(msgspec.structs.replace(frame.params, sent_text=None))
-    return 200, _with_stages(payload, frame, since)
-
-
-def _with_stages(payload: bytes, frame: Frame, since: float | None) -> bytes:
-    if since is None or frame.kind not in (FrameKind.END, FrameKind.HANDOVER):
-        return payload
-    return with_stages(payload, {**(frame.timing or {}), "total": (time.monotonic() - since) * 1e3})
+    return 200, timed(payload, frame)

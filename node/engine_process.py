@@ -94,7 +94,7 @@ class EngineProcess:
             self.engine.scheduler.pool,
             self.engine.pool.block_size,
             self._send,
-            enabled=config.tells_kv_events,
+            enabled=config.engine.enable_prefix_caching,
             tier=config.cache.kv_host_memory > 0,
         )
         self.connector = self._open_connector(ranks)
@@ -328,10 +328,11 @@ class EngineProcess:
             [],
             held=ticket,
             cached_tokens=request.cached_tokens or 0,
-            pulled_tokens=request.pulled_tokens,
+            found=request.found,
             blocks=self._cache.blocks(request, request.prompt_tokens),
         )
-        # At once: a decode node makes room meanwhile.
+        # At once: a decode node makes room meanwhile. What was evicted for it is told before.
+        self._cache.poll(time.monotonic(), idle=True)
         self._send(StepOutputs([update], self.engine.load(time.monotonic())))
 
     def grow(self, request: Request, tokens: int) -> None:
@@ -351,6 +352,8 @@ class EngineProcess:
         blocks = None
         if request.finish in (Finish.STOP, Finish.LENGTH) and not request.params.choice:
             blocks = self._cache.blocks(request, len(request.token_ids) - 1)
+        elif request.computes_prompt and request.new_tokens and not request.timings_told:
+            blocks = self._cache.blocks(request, request.prompt_tokens)
         self._updates.append(request_update(request, ticket, error, time.monotonic(), blocks))
 
     def _complete_offer(self, request: Request) -> Ticket | None:

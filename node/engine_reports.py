@@ -146,7 +146,7 @@ def request_update(
         error=error,
         refused=error is not None and constrained and request.fetch_error is None,
         prompt_logprobs=request.prompt_logprobs or None,
-        pulled_tokens=request.pulled_tokens,
+        found=request.found if early or request.finish else None,
         blocks=blocks,
         pinned_tokens=request.pinned_tokens,
     )

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,13 +24,14 @@ from kvrelay.node.process import set_log_process
 from kvrelay.node.request_stream import KvEvents, RequestStreams
 from kvrelay.node.sandbox import Sandbox
 from kvrelay.node.serving import Serving
+from kvrelay.openai_api.node_request import NodeRequest
 from kvrelay.openai_api.tracing import Tracing
 from kvrelay.wire.config import NodeConfig, Role
 from kvrelay.wire.config_checks import udp_address
 from kvrelay.wire.engine_messages import EngineStats
 from kvrelay.wire.errors import Conflict, DeadlineExceeded, Draining, EngineDead, RequestError
 from kvrelay.wire.heartbeat import HEARTBEAT_S, Heartbeat, NodeState, sealed
-from kvrelay.wire.kv_events import CacheChanges
+from kvrelay.wire.kv_events import CPU, GPU, STORAGE, CacheChanges
 
 __all__ = ["DRAIN_DEADLINE_S", "FLIPPING", "Heartbeats", "Node"]
 
@@ -63,7 +65,7 @@ class Node:
         self.cache = CacheClient(config, self._tell_below)
         self.serving, self.tracing = serving, tracing
         self.metrics: NodeMetrics | None = None
-        self.kv_events = KvEvents() if config.tells_kv_events else None
+        self.kv_events = KvEvents() if config.engine.enable_prefix_caching else None
         self.use(engine)
         self.failure: str | None = None
         self.streams, self.sandbox = RequestStreams(self.kv_events), sandbox or Sandbox()
@@ -91,6 +93,17 @@ class Node:
         self.engine.send(changes)
         if self.kv_events is not None:
             self.kv_events.publish(changes)
+
+    def rungs(self, requests: Sequence[NodeRequest], since: float) -> Counter[str]:
+        """Return the hit ladder of prompts that came at a time, as far as this node knows."""
+        rungs: Counter[str] = Counter()
+        for request in requests:
+            blocks, found, tokens = request.blocks, request.found, request.writer.prompt_tokens
+            if self.kv_events is not None and blocks is not None and found is not None:
+                mine = [GPU, CPU, STORAGE]
+                of = blocks.names, blocks.block_size, since, mine[: None if found.asked else 1]
+                rungs.update(self.kv_events.history.ladder(tokens, found, *of, mine))
+        return rungs
 
     def stats(self) -> EngineStats:
         """Return the newest of the engine, and of the tiers below its pool."""

@@ -5,7 +5,7 @@ Names that begin with `vllm:` mean what vLLM means. Each node of a hand-over cou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 
 from prometheus_client import (
@@ -21,6 +21,7 @@ from prometheus_client import (
 from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import EngineReady, EngineStats, Timing
 from kvrelay.wire.errors import KV_CAUSES
+from kvrelay.wire.ladder import RUNGS
 from kvrelay.wire.outputs import Finish, Load
 
 __all__ = ["NodeMetrics"]
@@ -82,6 +83,7 @@ _SUCCESS = "vllm:request_success"
 _FLIPS = "kvrelay_node_flips"
 _FAILED = "kvrelay_fetches_failed"
 _PULLS_FAILED = "kvrelay_pulls_failed"
+_RUNGS = "kvrelay_prompt_tokens"
 _RECOMPUTED = "kvrelay_recomputed_prompts"
 _NOT_LOADED = "kvrelay_requests_not_loaded"
 # The text, a label and its values, all shown from the start: a first rate is right.
@@ -93,6 +95,11 @@ _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "KV asked of another node's prefix cache that did not come, by cause",
         "cause",
         ("NotHeld", "NoSeat", *KV_CAUSES),
+    ),
+    _RUNGS: (
+        "Tokens of prompts, by where their KV was found, or lost as far as this node knows",
+        "rung",
+        RUNGS,
     ),
     _RECOMPUTED: (
         "Prompts computed on this decode node after a failed fetch, from the first missing block on",
@@ -261,6 +268,10 @@ class NodeMetrics:
 
     def _count(self, name: str, *labels: str, more: float = 1) -> None:
         self._counters[name].labels(*self._labels, *labels).inc(more)
+
+    def count_prompt(self, rungs: Mapping[str, int]) -> None:
+        for rung, tokens in rungs.items():
+            self._count(_RUNGS, rung, more=tokens)
 
     def count_flip(self, outcome: str) -> None:
         self._count(_FLIPS, outcome)

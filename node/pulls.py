@@ -12,6 +12,7 @@ from collections import Counter, deque
 from itertools import takewhile
 from operator import itemgetter
 
+from kvrelay.kv_transfer.cached import NOT_HELD
 from kvrelay.kv_transfer.connector import CachedAsked, Granted, PeerKey
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.paged_engine.engine import Engine
@@ -116,6 +117,9 @@ class Pulls:
         request.sources = [other for other, *_ in pulls if other != source][-1:]
         request.asking, request.asked_s, request.pull_from = True, now, first
         request.pull_price, request.pull_s = self._price(source), self._limit_s(blocks, first)
+        request.asked = (first + blocks) * block_size
+        request.read_from = (first + blocks - request.pull_stored) * block_size
+        request.from_peer = source.tokens > 0
         peer = PeerKey(source.host, source.port, source.generation)
         # A peer may have more than it is known for.
         hashes = hashes if source.tokens else hashes[:blocks]
@@ -169,9 +173,14 @@ class Pulls:
         if request.pull_stored:  # the answer waits for files
             ms = max(0.0, ms - price.ask_ms(now))
             self._files.read(request.pull_stored * self._block_bytes, ms, now)
-        elif event.ticket is not None or event.reason.startswith(("NotHeld", "TransferTimeout")):
+        elif event.ticket is not None or event.reason.startswith((NOT_HELD, "TransferTimeout")):
             price.asked(ms, now)
         request.asking = False
+        if event.ticket is not None:
+            blocks = (request.pull_from or 0) + len(event.ticket.remote_block_ids[0])
+            request.promised = blocks * self._engine.pool.block_size
+        elif not event.reason.startswith(NOT_HELD):
+            request.promised = max(request.promised, request.asked)
         if event.ticket is not None:
             self._connector.watch(event.request_id, event.ticket)
             self._granted.append((now + self._config.transfer_deadline_s, request))
@@ -183,6 +192,8 @@ class Pulls:
     def over(self, request: Request, num_bytes: int, read_s: float) -> None:
         """Count a pull whose fetch is over."""
         self.tokens += request.pulled_tokens
+        if not num_bytes:  # a block before the first one was evicted meanwhile
+            request.promised = 0
         request.pull_price.read(num_bytes, read_s * 1e3, time.monotonic())
 
     def failed(self, request: Request, cause: str, ticket: Ticket) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 
 import msgspec
 
@@ -37,13 +38,13 @@ class RequestRecord:
         tracing: Tracing | None,
     ) -> None:
         self._request, self._call, self._role, self._metrics = request, call, role, metrics
-        self._began = self._last_token_at = time.monotonic()
+        self.began = self._last_token_at = time.monotonic()
         self._ttft_s: float | None = None
         self._tokens = 0
         self.last: RequestUpdate | None = None
         self._span: RequestSpan | None = None
         if tracing is not None:
-            self._span = tracing.begin(_SPANS[role], call.trace, self._began)
+            self._span = tracing.begin(_SPANS[role], call.trace, self.began)
 
     def submit(self) -> None:
         submits = self._request.submits
@@ -58,24 +59,25 @@ class RequestRecord:
         now = time.monotonic()
         self._tokens += len(update.token_ids)
         if self._ttft_s is None:
-            self._ttft_s = now - self._began
+            self._ttft_s = now - self.began
         elif self._metrics is not None:
             self._metrics.observe_next_tokens(now - self._last_token_at)
         self._last_token_at = now
 
-    def close(self, error: str | None) -> None:
+    def close(self, error: str | None, rungs: Mapping[str, int]) -> None:
         ended = time.monotonic()
-        total_s, finish = ended - self._began, self._request.finish or Finish.ABORT
+        total_s, finish = ended - self.began, self._request.finish or Finish.ABORT
         timing = self._timing(total_s)
         if self._metrics is not None:
             if self._ttft_s is not None:
                 self._metrics.observe_first_token(self._ttft_s)
             not_fetched = self.last is not None and self.last.fetch_error is not None
             self._metrics.count_end(finish, total_s, self._tokens, timing, not_fetched=not_fetched)
+            self._metrics.count_prompt(rungs)
         stages = {} if timing is None else stages_ms(timing)
         self._log(finish, total_s, timing, stages, error)
         if self._span is not None:
-            times = [] if timing is None else stage_times(timing, self._began, ended)
+            times = [] if timing is None else stage_times(timing, self.began, ended)
             self._span.end(times, self._attributes(finish, timing, stages), ended, error or "")
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
 import msgspec
@@ -31,6 +32,7 @@ from kvrelay.wire.frames import (
     message,
 )
 from kvrelay.wire.kv_events import GPU, BlockHash, CacheChanges, all_held
+from kvrelay.wire.ladder import History
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.versions import LEGS
 
@@ -59,15 +61,17 @@ def check_version(headers: Mapping[str, str]) -> None:
 
 
 class KvEvents:
-    """A record of what the prefix cache holds in each medium, and the routers that follow it."""
+    """A record of what each medium of the prefix cache holds and held, and of its followers."""
 
     def __init__(self) -> None:
-        self._held: dict[str, set[BlockHash]] = {GPU: set()}
+        self.history = History[BlockHash]()
+        self.history.held[GPU] = {}
         self.followers: set[asyncio.Queue[bytes]] = set()
         """Their changes; an empty one tells a router that fell behind to begin anew."""
 
     def publish(self, changes: CacheChanges) -> None:
-        changes.follow(self._held.setdefault(changes.medium, set()))
+        news = changes.stored, changes.removed, time.monotonic()
+        self.history.changed(changes.medium, *news, cleared=changes.cleared)
         packed = msgspec.msgpack.encode(changes)
         for queue in self.followers:
             if queue.full():
@@ -83,7 +87,7 @@ class KvEvents:
         self.followers.add(queue)
         try:
             while True:
-                held = self._held.items()
+                held = self.history.held.items()
                 for part in [part for medium, names in held for part in all_held(names, medium)]:
                     yield Frame(FrameKind.TOKENS, msgspec.msgpack.encode(part))
                 while packed := await queue.get():

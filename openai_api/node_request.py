@@ -16,6 +16,7 @@ from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.engine_messages import RequestUpdate, Submit, Timing
 from kvrelay.wire.errors import KvNotLoaded, KvrelayError, NodeFailed, NotFound, RequestError
 from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.ladder import Found
 from kvrelay.wire.outputs import Finish, Load, PromptBlocks
 from kvrelay.wire.sampling import Constraint
 
@@ -60,7 +61,9 @@ class NodeRequest:
         """The newest from the engine, of the first choice."""
         self.unneeded: Submit | None = None
         """A request whose claim on KV elsewhere is to be given up."""
-        self._blocks: PromptBlocks | None = None
+        self.blocks: PromptBlocks | None = None
+        self.found: Found | None = None
+        """Of a prompt that is computed here."""
         self._kv_error: str | None = None  # empty once it was reported
         self._choice_of = {submit.request_id: submit.params.choice for submit in submits}
         self._live = set(self._choice_of)
@@ -94,7 +97,7 @@ class NodeRequest:
         first = self.submits[0]
         if update.request_id == first.request_id:
             self.timing = update.timing or self.timing
-            self._blocks = update.blocks
+            self.blocks = update.blocks or self.blocks
             if (
                 update.token_ids
                 and first.params.prompt_logprobs is not None
@@ -108,6 +111,7 @@ class NodeRequest:
             if not first.generated and first.fetch is None:
                 # A hand-over brings the prefill node's number instead.
                 self.writer.cached_tokens = update.cached_tokens
+                self.found = update.found or self.found
         choice = self._choice_of[update.request_id]
         payload = self.writer.tokens(choice, update.token_ids, update.logprobs)
         finish = Finish.STOP if self.writer.choices[choice].stopped else update.finish
@@ -157,7 +161,8 @@ class NodeRequest:
             timing=self.stages(update),
             usage=self.writer.counts,
             # The next turn's prompt has no thoughts.
-            blocks=None if self.writer.choices[0].message.thinks else self._blocks,
+            blocks=None if self.writer.choices[0].message.thinks else self.blocks,
+            found=self.found,
         )
 
     def error(self, why: KvrelayError) -> Frame:

@@ -7,7 +7,7 @@ stages of nodes that did not report.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -51,14 +51,21 @@ def stages_ms(timing: Timing) -> dict[str, float]:
     return stages | {MOVED: float(timing.transfer_bytes)} if timing.transfer_bytes else stages
 
 
-def with_stages(end: bytes, stages: Mapping[str, float]) -> bytes:
-    """Add a member `kvrelay` with milliseconds to an answer's last JSON object, without decoding."""
+def with_stages(end: bytes, stages: Mapping[str, float], rungs: Mapping[str, int]) -> bytes:
+    """Add a member `kvrelay` to an answer's last JSON object, without decoding.
+
+    It has milliseconds, and in `prompt` the tokens of each rung (wire/ladder.py).
+    """
     tail = b"}\n\n" + sse.DONE
     if not end.endswith(tail):
         tail = b"}"
     if not end.endswith(tail):
         return end
-    named = {f"{name}_ms": round(stages[name], 3) for name in STAGES if name in stages}
+    named: dict[str, Any] = {
+        f"{name}_ms": round(stages[name], 3) for name in STAGES if name in stages
+    }
+    if rungs:
+        named["prompt"] = rungs
     return end.removesuffix(tail) + b',"kvrelay":' + msgspec.json.encode(named) + tail
 
 

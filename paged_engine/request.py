@@ -11,6 +11,7 @@ from kvrelay.paged_engine.blocks import NO_PIN, BlockPool
 from kvrelay.paged_engine.guide import Guide
 from kvrelay.wire.engine_messages import Submit, Timing
 from kvrelay.wire.kv_events import BlockHash, Pin, extend, root_of
+from kvrelay.wire.ladder import Found
 from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.transfer import Source, Ticket
@@ -59,6 +60,10 @@ class Request:
     pull_price: Any = None  # the node's, of the source that was asked
     pull_stored: int = 0  # blocks of what was asked for that lie in this node's files
     pulled_tokens: int = 0
+    asked: int = 0  # another node or a tier was asked up to this token
+    promised: int = 0  # the KV was to come up to this token
+    from_peer: bool = False
+    read_from: int = 0  # first token that lies in files, if not from a peer
     fetch_error: str | None = None
     state: State = State.WAITING
     finish: Finish | None = None
@@ -135,6 +140,20 @@ class Request:
             self.pinned_tokens += pinned * block_size
             if pinned < len(names):
                 self.pin = NO_PIN
+
+    @property
+    def computes_prompt(self) -> bool:
+        return self.fork_of is None and (self.pull_from is not None or self.fetched_s is None)
+
+    @property
+    def found(self) -> Found:
+        """Return where the tokens of its prompt were found that are not computed."""
+        cached, pulled = self.cached_tokens or 0, self.pulled_tokens
+        gpu, failed = cached - pulled, max(0, self.promised - cached)
+        if self.from_peer:
+            return Found(gpu, peer=pulled, failed=failed, asked=self.asked)
+        host = max(0, min(cached, self.read_from) - gpu)
+        return Found(gpu, host, pulled - host, 0, failed, self.asked)
 
     @property
     def adapter_slot(self) -> int:

@@ -185,7 +185,7 @@ class Cluster:
             self._announce(at, role, now)
         for router in self.routers:
             router.pool.blame(router.node(at), "it is lost", now / 1e3)
-        self.history.left(f"{url_of(at)}{GPU}", now)
+        self.history.left(f"{url_of(at)}{GPU}")
         self._lost(self.nodes[at].lose(now), now)
 
     @property

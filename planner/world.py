@@ -18,7 +18,7 @@ from kvrelay.router.nodes.node import Lease
 from kvrelay.router.request.placer import ChosenNodes
 from kvrelay.router.roles import EVERY_S, OTHER, RolePlanner, work_of
 from kvrelay.wire.kv_events import CPU, GPU
-from kvrelay.wire.ladder import Found, ladder
+from kvrelay.wire.ladder import Found
 
 __all__ = ["RoleController", "World", "simulate"]
 
@@ -256,10 +256,9 @@ class World:
         if not setting.prefixes:
             return {}
         found = Found(stream.cached - sum(read.values()), **read)
-        names, size = stream.blocks[: (stream.prompt - 1) // setting.block_size], setting.block_size
-        history, at = self.cluster.history, found.tokens // size
-        depths = history.depths(names, size, walk.placed, walk.holders, [*history.held], at)
-        return ladder(stream.prompt, found, depths)
+        history = self.cluster.history
+        of = stream.blocks, setting.block_size, walk.placed, walk.holders, [*history.held]
+        return history.ladder(stream.prompt, found, *of)
 
     def fetched(self, stream: Stream, now: float) -> None:
         walk = self._walks[stream]

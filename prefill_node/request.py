@@ -35,6 +35,7 @@ class PrefillRequest(NodeRequest):
         self._several, self._asked, self._prompt_told = several, asked, False
 
     def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:
+        self.blocks, self.found = update.blocks or self.blocks, update.found or self.found
         if update.held is None or update.finish is not None:
             yield from super().frames(update, load)
         elif self._asked.pipelined and self.submits[0].params.prompt_logprobs is None:
@@ -45,7 +46,9 @@ class PrefillRequest(NodeRequest):
                 packed_prompt=packed(self.submits[0].prompt_token_ids),
             )
             self._prompt_told = True
-            yield Frame(FrameKind.TICKET, params=early, load=load, blocks=update.blocks)
+            yield Frame(
+                FrameKind.TICKET, params=early, load=load, blocks=update.blocks, found=self.found
+            )
 
     def last_frames(
         self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish, load: Load
@@ -66,6 +69,7 @@ class PrefillRequest(NodeRequest):
             params=self._params(update, finish if over else None),
             load=load,
             timing=self.stages(update),
+            found=self.found,
         )
 
     def _params(self, update: RequestUpdate, finish: Finish | None) -> KvTransferParams:

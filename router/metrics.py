@@ -24,6 +24,7 @@ from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.timeline import EndedRequest
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KV_CAUSES
+from kvrelay.wire.ladder import RUNGS
 
 __all__ = ["Metrics"]
 
@@ -168,11 +169,11 @@ class Metrics(Collector):
             "outcome",
             zeros=("stopped", "refused"),
         )
-        self._cached_tokens = counter(
-            "kvrelay_router_cached_prompt_tokens",
-            "Tokens of prompts in prefix caches of prefill nodes: the estimate at the choice, and "
-            "the node's report.",
-            "by",
+        self._prompt_tokens = counter(
+            "kvrelay_router_prompt_tokens",
+            "Tokens of prompts, by where their KV was found or why it was not.",
+            "rung",
+            zeros=RUNGS,
         )
         self.role_changes = counter(
             "kvrelay_router_role_changes",
@@ -209,11 +210,6 @@ class Metrics(Collector):
         self.counts["requests"] += 1
         self.counts["failed"] += status >= 500
 
-    def cached(self, estimate: int, report: int) -> None:
-        """Count a prompt's cached tokens: estimated, and as its node told."""
-        self._cached_tokens.labels("estimate").inc(estimate)
-        self._cached_tokens.labels("report").inc(report)
-
     def handed_over(self, asked: str) -> None:
         self.disaggregated.labels(self.model_of(asked)).inc()
 
@@ -223,6 +219,9 @@ class Metrics(Collector):
     def finished(self, model: str, request: EndedRequest) -> None:
         """Count a finished request; its tokens were counted already."""
         self._count(model, request.path, request.status)
+        self.counts.update(request.rungs)
+        for rung, tokens in request.rungs.items():
+            self._prompt_tokens.labels(rung).inc(tokens)
         for name, seconds in request.stages_s.items():
             if name == "total":
                 self.e2e.labels(model).observe(seconds)

@@ -18,7 +18,8 @@ from kvrelay.openai_api.tracing import RequestSpan
 from kvrelay.router.console.snapshot import KEPT_REQUESTS
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.request.job import Job
-from kvrelay.router.request.run import RequestRun, last_timeline, prompt_tokens_of
+from kvrelay.router.request.joined import last_timeline, prompt_tokens_of, rungs_of
+from kvrelay.router.request.run import RequestRun
 from kvrelay.router.timeline import EndedRequest, Timeline
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError
@@ -129,6 +130,7 @@ class RequestLog:
             decode=decode,
             kv_bytes=sum(int(run.timeline.decode_ms.get(MOVED, 0)) for run in runs),
             stages_s=timeline.stages_s(now),
+            rungs=dict(+rungs_of(runs)),
             placed="; ".join(str(run.placed.placement) if run.placed else "-" for run in runs),
         )
         self.ended.append(request)
@@ -144,6 +146,7 @@ def _line(request: EndedRequest, trace: Mapping[str, str]) -> Fields:
         "model": request.model,
         "trace": trace_id_of(trace.get("traceparent", "")),
         "error": request.error,
+        "rungs": repr(" ".join(f"{rung}={count}" for rung, count in request.rungs.items())),
         "placed": repr(request.placed),
     }
     return Fields({name: value for name, value in known.items() if value not in ("", None)})

@@ -46,7 +46,8 @@ from kvrelay.router.request.job import (
     parts_of,
     slo_of_headers,
 )
-from kvrelay.router.request.run import RequestRun, prompt_tokens_of, run_together
+from kvrelay.router.request.joined import prompt_tokens_of, run_together
+from kvrelay.router.request.run import RequestRun
 from kvrelay.router.router import Reread, Router
 from kvrelay.router.state import Health, Shared
 from kvrelay.router.timeline import Timeline

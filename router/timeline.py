@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -64,8 +65,9 @@ class Timeline:
         stages["total"] = now - self.arrived
         return stages
 
-    def with_stages(self, end: bytes, now: float) -> bytes:
-        return with_stages(end, {name: took * 1e3 for name, took in self.stages_s(now).items()})
+    def with_stages(self, end: bytes, now: float, rungs: Mapping[str, int]) -> bytes:
+        stages_ms = {name: took * 1e3 for name, took in self.stages_s(now).items()}
+        return with_stages(end, stages_ms, rungs)
 
     def inter_token_s(self, tokens: int, answers: int) -> float | None:
         """Return the mean time between tokens; None without two in an answer.
@@ -105,5 +107,7 @@ class EndedRequest(msgspec.Struct, frozen=True):
     """Bytes that the decode node fetched; 0 if none or unknown."""
     stages_s: dict[str, float]
     """Stages as openai_api/stages.py names them."""
+    rungs: dict[str, int] = {}
+    """Tokens of the prompts by rung, as wire/ladder.py names them; without zeros."""
     placed: str = "-"
     """Where the request was placed, at what price, and the best other way."""

@@ -447,10 +447,6 @@ class NodeConfig(ServerConfig):
             )
 
     @property
-    def tells_kv_events(self) -> bool:
-        return self.engine.enable_prefix_caching and self.role is not Role.AGGREGATED
-
-    @property
     def url(self) -> str:
         """Return where others reach this node: its host, or kv_host if it listens on all addresses."""
         host = self.transfer.kv_host if self.host in ("0.0.0.0", "::") else self.host

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from kvrelay.wire.kv_events import CacheChanges, Pin
+from kvrelay.wire.ladder import Found
 from kvrelay.wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.step_costs import StepCosts
@@ -152,8 +153,8 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     """With an error: its adapter was unloaded meanwhile."""
     blocks: PromptBlocks | None = None
     """With the first `held`, names of the prompt's blocks; at the end those of the answer, too."""
-    pulled_tokens: int = 0
-    """Those of cached_tokens that came from another node's cache."""
+    found: Found | None = None
+    """Where cached_tokens were found; with `held`, `timing` and `finish`."""
     pinned_tokens: int = 0
     """Tokens whose KV is pinned; with the answer's."""
 

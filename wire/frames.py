@@ -18,6 +18,7 @@ import struct
 import msgspec
 
 from kvrelay.wire.errors import ErrorBody, NodeFailed
+from kvrelay.wire.ladder import Found
 from kvrelay.wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
 from kvrelay.wire.transfer import KvTransferParams
 
@@ -95,6 +96,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     """
     kv_error: str = ""
     """Once, in a decode leg whose KV did not come: the cause's name in wire/errors.py."""
+    found: Found | None = None
+    """From the node that computes the prompt, in its TICKET and its last frame."""
 
 
 LEGS_PATH = "/kv/legs"

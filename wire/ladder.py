@@ -16,7 +16,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-__all__ = ["RUNGS", "Depths", "Found", "History", "ladder"]
+from kvrelay.wire.kv_events import CPU, GPU, STORAGE
+
+__all__ = ["RUNGS", "Depths", "Found", "History", "ladder", "place_of", "places_of"]
 
 RUNGS = (
     *("gpu", "host", "store", "peer"),
@@ -40,7 +42,7 @@ class Found(msgspec.Struct, frozen=True, array_like=True):
     failed: int = 0
     """Tokens behind those, of which the KV was promised and did not come in time."""
     asked: int = 0
-    """Another node was asked for KV up to this token; 0: none was."""
+    """Another node or a tier was asked for KV up to this token; 0: none was."""
 
     @property
     def tokens(self) -> int:
@@ -60,6 +62,14 @@ class Depths(NamedTuple):
     """Some node told so once, as far as the history goes back."""
     older: int = 0
     """Some node told so, however long ago."""
+
+
+def place_of(node: str, medium: str) -> str:
+    return f"{node} {medium}"
+
+
+def places_of(nodes: Iterable[str]) -> list[str]:
+    return [place_of(node, medium) for node in nodes for medium in (GPU, CPU, STORAGE)]
 
 
 def ladder(tokens: int, found: Found, depths: Depths) -> dict[str, int]:
@@ -96,8 +106,8 @@ class History(Generic[_Name]):
         at: float,
         *,
         cleared: bool = False,
-    ) -> None:
-        """Follow an event of a node's cache; its first one is `cleared`."""
+    ) -> dict[_Name, float]:
+        """Follow an event of a node's cache, the first one `cleared`; return what it holds."""
         held, stored = self.held.setdefault(node, {}), dict.fromkeys(stored, at)
         # A node tells of blocks that are new there: what it had was evicted in between.
         gone = [*held] if cleared else [*removed, *filter(held.__contains__, stored)]
@@ -105,10 +115,11 @@ class History(Generic[_Name]):
             held.pop(name, None)
         held |= stored
         self._forget(gone, at, node)
+        return held
 
-    def left(self, node: str, at: float) -> None:
+    def left(self, node: str) -> None:
         """Note that a node's blocks are not known any more."""
-        self._forget(self.held.pop(node, ()), at, node)
+        self._forget(self.held.pop(node, ()), -math.inf, node)
 
     def _forget(self, names: Iterable[_Name], at: float, node: str) -> None:
         gone, when = self._gone, (at, node)
@@ -120,18 +131,19 @@ class History(Generic[_Name]):
                 del gone[name]
                 self._older[hash(name) % _OLDER] = hash(name)
 
-    def depths(
+    def ladder(
         self,
+        tokens: int,
+        found: Found,
         names: Sequence[_Name],
         block_size: int,
         at: float,
         nodes: Collection[str],
         them: Collection[str],
-        first: int = 0,
-    ) -> Depths:
-        """Return the depths of a prompt that `nodes`, chosen among `them` at a time, were to have.
+    ) -> dict[str, int]:
+        """Return the ladder of a prompt that `nodes`, chosen among `them` at a time, were to have.
 
-        Blocks before `first` were found. Blocks stored after that time do not count.
+        `names` are of its full blocks. Those stored after that time do not count.
         """
         held, gone, older = self.held, self._gone, self._older
 
@@ -145,7 +157,6 @@ class History(Generic[_Name]):
         def seen(name: _Name) -> bool:
             return name in gone or kept(name, them)
 
-        found, most = [], len(names)
         tests: tuple[Callable[[_Name], bool], ...] = (
             lambda name: older[hash(name) % _OLDER] == hash(name) or seen(name),
             seen,
@@ -153,8 +164,10 @@ class History(Generic[_Name]):
             had,
             kept,
         )
+        # A prompt's last token is computed, so its last block may not be cached.
+        depths, most = [], min(len(names), (tokens - 1) // block_size)
         for test in tests:  # each implies those before it
-            if first < most:
-                most = bisect_left(names, True, first, most, key=lambda name: not test(name))
-            found.append(most * block_size)
-        return Depths(*reversed(found))
+            first = min(most, found.tokens // block_size)
+            most = bisect_left(names, True, first, most, key=lambda name: not test(name))
+            depths.append(most * block_size)
+        return ladder(tokens, found, Depths(*reversed(depths)))

@@ -10,6 +10,9 @@ import msgspec
 __all__ = ["Finish", "Load", "PromptBlocks", "TokenLogprobs"]
 
 
+_NAME_BYTES = 16
+
+
 class Finish(enum.StrEnum):
     """A reason why a request ended."""
 
@@ -102,3 +105,9 @@ class PromptBlocks(msgspec.Struct, frozen=True, array_like=True):
 
     block_size: int
     hashes: bytes
+
+    @property
+    def names(self) -> list[bytes]:
+        return [
+            self.hashes[at : at + _NAME_BYTES] for at in range(0, len(self.hashes), _NAME_BYTES)
+        ]

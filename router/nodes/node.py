@@ -237,8 +237,6 @@ class Breaker:
 class Lease:
     node: Node
     share: Share = field(default_factory=Share)
-    cached_tokens: int = 0
-    """Tokens of the prompt that the node was thought not to compute when it was chosen."""
     sent: Sent | None = None
     cut: Callable[[], None] | None = None
     role: Role = field(init=False)

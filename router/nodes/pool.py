@@ -295,9 +295,9 @@ class Pool:
 
     # Which requests they have.
 
-    def hold(self, node: Node, share: Share, prefix: Prefix | None, cached: int = 0) -> Lease:
+    def hold(self, node: Node, share: Share, prefix: Prefix | None) -> Lease:
         node.turn = next(self._turns)
-        lease = Lease(node, share, cached)
+        lease = Lease(node, share)
         node.leases.add(lease)
         node.state.add(share)
         if prefix is not None:

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.wire.kv_events import GPU
+from kvrelay.wire.ladder import History, place_of
 from kvrelay.wire.outputs import PromptBlocks
 from kvrelay.wire.step_costs import RunningMean
 
@@ -78,7 +79,7 @@ class Prefix(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    held: dict[str, set[int]] = field(default_factory=dict)  # block keys by medium
+    held: dict[str, dict[int, float]] = field(default_factory=dict)  # block keys by medium
     sent: dict[int, None] = field(default_factory=dict)  # chunks, the oldest first; without events
     running: Counter[int] = field(default_factory=Counter)  # requests by chunk
 
@@ -86,6 +87,7 @@ class _Node:
 class PrefixIndex:
     def __init__(self) -> None:
         self._nodes: defaultdict[str, _Node] = defaultdict(_Node)
+        self.history = History[int]()
         self._learned: dict[int, array[int]] = {}
         """Keys of the blocks that end in a chunk, and by ~chunk all behind a whole prompt's last."""
         self._block_size = 0
@@ -173,6 +175,7 @@ class PrefixIndex:
         url: str,
         stored: Iterable[int],
         removed: Iterable[int] = (),
+        at: float = 0.0,
         *,
         cleared: bool = False,
         medium: str = GPU,
@@ -180,23 +183,23 @@ class PrefixIndex:
         """Follow an event of a node's cache; the first one of a medium is `cleared`."""
         node = self._nodes[url]
         node.sent = {}
-        held = node.held.setdefault(medium, set())
-        if cleared:
-            held.clear()
-        held.difference_update(removed)
-        held.update(stored)
-        while len(held) > MAX_BLOCKS // len(self._nodes):
-            held.pop()
+        where = place_of(url, medium)
+        node.held[medium] = held = self.history.changed(where, stored, removed, at, cleared=cleared)
+        for key in list(islice(held, max(0, len(held) - MAX_BLOCKS // len(self._nodes)))):
+            del held[key]
 
     def lost(self, url: str) -> None:
         """Go by what is sent to a node from now on, as it tells no more events."""
         if url in self._nodes:
+            for medium in self._nodes[url].held:
+                self.history.left(place_of(url, medium))
             self._nodes[url].held.clear()
 
     def follows(self, url: str) -> bool:
         return url in self._nodes and GPU in self._nodes[url].held
 
     def forget(self, url: str) -> None:
+        self.lost(url)
         self._nodes.pop(url, None)
 
     def texts(self) -> int:

@@ -31,6 +31,8 @@ from kvrelay.router.request.job import Job, Slo, is_undivided
 from kvrelay.wire.announced import FIRST_OUTPUT
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode
+from kvrelay.wire.kv_events import GPU
+from kvrelay.wire.ladder import Depths, Found, ladder, place_of, places_of
 from kvrelay.wire.router_config import PRICE, RouterConfig
 from kvrelay.wire.step_costs import RunningMean
 from kvrelay.wire.transfer import Source
@@ -71,6 +73,7 @@ class PlacementLeases:
     placement: Placement
     prefill: Lease | None
     decode: Lease
+    at: float
 
 
 class Placer:
@@ -136,6 +139,21 @@ class Placer:
         if kv.cache is not None and held > tokens:
             found.append(msgspec.structs.replace(kv.cache, tokens=held))
         return found
+
+    def rungs(
+        self, placed: PlacementLeases, node: Node, prefix: Prefix, tokens: int, found: Found
+    ) -> dict[str, int]:
+        """Return a prompt's tokens by rung; `node` computes it, and has told what it found."""
+        cached = placed.wanted.request.cached
+        if prefix.keys is None:
+            told = cached.get(node.url, 0)
+            return ladder(tokens, found, Depths(told, told, max(cached.values(), default=0)))
+        nodes = [place_of(node.url, GPU)]
+        if found.asked:
+            nodes = places_of((node.url, placed.placement.prompt[2]))
+        them = places_of(each.url for each in self._pool.nodes if each.model == node.model)
+        of = prefix.keys, prefix.block_size, placed.at, nodes, them
+        return self._pool.prefixes.history.ladder(tokens, found, *of)
 
     def limited(self, wanted: PlacementQuery, targets: Slo) -> PlacementQuery:
         """Return a query that waits or is refused where it would miss its targets.
@@ -228,9 +246,9 @@ class Placer:
         hold, prefix = self._pool.hold, wanted.prefix
         prefill = None
         if share is not None and wanted.peer is None:
-            prefill = hold(source, share, prefix, placement.prompt[1])
+            prefill = hold(source, share, prefix)
         decode = hold(target, row, prefix)
-        return PlacementLeases(wanted, placement, prefill, decode)
+        return PlacementLeases(wanted, placement, prefill, decode, time.monotonic())
 
     def give_back(self, placed: PlacementLeases) -> None:
         for lease in filter(None, (placed.prefill, placed.decode)):

@@ -15,16 +15,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
-from kvrelay.openai_api.sse import joined_body, joined_end
 from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.nodes.node import Lease, Node, NodeKind, kv_mismatch
 from kvrelay.router.relay import Reply
-from kvrelay.router.request.failures import MAX_LOST, Attempts, CrashRecord, RunContext
+from kvrelay.router.request.failures import Attempts, CrashRecord, RunContext
 from kvrelay.router.request.job import (
     Job,
     decode_body,
@@ -47,9 +46,10 @@ from kvrelay.wire.errors import (
     without_frames,
 )
 from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.ladder import Found
 from kvrelay.wire.transfer import SPILL_REFUSED, KvTransferParams
 
-__all__ = ["ROOM_DEADLINE_S", "RequestRun", "last_timeline", "prompt_tokens_of", "run_together"]
+__all__ = ["ROOM_DEADLINE_S", "RequestRun"]
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -73,6 +73,8 @@ class RequestRun:
     prompt_tokens: int | None = None
     cached_tokens: int = 0
     output_tokens: int = 0
+    rungs: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of the prompt by rung (wire/ladder.py), once a node has told."""
 
     def __post_init__(self) -> None:
         self.nodes = {Role.PREFILL: "-", Role.DECODE: "-"}
@@ -322,6 +324,13 @@ class RequestRun:
         if self._early_decode is None:
             self._early_decode = asyncio.create_task(self._decode_early())
 
+    def note_prompt(self, node: Node, told: Found | None) -> None:
+        """Note what a node has found of the prompt; None: it does not say where."""
+        tokens, found = self.prompt_tokens, told or Found(self.cached_tokens)
+        if self.placed is not None and tokens and (told or not self.rungs):
+            of = node, self._prefix, tokens, found
+            self.rungs = self.context.placer.rungs(self.placed, *of)
+
     def on_end(self, frame: Frame) -> None:
         """Note the usage of a whole answer, and which nodes could not read the request."""
         output = self.output_tokens
@@ -331,7 +340,8 @@ class RequestRun:
         self.context.placer.answered(self.job.model, output // self.job.choices)
         self._pool.prefixes.counted(self._prefix, told)
         if frame.blocks is not None:
-            self._pool.prefixes.answered(self._prefix.known(frame.blocks, told))
+            self._prefix = self._prefix.known(frame.blocks, told)
+            self._pool.prefixes.answered(self._prefix)
         for lease in self.unread:
             self._pool.could_not_read(lease.node, time.monotonic())
         self.unread.clear()
@@ -432,58 +442,15 @@ class Attempt:
             run.prompt_tokens = told or run.prompt_tokens
             run.cached_tokens = max(0, params.cached_tokens)
             if not self._position.decoding:
-                if run.progress.told is None and params.cached_tokens >= 0:
-                    run.context.metrics.cached(self._lease.cached_tokens, params.cached_tokens)
                 if frame.kind is FrameKind.TICKET:
                     run.on_ticket(params, frame)
                 else:
                     timeline.prefilled = timeline.prefilled or now
+                run.note_prompt(self._lease.node, frame.found)
         if frame.kind is not FrameKind.END:
             return frame.payload
         run.on_end(frame)
-        return timeline.with_stages(frame.payload, now) if run.job.wants_stages else frame.payload
-
-
-async def run_together(job: Job, runs: Sequence[RequestRun], reply: Reply) -> None:
-    """Answer all prompts into `reply`; the first that fails ends the others. Raises KvrelayError.
-
-    Events are joined as they come: then `reply` is also that of each run. Until a node has sent a
-    token, at most MAX_LOST prompts run, to spare further nodes.
-    """
-
-    async def part(at: int, run: RequestRun) -> None:
-        if at >= MAX_LOST:
-            await run.crashes.first_token.wait()
-        await run.run()
-        run.crashes.first_token.set()
-
-    tasks = [asyncio.create_task(part(*each)) for each in enumerate(runs)]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        await cancel_and_wait(tasks)
-    if job.stream:
-        end = joined_end(
-            [(run.prompt_tokens or 0, run.output_tokens, run.cached_tokens) for run in runs],
-            include_usage=job.include_usage,
-            response_id=job.response_id,
-            created=job.created,
-            model=job.model,
-        )
-    else:
-        end = joined_body([run.reply.kept() for run in runs])
-    if job.wants_stages:
-        end = last_timeline(runs).with_stages(end, time.monotonic())
-    reply.put(end, True)
-
-
-def last_timeline(runs: Sequence[RequestRun]) -> Timeline:
-    """Return the times of the prompt that was answered last."""
-    times = (run.timeline for run in runs)
-    return max(times, key=lambda each: each.last_token or each.arrived)
-
-
-def prompt_tokens_of(runs: Sequence[RequestRun]) -> int | None:
-    """Return the tokens of all prompts; None until nodes have told."""
-    counts = [run.prompt_tokens for run in runs]
-    return None if None in counts else sum(filter(None, counts))
+        run.note_prompt(self._lease.node, frame.found)
+        if run.job.wants_stages:
+            return timeline.with_stages(frame.payload, now, run.rungs)
+        return frame.payload

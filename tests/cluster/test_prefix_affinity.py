@@ -74,16 +74,11 @@ def told(cluster: Cluster) -> None:
     wait_until(steady, 20, "events of all nodes")
 
 
-def counted(cluster: Cluster) -> tuple[float, float]:
-    """Cached tokens of prompts so far: estimated by the router, reported by the nodes."""
-    assert cluster.router is not None
+def counted(cluster: Cluster) -> dict[str, float]:
+    """Tokens of prompts so far, by rung."""
     text = httpx2.get(f"{cluster.url}/metrics", timeout=5).text
-    found = {
-        by: re.search(rf'cached_prompt_tokens_total{{by="{by}"}} (\S+)', text)
-        for by in ("estimate", "report")
-    }
-    estimate, report = (0.0 if match is None else float(match[1]) for match in found.values())
-    return estimate, report
+    found = re.findall(r'kvrelay_router_prompt_tokens_total{rung="(\w+)"} (\S+)', text)
+    return {rung: float(tokens) for rung, tokens in found}
 
 
 def test_a_prompt_goes_to_where_its_beginning_is(cluster: Cluster) -> None:
@@ -97,9 +92,9 @@ def test_a_prompt_goes_to_where_its_beginning_is(cluster: Cluster) -> None:
             again = Answer(cluster, [*ids(name, SHARED), *ids(10 + at, 30)])
             assert again.prefill == mine.prefill
             assert again.cached == blocks * BLOCK
-    estimated, reported = (now - then for now, then in zip(counted(cluster), before, strict=True))
-    assert reported == 6 * blocks * BLOCK
-    assert abs(estimated - reported) <= 6 * NEARLY
+    after = counted(cluster)
+    assert after["gpu"] - before["gpu"] == 6 * blocks * BLOCK
+    assert (after["stale"], after["evicted"]) == (0, 0)
 
     # A turn later the text holds what the decode node has generated, which no prefill node has
     # computed.
@@ -123,5 +118,6 @@ def test_what_a_node_has_evicted_it_is_not_chosen_for(cluster: Cluster) -> None:
     then = counted(cluster)
     again = Answer(cluster, [*ids(20, SHARED), *ids(1, 30)])
     assert again.cached == 0
-    estimated, reported = (now - before for now, before in zip(counted(cluster), then, strict=True))
-    assert (estimated, reported) == (0, 0)
+    more = {rung: count - then[rung] for rung, count in counted(cluster).items()}
+    assert (more["gpu"], more["stale"], more["evicted"]) == (0, 0, 0)
+    assert more["placement"] + more["capacity"] == blocks * BLOCK

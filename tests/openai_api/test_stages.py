@@ -48,16 +48,19 @@ def test_the_last_object_of_an_answer_gets_a_member_and_nothing_else_changes(str
     last = {"id": "x", "choices": [], "usage": {"prompt_tokens": 3}}
     body = msgspec.json.encode(last)
     end = sse.event(b'{"id":"x"}') + sse.event(body) + sse.DONE if stream else body
-    timed = with_stages(end, {"total": 12.3456, "queue": 0.25, "told": 3.0})
+    stages, rungs = {"total": 12.3456, "queue": 0.25, "told": 3.0}, {"gpu": 2, "new": 1}
+    timed = with_stages(end, stages, rungs)
     begun, _, rest = timed.partition(b',"kvrelay":')
-    kvrelay, _, tail = rest.partition(b"}")
+    kvrelay, _, tail = rest.partition(b"}}")
     assert begun + tail == end
-    assert msgspec.json.decode(kvrelay + b"}") == {"queue_ms": 0.25, "total_ms": 12.346}
+    shown = {"queue_ms": 0.25, "total_ms": 12.346}
+    assert msgspec.json.decode(kvrelay + b"}}") == {**shown, "prompt": rungs}
+    assert msgspec.json.encode(shown) in with_stages(end, stages, {})
 
 
 def test_what_is_no_end_of_an_answer_stays_what_it_is() -> None:
-    assert with_stages(b"", {"total": 1.0}) == b""
-    assert with_stages(sse.event(b"{}"), {"total": 1.0}) == sse.event(b"{}")
+    assert with_stages(b"", {"total": 1.0}, {}) == b""
+    assert with_stages(sse.event(b"{}"), {"total": 1.0}, {}) == sse.event(b"{}")
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ async def test_a_request_that_has_ended_is_told_with_its_stages_and_without_its_
         assert request.kv_bytes == 4096
         assert request.stages_s["transfer"] == 0.008
         assert request.stages_s["total"] >= (request.ttft_s or 0.0) > 0
-        counts = {"output_tokens": 3, "requests": 1, "failed": 0}
+        counts = {"output_tokens": 3, "requests": 1, "failed": 0, "new": 3}
         assert seen.counts == counts | {"running": 0, "waiting": 0, "waiting_for_room": 0}
 
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from router_doubles import MODEL, Cluster, cluster, decode, parse_job, prefill
 
 from kvrelay.router.admission.keys import hash_of
-from kvrelay.router.nodes.node import Lease, NodeKind
-from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.nodes.node import NodeKind
 from kvrelay.router.request.job import (
     CHAT_PATH,
     COMPLETIONS_PATH,
@@ -24,7 +23,7 @@ from kvrelay.router.request.job import (
     parts_of,
     prefill_body,
 )
-from kvrelay.wire.config import Role
+from kvrelay.router.request.placer import ChosenNodes, PlacementLeases, Placer
 from kvrelay.wire.errors import ConfigError, RequestError
 from kvrelay.wire.kv_events import chain, root_of
 from kvrelay.wire.router_config import KeyConfig, RouterConfig
@@ -163,15 +162,13 @@ async def test_every_route_sends_the_salt_of_the_key_on_both_legs(path: str, bod
 async def test_the_routers_own_index_tells_a_key_of_no_other_keys_prompts(
     monkeypatch: pytest.MonkeyPatch, isolate: bool
 ) -> None:
-    shared, hold = list[bool](), Pool.hold
+    shared, take = list[bool](), Placer.take
 
-    def noted(*given: Any) -> Lease:
-        lease = hold(*given)
-        if lease.role is Role.PREFILL:
-            shared.append(lease.cached_tokens > 0)
-        return lease
+    def noted(placer: Placer, found: ChosenNodes) -> PlacementLeases:
+        shared.append(found.placement.prefill in found.wanted.request.cached)
+        return take(placer, found)
 
-    monkeypatch.setattr(Pool, "hold", noted)
+    monkeypatch.setattr(Placer, "take", noted)
     p, d = prefill(), decode()
     async with cluster(p, d, keys=KEYS, isolate_keys=isolate) as c:
         body = {"prompt": PROMPT, "max_tokens": 3}

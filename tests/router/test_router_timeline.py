@@ -8,6 +8,7 @@ from router_doubles import Call, cluster, decode, event, handover, prefill
 
 from kvrelay.router.timeline import Timeline
 from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.ladder import RUNGS
 
 PREFILL = {"queue": 2.0, "prefill": 30.0}
 DECODE = {
@@ -106,7 +107,9 @@ async def test_a_client_that_asks_finds_the_stages_at_the_end_of_its_answer(
             *[name for name in DECODE if name != "told"],
             "total",
         )
-        assert list(kvrelay) == [f"{name}_ms" for name in names]
+        assert list(kvrelay) == [*[f"{name}_ms" for name in names], "prompt"]
+        assert list(kvrelay["prompt"]) == list(RUNGS)
+        assert sum(kvrelay["prompt"].values()) == 3
         assert text.replace(',"kvrelay":' + msgspec.json.encode(kvrelay).decode(), "") == plain
 
 

@@ -10,7 +10,6 @@ from kvrelay.wire.config import (
     EngineConfig,
     NodeConfig,
     RanksConfig,
-    Role,
     SpeculativeConfig,
     TransferConfig,
 )
@@ -94,16 +93,6 @@ def test_proposals_that_cannot_be_made_are_refused(given: dict[str, Any], said: 
     with pytest.raises(ConfigError) as caught:
         SpeculativeConfig(**given)
     assert said in caught.value.message
-
-
-def test_prefill_and_decode_nodes_with_a_prefix_cache_tell_of_it() -> None:
-    caching, without = EngineConfig("m"), EngineConfig("m", enable_prefix_caching=False)
-    told = [
-        NodeConfig(engine, role).tells_kv_events
-        for engine in (caching, without)
-        for role in (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
-    ]
-    assert told == [True, True, False, False, False, False]
 
 
 def test_a_token_is_not_shown() -> None:

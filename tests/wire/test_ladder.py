@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,59 +46,75 @@ def test_each_token_is_on_the_one_rung_that_an_oracle_names(
 class Cache:
     """The blocks of a node, as an engine evicts them: the least recently used, ends first."""
 
-    def __init__(self, name: str, size: int) -> None:
-        self.name, self.size = name, size
+    def __init__(self, name: str, size: int, history: History[str]) -> None:
+        self.name, self.size, self.history = name, size, history
         self.blocks: OrderedDict[str, None] = OrderedDict()
 
-    def run(self, prompt: str) -> tuple[int, list[str], list[str]]:
-        """Return how many blocks of a prompt were found, which are new, and which are gone."""
+    def run(self, prompt: str, at: float) -> None:
         names = list(itertools.accumulate(prompt))
-        found = len(list(itertools.takewhile(self.blocks.__contains__, names)))
-        stored = [name for name in names[: self.size] if name not in self.blocks]
-        for name in reversed(names[: self.size]):
+        stored = [name for name in names if name not in self.blocks]
+        for name in reversed(names):
             self.blocks[name] = None
             self.blocks.move_to_end(name)
-        gone = []
-        while len(self.blocks) > self.size:
-            gone.append(self.blocks.popitem(last=False)[0])
-        return found, stored, gone
+        self.history.changed(self.name, stored, [], at)
+        self.evict(len(self.blocks) - self.size, at)
+
+    def evict(self, count: int, at: float) -> set[str]:
+        gone = [self.blocks.popitem(last=False)[0] for _ in range(min(count, len(self.blocks)))]
+        self.history.changed(self.name, [], gone, at)
+        return set(gone)
 
 
-PROMPTS = st.text("ab", min_size=1, max_size=8)
+def depths(
+    history: History[Any], names: Sequence[Any], at: float, nodes: list[str], them: list[str]
+) -> tuple[int, ...]:
+    """How deep a prompt of these blocks, of a token each, was on each rung from `stale` on."""
+    rungs = history.ladder(len(names) + 1, Found(), names, 1, at, nodes, them)
+    assert (rungs["gpu"], sum(rungs.values())) == (0, len(names) + 1)
+    return tuple(itertools.accumulate([*rungs.values()][5:-1]))
 
 
-@given(st.lists(st.tuples(st.integers(0, 1), PROMPTS), max_size=30), PROMPTS, st.integers(0, 30))
+PROMPTS = st.text("ab", min_size=1, max_size=6)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), PROMPTS), max_size=20),
+    PROMPTS,
+    st.integers(0, 1),
+    st.integers(0, 8),
+)
 def test_a_history_tells_what_was_held_at_a_time_and_what_once_was(
-    runs: list[tuple[int, str]], prompt: str, at: int
+    runs: list[tuple[int, str]], prompt: str, evicts: int, evicted: int
 ) -> None:
-    caches, history = [Cache("0", 6), Cache("1", 9)], History[str]()
-    then: list[set[str]] = [set(), set()]
-    since, seen = set[str](), set[str]()
-    for time, (number, asked) in enumerate(runs):
-        cache = caches[number]
-        _, stored, gone = cache.run(asked)
-        history.changed(cache.name, [each for each in stored if each not in gone], gone, time)
-        if time <= at:
-            then[number] = set(cache.blocks)
-            seen.update(stored)
-        elif number == 0:
-            since.update(gone)
+    history = History[str]()
+    caches = [Cache("0", 6, history), Cache("1", 9, history)]
+    seen = set[str]()
+    for number, asked in runs:
+        caches[number].run(asked, at=1)
+        seen.update(itertools.accumulate(asked))
+    held = [set(cache.blocks) for cache in caches]
+    # After the placement blocks are evicted, and then the prompt itself is stored.
+    gone = caches[evicts].evict(evicted, at=3)
     names = list(itertools.accumulate(prompt))
+    history.changed("0", [name for name in names if name not in caches[0].blocks], [], at=4)
 
-    def deep(held: set[str]) -> int:
-        return len(list(itertools.takewhile(held.__contains__, names)))
+    def deep(names_of: set[str]) -> int:
+        return len(list(itertools.takewhile(names_of.__contains__, names)))
 
-    depths = history.depths(names, 1, at, ["0"], ["0", "1"])
-    assert depths[:3] == (deep(then[0] - since), deep(then[0]), deep(then[0] | then[1]))
-    assert depths.older == depths.seen >= deep(seen)
+    assert depths(history, names, 2, ["0"], ["0", "1"]) == (
+        deep(held[0] if evicts else held[0] - gone),
+        deep(held[0]),
+        deep(held[0] | held[1]),
+        *[deep(seen)] * 2,
+    )
 
 
 def test_what_was_evicted_and_stored_again_between_two_events_was_evicted() -> None:
     history = History[str]()
     history.changed("a", ["x", "xy"], [], 1, cleared=True)
     history.changed("a", ["xy"], [], 3)
-    assert history.depths(["x", "xy"], 1, 2, ["a"], ["a"]) == (1, 2, 2, 2, 2)
-    assert history.depths(["x", "xy"], 1, 2, ["b"], ["a"]) == (0, 0, 2, 2, 2)
+    assert depths(history, ["x", "xy"], 2, ["a"], ["a"]) == (1, 2, 2, 2, 2)
+    assert depths(history, ["x", "xy"], 2, ["b"], ["a"]) == (0, 0, 2, 2, 2)
 
 
 def test_a_node_that_left_or_began_anew_has_had_its_blocks() -> None:
@@ -104,19 +122,13 @@ def test_a_node_that_left_or_began_anew_has_had_its_blocks() -> None:
     history.changed("a", ["x"], [], 1, cleared=True)
     history.changed("b", ["xy"], [], 1, cleared=True)
     history.changed("b", [], [], 2, cleared=True)
-    history.left("a", 2)
-    history.left("nobody", 2)
-    assert history.depths(["x", "xy"], 1, 3, ["b"], ["b"]) == (0, 0, 0, 2, 2)
+    history.left("a")
+    history.left("nobody")
+    assert depths(history, ["x", "xy"], 3, ["b"], ["b"]) == (0, 0, 0, 2, 2)
 
 
 def test_what_is_older_than_the_history_is_known_to_be() -> None:
     history = History[int](most_gone=8)
     history.changed("a", [], range(100), 1)
-    assert history.depths([*range(100)][::-1], 1, 2, ["a"], ["a"]) == (0, 0, 0, 7, 100)
-    assert history.depths([100], 1, 2, ["a"], ["a"]) == (0, 0, 0, 0, 0)
-    rungs = ladder(110, Found(), history.depths(list(range(99, -1, -1)), 1, 2, ["a"], ["a"]))
-    assert {rung: count for rung, count in rungs.items() if count} == {
-        "capacity": 7,
-        "forgotten": 93,
-        "new": 10,
-    }
+    assert depths(history, [*range(100)][::-1], 2, ["a"], ["a"]) == (0, 0, 0, 7, 100)
+    assert depths(history, [100], 2, ["a"], ["a"]) == (0, 0, 0, 0, 0)
