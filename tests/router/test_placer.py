@@ -8,6 +8,7 @@ import json
 import math
 import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,12 +18,14 @@ from router_doubles import KV, NO_PROMPTS, parse_job
 from kvrelay.router.nodes.node import FAILURES_IN_A_ROW, HealthReport, Node, NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Refuse, Wait
+from kvrelay.router.prefix.index import Prefix
 from kvrelay.router.request.job import CHAT_PATH, Job, Slo, prefix_of
 from kvrelay.router.request.placer import ChosenNodes, Placer
 from kvrelay.wire import transfer as wire
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode, Overloaded
 from kvrelay.wire.kv_events import CPU
+from kvrelay.wire.ladder import Found
 from kvrelay.wire.outputs import Load, PromptBlocks
 from kvrelay.wire.router_config import RouterConfig
 from kvrelay.wire.step_costs import StepCosts
@@ -306,3 +309,36 @@ def test_another_nodes_host_memory_is_named_beside_its_pool_to_those_of_its_kind
     assert "p0/d0" in str(found.placement)
     assert "pulls from host" in str(found.placement)
     assert rig.placer.sources(rig.placer.take(found)) == []
+
+
+def test_each_reason_why_a_prompts_kv_was_not_found_is_named() -> None:
+    rig, hashes = Rig(prefill=2, decode=1), [bytes([at]) * 16 for at in range(1, 9)]
+    known = prefix_of(job()).known(PromptBlocks(16, b"".join(hashes)), 131)
+    changed, (p0, p1, d0) = rig.pool.prefixes.changed, [node.url for node in rig.pool.nodes]
+    assert known.keys is not None
+    changed(p0, known.keys[:4], at=1.0)
+    changed(p1, known.keys[:3], at=1.0)
+    changed(p1, known.keys[3:5], at=1.0, medium=CPU)
+    changed(d0, known.keys[:6], at=1.0)
+    changed(d0, (), known.keys[5:6], at=1.5)
+    placed = rig.placer.take(rig.chosen(job()))
+    wanted = replace(placed.wanted, request=replace(placed.wanted.request, cached={p0: 48, p1: 80}))
+    placed = replace(
+        placed, at=2.0, wanted=wanted, placement=replace(placed.placement, prompt=(0.0, 80, d0))
+    )
+    changed(p0, known.keys[6:], known.keys[3:4], at=3.0)
+
+    def rungs(found: Found, prefix: Prefix = known) -> dict[str, int]:
+        node = rig.says("p0")
+        shown = rig.placer.rungs(placed, node, prefix, 131, found)
+        assert sum(shown.values()) == 131
+        return {rung: count for rung, count in shown.items() if count}
+
+    rest = {"capacity": 16, "new": 35}
+    assert rungs(Found(16)) == {"gpu": 16, "stale": 32, "evicted": 16, "placement": 16, **rest}
+    assert rungs(Found(16, peer=32, failed=32)) == {"gpu": 16, "peer": 32, "failed": 32, **rest}
+    # The other node was asked, and did not have what it had told of.
+    assert rungs(Found(16, asked=80)) == {"gpu": 16, "stale": 64, **rest}
+    # A node that does not name the blocks: as the router had guessed.
+    by_text = {"gpu": 16, "stale": 32, "placement": 32, "new": 51}
+    assert rungs(Found(16), prefix_of(job())) == by_text
