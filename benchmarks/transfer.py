@@ -13,6 +13,7 @@ bytes.
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import multiprocessing
 import os
@@ -196,6 +197,13 @@ class Pair:
         heard(source, 2 * FETCH_S)
         return exposed
 
+    def turned(self) -> Pair:
+        """Return the same ends, the other way round."""
+        pair = copy.copy(self)
+        pair._source, pair._reader = self._reader, self._source
+        pair.num_blocks = self.num_blocks[::-1]
+        return pair
+
 
 def heard(pipe: Connection, within_s: float) -> Any:
     """Return an end's answer. Raises TransferError."""
@@ -212,8 +220,14 @@ def heard(pipe: Connection, within_s: float) -> Any:
 
 @contextmanager
 def open_pair(
-    kind: str, devices: Sequence[str], pool_bytes: int, block_bytes: int, checksums: float
+    kind: str,
+    devices: Sequence[str],
+    pool_bytes: int,
+    block_bytes: int,
+    checksums: float,
+    pool: torch.Tensor | None = None,
 ) -> Iterator[Pair]:
+    """Start both ends, the source in this process if it is given a pool."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     try:
@@ -222,6 +236,9 @@ def open_pair(
             pipes.append(ours)
             keeps = device == "cpu" and set(devices) > {"cpu"}  # as a cache process beside a GPU
             arguments = (its, keeps, name, device, kind, pool_bytes, block_bytes, checksums)
+            if pool is not None and name == "source":
+                threading.Thread(target=serve, args=(*arguments, pool)).start()
+                continue
             processes.append(context.Process(target=serve, args=arguments))
             processes[-1].start()
             its.close()
