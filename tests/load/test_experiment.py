@@ -137,6 +137,18 @@ async def test_a_search_that_ends_early_tells_what_it_knows(
     assert (bench.found.holds, bench.found.breaks, bench.found.why) == (8, None, said)
 
 
+async def test_agents_are_searched_by_sessions_at_once(loads: list[Load]) -> None:
+    config = BenchConfig(
+        agents="fleet", endpoint="chat", find_rate=True, concurrency=3, duration_s=5, warm_up_s=5
+    )
+    bench = Experiment(config)
+    await bench.run()
+    assert bench.found is not None
+    assert [load.clients for load in loads] == [3 * 2**at for at in range(14)]
+    assert bench.found.holds == loads[-1].clients
+    assert all(run.rate == 0.0 for run in bench.runs)
+
+
 async def test_a_handful_of_requests_does_not_say_what_holds(loads: list[Load]) -> None:
     bench = Experiment(BenchConfig(lengths="512:64", find_rate=True, rate="4", ttft_ms=0.001))
     await bench.run()

@@ -1,0 +1,96 @@
+"""The public case of llm-d, 24 conversations on 2P4D, and what its prompts find in caches.
+
+python -m benchmarks.agents                 simulated, H200s, without and with pulls
+python -m benchmarks.agents --real          on this machine: tiny nodes, a hundredth of the lengths
+
+Conversations have a system prompt of 10,000 to 100,000 tokens each, 4 to 40 turns and gaps of 1 to
+20 s. Possible is what an infinite cache would have had: of a later turn, all that was said before.
+The real cluster's figures are its answers' usage. `kvrelay replay` does the same for a trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from benchmarks.local_cluster import running
+from kvrelay.load.experiment import inspect_server
+from kvrelay.load.measures import Record, percentile, ttft_ms
+from kvrelay.load.sender import Endpoint, Load, send_load
+from kvrelay.load.workloads import Arrival, Work, agents_of, sessions
+from kvrelay.planner.rate_card import read_card
+from kvrelay.planner.sessions import streams_of_sessions
+from kvrelay.planner.setting import NETWORK_MS, Setting
+from kvrelay.planner.speeds import Speeds
+from kvrelay.planner.world import simulate
+
+__all__ = ["main"]
+
+_CARD = Path(__file__).parent / "rate_cards" / "h200-llama-3.1-8b.json"
+_CLIENTS, _NODES = 24, (2, 4)
+_SMALL = "llm-d,system=100:1000,prompt=5:40,output=4:20,turns=4:12"
+
+
+def simulated(spec: str, *, pulls: bool) -> str:
+    drawn = islice(sessions(Work(agents=agents_of(spec)), Arrival(), "llm-d"), _CLIENTS)
+    speeds = Speeds(read_card(_CARD))
+    size = speeds.card.block_size
+    streams = streams_of_sessions([*drawn], _CLIENTS, size)
+    result = simulate(
+        streams, Setting("price", *_NODES, block_size=size, pulls=pulls, speeds=speeds)
+    )
+    assert all(stream.answered for stream in streams)
+    later = sorted(stream.ttft + NETWORK_MS for stream in streams if stream.gap)
+    rungs = {rung: f"{tokens:,}" for rung, tokens in result.rungs.items() if tokens}
+    return _row(f"simulated, pulls {'on' if pulls else 'off'}", result.found, later, f"{rungs}")
+
+
+def _row(name: str, found: float, later: Sequence[float], more: str) -> str:
+    times = " / ".join(f"{percentile(later, share):.1f}" for share in (0.5, 0.99))
+    return f"| {name} | {len(later)} | {found:.2%} | {times} | {more} |"
+
+
+async def measured(url: str, spec: str, name: str) -> str:
+    server = await inspect_server(url, "", "", chat=True)
+    endpoint = Endpoint([url], "", server.model, chat=True, spelling=server.spelling)
+    load = Load(Work(agents=agents_of(spec)), Arrival(), "llm-d", _CLIENTS, _CLIENTS)
+    records = (await send_load(endpoint, load)).records
+    assert not any(record.failure for record in records)
+    before: dict[int, Record] = {}
+    possible = cached = 0
+    for record in records:
+        if said := before.get(record.session):
+            possible += said.prompt_tokens + said.output_tokens
+            cached += record.cached_tokens
+        before[record.session] = record
+    later = sorted(ttft_ms(record) for record in records if record.turn)
+    return _row(name, cached / possible, later, f"{cached:,} of {possible:,}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("benchmarks.agents", description=__doc__.partition("\n")[0])
+    parser.add_argument("--real", action="store_true", help="a cluster of this machine's CPU")
+    parser.add_argument("--agents", help="other sessions, as for kvrelay bench")
+    arguments = parser.parse_args(argv)
+    print(
+        "| cluster | later turns | of possible | TTFT p50 / p99, ms | tokens |\n|---|---|---|---|---|"
+    )
+    for pulls in (False, True):
+        if not arguments.real:
+            print(simulated(arguments.agents or "llm-d", pulls=pulls), flush=True)
+            continue
+        prefill, decode = (f"{count}" for count in _NODES)
+        words = f"--prefill {prefill} --decode {decode} --kv-pull "
+        words += "auto" if pulls else "never"
+        with running("up", *words.split()) as (url, _):
+            name = f"real, pulls {'on' if pulls else 'off'}"
+            print(asyncio.run(measured(url, arguments.agents or _SMALL, name)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
