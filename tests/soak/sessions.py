@@ -211,16 +211,14 @@ class Soak:
         node = node or self.rng.choice(self.cluster.nodes)
         self.counts[kind] += 1
         what = HOST if kind.endswith("host") else ENGINE
-        if kind == "kill node":
-            node.kill_whole()
-        elif kind == "restart":
-            self.end(node)
+        if kind in ("kill node", "restart"):
+            self.end(node, signal.SIGKILL if kind == "kill node" else signal.SIGTERM)
         elif kind.startswith("kill"):
-            self.signal(node, what, signal.SIGKILL)
+            self.send(node, what, signal.SIGKILL)
         elif kind.startswith("stop"):
-            self.signal(node, what, signal.SIGSTOP)
+            self.send(node, what, signal.SIGSTOP)
             time.sleep(0.2 * 25 ** self.rng.random())
-            self.signal(node, what, signal.SIGCONT)
+            self.send(node, what, signal.SIGCONT)
         elif kind == "damage":
             self.damage()
         elif kind == "reset":
@@ -229,13 +227,13 @@ class Soak:
         elif kind == "stale":
             self.stale(node)
 
-    def signal(self, node: Process, what: bytes, how: signal.Signals) -> None:
+    def send(self, node: Process, what: bytes, how: signal.Signals) -> None:
         for pid in children(node.popen.pid, what):
             with suppress(ProcessLookupError):
                 os.kill(pid, how)
 
-    def end(self, node: Process) -> None:
-        node.kill(signal.SIGTERM)
+    def end(self, node: Process, how: signal.Signals = signal.SIGTERM) -> None:
+        node.kill(how)
         node.popen.wait(60)
 
     def damage(self) -> None:
