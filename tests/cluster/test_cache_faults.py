@@ -15,15 +15,7 @@ pytest.importorskip("nixl")
 def test_no_token_of_sessions_differs_while_their_kv_moves_and_is_lost(tmp_path: Path) -> None:
     with running(tmp_path, seed=1, plain=True) as soak:
         disturbed(soak, clients=4, seconds=20, every_s=1)
-        loaded = [
-            sum(
-                node.metric(f"kvrelay_tier_{tier}_loaded_blocks_total")
-                for node in soak.cluster.nodes
-            )
-            for tier in ("host", "store")
-        ]
     assert soak.broken == []
-    assert min(loaded) > 0
     assert soak.counts["turns"] > 50
     assert soak.counts["found"] > soak.counts["known"] / 4
     assert soak.counts["damaged files"] > 0

@@ -48,7 +48,7 @@ BLOCK, CONTEXT = 16, 2048
 ENGINE, HOST = b"engine_process", b"cache_process"
 POISON = "while they had this request"
 _AGAIN_S, _PATIENCE_S = 0.3, 180.0
-_MOST_FILES, _MOST_LOST = 64, 0.02
+_MOST_FILES, _MOST_LOST, _LIVE = 64, 0.02, 6
 _FAULTS = {
     "kill engine": 3,
     "kill host": 1,
@@ -172,16 +172,22 @@ class Soak:
         return True
 
     def talk(
-        self, name: str, going: Callable[[], bool], turns: int = 1 << 30, pause_s: float = 0.0
+        self,
+        name: str,
+        going: Callable[[], bool],
+        live: int = 1,
+        turns: int = 1 << 30,
+        pause_s: float = 0.0,
     ) -> None:
-        """Have sessions of this client, one after the other."""
-        session, rng = Session(f"{name}.0"), random.Random(name)
+        """Have so many `live` sessions of this client in turn, and others as they end."""
+        sessions, rng = [Session(f"{name}.{-at}") for at in range(live)], random.Random(name)
         try:
-            for at in range(turns):
+            for turn in range(turns):
                 if not going():
                     return
-                if not self.turn(session) or len(session.starts) == session.turns:
-                    session = Session(f"{name}.{at + 1}")
+                at = rng.randrange(live)
+                if not self.turn(sessions[at]) or len(sessions[at].starts) == sessions[at].turns:
+                    sessions[at] = Session(f"{name}.{turn + 1}")
                 time.sleep(rng.random() * 2 * pause_s)
         except Exception as why:  # noqa: BLE001 - of a thread
             self.broken.append(f"{name}: {why!r}")
@@ -302,7 +308,7 @@ def running(folder: Path, seed: int, **wanted: Any) -> Iterator[Soak]:
 def disturbed(soak: Soak, clients: int, seconds: float, every_s: float) -> None:
     """Strike for so long."""
     end = time.monotonic() + seconds
-    with soak.crowd(clients):
+    with soak.crowd(clients, live=_LIVE):
         while (now := time.monotonic()) < end and not soak.broken:
             time.sleep(min(soak.rng.expovariate(1 / every_s), end - now))
             soak.strike(soak.rng.choices(list(_FAULTS), list(_FAULTS.values()))[0])
