@@ -145,29 +145,39 @@ class History(Generic[_Name]):
 
         `names` are of its full blocks. Those stored after that time do not count.
         """
-        held, gone, older = self.held, self._gone, self._older
+        # A prompt's last token is computed, so its last block may not be cached.
+        most = min(len(names), (tokens - 1) // block_size)
+        first = min(most, found.tokens // block_size)
+        gone, older, head = self._gone, self._older, names[first:most][:1]
 
-        def kept(name: _Name, among: Collection[str] = nodes) -> bool:
-            return any(held[node].get(name, math.inf) <= at for node in among if node in held)
+        def having(among: Collection[str]) -> list[dict[_Name, float]]:
+            places = [self.held[node] for node in among if node in self.held]
+            return [place for place in places if head and head[0] in place]
 
-        def had(name: _Name, among: Collection[str] = nodes) -> bool:
+        mine, theirs = having(nodes), having(them)
+
+        def kept(name: _Name, places: Sequence[dict[_Name, float]] = mine) -> bool:
+            for place in places:  # noqa: SIM110 - a generator takes three times as long
+                if place.get(name, math.inf) <= at:
+                    return True
+            return False
+
+        def gone_since(name: _Name, among: Collection[str]) -> bool:
             when, node = gone.get(name, _NEVER)
-            return (when > at and node in among) or kept(name, among)
+            return when > at and node in among
 
         def seen(name: _Name) -> bool:
-            return name in gone or kept(name, them)
+            return name in gone or kept(name, theirs)
 
         tests: tuple[Callable[[_Name], bool], ...] = (
             lambda name: older[hash(name) % _OLDER] == hash(name) or seen(name),
             seen,
-            lambda name: had(name, them),
-            had,
+            lambda name: kept(name, theirs) or gone_since(name, them),
+            lambda name: kept(name) or gone_since(name, nodes),
             kept,
         )
-        # A prompt's last token is computed, so its last block may not be cached.
-        depths, most = [], min(len(names), (tokens - 1) // block_size)
+        depths = []
         for test in tests:  # each implies those before it
-            first = min(most, found.tokens // block_size)
             most = bisect_left(names, True, first, most, key=lambda name: not test(name))
             depths.append(most * block_size)
         return ladder(tokens, found, Depths(*reversed(depths)))

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,8 @@ from real_cluster import (
     tiny_model,
     wait_until,
 )
+
+from kvrelay.wire.ladder import RUNGS
 
 pytestmark = pytest.mark.cluster
 pytest.importorskip("nixl")
@@ -56,6 +59,7 @@ class Tiers:
         self.cluster.nodes += [self.tiered, self.plain]
         self.histories: dict[int, list[int]] = {}
         self.cached = self.ready = 0
+        self.rungs: Counter[str] = Counter()
 
     def wait_ready(self) -> None:
         self.cluster.wait_ready(self.tiered, self.plain)
@@ -82,12 +86,18 @@ class Tiers:
             "temperature": 1,
             "seed": session * 100 + number,
             "return_token_ids": True,
+            "include_metrics": True,
         }
         answers = [complete(node.url, history, **fields) for node in (self.tiered, self.plain)]
         mine, plain = (answer["choices"][0]["token_ids"] for answer in answers)
         assert mine == plain, (session, number)
         assert len(set(mine)) > 2
         self.cached += answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"]
+        rungs, usage = answers[0]["kvrelay"]["prompt"], answers[0]["usage"]
+        assert sum(rungs.values()) == usage["prompt_tokens"]
+        found = sum(rungs[rung] for rung in RUNGS[:4])
+        assert found == usage["prompt_tokens_details"]["cached_tokens"]
+        self.rungs.update(rungs)
         history += mine
 
     def kill(self, process: bytes) -> None:
@@ -127,6 +137,7 @@ def test_sessions_that_move_all_the_time_get_every_token_of_a_node_without_a_cac
                 tiers.turn(0, TURNS)
                 assert tiers.cached > before
     for which in ("host", "store"):
+        assert tiers.rungs[which] > 0
         assert tiers.tiered.metric(f"kvrelay_tier_{which}_loaded_blocks_total") > 0
         assert tiers.tiered.metric(f"kvrelay_tier_{which}_corrupt_blocks_total") == 0
     assert tiers.tiered.metric("kvrelay_tier_host_evicted_blocks_total") > 0

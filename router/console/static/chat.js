@@ -124,7 +124,7 @@ class Answer {
     }
     if (event.usage) this.tokens = event.usage.completion_tokens;
     if (event.kvrelay) {
-      this.stages = Object.fromEntries(Object.entries(event.kvrelay).map(([name, ms]) => [name.replace(/_ms$/, ""), ms / 1e3]));
+      this.stages = Object.fromEntries(Object.entries(event.kvrelay).filter(([name]) => name.endsWith("_ms")).map(([name, ms]) => [name.replace(/_ms$/, ""), ms / 1e3]));
     }
     this.show();
   }

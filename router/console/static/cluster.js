@@ -12,6 +12,7 @@ export function showCluster(picture, asks) {
   tiles(picture, latencies);
   flow(picture);
   latency(latencies);
+  ladder(picture);
   nodes(picture, asks);
   roles(picture);
 }
@@ -38,7 +39,7 @@ const points = [];
 
 function remember(picture, { ttft, interToken }) {
   const { requests = 0, output_tokens: tokens = 0 } = picture.counts;
-  const point = { at: picture.now, requests, tokens, ttft: ttft[0] ?? null, itl: interToken[0] ?? null };
+  const point = { at: picture.now, counts: picture.counts, requests, tokens, ttft: ttft[0] ?? null, itl: interToken[0] ?? null };
   const last = points.at(-1);
   const passed = last ? point.at - last.at : 0;
   const per = (name) => (passed > 0 ? Math.max(0, point[name] - last[name]) / passed : 0);
@@ -220,6 +221,43 @@ function makeRow(node, asks) {
     h("td", {}, h("span.dot", { "aria-hidden": "true" }), state, why),
     h("td.num"), h("td.num"), h("td.num"), h("td.num"), h("td", {}, kv), h("td.num"), h("td.breakers"), h("td.act", {}, flip, " ", button));
   return Object.assign(row, { state, why, kv, button, flip, facts });
+}
+
+// The rungs of wire/ladder.py, from what was found to what no cache could have had.
+const RUNGS = {
+  gpu: "found on the GPU",
+  host: "found in host memory",
+  store: "found in files",
+  peer: "found on another node",
+  failed: "the read failed or was late",
+  stale: "the node had it no more",
+  evicted: "evicted before the start",
+  placement: "held elsewhere, not taken",
+  capacity: "evicted long ago",
+  forgotten: "seen very long ago",
+  new: "never seen",
+};
+const FOUND = ["gpu", "host", "store", "peer"];
+
+function ladder(picture) {
+  const then = points[0];
+  const rows = Object.keys(RUNGS).map((rung) => [rung, Math.max(0, (picture.counts[rung] || 0) - (then.counts[rung] || 0))]);
+  const all = sum(rows.map(([, tokens]) => tokens));
+  const possible = all - rows.at(-1)[1];
+  byId("ladder-card").hidden = !all;
+  const found = sum(rows.filter(([rung]) => FOUND.includes(rung)).map(([, tokens]) => tokens));
+  const rateOf = possible ? `, ${percent(found / possible)} of those that a cache could have had` : "";
+  say(byId("ladder-hint"), `${count(all)} tokens of prompts in ${age(picture.now - then.at)}${rateOf}`);
+  keyed(byId("ladder"), rows, ([rung]) => rung, makeRung, (element, [, tokens]) => {
+    element.bar.show(all ? tokens / all : 0);
+    say(element.tokens, ` ${count(tokens)}`);
+  });
+}
+
+function makeRung([rung]) {
+  const share = bar(`Share of prompts: ${RUNGS[rung]}`);
+  const tokens = h("span.num");
+  return Object.assign(h("div", {}, h("dt", {}, `${rung}: ${RUNGS[rung]}`), h("dd", {}, share, tokens)), { bar: share, tokens });
 }
 
 const percent = (share) => `${Math.round(share * 100)} %`;
