@@ -1,4 +1,4 @@
-"""Cache process of a node: a loop over a connector, a table of blocks, and files below it."""
+"""Cache process of a node: a loop over a connector, a table of blocks, and a store below it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from math import inf
 
 import msgspec
 import torch
 import zmq
 
-from kvrelay.cache_node.store import BlockFiles, Files
+from kvrelay.cache_node.store import PAGE, BlockFiles, BlockObjects
+from kvrelay.cache_node.store_tier import StoreTier
 from kvrelay.cache_node.table import CacheTable
 from kvrelay.kernels.pool_memory import zeros
 from kvrelay.kv_transfer.cached import NOT_HELD
@@ -63,8 +64,10 @@ class CacheProcess:
     def __init__(self, setup: CacheSetup, socket: zmq.Socket[bytes]) -> None:
         """Take the memory. `socket` leads to the parent. Raises ConfigError."""
         cache, size = setup.cache, setup.block_bytes
-        blocks, limit = cache.kv_host_memory // size, cache.kv_store_size // size
-        if blocks < 2 or (cache.kv_store and not limit):
+        objects = "://" in cache.kv_store
+        limit = inf if objects else cache.kv_store_size
+        blocks = cache.kv_host_memory // size
+        if blocks < 2 or (cache.kv_store and limit < PAGE + size):
             raise ConfigError(
                 f"kv_host_memory is {cache.kv_host_memory} bytes, kv_store_size "
                 f"{cache.kv_store_size}, and two blocks of KV take {2 * size}; raise them"
@@ -82,10 +85,11 @@ class CacheProcess:
         self._table = CacheTable(blocks - 1)
         self._table.pool.note_changes()
         self._table.pool.allow_pins(cache.kv_pin_share, cache.kv_pin_s)
-        self._files: Files | None = None
+        self._store: StoreTier | None = None
         if cache.kv_store:
-            files = BlockFiles(Path(cache.kv_store), setup.identity, region, self._sums)
-            self._files = Files(self._table, files, limit, self._block_s, self.wakeup)
+            kind = BlockObjects if objects else BlockFiles
+            store = kind(cache.kv_store, setup.identity, region, self._sums)
+            self._store = StoreTier(self._table, store, limit, self._block_s, self.wakeup)
         self._connector = open_connector(
             engine_id=f"cache-{uuid.uuid4().hex[:12]}",
             fingerprint=msgspec.structs.replace(setup.fingerprint, tp_size=1),
@@ -114,7 +118,7 @@ class CacheProcess:
         self._table.pool.expire(now)
         self._begin_pull(now)
         self._report(now)
-        times = [self._pull_at, self._files.next_at if self._files else 0.0]
+        times = [self._pull_at, self._store.next_at if self._store else 0.0]
         due = min([self._report_at, *(each for each in times if each > now)])
         if self._wake in dict(self._poller.poll(round((due - now) * 1000 + 0.5))):
             os.eventfd_read(self._wake)
@@ -122,8 +126,8 @@ class CacheProcess:
             while True:
                 self._handle(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
         self._handle_events()
-        if self._files is not None:
-            self._files.turn(time.monotonic())
+        if self._store is not None:
+            self._store.turn(time.monotonic())
 
     def wakeup(self) -> None:
         os.eventfd_write(self._wake, 1)
@@ -139,8 +143,8 @@ class CacheProcess:
         self._table.note(message)
         if message.cleared:
             self._report_at = 0.0
-            if self._files is not None:
-                self._files.clear()
+            if self._store is not None:
+                self._store.clear()
 
     def _handle_events(self) -> None:
         for event in self._connector.events():
@@ -159,6 +163,7 @@ class CacheProcess:
                 case Fetched() if pull is not None:
                     self._fetched(pull, event)
                 case FetchFailed(_, reason):
+                    self._table.stats.failed += len(pull.slots) if pull else 0
                     if times := self._failed.times(time.monotonic()):
                         log.warning("no KV from the engine, times=%d: %s", times, reason)
                 case Settled() if pull is not None:
@@ -181,10 +186,10 @@ class CacheProcess:
                 table.stats.loaded += len(blocks)
             self._connector.answer_cached(asked.request_id, blocks)
 
-        if self._files is None:
+        if self._store is None:
             grant()
         else:
-            self._files.read(asked.hashes[len(held) :], grant)
+            self._store.read(asked.hashes[len(held) :], grant)
 
     def _kept(self, blocks: Sequence[int]) -> list[bytes]:
         return [self._table.checksums.get(block, b"") for block in blocks]
@@ -227,8 +232,8 @@ class CacheProcess:
         sums = [fetched.checksums[block] for block in pull.remote if block in fetched.checksums]
         self._table.stats.stored += len(sums)
         self._end_pull(pull, sums)
-        if self._files is not None:
-            self._files.to_write += pull.names[: len(sums)]
+        if self._store is not None:
+            self._store.to_write += pull.names[: len(sums)]
 
     def _end_pull(self, pull: _Pull, sums: Sequence[bytes] = (), pause_s: float = 0.0) -> None:
         """Keep blocks with checksums. The first that did not come is asked for no more."""
@@ -240,11 +245,11 @@ class CacheProcess:
 
     def _tell(self, *, everything: bool = False) -> None:
         """Tell what has come and gone, or to a new engine everything."""
-        pool, files = self._table.pool, self._files
+        pool, store = self._table.pool, self._store
         held: list[tuple[str, Changes, Iterable[BlockHash]]]
         held = [(CPU, pool.changes(), pool.names())]
-        if files is not None:
-            held.append((STORAGE, files.news(), files.held))
+        if store is not None:
+            held.append((STORAGE, store.news(), store.names()))
         for medium, new, names in held:
             parts = [CacheChanges([*new.stored], [*new.removed], new.cleared, medium=medium)]
             for part in all_held(names, medium) if everything else parts[: bool(new)]:
@@ -255,10 +260,9 @@ class CacheProcess:
             return
         self._report_at = now + STATS_INTERVAL_S
         self._tell()
-        table, files = self._table, self._files
+        table, store = self._table, self._store
         stats = CacheStats(self._source, table.clears, table.stats)
         stats.host.blocks, stats.host.used = table.pool.cached, table.pool.total - table.pool.free
-        if files is not None:
-            stats.store = files.stats
-            stats.store.blocks = len(files.held)
+        if store is not None:
+            stats.store = store.stats
         self._socket.send(msgspec.msgpack.encode(stats))

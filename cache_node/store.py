@@ -1,36 +1,29 @@
-"""A folder of KV blocks, a file each, read and written through NIXL's POSIX back end.
+"""Stores of KV blocks, through NIXL: a folder of files (POSIX), or a bucket of objects (OBJ).
 
-A file has a page that says whose KV it is, with the block's checksum, and then the block.
+Each has a page that says whose KV it is, with the block's checksum, and then the block.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
+import ctypes
+import mmap
 import os
 import re
+import sys
 import time
 import uuid
-from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import takewhile
-from math import inf
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvrelay.cache_node.table import CacheTable
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.paged_engine.blocks import Changes
-from kvrelay.wire.engine_messages import TierStats
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import BlockHash
-from kvrelay.wire.log_lines import Seldom
 
-__all__ = ["PAGE", "BlockFiles", "Damaged", "Files"]
-
-log = logging.getLogger(__name__)
+__all__ = ["PAGE", "BlockFiles", "BlockObjects"]
 
 PAGE = 4096
 _FORMAT = b"kvrelay 1"
@@ -39,245 +32,241 @@ _UNFINISHED = ".part"
 # By then its writer has ended.
 _UNFINISHED_S = 600.0
 _POLL_S = 1e-4
-# Blocks that wait for a slow disk; older ones are not written.
-_QUEUED_WRITES = 1024
-
+# Of a transfer: more gain nothing, and objects take as much memory.
+_BATCH_BYTES, _BATCH_BLOCKS = 16 << 20, 32
 
 _private = partial(os.open, mode=0o600)
 
 
-class Damaged(Exception):
-    """A file that is not what was written."""
+class _Blocks:
+    """A part that both stores have. For one thread at a time, which waits for as long as NIXL."""
 
-
-class BlockFiles:
-    """A folder, for one thread at a time."""
+    _needs: str
 
     def __init__(
         self,
-        folder: Path,
+        place: str,
         identity: bytes,
         region: PoolRegion,
         sums: Callable[[Sequence[int]], list[bytes]],
     ) -> None:
-        """Open it; `sums` are of `region`. Raises ConfigError."""
-        self._folder, self._identity = folder / identity.hex(), identity
-        self._region, self._sums = region, sums
-        self._failed = Seldom()
+        """Open the store; `sums` are of `region`. Raises ConfigError."""
+        self.place, self.identity, self._region, self._sums = place, identity, region, sums
+        self.batch = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // region.block_bytes))
+        """Blocks of a transfer at most."""
+        self.size = PAGE + region.block_bytes
         self._me = f"kv-store-{uuid.uuid4().hex}"
+        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # what is missing is an error there
         try:
-            self._folder.mkdir(0o700, parents=True, exist_ok=True)  # KV tells what was asked
-            os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # a short file is an error there
-            from nixl._api import nixl_agent, nixl_agent_config
-
-            self._agent: Any = nixl_agent(self._me, nixl_agent_config(backends=[]))
-            self._agent.create_backend("POSIX")
-            memory = (region.address, region.num_blocks * region.block_bytes, 0, "")
-            self._agent.register_memory([memory], "DRAM", backends=["POSIX"])
+            self._open()
         except Exception as error:
             raise ConfigError(
-                f"kv_store {folder} cannot be opened ({error}); it needs NIXL (pip install "
-                "'kvrelay[node,nixl]') and a folder that this process may write to"
+                f"kv_store {place} cannot be opened ({error}); it needs {self._needs}"
             ) from error
 
-    def names(self) -> list[BlockHash]:
-        """Return the blocks that are there, the oldest first; delete what was left half."""
-        found = []
-        for path in self._folder.iterdir():
-            with contextlib.suppress(OSError):  # another node deletes, too
-                age = path.stat().st_mtime
-                if _NAME.fullmatch(path.name):
-                    found.append((age, bytes.fromhex(path.name)))
-                elif path.suffix == _UNFINISHED and time.time() - age > _UNFINISHED_S:
-                    path.unlink()
-        return [name for _, name in sorted(found)]
+    def _open(self) -> None:
+        raise NotImplementedError
 
-    def write(self, name: BlockHash, slot: int, checksum: bytes) -> bool:
-        path = self._path(name)
-        part = path.with_name(f"{path.name}-{uuid.uuid4().hex}{_UNFINISHED}")
+    def _agent_of(self, backend: str, kind: str, memory: tuple[int, int], **params: str) -> None:
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        self._kind, self._backends = kind, [backend]
+        self._agent: Any = nixl_agent(self._me, nixl_agent_config(backends=[]))
+        self._agent.create_backend(backend, params)
+        self._agent.register_memory([(*memory, 0, "")], "DRAM", backends=self._backends)
+
+    def _page(self, name: BlockHash, checksum: bytes) -> bytes:
+        size = self._region.block_bytes.to_bytes(8, "big")
+        return _FORMAT + self.identity + name + size + checksum
+
+    def _sound(
+        self, names: Sequence[BlockHash], slots: Sequence[int], pages: Sequence[bytes]
+    ) -> list[bytes]:
+        """Return the checksums of blocks that were read, empty for what another one was written."""
+        found = zip(names, self._sums(slots), pages, strict=True)
+        return [
+            sums if page.startswith(self._page(name, sums)) else b"" for name, sums, page in found
+        ]
+
+    def _slot(self, slot: int) -> int:
+        return self._region.address + slot * self._region.block_bytes
+
+    def _move(self, way: str, addresses: list[int], size: int, there: list[Any]) -> None:
+        agent, backends = self._agent, self._backends
+        remote = agent.register_memory(there, self._kind, backends=backends)
         try:
-            with open(part, "xb", buffering=0, opener=_private) as file:
-                file.write((self._head(name) + checksum).ljust(PAGE, b"\0"))
-                self._move("WRITE", slot, file.fileno())
-            part.rename(path)
-        except Exception as error:  # noqa: BLE001 - NIXL's errors have no common root
-            with contextlib.suppress(OSError):
-                part.unlink()
-            if times := self._failed.times(time.monotonic()):
-                log.warning("kv_store: a block was not written, times=%d: %s", times, error)
-            return False
-        return True
-
-    def read(self, name: BlockHash, slot: int) -> bytes | None:
-        """Read a block; return its checksum, or None if there is no such file. Raises Damaged."""
-        head = self._head(name)
-        try:
-            with self._path(name).open("rb", buffering=0) as file:
-                page = file.read(PAGE)
-                self._move("READ", slot, file.fileno())
-            (checksum,) = self._sums([slot])
-            if page.startswith(head + checksum):
-                return checksum
-            raise Damaged("it has other bytes than were written")
-        except FileNotFoundError:
-            return None
-        except Exception as error:
-            self.delete(name)
-            raise Damaged(f"{name.hex()}: {error}") from error
-
-    def delete(self, name: BlockHash) -> None:
-        with contextlib.suppress(OSError):
-            self._path(name).unlink()
-
-    def clear(self) -> None:
-        for name in self.names():
-            self.delete(name)
-
-    def _head(self, name: BlockHash) -> bytes:
-        return _FORMAT + self._identity + name + self._region.block_bytes.to_bytes(8, "big")
-
-    def _path(self, name: BlockHash) -> Path:
-        return self._folder / name.hex()
-
-    def _move(self, way: str, slot: int, file: int) -> None:
-        agent, size = self._agent, self._region.block_bytes
-        there = agent.register_memory([(PAGE, size, file, "")], "FILE", backends=["POSIX"])
-        try:
-            here = agent.get_xfer_descs([(self._region.address + slot * size, size, 0)], "DRAM")
-            transfer = agent.initialize_xfer(way, here, there.trim(), self._me, backends=["POSIX"])
+            local = agent.get_xfer_descs([(each, size, 0) for each in addresses], "DRAM")
+            moved = agent.initialize_xfer(way, local, remote.trim(), self._me, backends=backends)
             try:
-                state = agent.transfer(transfer)
+                state = agent.transfer(moved)
                 while state == "PROC":
                     time.sleep(_POLL_S)
-                    state = agent.check_xfer_state(transfer)
+                    state = agent.check_xfer_state(moved)
             finally:
-                agent.release_xfer_handle(transfer)
+                agent.release_xfer_handle(moved)
         finally:
-            agent.deregister_memory(there, backends=["POSIX"])
+            agent.deregister_memory(remote, backends=backends)
 
 
-class Files:
-    """A tier of files below `table`, with a thread: reads wait for one write at most."""
+class BlockFiles(_Blocks):
+    """A folder, with a folder of each identity; nodes may share it."""
 
-    def __init__(
-        self,
-        table: CacheTable,
-        files: BlockFiles,
-        limit: int,
-        block_s: float,
-        wake: Callable[[], None],
+    hint = ""
+    _needs = "NIXL (pip install 'kvrelay[node,nixl]') and a folder that this process may write to"
+
+    def _open(self) -> None:
+        self._path(self.identity).mkdir(0o700, parents=True, exist_ok=True)  # KV tells prompts
+        pool_bytes = self._region.num_blocks * self._region.block_bytes
+        self._agent_of("POSIX", "FILE", (self._region.address, pool_bytes))
+
+    def keys(self) -> list[tuple[bytes, int]]:
+        """Return identities with names, and sizes, the least recently used first."""
+        found = []
+        for folder in [each for each in os.scandir(self.place) if _NAME.fullmatch(each.name)]:
+            for entry in os.scandir(folder):
+                with suppress(OSError):  # another node deletes, too
+                    stat = entry.stat()
+                    if _NAME.fullmatch(entry.name):
+                        key = bytes.fromhex(folder.name + entry.name)
+                        found.append((stat.st_mtime, key, stat.st_size))
+                    elif entry.name.endswith(_UNFINISHED) and (
+                        time.time() - stat.st_mtime > _UNFINISHED_S
+                    ):
+                        os.unlink(entry)
+        return [(key, size) for _, key, size in sorted(found)]
+
+    def there(self, names: Sequence[BlockHash]) -> list[bool]:
+        return [self._path(self.identity + name).exists() for name in names]
+
+    def write(
+        self, names: Sequence[BlockHash], slots: Sequence[int], checksums: Sequence[bytes]
     ) -> None:
-        """`limit`: blocks at most; `block_s`: seconds from write to write at least."""
-        self._table, self._files, self._limit = table, files, limit
-        self._block_s, self._wake = block_s, wake
-        self._thread = ThreadPoolExecutor(1)
-        self.held = OrderedDict.fromkeys(files.names())  # the least recently used first
-        while len(self.held) > limit:
-            files.delete(self.held.popitem(last=False)[0])
-        self._changes = Changes()
-        self.to_write = deque[BlockHash](maxlen=_QUEUED_WRITES)
-        self._done: deque[Callable[[], None]] = deque()
-        self.stats = TierStats()
-        self.next_at = 0.0
+        """Write all, or raise."""
+        with ExitStack() as ends:
+            parts, files = [], []
+            for name, checksum in zip(names, checksums, strict=True):
+                path = self._path(self.identity + name)
+                part = path.with_name(f"{path.name}-{uuid.uuid4().hex}{_UNFINISHED}")
+                ends.callback(_delete, part)
+                file = ends.enter_context(open(part, "xb", buffering=0, opener=_private))
+                file.write(self._page(name, checksum).ljust(PAGE, b"\0"))
+                parts.append((part, path))
+                files.append(file.fileno())
+            self._blocks("WRITE", slots, files)
+            for part, path in parts:
+                part.rename(path)
 
-    def turn(self, now: float) -> None:
-        while self._done:
-            self._done.popleft()()
-        while self.to_write and now >= self.next_at:
-            name = self.to_write.popleft()
-            victim = next(iter(self.held)) if len(self.held) >= self._limit else None
-            slots = self._table.pool.lookup([name])
-            if slots and name not in self.held and self._table.worth(name, victim):
-                self._write(name, slots, victim, now)
+    def read(self, names: Sequence[BlockHash], slots: Sequence[int]) -> list[bytes]:
+        """Return the checksums of the first that are there; a damaged one, b"", ends them."""
+        torn = False
+        with ExitStack() as ends:
+            files, pages = [], []
+            for name in names:
+                try:
+                    opened = self._path(self.identity + name).open("rb", buffering=0)
+                except FileNotFoundError:
+                    break
+                file = ends.enter_context(opened)
+                if torn := os.fstat(file.fileno()).st_size != self.size:
+                    break
+                pages.append(file.read(PAGE))
+                files.append(file.fileno())
+            self._blocks("READ", slots[: len(files)], files)
+            for each in files:
+                with suppress(OSError):  # another user's
+                    os.utime(each)
+        return self._sound(names[: len(pages)], slots[: len(pages)], pages) + [b""] * torn
 
-    def read(self, names: Sequence[BlockHash], then: Callable[[], None]) -> None:
-        """Bring the first of these names that are in files into the table, and call `then`."""
-        table, since = self._table, self._table.clears
-        found = list(takewhile(self.held.__contains__, names[: table.pool.free]))
-        slots = table.room(len(found))
-        if not slots:
-            then()
-            return
-        for name in found:
-            self.held.move_to_end(name)
-
-        def read() -> Callable[[], None]:
-            sums = self._read(found, slots)
-            return lambda: landed(sums)
-
-        def landed(sums: list[bytes]) -> None:
-            self.stats.loaded += len(sums)
-            for name in found[len(sums) :][:1]:
-                self._forget(name)
-            table.landed(found, slots, sums, since)
-            then()
-
-        self._do(read)
+    def delete(self, key: bytes) -> None:
+        _delete(self._path(key))
 
     def clear(self) -> None:
-        self.held.clear()
-        self._changes = Changes(cleared=True)
-        self.to_write.clear()
+        for path in self._path(self.identity).iterdir():
+            _delete(path)
 
-        def clear() -> Callable[[], None]:
-            self._files.clear()
-            return lambda: None
+    def _path(self, key: bytes) -> Path:
+        name = key[16:].hex()
+        return Path(self.place, key[:16].hex(), *([name] if name else []))
 
-        self._do(clear)
+    def _blocks(self, way: str, slots: Sequence[int], files: Sequence[int]) -> None:
+        there = [(PAGE, self._region.block_bytes, file, "") for file in files]
+        if files:
+            here = [self._slot(slot) for slot in slots]
+            self._move(way, here, self._region.block_bytes, there)
 
-    def news(self) -> Changes:
-        """Return what has come and gone since the last call."""
-        taken, self._changes = self._changes, Changes()
-        return taken
 
-    def _forget(self, name: BlockHash) -> None:
-        self.held.pop(name, None)
-        self._changes.drop(name)
+def _delete(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
 
-    def _do(self, job: Callable[[], Callable[[], None]]) -> None:
 
-        def work() -> None:
-            self._done.append(job())
-            self._wake()
+class BlockObjects(_Blocks):
+    """A bucket of S3, or a part of it, s3://BUCKET/PREFIX; its lifecycle rules delete objects.
 
-        self._thread.submit(work)
+    NIXL neither lists nor deletes objects. AWS's environment variables name region, endpoint and
+    credentials.
+    """
 
-    def _write(
-        self, name: BlockHash, slots: list[int], victim: BlockHash | None, now: float
+    hint = "; NIXL tells no cause: check the bucket, AWS_REGION, AWS_ENDPOINT_URL, and credentials"
+    _needs = "nixl-cu12, or beside nixl-cu13 CUDA 13.1's libcuobjclient.so.1, for NIXL's OBJ plugin"
+
+    def _open(self) -> None:
+        bucket, _, prefix = self.place.removeprefix("s3://").partition("/")
+        self._prefix = f"{prefix.strip('/')}/{self.identity.hex()}/".lstrip("/")
+        self._bad = set[BlockHash]()
+        self._memory = mmap.mmap(-1, self.batch * self.size)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        os.environ.setdefault("AWS_RETRY_MODE", "standard")
+        os.environ.setdefault("AWS_MAX_ATTEMPTS", "1")  # eleven take 25 s: what fails is computed
+        if "nixl" not in sys.modules:  # it takes nixl-cu13 if both are there
+            with suppress(ModuleNotFoundError):
+                sys.modules["nixl._api"] = import_module("nixl_cu12._api")
+                sys.modules["nixl"] = sys.modules["nixl_cu12"]
+        self._agent_of("OBJ", "OBJ", (self._address, len(self._memory)), bucket=bucket)
+
+    def keys(self) -> list[tuple[bytes, int]]:
+        return []
+
+    def there(self, names: Sequence[BlockHash]) -> list[bool]:
+        keys = [(0, 0, 0, self._prefix + name.hex()) for name in names]
+        found = self._agent.query_memory(keys, "OBJ", mem_type="OBJ")
+        return [
+            each is not None and name not in self._bad
+            for name, each in zip(names, found, strict=True)
+        ]
+
+    def write(
+        self, names: Sequence[BlockHash], slots: Sequence[int], checksums: Sequence[bytes]
     ) -> None:
-        table, since, self.next_at = self._table, self._table.clears, inf
-        table.pool.share(slots)
-        checksum = table.checksums[slots[0]]
+        """Write all, or raise."""
+        for at, (name, checksum) in enumerate(zip(names, checksums, strict=True)):
+            page = self._page(name, checksum).ljust(PAGE, b"\0")
+            self._memory[at * self.size : at * self.size + PAGE] = page
+            ctypes.memmove(self._block(at), self._slot(slots[at]), self._region.block_bytes)
+        self._objects("WRITE", names)
+        self._bad.difference_update(names)
 
-        def write() -> Callable[[], None]:
-            written = self._files.write(name, slots[0], checksum)
-            if written and victim is not None:
-                self._files.delete(victim)
-            return lambda: end(written)
+    def read(self, names: Sequence[BlockHash], slots: Sequence[int]) -> list[bytes]:
+        """Return checksums; b"": damaged."""
+        self._objects("READ", names)
+        for at, slot in enumerate(slots):
+            ctypes.memmove(self._slot(slot), self._block(at), self._region.block_bytes)
+        starts = range(0, len(names) * self.size, self.size)
+        pages = [self._memory[start : start + PAGE] for start in starts]
+        return self._sound(names, slots, pages)
 
-        def end(written: bool) -> None:
-            table.pool.release(slots)
-            self.next_at = now + self._block_s
-            if written and since == table.clears:
-                self.stats.stored += 1
-                if victim is not None:
-                    self._forget(victim)
-                    self.stats.evicted += 1
-                self.held[name] = None
-                self._changes.add(name)
+    def delete(self, key: bytes) -> None:
+        """Find it no more until it is written again."""
+        self._bad.add(key[16:])
 
-        self._do(write)
+    def clear(self) -> None:
+        """Find no object of before; a node that starts again does."""
+        self._prefix += f"{uuid.uuid4().hex}/"
 
-    def _read(self, names: Sequence[BlockHash], slots: Sequence[int]) -> list[bytes]:
-        found: list[bytes] = []
-        for name, slot in zip(names, slots, strict=True):
-            try:
-                checksum = self._files.read(name, slot)
-            except Damaged as error:
-                log.warning("kv_store: a damaged file is deleted: %s", error)
-                self.stats.corrupt += 1
-                break
-            if checksum is None:
-                break
-            found.append(checksum)
-        return found
+    def _block(self, at: int) -> int:
+        return self._address + at * self.size + PAGE
+
+    def _objects(self, way: str, names: Sequence[BlockHash]) -> None:
+        there = [(0, self.size, at, self._prefix + name.hex()) for at, name in enumerate(names)]
+        here = [self._address + at * self.size for at in range(len(names))]
+        self._move(way, here, self.size, there)

@@ -112,7 +112,7 @@ _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         (),
     ),
 }
-_TIERS = {"host": "host memory", "store": "files"}
+_TIERS = {"host": "host memory", "store": "the store"}
 # By name: the text, and the attribute of EngineStats.
 _GAUGES = {
     "vllm:num_requests_running": ("Requests in the current batch", "load.running"),
@@ -202,6 +202,7 @@ _ENGINE_COUNTERS = {
         ("loaded", "that were asked of"),
         ("evicted", "that made room for others in"),
         ("corrupt", "dropped, as they were not what had been stored in"),
+        ("failed", "that could not be found, read or written in time in"),
     )
 }
 

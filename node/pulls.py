@@ -19,7 +19,7 @@ from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Request, State
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.errors import TransferTimeout
-from kvrelay.wire.kv_events import CPU, STORAGE, BlockHash, CacheChanges
+from kvrelay.wire.kv_events import ANY, CPU, STORAGE, BlockHash, CacheChanges
 from kvrelay.wire.transfer import Source, Ticket
 
 __all__ = ["PullPrice", "Pulls"]
@@ -99,7 +99,8 @@ class Pulls:
         first = self._engine.scheduler.cached_tokens(request) // block_size
         hashes = request.block_hashes(block_size)[first:most]
         in_host = len([*takewhile(self._below[CPU].__contains__, hashes)])
-        in_files = len([*takewhile(self._below[STORAGE].__contains__, hashes[in_host:])])
+        stored, rest = self._below[STORAGE], hashes[in_host:]
+        in_files = len([*takewhile(lambda name: ANY in stored or name in stored, rest)])
         could = []
         for source in request.sources:
             told = min(source.tokens // block_size - first, len(hashes))

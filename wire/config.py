@@ -354,9 +354,11 @@ class CacheConfig:
     stays when the engine restarts. 0 takes none.
     """
     kv_store: str = ""
-    """Folder for KV below kv_host_memory; it stays when the node restarts."""
+    """Folder or s3://BUCKET/PREFIX for KV below kv_host_memory; it stays when the node restarts,
+    and nodes may share it.
+    """
     kv_store_size: Annotated[int, Meta(ge=0, description="leave it out without kv_store")] = 0
-    """Bytes of kv_store at most, for example 1TiB."""
+    """Bytes of a folder at most, for example 1TiB, whoever has written them; none for s3://."""
     kv_write_behind_bytes_s: Positive = 2e9
     """Bytes per second at most that go from the pool to kv_host_memory, and from there to kv_store.
     """
@@ -369,14 +371,19 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        objects = "://" in self.kv_store
         require(
-            "://" not in self.kv_store,
-            f"kv_store must be a folder, got {self.kv_store!r}: NIXL's wheel has no plugin for "
-            "object stores (OBJ) that can be loaded",
+            not objects or len(self.kv_store.partition("s3://")[2].partition("/")[0]) > 2,
+            f"kv_store must be a folder or s3://BUCKET/PREFIX, got {self.kv_store!r}",
         )
         require(
-            not self.kv_store or bool(self.kv_host_memory and self.kv_store_size),
-            "kv_store needs kv_host_memory, through which its blocks go, and kv_store_size",
+            not self.kv_store or bool(self.kv_host_memory),
+            "kv_store needs kv_host_memory, through which its blocks go",
+        )
+        require(
+            bool(self.kv_store_size) == (bool(self.kv_store) and not objects),
+            f"kv_store_size is {self.kv_store_size} with kv_store {self.kv_store!r}: a folder "
+            "needs it, and a bucket, whose lifecycle rules delete what is old, has none",
         )
 
 

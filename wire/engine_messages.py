@@ -198,6 +198,8 @@ class TierStats(msgspec.Struct):
     """Not what they were when they were stored; dropped."""
     used: int = 0
     """Blocks that are read or written now."""
+    failed: int = 0
+    """Not read, written or looked up, or not in time."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):

@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 __all__ = [
+    "ANY",
     "CPU",
     "GPU",
     "KV_EVENTS_PATH",
@@ -48,6 +49,10 @@ _SIZE = 16
 _HASHES = 4_096
 """Hashes in a message of all that is held, 74 KB: a router takes a millisecond for them."""
 ROOT: BlockHash = blake2b(b"kvrelay block chain 1", digest_size=_SIZE).digest()
+
+
+ANY: BlockHash = bytes(_SIZE)
+"""A name that a store holds which cannot tell what it holds: any block may be there."""
 
 
 def root_of(salt: str | None, adapter: str = "") -> BlockHash:

@@ -14,6 +14,7 @@ import torch
 import zmq
 
 from kvrelay.cache_node.process import CacheProcess
+from kvrelay.cache_node.store import PAGE
 from kvrelay.kernels.pool_memory import zeros
 from kvrelay.kv_transfer.connector import (
     CachedAsked,
@@ -121,7 +122,7 @@ class Host:
     def told_all(self) -> bool:
         """Return whether all that is here is told, and nothing else."""
         cache = self.cache
-        files = set() if cache._files is None else set(cache._files.held)
+        files = set() if cache._store is None else set(cache._store.names())
         return self.told == {CPU: set(cache._table.pool.names()), STORAGE: files}
 
     def flip(self, number: int, rng: random.Random) -> None:
@@ -296,7 +297,7 @@ def test_blocks_come_back_from_another_process_to_the_byte(world: World, device:
 
 def test_what_host_memory_has_no_room_for_comes_from_files(world: World) -> None:
     pytest.importorskip("nixl")
-    store = {"kv_store": str(world.folder / "store"), "kv_store_size": 40 * BLOCK_BYTES}
+    store = {"kv_store": str(world.folder / "store"), "kv_store_size": 40 * (PAGE + BLOCK_BYTES)}
     host = world.host(9, **store)
     engine = world.engine(host)
     for first in range(0, 32, 8):

@@ -1,0 +1,201 @@
+"""Files and objects of KV blocks: what is read back is what was written, or nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from s3_server import BUCKET, S3
+
+from kvrelay.cache_node.store import PAGE, BlockFiles, BlockObjects
+from kvrelay.kernels.pool_memory import zeros
+from kvrelay.kv_transfer.checksums import sums_of
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.wire.errors import ConfigError
+
+pytest.importorskip("nixl")
+BLOCK_BYTES, SLOTS, HEADS = 512, 64, 2
+IDENTITY = b"i" * 16
+
+
+class Store:
+    """A store, and a pool of random blocks."""
+
+    def __init__(self, place: str, identity: bytes = IDENTITY) -> None:
+        self.memory = zeros(SLOTS * BLOCK_BYTES, torch.device("cpu"))
+        self.memory.random_(0, 256, generator=torch.Generator().manual_seed(1))
+        region = PoolRegion(self.memory.data_ptr(), SLOTS, BLOCK_BYTES, "cpu")
+        self.sums = sums_of(region, HEADS)
+        kind = BlockObjects if "://" in place else BlockFiles
+        self.blocks = kind(place, identity, region, self.sums)
+        self.checksums = self.sums(range(SLOTS))
+
+    def block(self, slot: int) -> bytes:
+        part = self.memory[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES]
+        return bytes(part.numpy().tobytes())
+
+    def write(self, slots: Sequence[int]) -> None:
+        self.blocks.write([name(slot) for slot in slots], slots, [self.checksums[s] for s in slots])
+
+    def path(self, number: int, identity: bytes = IDENTITY) -> Path:
+        return Path(self.blocks.place, identity.hex(), name(number).hex())
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def key(number: int, identity: bytes = IDENTITY) -> tuple[bytes, int]:
+    return identity + name(number), PAGE + BLOCK_BYTES
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Store:
+    return Store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def bucket(s3: S3) -> Store:
+    return Store(f"s3://{BUCKET}/kv/of/all/")
+
+
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_blocks_come_back_into_any_slot_also_for_another_process(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    store: Store = request.getfixturevalue(kind)
+    names, slots = [name(slot) for slot in range(8)], [50 - slot for slot in range(8)]
+    wanted = [store.block(slot) for slot in range(8)]
+    assert store.blocks.there(names) == [False] * 8
+    store.write(range(8))
+    again = Store(store.blocks.place)
+    again.memory.zero_()
+    assert again.blocks.there([*names, name(99)]) == [*[True] * 8, False]
+    assert again.blocks.read(names, slots) == store.checksums[:8]
+    assert [again.block(slot) for slot in slots] == wanted
+    assert Store(store.blocks.place, b"j" * 16).blocks.there(names) == [False] * 8
+    again.blocks.clear()
+    assert again.blocks.there(names) == [False] * 8
+
+
+def test_the_folder_tells_its_keys_the_least_recently_used_first(folder: Store) -> None:
+    folder.write(range(4))
+    other = Store(folder.blocks.place, b"j" * 16)
+    other.write([7])
+    long_ago = time.time() - 1000
+    for number in range(4):
+        os.utime(folder.path(number), (long_ago + number,) * 2)
+    assert folder.path(1).parent.stat().st_mode & 0o777 == 0o700  # KV tells what was asked
+    assert folder.path(1).stat().st_mode & 0o777 == 0o600
+    folder.blocks.read([name(0)], [60])
+    keys = folder.blocks.keys()
+    assert keys[:3] == [key(1), key(2), key(3)]
+    assert set(keys[3:]) == {key(0), key(7, b"j" * 16)}
+    folder.blocks.delete(key(7, b"j" * 16)[0])
+    folder.blocks.clear()
+    assert folder.blocks.keys() == []
+
+
+def test_kv_of_another_identity_is_not_read(folder: Store) -> None:
+    folder.write([1])
+    other = Store(folder.blocks.place, b"j" * 16)
+    folder.path(1).rename(folder.path(1, b"j" * 16))  # if somebody moves its file there
+    assert other.blocks.read([name(1)], [1]) == [b""]
+
+
+def damages(rng: random.Random) -> list[Callable[[bytearray], object]]:
+    def flip(content: bytearray, start: int, end: int) -> None:
+        content[rng.randrange(start, end)] ^= 1 << rng.randrange(8)
+
+    def rest_of_another(content: bytearray) -> None:
+        at = PAGE + rng.randrange(BLOCK_BYTES - 1)
+        content[at:] = bytes(byte ^ 0xFF for byte in content[at:])
+
+    return [
+        lambda content: flip(content, PAGE, PAGE + BLOCK_BYTES),
+        lambda content: flip(content, 0, 50),
+        lambda content: content.__delitem__(slice(rng.randrange(len(content)), None)),
+        rest_of_another,
+    ]
+
+
+def test_none_of_ten_thousand_damaged_files_is_served(folder: Store) -> None:
+    rng = random.Random(2)
+    folder.write(range(10))
+    paths = [folder.path(slot) for slot in range(10)]
+    sound = [path.read_bytes() for path in paths]
+    kinds = damages(rng)
+    for count in range(10_000):
+        at = count % 10
+        content = bytearray(sound[at])
+        kinds[count // 10 % len(kinds)](content)
+        assert content != sound[at]
+        paths[at].write_bytes(content)
+        assert folder.blocks.read([name(at)], [60]) == [b""]
+        if not count % 50:  # what comes before it in a transfer is served
+            found = folder.blocks.read([name(1), name(2), name(at)], [50, 51, 52])
+            assert found == [*folder.checksums[1:3], b""]
+        paths[at].write_bytes(sound[at])
+    assert folder.blocks.read([name(3)], [60]) == [folder.checksums[3]]
+
+
+def test_a_damaged_object_is_not_found_until_it_is_written_again(bucket: Store, s3: S3) -> None:
+    rng = random.Random(3)
+    bucket.write(range(4))
+    names = [name(number) for number in range(4)]
+    path = f"kv/of/all/{IDENTITY.hex()}/{name(2).hex()}"
+    page = bucket.blocks._page(name(2), bucket.checksums[2])
+    sound = page.ljust(PAGE, b"\0") + bucket.block(2)
+    for count in range(40):
+        content = bytearray(sound)
+        damages(rng)[count % 4](content)
+        s3.put(path, bytes(content) or b"-")
+        bucket.blocks.read([*names[:2], name(3)], range(60, 63))  # not what was there before
+        assert bucket.blocks.read(names, range(50, 54))[2] == b""
+    bucket.blocks.delete(IDENTITY + name(2))
+    assert bucket.blocks.there(names) == [True, True, False, True]
+    bucket.write([2])
+    assert bucket.blocks.there(names) == [True] * 4
+    assert bucket.blocks.read(names, range(50, 54)) == bucket.checksums[:4]
+
+
+def test_what_a_writer_left_half_is_no_block_and_goes_when_it_is_old(folder: Store) -> None:
+    folder.write([1])
+    path = folder.path(1)
+    old, new = (path.with_name(f"{path.name}-{end}.part") for end in ("old", "new"))
+    for part in (old, new):
+        part.write_bytes(b"half")
+    long_ago = time.time() - 1000
+    os.utime(old, (long_ago, long_ago))
+    assert folder.blocks.keys() == [key(1)]
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_a_disk_that_takes_nothing_keeps_no_half_files(
+    folder: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.blocks, "_move", full)
+        with pytest.raises(OSError, match="no space left"):
+            folder.write([1, 2])
+    assert list(folder.path(1).parent.iterdir()) == []
+    folder.write([1, 2])
+
+
+def test_a_store_that_cannot_be_opened_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"kv_store .*file cannot be opened"):
+        Store(str(tmp_path / "file"))
+    monkeypatch.setattr(BlockObjects, "_agent_of", BlockObjects.read)
+    with pytest.raises(ConfigError, match=r"kv_store s3://.* it needs nixl-cu12, or beside"):
+        Store("s3://kvrelay")

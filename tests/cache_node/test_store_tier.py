@@ -1,0 +1,249 @@
+"""A store below a table of blocks: full, shared, slow, gone and empty."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from s3_server import BUCKET, S3, use
+
+from kvrelay.cache_node import store_tier
+from kvrelay.cache_node.store import PAGE, BlockFiles, BlockObjects
+from kvrelay.cache_node.store_tier import StoreTier
+from kvrelay.cache_node.table import CacheTable
+from kvrelay.kernels.pool_memory import zeros
+from kvrelay.kv_transfer.checksums import sums_of
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.wire.config import CacheConfig
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.kv_events import ANY
+
+pytest.importorskip("nixl")
+BLOCK_BYTES, SLOTS = 512, 64
+FILE_BYTES = PAGE + BLOCK_BYTES
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+class Tier:
+    """A store tier with blocks of its table, each of one byte value."""
+
+    def __init__(self, place: str, limit: float = inf, identity: bytes = b"i" * 16) -> None:
+        self.memory = zeros(SLOTS * BLOCK_BYTES, torch.device("cpu"))
+        region = PoolRegion(self.memory.data_ptr(), SLOTS, BLOCK_BYTES, "cpu")
+        self.sums, self.table = sums_of(region, 2), CacheTable(SLOTS - 1)
+        kind = BlockObjects if "://" in place else BlockFiles
+        self.blocks = kind(place, identity, region, self.sums)
+        self.tier = StoreTier(self.table, self.blocks, limit, 0.0, lambda: None)
+        self.stats = self.tier.stats
+
+    def until(self, done: Callable[[], object], within_s: float = 20.0) -> None:
+        end = time.monotonic() + within_s
+        while not done():
+            assert time.monotonic() < end
+            self.tier.turn(time.monotonic())
+            time.sleep(0.001)
+
+    def fill(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            slots = self.table.room(1) or []
+            self.memory[slots[0] * BLOCK_BYTES : (slots[0] + 1) * BLOCK_BYTES] = number + 1
+            self.table.landed([name(number)], slots, self.sums(slots), self.table.clears)
+            self.tier.to_write.append(name(number))
+
+    def store(self, numbers: Sequence[int]) -> None:
+        wanted = self.stats.stored + len(numbers)
+        self.fill(numbers)
+        self.until(lambda: self.stats.stored == wanted)
+
+    def read(self, numbers: Sequence[int]) -> int:
+        """Empty the table, and return how many of these come from the store; each is right."""
+        self.table.pool.reset()
+        ended: list[int] = []
+        self.tier.read([name(number) for number in numbers], lambda: ended.append(1))
+        self.until(lambda: ended)
+        slots = self.table.pool.lookup([name(number) for number in numbers])
+        for number, slot in zip(numbers, slots, strict=False):
+            part = self.memory[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES]
+            assert (part == number + 1).all()
+        return len(slots)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    return str(tmp_path / "store")
+
+
+def test_the_limit_is_the_folders_whoever_has_written(place: str) -> None:
+    other_model = Tier(place, 100 * FILE_BYTES, b"j" * 16)
+    other_model.store(range(6))
+    one = Tier(place, 16 * FILE_BYTES)
+    one.until(lambda: one.stats.blocks == 6)
+    one.store(range(10))
+    assert (one.stats.blocks, one.stats.evicted) == (16, 0)
+    two = Tier(place, 16 * FILE_BYTES)
+    two.until(lambda: two.stats.blocks == 16)
+    assert sorted(two.tier.names()) == [name(number) for number in range(10)]
+    # What another model left is the oldest, and makes room first.
+    two.store(range(20, 26))
+    assert len(list(Path(place).glob("*/*"))) == 16
+    assert not any((Path(place) / (b"j" * 16).hex()).iterdir())
+    # A node reads what others have written since it looked, and learns what they deleted.
+    assert one.read(range(20, 26)) == 6
+    one.store(range(30, 36))
+    two.store(range(40, 44))
+    two.until(lambda: len(list(Path(place).glob("*/*"))) == 16)
+
+
+def test_the_order_of_use_outlives_a_node(place: str) -> None:
+    old = Tier(place, 8 * FILE_BYTES)
+    old.store(range(8))
+    for number in range(8):
+        os.utime(Path(place, (b"i" * 16).hex(), name(number).hex()), (number, number))
+    assert old.read([0, 1]) == 2
+    new = Tier(place, 6 * FILE_BYTES)  # smaller now
+    new.until(lambda: new.stats.evicted == 2)
+    new.until(lambda: len(list(Path(place).glob("*/*"))) == 6)
+    assert new.read([0, 1]) == 2
+    assert new.read([2]) == new.read([3]) == 0
+    assert set(new.tier.names()) == {name(number) for number in (0, 1, 4, 5, 6, 7)}
+
+
+def test_a_full_disk_costs_its_blocks_alone_and_is_said_once(
+    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    it = Tier(place, 100 * FILE_BYTES)
+    it.store(range(3))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store_tier, "_PAUSE_S", 0.01)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(it.blocks, "write", full)
+        for failed, first in ((4, 10), (8, 20)):
+            it.fill(range(first, first + 4))
+            it.until(lambda: it.stats.failed == failed)  # noqa: B023
+        assert it.read(range(3)) == 3
+    assert [each.message for each in caplog.records if "kv_store" in each.message] == [
+        f"kv_store {place} fails, times=1: [Errno 28] No space left on device"
+    ]
+    assert it.table.pool.free == SLOTS - 1
+    it.store(range(30, 34))
+
+
+def test_a_file_that_cannot_be_read_is_a_miss(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Tier(place, 100 * FILE_BYTES)
+    it.store(range(4))
+
+    def broken(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(it.blocks, "_move", broken)
+        assert it.read(range(4)) == 0
+    assert it.stats.failed == 4
+    assert it.table.pool.free == SLOTS - 1
+
+
+def test_nobody_waits_for_a_disk_that_hangs(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_tier, "DEADLINE_S", 0.2)
+    it = Tier(place, 100 * FILE_BYTES)
+    it.store(range(4))
+    back, move = threading.Event(), it.blocks._move
+
+    def hang(*fields: object) -> None:
+        assert back.wait(20)
+        move(*fields)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(it.blocks, "_move", hang)
+    began = time.monotonic()
+    assert it.read(range(4)) == 0
+    assert it.stats.failed == 4
+    for _ in range(50):
+        assert it.read(range(4)) == 0  # at once
+    assert time.monotonic() - began < 3
+    assert it.table.pool.free == SLOTS - 1 - 4  # the disk may still write there
+    back.set()
+    it.until(lambda: it.table.pool.free == SLOTS - 1)
+    it.tier._resume_at = 0.0
+    assert it.read(range(4)) == 4
+
+
+def test_objects_are_found_by_a_node_that_starts_again(s3: S3) -> None:
+    place = f"s3://{BUCKET}/kv"
+    Tier(place).store(range(40))
+    again = Tier(place)
+    assert again.tier.names() == [*again.tier.news().stored] == [ANY]
+    assert again.read(range(50)) == 40
+    assert again.read([50, 1]) == 0
+    again.tier.clear()
+    assert again.read(range(40)) == 0
+    assert again.stats.failed == 0
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A server that answers nothing."""
+    pytest.importorskip("nixl_cu12")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        use(monkeypatch, server.getsockname()[1])
+        yield
+
+
+@pytest.mark.usefixtures("silent")
+def test_nobody_waits_for_a_bucket_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_tier, "DEADLINE_S", 0.2)
+    it = Tier(f"s3://{BUCKET}")
+    began = time.monotonic()
+    assert [it.read(range(4)) for _ in range(20)] == [0] * 20
+    assert time.monotonic() - began < 3
+    assert it.stats.failed == 4
+    it.until(lambda: it.tier._busy_since == inf, 60)
+
+
+def test_a_wrong_bucket_is_said_once_with_what_to_check(
+    s3: S3, caplog: pytest.LogCaptureFixture
+) -> None:
+    it = Tier("s3://no-such-bucket/kv")
+    with caplog.at_level(logging.WARNING):
+        it.fill(range(3))
+        it.until(lambda: it.stats.failed == 3)
+    (said,) = [each.message for each in caplog.records if "kv_store" in each.message]
+    assert said.startswith("kv_store s3://no-such-bucket/kv fails, times=1: NIXL_ERR_BACKEND; NIXL")
+    assert "AWS_ENDPOINT_URL" in said
+    assert it.read(range(3)) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        (
+            {"kv_store": "gs://bucket/x"},
+            "must be a folder or s3://BUCKET/PREFIX, got 'gs://bucket/x'",
+        ),
+        ({"kv_store": "s3:///x"}, "must be a folder or s3://BUCKET/PREFIX"),
+        (
+            {"kv_store": "s3://bucket", "kv_store_size": 9},
+            "whose lifecycle rules delete what is old",
+        ),
+        ({"kv_store": "/folder"}, "kv_store_size is 0 with kv_store '/folder': a folder needs it"),
+        ({"kv_store_size": 9}, "kv_store_size is 9 with kv_store ''"),
+        ({"kv_store": "s3://bucket", "kv_host_memory": 0}, "kv_store needs kv_host_memory"),
+    ],
+)
+def test_a_store_that_cannot_be_is_refused(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        CacheConfig(**{"kv_host_memory": 1 << 20} | fields)
