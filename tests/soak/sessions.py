@@ -34,7 +34,6 @@ from tests.cluster.real_cluster import (
     Process,
     cached_of,
     children,
-    free_port,
     tiny_body,
     tiny_model,
     wait_until,
@@ -117,7 +116,7 @@ class Soak:
         tiers = ["--kv-checksums", "0.001", "--kv-host-memory", memory, "--kv-store-size", store]
         for at, role in enumerate(("prefill", "prefill", "decode", "decode")):
             where = folder / f"store{0 if seed % 2 else at}"
-            mine = [*tiers, "--kv-store", str(where), "--kv-port", str(free_port())]
+            mine = [*tiers, "--kv-store", str(where)]
             it.nodes.append(it.start(role, [*flags, *mine], env=env))
         self.plain = it.start("serve", [*flags, "--no-enable-prefix-caching"]) if plain else None
         it.others += [self.plain] if self.plain else []
