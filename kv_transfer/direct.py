@@ -115,6 +115,7 @@ class DirectBackend:
         """Unmap all pools. Nothing lands after this."""
         for generation in list(self._pools):
             self.drop_peer(generation)
+        self._across.close()
 
 
 # One `poll` copies for so long, and looks at the clock after each step (1 ms or less). The

@@ -62,7 +62,8 @@ class _Pins:
 
     def close(self) -> None:
         for start in range(0, self._pinned, self._piece):
-            cuda_runtime.unpin(self._address + start)
+            with contextlib.suppress(cuda_runtime.CudaError):
+                cuda_runtime.unpin(self._address + start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ class PinnedSide:
     def __init__(self, region: PoolRegion) -> None:
         self._region = region
         self._pins: dict[int, _Pins] = {}
-        """Pinned host memory, by address; our own stays to the end."""
+        """Pinned host memory, by address; our own until `close`. A GPU keeps the addresses of what is
+        unmapped without `unpin`, and whatever comes to lie there fails."""
         self._reads = 0
 
     def map(self, source: Source, place: HostFile | GpuPiece) -> _Pool:
@@ -142,11 +144,16 @@ class PinnedSide:
 
     def unmap(self, pool: _Pool) -> None:
         pool.stream.synchronize()  # bounded by SLICES_AHEAD
+        if pool.mapping is not None:
+            self._pins.pop(pool.address).close()
+            return
         with contextlib.suppress(cuda_runtime.CudaError):
-            if pool.mapping is None:
-                cuda_runtime.close_handle(pool.address)
-            else:
-                self._pins.pop(pool.address).close()
+            cuda_runtime.close_handle(pool.address)
+
+    def close(self) -> None:
+        """Unpin our own memory, after all pools."""
+        while self._pins:
+            self._pins.popitem()[1].close()
 
     def start(
         self,

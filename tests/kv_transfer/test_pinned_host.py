@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -16,6 +17,7 @@ from kvrelay.kv_transfer import pinned_host
 from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.direct import DirectBackend, Metadata
+from kvrelay.kv_transfer.mapped_gpu import GpuPiece
 from kvrelay.kv_transfer.pinned_host import PinnedSide
 from kvrelay.kv_transfer.shares import Share
 from kvrelay.wire.errors import TransferError
@@ -43,7 +45,11 @@ class Cuda:
     def pin(self, address: int, num_bytes: int, *, read_only: bool) -> None:
         if len(self.pinned) == self.room:
             raise CudaError("no more")
-        assert address not in self.pinned
+        if any(
+            address < at + size and at < address + num_bytes
+            for at, (size, _) in self.pinned.items()
+        ):
+            raise CudaError("already mapped")
         self.pinned[address] = num_bytes, read_only
 
     def unpin(self, address: int) -> None:
@@ -101,6 +107,31 @@ def test_a_gpu_reads_a_share_of_a_peers_host_memory(cuda: Cuda, here: Pool) -> N
     assert list(cuda.pinned.values()) == [(PIECE, True), (PIECE, True), (BLOCK_BYTES, True)]
     side.unmap(pool)
     assert not cuda.pinned
+
+
+def test_a_closed_backend_leaves_nothing_pinned_where_other_memory_comes_to_lie(
+    cuda: Cuda, here: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, closed = Pool(), list[int]()
+    monkeypatch.setattr(pinned_host, "visible_gpus", lambda: {"GPU-1": 1})
+    monkeypatch.setattr(pinned_host, "open_piece", lambda *_: there.region.address)
+    monkeypatch.setattr(cuda_runtime, "close_handle", closed.append)
+    place = GpuPiece(1, b"", "GPU-1")
+    metadata = msgspec.msgpack.encode(msgspec.structs.replace(there.metadata, place=place))
+    source = replace(there.source(), metadata=metadata)
+    for at in range(1, 3):  # a node, and another one with the same memory
+        backend = DirectBackend(here.region)
+        backend.open()
+        backend.add_peer(source)
+        backend.progress()
+        assert list(cuda.pinned.values()) == [(PIECE, False)] * 2
+        read = backend.post_read(source, [2, 3], [4, 1])
+        cuda.over = True
+        assert backend.poll(read)
+        assert torch.equal(here.blocks[[4, 1]], there.blocks[[2, 3]])
+        backend.close()
+        assert not cuda.pinned
+        assert closed == [there.region.address] * at
 
 
 def test_memory_that_cannot_be_pinned_is_left_to_another_backend(cuda: Cuda, here: Pool) -> None:
