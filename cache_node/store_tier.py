@@ -10,7 +10,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +73,8 @@ class StoreTier:
         self.to_write = deque[BlockHash](maxlen=_QUEUED_WRITES)
         self.stats = TierStats()
         self.next_at = self._resume_at = 0.0
-        self._look()
+        wait([self._look()], DEADLINE_S)  # the first engine is told what is there
+        self.turn(0.0)
 
     def turn(self, now: float) -> None:
         while self._done:
@@ -134,7 +135,7 @@ class StoreTier:
         self._held.clear()
         self._bytes = 0
         self._changes = Changes(dict.fromkeys(self.names()), cleared=True)
-        self._do(self._store.clear, lambda _: self._look())
+        self._do(self._store.clear, self._look_again)
 
     def _end(self, ask: _Ask) -> None:
         if ask in self._asks:
@@ -143,7 +144,7 @@ class StoreTier:
 
     def _do(
         self, job: Callable[[], _T], then: Callable[[_T | None], None], blocks: int = 1
-    ) -> None:
+    ) -> Future[None]:
         """Call `then` in a later turn; with None if the job fails, which concerns `blocks`."""
 
         def work() -> None:
@@ -156,7 +157,7 @@ class StoreTier:
             self._done.append(partial(then, result))
             self._wake()
 
-        self._thread.submit(work)
+        return self._thread.submit(work)
 
     def _fail(self, blocks: int, why: str) -> None:
         self.stats.failed += blocks
@@ -165,9 +166,12 @@ class StoreTier:
 
     # What all nodes keep in the folder counts, and the least recently used makes room.
 
-    def _look(self) -> None:
+    def _look(self) -> Future[None]:
         self._written = 0
-        self._do(self._store.keys, self._looked)
+        return self._do(self._store.keys, self._looked)
+
+    def _look_again(self, _: object) -> None:
+        self._look()
 
     def _looked(self, keys: Sequence[tuple[bytes, int]] | None) -> None:
         if keys is None:
