@@ -43,7 +43,7 @@ class _Engine(Engine):
 
     def __init__(self) -> None:
         self.max_model_len = 99
-        self.adapters = None
+        self.adapters, self._weights = None, ""
         self.model = SimpleNamespace(vocab_size=300, eos_token_ids=())  # type: ignore[assignment]
         self.pool = SimpleNamespace(block_size=16)  # type: ignore[assignment]
         self.scheduler = Scheduler(
