@@ -3,8 +3,9 @@
 A block is free (in LRU order; its hash may still be known), used, held (for a reader elsewhere) or
 quarantined (a transfer may still write to it). Block 0, the null block, is never given out.
 
-A pinned block is evicted after all others, but no request waits for a pin to end. Each use begins
-its time anew, so free blocks of equal times are a line, in the order in which they expire.
+A pinned block is evicted after all others, those with the longest time last, but no request waits
+for a pin to end. Each use begins its time anew, so free blocks of equal times are a line, in the
+order in which they expire.
 """
 
 from __future__ import annotations
@@ -119,9 +120,12 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int] | None:
         """Take fresh blocks; None if there are fewer."""
+        if not count:
+            return []  # as mostly in a decode step
         if count > self.free:
             return None
-        taken = list(islice(chain(*self._lines.values()), count))
+        lines = (line for _, line in sorted(self._lines.items()))
+        taken = list(islice(chain.from_iterable(lines), count))
         for block in taken:
             del self._line(block)[block]
             self._references[block] = 1
@@ -190,9 +194,11 @@ class BlockPool:
             block = self._block_of.get(name)
             if block is None or not pin.seconds:
                 return count
-            if self._pins.get(block, NO_PIN).seconds >= pin.seconds:
+            before = self._pins.get(block)
+            if before and before.seconds >= pin.seconds:
                 continue
-            if self._pinned_of[pin.owner] >= most or self.pinned >= self._most_pinned:
+            mine = self._pinned_of[pin.owner] - bool(before and before.owner == pin.owner)
+            if mine >= most or self.pinned - bool(before) >= self._most_pinned:
                 self.pins_refused += 1
                 return count
             self._set_pin(block, pin)

@@ -31,10 +31,11 @@ class Pins(RuleBasedStateMachine):
     def compute(self, first: int) -> None:
         if self.pool.lookup([NAMES[first]]):
             return
-        before, plain = set(self.pool._block_of), len(self.pool._lines[0])
+        before = set(self.pool._block_of)
+        lasts = {name: self.pins[name][1] if name in self.pins else 0 for name in before}
         (block,) = self.pool.allocate(1) or []
         for gone in before - set(self.pool._block_of):
-            assert (gone in self.pins) == (plain == 0)
+            assert lasts[gone] == min(lasts.values())
             self.pins.pop(gone, None)
         self.pool.publish(block, NAMES[first])
         self.pool.release([block])
@@ -59,8 +60,8 @@ class Pins(RuleBasedStateMachine):
         names, lasts, wanted = NAMES[first:][:count], min(wish, LONGEST), 0
         for name in names:
             known = name in self.pins and self.pins[name][1] >= lasts
-            mine = sum(each[0] == owner for each in self.pins.values())
-            full = mine >= SHARES[owner] * TOTAL or len(self.pins) >= MOST
+            others = [pin[0] for held, pin in self.pins.items() if held != name]
+            full = others.count(owner) >= SHARES[owner] * TOTAL or len(others) >= MOST
             if not (lasts and self.pool.lookup([name])) or (full and not known):
                 break
             wanted += 1
