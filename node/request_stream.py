@@ -45,7 +45,7 @@ Start = Callable[
 _NOT_LAST = (FrameKind.TOKENS, FrameKind.TICKET)
 _HEADER_BYTES = 1 << 16  # path and headers of a request, beside its body
 _QUEUED = 1_024
-"""Changes that wait for a router, of which there are 20 a second."""
+"""Changes that wait for a router: 40 a second, and one with each ticket."""
 
 log = logging.getLogger("kvrelay.node")
 

@@ -372,4 +372,6 @@ class AnswerWriter:
         )
 
     def _usage(self) -> Usage:
-        return Usage.from_counts(*self.counts, max(0, self.pinned_tokens - self.cached_tokens))
+        # The answer may fill the block that the prompt ends in.
+        pinned = min(self.pinned_tokens, self.prompt_tokens)
+        return Usage.from_counts(*self.counts, max(0, pinned - self.cached_tokens))

@@ -219,3 +219,13 @@ def test_an_end_names_the_blocks_that_the_next_turn_has(
     last = RequestUpdate("call-1", [65], finish=Finish.LENGTH, blocks=blocks)
     *_, frame = it.frames(last, LOAD)
     assert (frame.kind, frame.blocks) == (FrameKind.END, None if thinks else blocks)
+
+
+def test_an_answer_that_fills_the_prompts_last_block_adds_nothing_to_what_is_written(
+    tokenizer: Tokenizer,
+) -> None:
+    request = decode(tokenizer, KvTransferParams(), stream_options={"include_usage": True})
+    list(request.frames(RequestUpdate("call-1", [65]), LOAD))
+    last = RequestUpdate("call-1", [65], finish=Finish.LENGTH, pinned_tokens=32)
+    *_, frame = request.frames(last, LOAD)
+    assert chunks(frame)[-1]["usage"]["prompt_tokens_details"]["cache_write_tokens"] == 20
