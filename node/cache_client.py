@@ -104,7 +104,11 @@ def identity(fingerprint: Fingerprint, engine: EngineConfig) -> bytes:
     path = Path(engine.model).expanduser()
     wanted = (".gguf", ".json", ".safetensors")
     found = [each for each in (path, *path.glob("*")) if each.suffix in wanted]
-    files = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in sorted(found)]
+    # Weights are in the hashes, and another node's copy of the files has other times.
+    files = [
+        (each.name, each.read_bytes() if each.suffix == ".json" else each.stat().st_size)
+        for each in sorted(found)
+    ]
     alike = msgspec.structs.replace(fingerprint, protocol=0, protocol_newest=0, tp_size=1)
     of = (alike, engine.device, engine.dtype, engine.quantization, engine.load_format, files)
     return blake2b(msgspec.json.encode(of), digest_size=16).digest()
