@@ -199,8 +199,10 @@ class StoreTier:
             self._note(key, held=False)
 
     def _missed(self, ask: _Ask, count: int | None) -> None:
-        """Forget the first block that was not there, or damaged."""
-        for name in ask.names[count : count + 1] if count is not None else ():
+        """Forget the first block that was not there, or damaged; not one that nobody had time for."""
+        if count is None or time.monotonic() >= ask.until:
+            return
+        for name in ask.names[count : count + 1]:
             size = self._held.pop(self._store.identity + name, 0)
             self._bytes -= size
             self._note(self._store.identity + name, held=False)
