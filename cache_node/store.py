@@ -123,7 +123,10 @@ class BlockFiles(_Blocks):
         """Return identities with names, and sizes, the least recently used first."""
         found = []
         for folder in [each for each in os.scandir(self.place) if _NAME.fullmatch(each.name)]:
-            for entry in os.scandir(folder):
+            entries = list[os.DirEntry[str]]()
+            with suppress(OSError):  # another user's
+                entries += os.scandir(folder)
+            for entry in entries:
                 with suppress(OSError):  # another node deletes, too
                     stat = entry.stat()
                     if _NAME.fullmatch(entry.name):

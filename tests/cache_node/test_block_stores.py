@@ -93,6 +93,7 @@ def test_the_folder_tells_its_keys_the_least_recently_used_first(folder: Store) 
     assert folder.path(1).parent.stat().st_mode & 0o777 == 0o700  # KV tells what was asked
     assert folder.path(1).stat().st_mode & 0o777 == 0o600
     folder.blocks.read([name(0)], [60])
+    Path(folder.blocks.place, 32 * "f").write_text("not a folder that can be read")
     keys = folder.blocks.keys()
     assert keys[:3] == [key(1), key(2), key(3)]
     assert set(keys[3:]) == {key(0), key(7, b"j" * 16)}
