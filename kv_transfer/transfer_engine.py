@@ -17,7 +17,7 @@ from functools import partial
 from kvrelay.kv_transfer.backend import Joined, ReadEnded, TransferBackend
 from kvrelay.kv_transfer.backends import Backends
 from kvrelay.kv_transfer.cached import Asks, Callers
-from kvrelay.kv_transfer.checksums import Sums
+from kvrelay.kv_transfer.checksums import MOST_BLOCKS, Sums
 from kvrelay.kv_transfer.connector import (
     Completion,
     Doubted,
@@ -331,7 +331,7 @@ class TransferEngine:
                 case LeaseCached():
                     return self._callers_asks.asked(sender, message, time.time())
                 case Doubt(blocks) if self._kept is not None:
-                    self._callers_asks.events.append(Doubted(tuple(blocks)))
+                    self._callers_asks.events.append(Doubted(tuple({*blocks[:MOST_BLOCKS]})))
                     return None
                 case End(lease, token):
                     return Ended(token, self._offers.end(lease, sender, now))

@@ -16,8 +16,10 @@ import zmq
 from kvrelay.cache_node.process import CacheProcess
 from kvrelay.cache_node.store import PAGE
 from kvrelay.kernels.pool_memory import zeros
+from kvrelay.kv_transfer.checksums import MOST_BLOCKS
 from kvrelay.kv_transfer.connector import (
     CachedAsked,
+    Doubted,
     Event,
     Fetched,
     FetchFailed,
@@ -27,6 +29,7 @@ from kvrelay.kv_transfer.connector import (
     Released,
     Settled,
 )
+from kvrelay.kv_transfer.messages import Doubt
 from kvrelay.kv_transfer.transfer_engine import open_connector
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.wire.cache_messages import Attach, CacheSetup, CacheStats, FromCache
@@ -340,6 +343,14 @@ def test_an_engine_that_has_lost_what_it_told_costs_nothing_else(world: World) -
     world.until(lambda: all(host.held(number) for number in (1, 2, 3, 4, 7, 8, 9, 10)))
     assert host.stats.host.stored <= 8
     world.until(lambda: engine.pool.free == engine.pool.total)
+
+
+def test_a_peer_that_doubts_without_end_has_few_blocks_summed(world: World) -> None:
+    connector = world.host().cache._connector
+    connector.answer(b"peer", Doubt([7] * 300_000))
+    connector.answer(b"peer", Doubt([*range(300_000)]))
+    few, more = [event.blocks for event in connector.events() if isinstance(event, Doubted)]
+    assert (few, len(more)) == ((7,), MOST_BLOCKS)
 
 
 def test_room_for_no_block_is_refused(world: World) -> None:
