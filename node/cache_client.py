@@ -56,7 +56,12 @@ class CacheClient:
         )
         if self._child is None:
             self._setup = setup
-            self._child = child = await Child.start("kvrelay.node.cache_process", setup, {})
+            try:
+                child = await Child.start("kvrelay.node.cache_process", setup, {})
+            except OSError as error:
+                log.error("no cache process (%s): no KV is kept below the pool", error)
+                return
+            self._child = child
             child.run(self._read(child), self._watch(child))
         elif setup != self._setup:
             raise EngineDead("the model's files have changed; this node must start again")
@@ -103,7 +108,7 @@ def identity(fingerprint: Fingerprint, engine: EngineConfig) -> bytes:
     """Return 16 bytes that differ if KV may differ: other model files, types or devices."""
     path = Path(engine.model).expanduser()
     wanted = (".gguf", ".json", ".safetensors")
-    found = [each for each in (path, *path.glob("*")) if each.suffix in wanted]
+    found = [each for each in (path, *path.glob("*")) if each.suffix in wanted and each.is_file()]
     # Weights are in the hashes, and another node's copy of the files has other times.
     files = [
         (each.name, each.read_bytes() if each.suffix == ".json" else each.stat().st_size)

@@ -1,15 +1,20 @@
-"""Whose KV a node finds below its pool."""
+"""Whose KV a node finds below its pool, and what becomes of a node without a cache process."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
+import pytest
 from node_doubles import write_config
 
-from kvrelay.node.cache_client import identity
-from kvrelay.wire.config import EngineConfig
-from kvrelay.wire.transfer import Fingerprint
+from kvrelay.node.cache_client import CacheClient, identity
+from kvrelay.node.child import Child
+from kvrelay.wire.config import CacheConfig, EngineConfig, NodeConfig, TransferConfig
+from kvrelay.wire.engine_messages import EngineReady
+from kvrelay.wire.kv_events import CacheChanges
+from kvrelay.wire.transfer import Fingerprint, KvFacts
 
 FINGERPRINT = Fingerprint(
     protocol=1,
@@ -42,3 +47,25 @@ def test_a_copy_of_a_model_finds_the_same_kv_and_a_changed_one_does_not(tmp_path
     assert of(other) == of(mine)
     (other / "model.safetensors").write_bytes(b"more weights")
     assert of(other) != of(mine)
+
+
+async def test_a_node_goes_on_without_a_process_and_with_a_link_that_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def full(*_: object) -> Child:
+        raise BlockingIOError(11, os.strerror(11))
+
+    monkeypatch.setattr(Child, "start", full)
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
+    config = NodeConfig(
+        engine=EngineConfig(str(tmp_path), enable_prefix_caching=True),
+        transfer=TransferConfig(kv_checksums=0.1),
+        cache=CacheConfig(kv_host_memory=1 << 20),
+    )
+    client = CacheClient(config, lambda _: None)
+    kv = KvFacts(FINGERPRINT)
+    await client.attach(EngineReady("e", "g", "tiny", 9, 9, 16, 9, 64, [], 0.0, kv=kv))
+    client.tell(CacheChanges([], []))
+    await client.stop()
+    assert client.source is None
+    assert "no cache process ([Errno 11] Resource temporarily unavailable)" in caplog.text
