@@ -170,7 +170,7 @@ def _replay(
         for each in kv_host_memory
     ]
     nodes = nodes or "1:1"
-    return what_if(incident, rates, nodes, policy, tiers, console, pulls=kv_pull != "never")
+    return what_if(incident, rates, nodes, policy, tiers, console, pull=kv_pull)
 
 
 def _role(

@@ -110,7 +110,7 @@ class Wanted:
         agents, targets = self.agents, self.targets
         if agents is not None:
             if self.rate:
-                return at_sessions(agents, setting, targets, round(self.rate))
+                return at_sessions(agents, setting, targets, max(1, round(self.rate)))
             return most_sessions(agents, setting, targets, ATTAINMENT, guess, bound)
         if self.rate:
             return at_rate(asks, setting, targets, self.rate)

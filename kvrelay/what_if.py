@@ -44,10 +44,12 @@ def what_if(
     tiers: Sequence[CacheConfig],
     console: Console,
     *,
-    pulls: bool,
+    pull: str,
 ) -> int:
     """Print a row for each size of the tiers. Raises ConfigError."""
     check_policy(policy)
+    if pull not in ("auto", "never"):
+        raise ConfigError(f"--kv-pull {pull!r} is none of auto, never")
     prefill, decode = size_of(Incident(), nodes)
     try:
         asked = read_trace(path)
@@ -66,7 +68,7 @@ def what_if(
                 prefill,
                 decode,
                 block_size=TRACE_BLOCK_TOKENS,
-                pulls=pulls,
+                pulls=pull == "auto",
                 below=tokens_below(card, each),
                 speeds=Speeds(card),
             ),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Pulls"]
 
-_LEASE_MS = 30_000.0
+_LEASE_MS = 10_000.0
 """The default transfer_deadline_s of a node."""
 
 

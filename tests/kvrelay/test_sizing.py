@@ -137,6 +137,8 @@ def test_sessions_of_agents_are_planned_with_the_host_memory_that_pays(
 ) -> None:
     agents = "fleet,turns=2,system=500,prompt=60,output=10,gap_s=1,branch=0"
     asked = plan_of_two(card, agents, ttft_ms=4000, tpot_ms=400)
+    assert run([*asked, "--rate", "0.4"]) == 0
+    assert "1.0 sessions in time" in capsys.readouterr().out
     assert run([*asked, "--rate", "2"]) == 0
     out = capsys.readouterr().out
     assert "2 sessions: TTFT within 4000 ms" in out
@@ -166,8 +168,9 @@ def test_a_trace_is_replayed_with_tiers_of_several_sizes(
     assert shown["capacity"] == ["0.00%"] * 2
     assert run([*asked, "--kv-pull", "never", "--nodes", "1:1"]) == 0
     assert re.search(r"│ peer +│ +0\.00% │", capsys.readouterr().out)
-    assert run([*asked, "--policy", "best"]) == 2
-    assert "none of" in capsys.readouterr().err
+    for wrong in ("--policy", "--kv-pull"):
+        assert run([*asked, wrong, "best"]) == 2
+        assert "none of" in capsys.readouterr().err
     assert run([*asked, "--kv-store-size", "much"]) == 2
     assert "kv_store_size" in capsys.readouterr().err.replace("-", "_")
     bare = tmp_path / "bare.json"
