@@ -125,8 +125,7 @@ def _lengths(config: BenchConfig) -> str:
         return config.agents or Path(config.trace).name
     of = config.work
     spread = f", spread {of.spread:g}" if of.spread else ""
-    turns = f", {of.turns} turns" if of.turns > 1 else ""
-    return f"{config.lengths}: {of.prompt:,} tokens in, {of.output:,} out{spread}{turns}"
+    return f"{config.lengths}: {of.prompt:,} tokens in, {of.output:,} out{spread}"
 
 
 def _arrivals(config: BenchConfig) -> str:

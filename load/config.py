@@ -40,9 +40,7 @@ class BenchConfig:
     model: str = ""
     """Model to ask; empty takes the first of the server."""
     endpoint: Literal["completions", "chat"] = "completions"
-    """completions sends token ids, of exact length; chat sends messages, which --turns and --agents
-    need.
-    """
+    """completions sends token ids, of exact length; chat sends messages, which --agents needs."""
     lengths: str = "chat"
     """Tokens of prompts and answers: chat (512:256), code (2048:64), summarise (8192:256),
     long-context (65536:256), reasoning (512:4096), or IN:OUT.
@@ -55,10 +53,6 @@ class BenchConfig:
     """
     trace: str = ""
     """A file in the format of Mooncake's traces, also .gz, instead of lengths."""
-    turns: Annotated[int, Meta(gt=0)] = 1
-    """Turns of each session; a prompt holds all turns before it, with the server's answers."""
-    think_s: _NotNegative = 1.0
-    """Mean seconds from an answer to the next turn."""
     rate: str = ""
     """Requests a second (open loop); several, separated by commas, run one by one. The first rate of
     --find-rate.
@@ -129,8 +123,8 @@ class BenchConfig:
     def _check_together(self) -> None:
         for ok, message in (
             (
-                not (self.agents and (self.trace or self.turns > 1)),
-                "agents say themselves what is asked; leave turns and trace out",
+                not (self.agents and self.trace),
+                "agents say themselves what is asked; leave trace out",
             ),
             (
                 not (self.concurrency and self.rate),
@@ -154,12 +148,8 @@ class BenchConfig:
             ),
             (self.arrivals != "trace" or bool(self.trace), "arrivals trace needs --trace FILE"),
             (
-                self.turns == 1 or not self.trace,
-                "a trace says itself what is asked; leave turns out",
-            ),
-            (
-                (self.turns == 1 and not self.agents) or self.endpoint == "chat",
-                "turns and agents need --endpoint chat: a turn holds the text of the answers",
+                not self.agents or self.endpoint == "chat",
+                "agents need --endpoint chat: a turn holds the text of the answers",
             ),
             (
                 bool(self.clients) or self._open_loop,
@@ -229,8 +219,6 @@ class BenchConfig:
             lengths.prompt,
             lengths.output,
             self.spread,
-            self.turns,
-            self.think_s,
             self.trace,
             self.fleet,
         )

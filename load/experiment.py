@@ -201,11 +201,6 @@ class Experiment:
         # A slow client sees answers late, never early: a rate that holds all the same does hold.
         if client.bottleneck and attainment < config.attainment:
             return f"the client was too slow: {client.bottleneck}"
-        if run.short and config.turns > 1:
-            return (
-                f"only {run.offered:.3g} came: sessions take longer than the warm-up; take a "
-                f"longer --warm-up-s"
-            )
         search.record(attainment)
         return ""
 
@@ -229,7 +224,7 @@ class Experiment:
         if rate:
             name = f"{rate:.4g} requests/s"
         total_s = None if config.requests else load.sending_s
-        count = 0 if config.agents else config.requests * config.turns
+        count = 0 if config.agents else config.requests
 
         def on_progress(progress: Progress) -> None:
             self._on_progress(RunProgress(name, total_s, count or None, progress))

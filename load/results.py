@@ -197,7 +197,7 @@ def warnings_of(result: Result) -> list[str]:
     """Return what a reader must know before the figures of a result."""
     warnings = []
     work = result.work
-    shares = bool(work.trace or work.agents or work.turns > 1)
+    shares = bool(work.trace or work.agents)
     for run in result.runs:
         name, client = f"{result.label}, {run.name}", run.measures.client
         if client.bottleneck:

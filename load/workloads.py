@@ -54,7 +54,6 @@ TRACED = (".jsonl", ".gz")
 """Ends of the names of traces."""
 FIRST_TOKEN = 300
 """The smallest token id of a prompt: nearly all vocabularies have special tokens below."""
-_MAX_TURNS = 1 << 10
 _SAMPLE = 500
 
 
@@ -158,9 +157,6 @@ class Work(msgspec.Struct, frozen=True):
     prompt: int = 512
     output: int = 256
     spread: float = 0.0
-    turns: int = 1
-    think_s: float = 1.0
-    """Mean time between an answer and the next turn."""
     trace: str = ""
     agents: Agents | None = None
 
@@ -244,19 +240,10 @@ def sessions(work: Work, arrival: Arrival, seed: str) -> Iterator[Session]:
 
 def _synthetic_sessions(work: Work, rng: random.Random) -> Iterator[Session]:
     for number in itertools.count():
-        turns = [
-            Turn(
-                _draw_length(work.output, work.spread, rng),
-                ((_unique_name(number, turn), _draw_length(work.prompt, work.spread, rng)),),
-                think_s=rng.expovariate(1 / work.think_s) if turn and work.think_s else 0.0,
-            )
-            for turn in range(work.turns)
-        ]
-        yield Session(number, 0.0, turns)
-
-
-def _unique_name(session: int, turn: int) -> int:
-    return -1 - session * _MAX_TURNS - turn  # a trace's names are not negative
+        output = _draw_length(work.output, work.spread, rng)
+        prompt = _draw_length(work.prompt, work.spread, rng)
+        # Names of a trace are not negative.
+        yield Session(number, 0.0, [Turn(output, ((-1 - number, prompt),))])
 
 
 def _draw_length(mean: int, spread: float, rng: random.Random) -> int:
@@ -370,7 +357,7 @@ def _trace_sessions(work: Work, arrival: Arrival, rng: random.Random) -> Iterato
 def _trace_turn(asked: Asked, number: int) -> Turn:
     pieces = [(name, TRACE_BLOCK_TOKENS) for name in asked.blocks]
     if rest := asked.prompt - len(asked.blocks) * TRACE_BLOCK_TOKENS:
-        pieces.append((_unique_name(number, 0) if asked.tail is None else asked.tail, rest))
+        pieces.append((-1 - number if asked.tail is None else asked.tail, rest))
     return Turn(asked.output, tuple(pieces))
 
 

@@ -132,7 +132,6 @@ def test_failed_requests_end_with_1(
         (["--rate", "4,x"], "positive number"),
         (["--rate", "1", "--concurrency", "1"], "open or closed loop"),
         (["--rate", "1", "--lengths", "chatty"], "IN:OUT"),
-        (["--rate", "1", "--turns", "2"], "--endpoint chat"),
         (["--rate", "1", "--agents", "fleet"], "--endpoint chat"),
         (["--find-rate", "--rate", "1", "--agents", "fleet", "--endpoint", "chat"], "sessions"),
         (["--rate", "1", "--arrivals", "trace"], "--trace FILE"),

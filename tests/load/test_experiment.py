@@ -85,17 +85,16 @@ async def test_a_warm_up_that_takes_all_is_told(loads: list[Load]) -> None:
     assert loads[0].warm_up_s == 100
 
 
+TURNS = "fleet,turns=3,branch=0,output=64,gap_s=1e-9"
+
+
 @pytest.mark.parametrize(
     ("asked", "warm_up_s", "after_s"),
     [
         ({"lengths": "reasoning", "rate": "4"}, 82.42, 82.42),
         ({"lengths": "512:64", "rate": "4"}, 5.0, 4.2),  # 1 s, and 50 ms each
         ({"lengths": "reasoning", "concurrency": 4}, 82.42, 0.0),
-        (
-            {"lengths": "512:64", "rate": "4", "turns": 3, "endpoint": "chat", "think_s": 0.0},
-            12.6,
-            4.2,
-        ),
+        ({"agents": TURNS, "rate": "4", "endpoint": "chat"}, 12.6, 4.2),
     ],
 )
 async def test_the_load_is_all_there_before_it_counts_and_as_long_as_it_counts(

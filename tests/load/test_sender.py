@@ -29,9 +29,13 @@ async def sent(to: Endpoint, load: Load) -> Outcome:
         return await send_load(to, load)
 
 
-def closed(requests: int, clients: int = 1, output: int = 4, **more: object) -> Load:
-    work = Work(16, output, **more)  # type: ignore[arg-type]
-    return Load(work, Arrival(), "s", clients, requests)
+def closed(requests: int, clients: int = 1, output: int = 4) -> Load:
+    return Load(Work(16, output), Arrival(), "s", clients, requests)
+
+
+def turns(count: int) -> Load:
+    agents = agents_of(f"fleet,turns={count},branch=0,output=2,gap_s=0.01")
+    return Load(Work(agents=agents), Arrival(), "s", 1, 1)
 
 
 def constant(rate: float, output: int = 2, **more: float) -> Load:
@@ -201,13 +205,12 @@ async def test_turns_hold_what_was_really_answered() -> None:
         end(told, writer, 2)
 
     async with serving(say) as double:
-        load = closed(1, output=2, turns=2, think_s=0.01)
-        outcome = await sent(endpoint(double, chat=True), load)
+        outcome = await sent(endpoint(double, chat=True), turns(2))
     first, second = (each.body["messages"] for each in double.told)
-    assert [each["role"] for each in second] == ["user", "assistant", "user"]
-    assert second[0] == first[0]
-    assert second[1]["content"] == "Hello there"
-    assert second[2]["content"] != first[0]["content"]
+    assert [each["role"] for each in second] == ["system", "user", "assistant", "user"]
+    assert second[:2] == first
+    assert second[2]["content"] == "Hello there"
+    assert second[3]["content"] != first[1]["content"]
     assert [(record.turn, record.failure) for record in outcome.records] == [(0, ""), (1, "")]
     assert double.told[0].path == "/v1/chat/completions"
 
@@ -243,7 +246,7 @@ async def test_turns_that_a_failure_has_left_unsent_have_failed_too() -> None:
         await bad_answer("no end", told, writer)
 
     async with serving(after(1, no_end)) as double:
-        outcome = await sent(endpoint(double, chat=True), closed(1, turns=3, think_s=0.01))
+        outcome = await sent(endpoint(double, chat=True), turns(3))
     assert len(double.told) == 2
     found = sorted((record.turn, record.failure) for record in outcome.records)
     assert found == [(0, ""), (1, Failure.EARLY_END), (2, Failure.UNSENT)]

@@ -48,14 +48,6 @@ def take(work: Work, arrival: Arrival = RATE, seed: str = "s", count: int = 50) 
     return list(itertools.islice(sessions(work, arrival, seed), count))
 
 
-def test_turns_count_as_requests_of_the_rate() -> None:
-    asked = take(Work(turns=4), Arrival("constant", 8.0), count=10)
-    assert [session.at for session in asked[:3]] == pytest.approx([0.5, 1.0, 1.5])
-    assert [len(session.turns) for session in asked] == [4] * 10
-    assert asked[0].turns[0].think_s == 0
-    assert all(turn.think_s > 0 for session in asked for turn in session.turns[1:])
-
-
 def trace(folder: Path, rows: list[tuple[int, int, list[int]]]) -> str:
     lines = [
         json.dumps({"timestamp": at, "input_length": tokens, "output_length": 9, "hash_ids": ids})
