@@ -148,7 +148,7 @@ def _replay(
     kv_host_memory: Annotated[
         list[str], typer.Option(metavar="SIZE", help="Of a trace: host memory of each node.")
     ] = ["0"],  # noqa: B006
-    kv_store_size: Annotated[str, typer.Option(metavar="SIZE", help="And files below it.")] = "0",
+    kv_store_size: Annotated[str, typer.Option(metavar="SIZE", help="And files below it.")] = "",
     kv_pull: Annotated[str, typer.Option(help="Of a trace: auto or never.")] = "auto",
 ) -> int:
     """Replay what a router has logged in the simulator, with other nodes or another policy.
@@ -164,7 +164,8 @@ def _replay(
     console, rates = Console(highlight=False, soft_wrap=True), read_card(card)
     if not incident.name.endswith(TRACED):
         return run_replay(incident, rates, nodes, policy, console)
-    sizes = {"kv_store_size": kv_store_size}
+    # Where the files would be does not matter.
+    sizes = {"kv_store_size": kv_store_size, "kv_store": "/"} if kv_store_size else {}
     tiers = [
         build(CacheConfig, merge(settings_of(CacheConfig), sizes | {"kv_host_memory": each}, None))
         for each in kv_host_memory

@@ -171,7 +171,10 @@ def test_a_trace_is_replayed_with_tiers_of_several_sizes(
     for wrong in ("--policy", "--kv-pull"):
         assert run([*asked, wrong, "best"]) == 2
         assert "none of" in capsys.readouterr().err
-    assert run([*asked, "--kv-store-size", "much"]) == 2
+    store = [*asked[:-1], "1GiB", "--kv-store-size"]
+    assert run([*store, "2GiB"]) == 0
+    assert "1.00 GiB host, 2.00 GiB store" in capsys.readouterr().out
+    assert run([*store, "much"]) == 2
     assert "kv_store_size" in capsys.readouterr().err.replace("-", "_")
     bare = tmp_path / "bare.json"
     write_card(msgspec.structs.replace(H200, kv_token_bytes=0), bare)
