@@ -112,7 +112,10 @@ class PinnedSide:
         device = visible_gpus().get(place.gpu)
         if device is None:
             raise TransferError(f"this process does not see GPU {place.gpu}, which {who} is on")
-        torch.cuda.set_device(device)
+        try:
+            torch.cuda.set_device(device)
+        except RuntimeError as error:  # its memory is full
+            raise TransferError(f"no CUDA context of GPU {place.gpu}: {error}") from error
         own = region.num_blocks * region.block_bytes
         self._pin(region.address, own, region.block_bytes, read_only=False)
         return _Pool(open_piece(place, who), self._stream(device))

@@ -134,6 +134,19 @@ def test_a_closed_backend_leaves_nothing_pinned_where_other_memory_comes_to_lie(
         assert closed == [there.region.address] * at
 
 
+def test_a_gpu_without_room_for_a_context_is_left_to_another_backend(
+    cuda: Cuda, here: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(pinned_host, "visible_gpus", lambda: {"GPU-1": 1})
+    monkeypatch.setattr(torch.cuda, "set_device", full)
+    with pytest.raises(TransferError, match="no CUDA context of GPU GPU-1: out of memory"):
+        PinnedSide(here.region).map(here.source(), GpuPiece(1, b"", "GPU-1"))
+    assert not cuda.pinned
+
+
 def test_memory_that_cannot_be_pinned_is_left_to_another_backend(cuda: Cuda, here: Pool) -> None:
     there, side = Pool(), PinnedSide(here.region)
     cuda.room = 0
