@@ -20,7 +20,7 @@ from kvrelay.planner.setting import NodeEvent, Setting, Stream
 from kvrelay.router.nodes.node import Lease
 from kvrelay.wire.config import Role
 from kvrelay.wire.kv_events import GPU, STORAGE
-from kvrelay.wire.ladder import History
+from kvrelay.wire.ladder import History, place_of
 from kvrelay.wire.outputs import Load
 
 __all__ = ["POLL_MS", "Clock", "Cluster"]
@@ -111,7 +111,7 @@ class Cluster:
             if not (stored or removed):
                 continue
             if medium != STORAGE:
-                self.history.changed(f"{url_of(at)}{medium}", stored, removed, now)
+                self.history.changed(place_of(url_of(at), medium), stored, removed, now)
             due = now + self._setting.stale_ms + _KV_EVENT_MS
             call = partial(self._tell_all_kv, url_of(at), stored, removed, medium)
             self._kv_news.append((due, call))

@@ -17,8 +17,7 @@ from kvrelay.planner.setting import NodeEvent, Result, Setting, Stream
 from kvrelay.router.nodes.node import Lease
 from kvrelay.router.request.placer import ChosenNodes
 from kvrelay.router.roles import EVERY_S, OTHER, RolePlanner, work_of
-from kvrelay.wire.kv_events import CPU, GPU
-from kvrelay.wire.ladder import Found
+from kvrelay.wire.ladder import Found, places_of
 
 __all__ = ["RoleController", "World", "simulate"]
 
@@ -70,7 +69,7 @@ class _Walk:
     spills: bool = True
     looks: int = 0
     placed: float = 0.0
-    holders: tuple[str, ...] = ()
+    holders: Sequence[str] = ()
     """The nodes that were to have the prompt's KV, when it was placed."""
 
 
@@ -145,7 +144,7 @@ class World:
         placed = router.placer.take(found)
         walk.placed, placement = now, found.placement
         named = (placement.prefill, placement.prompt[2])
-        walk.holders = tuple(f"{url}{medium}" for url in named for medium in (GPU, CPU))
+        walk.holders = places_of(named)
         walk.lease = placed.decode
         if placed.prefill is None:
             self._decode(stream, walk, now)

@@ -27,6 +27,7 @@ RUNGS = (
 """Where tokens were found, why others were not, and those that no cache could have had."""
 MOST_GONE = 500_000
 """Evicted blocks that a history remembers, about 100 bytes each: 8 million tokens."""
+_MOST_AT_ONCE = 100_000  # of a node that leaves: 50 ms
 _OLDER = 1 << 20
 _NEVER = -math.inf, ""
 _Name = TypeVar("_Name", bound=Hashable)
@@ -96,7 +97,7 @@ class History(Generic[_Name]):
         """Since when, by node."""
         self._gone: dict[_Name, tuple[float, str]] = {}  # when, where; the oldest first
         self._most_gone = most_gone
-        self._older = array("q", bytes(8 * _OLDER))  # each takes the place of another
+        self._older = array("q", [-1]) * _OLDER  # each takes the place of another; no hash is -1
 
     def changed(
         self,
@@ -109,8 +110,11 @@ class History(Generic[_Name]):
     ) -> dict[_Name, float]:
         """Follow an event of a node's cache, the first one `cleared`; return what it holds."""
         held, stored = self.held.setdefault(node, {}), dict.fromkeys(stored, at)
+        if cleared:
+            self._forget(held, at, node)
+            held.clear()
         # A node tells of blocks that are new there: what it had was evicted in between.
-        gone = [*held] if cleared else [*removed, *filter(held.__contains__, stored)]
+        gone = [*removed, *filter(held.__contains__, stored)]
         for name in gone:
             held.pop(name, None)
         held |= stored
@@ -123,7 +127,7 @@ class History(Generic[_Name]):
 
     def _forget(self, names: Iterable[_Name], at: float, node: str) -> None:
         gone, when = self._gone, (at, node)
-        for name in names:
+        for name in islice(names, _MOST_AT_ONCE):
             gone.pop(name, None)
             gone[name] = when
         if len(gone) > self._most_gone:  # an eighth at once: to find the oldest takes long
@@ -147,12 +151,16 @@ class History(Generic[_Name]):
         """
         # A prompt's last token is computed, so its last block may not be cached.
         most = min(len(names), (tokens - 1) // block_size)
-        first = min(most, found.tokens // block_size)
+        first = max(0, min(most, found.tokens // block_size))
         gone, older, head = self._gone, self._older, names[first:most][:1]
 
         def having(among: Collection[str]) -> list[dict[_Name, float]]:
-            places = [self.held[node] for node in among if node in self.held]
-            return [place for place in places if head and head[0] in place]
+            # What one medium lacks may lie in the next: all of a node that has the first.
+            places = [
+                (node.rpartition(" ")[0], self.held[node]) for node in self.held.keys() & among
+            ]
+            has = {url for url, place in places if head and head[0] in place}
+            return [place for url, place in places if url in has]
 
         mine, theirs = having(nodes), having(them)
 

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.wire.ladder import RUNGS, Depths, Found, History, ladder
+from kvrelay.wire.ladder import RUNGS, Depths, Found, History, ladder, places_of
 
 TOKENS = st.integers(0, 40)
 FOUND = st.builds(Found, *[TOKENS] * 5)
@@ -115,6 +115,20 @@ def test_what_was_evicted_and_stored_again_between_two_events_was_evicted() -> N
     history.changed("a", ["xy"], [], 3)
     assert depths(history, ["x", "xy"], 2, ["a"], ["a"]) == (1, 2, 2, 2, 2)
     assert depths(history, ["x", "xy"], 2, ["b"], ["a"]) == (0, 0, 2, 2, 2)
+
+
+def test_what_one_medium_of_a_node_lacks_may_lie_in_another() -> None:
+    history = History[str]()
+    history.changed("a GPU", ["x"], [], 1)
+    history.changed("a CPU", ["xy"], [], 1)
+    history.changed("b CPU", ["xyz"], [], 1)
+    nodes = places_of("ab")
+    assert depths(history, ["x", "xy"], 2, nodes[:2], nodes) == (2, 2, 2, 2, 2)
+    assert depths(history, ["x", "xy"], 2, nodes[3:], nodes) == (0, 0, 2, 2, 2)
+
+
+def test_no_name_is_in_an_empty_history() -> None:
+    assert depths(History[int](), [0, -1, -2], 0, [], []) == (0, 0, 0, 0, 0)
 
 
 def test_a_node_that_left_or_began_anew_has_had_its_blocks() -> None:
