@@ -135,7 +135,7 @@ async def _reload(router: Router, request: Request, body: bytes) -> object:
 
 
 async def _reset(router: Router, request: Request, body: bytes) -> object:
-    path = f"{_RESET}?nodes=all&{request.url.query}"
+    path = f"{_RESET}?{request.url.query}&nodes=all"
     said = await _tell(router, router.pool.nodes, path, b"", _RESET_S)
     _check_all_done(said)
     return {"success": True, "nodes": said}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 import math
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 __all__ = ["Finish", "Load", "PromptBlocks", "TokenLogprobs"]
 
@@ -103,7 +105,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 class PromptBlocks(msgspec.Struct, frozen=True, array_like=True):
     """A prompt's full blocks, by name, and perhaps those behind it."""
 
-    block_size: int
+    block_size: Annotated[int, Meta(ge=1)]
     hashes: bytes
 
     @property

@@ -227,7 +227,10 @@ class Pool:
         return frozenset(
             node.url
             for node in self.nodes
-            if node.kv and node.kv.compares >= below and not kv_mismatch(kv, node.kv)
+            if node.url != url
+            and node.kv
+            and node.kv.compares >= below
+            and not kv_mismatch(kv, node.kv)
         )
 
     def kv_came(self, prefill: Node, decode: Node) -> None:

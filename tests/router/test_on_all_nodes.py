@@ -34,7 +34,7 @@ async def test_a_reset_goes_to_all_nodes_with_the_nodes_key() -> None:
         assert [(each["url"], each["status"]) for each in told["nodes"]] == [
             (node.url, 200) for node in nodes
         ]
-    assert asked == [f"{path}?nodes=all&reset_external=true Bearer k"] * 2
+    assert asked == [f"{path}?reset_external=true&nodes=all Bearer k"] * 2
 
 
 @pytest.mark.parametrize("said_too", [{}, {"message": None}, {"message": [1]}])
