@@ -32,7 +32,7 @@ from kvrelay.wire.announced import FIRST_OUTPUT
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode
 from kvrelay.wire.kv_events import GPU
-from kvrelay.wire.ladder import Depths, Found, ladder, place_of, places_of
+from kvrelay.wire.ladder import Found, place_of, places_of
 from kvrelay.wire.router_config import PRICE, RouterConfig
 from kvrelay.wire.step_costs import RunningMean
 from kvrelay.wire.transfer import Source
@@ -144,15 +144,11 @@ class Placer:
         self, placed: PlacementLeases, node: Node, prefix: Prefix, tokens: int, found: Found
     ) -> dict[str, int]:
         """Return a prompt's tokens by rung; `node` computes it, and has told what it found."""
-        cached = placed.wanted.request.cached
-        if prefix.keys is None:
-            told = cached.get(node.url, 0)
-            return ladder(tokens, found, Depths(told, told, max(cached.values(), default=0)))
         nodes = [place_of(node.url, GPU)]
         if found.asked:
             nodes = places_of((node.url, placed.placement.prompt[2]))
         them = places_of(each.url for each in self._pool.nodes if each.model == node.model)
-        of = prefix.keys, prefix.block_size, placed.at, nodes, them
+        of = prefix.keys or (), prefix.block_size or 1, placed.at, nodes, them
         return self._pool.prefixes.history.ladder(tokens, found, *of)
 
     def limited(self, wanted: PlacementQuery, targets: Slo) -> PlacementQuery:

@@ -324,11 +324,10 @@ class RequestRun:
         if self._early_decode is None:
             self._early_decode = asyncio.create_task(self._decode_early())
 
-    def note_prompt(self, node: Node, told: Found | None) -> None:
+    def note_prompt(self, node: Node, found: Found | None) -> None:
         """Note what a node has found of the prompt; None: it does not say where."""
-        tokens, found = self.prompt_tokens, told or Found(self.cached_tokens)
-        if self.placed is not None and tokens and (told or not self.rungs):
-            of = node, self._prefix, tokens, found
+        if self.placed and self.prompt_tokens and found:
+            of = node, self._prefix, self.prompt_tokens, found
             self.rungs = self.context.placer.rungs(self.placed, *of)
 
     def on_end(self, frame: Frame) -> None:
@@ -440,7 +439,7 @@ class Attempt:
         if params is not None:
             told = frame.usage[0] if frame.usage is not None else params.prompt_tokens
             run.prompt_tokens = told or run.prompt_tokens
-            run.cached_tokens = max(0, params.cached_tokens)
+            run.cached_tokens = params.cached_tokens
             if not self._position.decoding:
                 if frame.kind is FrameKind.TICKET:
                     run.on_ticket(params, frame)

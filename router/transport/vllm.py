@@ -122,7 +122,7 @@ def handover_frame(body: bytes, *, stream: bool) -> Frame:
     params = VllmHandover(
         remote_engine_id="vllm" if held else None,
         own=answer.kv_transfer_params,
-        cached_tokens=usage[2] if answer.usage and answer.usage.prompt_tokens_details else -1,
+        cached_tokens=usage[2],
     )
     # A client of a stream sees no token yet.
     return Frame(FrameKind.HANDOVER, token_ids=[] if stream else [0], params=params, usage=usage)

@@ -340,6 +340,5 @@ def test_each_reason_why_a_prompts_kv_was_not_found_is_named() -> None:
     assert rungs(Found(16, peer=32, failed=32)) == {"gpu": 16, "peer": 32, "failed": 32, **rest}
     # The other node was asked, and did not have what it had told of.
     assert rungs(Found(16, asked=80)) == {"gpu": 16, "stale": 64, **rest}
-    # A node that does not name the blocks: as the router had guessed.
-    by_text = {"gpu": 16, "stale": 32, "placement": 32, "new": 51}
-    assert rungs(Found(16), prefix_of(job())) == by_text
+    # Without names of blocks nothing is known of the rest.
+    assert rungs(Found(16), prefix_of(job())) == {"gpu": 16, "new": 115}

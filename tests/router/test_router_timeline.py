@@ -8,7 +8,7 @@ from router_doubles import Call, cluster, decode, event, handover, prefill
 
 from kvrelay.router.timeline import Timeline
 from kvrelay.wire.frames import Frame, FrameKind
-from kvrelay.wire.ladder import RUNGS
+from kvrelay.wire.ladder import RUNGS, Found
 
 PREFILL = {"queue": 2.0, "prefill": 30.0}
 DECODE = {
@@ -75,7 +75,9 @@ def test_a_request_that_was_never_sent_has_waited() -> None:
 
 async def prefill_timed(call: Call) -> None:
     await call.tokens(11, "a", 1)
-    await call.send(Frame(FrameKind.HANDOVER, params=handover(call), timing=PREFILL))
+    await call.send(
+        Frame(FrameKind.HANDOVER, params=handover(call), timing=PREFILL, found=Found(1))
+    )
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -178,12 +178,3 @@ def test_the_clients_own_bytes_stay_as_they_are() -> None:
     for made in (prefill_body(asked, ()), decode_body(asked, begun(asked, prefill=False))):
         assert b'"\\u00e9 1.50"' in made
         assert b'"temperature":1.50' in made
-
-
-@pytest.mark.parametrize(("details", "told"), [(None, -1), ({"cached_tokens": 0}, 0)])
-def test_a_node_that_tells_no_cached_tokens_is_not_taken_to_have_none(
-    details: dict[str, int] | None, told: int
-) -> None:
-    usage = {"prompt_tokens": 7, "prompt_tokens_details": details}
-    body = json.dumps({"choices": [{}], "usage": usage}).encode()
-    assert handover_of(body).cached_tokens == told
