@@ -133,7 +133,7 @@ def most_sessions(
     targets: Targets,
     attainment: float,
     guess: float,
-    bound: float = math.inf,
+    bound: float,
 ) -> Served:
     """Return the most sessions at once at which this share of the turns is good; 0 if there are none.
 
