@@ -142,7 +142,7 @@ def test_the_stages_of_a_hand_over_come_with_the_answer_that_asks_for_them(clust
     prompt = [2 + (31 * i * i) % 300 for i in range(TOKENS // 2)]
     last = complete(cluster.url, prompt, max_tokens=LAST, include_metrics=True)
     assert last["usage"]["completion_tokens"] == LAST
-    ms = last["kvrelay"]
+    ms = {name: took for name, took in last["kvrelay"].items() if name != "prompt"}
     assert all(took >= 0 for took in ms.values())
     assert (
         min(ms[f"{name}_ms"] for name in ("prefill", "transfer", "first_step", "decode", "total"))

@@ -51,7 +51,7 @@ class _Engine(Engine):
 
     def __init__(self, device: Device) -> None:
         self._clock = CLOCK.monotonic
-        self._runner = device  # type: ignore[assignment]
+        self._runner, self._weights = device, ""  # type: ignore[assignment]
         self.pool = device.pool
         self.max_model_len = MAX_MODEL_LEN
         self.model = SimpleNamespace(vocab_size=1000, eos_token_ids=(EOS,))  # type: ignore[assignment]
@@ -317,7 +317,7 @@ class SimulatedNode(EngineProcess):
         """No block that a READ may write to is free; now and then, all of the scheduler's and the
         tables' own rules.
         """
-        free = self.engine.scheduler.pool._free
+        free = set().union(*self.engine.scheduler.pool._lines.values())
         for block in self.backend.touches():
             if block in free:
                 raise Violation(f"{self.name}: a READ may write to block {block}, which is free")
