@@ -124,7 +124,7 @@ class MessageStream:
         self._texts: dict[str, list[str]] = {"content": [], "reasoning": []}
         self._calls: list[tuple[ToolCallDelta, list[str]]] = []
         self.thinks = False
-        """It has thoughts, which are left out of the next turn's prompt."""
+        """Set once there are thoughts, which are left out of the next turn's prompt."""
 
     def push(self, text: str) -> list[Delta]:
         if self._parser is None:

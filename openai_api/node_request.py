@@ -63,7 +63,7 @@ class NodeRequest:
         """A request whose claim on KV elsewhere is to be given up."""
         self.blocks: PromptBlocks | None = None
         self.found: Found | None = None
-        """Of a prompt that is computed here."""
+        """The engine's, if the prompt is computed here."""
         self._kv_error: str | None = None  # empty once it was reported
         self._choice_of = {submit.request_id: submit.params.choice for submit in submits}
         self._live = set(self._choice_of)

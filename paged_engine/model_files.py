@@ -37,7 +37,7 @@ __all__ = [
 
 log = logging.getLogger("kvrelay.engine")
 
-# Of a file; a smaller one is read whole.
+# For each file; a smaller one is read whole.
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 
