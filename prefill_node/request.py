@@ -91,5 +91,4 @@ class PrefillRequest(NodeRequest):
             cached_tokens=update.cached_tokens,
             prompt_logprobs=None if scored is None else list(scored.entries),
             sampling_defaults=self._asked.sampling_defaults,
-            pin=self._asked.pin,
         ).with_ticket(update.held)

@@ -270,8 +270,10 @@ class RequestRun:
                 if isinstance(found, ChosenNodes):
                     return placer.take(found)
                 if time.monotonic() >= until and not begun:
-                    limit = f"no node had room for the request within {ROOM_DEADLINE_S:g} s"
-                    full = Overloaded(f"{limit}; try again later")
+                    full = Overloaded(
+                        f"no node had room for the request within {ROOM_DEADLINE_S:g} s; try again "
+                        "later"
+                    )
                     full.retry_after_s = math.ceil(ROOM_DEADLINE_S)
                     raise full
                 await asyncio.sleep(_POLL_S)
@@ -294,19 +296,23 @@ class RequestRun:
             metrics.handed_over(model)
         left = min(request.output, request.most_output) - progress.output_tokens
         params = msgspec.structs.replace(
-            params, tpot_ms=request.tpot_ms, expected_output=max(1, round(left / self.job.choices))
+            params,
+            pin=self.job.pin,  # what the prefill node answers has none
+            tpot_ms=request.tpot_ms,
+            expected_output=max(1, round(left / self.job.choices)),
         )
         if placed.prefill is None:
             params.sources = self.context.placer.sources(placed)
-        placement = placed.placement
-        if placement.spills:
-            params.spill, params.cached_tokens = True, placement.prompt[1]
+        if placed.placement.spills:
+            params.spill, params.cached_tokens = True, placed.placement.prompt[1]
         return params
 
     def _why_local(self, placed: PlacementLeases) -> str:
         if self.progress.told is not None:
-            told = "prefill node %s hands no KV over; a vLLM node needs a NixlConnector"
-            _log.warning(told, self.nodes[Role.PREFILL])
+            _log.warning(
+                "prefill node %s hands no KV over; a vLLM node needs a NixlConnector",
+                self.nodes[Role.PREFILL],
+            )
             return "no_kv"
         if is_undivided(self.job):
             return "undivided"
