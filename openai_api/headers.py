@@ -1,15 +1,20 @@
-"""A request's headers: its key, its id and its trace. Pure."""
+"""A request's headers: its key, its id, its trace and its targets. Pure."""
 
 from __future__ import annotations
 
+import math
 import re
 import uuid
 from collections.abc import Callable
 
-__all__ = ["key_of_headers", "safe_id", "trace_headers", "trace_id_of"]
+from kvrelay.wire.errors import RequestError
+
+__all__ = ["key_of_headers", "safe_id", "slo_of_headers", "trace_headers", "trace_id_of"]
 
 # A router adds some to the 128 characters that its clients have.
 _MAX_ID_CHARS = 160
+_TTFT, _TPOT = "x-slo-ttft-ms", "x-slo-tpot-ms"  # as llm-d's gateway has them
+_MAX_TARGET_MS = 1e9
 _TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _STATE = re.compile(r"[\x20-\x7e]{1,512}")
 
@@ -48,3 +53,25 @@ def trace_headers(header: Callable[[str], str | None]) -> dict[str, str]:
     return {"traceparent": parent} | (
         {"tracestate": state} if state and _STATE.fullmatch(state) else {}
     )
+
+
+def slo_of_headers(header: Callable[[str], str | None]) -> tuple[float | None, float | None]:
+    """Return the targets in headers, in seconds: to the first token, and per further token.
+
+    Raises RequestError.
+    """
+    return _target_s(_TTFT, header(_TTFT)), _target_s(_TPOT, header(_TPOT))
+
+
+def _target_s(name: str, value: str | None) -> float | None:
+    if value is None:
+        return None
+    try:
+        target = float(value) if len(value) <= 20 else math.nan
+    except ValueError:
+        target = math.nan
+    if not 0 < target <= _MAX_TARGET_MS:  # also NaN
+        raise RequestError(
+            f"{name} must be a number of milliseconds above 0, got {value[:40]!r}", param=name
+        )
+    return target / 1e3

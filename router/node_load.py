@@ -13,7 +13,7 @@ from kvrelay.wire.announced import FIRST_SPILL_MS
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.step_costs import MEMORY_MS, TPOT_STEPS, StepCosts
 
-__all__ = ["LEAST_LEFT", "UNKNOWN", "NodeLoad", "Share", "default_targets"]
+__all__ = ["LEAST_LEFT", "UNKNOWN", "NodeLoad", "Share"]
 
 LOST = 0.5
 """A row that is delayed has on average half of its answer behind it."""
@@ -26,17 +26,6 @@ UNKNOWN = StepCosts(20.0, 0.2, 0.0, 0.0, 0.1, 0.0)
 """The step costs of a node of which none are known yet."""
 _REQUEST_TOKENS = 512
 _ANY = 1e9  # of a node that does not say how many prompts it has
-_TTFT_TPOTS, _TTFT_PROMPTS = 7.5, 0.9
-
-
-def default_targets(costs: StepCosts, tokens: float) -> tuple[float, float]:
-    """Return the TTFT and TPOT that users of such nodes expect.
-
-    On an H200 with a model of 8 billion parameters: 120 ms + 0.02 ms per token of the prompt, and
-    15 ms. Steeper ones let long prompts wait too long, and short ones spill too early.
-    """
-    tpot_ms = costs.usual_tpot_ms
-    return _TTFT_TPOTS * tpot_ms + _TTFT_PROMPTS * costs.chunk_ms(tokens), tpot_ms
 
 
 @dataclass(eq=False, slots=True)

@@ -23,11 +23,10 @@ from kvrelay.router.request.run import RequestRun
 from kvrelay.router.timeline import EndedRequest, Timeline
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError
-from kvrelay.wire.log_lines import Fields
+from kvrelay.wire.log_lines import Fields, shown_error
 
-__all__ = ["RequestLog", "shown_error"]
+__all__ = ["RequestLog"]
 
-_SHOWN_CHARS = 200
 _LOGGED = ("id", "path", "status", "key", "prompt_tokens", "output_tokens", "prefill", "decode")
 _OTEL = {
     "id": "kvrelay.request_id",
@@ -38,7 +37,6 @@ _OTEL = {
     "output_tokens": "gen_ai.usage.output_tokens",
 }
 """OpenTelemetry's names of fields of the log line."""
-_OWN_WORDS = (401, 403, 404, 429)  # their messages have names and numbers, never a prompt
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -162,17 +160,6 @@ def _tell(
         }
         attributes["http.request.method"] = "POST"
         span.end(stages, attributes, ended, attributes.get("kvrelay.error", ""))
-
-
-def shown_error(why: KvrelayError) -> str:
-    """Return an error for a log line; a client's mistake may quote its prompt, so only its kind."""
-    if 400 <= why.status < 500 and why.status not in _OWN_WORDS:
-        body = why.body()
-        return (
-            f"{body.type} param={(body.param or '-')[:_SHOWN_CHARS]!r} "
-            f"code={str(body.code or '-')[:_SHOWN_CHARS]!r}"
-        )
-    return repr(why.message[:_SHOWN_CHARS])
 
 
 def _stage_times(

@@ -19,7 +19,7 @@ from kvrelay.openai_api.body import is_valid_id
 from kvrelay.openai_api.dialects.base import AS_IS, Translate, untranslated
 from kvrelay.openai_api.dialects.responses import Recall, translate_body
 from kvrelay.openai_api.front import front_of
-from kvrelay.openai_api.headers import trace_headers
+from kvrelay.openai_api.headers import slo_of_headers, trace_headers
 from kvrelay.openai_api.json_body import (
     check_shape,
     json_response,
@@ -44,7 +44,6 @@ from kvrelay.router.request.job import (
     job_of,
     parse_body,
     parts_of,
-    slo_of_headers,
 )
 from kvrelay.router.request.joined import prompt_tokens_of, run_together
 from kvrelay.router.request.run import RequestRun

@@ -11,15 +11,17 @@ import re
 from datetime import UTC, datetime
 from functools import lru_cache
 
-from kvrelay.wire.errors import shortened
+from kvrelay.wire.errors import KvrelayError, shortened
 
-__all__ = ["Fields", "JsonLines", "Seldom", "formatter"]
+__all__ = ["Fields", "JsonLines", "Seldom", "formatter", "shown_error"]
 
 _CONVERSION = re.compile(r"(?:\b(\w+)=)?%(?:%|[-#0 +]*\d*(?:\.\d+)?([sdrfgiexX]))")
 _TEXT = "%(asctime)s %(levelname)s %(name)s{} %(message)s"
 _LONGER = {"id": "request_id", "trace": "trace_id"}  # as log stores know them
 _MAX_CHARS = 16 << 10
 """Limit of a message and of each value, which may be a stranger's."""
+_SHOWN_CHARS = 200
+_OWN_WORDS = (401, 403, 404, 429)  # their messages have names and numbers, never a prompt
 _OWN = ("time", "level", "logger", "process", "worker", "message", "exception")
 
 
@@ -109,3 +111,14 @@ def _fields(record: logging.LogRecord) -> list[tuple[str, object]]:
 @lru_cache(maxsize=256)
 def _names(template: str) -> tuple[str, ...]:
     return tuple(found[1] or "" for found in _CONVERSION.finditer(template) if found[2])
+
+
+def shown_error(why: KvrelayError) -> str:
+    """Return an error for a log line; a client's mistake may quote its prompt, so only its kind."""
+    if 400 <= why.status < 500 and why.status not in _OWN_WORDS:
+        body = why.body()
+        return (
+            f"{body.type} param={(body.param or '-')[:_SHOWN_CHARS]!r} "
+            f"code={str(body.code or '-')[:_SHOWN_CHARS]!r}"
+        )
+    return repr(why.message[:_SHOWN_CHARS])

@@ -6,8 +6,7 @@ All other fields stay the client's bytes; the nodes check everything.
 from __future__ import annotations
 
 import hmac
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -34,15 +33,12 @@ __all__ = [
     "parts_of",
     "prefill_body",
     "prefix_of",
-    "slo_of_headers",
     "is_undivided",
 ]
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 SESSION_HEADER = "x-session-id"
-_TTFT, _TPOT = "x-slo-ttft-ms", "x-slo-tpot-ms"  # as llm-d's gateway has them
-_MAX_TARGET_MS = 1e9
 
 _MAX_COPIED_BYTES = 32 << 20  # each prompt goes to its nodes with all other fields
 _BYTES_PER_TOKEN = 4  # English text; matters for placement only
@@ -415,25 +411,3 @@ def _length(prompt: bytes) -> tuple[int, bool]:
     if raw[:1] == b"[" and raw[1:32].lstrip()[:1].isdigit():
         return raw.count(b",") + 1, True
     return len(raw) // _BYTES_PER_TOKEN, False
-
-
-def slo_of_headers(header: Callable[[str], str | None]) -> tuple[float | None, float | None]:
-    """Return the targets in headers, in seconds: to the first token, and per further token.
-
-    Raises RequestError.
-    """
-    return _target_s(_TTFT, header(_TTFT)), _target_s(_TPOT, header(_TPOT))
-
-
-def _target_s(name: str, value: str | None) -> float | None:
-    if value is None:
-        return None
-    try:
-        target = float(value) if len(value) <= 20 else math.nan
-    except ValueError:
-        target = math.nan
-    if not 0 < target <= _MAX_TARGET_MS:  # also NaN
-        raise RequestError(
-            f"{name} must be a number of milliseconds above 0, got {value[:40]!r}", param=name
-        )
-    return target / 1e3

@@ -12,7 +12,7 @@ from zlib import crc32
 
 import msgspec
 
-from kvrelay.router.node_load import UNKNOWN, default_targets
+from kvrelay.router.node_load import UNKNOWN
 from kvrelay.router.nodes.node import Lease, Node, NodeKind, kv_mismatch
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import (
@@ -102,13 +102,12 @@ class Placer:
             (job.prompt_tokens, {}, {}) if prefix is None else self._pool.prefixes.lookup(prefix)
         )
         tokens = max(1, tokens or length)
-        ttft_ms, tpot_ms = default_targets(self._pool.typical_costs(job.model), tokens)
-        told = job.targets
+        costs, told = self._pool.typical_costs(job.model), job.targets
         request = PlacementRequest(
             tokens,
             1.0 if job.prompt_only else self.expected_output(job.model) * job.choices,
-            _bounded(told.ttft_s, ttft_ms),
-            _bounded(told.tpot_s, tpot_ms),
+            _bounded(told.ttft_s, costs.usual_ttft_ms(tokens)),
+            _bounded(told.tpot_s, costs.usual_tpot_ms),
             job.max_tokens * job.choices or math.inf,
             tie=crc32(job.id.encode()),
             cached=cached,

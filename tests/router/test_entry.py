@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.openai_api.headers import trace_headers
-from kvrelay.router.request.job import slo_of_headers
-from kvrelay.router.request_log import shown_error
+from kvrelay.openai_api.headers import slo_of_headers, trace_headers
 from kvrelay.wire.errors import NotFound, RequestError
+from kvrelay.wire.log_lines import shown_error
 
 
 def test_targets_are_milliseconds_in_headers() -> None:

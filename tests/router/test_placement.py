@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.router.node_load import NodeLoad, default_targets
+from kvrelay.router.node_load import NodeLoad
 from kvrelay.router.placement import (
     AVOIDED_MS,
     LINK_MS,
@@ -428,7 +428,8 @@ def test_a_card_that_says_nothing_takes_no_router_down(
     for each in (*prefill, *decode):
         each.set_costs(StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 50.0)
         assert each.depth >= 0
-    ttft_ms, tpot_ms = default_targets(StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), request.tokens)
+    costs = StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    ttft_ms, tpot_ms = costs.usual_ttft_ms(request.tokens), costs.usual_tpot_ms
     assert isinstance(
         place(replace(request, ttft_ms=ttft_ms, tpot_ms=tpot_ms), prefill, decode),
         Placement | Wait,
