@@ -5,16 +5,26 @@ from __future__ import annotations
 import math
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from typing import Any
 
 from kvrelay.wire.errors import RequestError
 
-__all__ = ["key_of_headers", "safe_id", "slo_of_headers", "trace_headers", "trace_id_of"]
+__all__ = [
+    "headers_of",
+    "id_headers",
+    "key_of_headers",
+    "safe_id",
+    "slo_of_headers",
+    "trace_headers",
+    "trace_id_of",
+]
 
 # A router adds some to the 128 characters that its clients have.
 _MAX_ID_CHARS = 160
 _TTFT, _TPOT = "x-slo-ttft-ms", "x-slo-tpot-ms"  # as llm-d's gateway has them
 _MAX_TARGET_MS = 1e9
+_HEADERS = "kvrelay.headers"
 _TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _STATE = re.compile(r"[\x20-\x7e]{1,512}")
 
@@ -75,3 +85,18 @@ def _target_s(name: str, value: str | None) -> float | None:
             f"{name} must be a number of milliseconds above 0, got {value[:40]!r}", param=name
         )
     return target / 1e3
+
+
+def headers_of(scope: MutableMapping[str, Any]) -> dict[str, str]:
+    """Return a request's headers by lower-case name, the first of several; cached in the scope."""
+    known: dict[str, str] | None = scope.get(_HEADERS)
+    if known is None:
+        pairs = reversed(scope["headers"])
+        known = scope[_HEADERS] = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in pairs
+        }
+    return known
+
+
+def id_headers(job_id: str) -> dict[str, str]:
+    return {"x-request-id": job_id, "request-id": job_id}

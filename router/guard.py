@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Scope
 
-from kvrelay.openai_api.headers import key_of_headers
+from kvrelay.openai_api.headers import headers_of, id_headers, key_of_headers
 from kvrelay.openai_api.routes import (
     ANTHROPIC_PATH,
     GUARDED,
@@ -26,7 +26,7 @@ from kvrelay.openai_api.routes import (
 )
 from kvrelay.router.admission.keys import Caller, owner_of
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.relay import CLIENT_GONE, error_response, headers_of, id_headers
+from kvrelay.router.relay import CLIENT_GONE, error_response
 from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH
 from kvrelay.wire.errors import (
     KvrelayError,

@@ -28,14 +28,12 @@ __all__ = [
     "Reply",
     "arrived_body",
     "error_response",
-    "headers_of",
-    "id_headers",
 ]
 
 HOLD_S = 10.0
 """Seconds until headers go without a payload; afterwards, until a keep-alive comment."""
 CLIENT_GONE = 499
-_KEY, _HEADERS = "kvrelay.client", "kvrelay.headers"
+_KEY = "kvrelay.client"
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -98,17 +96,6 @@ class ClientConnection(HttpConnection):
             self.on_gone()
 
 
-def headers_of(scope: Scope) -> dict[str, str]:
-    """Return a request's headers by lower-case name, the first of several; cached in the scope."""
-    known: dict[str, str] | None = scope.get(_HEADERS)
-    if known is None:
-        pairs = reversed(scope["headers"])
-        known = scope[_HEADERS] = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in pairs
-        }
-    return known
-
-
 def arrived_body(scope: Scope) -> bytes | None:
     """Take the body of a request if it has come as a whole; else return None."""
     cycle = scope[_KEY][1] if _KEY in scope else None
@@ -128,10 +115,6 @@ def error_response(
     if why.retry_after_s is not None:
         every["retry-after"] = str(why.retry_after_s)
     return Response(shape(why.status, why.body()), why.status, every, "application/json")
-
-
-def id_headers(job_id: str) -> dict[str, str]:
-    return {"x-request-id": job_id, "request-id": job_id}
 
 
 class Relay(Response):

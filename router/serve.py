@@ -19,7 +19,7 @@ from kvrelay.openai_api.body import is_valid_id
 from kvrelay.openai_api.dialects.base import AS_IS, Translate, untranslated
 from kvrelay.openai_api.dialects.responses import Recall, translate_body
 from kvrelay.openai_api.front import front_of
-from kvrelay.openai_api.headers import slo_of_headers, trace_headers
+from kvrelay.openai_api.headers import headers_of, id_headers, slo_of_headers, trace_headers
 from kvrelay.openai_api.json_body import (
     check_shape,
     json_response,
@@ -34,7 +34,7 @@ from kvrelay.router.admin import ADAPTER_PATHS, add_admin_routes
 from kvrelay.router.admission.keys import Caller
 from kvrelay.router.console.routes import add_console_routes
 from kvrelay.router.guard import OPERATED, answer_error, caller_of, check_key
-from kvrelay.router.relay import CLIENT_GONE, Relay, Reply, arrived_body, headers_of, id_headers
+from kvrelay.router.relay import CLIENT_GONE, Relay, Reply, arrived_body
 from kvrelay.router.request.failures import CrashRecord, fingerprint_of
 from kvrelay.router.request.job import (
     CHAT_PATH,
@@ -217,8 +217,7 @@ class RouterApp(FastAPI):
     def _runs_of(
         self, job: Job, headers: dict[str, str], arrived: float, crashes: CrashRecord, reply: Reply
     ) -> list[RequestRun]:
-        context = self._router.run_context
-        parts = parts_of(job)
+        context, parts = self._router.run_context, parts_of(job)
         joined = job.stream or len(parts) == 1
         return [
             RequestRun(

@@ -60,8 +60,8 @@ async def _follow(node: Node, pool: Pool, client: NodeClient, interval_s: float)
 
     def take(frame: Frame) -> None:
         news = read_changes(frame.payload)
-        new, old = keys_of(news.stored), keys_of(news.removed)
-        index.changed(url, new, old, time.monotonic(), cleared=news.cleared, medium=news.medium)
+        keys = keys_of(news.stored), keys_of(news.removed)
+        index.changed(url, *keys, time.monotonic(), cleared=news.cleared, medium=news.medium)
 
     while True:
         try:

@@ -58,7 +58,7 @@ def last_timeline(runs: Sequence[RequestRun]) -> Timeline:
 
 
 def rungs_of(runs: Sequence[RequestRun]) -> Counter[str]:
-    rungs: Counter[str] = Counter()
+    rungs = Counter[str]()
     for run in runs:
         rungs.update(run.rungs)
     return rungs

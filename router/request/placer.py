@@ -31,8 +31,7 @@ from kvrelay.router.request.job import Job, Slo, is_undivided
 from kvrelay.wire.announced import FIRST_OUTPUT
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode
-from kvrelay.wire.kv_events import GPU
-from kvrelay.wire.ladder import Found, place_of, places_of
+from kvrelay.wire.ladder import Found, places_of
 from kvrelay.wire.router_config import PRICE, RouterConfig
 from kvrelay.wire.step_costs import RunningMean
 from kvrelay.wire.transfer import Source
@@ -143,12 +142,12 @@ class Placer:
         self, placed: PlacementLeases, node: Node, prefix: Prefix, tokens: int, found: Found
     ) -> dict[str, int]:
         """Return a prompt's tokens by rung; `node` computes it, and has told what it found."""
-        nodes = [place_of(node.url, GPU)]
-        if found.asked:
-            nodes = places_of((node.url, placed.placement.prompt[2]))
+        places = places_of((node.url, placed.placement.prompt[2]))
+        nodes = places if found.asked else places[:1]
         them = places_of(each.url for each in self._pool.nodes if each.model == node.model)
-        of = prefix.keys or (), prefix.block_size or 1, placed.at, nodes, them
-        return self._pool.prefixes.history.ladder(tokens, found, *of)
+        names, size = prefix.keys or (), prefix.block_size or 1
+        ladder = self._pool.prefixes.history.ladder
+        return ladder(tokens, found, names, size, placed.at, nodes, them)
 
     def limited(self, wanted: PlacementQuery, targets: Slo) -> PlacementQuery:
         """Return a query that waits or is refused where it would miss its targets.

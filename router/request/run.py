@@ -333,8 +333,8 @@ class RequestRun:
     def note_prompt(self, node: Node, found: Found | None) -> None:
         """Note what a node has found of the prompt; None: it does not say where."""
         if self.placed and self.prompt_tokens and found:
-            of = node, self._prefix, self.prompt_tokens, found
-            self.rungs = self.context.placer.rungs(self.placed, *of)
+            rungs = self.context.placer.rungs
+            self.rungs = rungs(self.placed, node, self._prefix, self.prompt_tokens, found)
 
     def on_end(self, frame: Frame) -> None:
         """Note the usage of a whole answer, and which nodes could not read the request."""
