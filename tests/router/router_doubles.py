@@ -29,6 +29,7 @@ from kvrelay.wire.frames import (
     Frame,
     FrameKind,
 )
+from kvrelay.wire.ladder import Found
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.router_config import RouterConfig
 from kvrelay.wire.transfer import Fingerprint, KvFacts, KvTransferParams
@@ -115,7 +116,8 @@ class Call:
     async def hand_over(self, **fields: Any) -> None:
         """A HANDOVER frame after one token."""
         timing = {"queue": 0.0, "prefill": 3.0}
-        await self.send(Frame(FrameKind.HANDOVER, params=handover(self, **fields), timing=timing))
+        params = handover(self, **fields)
+        await self.send(Frame(FrameKind.HANDOVER, params=params, timing=timing, found=Found()))
 
     def cut(self) -> None:
         """Break the connection as a killed process does."""
