@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import pytest
+from msgspec import structs
 from router_doubles import (
     DONE,
     KV,
@@ -35,6 +36,7 @@ from router_doubles import (
 
 from kvrelay.router.request.run import RequestRun
 from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.kv_events import Pin
 from kvrelay.wire.outputs import Finish, Load
 from kvrelay.wire.step_costs import StepCosts
 from kvrelay.wire.transfer import SPILL_REFUSED, KvTransferParams
@@ -60,7 +62,8 @@ async def test_a_request_walks_through_both_nodes(
             assert call.headers["authorization"] == "Bearer nodes"
         assert first.params["client_max_tokens"] == 9
         assert (first.body["max_tokens"], second.body["max_tokens"]) == (1, 9)
-        assert params_of(second) == handover(first)
+        budget = Pin("anyone", 0.25)
+        assert params_of(second) == structs.replace(handover(first), pin=budget)
         assert (second.body["messages"], second.body["seed"]) == ([], first.body["seed"])
         await until(lambda: any(line.startswith("id=my.id-1 ") for line in caplog.messages))
         (line,) = [each for each in caplog.messages if each.startswith("id=my.id-1 ")]
