@@ -232,10 +232,10 @@ def _sources(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple
 
 
 def _prompts_ms(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[float]:
-    tokens, cached = request.tokens, request.cached
-    if request.holder[0] or request.below:
+    tokens, square = request.tokens, request.tokens**2
+    if request.cached or request.below:
         return [request.prompt(n)[0] for n in nodes]
-    return [n.prompt_ms(tokens, cached.get(n.name, 0)) for n in nodes]
+    return [tokens * n.linear_ms + square * n.square_ms for n in nodes]
 
 
 def _targets(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple[float, NodeLoad]]:

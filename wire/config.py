@@ -383,7 +383,8 @@ class CacheConfig:
         require(
             bool(self.kv_store_size) == (bool(self.kv_store) and not objects),
             f"kv_store_size is {self.kv_store_size} with kv_store {self.kv_store!r}: a folder "
-            "needs it, and a bucket, whose lifecycle rules delete what is old, has none",
+            "needs it (for example 100GiB); leave it out for a bucket, whose lifecycle rules "
+            "delete what is old",
         )
 
 

@@ -239,7 +239,7 @@ def test_a_wrong_bucket_is_said_once_with_what_to_check(
         ({"kv_store": "s3:///x"}, "must be a folder or s3://BUCKET/PREFIX"),
         (
             {"kv_store": "s3://bucket", "kv_store_size": 9},
-            "whose lifecycle rules delete what is old",
+            "leave it out for a bucket, whose lifecycle rules delete what is old",
         ),
         ({"kv_store": "/folder"}, "kv_store_size is 0 with kv_store '/folder': a folder needs it"),
         ({"kv_store_size": 9}, "kv_store_size is 9 with kv_store ''"),
