@@ -89,7 +89,8 @@ class CacheClient:
         while True:
             match decoder.decode(await child.socket.recv()):
                 case CacheStats() as stats:
-                    child.remove_folder()  # they are connected, and a kill leaves nothing
+                    if self.stats is None:
+                        child.remove_folder()  # they are connected, and a kill leaves nothing
                     self.stats = stats if child.alive else None
                 case CacheChanges() as changes:
                     self._hear(changes)
