@@ -1,4 +1,4 @@
-"""What pulls of cached KV do to decode steps, and to the time to a first token.
+"""Decode steps beside pulls of cached KV, and times to a first token with and without them.
 
     python -m benchmarks.pulls [steps] [nodes] [--devices cuda:0,cuda:1]
 

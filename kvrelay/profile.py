@@ -38,8 +38,9 @@ _NOISY = 0.1
 busy processes.
 """
 _FIXED_MS, _GB_S = 0.5, {"cpu": 5.0, "cuda": 300.0}
-"""A transfer between two nodes of one host, which is not measured (benchmarks/RESULTS.md), nor are
-reads from host memory and files.
+"""Assumed times of a transfer between two nodes of one host (benchmarks/RESULTS.md).
+
+Reads from host memory and files are assumed, too.
 """
 _TIERS_GB_S = ("host", 40.0), ("store", 4.0)
 _FAR = 1 << 16

@@ -70,8 +70,8 @@ class Pulls:
         self._engine, self._connector, self._config = engine, connector, config.transfer
         self._block_bytes = engine.pool.block_bytes * config.engine.tensor_parallel_size
         self._prices: dict[tuple[PeerKey, bool, bool], PullPrice] = {}
-        """By source, whether it lies below this node's pool, and whether it was met: what a first
-        contact takes says nothing of the next."""
+        """Prices by source, by whether it lies below this node's pool, and by whether it was met: a
+        first contact's time says nothing of the next."""
         self._files = PullPrice()
         self._below: dict[str, set[BlockHash]] = {CPU: set(), STORAGE: set()}
         self._leases: deque[tuple[int, str, list[int]]] = deque()

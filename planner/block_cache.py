@@ -19,7 +19,7 @@ class BlockCache:
         self.block_size = block_size
         self.private = 0
         self.gone = False
-        """Its process has ended, and nobody reads it any more."""
+        """The process has ended, and nobody reads its blocks any more."""
         self.stored: list[int] = []
         self.removed: list[int] = []
         self._used: dict[int, int] = {}

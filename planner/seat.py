@@ -100,9 +100,9 @@ class Seat:
     stopped: float = -1.0
     running: bool = False
     sources: list[Source] = field(default_factory=list)
-    """Those to ask yet, the best last."""
+    """Sources to ask yet, the best last."""
     lease: Lease | None = None
-    """What it reads, or will read."""
+    """Blocks that the request reads, or will read."""
 
     def let_go(self) -> None:
         lease, self.lease = self.lease, None

@@ -15,7 +15,7 @@ _MASK = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What was said so far, as tokens and names of full blocks."""
+    """A session's text so far, as tokens and names of full blocks."""
 
     tokens: int = 0
     blocks: tuple[int, ...] = ()

@@ -65,7 +65,7 @@ class PlacementRequest:
     cached: Mapping[str, int] = field(default_factory=dict)
     """Tokens of the prompt that nodes have in their pools, by their addresses."""
     below: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Those that nodes have in their pools, host memory and files together, if these are more."""
+    """Tokens in pool, host memory and files together, of nodes that have more than in the pool."""
     holder: tuple[str, int, Container[str]] = ("", 0, ())
     """The node that leases the most of them to others, how many, and who can take them."""
     session: str = ""

@@ -80,7 +80,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     host_token_ms: float = 0.0
     """The same from below its own pool."""
     store_token_ms: float = 0.0
-    """What a token that lies in files takes besides."""
+    """Time that a token in files takes besides."""
 
     def peer_ms(self, tokens: float) -> float:
         """Return the time to take KV of so many tokens from another node."""
