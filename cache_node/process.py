@@ -134,7 +134,8 @@ class CacheProcess:
 
     def _handle(self, message: Attach | CacheChanges) -> None:
         if isinstance(message, Attach):
-            self._engine = engine = message.engine
+            self._engine, self._table.clears = message.engine, message.clears
+            engine = message.engine
             # A first use of a GPU takes seconds.
             self._connector.meet(PeerKey(engine.host, engine.port, engine.generation), engine.seal)
             self._table.offered.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from hashlib import blake2b
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvrelay.node.child import Child
+from kvrelay.node.child import REPORT_S, Child, Restarts
 from kvrelay.node.process import describe_exit
 from kvrelay.wire.cache_messages import (
     Attach,
@@ -19,7 +20,7 @@ from kvrelay.wire.cache_messages import (
     ToCache,
 )
 from kvrelay.wire.config import EngineConfig, NodeConfig
-from kvrelay.wire.engine_messages import EngineReady
+from kvrelay.wire.engine_messages import EngineFailed, EngineReady
 from kvrelay.wire.errors import EngineDead
 from kvrelay.wire.kv_events import CPU, STORAGE, CacheChanges
 from kvrelay.wire.transfer import Fingerprint, Source
@@ -30,17 +31,20 @@ log = logging.getLogger("kvrelay.node")
 
 
 class CacheClient:
-    """A client of one cache process, without which a node goes on."""
+    """A client of the cache process, without which a node goes on."""
 
     def __init__(self, config: NodeConfig, hear: Callable[[CacheChanges], None]) -> None:
         """`hear` is told what the process gains and loses."""
         self._config, self._hear = config, hear
         self._child: Child | None = None
         self._setup: CacheSetup | None = None
-        self._clears = 0
+        self._engine: Source | None = None
+        self._lives: asyncio.Task[None] | None = None
+        self._resets = self._told = 0
+        """Resets of the engine's cache that were ordered, and those that the process was told."""
         self.stats: CacheStats | None = None
 
-    async def attach(self, info: EngineReady) -> None:
+    def attach(self, info: EngineReady) -> None:
         """Have the process take blocks from a new engine. Raises EngineDead for other KV."""
         config, kv = self._config, info.kv
         if not config.cache.kv_host_memory or kv is None:
@@ -54,55 +58,76 @@ class CacheClient:
             identity(kv.fingerprint, config.engine),
             config.log_format,
         )
-        if self._child is None:
-            self._setup = setup
+        if setup != (self._setup or setup):
+            raise EngineDead("the model's files have changed; this node must start again")
+        self._setup, self._resets = setup, self._told  # a dead engine follows no order
+        self._engine = Source(kv.address, kv.port, kv.generation, 0, kv.seal)
+        if self._lives is None:
+            self._lives = asyncio.create_task(self._live(setup))
+        self._attach()
+
+    def _attach(self) -> None:
+        assert self._engine is not None
+        self._send(Attach(self._engine, self._told))
+
+    def tell(self, changes: CacheChanges) -> None:
+        self._told += changes.cleared
+        self._send(changes)
+
+    def _send(self, message: ToCache) -> None:
+        if self._child is not None and self._child.alive:
+            self._child.send(msgspec.msgpack.encode(message))
+
+    def reset(self) -> None:
+        """Name no source until the process has followed a reset of the engine's cache."""
+        self._resets += 1
+
+    @property
+    def source(self) -> Source | None:
+        stats = self.stats
+        return None if stats is None or stats.clears != self._resets else stats.source
+
+    async def stop(self) -> None:
+        if self._lives is not None:
+            self._lives.cancel()
+            await asyncio.gather(self._lives, return_exceptions=True)
+        if self._child is not None:
+            await self._child.close()
+
+    async def _live(self, setup: CacheSetup) -> None:
+        restarts, goes_on = Restarts(), True
+        while goes_on:
             try:
                 child = await Child.start("kvrelay.node.cache_process", setup, {})
             except OSError as error:
                 log.error("no cache process (%s): no KV is kept below the pool", error)
                 return
             self._child = child
-            child.run(self._read(child), self._watch(child))
-        elif setup != self._setup:
-            raise EngineDead("the model's files have changed; this node must start again")
-        self.tell(Attach(Source(kv.address, kv.port, kv.generation, 0, kv.seal)))
-
-    def tell(self, message: ToCache) -> None:
-        if self._child is not None and self._child.alive:
-            self._child.send(msgspec.msgpack.encode(message))
-
-    def reset(self) -> None:
-        """Name no source until the process has followed a reset of the engine's cache."""
-        self._clears += 1
-
-    @property
-    def source(self) -> Source | None:
-        stats = self.stats
-        return None if stats is None or stats.clears != self._clears else stats.source
-
-    async def stop(self) -> None:
-        if self._child is not None:
-            await self._child.close()
+            child.run(self._read(child))
+            self._attach()
+            how = describe_exit(await child.process.wait())
+            goes_on = self.stats is not None and restarts.allowed()
+            self.stats = None
+            await asyncio.sleep(REPORT_S)
+            await child.close()
+            for medium in (CPU, STORAGE):
+                self._hear(CacheChanges([], [], cleared=True, medium=medium))
+            follows = "another one starts" if goes_on else "no KV is kept below the pool"
+            log.error("the cache process ended (%s): %s", how, follows)
+            restarts.done()
 
     async def _read(self, child: Child) -> None:
         decoder = msgspec.msgpack.Decoder(FromCache)
         while True:
             match decoder.decode(await child.socket.recv()):
-                case CacheStats() as stats:
+                case CacheStats() as stats if child.alive:
                     if self.stats is None:
                         child.remove_folder()  # they are connected, and a kill leaves nothing
-                    self.stats = stats if child.alive else None
+                    self.stats = stats
                 case CacheChanges() as changes:
                     self._hear(changes)
-                case failed:
-                    log.error("%s", failed.message)
-
-    async def _watch(self, child: Child) -> None:
-        how = describe_exit(await child.process.wait())
-        self.stats = None
-        for medium in (CPU, STORAGE):
-            self._hear(CacheChanges([], [], cleared=True, medium=medium))
-        log.error("the cache process ended (%s): no KV is kept below the pool", how)
+                case EngineFailed(message):
+                    log.error("%s", message)
 
 
 def identity(fingerprint: Fingerprint, engine: EngineConfig) -> bytes:

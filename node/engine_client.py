@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.node.child import STOP_DEADLINE_S, Child
+from kvrelay.node.child import REPORT_S, STOP_DEADLINE_S, Child
 from kvrelay.node.process import describe_exit
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.engine_messages import (
@@ -37,9 +37,6 @@ from kvrelay.wire.transfer import Source
 __all__ = ["EngineClient"]
 
 log = logging.getLogger("kvrelay.node")
-
-# The crash report may come after the process has ended.
-_REPORT_S = 0.05
 
 
 class Updates:
@@ -290,7 +287,7 @@ class EngineClient:
 
     async def _watch(self, child: Child) -> None:
         code = await child.process.wait()
-        await asyncio.sleep(_REPORT_S)
+        await asyncio.sleep(REPORT_S)
         self._end(f"the engine process ended ({describe_exit(code)})")
 
     def _end(self, failure: str) -> None:

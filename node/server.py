@@ -14,6 +14,7 @@ import msgspec
 import uvicorn
 
 from kvrelay.node.app import create_app
+from kvrelay.node.child import Restarts
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.lifecycle import DRAIN_DEADLINE_S, Heartbeats, Node
 from kvrelay.node.metrics import NodeMetrics
@@ -36,8 +37,6 @@ log = logging.getLogger("kvrelay.node")
 _SHUTDOWN_S = 2
 _MAX_CONNECTIONS = 1 << 14
 _SIGNAL_POLL_S = 0.02
-# A second engine that ends sooner ends its node, whose supervisor waits longer each time.
-_RESTART_S = 60.0
 
 
 def run(config: NodeConfig) -> int:
@@ -148,7 +147,7 @@ async def _load_and_watch(
 ) -> None:
     try:
         serving = await load_serving(node.config, node.engine, node.sandbox)
-        await node.cache.attach(serving.info)
+        node.cache.attach(serving.info)
         node.metrics = NodeMetrics(
             node.stats,
             node.config.role,
@@ -158,14 +157,15 @@ async def _load_and_watch(
         )
         node.serving = serving
         _log_ready(node.config, serving)
-        not_before = 0.0
+        restarts = Restarts()
         while True:
             on_ready()
             await node.engine.ended.wait()
-            if node.cache.source is None or node.draining or time.monotonic() < not_before:
+            # The node's supervisor waits longer each time.
+            if node.cache.source is None or node.draining or not restarts.allowed():
                 break
             await _start_again(node, serving)
-            not_before = time.monotonic() + _RESTART_S
+            restarts.done()
         node.failure = node.engine.failure
         log.error("%s", node.failure)
     except Exception as why:
@@ -188,7 +188,7 @@ async def _start_again(node: Node, serving: Serving) -> None:
         node.kv_events.publish(CacheChanges([], [], cleared=True))
     await node.engine.start()
     serving.serve(await node.engine.ready(node.config.start_deadline_s))
-    await node.cache.attach(serving.info)
+    node.cache.attach(serving.info)
     node.serving = serving
 
 

@@ -27,6 +27,8 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     """A command: take blocks from this new engine."""
 
     engine: Source
+    clears: int = 0
+    """Resets that were told until now, also to a process before."""
 
 
 ToCache = Attach | CacheChanges

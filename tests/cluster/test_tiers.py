@@ -189,10 +189,27 @@ def test_what_is_pinned_survives_the_engine_and_a_flood_below_the_pool_for_its_s
 
 
 @on_both
-def test_a_node_goes_on_without_its_cache_process(tiers: Tiers) -> None:
+def test_a_cache_process_that_dies_is_followed_by_one_that_an_engine_leaves_its_kv_to(
+    tiers: Tiers,
+) -> None:
     tiers.turn(1, 0)
     tiers.wait_stored()
+    assert httpx2.post(f"{tiers.tiered.url}/reset_prefix_cache", timeout=10).status_code == 200
+    tiers.turn(1, 1)
+    tiers.wait_stored()
     tiers.kill(b"cache_process")
-    for number in range(1, 3):
+    tiers.wait_tiers()
+    tiers.turn(1, 2)
+    tiers.wait_stored()
+    tiers.kill_engine()
+    before = tiers.cached
+    tiers.turn(1, 3)
+    assert tiers.cached > before
+    # A second death within a minute is its last, and the next one of an engine the node's.
+    tiers.kill(b"cache_process")
+    for number in range(4, 6):
         tiers.turn(1, number)
-    assert tiers.tiered.health() is not None
+    tiers.kill(b"engine_process")
+    assert tiers.tiered.popen.wait(30) == 1
+    assert tiers.tiered.log.read_text().count(READY) == 2
+    tiers.cluster.nodes.remove(tiers.tiered)

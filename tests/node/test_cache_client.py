@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from pathlib import Path
@@ -64,8 +65,11 @@ async def test_a_node_goes_on_without_a_process_and_with_a_link_that_leads_nowhe
     )
     client = CacheClient(config, lambda _: None)
     kv = KvFacts(FINGERPRINT)
-    await client.attach(EngineReady("e", "g", "tiny", 9, 9, 16, 9, 64, [], 0.0, kv=kv))
+    client.attach(EngineReady("e", "g", "tiny", 9, 9, 16, 9, 64, [], 0.0, kv=kv))
     client.tell(CacheChanges([], []))
+    async with asyncio.timeout(5):
+        while not caplog.text:
+            await asyncio.sleep(0)
     await client.stop()
     assert client.source is None
     assert "no cache process ([Errno 11] Resource temporarily unavailable)" in caplog.text
