@@ -235,11 +235,11 @@ def _joined_end(last: Frame, ends: Sequence[Frame], writer: AnswerWriter) -> byt
     if not writer.streams:
         return joined_body([each.payload for each in ends])
     return last.payload + joined_end(
-        [each.usage or (0, 0, 0) for each in ends],
+        [(*(each.usage or (0, 0, 0)), each.written) for each in ends],
+        writer.response_id,
+        writer.created,
+        writer.model,
         include_usage=writer.include_usage,
-        response_id=writer.response_id,
-        created=writer.created,
-        model=writer.model,
     )
 
 

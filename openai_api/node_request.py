@@ -163,6 +163,7 @@ class NodeRequest:
             # The next turn's prompt has no thoughts.
             blocks=None if self.writer.choices[0].message.thinks else self.blocks,
             found=self.found,
+            written=self.writer.written_tokens,
         )
 
     def error(self, why: KvrelayError) -> Frame:

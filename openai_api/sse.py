@@ -44,28 +44,28 @@ def joined_body(bodies: Sequence[bytes]) -> bytes:
 
 
 def joined_end(
-    counts: Sequence[tuple[int, int, int]],
-    *,
-    include_usage: bool,
+    counts: Sequence[tuple[int, int, int, int]],
     response_id: str,
     created: int,
     model: str,
+    *,
+    include_usage: bool,
 ) -> bytes:
-    """Return the end of a joined stream: usage, if asked for, and [DONE]."""
+    """Return the end of a joined stream: usage, if asked for, and [DONE].
+
+    `counts`: prompt, generated, cached and written tokens of each prompt.
+    """
     if not include_usage:
         return sse.DONE
     chunk = Answer(response_id, "text_completion", created, model, [], _sum(counts))
     return sse.event(_encode(chunk)) + sse.DONE
 
 
-def _sum(counts: Sequence[tuple[int, int, int]]) -> Usage:
-    prompt, generated, cached = (sum(each) for each in zip(*counts, strict=True))
-    return Usage.from_counts(prompt, generated, cached)
+def _sum(counts: Sequence[tuple[int, int, int, int]]) -> Usage:
+    return Usage.from_counts(*(sum(each) for each in zip(*counts, strict=True)))
 
 
-def _counts(usage: Usage) -> tuple[int, int, int]:
-    return (
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        usage.prompt_tokens_details["cached_tokens"],
-    )
+def _counts(usage: Usage) -> tuple[int, int, int, int]:
+    details = usage.prompt_tokens_details
+    cached, written = details["cached_tokens"], details.get("cache_write_tokens", 0)
+    return usage.prompt_tokens, usage.completion_tokens, cached, written

@@ -231,7 +231,6 @@ class Usage(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_counts(cls, prompt: int, generated: int, cached: int, written: int = 0) -> Usage:
-        """`written`: tokens of the prompt that were not cached and are pinned now."""
         details = {"cached_tokens": cached} | ({"cache_write_tokens": written} if written else {})
         return cls(prompt, generated, prompt + generated, details)
 

@@ -371,7 +371,11 @@ class AnswerWriter:
             self.cached_tokens,
         )
 
-    def _usage(self) -> Usage:
+    @property
+    def written_tokens(self) -> int:
+        """Tokens of the prompt that were not cached and are pinned now."""
         # The answer may fill the block that the prompt ends in.
-        pinned = min(self.pinned_tokens, self.prompt_tokens)
-        return Usage.from_counts(*self.counts, max(0, pinned - self.cached_tokens))
+        return max(0, min(self.pinned_tokens, self.prompt_tokens) - self.cached_tokens)
+
+    def _usage(self) -> Usage:
+        return Usage.from_counts(*self.counts, self.written_tokens)

@@ -98,6 +98,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     """Once, in a decode leg whose KV did not come: the cause's name in wire/errors.py."""
     found: Found | None = None
     """From the node that computes the prompt, in its TICKET and its last frame."""
+    written: int = 0
+    """In END frames: tokens of the prompt that were not cached and are pinned now."""
 
 
 LEGS_PATH = "/kv/legs"

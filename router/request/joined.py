@@ -38,11 +38,14 @@ async def run_together(job: Job, runs: Sequence[RequestRun], reply: Reply) -> No
         await cancel_and_wait(tasks)
     if job.stream:
         end = joined_end(
-            [(run.prompt_tokens or 0, run.output_tokens, run.cached_tokens) for run in runs],
+            [
+                (run.prompt_tokens or 0, run.output_tokens, run.cached_tokens, run.written_tokens)
+                for run in runs
+            ],
+            job.response_id,
+            job.created,
+            job.model,
             include_usage=job.include_usage,
-            response_id=job.response_id,
-            created=job.created,
-            model=job.model,
         )
     else:
         end = joined_body([run.reply.kept() for run in runs])
@@ -53,8 +56,7 @@ async def run_together(job: Job, runs: Sequence[RequestRun], reply: Reply) -> No
 
 def last_timeline(runs: Sequence[RequestRun]) -> Timeline:
     """Return the times of the prompt that was answered last."""
-    times = (run.timeline for run in runs)
-    return max(times, key=lambda each: each.last_token or each.arrived)
+    return max((run.timeline for run in runs), key=lambda each: each.last_token or each.arrived)
 
 
 def rungs_of(runs: Sequence[RequestRun]) -> Counter[str]:

@@ -72,6 +72,7 @@ class RequestRun:
     """Where the request was placed last; admission may set it before `run`."""
     prompt_tokens: int | None = None
     cached_tokens: int = 0
+    written_tokens: int = 0
     output_tokens: int = 0
     rungs: Mapping[str, int] = field(default_factory=dict)
     """Tokens of the prompt by rung (wire/ladder.py), once a node has told."""
@@ -339,6 +340,7 @@ class RequestRun:
     def on_end(self, frame: Frame) -> None:
         """Note the usage of a whole answer, and which nodes could not read the request."""
         output = self.output_tokens
+        self.written_tokens = frame.written
         if frame.usage is not None:
             self.prompt_tokens, output, self.cached_tokens = frame.usage
         told = self.prompt_tokens or 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
 import anthropic
@@ -64,6 +65,22 @@ def flood(cluster: Cluster) -> None:
     """Have all that is not pinned evicted."""
     for name in range(10, 34):
         turn(cluster, "bob", name)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+def test_several_prompts_tell_what_is_pinned_of_all(
+    cluster: Cluster, *, alone: bool, stream: bool
+) -> None:
+    prompts = [[2 + (name + at * at) % 300 for at in range(ASKED)] for name in range(3)]
+    body = tiny_body(prompts, max_tokens=SAID, stream=stream, **MARKER)
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
+    url = cluster.nodes[1].url if alone else cluster.url
+    headers = {"authorization": "Bearer ann"}
+    answer = httpx2.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+    *_, last = answer.text.removesuffix("data: [DONE]\n\n").split("data: ")
+    written = json.loads(last)["usage"]["prompt_tokens_details"]["cache_write_tokens"]
+    assert written // 16 == 3 * BLOCKS
 
 
 def test_turns_that_are_pinned_survive_a_flood_and_another_one_does_not(cluster: Cluster) -> None:

@@ -366,13 +366,17 @@ def test_parts_are_joined_with_their_own_indices_and_summed_usage(bytewise: Toke
         for choice in (0, 1):
             w.tokens(choice, [65 + 2 * part + choice])
             w.end(choice, Finish.STOP)
+        w.pinned_tokens = 5 * part
         bodies.append(w.close())
     answer = json.loads(joined_body(bodies))
     assert [(c["index"], c["text"]) for c in answer["choices"]] == list(enumerate("ABCD"))
-    assert answer["usage"] == usage(10, 4, 8)
+    wanted = usage(10, 4, 8)
+    wanted["prompt_tokens_details"]["cache_write_tokens"] = 1
+    assert answer["usage"] == wanted
     streamed = writer(bytewise, "completion", USAGE_OPTIONS, part=True)
     assert b"[DONE]" not in feed(streamed, [65]) + finish(streamed)
-    end = joined_end([(5, 2, 4)] * 2, include_usage=True, response_id="id-1", created=7, model="m")
+    counts = [(5, 2, 4, 0), (5, 2, 4, 1)]
+    end = joined_end(counts, "id-1", 7, "m", include_usage=True)
     assert end.endswith(b"data: [DONE]\n\n")
     assert chunks_of(end)[0]["usage"] == answer["usage"]
 
