@@ -148,6 +148,26 @@ WRONG_AND_RIGHT: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {f"kvrelay_fetch_wrong_blocks_total{{{NODE}}}": "0x40 1x59"},
         {f"kvrelay_fetch_wrong_blocks_total{{{NODE}}}": "7x99"},
     ),
+    "KvrelayTierCorrupted": (
+        {
+            f"kvrelay_tier_host_corrupt_blocks_total{{{NODE}}}": "0x40 1x59",
+            f"kvrelay_tier_store_corrupt_blocks_total{{{NODE}}}": "0x99",
+        },
+        {
+            f"kvrelay_tier_host_corrupt_blocks_total{{{NODE}}}": "7x99",
+            f"kvrelay_tier_store_corrupt_blocks_total{{{NODE}}}": "7x99",
+        },
+    ),
+    "KvrelayTierFails": (
+        {
+            f"kvrelay_tier_host_failed_blocks_total{{{NODE}}}": "0x99",
+            f"kvrelay_tier_store_failed_blocks_total{{{NODE}}}": "0+1x99",
+        },
+        {
+            f"kvrelay_tier_host_failed_blocks_total{{{NODE}}}": "0x50 8x49",
+            f"kvrelay_tier_store_failed_blocks_total{{{NODE}}}": "0x40 1x59",
+        },
+    ),
     "KvrelayLeasesExpire": (
         {f"kvrelay_leases_expired_total{{{NODE}}}": "0+1x99"},
         {f"kvrelay_leases_expired_total{{{NODE}}}": "0x50 2x49"},
