@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ import msgspec
 import torch
 import zmq
 
-from kvrelay.cache_node.store import PAGE, BlockFiles, BlockObjects
+from kvrelay.cache_node.store import PAGE, BlockFiles, BlockObjects, look_for_gds
 from kvrelay.cache_node.store_tier import StoreTier
 from kvrelay.cache_node.table import CacheTable
 from kvrelay.kernels.pool_memory import zeros
@@ -110,6 +111,9 @@ class CacheProcess:
         log.info("the cache process is ready: %d blocks in %s", blocks, gib(blocks * size))
 
     def serve(self) -> None:
+        folder = self._setup.cache.kv_store
+        if folder and "://" not in folder:
+            threading.Thread(target=look_for_gds, daemon=True).start()
         while True:
             self.turn()
 

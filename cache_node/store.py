@@ -6,10 +6,13 @@ Each has a page that says whose KV it is, with the block's checksum, and then th
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -23,7 +26,9 @@ from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import BlockHash
 
-__all__ = ["PAGE", "BlockFiles", "BlockObjects"]
+__all__ = ["PAGE", "BlockFiles", "BlockObjects", "look_for_gds"]
+
+log = logging.getLogger("kvrelay.cache")
 
 PAGE = 4096
 _FORMAT = b"kvrelay 1"
@@ -196,6 +201,31 @@ class BlockFiles(_Blocks):
         if files:
             here = [self._slot(slot) for slot in slots]
             self._move(way, here, self._region.block_bytes, there)
+
+
+# In a process of its own: cuFile takes memory of GPUs, and writes its log to where it is.
+_OPEN_GDS = """
+from nixl._api import nixl_agent, nixl_agent_config
+agent = nixl_agent("probe", nixl_agent_config(backends=[]))
+assert "GDS" in agent.get_plugin_list(), "NIXL has no such plugin"
+agent.create_backend("GDS")
+"""
+
+
+def look_for_gds() -> None:
+    """Log whether NIXL can open its GDS plugin, which nothing uses. Takes a second."""
+    command, found = [sys.executable, "-c", _OPEN_GDS], "can be opened here"
+    try:
+        with tempfile.TemporaryDirectory() as folder:  # nobody else may put modules there
+            subprocess.run(
+                command, check=True, capture_output=True, text=True, cwd=folder, timeout=30
+            )
+    except subprocess.CalledProcessError as error:
+        *_, why = error.stderr.splitlines() or [f"exit code {error.returncode}"]
+        found = f"cannot be opened here ({why})"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        found = f"cannot be opened here ({error})"
+    log.info("kv_store takes NIXL's POSIX plugin; GDS is not measured, and %s", found)
 
 
 def _delete(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import time
@@ -12,6 +13,7 @@ import pytest
 import torch
 from s3_server import BUCKET, S3
 
+from kvrelay.cache_node import store
 from kvrelay.cache_node.store import PAGE, BlockFiles, BlockObjects
 from kvrelay.kernels.pool_memory import zeros
 from kvrelay.kv_transfer.checksums import sums_of
@@ -189,6 +191,24 @@ def test_a_disk_that_takes_nothing_keeps_no_half_files(
             folder.write([1, 2])
     assert list(folder.path(1).parent.iterdir()) == []
     folder.write([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("probe", "found"),
+    [
+        (store._OPEN_GDS, "not measured, and can"),  # or cannot
+        ("", "can be opened here"),
+        ("raise OSError('no cuFile')", "cannot be opened here (OSError: no cuFile)"),
+        ("import os; os.abort()", "cannot be opened here (exit code -6)"),
+    ],
+)
+def test_what_is_found_of_gds_is_said(
+    probe: str, found: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(store, "_OPEN_GDS", probe)
+    with caplog.at_level(logging.INFO):
+        store.look_for_gds()
+    assert found in caplog.text
 
 
 def test_a_store_that_cannot_be_opened_is_refused(

@@ -33,6 +33,7 @@ pytest.importorskip("nixl")
 
 SESSIONS, TURNS = 6, 5
 READY = "the cache process is ready"
+GDS = "kv_store takes NIXL's POSIX plugin; GDS is not measured, and can"
 TIERS = ["--kv-pull", "always", "--kv-checksums", "0.001"]
 on_both = pytest.mark.parametrize(
     "tiers", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
@@ -144,6 +145,8 @@ def test_sessions_that_move_all_the_time_get_every_token_of_a_node_without_a_cac
 
 
 def test_a_node_that_starts_again_is_warm_and_a_reset_empties_all(tiers: Tiers) -> None:
+    log = tiers.tiered.log
+    wait_until(lambda: GDS in log.read_text(), 60, "what is found of GDS")
     tiers.turn(1, 0)
     blocks = len(tiers.histories[1]) // 16
     stored = "kvrelay_tier_store_stored_blocks_total"
