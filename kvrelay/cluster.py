@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from kvrelay.cluster_plan import (
 )
 from kvrelay.machine import this_machine
 from kvrelay.node.process import private_folder
-from kvrelay.supervisor import Child, ChildSpec, Supervisor
+from kvrelay.supervisor import Child, ChildSpec, Supervisor, until_stopped
 
 __all__ = ["up"]
 
@@ -61,32 +60,22 @@ async def _run(
     drawn: str,
     console: Console,
 ) -> int:
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-
-    def say(line: str) -> None:
-        console.print(Text(line))
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=False)) as session:
-
-        async def healthy(url: str) -> bool:
-            return await _answers(session, url)
-
-        async with Supervisor(
-            healthy, say, config.node.start_deadline_s, config.stop_deadline_s
-        ) as supervisor:
-            serving = asyncio.create_task(_serve(config, console, supervisor, steps, drawn))
-            stopped = asyncio.create_task(stop.wait())
+    async def work() -> None:
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=False)) as session,
+            Supervisor(
+                lambda spec: _answers(session, spec.health_url),
+                lambda line: console.print(Text(line)),
+                config.node.start_deadline_s,
+                config.stop_deadline_s,
+            ) as supervisor,
+        ):
             try:
-                await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
-                if serving.done():
-                    serving.result()  # raises what went wrong
+                await _serve(config, console, supervisor, steps, drawn)
             finally:
-                serving.cancel()
-                stopped.cancel()
-                await asyncio.gather(serving, stopped, return_exceptions=True)
                 console.print("stopping")
+
+    await until_stopped(work())
     console.print("all processes have ended")
     return 0
 

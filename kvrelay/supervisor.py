@@ -9,16 +9,15 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from kvrelay.node.process import PARENT_PID, describe_exit, open_log
 from kvrelay.wire.errors import KvrelayError
 
-__all__ = ["Backoff", "Child", "ChildFailed", "ChildSpec", "Supervisor", "cause_of"]
+__all__ = ["Backoff", "Child", "ChildFailed", "ChildSpec", "Supervisor", "until_stopped"]
 
 _TICK_S = 0.1
 _TAIL_LINES = 15
@@ -32,12 +31,15 @@ class ChildFailed(KvrelayError):
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """A child's command, and the address where it answers when it is ready."""
+    """A child's command, and the address where it answers when it is ready.
+
+    Without a `log` it writes to this process's own.
+    """
 
     name: str
     command: tuple[str, ...]
     health_url: str
-    log: Path
+    log: Path | None
     env: Mapping[str, str] = field(repr=False)
 
 
@@ -82,17 +84,22 @@ class Child:
         On the main thread: Linux reports the parent's death when the starting *thread* ends.
         """
         self.started_at, self.given_up = time.monotonic(), False
-        with os.fdopen(open_log(self.spec.log), "ab") as log:
+        with contextlib.ExitStack() as opened:
+            log = None
+            if self.spec.log is not None:
+                log = opened.enter_context(os.fdopen(open_log(self.spec.log), "ab"))
             self.process = subprocess.Popen(
                 self.spec.command,
                 env={**self.spec.env, PARENT_PID: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=subprocess.STDOUT,
+                stderr=log,
                 process_group=0,
             )
 
     def new_lines(self) -> list[str]:
+        if self.spec.log is None:
+            return []
         with self.spec.log.open("rb") as file:
             file.seek(self._offset)
             chunk = file.read()
@@ -125,39 +132,36 @@ class Child:
 class Supervisor:
     """A supervisor that keeps children alive between `async with` and its end.
 
-    `healthy(url)` says whether a child is ready; `say(line)` shows a line to the user.
+    `healthy` says whether a child is ready; `say` shows a line to the user; `began` and `ended` are
+    told of each process.
     """
 
     def __init__(
         self,
-        healthy: Callable[[str], Awaitable[bool]],
+        healthy: Callable[[ChildSpec], Awaitable[bool]],
         say: Callable[[str], None],
         start_deadline_s: float = 600.0,
         stop_deadline_s: float = 45.0,
+        began: Callable[[Child], None] = lambda _: None,
+        ended: Callable[[Child], None] = lambda _: None,
     ) -> None:
-        self._healthy = healthy
-        self._say = say
-        self._start_deadline_s = start_deadline_s
-        self._stop_deadline_s = stop_deadline_s
+        self._healthy, self._say, self._began, self._ended = healthy, say, began, ended
+        self._start_deadline_s, self._stop_deadline_s = start_deadline_s, stop_deadline_s
         self._children: list[Child] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        why: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     def start(self, spec: ChildSpec) -> Child:
         """Start a child and keep it alive. Its `ready` raises ChildFailed."""
-        old = spec.log.stat().st_size if spec.log.exists() else 0
+        old = spec.log.stat().st_size if spec.log and spec.log.exists() else 0
         child = Child(spec, asyncio.get_running_loop().create_future(), old)
         child.spawn()
+        self._began(child)
         self._children.append(child)
         self._tasks.append(asyncio.create_task(self._keep(child), name=f"keep {spec.name}"))
         return child
@@ -184,8 +188,9 @@ class Supervisor:
         while True:
             try:
                 await self._live(child)
+                self._ended(child)
                 if not child.ready.done():
-                    child.ready.set_exception(ChildFailed(cause_of(child)))
+                    child.ready.set_exception(ChildFailed(_cause_of(child)))
                     return
                 lived_s = time.monotonic() - child.started_at
                 delay_s = child.backoff.delay_s(lived_s)
@@ -195,6 +200,7 @@ class Supervisor:
                 )
                 await asyncio.sleep(delay_s)
                 child.spawn()
+                self._began(child)
             except OSError as why:  # no more processes or files, a full disk: that passes
                 delay_s = child.backoff.delay_s(0.0)
                 with contextlib.suppress(OSError):
@@ -218,7 +224,7 @@ class Supervisor:
     async def _until_healthy(self, child: Child) -> None:
         try:
             async with asyncio.timeout(self._start_deadline_s):
-                while not await self._healthy(child.spec.health_url):
+                while not await self._healthy(child.spec):
                     await asyncio.sleep(_TICK_S)
         except TimeoutError:
             self._say(
@@ -244,11 +250,26 @@ class Supervisor:
             )
 
 
-def cause_of(child: Child) -> str:
-    """Return how a child ended in one sentence, with the end of its log below."""
-    lines = child.spec.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-    lines = lines or ["(its log is empty)"]
-    log = "\n".join(f"    {line}" for line in lines)
-    return (
-        f"{child.spec.name} {child.fate} before it was ready; the end of {child.spec.log}:\n{log}"
-    )
+def _cause_of(child: Child) -> str:
+    fate, log = f"{child.spec.name} {child.fate} before it was ready", child.spec.log
+    if log is None:
+        return fate
+    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] or ["(its log is empty)"]
+    return f"{fate}; the end of {log}:\n" + "\n".join(f"    {line}" for line in lines)
+
+
+async def until_stopped(work: Coroutine[Any, Any, None]) -> None:
+    """Run work until its end, or until SIGINT, SIGTERM or SIGHUP; then cancel it and wait."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    working = asyncio.create_task(work)
+    tasks = working, asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()  # raises what went wrong
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

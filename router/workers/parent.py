@@ -169,7 +169,9 @@ class Parent(Shared):
 
     def ended(self, index: int) -> None:
         """Forget a worker whose process has ended, and keep its counts."""
-        self._ended = summed([self._ended, lasting(_families(self._peers.pop(index).metrics))])
+        if (peer := self._peers.pop(index, None)) is not None:
+            self._ended = summed([self._ended, lasting(_families(peer.metrics))])
+            self.restarts.inc()
 
     async def _take_report(self, request: Request) -> Response:
         peer = self._peers.get(request.path_params["index"])

@@ -318,11 +318,11 @@ async def test_a_worker_that_is_stopped_is_killed_and_replaced(
         try:
             await until(lambda: bool(began) and began[0].serves_at(0))
             first = began[0]._peers[0]
-            kill, stopped = first.kill, first.kill.args[0].pid  # type: ignore[attr-defined]
+            stopped = first.kill.__self__.process.pid  # type: ignore[attr-defined]
             os.kill(stopped, signal.SIGSTOP)
             await until(lambda: began[0].listening() == 0)
             await until(lambda: began[0].serves_at(0))
-            assert began[0]._peers[0].kill is not kill
+            assert began[0]._peers[0] is not first
             assert not alive(stopped)
             told = began[0].router.metrics.registry.get_sample_value
             for what in ("hung", "restarts"):
