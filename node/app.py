@@ -26,7 +26,6 @@ from kvrelay.node.lifecycle import FLIPPING, Node
 from kvrelay.node.preprocess import detokenize, tokenize
 from kvrelay.node.request_stream import check_version
 from kvrelay.openai_api.dialects.base import Dialect, Translate
-from kvrelay.openai_api.dialects.responses import Recall, translate_body
 from kvrelay.openai_api.front import Front, front_of
 from kvrelay.openai_api.json_body import (
     json_response,
@@ -185,13 +184,9 @@ class DialectServer:
             return [serving.model_name, *serving.adapters]
         return []
 
-    async def complete(
-        self, request: Request, translate: Translate, recall: Recall | None = None
-    ) -> Response:
+    async def complete(self, request: Request, translate: Translate) -> Response:
         body = await read_request(self._node, request)
-        body, dialect = await translate_body(
-            body, translate, recall, self._node.config.max_body_bytes
-        )
+        body, dialect = await translate(body, self._node.config.max_body_bytes)
         try:
             answer = await complete(self._node, request, body, chat=True)
         except RequestError as why:  # of a field by its name in a completion

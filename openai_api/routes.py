@@ -17,14 +17,10 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.responses import Response
 
 from kvrelay.openai_api.dialects.anthropic import anthropic_error, count_body, translate_messages
-from kvrelay.openai_api.dialects.base import Translate, openai_error
+from kvrelay.openai_api.dialects.base import Dialect, Translate, openai_error
 from kvrelay.openai_api.dialects.response_store import ResponseStore
-from kvrelay.openai_api.dialects.responses import (
-    Recall,
-    StoredConversation,
-    translate_responses,
-)
-from kvrelay.openai_api.json_body import json_response
+from kvrelay.openai_api.dialects.responses import translate_responses
+from kvrelay.openai_api.json_body import json_response, off_loop
 from kvrelay.openai_api.model_types import TokenizeResponse
 from kvrelay.wire.errors import ErrorBody, RequestError
 from kvrelay.wire.versions import RELEASE
@@ -56,10 +52,8 @@ class Server(Protocol):
         """Return the owner of responses: the key's hash, or one name for all."""
         ...
 
-    async def complete(
-        self, request: Request, translate: Translate, recall: Recall | None = None
-    ) -> Response:
-        """Answer a body that means a completion, after `recall`. Raises KvrelayError."""
+    async def complete(self, request: Request, translate: Translate) -> Response:
+        """Answer a body that means a completion. Raises KvrelayError."""
         ...
 
     async def tokenized(
@@ -125,14 +119,14 @@ def _add_responses(app: FastAPI, server: Server, store: ResponseStore) -> None:
     @app.post(RESPONSES_PATH, response_model=None)
     async def respond(request: Request) -> Response:
         server.check_key(request)
-        conversation = StoredConversation(store, server.owner(request))
         translate = partial(
             translate_responses,
-            store=conversation,
+            store=store,
+            owner=server.owner(request),
             response_id=f"resp_{uuid.uuid4().hex}",
             created_at=int(time.time()),
         )
-        return await server.complete(request, translate, conversation.recall)
+        return await server.complete(request, translate)
 
     # One route for both methods: the refusal of a third one names them all.
     @app.api_route(
@@ -154,9 +148,11 @@ def _add_anthropic(app: FastAPI, server: Server) -> None:
     @app.post(ANTHROPIC_PATH, response_model=None)
     async def message(request: Request) -> Response:
         server.check_key(request)
-        return await server.complete(
-            request, partial(translate_messages, message_id=f"msg_{uuid.uuid4().hex}")
-        )
+
+        async def translate(body: bytes, _: int) -> tuple[bytes, Dialect]:
+            return await off_loop(len(body), translate_messages, body, f"msg_{uuid.uuid4().hex}")
+
+        return await server.complete(request, translate)
 
     @app.post(f"{ANTHROPIC_PATH}/count_tokens", response_model=None)
     async def count(request: Request) -> Response:

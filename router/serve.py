@@ -16,8 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvrelay.openai_api.body import is_valid_id
-from kvrelay.openai_api.dialects.base import AS_IS, Translate, untranslated
-from kvrelay.openai_api.dialects.responses import Recall, translate_body
+from kvrelay.openai_api.dialects.base import AS_IS, Translate
 from kvrelay.openai_api.front import front_of
 from kvrelay.openai_api.headers import headers_of, id_headers, slo_of_headers, trace_headers
 from kvrelay.openai_api.json_body import (
@@ -89,7 +88,7 @@ class RouterApp(FastAPI):
 
     def _add_client_routes(self, router: Router) -> None:
         async def complete(request: Request) -> Response:
-            return await self.complete(request, untranslated)
+            return await self.complete(request)
 
         for path in (CHAT_PATH, COMPLETIONS_PATH):  # answers other methods with 405
             self.post(path, response_model=None)(complete)
@@ -127,14 +126,12 @@ class RouterApp(FastAPI):
             check_key(scope, router.callers, router.metrics, router.config.admin_key)
             posted = scope["method"] == "POST" and router.shared.serves
             if posted and scope["path"] in (CHAT_PATH, COMPLETIONS_PATH):
-                return await self.complete(request, untranslated)
+                return await self.complete(request)
         except Exception as why:  # noqa: BLE001 - the edge of a request: it must end, with an honest answer
             return await answer_error(request, why)
         return None
 
-    async def complete(
-        self, request: Request, translate: Translate, recall: Recall | None = None
-    ) -> Response:
+    async def complete(self, request: Request, translate: Translate | None = None) -> Response:
         """Check and admit a completion request; return the answer that runs it.
 
         Raises KvrelayError.
@@ -150,9 +147,8 @@ class RouterApp(FastAPI):
             crashes = CrashRecord(router.shared.poison, router.metrics, fingerprint)
             crashes.check()
             dialect = AS_IS
-            if translate is not untranslated:
-                limit_bytes = router.config.max_body_bytes
-                body, dialect = await translate_body(body, translate, recall, limit_bytes)
+            if translate is not None:
+                body, dialect = await translate(body, router.config.max_body_bytes)
             known = self._job(
                 request, caller, parse_body(body, path if dialect is AS_IS else CHAT_PATH)
             )

@@ -264,7 +264,6 @@ def _response_format(config: OutputConfig | None) -> dict[str, Any] | None:
             )
 
 
-_encode = msgspec.json.Encoder().encode
 _ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

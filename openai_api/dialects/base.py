@@ -6,7 +6,7 @@ Inside the cluster there are chat and text completions only.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
 import msgspec
@@ -32,7 +32,6 @@ __all__ = [
     "openai_error",
     "passed_on",
     "text_of",
-    "untranslated",
 ]
 
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -89,14 +88,13 @@ class Dialect:
         return openai_error(status, error)
 
 
-Translate = Callable[[bytes], tuple[bytes, Dialect]]
-"""From a body to a completion's body and the answer's dialect. Raises RequestError."""
+Translate = Callable[[bytes, int], Awaitable[tuple[bytes, Dialect]]]
+"""From a body, and the bytes allowed in all, to a completion's body and the answer's dialect.
+
+Raises KvrelayError.
+"""
 
 AS_IS = Dialect()
-
-
-def untranslated(body: bytes) -> tuple[bytes, Dialect]:
-    return body, AS_IS
 
 
 _raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -1,8 +1,8 @@
 """Stored responses, in SQLite, which later requests continue.
 
-A response belongs to the key that made it; for others it does not exist. At the limits of number or
-bytes, the owner with the most loses its least recently used response. A file is shared by the
-processes of one router.
+A response belongs to the key that made it; for others it does not exist. Where bytes run out, the
+owner with the most loses its least recently used response. A file is shared by the processes of one
+router.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +18,11 @@ from pathlib import Path
 
 from kvrelay.wire.errors import NotFound, Unavailable
 
-__all__ = ["IN_MEMORY", "MAX_RESPONSES", "MAX_STORED_BYTES", "ResponseStore", "Stored", "missing"]
+__all__ = ["IN_MEMORY", "ResponseStore", "Stored"]
 
 IN_MEMORY = ":memory:"
-MAX_RESPONSES = 4096
-MAX_STORED_BYTES = 128 << 20
+_MAX_BYTES = 128 << 20
+_LEAST_BYTES = 32 << 10  # that a response counts for: there are 4,096 at most
 _WAIT_S = 2.0
 
 _log = logging.getLogger("kvrelay.responses")
@@ -31,7 +32,7 @@ _TABLE = """
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = OFF;
 CREATE TABLE IF NOT EXISTS kept (
-    owner TEXT, id TEXT, size INTEGER, used INTEGER, body BLOB, turns BLOB, items INTEGER,
+    owner TEXT, id TEXT, size INTEGER, used INTEGER, body BLOB, turns BLOB,
     PRIMARY KEY (owner, id)
 );
 CREATE INDEX IF NOT EXISTS by_owner ON kept (owner, used, size);
@@ -43,27 +44,19 @@ _OLDEST = "SELECT rowid, size FROM kept WHERE owner = ? ORDER BY used LIMIT 1"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A response as it was sent, and its conversation: the JSON of so many items."""
+    """A response as it was sent, and its conversation: the JSON of items, without brackets."""
 
-    body: bytes
-    turns: bytes
-    items: int
-
-    @property
-    def size(self) -> int:
-        return len(self.body) + len(self.turns)
+    body: bytes = b""
+    turns: bytes = b""
 
 
 class ResponseStore:
     """A store by owner and id. All methods but `put` raise Unavailable if the file cannot be used."""
 
     def __init__(
-        self,
-        path: str = IN_MEMORY,
-        max_responses: int = MAX_RESPONSES,
-        max_bytes: int = MAX_STORED_BYTES,
+        self, path: str = IN_MEMORY, max_bytes: int = _MAX_BYTES, least_bytes: int = _LEAST_BYTES
     ) -> None:
-        self._max_responses, self._max_bytes = max_responses, max_bytes
+        self._max_bytes, self._least_bytes = max_bytes, least_bytes
         self._lock = threading.Lock()
         if path != IN_MEMORY:
             Path(path).touch(mode=0o600)
@@ -72,55 +65,40 @@ class ResponseStore:
         )
         self._db.executescript(_TABLE)
 
-    def held(self) -> tuple[int, int]:
-        """Return the number of responses and of bytes."""
-        with self._using() as db:
-            number, size = db.execute(
-                "SELECT COUNT(*), COALESCE(SUM(size), 0) FROM kept"
-            ).fetchone()
-        return number, size
-
     def put(self, owner: str, response_id: str, stored: Stored) -> None:
         """Store a response, unless it is larger than the store or the file cannot be used."""
-        if stored.size > self._max_bytes:
+        size = max(len(stored.body) + len(stored.turns), self._least_bytes)
+        if size > self._max_bytes:
             return
+        row = (owner, response_id, size, stored.body, stored.turns)
         try:
-            self._put(owner, response_id, stored)
+            with self._using() as db:
+                db.execute(f"INSERT OR REPLACE INTO kept VALUES (?, ?, ?, {_NEXT}, ?, ?)", row)
+                self._make_room(db)
         except Unavailable as why:  # its answer is whole, and mostly read
             _log.warning("response %s is not kept: %s", response_id, why.message)
 
-    def _put(self, owner: str, response_id: str, stored: Stored) -> None:
-        row = (owner, response_id, stored.size, stored.body, stored.turns, stored.items)
-        with self._using() as db:
-            db.execute(f"INSERT OR REPLACE INTO kept VALUES (?, ?, ?, {_NEXT}, ?, ?, ?)", row)
-            number, size = db.execute("SELECT COUNT(*), SUM(size) FROM kept").fetchone()
-            if number > self._max_responses or size > self._max_bytes:
-                self._make_room(db, number, size)
-
-    def _make_room(self, db: sqlite3.Connection, number: int, size: int) -> None:
+    def _make_room(self, db: sqlite3.Connection) -> None:
         # The owners with the most lose their oldest.
-        asked = "SELECT owner, COUNT(*), SUM(size) FROM kept GROUP BY owner ORDER BY MAX(used)"
-        held = {owner: [count, kept] for owner, count, kept in db.execute(asked)}
-        while number > self._max_responses or size > self._max_bytes:
-            of = 0 if number > self._max_responses else 1
-            owner = max(held, key=lambda each: held[each][of])
+        asked = "SELECT owner, SUM(size) FROM kept GROUP BY owner ORDER BY MAX(used)"
+        held = Counter(dict(db.execute(asked).fetchall()))
+        over = held.total() - self._max_bytes
+        while over > 0:
+            owner = max(held, key=held.__getitem__)
             row, gone = db.execute(_OLDEST, (owner,)).fetchone()
             db.execute("DELETE FROM kept WHERE rowid = ?", (row,))
-            number, size = number - 1, size - gone
-            held[owner][0] -= 1
-            held[owner][1] -= gone
+            held[owner] -= gone
+            over -= gone
 
     def get(self, owner: str, response_id: str, param: str | None = None) -> Stored:
         """Return a response. Raises NotFound, with `param` as the field that named it."""
         with self._using() as db:
             asked = (owner, response_id)
             db.execute(f"UPDATE kept SET used = {_NEXT} WHERE owner = ? AND id = ?", asked)
-            found = db.execute(
-                "SELECT body, turns, items FROM kept WHERE owner = ? AND id = ?", asked
-            )
+            found = db.execute("SELECT body, turns FROM kept WHERE owner = ? AND id = ?", asked)
             row = found.fetchone()
         if row is None:
-            raise missing(response_id, param, self._max_responses)
+            raise _missing(response_id, param)
         return Stored(*row)
 
     def delete(self, owner: str, response_id: str) -> None:
@@ -130,7 +108,7 @@ class ResponseStore:
                 "DELETE FROM kept WHERE owner = ? AND id = ?", (owner, response_id)
             ).rowcount
         if not found:
-            raise missing(response_id, None, self._max_responses)
+            raise _missing(response_id, None)
 
     @contextmanager
     def _using(self) -> Iterator[sqlite3.Connection]:
@@ -143,10 +121,10 @@ class ResponseStore:
             ) from why
 
 
-def missing(response_id: str, param: str | None, kept: int = MAX_RESPONSES) -> NotFound:
+def _missing(response_id: str, param: str | None) -> NotFound:
     return NotFound(
         f"response {response_id!r} is not kept here: it was never stored (store: false), was "
-        f"deleted, gave way to newer ones ({kept} are kept at most), or this server was restarted",
+        "deleted, gave way to newer ones, or this server was restarted",
         param=param,
         code="previous_response_not_found" if param else "response_not_found",
     )

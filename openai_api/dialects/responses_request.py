@@ -103,9 +103,8 @@ def decode_responses(body: bytes) -> ResponsesRequest:
     return request
 
 
-def check_count(request: ResponsesRequest, earlier: int) -> None:
-    """Raise RequestError for too many items, with `earlier` ones."""
-    count = earlier + (1 if isinstance(request.input, str) else len(request.input))
+def check_count(count: int) -> None:
+    """Raise RequestError for too many items, with those of earlier turns."""
     if count > MAX_MESSAGES:
         raise RequestError(
             f"input has {count} items with those before it; the limit is {MAX_MESSAGES}; begin a "

@@ -7,6 +7,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from kvrelay.openai_api.dialects.base import Dialect
+from kvrelay.openai_api.dialects.response_store import ResponseStore
+from kvrelay.openai_api.dialects.responses import translate_responses
+
 USAGE = {
     "prompt_tokens": 9,
     "completion_tokens": 4,
@@ -118,3 +122,16 @@ def events_of(stream: bytes) -> list[dict[str, Any]]:
         assert name == f"event: {value['type']}"
         events.append(value)
     return events
+
+
+async def translated(
+    body: bytes,
+    store: ResponseStore | None = None,
+    response_id: str = "resp_1",
+    max_bytes: int = 16 << 20,
+) -> tuple[bytes, Dialect]:
+    """A body of the Responses API as a chat completion's, and its answer's dialect."""
+    names = {"owner": "me", "response_id": response_id}
+    return await translate_responses(
+        body, max_bytes, store=store or ResponseStore(), created_at=7, **names
+    )

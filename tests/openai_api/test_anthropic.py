@@ -4,6 +4,7 @@ API's events.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -11,8 +12,6 @@ import pytest
 
 from kvrelay.openai_api.dialects.anthropic import anthropic_error, count_body, translate_messages
 from kvrelay.openai_api.dialects.base import KEEP_ALIVE, Dialect
-from kvrelay.openai_api.dialects.response_store import ResponseStore
-from kvrelay.openai_api.dialects.responses import translate_responses
 from kvrelay.openai_api.sse import error_event
 from kvrelay.wire.errors import ErrorBody, NodeFailed, Overloaded, RequestError
 from tests.openai_api.chat_chunks import (
@@ -24,6 +23,7 @@ from tests.openai_api.chat_chunks import (
     WHOLE_TOOLS,
     chunk,
     events_of,
+    translated,
     whole,
 )
 
@@ -328,7 +328,7 @@ def test_a_name_that_is_no_text_is_refused_as_wrong_json() -> None:
     body = b'{"model":"m","max_tokens":9,"messages":[{"role":"user","content":"a"}],"input":"a","nam\xfd":1}'
     for speak in (
         lambda: translate_messages(body, "msg"),
-        lambda: translate_responses(body, ResponseStore(), "resp", 0),
+        lambda: asyncio.run(translated(body)),
     ):
         with pytest.raises(RequestError, match="not valid JSON"):
             speak()

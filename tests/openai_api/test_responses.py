@@ -10,17 +10,11 @@ import msgspec
 import pytest
 
 from kvrelay.openai_api.dialects import responses
-from kvrelay.openai_api.dialects.base import AS_IS, Dialect
 from kvrelay.openai_api.dialects.response_store import ResponseStore, Stored
-from kvrelay.openai_api.dialects.responses import (
-    StoredConversation,
-    translate_body,
-    translate_responses,
-)
 from kvrelay.openai_api.json_body import MAX_CONTAINERS
 from kvrelay.openai_api.types import MAX_MESSAGES
 from kvrelay.wire.errors import RequestError
-from tests.openai_api.chat_chunks import whole
+from tests.openai_api.chat_chunks import translated, whole
 
 MAX_BYTES = 16 << 20
 EMPTY = {"type": "reasoning", "summary": []}
@@ -41,14 +35,8 @@ class Client:
         asked = {"model": "m", "input": items, **fields}
         if self.turns:
             asked["previous_response_id"] = f"resp_{self.turns}"
-        shelf = StoredConversation(self.store, "me")
-        wanted = f"resp_{self.turns + 1}"
-
-        def speak(body: bytes) -> tuple[bytes, Dialect]:
-            return translate_responses(body, shelf, wanted, 7)
-
-        said, dialect = await translate_body(
-            msgspec.json.encode(asked), speak, shelf.recall, max_bytes
+        said, dialect = await translated(
+            msgspec.json.encode(asked), self.store, f"resp_{self.turns + 1}", max_bytes
         )
         dialect.whole(answer)
         self.turns += 1
@@ -66,16 +54,11 @@ class Unreadable:
     decode = staticmethod(never)
 
 
-async def test_a_conversation_of_too_many_items_is_refused_before_it_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_conversation_of_too_many_items_is_refused() -> None:
     client = Client()
     half = [EMPTY] * (MAX_MESSAGES // 2 - 1) + [{"role": "user", "content": "hi"}]
     await client.ask(half)
-    assert (await client.last()).items == MAX_MESSAGES // 2 + 1
     assert len((await client.ask(half[2:]))["messages"]) == 3
-    assert (await client.last()).items == MAX_MESSAGES
-    monkeypatch.setattr(responses, "_items", Unreadable())
     with pytest.raises(RequestError) as why:
         await client.ask("hi")
     assert (why.value.status, why.value.param) == (400, "previous_response_id")
@@ -92,7 +75,6 @@ async def test_a_conversation_of_too_many_bytes_is_refused_before_it_is_read(
         [EMPTY | {"note": "x" * 900}, {"role": "user", "content": "hi"}], max_bytes=2000
     )
     monkeypatch.setattr(responses, "_items", Unreadable())
-    monkeypatch.setattr(responses, "translate_responses", never)
     earlier = len((await client.last()).turns)
     with pytest.raises(RequestError) as why:
         await client.ask("y" * 1000, max_bytes=2000)
@@ -141,22 +123,19 @@ async def test_a_chat_completion_is_no_longer_than_a_body_may_be() -> None:
         await client.ask(**asked, max_bytes=said - 1)
 
 
-async def test_a_long_conversation_is_put_together_on_a_thread_however_short_the_request() -> None:
-    threads: list[int] = []
+async def test_a_long_conversation_is_put_together_on_a_thread_however_short_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client, threads = Client(), list[int]()
+    read = responses.own_items
 
-    def speak(body: bytes) -> tuple[bytes, Dialect]:
+    def noted(request: Any) -> Any:
         threads.append(threading.get_ident())
-        return body, AS_IS
+        return read(request)
 
-    async def learn(body: bytes, max_bytes: int) -> int:
-        return 1 << 20
-
-    assert await translate_body(b"{}", speak, None, 9) == (b"{}", AS_IS)
-    assert await translate_body(b"{}", speak, learn, 9) == (b"{}", AS_IS)
-    assert threads[0] == threading.get_ident() != threads[1]
-    client = Client()
+    monkeypatch.setattr(responses, "own_items", noted)
+    await client.ask("hi")
     await client.ask("x" * 20_000)
-    shelf = StoredConversation(client.store, "me")
-    asked = b'{"model":"m","input":"hi","previous_response_id":"resp_1"}'
-    assert await shelf.recall(asked, MAX_BYTES) == len((await client.last()).turns) > 20_000
-    assert await shelf.recall(b'{"model":"m","input":"hi"}', MAX_BYTES) == 0
+    await client.ask("hi")
+    assert threads[0] == threading.get_ident()
+    assert threading.get_ident() not in threads[1:]

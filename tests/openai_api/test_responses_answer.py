@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import sqlite3
@@ -12,7 +13,6 @@ import pytest
 
 from kvrelay.openai_api.dialects.base import KEEP_ALIVE, Dialect
 from kvrelay.openai_api.dialects.response_store import ResponseStore, Stored
-from kvrelay.openai_api.dialects.responses import translate_responses
 from kvrelay.openai_api.sse import error_event
 from kvrelay.wire.errors import ErrorBody, NodeFailed, NotFound, Overloaded, Unavailable
 from tests.openai_api.chat_chunks import (
@@ -23,28 +23,22 @@ from tests.openai_api.chat_chunks import (
     WHOLE_TOOLS,
     chunk,
     events_of,
+    translated,
     usage_chunk,
     whole,
 )
 
 
-class Kept:
-    """A shelf of one owner."""
-
-    def __init__(self) -> None:
-        self.store = ResponseStore()
-
-    def get(self, response_id: str, param: str | None = None) -> Stored:
-        return self.store.get("me", response_id, param)
-
-    def put(self, response_id: str, stored: Stored) -> None:
-        self.store.put("me", response_id, stored)
-
-
-def speak(kept: Kept | None = None, response_id: str = "resp_1", **fields: Any) -> Dialect:
-    """The answer's side of a request."""
+def ask(shelf: ResponseStore | None, response_id: str, **fields: Any) -> tuple[bytes, Dialect]:
     body = json.dumps({"model": "tiny", "input": "hi", **fields}).encode()
-    return translate_responses(body, Kept() if kept is None else kept, response_id, 7)[1]
+    return asyncio.run(translated(body, shelf, response_id))
+
+
+def speak(
+    shelf: ResponseStore | None = None, response_id: str = "resp_1", **fields: Any
+) -> Dialect:
+    """The answer's side of a request."""
+    return ask(shelf, response_id, **fields)[1]
 
 
 def test_a_text_has_the_events_of_the_api_in_their_order() -> None:
@@ -196,100 +190,100 @@ def test_errors_name_the_fields_of_this_api() -> None:
 
 
 def test_a_response_is_kept_and_can_be_gone_on_from() -> None:
-    store = Kept()
+    store = ResponseStore()
     speak(store, "resp_1", instructions="Be brief.").whole(WHOLE_TOOLS)
     outputs = [
         {"type": "function_call_output", "call_id": call_id, "output": "wet"}
         for call_id in ("call_a", "call_b")
     ]
-    asked = {"model": "tiny", "previous_response_id": "resp_1", "input": outputs}
-    body, dialect = translate_responses(json.dumps(asked).encode(), store, "resp_2", 8)
+    body, dialect = ask(store, "resp_2", previous_response_id="resp_1", input=outputs)
     messages = json.loads(body)["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
     assert messages[1]["reasoning"] == "Let me see"
     assert [call["id"] for call in messages[1]["tool_calls"]] == ["call_a", "call_b"]
     dialect.events(TEXT)
-    assert json.loads(store.get("resp_2").body)["previous_response_id"] == "resp_1"
+    assert json.loads(store.get("me", "resp_2").body)["previous_response_id"] == "resp_1"
 
 
 def test_nothing_is_kept_that_failed_or_that_the_client_does_not_want_kept() -> None:
-    store = Kept()
-    speak(store, store=False).whole(WHOLE_TOOLS)
-    speak(store).events(ROLE + error_event(NodeFailed("it broke")))
-    assert store.store.held() == (0, 0)
+    kept = ResponseStore()
+    speak(kept, store=False).whole(WHOLE_TOOLS)
+    speak(kept, "resp_2").events(ROLE + error_event(NodeFailed("it broke")))
+    for name in ("resp_1", "resp_2"):
+        with pytest.raises(NotFound):
+            kept.get("me", name)
+
+
+def stored(size: int) -> Stored:
+    return Stored(b"x" * (size - size // 3), b"y" * (size // 3))
+
+
+def kept(store: ResponseStore, owner: str = "me") -> list[str]:
+    found = []
+    for name in "abcdefgh":
+        with contextlib.suppress(NotFound):
+            store.get(owner, name)
+            found.append(name)
+    return found
 
 
 def test_the_store_gives_way_in_number_and_in_bytes_to_what_is_newer_or_asked_for() -> None:
-    store = ResponseStore(max_responses=2, max_bytes=100)
+    store = ResponseStore(max_bytes=100, least_bytes=50)
     for name in "ab":
-        store.put("me", name, Stored(b"x" * 10, b"", 0))
+        store.put("me", name, stored(10))
     store.get("me", "a")
-    store.put("me", "c", Stored(b"x" * 10, b"", 0))
-    with pytest.raises(NotFound):
-        store.get("me", "b")
-    store.put("me", "d", Stored(b"x" * 30, b"y" * 65, 1))
-    with pytest.raises(NotFound):
-        store.get("me", "a")
-    assert store.held() == (1, 95)
-    store.put("me", "e", Stored(b"x" * 101, b"", 0))
+    store.put("me", "c", stored(10))
+    assert kept(store) == ["a", "c"]
+    store.put("me", "d", stored(95))
+    store.put("me", "e", stored(101))
+    assert kept(store) == ["d"]
     with pytest.raises(NotFound) as why:
         store.get("me", "e", "previous_response_id")
     assert (why.value.param, why.value.status) == ("previous_response_id", 404)
     store.delete("me", "d")
-    assert store.held() == (0, 0)
+    assert kept(store) == []
     with pytest.raises(NotFound):
         store.delete("me", "d")
 
 
 def test_a_response_is_neither_kept_nor_replaced_by_another_owner() -> None:
-    store = ResponseStore(max_responses=2)
-    store.put("ann", "r", Stored(b"a", b"", 0))
+    store = ResponseStore(max_bytes=100, least_bytes=50)
+    store.put("ann", "r", Stored(b"a"))
     with pytest.raises(NotFound):
         store.get("bob", "r")  # which keeps it no longer
-    store.put("bob", "r", Stored(b"b", b"", 0))
-    store.put("bob", "t", Stored(b"t", b"", 0))
+    store.put("bob", "r", Stored(b"b"))
+    store.put("bob", "t", Stored(b"t"))
     assert (store.get("bob", "t").body, store.get("ann", "r").body) == (b"t", b"a")
 
 
 def test_an_owner_that_keeps_most_loses_its_own_first() -> None:
-    store = ResponseStore(max_responses=4, max_bytes=100)
-
-    def kept(owner: str) -> list[str]:
-        found = []
-        for name in "abcdefgh":
-            with contextlib.suppress(NotFound):
-                store.get(owner, name)
-                found.append(name)
-        return found
-
-    def put(owner: str, name: str, size: int) -> None:
-        store.put(owner, name, Stored(b"x" * size, b"", 0))
-
-    put("ann", "a", 10)
-    put("bob", "a", 20)
+    store = ResponseStore(max_bytes=100, least_bytes=1)
+    store.put("ann", "a", stored(10))
+    store.put("bob", "a", stored(20))
     for name in "abcd":
-        put("eve", name, 30)
-    assert (kept("ann"), kept("bob"), kept("eve")) == (["a"], ["a"], ["c", "d"])  # in number
-    put("eve", "e", 60)
-    assert (kept("ann"), kept("bob"), kept("eve")) == (["a"], ["a"], ["e"])  # in bytes
-    put("eve", "f", 95)  # no room beside the others'
-    assert (kept("ann"), kept("bob"), kept("eve")) == (["a"], ["a"], [])
+        store.put("eve", name, stored(30))
+    assert (kept(store, "ann"), kept(store, "bob"), kept(store, "eve")) == (
+        ["a"],
+        ["a"],
+        ["c", "d"],
+    )
+    store.put("eve", "e", stored(95))  # no room beside the others'
+    assert (kept(store, "ann"), kept(store, "bob"), kept(store, "eve")) == (["a"], ["a"], [])
 
 
 def test_several_processes_share_a_file_and_one_that_breaks_loses_no_answer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "responses.sqlite"
-    one, two = ResponseStore(str(file), max_responses=2), ResponseStore(str(file), max_responses=2)
-    kept = Stored(b"a", b"1, 2, 34", 7)
-    one.put("me", "r", kept)
-    assert two.get("me", "r") == kept
-    two.put("me", "s", kept)
-    one.put("me", "t", kept)
-    assert (one.held(), two.held()) == ((2, 18),) * 2
+    one, two = (ResponseStore(str(file), max_bytes=20, least_bytes=1) for _ in range(2))
+    one.put("me", "a", stored(9))
+    assert two.get("me", "a") == stored(9)
+    two.put("me", "b", stored(9))
+    one.put("me", "c", stored(9))
+    assert kept(one) == kept(two) == ["b", "c"]
     with sqlite3.connect(file) as db:
         db.execute("DROP TABLE kept")
-    one.put("me", "u", kept)
+    one.put("me", "u", stored(9))
     assert "response u is not kept" in caplog.text
     with pytest.raises(Unavailable, match="cannot be used"):
-        two.get("me", "r")
+        two.get("me", "b")

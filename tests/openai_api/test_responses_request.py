@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
 
 import pytest
 
-from kvrelay.openai_api.dialects.response_store import ResponseStore
-from kvrelay.openai_api.dialects.responses import StoredConversation, translate_responses
 from kvrelay.openai_api.dialects.responses_request import _tools, decode_responses
 from kvrelay.openai_api.types import MAX_MESSAGES, MAX_TOOLS
 from kvrelay.wire.errors import RequestError
+from tests.openai_api.chat_chunks import translated
 
 
 def chat_of(**fields: Any) -> dict[str, Any]:
     """The chat body of a request."""
     asked = json.dumps({"model": "tiny", "input": "hi", **fields}).encode()
-    value: dict[str, Any] = json.loads(
-        translate_responses(asked, StoredConversation(ResponseStore(), ""), "resp_1", 7)[0]
-    )
+    value: dict[str, Any] = json.loads(asyncio.run(translated(asked))[0])
     return value
 
 
