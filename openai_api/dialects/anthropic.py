@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from kvrelay.openai_api.dialects.base import (
     KEEP_ALIVE,
+    AnswerPart,
     ChatAnswer,
     Dialect,
     assistant,
@@ -19,8 +20,8 @@ from kvrelay.openai_api.dialects.base import (
     text_of,
 )
 from kvrelay.openai_api.json_body import one_of, read_json, refuser, wrong_value
-from kvrelay.openai_api.types import MAX_MESSAGES, PIN_S, CacheControl, ToolCallDelta, Tools
-from kvrelay.wire.errors import ErrorBody, NodeFailed, RequestError
+from kvrelay.openai_api.types import MAX_MESSAGES, PIN_S, CacheControl, Tools
+from kvrelay.wire.errors import ErrorBody, RequestError
 from kvrelay.wire.sampling import Positive, Temperature, TopP
 
 __all__ = [
@@ -291,16 +292,12 @@ def translate_messages(body: bytes, message_id: str) -> tuple[bytes, Dialect]:
 
 class AnthropicAnswer(ChatAnswer):
     begins_at_once = False
-    kinds = ("thinking", "text")
+    kinds = ("thinking", "text", "tool_use")
+    call_prefix = "toolu"
 
     def __init__(self, request: MessagesRequest, message_id: str) -> None:
-        super().__init__()
-        self._request = request
-        self._id = message_id
-        self._blocks: list[dict[str, Any]] = []
-        self._pieces: list[str] | None = None  # of the open block
-        self._open_call: int | None = None
-        self._calls = 0
+        super().__init__(message_id)
+        self._request, self._id = request, message_id
 
     def keep_alive(self) -> bytes:
         return named_event("ping") if self._begun else KEEP_ALIVE
@@ -314,46 +311,24 @@ class AnthropicAnswer(ChatAnswer):
     def _begin(self) -> None:
         self._send("message_start", message=self._message([], None, None))
 
-    def _text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> None:
-        if self._pieces is None or self._blocks[-1]["type"] != kind:
-            signature = {"signature": ""} if kind == "thinking" else {}
-            self._open({"type": kind, kind: "", **signature})
-        self._grow(f"{kind}_delta", kind, text)
+    def _opened(self, part: AnswerPart, call: dict[str, str]) -> dict[str, Any]:
+        value: dict[str, Any] = {"type": part.kind}
+        value |= {**call, "input": {}} if call else {part.kind: ""}
+        if part.kind == "thinking":
+            value["signature"] = ""
+        self._send("content_block_start", index=part.at, content_block=value)
+        return value
 
-    def _call(self, index: int, call: ToolCallDelta) -> None:
-        if index >= self._calls:
-            self._calls = index + 1
-            call_id = call.id or f"toolu_{self._id.removeprefix('msg_')}{index}"
-            name = call.function.name or ""
-            self._open({"type": "tool_use", "id": call_id, "name": name, "input": {}})
-            self._open_call = index
-        elif index != self._open_call:
-            raise NodeFailed(
-                "a node went on with a tool call that had ended; send the request again"
-            )
-        if call.function.arguments:
-            self._grow("input_json_delta", "partial_json", call.function.arguments)
+    def _grown(self, part: AnswerPart, piece: str, logprobs: list[dict[str, Any]]) -> None:
+        kind, name = f"{part.kind}_delta", part.kind
+        if part.kind == "tool_use":
+            kind, name = "input_json_delta", "partial_json"
+        self._send("content_block_delta", index=part.at, delta={"type": kind, name: piece})
 
-    def _open(self, block: dict[str, Any]) -> None:
-        self._close()
-        self._send("content_block_start", index=len(self._blocks), content_block=block)
-        self._blocks.append(block)
-        self._pieces = []
-
-    def _grow(self, kind: str, name: str, piece: str) -> None:
-        assert self._pieces is not None
-        self._pieces.append(piece)
-        delta = {"type": kind, name: piece}
-        self._send("content_block_delta", index=len(self._blocks) - 1, delta=delta)
-
-    def _close(self) -> None:
-        if self._pieces is None:
-            return
-        block, text = self._blocks[-1], "".join(self._pieces)
-        whole = {"input": _arguments(text)} if "input" in block else {block["type"]: text}
-        self._blocks[-1] = block | whole
-        self._send("content_block_stop", index=len(self._blocks) - 1)
-        self._pieces = self._open_call = None
+    def _closed(self, part: AnswerPart, text: str, status: str) -> dict[str, Any]:
+        self._send("content_block_stop", index=part.at)
+        whole = {"input": _arguments(text)} if part.kind == "tool_use" else {part.kind: text}
+        return part.value | whole
 
     def _end(self) -> dict[str, Any]:
         self._close()
@@ -361,7 +336,7 @@ class AnthropicAnswer(ChatAnswer):
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         self._send("message_delta", delta=delta, usage=self._counts())
         self._send("message_stop")
-        return self._message(self._blocks, reason, sequence)
+        return self._message([part.value for part in self._parts], reason, sequence)
 
     def _fail(self, error: ErrorBody) -> None:
         body = anthropic_error(_STATUS_OF.get(error.type, 500), error)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
@@ -20,6 +21,7 @@ __all__ = [
     "AS_IS",
     "KEEP_ALIVE",
     "PASSED_ON",
+    "AnswerPart",
     "ChatAnswer",
     "ChatEvent",
     "ChatUsage",
@@ -222,6 +224,17 @@ def named_event(kind: str, **values: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), event)
 
 
+@dataclass(slots=True)
+class AnswerPart:
+    """A part of an answer: reasoning, content or a call. One at a time is open."""
+
+    at: int
+    kind: str
+    value: dict[str, Any] = field(default_factory=dict)
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+
 class ChatAnswer(Dialect, abc.ABC):
     """A dialect's answer, made of a chat completion.
 
@@ -230,10 +243,15 @@ class ChatAnswer(Dialect, abc.ABC):
 
     begins_at_once: ClassVar[bool]
     """The first events come before the first chunk."""
-    kinds: ClassVar[tuple[str, str]]
-    """Names of reasoning and of content."""
+    kinds: ClassVar[tuple[str, str, str]]
+    """Names of reasoning, of content and of a call."""
+    call_prefix: ClassVar[str]
 
-    def __init__(self) -> None:
+    def __init__(self, answer_id: str) -> None:
+        self._suffix = answer_id.partition("_")[2]
+        self._parts: list[AnswerPart] = []
+        self._open: AnswerPart | None = None
+        self._calls = 0
         self._rest = b""  # of an event
         self._sent: list[bytes] = []
         self._begun = self._over = False
@@ -305,15 +323,54 @@ class ChatAnswer(Dialect, abc.ABC):
         self._over = True
         self._fail(error)
 
+    def _text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> None:
+        part = self._open
+        if part is None or part.kind != kind:
+            part = self._add(kind, {})
+        self._grow(part, text, logprobs)
+
+    def _call(self, index: int, call: ToolCallDelta) -> None:
+        kind, part = self.kinds[2], self._open
+        if index >= self._calls:
+            self._calls = index + 1
+            call_id = call.id or f"{self.call_prefix}_{self._suffix}{index}"
+            part = self._add(kind, {"id": call_id, "name": call.function.name or ""})
+        elif part is None or part.kind != kind or index + 1 < self._calls:
+            raise NodeFailed("a node went on with a call that had ended; send the request again")
+        if call.function.arguments:
+            self._grow(part, call.function.arguments, [])
+
+    def _add(self, kind: str, call: dict[str, str]) -> AnswerPart:
+        self._close()
+        part = self._open = AnswerPart(len(self._parts), kind)
+        part.value = self._opened(part, call)
+        self._parts.append(part)
+        return part
+
+    def _grow(self, part: AnswerPart, piece: str, logprobs: list[dict[str, Any]]) -> None:
+        part.pieces.append(piece)
+        part.logprobs += logprobs
+        self._grown(part, piece, logprobs)
+
+    def _close(self, status: str = "completed") -> None:
+        part, self._open = self._open, None
+        if part is not None:
+            part.value = self._closed(part, "".join(part.pieces), status)
+
     @abc.abstractmethod
     def _begin(self) -> None:
         """Send the first events."""
 
     @abc.abstractmethod
-    def _text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> None: ...
+    def _opened(self, part: AnswerPart, call: dict[str, str]) -> dict[str, Any]:
+        """Send the events that begin a part, and return its value; `call` has id and name."""
 
     @abc.abstractmethod
-    def _call(self, index: int, call: ToolCallDelta) -> None: ...
+    def _grown(self, part: AnswerPart, piece: str, logprobs: list[dict[str, Any]]) -> None: ...
+
+    @abc.abstractmethod
+    def _closed(self, part: AnswerPart, text: str, status: str) -> dict[str, Any]:
+        """Send the events that end a part, and return its value."""
 
     @abc.abstractmethod
     def _end(self) -> dict[str, Any]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from kvrelay.openai_api.dialects.base import KEEP_ALIVE, ChatAnswer, named_event, openai_error
+from kvrelay.openai_api.dialects.base import (
+    KEEP_ALIVE,
+    AnswerPart,
+    ChatAnswer,
+    named_event,
+    openai_error,
+)
 from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
-from kvrelay.openai_api.types import ToolCallDelta
-from kvrelay.wire.errors import ErrorBody, NodeFailed
+from kvrelay.wire.errors import ErrorBody
 
 __all__ = ["ResponsesAnswer"]
 
@@ -30,33 +34,32 @@ Finished = Callable[[dict[str, Any]], None]
 """Called with the whole response once, unless it failed."""
 
 
-@dataclass
-class _Item:
-    at: int
-    value: dict[str, Any]
-    text: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def place(self) -> dict[str, Any]:
-        return {"item_id": self.value["id"], "output_index": self.at}
+_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+_EMPTY: dict[str, dict[str, Any]] = {
+    "reasoning": {"summary": [], "content": []},
+    "message": {"role": "assistant", "content": []},
+    "function_call": {"arguments": ""},
+}
+# What the events of an item's text are called.
+_TEXTS = {
+    "reasoning": "response.reasoning_text",
+    "message": "response.output_text",
+    "function_call": "response.function_call_arguments",
+}
 
 
 class ResponsesAnswer(ChatAnswer):
     """An answer of the Responses API; ids of items end as the response's."""
 
     begins_at_once = True
-    kinds = ("reasoning", "message")
+    kinds = ("reasoning", "message", "function_call")
+    call_prefix = "call"
 
     def __init__(self, request: ResponsesRequest, response_id: str, created_at: int) -> None:
-        super().__init__()
+        super().__init__(response_id)
         self._head = _head(request, response_id, created_at)
-        self._suffix = response_id.removeprefix("resp_")
         self.finished: Finished | None = None
         self._number = 0
-        self._items: list[_Item] = []
-        self._open: list[_Item] = []
-        self._calls: dict[int, _Item] = {}
 
     def keep_alive(self) -> bytes:
         """Return the unsent first events, else a comment."""
@@ -75,89 +78,43 @@ class ResponsesAnswer(ChatAnswer):
         for kind in ("created", "in_progress"):
             self._send(f"response.{kind}", response=self._response("in_progress"))
 
-    def _text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> None:
-        item = self._open[-1] if self._open else None
-        if item is None or item.value["type"] != kind:
-            item = self._open_text(kind)
-        item.text.append(text)
-        item.logprobs += logprobs
-        if kind == "message":
-            place = {**item.place, "content_index": 0}
-            self._send("response.output_text.delta", **place, delta=text, logprobs=logprobs)
-        else:
-            self._send("response.reasoning_text.delta", **item.place, content_index=0, delta=text)
-
-    def _open_text(self, kind: str) -> _Item:
-        self._close("completed")
-        if kind == "message":
-            item = self._new(kind, "msg", role="assistant", content=[])
-        else:
-            item = self._new(kind, "rs", summary=[], content=[])
-        self._send(
-            "response.content_part.added", **item.place, content_index=0, part=_part(kind, "", [])
-        )
+    def _opened(self, part: AnswerPart, call: dict[str, str]) -> dict[str, Any]:
+        item = part.value = {
+            "id": f"{_PREFIXES[part.kind]}_{self._suffix}{part.at}",
+            "type": part.kind,
+            "status": "in_progress",
+            **_EMPTY[part.kind],
+        }
+        if call:
+            item |= {"call_id": call["id"], "name": call["name"]}
+        self._send("response.output_item.added", output_index=part.at, item=item)
+        if not call:
+            empty = _part(part.kind, "", [])
+            self._send("response.content_part.added", **_place(part), part=empty)
         return item
 
-    def _call(self, index: int, call: ToolCallDelta) -> None:
-        item = self._calls.get(index)
-        if item is None:
-            if self._open and self._open[-1].value["type"] != "function_call":
-                self._close("completed")
-            name, call_id = call.function.name or "", call.id or f"call_{self._suffix}{index}"
-            item = self._calls[index] = self._new(
-                "function_call", "fc", arguments="", call_id=call_id, name=name
-            )
-        if item.value["status"] != "in_progress":
-            raise NodeFailed(
-                "a node went on with a function call that had ended; send the request again"
-            )
-        if call.function.arguments:
-            item.text.append(call.function.arguments)
-            self._send(
-                "response.function_call_arguments.delta",
-                **item.place,
-                delta=call.function.arguments,
-            )
+    def _grown(self, part: AnswerPart, piece: str, logprobs: list[dict[str, Any]]) -> None:
+        more = {"logprobs": logprobs} if part.kind == "message" else {}
+        self._send(f"{_TEXTS[part.kind]}.delta", **_place(part), delta=piece, **more)
 
-    def _new(self, kind: str, prefix: str, **values: Any) -> _Item:
-        at = len(self._items)
-        item = _Item(
-            at,
-            {"id": f"{prefix}_{self._suffix}{at}", "type": kind, "status": "in_progress", **values},
-        )
-        self._items.append(item)
-        self._open.append(item)
-        self._send("response.output_item.added", output_index=at, item=item.value)
+    def _closed(self, part: AnswerPart, text: str, status: str) -> dict[str, Any]:
+        kind, place = part.kind, _place(part)
+        if kind == "function_call":
+            whole: dict[str, Any] = {"arguments": text}
+            self._send(f"{_TEXTS[kind]}.done", **place, **whole, name=part.value["name"])
+        else:
+            content = _part(kind, text, part.logprobs)
+            whole = {"content": [content]}
+            more = {"logprobs": part.logprobs} if kind == "message" else {}
+            self._send(f"{_TEXTS[kind]}.done", **place, text=text, **more)
+            self._send("response.content_part.done", **place, part=content)
+        item = {**part.value, "status": status, **whole}
+        self._send("response.output_item.done", output_index=part.at, item=item)
         return item
-
-    def _close(self, status: str) -> None:
-        for item in self._open:
-            kind, text = item.value["type"], "".join(item.text)
-            if kind == "function_call":
-                item.value = {**item.value, "status": status, "arguments": text}
-                self._send(
-                    "response.function_call_arguments.done",
-                    **item.place,
-                    name=item.value["name"],
-                    arguments=text,
-                )
-            else:
-                part = _part(kind, text, item.logprobs)
-                item.value = {**item.value, "status": status, "content": [part]}
-                place = {**item.place, "content_index": 0}
-                if kind == "message":
-                    self._send(
-                        "response.output_text.done", **place, text=text, logprobs=item.logprobs
-                    )
-                else:
-                    self._send("response.reasoning_text.done", **place, text=text)
-                self._send("response.content_part.done", **place, part=part)
-            self._send("response.output_item.done", output_index=item.at, item=item.value)
-        self._open.clear()
 
     def _end(self) -> dict[str, Any]:
-        if not self._items:
-            self._open_text("message")  # an empty answer is a message without text
+        if not self._parts:
+            self._add("message", {})  # an empty answer is a message without text
         cut = self._finish == "length"
         status = "incomplete" if cut else "completed"
         self._close(status)
@@ -195,9 +152,14 @@ class ResponsesAnswer(ChatAnswer):
         return {
             **self._head,
             "status": status,
-            "output": [item.value for item in self._items],
+            "output": [part.value for part in self._parts],
             "usage": usage,
         }
+
+
+def _place(part: AnswerPart) -> dict[str, Any]:
+    place = {"item_id": part.value["id"], "output_index": part.at}
+    return place if part.kind == "function_call" else {**place, "content_index": 0}
 
 
 def _part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -100,8 +100,9 @@ def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
         *("output_item.added", "content_part.added", "output_text.delta"),
         *("output_text.done", "content_part.done", "output_item.done"),
         *("output_item.added", "function_call_arguments.delta", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
         *("output_item.added", "function_call_arguments.delta"),
-        *("function_call_arguments.done", "output_item.done") * 2,
+        *("function_call_arguments.done", "output_item.done"),
         "completed",
     ]
     output = events[-1]["response"]["output"]
