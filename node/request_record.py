@@ -12,8 +12,8 @@ from kvrelay.node.metrics import NodeMetrics
 from kvrelay.node.serving import Call
 from kvrelay.openai_api.headers import trace_id_of
 from kvrelay.openai_api.node_request import NodeRequest
-from kvrelay.openai_api.stages import STAGES, stage_times, stages_ms
-from kvrelay.openai_api.tracing import Attribute, RequestSpan, Tracing
+from kvrelay.openai_api.stages import STAGES, stages_ms
+from kvrelay.openai_api.tracing import RequestSpan, Tracing
 from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import RequestUpdate, Timing
 from kvrelay.wire.log_lines import Fields
@@ -23,6 +23,13 @@ __all__ = ["RequestRecord"]
 
 log = logging.getLogger("kvrelay.node")
 
+_OTEL = {
+    "id": "kvrelay.request_id",
+    "finish": "gen_ai.response.finish_reasons",
+    "prompt": "gen_ai.usage.input_tokens",
+    "out": "gen_ai.usage.output_tokens",
+}
+"""OpenTelemetry's names of fields of the log line."""
 _SPANS = {Role.PREFILL: "prefill leg", Role.DECODE: "decode leg", Role.AGGREGATED: "request"}
 
 
@@ -74,15 +81,17 @@ class RequestRecord:
             not_fetched = self.last is not None and self.last.fetch_error is not None
             self._metrics.count_end(finish, total_s, self._tokens, timing, not_fetched=not_fetched)
             self._metrics.count_prompt(rungs)
-        stages = {} if timing is None else stages_ms(timing)
-        self._log(finish, total_s, timing, stages, error)
+        line = self._line(finish, total_s, timing, error)
+        log.info("%s", line)
         if self._span is not None:
-            times = [] if timing is None else stage_times(timing, self.began, ended)
-            self._span.end(times, self._attributes(finish, timing, stages), ended, error or "")
-
-    @property
-    def _cached_tokens(self) -> int:
-        return 0 if self.last is None else self.last.cached_tokens
+            told = {_OTEL.get(name, f"kvrelay.{name}"): value for name, value in line.items()}
+            told |= {
+                "kvrelay.role": str(self._role),
+                "gen_ai.request.model": self._request.writer.model,
+            }
+            if self._ttft_s is not None:
+                told["gen_ai.latency.time_to_first_token"] = self._ttft_s
+            self._span.end(told, ended, error or "")
 
     def _timing(self, total_s: float) -> Timing | None:
         timing, last = self._request.timing, self.last
@@ -94,50 +103,23 @@ class RequestRecord:
             timing = msgspec.structs.replace(timing, decode_s=decode_s)
         return timing
 
-    def _log(
-        self,
-        finish: Finish,
-        total_s: float,
-        timing: Timing | None,
-        stages: dict[str, float],
-        error: str | None,
-    ) -> None:
-        more = Fields()
-        if timing is not None and timing.draft_tokens:
-            more |= {"drafted": timing.draft_tokens, "accepted": timing.accepted_tokens}
-        more |= {f"{name}_ms": stages[name] for name in STAGES if name in stages}
-        more["total_ms"] = total_s * 1e3
-        if trace := trace_id_of(self._call.trace.get("traceparent", "")):
-            more["trace"] = trace
-        if error:
-            more["error"] = error
-        log.info(
-            "id=%s finish=%s prompt=%d cached=%d out=%d %s",
-            self._call.id,
-            finish,
-            self._request.writer.prompt_tokens,
-            self._cached_tokens,
-            self._tokens,
-            more,
+    def _line(
+        self, finish: Finish, total_s: float, timing: Timing | None, error: str | None
+    ) -> Fields:
+        line = Fields(
+            id=self._call.id,
+            finish=str(finish),
+            prompt=self._request.writer.prompt_tokens,
+            cached=0 if self.last is None else self.last.cached_tokens,
+            out=self._tokens,
         )
-
-    def _attributes(
-        self, finish: Finish, timing: Timing | None, stages: dict[str, float]
-    ) -> dict[str, Attribute]:
-        writer = self._request.writer
-        found: dict[str, Attribute] = {
-            "kvrelay.request_id": self._call.id,
-            "kvrelay.role": str(self._role),
-            "kvrelay.prompt_cached_tokens": self._cached_tokens,
-            "gen_ai.request.model": writer.model,
-            "gen_ai.usage.input_tokens": writer.prompt_tokens,
-            "gen_ai.usage.output_tokens": self._tokens,
-            "gen_ai.response.finish_reasons": str(finish),
-        }
-        if timing is not None and timing.transfer_bytes:
-            found["kvrelay.transfer_bytes"] = timing.transfer_bytes
-        if self._ttft_s is not None:
-            found["gen_ai.latency.time_to_first_token"] = self._ttft_s
-        return found | {
-            f"kvrelay.stage.{name}_ms": took for name, took in stages.items() if name in STAGES
-        }
+        if timing is not None and timing.draft_tokens:
+            line |= {"drafted": timing.draft_tokens, "accepted": timing.accepted_tokens}
+        stages = {} if timing is None else stages_ms(timing)
+        line |= {f"{name}_ms": stages[name] for name in STAGES if name in stages}
+        line["total_ms"] = total_s * 1e3
+        if trace := trace_id_of(self._call.trace.get("traceparent", "")):
+            line["trace"] = trace
+        if error:
+            line["error"] = error
+        return line

@@ -1,4 +1,4 @@
-"""Stages of a request: their names, durations and times. Pure.
+"""Stages of a request: their names and durations. Pure.
 
 docs/guides/clients.md says what they are. A request that was cut, broke, or runs on vLLM lacks the
 stages of nodes that did not report.
@@ -7,14 +7,14 @@ stages of nodes that did not report.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from kvrelay.openai_api import sse
 from kvrelay.wire.engine_messages import Timing
 
-__all__ = ["MOVED", "STAGES", "StageTime", "TOLD", "stage_times", "stages_ms", "with_stages"]
+__all__ = ["MOVED", "STAGES", "TOLD", "stages_ms", "with_stages"]
 
 STAGES = (
     "queue",
@@ -67,40 +67,3 @@ def with_stages(end: bytes, stages: Mapping[str, float], rungs: Mapping[str, int
     if rungs:
         named["prompt"] = rungs
     return end.removesuffix(tail) + b',"kvrelay":' + msgspec.json.encode(named) + tail
-
-
-class StageTime(NamedTuple):
-    name: str
-    start: float
-    end: float
-
-
-def stage_times(timing: Timing, began: float, ended: float) -> list[StageTime]:
-    """Return the non-empty stages of a request from `began` to `ended`.
-
-    Engine durations follow each other without gaps, so they are counted back from the end.
-    """
-    decode = max(began, ended - timing.decode_s)
-    prefill = max(began, decode - timing.prefill_s)
-    spent: list[StageTime] = []
-    if timing.transfer_s:
-        transfer = max(began, prefill - timing.transfer_s)
-        # The engine reports one wait: for a seat, and after the last byte for the first step.
-        before = min(timing.decode_queue_s, transfer - began)
-        behind = min(timing.decode_queue_s - before, ended - decode)
-        spent += [
-            StageTime("decode_queue", transfer - before, transfer),
-            StageTime("transfer", transfer, prefill),
-            StageTime("exposed", max(transfer, prefill - timing.exposed_s), prefill),
-            StageTime("decode_queue", decode, decode + behind),
-        ]
-    else:
-        behind = 0.0
-        spent.append(StageTime("queue", max(began, prefill - timing.queue_s), prefill))
-    first = min(decode + behind + timing.first_step_s, ended) if timing.first_step_s else decode
-    spent += [
-        StageTime("prefill", prefill, decode),
-        StageTime("first_step", decode + behind, first),
-        StageTime("decode", decode, ended),
-    ]
-    return [stage for stage in spent if stage.end > stage.start]

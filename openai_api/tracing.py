@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: a span for each request, its stages as children, by OTLP over HTTP.
+"""OpenTelemetry traces: a span for each request, by OTLP over HTTP.
 
 The SDK is imported only for a configured endpoint; its variables (OTEL_*) apply. Spans are made
 when a request has ended.
@@ -10,14 +10,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from kvrelay.openai_api.stages import StageTime
 from kvrelay.wire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.trace import Span
 
 __all__ = [
@@ -26,8 +24,6 @@ __all__ = [
     "otlp_endpoint",
     "start_tracing",
 ]
-
-Attribute = str | bool | int | float
 
 _OURS, _ALL = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 _FLUSH_S = 3.0
@@ -53,32 +49,21 @@ def start_tracing(configured: str, service: str) -> Tracing | None:
 class RequestSpan:
     """A request in this process; `headers` go with its own requests."""
 
-    def __init__(
-        self, span: Span, child_of: Context, headers: dict[str, str], start: Callable[..., Span]
-    ) -> None:
-        self._span, self._child_of, self._start = span, child_of, start
-        self.headers = headers
+    def __init__(self, span: Span, headers: dict[str, str]) -> None:
+        self._span, self.headers = span, headers
 
-    def end(
-        self,
-        stages: Iterable[StageTime],
-        attributes: Mapping[str, Attribute],
-        ended: float,
-        error: str = "",
-    ) -> None:
-        """End the span at a monotonic second, with its stages."""
-        if not self._span.is_recording():
-            return
+    def end(self, attributes: Mapping[str, Any], ended: float, error: str = "") -> None:
+        """End the span at a monotonic second."""
         from opentelemetry.trace import Status, StatusCode
 
-        shift = time.time_ns() - time.monotonic_ns()
-        for name, begin, end in stages:
-            child = self._start(name, context=self._child_of, start_time=int(begin * 1e9) + shift)
-            child.end(int(end * 1e9) + shift)
         self._span.set_attributes(attributes)
         if error:
             self._span.set_status(Status(StatusCode.ERROR, error))
-        self._span.end(int(ended * 1e9) + shift)
+        self._span.end(_wall_ns(ended))
+
+
+def _wall_ns(at: float) -> int:
+    return int(at * 1e9) + time.time_ns() - time.monotonic_ns()
 
 
 class Tracing:
@@ -115,14 +100,11 @@ class Tracing:
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind, set_span_in_context
 
-        shift = time.time_ns() - time.monotonic_ns()
-        parent = self._carrier.extract(dict(headers), Context())
-        span = self._tracer.start_span(
-            name, parent, SpanKind.SERVER, start_time=int(began * 1e9) + shift
-        )
-        child_of, passed_on = set_span_in_context(span, Context()), dict[str, str]()
-        self._carrier.inject(passed_on, child_of)
-        return RequestSpan(span, child_of, passed_on, self._tracer.start_span)
+        parent, passed_on = self._carrier.extract(dict(headers), Context()), dict[str, str]()
+        kind, start = SpanKind.SERVER, _wall_ns(began)
+        span = self._tracer.start_span(name, parent, kind, start_time=start)
+        self._carrier.inject(passed_on, set_span_in_context(span, Context()))
+        return RequestSpan(span, passed_on)
 
     def close(self, within_s: float = _FLUSH_S) -> None:
         """Send what is left, blocking at most `within_s`."""

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.openai_api.headers import trace_id_of
-from kvrelay.openai_api.stages import MOVED, STAGES, StageTime
+from kvrelay.openai_api.stages import MOVED, STAGES
 from kvrelay.openai_api.tracing import RequestSpan
 from kvrelay.router.console.snapshot import KEPT_REQUESTS
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.request.job import Job
 from kvrelay.router.request.joined import last_timeline, prompt_tokens_of, rungs_of
 from kvrelay.router.request.run import RequestRun
-from kvrelay.router.timeline import EndedRequest, Timeline
+from kvrelay.router.timeline import EndedRequest
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.log_lines import Fields, shown_error
@@ -133,7 +133,7 @@ class RequestLog:
         )
         self.ended.append(request)
         self._metrics.finished(running.model, request)
-        _tell(_line(request, trace), span, now, _stage_times(timeline, request.stages_s, now))
+        _tell(_line(request, trace), span, now)
 
 
 def _line(request: EndedRequest, trace: Mapping[str, str]) -> Fields:
@@ -150,26 +150,11 @@ def _line(request: EndedRequest, trace: Mapping[str, str]) -> Fields:
     return Fields({name: value for name, value in known.items() if value not in ("", None)})
 
 
-def _tell(
-    line: Fields, span: RequestSpan | None, ended: float, stages: Sequence[StageTime] = ()
-) -> None:
+def _tell(line: Fields, span: RequestSpan | None, ended: float) -> None:
     _log.info("%s", line)
     if span is not None:
         attributes: dict[str, Any] = {
             _OTEL.get(name, f"kvrelay.{name}"): value for name, value in line.items()
         }
         attributes["http.request.method"] = "POST"
-        span.end(stages, attributes, ended, attributes.get("kvrelay.error", ""))
-
-
-def _stage_times(
-    timeline: Timeline, stages_s: Mapping[str, float], ended: float
-) -> list[StageTime]:
-    # The nodes' spans have the other stages.
-    sent, prefilled = timeline.sent, timeline.prefilled
-    times = [StageTime("queue", timeline.arrived, ended if sent is None else sent)]
-    if prefilled is not None and "announce" in stages_s:
-        times.append(StageTime("announce", prefilled, prefilled + stages_s["announce"]))
-    if (first := timeline.first_token) is not None:
-        times.append(StageTime("answer", first, timeline.last_token or first))
-    return times
+        span.end(attributes, ended, attributes.get("kvrelay.error", ""))

@@ -1,14 +1,12 @@
-"""Stages of a request: durations, times, and their place in an answer."""
+"""Stages of a request: durations, and their place in an answer."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvrelay.openai_api import sse
-from kvrelay.openai_api.stages import STAGES, stage_times, stages_ms, with_stages
+from kvrelay.openai_api.stages import stages_ms, with_stages
 from kvrelay.wire.engine_messages import Timing
 
 
@@ -61,44 +59,3 @@ def test_the_last_object_of_an_answer_gets_a_member_and_nothing_else_changes(str
 def test_what_is_no_end_of_an_answer_stays_what_it_is() -> None:
     assert with_stages(b"", {"total": 1.0}, {}) == b""
     assert with_stages(sse.event(b"{}"), {"total": 1.0}, {}) == sse.event(b"{}")
-
-
-@pytest.mark.parametrize(
-    ("timing", "began", "ended", "stages"),
-    [
-        (
-            Timing(queue_s=1, prefill_s=2, decode_s=4, first_step_s=0.5),
-            10,
-            17.25,
-            "queue 10.25 11.25, prefill 11.25 13.25, first_step 13.25 13.75, decode 13.25 17.25",
-        ),
-        (
-            Timing(transfer_s=3, exposed_s=0.5, decode_queue_s=1.25, first_step_s=0.5, decode_s=4),
-            9,
-            17,
-            "decode_queue 9 10, transfer 10 13, exposed 12.5 13, decode_queue 13 13.25, "
-            "first_step 13.25 13.75, decode 13 17",
-        ),
-        (
-            Timing(transfer_s=3, decode_queue_s=1, prefill_s=2, decode_s=4),
-            0,
-            10,
-            "decode_queue 0 1, transfer 1 4, prefill 4 6, decode 6 10",
-        ),
-    ],
-    ids=["computes", "fetches", "fails to fetch"],
-)
-def test_stages_are_counted_back_from_the_end(
-    timing: Timing, began: float, ended: float, stages: str
-) -> None:
-    times = stage_times(timing, began, ended)
-    assert ", ".join(f"{name} {start:g} {end:g}" for name, start, end in times) == stages
-
-
-@given(st.lists(st.floats(0, 100), min_size=8, max_size=8))
-def test_no_stage_is_outside_its_leg(seconds: list[float]) -> None:
-    queue, prefill, transfer, decode, *others, whole = seconds
-    timing = Timing(queue, prefill, transfer, decode, 0, *others)
-    for name, start, end in stage_times(timing, 5, 5 + whole):
-        assert name in STAGES
-        assert 5 <= start < end <= 5 + whole

@@ -84,6 +84,6 @@ def test_what_is_asked_of_others_carries_on_the_trace() -> None:
         assert len(trace_id_of(fresh["traceparent"])) == 32
         unkept = tracing.begin("request", {"traceparent": PARENT[:-2] + "00"}, 1.0)
         assert unkept.headers["traceparent"].endswith("-00")
-        unkept.end((), {}, 2.0)
+        unkept.end({}, 2.0)
     finally:
         tracing.close(within_s=0.1)
