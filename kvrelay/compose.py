@@ -18,10 +18,7 @@ import yaml
 from rich.console import Console
 
 from kvrelay.cluster_plan import (
-    ADMIN_KEY,
-    API_KEY,
     CLUSTER_SECRET,
-    NODE_API_KEY,
     NOT_FLAGS,
     ClusterConfig,
     nodes_of,
@@ -32,7 +29,6 @@ from kvrelay.wire.config_checks import require
 from kvrelay.wire.errors import ConfigError
 
 __all__ = [
-    "IMAGE_TAG",
     "NOT_FOR_COMPOSE",
     "ComposeConfig",
     "absolute",
@@ -42,7 +38,6 @@ __all__ = [
     "write",
 ]
 
-IMAGE_TAG = "0.1.0"
 # Settings of `kvrelay up` that containers decide, that .env has because they are secret, or that
 # name files, ports or peers outside the containers.
 NOT_FOR_COMPOSE = (
@@ -62,9 +57,6 @@ _NAME = r"[a-z0-9][a-z0-9_-]*"
 _CACHE = (
     "/var/cache/kvrelay"  # the images' folder for what may be written (deploy/docker/Dockerfile)
 )
-_TRACES = {"OTEL_EXPORTER_OTLP_ENDPOINT": "${OTEL_EXPORTER_OTLP_ENDPOINT:-}"}
-# At most: NCCL and UCX share memory there, and a container's own 64 MiB would not do.
-_SHM_SIZE = "8gb"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +124,10 @@ class ComposeConfig:
 def compose_of(config: ComposeConfig, cores: int = 0) -> dict[str, Any]:
     """Return the compose file; nodes on CPUs share `cores`, or 0 leaves each of them all."""
     nodes = config.nodes(cores)
-    services: dict[str, Any] = {"namespaces": _namespaces(config)} if _shared(config) else {}
+    services: dict[str, Any] = {}
+    if _shared(config):
+        own = {"container_name": f"{config.name}-namespaces"}
+        services["namespaces"] = _parts()["contained"] | _parts()["namespaces"] | own
     before: dict[str, str] = {}  # the last node on each GPU
     for name, node, visible in nodes:
         gpus = visible.split(",") if visible else []
@@ -171,28 +166,15 @@ def environment_of(
 
     `given` stays; `draw` makes the secrets that it lacks.
     """
-    node = "node-cuda" if config.gpu_ids else "node-cpu"
     values = {
-        "COMPOSE_PROFILES": "monitoring",
-        "KVRELAY_ROUTER_IMAGE": f"kvrelay/router:{IMAGE_TAG}",
-        "KVRELAY_NODE_IMAGE": f"kvrelay/{node}:{IMAGE_TAG}",
-        API_KEY: "",
-        ADMIN_KEY: "",
-        NODE_API_KEY: "",
-        CLUSTER_SECRET: "",
-        "GRAFANA_PASSWORD": "",
-        "PROMETHEUS_PORT": "9090",
-        "GRAFANA_PORT": "3000",
-        "HF_TOKEN": "",
-        "OTEL_EXPORTER_OTLP_ENDPOINT": "",
+        name: draw() if value == "drawn" else value
+        for name, value in _parts()["environment"].items()
     }
-    drawn = (ADMIN_KEY, NODE_API_KEY, CLUSTER_SECRET, "GRAFANA_PASSWORD")
+    if config.gpu_ids:
+        values["KVRELAY_NODE_IMAGE"] = values["KVRELAY_NODE_IMAGE"].replace("cpu", "cuda")
     # An image named by us is of another size or release; another name is somebody else's.
     kept = {name: value for name, value in given.items() if not _OUR_IMAGE.fullmatch(value)}
-    return {
-        name: kept.get(name) or (draw() if name in drawn else value)
-        for name, value in values.items()
-    } | kept
+    return values | kept
 
 
 def _shared(config: ComposeConfig) -> dict[str, str]:
@@ -205,17 +187,6 @@ def _shared(config: ComposeConfig) -> dict[str, str]:
 def _parts() -> dict[str, dict[str, Any]]:
     text = Path(__file__).with_name("compose_parts.yaml").read_text("utf-8")
     return cast(dict[str, dict[str, Any]], yaml.safe_load(text))
-
-
-def _namespaces(config: ComposeConfig) -> dict[str, Any]:
-    parts = _parts()
-    return {
-        **parts["contained"],
-        **parts["namespaces"],
-        "image": f"${{KVRELAY_ROUTER_IMAGE:-kvrelay/router:{IMAGE_TAG}}}",
-        "container_name": f"{config.name}-namespaces",
-        "shm_size": _SHM_SIZE,
-    }
 
 
 def _node(
@@ -237,17 +208,9 @@ def _node(
     after = ({"namespaces": "service_started"} if shared else {}) | dict.fromkeys(
         earlier, "service_healthy"
     )
-    environment = {
-        NODE_API_KEY: _wanted(NODE_API_KEY),
-        CLUSTER_SECRET: _wanted(CLUSTER_SECRET),
-        "HF_TOKEN": "${HF_TOKEN:-}",
-        **_TRACES,
-    }
-    kind = "node-cuda" if visible else "node-cpu"
     service = {
-        "image": f"${{KVRELAY_NODE_IMAGE:-kvrelay/{kind}:{IMAGE_TAG}}}",
+        **_parts()["node"],
         "command": [role.value, *(flag.replace("$", "$$") for flag in flags)],
-        "environment": environment,
         **shared,
         "depends_on": {before: {"condition": condition} for before, condition in after.items()},
         # Also one name for all nodes of a role, for Prometheus.
@@ -258,21 +221,14 @@ def _node(
         ],
     }
     if not shared:
-        service["shm_size"] = _SHM_SIZE
-    return (
-        service
-        | (_on_gpus(config, environment, visible) if visible else {})
-        | _parts()["contained"]
-    )
-
-
-def _on_gpus(config: ComposeConfig, environment: dict[str, str], visible: str) -> dict[str, Any]:
-    devices = [{"driver": "nvidia", "device_ids": list(config.gpu_ids), "capabilities": ["gpu"]}]
-    return {
-        "environment": environment | {"CUDA_VISIBLE_DEVICES": visible},
-        "deploy": {"resources": {"reservations": {"devices": devices}}},
-        "ulimits": {"memlock": -1},  # UCX pins what it sends from
-    }
+        service["shm_size"] = _parts()["namespaces"]["shm_size"]
+    if visible:
+        ids = list(config.gpu_ids)
+        devices = [{"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}]
+        service["environment"] = service["environment"] | {"CUDA_VISIBLE_DEVICES": visible}
+        service["deploy"] = {"resources": {"reservations": {"devices": devices}}}
+        service["ulimits"] = {"memlock": -1}  # UCX pins what it sends from
+    return service | _parts()["contained"]
 
 
 def _router(config: ComposeConfig, urls: Sequence[str]) -> dict[str, Any]:
@@ -285,24 +241,13 @@ def _router(config: ComposeConfig, urls: Sequence[str]) -> dict[str, Any]:
         port=_PORT,
     )
     host = f"[{cluster.router.host}]" if ":" in cluster.router.host else cluster.router.host
+    flags = flags_of(router, skip=NOT_FLAGS)
     return {
-        "image": f"${{KVRELAY_ROUTER_IMAGE:-kvrelay/router:{IMAGE_TAG}}}",
-        "command": [
-            "router",
-            *(flag.replace("$", "$$") for flag in flags_of(router, skip=NOT_FLAGS)),
-        ],
-        "environment": {
-            API_KEY: f"${{{API_KEY}:-}}",
-            ADMIN_KEY: f"${{{ADMIN_KEY}:-}}",
-            NODE_API_KEY: _wanted(NODE_API_KEY),
-            **_TRACES,
-        },
+        **_parts()["router"],
+        "command": ["router", *(flag.replace("$", "$$") for flag in flags)],
         "ports": [f"{host}:{cluster.router.port}:{_PORT}"],
-    } | _parts()["contained"]
-
-
-def _wanted(name: str) -> str:
-    return f"${{{name}:?set it in .env}}"
+        **_parts()["contained"],
+    }
 
 
 _MARK = "# Written by `kvrelay compose`"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from kvrelay.cluster_plan import ClusterConfig
-from kvrelay.compose import IMAGE_TAG, ComposeConfig, compose_of, environment_of, write
+from kvrelay.compose import ComposeConfig, compose_of, environment_of, write
 from kvrelay.settings import build
 from kvrelay.wire.errors import ConfigError
 
@@ -206,14 +206,12 @@ def test_images_are_those_of_the_size_and_release_that_is_asked_for_but_for_othe
         (image,) = re.findall("^KVRELAY_NODE_IMAGE=(.*)$", env.read_text(), re.M)
         return str(image)
 
-    assert image_of_nodes() == f"kvrelay/node-cpu:{IMAGE_TAG}"
-    assert image_of_nodes(gpus=("0,1",)) == f"kvrelay/node-cuda:{IMAGE_TAG}"
-    env.write_text(env.read_text().replace(f"node-cuda:{IMAGE_TAG}", "node-cuda:0.0.9"))
-    assert image_of_nodes(gpus=("0,1",)) == f"kvrelay/node-cuda:{IMAGE_TAG}"
+    assert image_of_nodes() == "kvrelay/node-cpu:0.1.0"
+    assert image_of_nodes(gpus=("0,1",)) == "kvrelay/node-cuda:0.1.0"
+    env.write_text(env.read_text().replace("node-cuda:0.1.0", "node-cuda:0.0.9"))
+    assert image_of_nodes(gpus=("0,1",)) == "kvrelay/node-cuda:0.1.0"
     env.write_text(
-        env.read_text().replace(
-            f"kvrelay/node-cuda:{IMAGE_TAG}", "mirror.example/kvrelay/node-cuda:mine"
-        )
+        env.read_text().replace("kvrelay/node-cuda:0.1.0", "mirror.example/kvrelay/node-cuda:mine")
     )
     assert image_of_nodes() == "mirror.example/kvrelay/node-cuda:mine"
     env.write_text(
