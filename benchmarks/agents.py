@@ -25,7 +25,6 @@ from kvrelay.load.workloads import Arrival, Work, agents_of, sessions
 from kvrelay.planner.rate_card import read_card
 from kvrelay.planner.sessions import streams_of_sessions
 from kvrelay.planner.setting import NETWORK_MS, Setting
-from kvrelay.planner.speeds import Speeds
 from kvrelay.planner.world import simulate
 
 __all__ = ["main"]
@@ -37,12 +36,10 @@ _SMALL = "llm-d,system=100:1000,prompt=5:40,output=4:20,turns=4:12"
 
 def simulated(spec: str, *, pulls: bool) -> str:
     drawn = islice(sessions(Work(agents=agents_of(spec)), Arrival(), "llm-d"), _CLIENTS)
-    speeds = Speeds(read_card(_CARD))
-    size = speeds.card.block_size
+    card = read_card(_CARD)
+    size = card.block_size
     streams = streams_of_sessions([*drawn], _CLIENTS, size)
-    result = simulate(
-        streams, Setting("price", *_NODES, block_size=size, pulls=pulls, speeds=speeds)
-    )
+    result = simulate(streams, Setting("price", *_NODES, block_size=size, pulls=pulls, card=card))
     assert all(stream.answered for stream in streams)
     later = sorted(stream.ttft + NETWORK_MS for stream in streams if stream.gap)
     rungs = {rung: f"{tokens:,}" for rung, tokens in result.rungs.items() if tokens}

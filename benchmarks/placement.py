@@ -25,14 +25,14 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from random import Random
 
+from benchmarks.roles import H200
 from kvrelay.load.measures import percentile
 from kvrelay.load.workloads import LENGTHS
 from kvrelay.planner.engine import Engine
 from kvrelay.planner.goodput import is_good
-from kvrelay.planner.rate_card import read_card
+from kvrelay.planner.rate_card import RateCard, read_card
 from kvrelay.planner.router import Router
 from kvrelay.planner.setting import Setting, Stream, Targets
-from kvrelay.planner.speeds import H200, Speeds
 from kvrelay.planner.world import simulate
 from kvrelay.router.request.placer import ChosenNodes
 from kvrelay.wire.config import Role
@@ -52,10 +52,10 @@ _CALLS, _EACH = 2_000, 4
 
 def decisions_us(nodes: int) -> list[float]:
     """Return the microseconds of decisions over so many nodes with work, in order."""
-    half, speeds = nodes // 2, Speeds(H200)
+    half = nodes // 2
     roles = [Role.PREFILL] * half + [Role.DECODE] * (nodes - half)
-    engines = [Engine(speeds, 128, lambda *_: None, None) for _ in roles]
-    router, took = Router(Setting(prefixes=False), roles, engines, "growth"), []
+    engines = [Engine(H200, 128, lambda *_: None, None) for _ in roles]
+    router, took = Router(Setting(prefixes=False, card=H200), roles, engines, "growth"), []
     for at in range(_CALLS):
         began = time.process_time()
         found = router.find(router.wanted(Stream(0.0, 500 + 37 * at % 977, 100)))
@@ -163,9 +163,9 @@ def _some(rates: Sequence[float], gpus: int) -> Sequence[float]:
     return rates if gpus == 2 else rates[1:] if gpus == 4 else rates[1:2]
 
 
-def ways(gpus: int, speeds: Speeds) -> dict[str, tuple[Setting, bool]]:
+def ways(gpus: int, card: RateCard) -> dict[str, tuple[Setting, bool]]:
     """Return the ways of so many nodes to serve, and whether the router is told of targets."""
-    step, plain = max(1, gpus // 4), Setting(prefixes=False, speeds=speeds)
+    step, plain = max(1, gpus // 4), Setting(prefixes=False, card=card)
     found = {
         "colocated": (
             dataclasses.replace(plain, policy="round_robin", prefill=0, decode=gpus),
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--card", type=Path, default=_CARD, help="of the nodes")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args(argv)
-    speeds, seconds = Speeds(read_card(arguments.card)), arguments.seconds
+    card, seconds = read_card(arguments.card), arguments.seconds
     with ProcessPoolExecutor(arguments.jobs) as processes:
 
         def shares(cells: Mapping[str, Sequence[Cell]]) -> dict[str, float]:
@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for load in loads(gpus):
                 cells = {
                     name: [Cell(load, setting, told, seconds, seed) for seed in seeds]
-                    for name, (setting, told) in ways(gpus, speeds).items()
+                    for name, (setting, told) in ways(gpus, card).items()
                 }
                 print("\n".join(rows(load, gpus, shares(cells))), flush=True)
     decisions = decisions_us(100)

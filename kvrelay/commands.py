@@ -79,13 +79,7 @@ def _drain(
 
 def _plan(
     gpus: Annotated[int, typer.Option(help="How many there are.")],
-    card: Annotated[
-        list[Path],
-        typer.Option(
-            help="A rate card of `kvrelay profile`; one for each size of a node, if there are "
-            "several."
-        ),
-    ],
+    card: Annotated[Path, typer.Option(help="The rate card of a node, of `kvrelay profile`.")],
     workload: Annotated[
         str,
         typer.Option(
@@ -116,14 +110,15 @@ def _plan(
     The exit code is 0 if nine of ten requests keep both targets with the best split, else 1.
     """
     from kvrelay.load.workloads import AGENTS, agents_of
+    from kvrelay.planner.rate_card import read_card
     from kvrelay.planner.setting import Targets
-    from kvrelay.sizing import Wanted, read_cards, workload_of
+    from kvrelay.sizing import Wanted, workload_of
     from kvrelay.sizing import run as run_plan
 
     named = workload.partition(",")[0] in AGENTS
     wanted = Wanted(
         gpus,
-        read_cards(card),
+        read_card(card),
         workload_of(workload),
         Targets(ttft_ms, tpot_ms),
         rate,

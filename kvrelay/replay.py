@@ -13,7 +13,6 @@ from kvrelay.load.measures import percentile
 from kvrelay.planner.incident import Incident, events_of, read_incident, streams_of_incident
 from kvrelay.planner.rate_card import RateCard
 from kvrelay.planner.setting import NETWORK_MS, Setting
-from kvrelay.planner.speeds import Speeds
 from kvrelay.planner.world import simulate
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError
@@ -63,7 +62,7 @@ def replayed(incident: Incident, card: RateCard, size: tuple[int, int], policy: 
     events = events_of(incident, prefill, decode)
     simulate(
         streams,
-        Setting(policy, prefill, decode, prefixes=False, speeds=Speeds(card), events=events),
+        Setting(policy, prefill, decode, prefixes=False, card=card, events=events),
     )
     answered = [stream for stream in streams if stream.answered]
     return Replayed(

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -29,30 +29,28 @@ from kvrelay.load.workloads import (
 )
 from kvrelay.planner.goodput import (
     AGENT_BLOCK_TOKENS,
+    ATTAINMENT,
     Served,
     at_rate,
     at_sessions,
+    bound_of,
     highest_rate,
     most_sessions,
     requests_needed,
     turns_of,
 )
-from kvrelay.planner.rate_card import RateCard, read_card
+from kvrelay.planner.rate_card import RateCard
 from kvrelay.planner.setting import Setting, Targets
-from kvrelay.planner.speeds import Speeds
-from kvrelay.planner.splits import Split, bound_of, splits
 from kvrelay.wire.config_checks import gib
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["Sized", "Wanted", "read_cards", "run", "sized", "workload_of"]
+__all__ = ["Sized", "Wanted", "run", "sized", "workload_of"]
 
 _SAMPLE, _AGENTS = 4_000, 50
 _CAPTION = (
     "{} in time for each GPU and asked in all; p90 of TTFT and TPOT, p99 of the time "
     "between two tokens, in ms"
 )
-ATTAINMENT = 0.9
-"""Share of requests that should keep both targets."""
 _POOLS, _PAYS = (1, 2, 4), 1.05
 _FIRST = 0.8
 """Share of a split's bound at which its highest rate is looked for first."""
@@ -94,7 +92,7 @@ def _alike(prompt: int, output: int, count: int) -> list[Asked]:
 @dataclass(frozen=True, slots=True)
 class Wanted:
     gpus: int
-    cards: Sequence[RateCard]
+    card: RateCard
     asking: Asking
     targets: Targets
     rate: float
@@ -107,14 +105,13 @@ class Wanted:
 
     def serve(self, asks: Sequence[Asked], setting: Setting, guess: float, bound: float) -> Served:
         """Simulate the rate, or find the highest from a guess on."""
-        agents, targets = self.agents, self.targets
-        if agents is not None:
+        if self.agents is not None:
             if self.rate:
-                return at_sessions(agents, setting, targets, max(1, round(self.rate)))
-            return most_sessions(agents, setting, targets, ATTAINMENT, guess, bound)
+                return at_sessions(self.agents, setting, max(1, round(self.rate)))
+            return most_sessions(self.agents, setting, guess, bound)
         if self.rate:
-            return at_rate(asks, setting, targets, self.rate)
-        return highest_rate(asks, setting, targets, ATTAINMENT, guess)
+            return at_rate(asks, setting, self.rate)
+        return highest_rate(asks, setting, guess)
 
     def requests(self, rate: float) -> tuple[int, Sequence[Asked]]:
         """Return how many requests a run at this rate needs, and as many, or as there are."""
@@ -126,12 +123,15 @@ class Wanted:
 class Sized:
     """A split with its bound, and the simulation of it, if it was worth one."""
 
-    split: Split
+    setting: Setting
     bound: float
     """Requests a second, or sessions, at which its nodes have no time left."""
     short: str
     served: Served | None = None
-    setting: Setting = field(default_factory=Setting)
+
+    @property
+    def gpus(self) -> int:
+        return (self.setting.prefill + self.setting.decode) * self.setting.card.gpus
 
     @property
     def goodput(self) -> float:
@@ -147,8 +147,10 @@ class Sized:
 
 def sized(wanted: Wanted, tried: Callable[[str], None] = lambda _: None) -> list[Sized]:
     """Return all splits, the best first; `tried` is told of each simulation. Raises ConfigError."""
-    targets, agents = wanted.targets, wanted.agents
-    block_size = AGENT_BLOCK_TOKENS if agents else TRACE_BLOCK_TOKENS
+    targets, agents, card = wanted.targets, wanted.agents, wanted.card
+    nodes = wanted.gpus // card.gpus
+    if nodes < 1:
+        raise ConfigError(f"a node takes {card.gpus} GPUs and there are {wanted.gpus}; give more")
     sample = wanted.asking(_SAMPLE)[:_SAMPLE]
     # A turn of a session in time takes so many seconds at most, with the gap before it.
     turn_s = (
@@ -157,31 +159,28 @@ def sized(wanted: Wanted, tried: Callable[[str], None] = lambda _: None) -> list
         else fmean(each.at + targets.ttft_ms + targets.tpot_ms * each.output for each in sample)
         / 1e3
     )
-    bounds = [
-        Sized(split, bound * turn_s, short)
-        for split in splits(wanted.gpus, wanted.cards)
-        for bound, short in [bound_of(split, sample, block_size, targets.tpot_ms)]
-    ]
+    bounds = []
+    for prefill in range(nodes):
+        setting = Setting(
+            prefill=prefill,
+            decode=nodes - prefill,
+            block_size=AGENT_BLOCK_TOKENS if agents else TRACE_BLOCK_TOKENS,
+            prefixes=any(each.blocks for each in sample),
+            card=card,
+            targets=targets,
+        )
+        bound, short = bound_of(setting, sample)
+        bounds.append(Sized(setting, bound * turn_s, short))
     bounds.sort(key=lambda each: -each.bound)
     # The same requests for all splits.
     asks = sample if agents else wanted.requests(wanted.rate or bounds[0].bound)[1]
-    prefixes = any(each.blocks for each in asks)
-    apart = next((each for each in bounds if each.split.prefill), None)
+    apart = next((each for each in bounds if each.setting.prefill), None)
     found, best = [], 0.0
     for each in bounds:
-        split = each.split
-        setting = Setting(
-            prefill=split.prefill,
-            decode=split.decode,
-            block_size=block_size,
-            prefixes=prefixes,
-            speeds=Speeds(split.prefill_card),
-            decode_speeds=Speeds(split.decode_card),
-        )
         if wanted.rate or each.bound > best or each is apart:
-            tried(split.name)
-            served = wanted.serve(asks, setting, _FIRST * each.bound, each.bound)
-            each = replace(each, served=served, setting=setting)
+            tried(each.setting.name)
+            served = wanted.serve(asks, each.setting, _FIRST * each.bound, each.bound)
+            each = replace(each, served=served)
         found.append(each)
         best = max(best, each.goodput)
     return sorted(found, key=lambda each: (each.served is None, -each.goodput, -each.bound))
@@ -211,24 +210,23 @@ def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
     if wanted.agents:
         for line in _host_lines(wanted, best):
             console.print(line)
-    apart = next((each for each in found if each.split.prefill and each.keeps), None)
+    apart = next((each for each in found if each.setting.prefill and each.keeps), None)
     if apart is not None:
         if apart is not best:
             console.print(f"Best with prefill nodes: {_why(apart, wanted.unit)}")
-        for line in _to_start(apart.split, wanted.targets):
+        for line in _to_start(apart, wanted.targets):
             console.print(line)
     return 0
 
 
 def _row(each: Sized) -> dict[str, object]:
-    split = each.split
     return {
-        "split": split.name,
-        "prefill": split.prefill,
-        "decode": split.decode,
-        "gpus": split.gpus,
+        "split": each.setting.name,
+        "prefill": each.setting.prefill,
+        "decode": each.setting.decode,
+        "gpus": each.gpus,
         "goodput": round(each.goodput, 3),
-        "goodput_per_gpu": round(each.goodput / split.gpus, 3),
+        "goodput_per_gpu": round(each.goodput / each.gpus, 3),
         "bound": round(each.bound, 3),
         "short": each.short,
         "simulated": None if each.served is None else dataclasses.asdict(each.served),
@@ -250,26 +248,25 @@ def _table(found: Sequence[Sized], wanted: Wanted) -> Table:
             name, justify="left" if name in ("split", "short of") else "right", no_wrap=True
         )
     for each in found:
-        split, served = each.split, each.served
+        served = each.served
         if served is None:
-            most = each.bound
-            cells = [f"< {most / split.gpus:.2f}", f"< {most:.1f}", *[""] * 4]
+            cells = [f"< {each.bound / each.gpus:.2f}", f"< {each.bound:.1f}", *[""] * 4]
         else:
             cells = [
-                f"{each.goodput / split.gpus:.2f}",
+                f"{each.goodput / each.gpus:.2f}",
                 f"{served.rate:.1f}",
                 f"{served.attained:.0%}",
                 f"{served.ttft_p90:,.0f}",
                 f"{served.tpot_p90:.1f}",
                 f"{served.itl_p99:,.0f}",
             ]
-        table.add_row(split.name, *cells, each.short)
+        table.add_row(each.setting.name, *cells, each.short)
     return table
 
 
 def _host_lines(wanted: Wanted, best: Sized) -> Iterator[str]:
     """Tell what host memory of one, two, four pools brings to the best split, while it brings more."""
-    card, before = best.split.decode_card, best.goodput
+    card, before = best.setting.card, best.goodput
     if not card.kv_token_bytes:
         yield "The card does not tell the bytes of KV of a token (kv_token_bytes): profile again."
         return
@@ -281,7 +278,7 @@ def _host_lines(wanted: Wanted, best: Sized) -> Iterator[str]:
         pays = held >= before * _PAYS
         yield (
             f"Host memory of {size} for each node{'' if pays else ' does not pay'}: {held:.0f} "
-            f"sessions in time, {held / best.split.gpus:.1f} for each GPU, "
+            f"sessions in time, {held / best.gpus:.1f} for each GPU, "
             f"{served.found:.1%} of what caches could have."
         )
         if not pays:
@@ -290,12 +287,11 @@ def _host_lines(wanted: Wanted, best: Sized) -> Iterator[str]:
 
 
 def _why(best: Sized, unit: str) -> str:
-    split = best.split
     told = (
-        f"{split.name}, {best.goodput:.1f} {unit} in time, {best.goodput / split.gpus:.2f} "
+        f"{best.setting.name}, {best.goodput:.1f} {unit} in time, {best.goodput / best.gpus:.2f} "
         f"for each GPU; it is short of {best.short} first"
     )
-    if best.served is not None and not split.prefill:
+    if best.served is not None and not best.setting.prefill:
         told += (
             f". Answers wait for prompts beside them, {best.served.itl_p99:,.0f} ms between two "
             "tokens at p99"
@@ -303,12 +299,13 @@ def _why(best: Sized, unit: str) -> str:
     return f"{told}."
 
 
-def _to_start(split: Split, targets: Targets) -> list[str]:
-    tp = ""
-    if split.prefill_card.gpus > 1 or split.decode_card.gpus > 1:
-        sizes = ("prefill", split.prefill_card.gpus), ("decode", split.decode_card.gpus)
-        tp = "".join(f" --{role}-tensor-parallel-size {gpus}" for role, gpus in sizes)
-    ids, model = ",".join(map(str, range(split.gpus))), shlex.quote(split.decode_card.model)
+def _to_start(best: Sized, targets: Targets) -> list[str]:
+    split, card, tp = best.setting, best.setting.card, ""
+    if card.gpus > 1:
+        tp = "".join(
+            f" --{role}-tensor-parallel-size {card.gpus}" for role in ("prefill", "decode")
+        )
+    ids, model = ",".join(map(str, range(best.gpus))), shlex.quote(card.model)
     return [
         f"kvrelay compose --model {model} --prefill {split.prefill} --decode {split.decode} "
         f"--gpus {ids}{tp} --ttft-target-ms {targets.ttft_ms:g} --tpot-target-ms "
@@ -317,15 +314,3 @@ def _to_start(split: Split, targets: Targets) -> list[str]:
         f"kubectl -n kvrelay scale deployment/kvrelay-decode --replicas={split.decode}",
         "The simulated router knows the targets; on Kubernetes write both into its router.yaml.",
     ]
-
-
-def read_cards(paths: Sequence[Path]) -> list[RateCard]:
-    """Read rate cards of one model. Raises ConfigError."""
-    cards = [read_card(path) for path in paths]
-    for card in cards[1:]:
-        if card.model != cards[0].model:
-            raise ConfigError(
-                f"the cards are of two models, {cards[0].model!r} and {card.model!r}; plan each "
-                f"by itself"
-            )
-    return cards

@@ -13,7 +13,6 @@ from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, read_trace
 from kvrelay.planner.incident import Incident
 from kvrelay.planner.rate_card import RateCard
 from kvrelay.planner.setting import NETWORK_MS, Setting, Stream
-from kvrelay.planner.speeds import Speeds
 from kvrelay.planner.world import simulate
 from kvrelay.replay import check_policy, size_of
 from kvrelay.wire.config import CacheConfig
@@ -70,7 +69,7 @@ def what_if(
                 block_size=TRACE_BLOCK_TOKENS,
                 pulls=pull == "auto",
                 below=tokens_below(card, each),
-                speeds=Speeds(card),
+                card=card,
             ),
         )
         rungs = result.rungs

@@ -41,7 +41,6 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.events = 0
         self._heap: list[tuple[float, int, Call]] = []
         self._scheduled = 0
 
@@ -55,7 +54,6 @@ class Clock:
         while heap and goes_on():
             now, _, call = heapq.heappop(heap)
             self.now = now
-            self.events += 1
             before(now)
             call(now)
 
@@ -67,7 +65,7 @@ class Cluster:
         self.roles = [Role.PREFILL] * setting.prefill + [Role.DECODE] * setting.decode
         self.nodes = [
             Engine(
-                setting.speeds_of(role),
+                setting.card,
                 setting.block_size,
                 clock.later,
                 hears,

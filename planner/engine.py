@@ -16,9 +16,9 @@ from typing import Any
 from kvrelay.planner.block_cache import BlockCache
 from kvrelay.planner.engine_state import EngineState
 from kvrelay.planner.pulls import Pulls
+from kvrelay.planner.rate_card import RateCard
 from kvrelay.planner.seat import Leg, PlacementHints, Planned, Seat
 from kvrelay.planner.setting import Stream
-from kvrelay.planner.speeds import Speeds
 from kvrelay.wire.announced import Announced
 
 __all__ = ["OVERTAKEN", "Engine"]
@@ -41,7 +41,7 @@ class Engine(EngineState):
 
     def __init__(
         self,
-        speeds: Speeds,
+        card: RateCard,
         block_size: int,
         later: Callable[[float, Callable[[float], None]], None],
         hears: Any,
@@ -49,7 +49,7 @@ class Engine(EngineState):
         *,
         pulls: bool = False,
     ) -> None:
-        super().__init__(speeds, block_size)
+        super().__init__(card, block_size)
         self.later, self._hears = later, hears
         self.pulls = Pulls(self, below or {}, peers=pulls)
 
@@ -139,7 +139,7 @@ class Engine(EngineState):
                 seat.running = False
             lost.append((seat.stream, seat.leg, generated))
         self.cache.gone = True
-        self.cache = BlockCache(self.speeds.kv_tokens, self.cache.block_size)
+        self.cache = BlockCache(self.card.kv_tokens, self.cache.block_size)
         for emptied in (
             self._seats,
             self._line,
@@ -185,7 +185,7 @@ class Engine(EngineState):
         stream, cache = seat.stream, self.cache
         holds = stream.prompt + seat.generated + (seat.leg is Leg.WHOLE)
         private = holds - len(stream.blocks) * cache.block_size
-        if self.running >= self.speeds.max_num_seqs or not cache.room_for(
+        if self.running >= self.card.max_num_seqs or not cache.room_for(
             stream.blocks, private + taken
         ):
             return False
@@ -221,7 +221,7 @@ class Engine(EngineState):
                 self._cut_short(max(steps + 1, self.cache.free // running))
 
     def _await_fetch(self, seat: Seat, tokens: int, now: float) -> None:
-        took = self.speeds.fetch_ms(tokens) if tokens else 0.0
+        took = self.card.fetch_ms(tokens) if tokens else 0.0
         self.later(now + took, lambda then: self._arrived(seat, then))
 
     def _arrived(self, seat: Seat, now: float) -> None:
@@ -272,14 +272,14 @@ class Engine(EngineState):
             running = len(self._batch)
         if not running and not pieces:
             return
-        speeds = self.speeds
+        card = self.card
         if pieces:
             before = now - self._launching
-            self._launched = self._launching + speeds.launch_ms(running, pieces)
+            self._launched = self._launching + card.launch_ms(running, pieces)
             ms = (
-                speeds.mixed_ms(running, self._context, pieces, before)
+                card.mixed_ms(running, self._context, pieces, before)
                 if running
-                else speeds.chunk_ms(pieces, before)
+                else card.chunk_ms(pieces, before)
             )
             self._planned = Planned(1, now, ms)
             self._computed = (
@@ -291,8 +291,8 @@ class Engine(EngineState):
             if self._hides_some():
                 steps = 1
             steps = max(1, min(steps, self.cache.free // running)) if running > 1 else steps
-            first = speeds.step_ms(running, self._context)
-            last = speeds.step_ms(running, self._context + running * steps)
+            first = card.step_ms(running, self._context)
+            last = card.step_ms(running, self._context + running * steps)
             self._planned = Planned(steps, now, first, (last - first) / steps)
         self._schedule()
 
@@ -336,7 +336,7 @@ class Engine(EngineState):
             self._prompt_computed(seat, now)
 
     def _keep_pace(self, steps: int, took_ms: float) -> None:
-        costs, rows = self.speeds.card.costs, len(self._batch)
+        costs, rows = self.card.costs, len(self._batch)
         decoding_ms = (
             costs.decode_ms(rows, self._context + rows * steps / 2) if rows else costs.step
         )
@@ -364,7 +364,7 @@ class Engine(EngineState):
             seat.stopped = now
         else:
             seat.told = True
-            last_chunk = (seat.known - stream.cached - 1) % self.speeds.step_tokens + 1
+            last_chunk = (seat.known - stream.cached - 1) % self.card.step_tokens + 1
             self._hears.computed(stream, now, last_chunk)
         if seat.leg is Leg.PREFILL:
             return
@@ -446,7 +446,6 @@ class Engine(EngineState):
         seat.generated, seat.private, seat.stopped, seat.running = generated, 0, now, False
         seat.known = stream.prompt + generated  # with nothing left: all of it was computed
         stream.preempted += 1
-        self.preemptions += 1
         self.running -= 1
         self._wait(seat, seat.known - self.cached(seat))
 

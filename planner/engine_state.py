@@ -6,9 +6,9 @@ import msgspec
 
 from kvrelay.planner.block_cache import BlockCache
 from kvrelay.planner.pulls import Pulls
+from kvrelay.planner.rate_card import RateCard
 from kvrelay.planner.seat import Leg, Planned, Seat
 from kvrelay.planner.setting import Stream
-from kvrelay.planner.speeds import Speeds
 from kvrelay.wire.announced import Announced
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.step_costs import Pace, StepBudget, StepCosts
@@ -21,22 +21,21 @@ class EngineState:
 
     pulls: Pulls
 
-    def __init__(self, speeds: Speeds, block_size: int) -> None:
-        self.speeds = speeds
-        self.cache = BlockCache(speeds.kv_tokens, block_size)
+    def __init__(self, card: RateCard, block_size: int) -> None:
+        self.card = card
+        self.cache = BlockCache(card.kv_tokens, block_size)
         self.tokens = 0
         """Not computed, and in no step yet."""
         self.running = 0
         self.waiting = 0
         self.legs = 1
         """Requests that came, and one."""
-        self.preemptions = 0
         self._pace = Pace()
         """The pace that the node learns from its steps."""
         self._computed = 0, 0.0
         """Prompt tokens of the running step, and each times those before it."""
-        costs, gap_ms = speeds.card.costs, speeds.card.max_gap_ms
-        self._budget = StepBudget(speeds.step_tokens, block_size, costs, gap_ms, pace=1.0)
+        costs, gap_ms = card.costs, card.max_gap_ms
+        self._budget = StepBudget(card.step_tokens, block_size, costs, gap_ms, pace=1.0)
         self._announced = Announced()
         self._pairs = 0.0
         """Each of `tokens` times those before it in its request, summed up."""
@@ -51,7 +50,7 @@ class EngineState:
         """Requests whose first step ends next, and how long they waited for it."""
         self._steps = self._context = self._plan = 0
         self._planned = Planned()
-        self._ahead = speeds.ahead
+        self._ahead = card.ahead
         self._launched = self._launching = float("-inf")
         """When the running step's launch had ended; and when the next one's began."""
         self._changing = self._again = False
@@ -113,6 +112,6 @@ class EngineState:
             strictest_tpot_ms=sums.strictest_tpot_ms,
             spill_ms=max(0.0, sums.spill_ms),
             promised_tokens=promised,
-            max_num_seqs=self.speeds.max_num_seqs,
+            max_num_seqs=self.card.max_num_seqs,
         )
         return msgspec.structs.replace(load, **self.pulls.announced)

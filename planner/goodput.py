@@ -1,27 +1,31 @@
-"""How much a simulated cluster serves in time: shares of requests, and the highest rate."""
+"""How much a simulated cluster serves in time: shares of requests, the highest rate, its bound."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 from kvrelay.load.measures import percentile
 from kvrelay.load.search import RateSearch
 from kvrelay.load.workloads import Agents, Arrival, Asked, Work, sessions
+from kvrelay.planner.rate_card import RateCard
 from kvrelay.planner.sessions import streams_of_sessions
 from kvrelay.planner.setting import NETWORK_MS, Result, Setting, Stream, Targets, streams_at
 from kvrelay.planner.world import simulate
 
 __all__ = [
     "AGENT_BLOCK_TOKENS",
+    "ATTAINMENT",
     "Served",
     "at_rate",
     "at_sessions",
     "attained",
+    "bound_of",
     "highest_rate",
     "is_good",
     "most_sessions",
@@ -30,6 +34,8 @@ __all__ = [
     "turns_of",
 ]
 
+ATTAINMENT = 0.9
+"""Share of requests that should keep both targets."""
 _SECONDS = 20
 _LEAST_REQUESTS, _MOST_REQUESTS = 400, 4_000
 # The first requests find empty nodes, the last ones nobody behind them: these shares of a run do
@@ -84,8 +90,10 @@ def _counted(streams: Sequence[Stream], targets: Targets) -> Sequence[Stream]:
     return [stream for stream in streams if begin <= stream.at <= end] or streams
 
 
-def served(result: Result, targets: Targets, rate: float) -> Served:
-    """Return the figures of a run, without its beginning and its end."""
+def served(result: Result, rate: float) -> Served:
+    """Return the figures of a run with targets, without its beginning and its end."""
+    targets = result.setting.targets
+    assert targets is not None
     counted = _counted(result.streams, targets)
     whole = [stream for stream in counted if stream.answered] or list(counted)
     ttft = sorted(stream.ttft + NETWORK_MS for stream in whole)
@@ -100,15 +108,11 @@ def served(result: Result, targets: Targets, rate: float) -> Served:
     )
 
 
-def at_rate(asks: Sequence[Asked], setting: Setting, targets: Targets, rate: float) -> Served:
+def at_rate(asks: Sequence[Asked], setting: Setting, rate: float) -> Served:
     # Looking for cycles among living objects would take a third of the time.
     gc.disable()
     try:
-        return served(
-            simulate(streams_at(asks, rate), dataclasses.replace(setting, targets=targets)),
-            targets,
-            rate,
-        )
+        return served(simulate(streams_at(asks, rate), setting), rate)
     finally:
         gc.enable()
 
@@ -119,57 +123,41 @@ def turns_of(agents: Agents, clients: int) -> list[Stream]:
     return streams_of_sessions([*drawn], clients, AGENT_BLOCK_TOKENS)
 
 
-def at_sessions(agents: Agents, setting: Setting, targets: Targets, clients: int) -> Served:
+def at_sessions(agents: Agents, setting: Setting, clients: int) -> Served:
     """Return the figures of so many sessions at once; the rate is their number."""
-    streams = turns_of(agents, clients)
-    result = simulate(streams, dataclasses.replace(setting, targets=targets))
-    result.streams = sorted(streams, key=lambda stream: stream.at)
-    return served(result, targets, clients)
+    result = simulate(turns_of(agents, clients), setting)
+    result.streams = sorted(result.streams, key=lambda stream: stream.at)
+    return served(result, clients)
 
 
-def most_sessions(
-    agents: Agents,
-    setting: Setting,
-    targets: Targets,
-    attainment: float,
-    guess: float,
-    bound: float,
-) -> Served:
-    """Return the most sessions at once at which this share of the turns is good; 0 if there are none.
+def most_sessions(agents: Agents, setting: Setting, guess: float, bound: float) -> Served:
+    """Return the most sessions at once of which enough turns are good; 0 if there are none.
 
     More than `bound` are not tried.
     """
-    search, best = RateSearch(max(1.0, round(guess)), attainment, _NARROW, whole=True), None
+    search, best = RateSearch(max(1.0, round(guess)), ATTAINMENT, _NARROW, whole=True), None
     found = Served(0.0, 0.0, 0.0, 0.0, 0.0)
     while (clients := search.rate) is not None:
         if clients > bound:
             search.record(0.0)
             continue
-        found = at_sessions(agents, setting, targets, int(clients))
-        if found.attained >= attainment and (best is None or found.rate > best.rate):
+        found = at_sessions(agents, setting, int(clients))
+        if found.attained >= ATTAINMENT and (best is None or found.rate > best.rate):
             best = found
         search.record(found.attained)
     return best or dataclasses.replace(found, rate=0.0)
 
 
-def highest_rate(
-    asks: Sequence[Asked],
-    setting: Setting,
-    targets: Targets,
-    attainment: float,
-    guess: float,
-    tried: Callable[[Served], None] = lambda _: None,
-) -> Served:
-    """Return the highest rate at which this share is good, within 3 %, from a guess above 0.
+def highest_rate(asks: Sequence[Asked], setting: Setting, guess: float) -> Served:
+    """Return the highest rate at which enough are good, within 3 %, from a guess above 0.
 
     The rate is 0 if there is none.
     """
     best, low, high = None, 0.0, 0.0
     rate = guess
     for _ in range(_MOST_TRIES):
-        found = at_rate(asks, setting, targets, rate)
-        tried(found)
-        if found.attained >= attainment:
+        found = at_rate(asks, setting, rate)
+        if found.attained >= ATTAINMENT:
             best, low = found, rate
         else:
             high = rate
@@ -177,3 +165,36 @@ def highest_rate(
             break
         rate = (low + high) / 2 if low and high else low * 1.25 if low else high * 0.75
     return best or dataclasses.replace(found, rate=0.0)
+
+
+def bound_of(setting: Setting, asks: Sequence[Asked]) -> tuple[float, str]:
+    """Return the rate at which nodes have no time left, and the role that is short first.
+
+    For these requests, as if all earlier ones were cached.
+    """
+    card, targets = setting.card, setting.targets
+    assert targets is not None
+    prompt_ms = output = context = 0.0
+    seen: set[int] = set()
+    for each in asks:
+        known = sum(1 for _ in takewhile(seen.__contains__, each.blocks))
+        seen.update(each.blocks)
+        cached = min(known * setting.block_size, each.prompt - 1)
+        prompt_ms += card.prompt_ms(each.prompt, cached) / len(asks)
+        output += each.output / len(asks)
+        context += each.output * (each.prompt + each.output / 2) / len(asks)
+    decode_ms = output * _token_ms(card, context / output, targets.tpot_ms)
+    by_decode = setting.decode / decode_ms * 1e3
+    by_all = (setting.prefill + setting.decode) / (prompt_ms + decode_ms) * 1e3
+    short = "prefill" if setting.prefill / prompt_ms < setting.decode / decode_ms else "decode"
+    return min(by_decode, by_all), short if setting.prefill else "time"
+
+
+def _token_ms(card: RateCard, context: float, tpot_ms: float) -> float:
+    most = max(1, min(card.max_num_seqs, int(card.kv_tokens / max(1.0, context))))
+    # Steps never get shorter as batches get larger.
+    in_time = bisect_right(
+        range(1, most + 1), tpot_ms, key=lambda size: card.step_ms(size, size * context)
+    )
+    size = max(1, in_time)
+    return card.step_ms(size, size * context) / size

@@ -28,8 +28,8 @@ class Pulls:
     """A node's reads; `below` has the tokens of each tier, by its name on the rate card."""
 
     def __init__(self, node: Engine, below: Mapping[str, int], *, peers: bool) -> None:
-        self._node, card = node, node.speeds.card
-        once_ms, token_ms = node.speeds.pull_ms if peers else (0.0, 0.0)
+        self._node, card = node, node.card
+        once_ms, token_ms = card.pull_ms if peers else (0.0, 0.0)
         self.announced = {"pull_ms": once_ms, "pull_token_ms": token_ms}
         self.below = [
             BlockCache(below.get(name, 0), node.cache.block_size) for name in TIERS if below

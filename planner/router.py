@@ -132,7 +132,7 @@ class Router:
                 self.pool.prefixes.answered(msgspec.structs.replace(prefix, keys=keys))
 
     def polled(self, at: int, role: Role, load: Load, generation: str, now: float) -> None:
-        node, card = self.node(at), self._engines[at].speeds.card
+        node, card = self.node(at), self._engines[at].card
         if node.up:
             node.note_load(load)
             return

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvrelay.load.workloads import Asked
-from kvrelay.planner.speeds import H200, Speeds
+from kvrelay.planner.rate_card import RateCard
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.ladder import RUNGS
@@ -25,7 +25,6 @@ __all__ = [
     "Setting",
     "Stream",
     "Targets",
-    "at_load",
     "streams_at",
 ]
 
@@ -102,19 +101,14 @@ class Stream:
         return (self.last - self.first) / (self.output - 1) if self.output > 1 else 0.0
 
 
-def at_load(asks: Sequence[Asked], duration_ms: float) -> list[Stream]:
-    """Return requests that come within so much time, in order."""
+def streams_at(asks: Sequence[Asked], rate_s: float) -> list[Stream]:
+    """Return requests at so many a second on average, in order."""
     last = max(each.at for each in asks)
-    stretched = duration_ms / last if last else 0.0
+    stretched = len(asks) / rate_s * 1e3 / last if last else 0.0
     return [
         Stream(each.at * stretched, each.prompt, each.output, each.blocks, each.session)
         for each in sorted(asks, key=lambda each: each.at)
     ]
-
-
-def streams_at(asks: Sequence[Asked], rate_s: float) -> list[Stream]:
-    """Return requests at so many a second on average, in order."""
-    return at_load(asks, len(asks) / rate_s * 1e3)
 
 
 _PERCENT = math.log(1.01)
@@ -157,15 +151,16 @@ class Setting:
     strict_roles: bool = False
     """Decode nodes compute no prompt that a prefill node can."""
     max_queue: int = 1_000
-    speeds: Speeds = field(default_factory=lambda: Speeds(H200))
-    decode_speeds: Speeds | None = None
+    card: RateCard = field(kw_only=True)
     events: Sequence[NodeEvent] = ()
     targets: Targets | None = None
     """Targets that the router takes for everybody's: it refuses who would miss them."""
     changes_roles: bool = False
 
-    def speeds_of(self, role: Role) -> Speeds:
-        return self.decode_speeds or self.speeds if role is Role.DECODE else self.speeds
+    @property
+    def name(self) -> str:
+        """Return its nodes as 2P2D; without prefill nodes the others are colocated servers."""
+        return f"{self.prefill}P{self.decode}D" if self.prefill else f"{self.decode} colocated"
 
 
 @dataclass(slots=True)
@@ -175,8 +170,6 @@ class Result:
     setting: Setting
     streams: Sequence[Stream]
     gaps: dict[int, int] = field(default_factory=dict)
-    preemptions: int = 0
-    events: int = 0
     flips: list[NodeEvent] = field(default_factory=list)
     local: Counter[str] = field(default_factory=Counter)
 

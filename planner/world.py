@@ -99,16 +99,12 @@ class World:
             if not stream.waits:
                 self._comes(stream, stream.at)
         self._clock.run(lambda: self._left > 0, self.cluster.tell_news)
-        self._result.events = self._clock.events
-        self._result.preemptions = sum(node.preemptions for node in self._nodes)
         return self._result
 
     def _arrives(self, stream: Stream, now: float) -> None:
         router = self._rng.randrange(len(self._routers))
         self._walks[stream] = _Walk(router)
-        if stream.prompt + stream.output > min(
-            node.speeds.kv_tokens for node in self._nodes[:1] + self._nodes[-1:]
-        ):
+        if stream.prompt + stream.output > self._result.setting.card.kv_tokens:
             self._refuse(stream)
         else:
             self._doors[router].arrive(stream, now)

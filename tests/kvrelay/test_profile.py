@@ -11,7 +11,6 @@ import pytest
 from kvrelay import profile
 from kvrelay.cli import run
 from kvrelay.planner.rate_card import read_card
-from kvrelay.planner.speeds import Speeds
 from kvrelay.profile import spread_of
 from tests.cluster.real_cluster import tiny_model
 
@@ -59,7 +58,7 @@ def test_a_card_has_prefill_decode_and_mixed_steps_and_is_shown(
     assert {(1, 16), (8, 16)} <= {(point.requests, point.tokens) for point in card.mixed}
     everything = [*card.prefill, *card.decode, *card.mixed]
     assert all(point.ms > 0 for point in everything)
-    assert Speeds(card).prompt_ms(300) > Speeds(card).prompt_ms(128) > 0
+    assert card.prompt_ms(300) > card.prompt_ms(128) > 0
     shown = capsys.readouterr().out
     for title in (
         "prefill: ms of a step",
@@ -115,5 +114,5 @@ def test_on_a_gpu_a_whole_card_within_its_time(repository: Path, tmp_path: Path)
         == 0
     )
     card = read_card(file)
-    assert Speeds(card).prompt_ms(4096) > Speeds(card).prompt_ms(64)
+    assert card.prompt_ms(4096) > card.prompt_ms(64)
     assert card.step_ms(32, 32 * 2048) > card.step_ms(1, 2048)

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks.roles import H200, slowed
 from kvrelay import sizing
 from kvrelay.cli import run
 from kvrelay.planner.goodput import Served
 from kvrelay.planner.rate_card import write_card
 from kvrelay.planner.setting import Setting, Targets
-from kvrelay.planner.speeds import H200, slowed
 from kvrelay.sizing import Wanted, sized, workload_of
 from kvrelay.wire.errors import ConfigError
 
@@ -28,12 +28,12 @@ def card(tmp_path: Path) -> str:
 
 def test_the_simulated_best_is_below_its_bound_and_never_breaks_the_goal() -> None:
     targets = Targets(2_500.0, 400.0)
-    found = sized(Wanted(2, [slowed(H200, 20.0)], workload_of("2048:64"), targets, 0.0))
-    assert {each.split.name for each in found} == {"2 colocated", "1P1D"}
+    found = sized(Wanted(2, slowed(H200, 20.0), workload_of("2048:64"), targets, 0.0))
+    assert {each.setting.name for each in found} == {"2 colocated", "1P1D"}
     assert [each.goodput for each in found] == sorted(
         (each.goodput for each in found), reverse=True
     )
-    apart = next(each for each in found if each.split.name == "1P1D")
+    apart = next(each for each in found if each.setting.name == "1P1D")
     assert apart.served is not None
     assert apart.served.attained >= 0.9
     assert 0.5 * apart.bound <= apart.served.rate <= 1.1 * apart.bound
@@ -45,14 +45,12 @@ def test_splits_without_time_for_the_rate_of_another_are_not_simulated(
 ) -> None:
     asked: dict[int, list[object]] = {}
 
-    def tried(
-        asks: list[object], setting: Setting, targets: Targets, attainment: float, guess: float
-    ) -> Served:
+    def tried(asks: list[object], setting: Setting, guess: float) -> Served:
         asked[setting.prefill] = asks
-        return Served(guess, attainment, *(1.0,) * 3)
+        return Served(guess, 0.9, *(1.0,) * 3)
 
     monkeypatch.setattr(sizing, "highest_rate", tried)
-    found = sized(Wanted(8, [H200], workload_of("512:256"), Targets(200.0, 15.0), 0.0))
+    found = sized(Wanted(8, H200, workload_of("512:256"), Targets(200.0, 15.0), 0.0))
     assert max(asked.values(), key=len) == min(asked.values(), key=len)  # all the same requests
     assert 2 < len(asked) < len(found)
     best = found[0].goodput
@@ -185,13 +183,12 @@ def test_a_trace_is_replayed_with_tiers_of_several_sizes(
 def test_what_cannot_be_planned_is_one_sentence(
     card: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = tmp_path / "other.json"
-    write_card(msgspec.structs.replace(H200, model="another", tensor_parallel_size=2), other)
+    pairs = tmp_path / "pairs.json"
+    write_card(msgspec.structs.replace(H200, tensor_parallel_size=2), pairs)
     asked = ["plan", "--card", card, "--workload", "10:10", "--tpot-ms", "400"]
     for more, says in (
-        (["--gpus", "0", "--ttft-ms", "9"], "at least 1"),
+        (["--gpus", "1", "--ttft-ms", "9", "--card", str(pairs)], "takes 2 GPUs"),
         (["--gpus", "2", "--ttft-ms", "0"], "above 0 milliseconds"),
-        (["--gpus", "2", "--ttft-ms", "9", "--card", str(other)], "of two models"),
         (
             ["--gpus", "2", "--ttft-ms", "9", "--card", "nowhere.json"],
             "make one with kvrelay profile",

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvrelay.planner.grid import Limits, Step, plan
 from kvrelay.planner.rate_card import Point, RateCard
-from kvrelay.planner.speeds import Speeds
 
 H200 = Limits(131_072, 800_000, 64, 256, 8192, prompts_at_once=3, decode_steps=24)
 
@@ -88,7 +87,7 @@ def test_the_first_level_alone_is_a_card_that_is_exact_for_linear_times() -> Non
     )  # fmt: skip
     for requests, context, tokens in steps(H200):
         if not requests:
-            found = Speeds(card).chunk_ms([(tokens, context)])
+            found = card.chunk_ms([(tokens, context)])
             assert abs(found - ms(0, context, tokens)) < 1e-6
         elif not tokens:
             found = card.step_ms(requests, requests * context)

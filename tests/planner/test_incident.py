@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks.roles import H200
 from kvrelay.planner.incident import events_of, read_incident, streams_of_incident
 from kvrelay.planner.rate_card import write_card
 from kvrelay.planner.setting import NodeEvent, Setting, Stream
-from kvrelay.planner.speeds import H200
 from kvrelay.planner.world import simulate
 from kvrelay.replay import run, size_of
 from kvrelay.wire.config import Role
@@ -138,7 +138,8 @@ def test_a_drained_node_takes_nothing_new_until_it_is_back() -> None:
     streams = [Stream(1.0 + at, 500, 400) for at in range(0, 20_000, 500)]
     for policy in ("round_robin", "price"):
         result = simulate(
-            copy.deepcopy(streams), Setting(policy, 1, 2, strict_roles=True, events=events)
+            copy.deepcopy(streams),
+            Setting(policy, 1, 2, card=H200, strict_roles=True, events=events),
         )
         assert all(stream.answered and not stream.moved for stream in result.streams)
         assert all(
@@ -146,7 +147,7 @@ def test_a_drained_node_takes_nothing_new_until_it_is_back() -> None:
             for stream in result.streams
         )
     events.append(NodeEvent(0.0, 1, "away"))
-    gone = simulate(copy.deepcopy(streams), Setting(prefill=1, decode=2, events=events))
+    gone = simulate(copy.deepcopy(streams), Setting(prefill=1, decode=2, card=H200, events=events))
     assert all(stream.refused for stream in gone.streams)
 
 

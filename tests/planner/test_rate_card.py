@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from kvrelay.planner.rate_card import Point, RateCard, read_card, write_card
-from kvrelay.planner.speeds import Speeds
 from kvrelay.wire.errors import ConfigError
 
 
@@ -27,16 +26,16 @@ def card(**changes: object) -> RateCard:
 
 
 def test_what_was_measured_is_said_as_it_is() -> None:
-    it = Speeds(card())
-    for point in it.card.prefill:
+    it = card()
+    for point in it.prefill:
         assert it.chunk_ms([(point.tokens, point.context)]) == point.ms
-    for point in it.card.decode:
-        assert it.card.step_ms(point.requests, point.requests * point.context) == point.ms
+    for point in it.decode:
+        assert it.step_ms(point.requests, point.requests * point.context) == point.ms
     assert it.fetch_ms(1_000) == 2.0
 
 
 def test_between_points_and_beyond_them_times_are_linear() -> None:
-    it = Speeds(card())
+    it = card()
     assert it.chunk_ms([(550, 0)]) == pytest.approx(55.0)
     assert it.chunk_ms([(550, 500)]) == pytest.approx((55.0 + 110.0) / 2)
     assert it.chunk_ms([(10, 0)]) == 10.0  # a step has a least time
@@ -47,7 +46,7 @@ def test_between_points_and_beyond_them_times_are_linear() -> None:
 
 
 def test_a_long_prompt_is_computed_in_chunks_behind_each_other() -> None:
-    it = Speeds(card())
+    it = card()
     assert it.prompt_ms(2_000) == pytest.approx(100.0 + 200.0)
     assert it.prompt_ms(2_000, cached=1_000) == pytest.approx(200.0)
     assert it.prompt_ms(500, cached=500) == 0.0

@@ -1,36 +1,27 @@
-"""`python -m benchmarks.simulate`: known answers of tiny cases, equal seeds, every request ends
-once.
-"""
+"""A simulated node: known answers of tiny cases, and what the engine's own scheduler says."""
 
 from __future__ import annotations
 
-import json
+import random
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from benchmarks.placement import Cell, loads, rows, ways
-from benchmarks.simulate import main
-from benchmarks.workloads import streams_of
-from kvrelay.load.workloads import read_trace
+from benchmarks.roles import H200, slowed
 from kvrelay.paged_engine import waiting as engines_waiting
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.request import Request, StepPlan
 from kvrelay.paged_engine.scheduler import Scheduler
-from kvrelay.planner.block_cache import BlockCache
 from kvrelay.planner.engine import OVERTAKEN, Engine
 from kvrelay.planner.seat import Leg, PlacementHints
 from kvrelay.planner.setting import Result, Setting, Stream
-from kvrelay.planner.speeds import H200, Speeds, slowed
 from kvrelay.planner.world import simulate
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.kv_events import root_of
 from kvrelay.wire.router_config import POLICY_NAMES
 from kvrelay.wire.sampling import SamplingParams
-
-SPEEDS = Speeds(H200)
 
 
 class Deaf:
@@ -40,17 +31,17 @@ class Deaf:
 
 
 def run(streams: list[Stream], **setting: object) -> Result:
-    return simulate(streams, Setting(**setting))  # type: ignore[arg-type]
+    return simulate(streams, Setting(**{"card": H200} | setting))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_request_alone_takes_what_its_parts_take(policy: str) -> None:
     stream = Stream(10.0, 4_096, 101)
     run([stream], policy=policy, prefill=1, decode=1)
-    assert stream.ttft == pytest.approx(SPEEDS.prompt_ms(4_096))
+    assert stream.ttft == pytest.approx(H200.prompt_ms(4_096))
     # The prompt is one chunk, so that all of it is fetched behind it.
-    steps = stream.last - stream.first - SPEEDS.fetch_ms(4_096)
-    middle = SPEEDS.step_ms(1, 4_096 + 49.5)
+    steps = stream.last - stream.first - H200.fetch_ms(4_096)
+    middle = H200.step_ms(1, 4_096 + 49.5)
     assert steps == pytest.approx(100 * middle)
 
 
@@ -59,16 +50,16 @@ def test_steps_in_closed_form_are_those_one_by_one() -> None:
     first, second = Stream(0.0, 1_000, 401), Stream(333.0, 2_000, 51)
     run([first, second], prefill=2, decode=1)
     now, context, left = (
-        first.first + SPEEDS.fetch_ms(1_000),
+        first.first + H200.fetch_ms(1_000),
         {first: 1_000},
         {first: 400, second: 50},
     )
-    joins = second.first + SPEEDS.fetch_ms(2_000)
+    joins = second.first + H200.fetch_ms(2_000)
     ends = {}
     while left:
         if second in left and now >= joins:
             context.setdefault(second, 2_000)
-        now += SPEEDS.step_ms(len(context), sum(context.values()))
+        now += H200.step_ms(len(context), sum(context.values()))
         for stream in list(context):
             context[stream] += 1
             left[stream] -= 1
@@ -87,32 +78,33 @@ def test_a_prompt_that_was_computed_before_is_cached() -> None:
     assert again.ttft < first.ttft / 10
 
 
-def test_the_shortest_prompt_goes_first() -> None:
-    long, short = Stream(0.0, 40_000, 2), Stream(1.0, 100, 2)
-    run([long, short], prefill=1, decode=1)
-    assert short.first < long.first
+def prompts(seed: int) -> list[Stream]:
+    """Return prompts of which every second one begins with the same blocks."""
+    rng, made = random.Random(seed), list[Stream]()
+    for at in range(200):
+        tokens = rng.randrange(200, 9_000)
+        blocks = tuple(1_000 * (at % 2 and at) + piece for piece in range(tokens // 128))
+        made.append(Stream(30.0 * at, tokens, rng.randrange(2, 400), blocks))
+    return made
 
 
 @pytest.mark.parametrize("policy", ["price", "prefix"])
 def test_every_request_ends_once_and_in_order(policy: str) -> None:
-    speeds = Speeds(msgspec.structs.replace(H200, kv_tokens=14_000, max_num_seqs=12))
-    streams = streams_of("sessions", 300, 2, 1)
-    streams = [stream for stream in streams if stream.prompt + stream.output < 10_000]
-    result = run(
-        streams, policy=policy, prefill=2, decode=2, routers=2, stale_ms=50.0, speeds=speeds
-    )
-    assert result.preemptions > 0
+    card = msgspec.structs.replace(H200, kv_tokens=14_000, max_num_seqs=12)
+    streams = prompts(1)
+    result = run(streams, policy=policy, prefill=2, decode=2, routers=2, stale_ms=50.0, card=card)
+    assert any(stream.preempted for stream in streams)
     for stream in streams:
         assert stream.at <= stream.begun < stream.first < stream.last
         assert 0 <= stream.cached < stream.prompt
-        assert stream.tpot >= SPEEDS.step_ms(1, stream.prompt) * 0.99
+        assert stream.tpot >= H200.step_ms(1, stream.prompt) * 0.99
     # One time between tokens for each token after the first, and what was waited beside.
     assert sum(result.gaps.values()) >= sum(stream.output - 1 for stream in streams)
 
 
 def test_equal_seeds_give_equal_figures_and_others_do_not() -> None:
     def ends(seed: int) -> list[float]:
-        streams = streams_of("chat", 200, 4, 3)
+        streams = prompts(3)
         run(streams, prefill=4, decode=4, routers=3, stale_ms=100.0, seed=seed)
         return [stream.last for stream in streams]
 
@@ -131,7 +123,6 @@ def test_prompts_end_in_the_order_in_which_the_engines_scheduler_ends_them(share
     """And find as much cached; of so many tokens the first ones are equal."""
     assert engines_waiting.OVERTAKEN == OVERTAKEN
     sizes = [9_000, 300, 20_000, 4_000, 100, 100, 12_000, 50, 8_193, 20_001]
-    speeds = SPEEDS
     order: list[tuple[int, int]] = []
     waiting: list[tuple[float, object]] = []
 
@@ -140,9 +131,9 @@ def test_prompts_end_in_the_order_in_which_the_engines_scheduler_ends_them(share
         def computed(stream: Stream, *_: object) -> None:
             order.append((stream.number, stream.cached))
 
-    node = Engine(speeds, 16, lambda at, call: waiting.append((at, call)), Hears())
+    node = Engine(H200, 16, lambda at, call: waiting.append((at, call)), Hears())
     scheduler = Scheduler(
-        BlockPool(20_000), block_size=16, max_num_batched_tokens=speeds.step_tokens, max_num_seqs=256,
+        BlockPool(20_000), block_size=16, max_num_batched_tokens=H200.step_tokens, max_num_seqs=256,
         max_model_len=1 << 20, eos_token_ids=(),
     )  # fmt: skip
     scheduler.budget = node._budget
@@ -179,9 +170,9 @@ def test_prompts_end_in_the_order_in_which_the_engines_scheduler_ends_them(share
 def test_a_node_announces_what_the_engines_scheduler_does() -> None:
     """Of prompts that wait, of one that runs, and of what is fetched; five seconds later, too."""
 
-    node = Engine(SPEEDS, 16, lambda *_: None, Deaf())
+    node = Engine(H200, 16, lambda *_: None, Deaf())
     scheduler = Scheduler(
-        BlockPool(50_000), block_size=16, max_num_batched_tokens=SPEEDS.step_tokens, max_num_seqs=256,
+        BlockPool(50_000), block_size=16, max_num_batched_tokens=H200.step_tokens, max_num_seqs=256,
         max_model_len=1 << 20, eos_token_ids=(),
     )  # fmt: skip
     scheduler.budget = node._budget
@@ -216,12 +207,27 @@ def test_a_node_announces_what_the_engines_scheduler_does() -> None:
     assert seen.spill_ms > 0 < seen.token_rate
 
 
+def test_a_node_takes_no_more_prompts_of_others_than_it_has_time_for() -> None:
+    node = Engine(H200, 128, lambda *_: None, Deaf())
+    least = H200.costs.prompts_ms(3_000, 3_000 * 1_500)
+    sent = [Stream(0.0, 3_000, 100) for _ in range(6)]
+    took = [
+        node.submit(stream, Leg.WHOLE, 0.0, told=PlacementHints(15.0, 100, 3_000))
+        for stream in sent
+    ]
+    assert took == [at < 250 // least for at in range(6)]
+    load = node.load(0.0)
+    assert load.spill_ms == pytest.approx(250 - sum(took) * least)
+    assert load.row_weight == pytest.approx(sum(took) / 1_500)
+    assert (load.legs, load.strictest_tpot_ms) == (1 + sum(took), 15.0)
+    assert node.submit(sent[-1], Leg.WHOLE, 0.0), "nobody else could compute it"
+
+
 def test_a_node_announces_how_long_its_steps_take_now() -> None:
     calls: list[tuple[float, Callable[[float], None]]] = []
-
-    speeds = Speeds(slowed(H200, 1.5))
-    speeds.card = H200
-    node = Engine(speeds, 16, lambda at, call: calls.append((at, call)), Deaf())
+    card = slowed(H200, 1.5)
+    card.__dict__["costs"] = H200.costs  # what it says of itself
+    node = Engine(card, 16, lambda at, call: calls.append((at, call)), Deaf())
     node.submit(Stream(0.0, 1_000, 300), Leg.WHOLE, 0.0)
     while calls:
         at, call = calls.pop(0)
@@ -232,28 +238,10 @@ def test_a_node_announces_how_long_its_steps_take_now() -> None:
     later = Stream(0.0, 500, 2)
     node.submit(later, Leg.PREFILL, at)
     backlog = node.load(at)
-    costs = SPEEDS.card.costs.scaled(load.pace)
+    costs = H200.costs.scaled(load.pace)
     assert backlog.backlog_ms == pytest.approx(
         costs.prompts_ms(9_000 + 500, 500 * 250 + 9_000 * 4_500)
     )
-
-
-def test_what_is_used_is_never_pushed_out() -> None:
-    cache = BlockCache(1_000, 100)
-    assert cache.take((1, 2, 3), 50) == (1, 2, 3)
-    cache.ready((1, 2, 3))
-    assert cache.take((1, 2, 9), 0) == (1, 2, 9)
-    cache.ready((9,))
-    assert cache.cached((1, 2, 3, 4)) == 300
-    assert cache.free == 1_000 - 400 - 50
-    cache.give_back((1, 2, 3), 50)
-    assert cache.free == 700
-    assert cache.cached((1, 2, 3)) == 300
-    assert not cache.room_for((5, 6, 7), 401)
-    cache.take((), 650)
-    assert cache.cached((1, 2, 3)) == 200
-    assert cache.news() == ([1, 2, 9], [3])
-    assert cache.news() == ([], [])
 
 
 def test_of_two_equal_prompts_at_once_the_second_waits_for_what_the_first_computes() -> None:
@@ -263,61 +251,13 @@ def test_of_two_equal_prompts_at_once_the_second_waits_for_what_the_first_comput
     assert second.first > first.first
 
 
-def test_a_trace_is_read_and_the_command_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trace = tmp_path / "trace.jsonl"
-    lines = [
-        {
-            "timestamp": 1e12 + 100 * at,
-            "input_length": 1_100,
-            "output_length": 1 + at,
-            "hash_ids": [0, at, at + 1],
-        }
-        for at in range(20)
-    ]
-    trace.write_text("\n".join(map(json.dumps, lines)))
-    streams = read_trace(trace)
-    assert (streams[3].at, streams[3].prompt, streams[3].output, streams[3].blocks) == (
-        300.0,
-        1_100,
-        4,
-        (0, 3),
-    )
-    assert main(
-        ["--workloads", "trace", "chat", "--policies", "price", "round_robin", "--trace", str(trace),
-         "--requests", "20", "--nodes", "2:2"]
-    ) == 0  # fmt: skip
-    rows = [line.split(" | ")[:2] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert rows == [
-        ["| trace", "price"], ["| trace", "round_robin"], ["| chat", "price"], ["| chat", "round_robin"],
-    ]  # fmt: skip
-    assert (
-        main(
-            [
-                "--scale",
-                "--requests",
-                "40",
-                "--nodes",
-                "4:4",
-                "--policies",
-                "price",
-                "--routers",
-                "2",
-            ]
-        )
-        == 0
-    )
-    assert "| price | 2 | 0.5 s |" in capsys.readouterr().out
-
-
 def test_of_a_mixture_the_price_serves_more_in_time_than_colocated_servers_and_strict_roles() -> (
     None
 ):
     load = next(each for each in loads(2) if each.name == "15, 4, 0.8")
     shares = {
         name: Cell(load, setting, told, 20.0, 1).in_time()
-        for name, (setting, told) in ways(2, SPEEDS).items()
+        for name, (setting, told) in ways(2, H200).items()
     }
     assert list(shares) == ["colocated", "strict 1", "price 1", "told 1"]
     assert min(shares["price 1"], shares["told 1"]) > 0.9 > shares["colocated"] > shares["strict 1"]

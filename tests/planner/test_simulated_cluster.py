@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import typing
 
@@ -11,21 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.planner.engine import Engine
+from benchmarks.roles import H200, slowed
 from kvrelay.planner.rate_card import Point
-from kvrelay.planner.seat import Leg, PlacementHints
 from kvrelay.planner.setting import NodeEvent, Result, Setting, Stream, Targets, What
-from kvrelay.planner.speeds import H200, Speeds, slowed
 from kvrelay.planner.world import simulate
 from kvrelay.wire.config import Role
 
-SPEEDS = Speeds(H200)
-
-
-class Deaf:
-    """Who hears nothing of a node."""
-
-    begins = fetched = ended = gap = computed = staticmethod(lambda *_: None)
+on_h200 = functools.partial(Setting, card=H200)
 
 
 def streams(
@@ -53,19 +46,19 @@ def test_a_mixed_step_takes_as_long_as_was_measured() -> None:
         Point(parts + more, tokens, 1_024, requests)
         for requests, more in ((16, 4.0), (128, 8.0))
         for tokens in (64, 8_000)
-        for parts in [SPEEDS.mixed_ms(requests, requests * 1_024, [(tokens, 0)])]
+        for parts in [H200.mixed_ms(requests, requests * 1_024, [(tokens, 0)])]
     ]
-    speeds = Speeds(msgspec.structs.replace(H200, mixed=measured))
+    card = msgspec.structs.replace(H200, mixed=measured)
     for requests, more in ((1, 4.0), (16, 4.0), (72, 6.0), (128, 8.0), (256, 8.0)):
         for pieces in ([(30, 0)], [(500, 0)], [(400, 0), (300, 1_000)]):
             of = requests, requests * 700, pieces
-            assert speeds.mixed_ms(*of) == pytest.approx(SPEEDS.mixed_ms(*of) + more)
+            assert card.mixed_ms(*of) == pytest.approx(H200.mixed_ms(*of) + more)
     for each in measured:
-        seen = speeds.mixed_ms(each.requests, each.requests * each.context, [(each.tokens, 0)])
+        seen = card.mixed_ms(each.requests, each.requests * each.context, [(each.tokens, 0)])
         assert seen == pytest.approx(each.ms)
-    twice = Speeds(slowed(speeds.card, 2.0))
+    twice = slowed(card, 2.0)
     assert twice.mixed_ms(72, 50_000, [(500, 0)]) == pytest.approx(
-        2 * speeds.mixed_ms(72, 50_000, [(500, 0)])
+        2 * card.mixed_ms(72, 50_000, [(500, 0)])
     )
 
 
@@ -74,14 +67,14 @@ def test_a_colocated_server_makes_its_streams_wait_for_prompts() -> None:
     gap allows.
     """
     first, second = Stream(0.0, 1_000, 400), Stream(500.0, 6_000, 2)
-    result = simulate([first, second], Setting(prefill=0, decode=1))
-    step = SPEEDS.step_ms(1, 1_100)
-    assert result.gap_ms(1.0) == pytest.approx(SPEEDS.card.max_gap_ms, rel=0.05)
-    assert second.ttft > SPEEDS.prompt_ms(6_000), "its chunks share their steps"
+    result = simulate([first, second], on_h200(prefill=0, decode=1))
+    step = H200.step_ms(1, 1_100)
+    assert result.gap_ms(1.0) == pytest.approx(H200.max_gap_ms, rel=0.05)
+    assert second.ttft > H200.prompt_ms(6_000), "its chunks share their steps"
     first, second = Stream(0.0, 1_000, 400), Stream(500.0, 6_000, 2)
-    result = simulate([first, second], Setting(prefill=1, decode=1))
+    result = simulate([first, second], on_h200(prefill=1, decode=1))
     assert result.gap_ms(1.0) < 2 * step
-    assert second.ttft == pytest.approx(SPEEDS.prompt_ms(6_000))
+    assert second.ttft == pytest.approx(H200.prompt_ms(6_000))
 
 
 def test_prompts_that_come_together_are_shared_with_the_decode_node_unless_roles_are_strict() -> (
@@ -89,7 +82,7 @@ def test_prompts_that_come_together_are_shared_with_the_decode_node_unless_roles
 ):
     def served(*, strict: bool) -> Result:
         burst = [Stream(at // 8 * 1_000.0, 2_000, 8) for at in range(80)]
-        return simulate(burst, Setting(prefill=1, decode=1, prefixes=False, strict_roles=strict))
+        return simulate(burst, on_h200(prefill=1, decode=1, prefixes=False, strict_roles=strict))
 
     shared, strict = served(strict=False), served(strict=True)
     ended(shared)
@@ -102,39 +95,23 @@ def test_prompts_that_come_together_are_shared_with_the_decode_node_unless_roles
 def test_what_a_decode_node_refuses_goes_to_a_prefill_node() -> None:
     """Two routers that know nothing of each other each send it as much as it has time for."""
     burst = [Stream(0.0, 3_000, 8) for _ in range(40)]
-    setting = Setting(prefill=2, decode=1, routers=2, stale_ms=1_000.0, prefixes=False)
+    setting = on_h200(prefill=2, decode=1, routers=2, stale_ms=1_000.0, prefixes=False)
     result = simulate(burst, setting)
     ended(result)
-    sent_by_each = 250 // SPEEDS.card.costs.prompts_ms(3_000, 3_000 * 1_500)
+    sent_by_each = 250 // H200.costs.prompts_ms(3_000, 3_000 * 1_500)
     assert sent_by_each <= sum(stream.local for stream in burst) < 2 * sent_by_each
 
 
-def test_a_node_takes_no_more_prompts_of_others_than_it_has_time_for() -> None:
-    node = Engine(SPEEDS, 128, lambda *_: None, Deaf())
-    least = SPEEDS.card.costs.prompts_ms(3_000, 3_000 * 1_500)
-    sent = [Stream(0.0, 3_000, 100) for _ in range(6)]
-    took = [
-        node.submit(stream, Leg.WHOLE, 0.0, told=PlacementHints(15.0, 100, 3_000))
-        for stream in sent
-    ]
-    assert took == [at < 250 // least for at in range(6)]
-    load = node.load(0.0)
-    assert load.spill_ms == pytest.approx(250 - sum(took) * least)
-    assert load.row_weight == pytest.approx(sum(took) / 1_500)
-    assert (load.legs, load.strictest_tpot_ms) == (1 + sum(took), 15.0)
-    assert node.submit(sent[-1], Leg.WHOLE, 0.0), "nobody else could compute it"
-
-
 def test_who_finds_no_room_waits_at_the_router_and_is_refused_when_it_takes_too_long() -> None:
-    tight = Speeds(msgspec.structs.replace(H200, kv_tokens=4_096))
+    tight = msgspec.structs.replace(H200, kv_tokens=4_096)
     long, later = Stream(0.0, 2_000, 1_900), Stream(100.0, 2_000, 50)
-    simulate([long, later], Setting(prefill=1, decode=1, speeds=tight, block_size=64))
+    simulate([long, later], Setting(prefill=1, decode=1, card=tight, block_size=64))
     assert long.last < later.first < later.last
     for stream in (long, later):
         assert stream.done == stream.output
     assert later.preempted == long.preempted == 0
     huge = Stream(0.0, 4_000, 100)
-    simulate([huge], Setting(prefill=1, decode=1, speeds=tight))
+    simulate([huge], Setting(prefill=1, decode=1, card=tight))
     assert huge.refused
 
 
@@ -145,7 +122,7 @@ def test_what_a_lost_decode_node_had_goes_on_elsewhere(policy: str) -> None:
         NodeEvent(3_000.0, 3, "up"),
         NodeEvent(4_000.0, 2, "down"),
     ]
-    result = simulate(streams(200, 40.0), Setting(policy, 2, 2, strict_roles=True, events=events))
+    result = simulate(streams(200, 40.0), on_h200(policy, 2, 2, strict_roles=True, events=events))
     ended(result)
     assert any(stream.moved for stream in result.streams)
     assert result.gap_ms(1.0) > 15 > result.gap_ms(0.99)
@@ -157,7 +134,7 @@ def test_what_a_lost_prefill_node_had_is_computed_elsewhere() -> None:
         NodeEvent(1_500.0, 1, "down"),
         NodeEvent(2_500.0, 0, "up"),
     ]
-    result = simulate(streams(200, 40.0, prompt=3_000), Setting("price", 2, 2, events=events))
+    result = simulate(streams(200, 40.0, prompt=3_000), on_h200("price", 2, 2, events=events))
     ended(result)
     assert result.local["no_prefill_node"]
     assert any(stream.moved and stream.local for stream in result.streams)
@@ -165,7 +142,7 @@ def test_what_a_lost_prefill_node_had_is_computed_elsewhere() -> None:
 
 def test_requests_are_refused_while_no_node_can_decode_and_answers_that_have_begun_wait() -> None:
     events = [NodeEvent(2_000.0, 1, "down"), NodeEvent(3_000.0, 1, "up")]
-    result = simulate(streams(100, 30.0), Setting("price", 1, 1, strict_roles=True, events=events))
+    result = simulate(streams(100, 30.0), on_h200("price", 1, 1, strict_roles=True, events=events))
     refused = [stream for stream in result.streams if stream.refused]
     assert refused
     assert all(2_000 <= stream.at <= 3_600 and stream.first < 0 for stream in refused)
@@ -178,7 +155,7 @@ def test_a_node_changes_its_role_when_it_has_ended_what_it_has() -> None:
         NodeEvent(1_000.0, 3, "role", Role.PREFILL),
         NodeEvent(4_000.0, 0, "role", Role.DECODE),
     ]
-    result = simulate(streams(300, 40.0), Setting("price", 1, 3, events=events))
+    result = simulate(streams(300, 40.0), on_h200("price", 1, 3, events=events))
     ended(result)
     assert not any(stream.moved for stream in result.streams)
 
@@ -188,8 +165,8 @@ def test_with_targets_admission_refuses_who_would_miss_them() -> None:
     target and a prompt.
     """
     targets = Targets(300.0, 15.0)
-    setting = Setting(prefill=1, decode=1, prefixes=False, strict_roles=True, targets=targets)
-    most_s = 1e3 / SPEEDS.prompt_ms(2_000)
+    setting = on_h200(prefill=1, decode=1, prefixes=False, strict_roles=True, targets=targets)
+    most_s = 1e3 / H200.prompt_ms(2_000)
 
     def asked() -> list[Stream]:
         return [Stream(at * 500.0 / most_s, 2_000, 20) for at in range(600)]
@@ -199,7 +176,7 @@ def test_with_targets_admission_refuses_who_would_miss_them() -> None:
     simulate(patient, dataclasses.replace(setting, targets=None))
     later = [stream for stream in refusing[300:] if not stream.refused]
     assert 0.35 < len(later) / 300 < 0.65
-    assert max(stream.ttft for stream in later) < 300.0 + SPEEDS.prompt_ms(2_000)
+    assert max(stream.ttft for stream in later) < 300.0 + H200.prompt_ms(2_000)
     assert sum(stream.ttft <= 300.0 for stream in patient[300:]) == 0
 
 
@@ -217,20 +194,17 @@ AHEAD = msgspec.structs.replace(
 
 
 def test_steps_of_few_tokens_wait_for_their_launch_and_not_for_the_device() -> None:
-    speeds, decode_ms = Speeds(AHEAD), H200.step_ms(1, 0)
-    assert speeds.chunk_ms([(4_000, 0)]) == 100.0
-    assert speeds.chunk_ms([(512, 0)]) == 15.0  # nothing ran before it
-    assert speeds.chunk_ms([(512, 0)], 5.0) == pytest.approx(max(512 / 40, 10.0))
-    assert speeds.chunk_ms([(16, 0)], 50.0) == pytest.approx(decode_ms)  # the weights are read
-    parts = speeds.step_ms(64, 64_000) + 512 / 40 - decode_ms
+    decode_ms = H200.step_ms(1, 0)
+    assert AHEAD.chunk_ms([(4_000, 0)]) == 100.0
+    assert AHEAD.chunk_ms([(512, 0)]) == 15.0  # nothing ran before it
+    assert AHEAD.chunk_ms([(512, 0)], 5.0) == pytest.approx(max(512 / 40, 10.0))
+    assert AHEAD.chunk_ms([(16, 0)], 50.0) == pytest.approx(decode_ms)  # the weights are read
+    parts = AHEAD.step_ms(64, 64_000) + 512 / 40 - decode_ms
     assert parts < 24.0
-    assert speeds.mixed_ms(64, 64_000, [(512, 0)]) == 30.0
-    assert speeds.mixed_ms(64, 64_000, [(512, 0)], 6.0) == 24.0
-    assert speeds.mixed_ms(64, 64_000, [(512, 0)], 20.0) == pytest.approx(parts, abs=8)
-    assert (
-        Speeds(msgspec.structs.replace(AHEAD, ahead=False)).mixed_ms(64, 64_000, [(512, 0)], 6.0)
-        == 30.0
-    )
+    assert AHEAD.mixed_ms(64, 64_000, [(512, 0)]) == 30.0
+    assert AHEAD.mixed_ms(64, 64_000, [(512, 0)], 6.0) == 24.0
+    assert AHEAD.mixed_ms(64, 64_000, [(512, 0)], 20.0) == pytest.approx(parts, abs=8)
+    assert msgspec.structs.replace(AHEAD, ahead=False).mixed_ms(64, 64_000, [(512, 0)], 6.0) == 30.0
 
 
 @settings(max_examples=25, deadline=None)
@@ -263,28 +237,9 @@ def test_whatever_happens_each_request_ends_once_and_nothing_is_left(
     made = streams(60, 20.0, seed=seed)
     for stream in made[::2]:  # which begin alike
         stream.blocks = tuple(range(stream.prompt // 128))
-    result = simulate(made, Setting(policy, prefill, 2, events=events, speeds=Speeds(card)))
+    result = simulate(made, Setting(policy, prefill, 2, events=events, card=card))
     for stream in result.streams:
         assert stream.refused or (
             stream.done == stream.output and stream.last >= stream.first >= stream.at
         )
         assert not (stream.refused and stream.first >= 0)
-
-
-def test_an_engine_is_empty_when_all_have_left() -> None:
-    waiting: list[tuple[float, object]] = []
-
-    node = Engine(SPEEDS, 128, lambda at, call: waiting.append((at, call)), Deaf())
-    held, whole, dropped = Stream(0.0, 500, 2, (1, 2)), Stream(0.0, 300, 5), Stream(0.0, 400, 9)
-    node.submit(held, Leg.PREFILL, 0.0)
-    node.submit(whole, Leg.WHOLE, 0.0)
-    node.submit(dropped, Leg.DECODE, 0.0, 1)
-    node.drop(dropped, 0.0)
-    for at, call in waiting:
-        call(at)  # type: ignore[operator]
-    assert not node.idle
-    assert node.running == node.waiting == node.tokens == 0
-    node.release(held, 100.0)
-    assert node.idle
-    assert node.cache.free == node.cache.capacity
-    assert node.cache.cached((1, 2)) == 256

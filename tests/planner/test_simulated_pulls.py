@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.roles import H200
 from kvrelay.load.workloads import Arrival, Work, agents_of, sessions
 from kvrelay.planner.rate_card import Point, RateCard
 from kvrelay.planner.sessions import streams_of_sessions
 from kvrelay.planner.setting import NodeEvent, Setting, Stream
-from kvrelay.planner.speeds import H200, Speeds
 from kvrelay.planner.world import World, simulate
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.ladder import RUNGS
@@ -52,12 +52,14 @@ def test_a_turn_begins_with_what_was_said_and_a_sub_agent_with_a_part_of_it() ->
 
 def test_the_next_turn_takes_its_answer_from_the_decode_node() -> None:
     made = agents("llm-d,systems=9,turns=8,system=20000,output=600", 9, 9)
-    result = simulate(made, Setting(prefill=2, decode=2, block_size=SIZE))
+    result = simulate(made, Setting(prefill=2, decode=2, block_size=SIZE, card=H200))
     assert all(stream.answered for stream in made)
     assert result.rungs["peer"] > 0
     assert result.found > 0.99
     before = agents("llm-d,systems=9,turns=8,system=20000,output=600", 9, 9)
-    without = simulate(before, Setting(prefill=2, decode=2, block_size=SIZE, pulls=False))
+    without = simulate(
+        before, Setting(prefill=2, decode=2, block_size=SIZE, card=H200, pulls=False)
+    )
     assert without.rungs["peer"] == 0
     assert without.rungs["placement"] > 0
     assert without.found < result.found
@@ -69,7 +71,7 @@ def test_what_is_quicker_is_done(token_ms: float, reads: bool) -> None:
     rates = card(direct=token_ms, host=1.0, store=1.0)
     made = agents("llm-d,systems=4,turns=6,system=8000,output=600", 4, 4)
     below = {"host": 1 << 22, "store": 1 << 22}
-    setting = Setting(prefill=2, decode=2, block_size=SIZE, speeds=Speeds(rates), below=below)
+    setting = Setting(prefill=2, decode=2, block_size=SIZE, card=rates, below=below)
     rungs = simulate(made, setting).rungs
     assert rungs["host"] == rungs["store"] == 0
     assert (rungs["peer"] > 0) is reads
@@ -79,7 +81,7 @@ def test_what_is_quicker_is_done(token_ms: float, reads: bool) -> None:
 def test_a_card_without_a_tier_is_refused() -> None:
     bare = msgspec.structs.replace(H200, transfer={})
     with pytest.raises(ConfigError, match="no two points of transfer 'host'"):
-        simulate([], Setting(speeds=Speeds(bare), below={"host": 1}))
+        simulate([], Setting(card=bare, below={"host": 1}))
 
 
 @settings(max_examples=25, deadline=None)
@@ -99,9 +101,7 @@ def test_each_request_ends_once_and_gives_back_what_it_took_and_leased(
     below = {"host": rng.choice([0, 8_000, 90_000]), "store": rng.choice([0, 300_000])}
     world = World(
         made,
-        Setting(
-            prefill=2, decode=2, block_size=SIZE, events=events, below=below, speeds=Speeds(rates)
-        ),
+        Setting(prefill=2, decode=2, block_size=SIZE, events=events, below=below, card=rates),
     )
     result = world.run()
     assert len({id(stream) for stream in made}) == len(made)
@@ -158,7 +158,7 @@ def test_other_sizes_of_tiers_find_what_an_oracle_finds(
         Stream(5_000.0 * at, len(blocks) * SIZE + 1, 2, blocks) for at, blocks in enumerate(asked)
     ]
     below = {"host": host * SIZE}
-    setting = Setting(prefill=0, decode=1, block_size=SIZE, speeds=Speeds(rates), below=below)
+    setting = Setting(prefill=0, decode=1, block_size=SIZE, card=rates, below=below)
     rungs = simulate(made, setting).rungs
     on_gpu, in_host, seen = Lru(pool), Lru(host), set[int]()
     expected = Counter[str]()

@@ -4,15 +4,14 @@ static one serves.
 
 from __future__ import annotations
 
-from benchmarks.roles import Phase, shifting
+from benchmarks.roles import H200, Phase, shifting, slowed
 from kvrelay.planner.goodput import attained
 from kvrelay.planner.setting import Result, Setting, Targets
-from kvrelay.planner.speeds import H200, Speeds, slowed
 from kvrelay.planner.world import simulate
 from kvrelay.wire.config import Role
 
 TARGETS = Targets(8_000.0, 120.0)
-SPEEDS = Speeds(slowed(H200, 8.0))
+CARD = slowed(H200, 8.0)
 # Documents want three of four nodes for prompts, then long answers want two or three that generate.
 PHASES = (Phase(240.0, 1.3, 8_192, 32), Phase(180.0, 4.5, 1_024, 512))
 
@@ -22,7 +21,7 @@ def served(prefill: int, *, changes: bool) -> Result:
         prefill=prefill,
         decode=4 - prefill,
         prefixes=False,
-        speeds=SPEEDS,
+        card=CARD,
         targets=TARGETS,
         changes_roles=changes,
     )
