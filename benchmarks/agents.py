@@ -18,9 +18,10 @@ from itertools import islice
 from pathlib import Path
 
 from benchmarks.local_cluster import running
+from kvrelay.load.config import BenchConfig
 from kvrelay.load.experiment import inspect_server
 from kvrelay.load.measures import Record, percentile, ttft_ms
-from kvrelay.load.sender import Endpoint, Load, send_load
+from kvrelay.load.sender import Load, send_load
 from kvrelay.load.workloads import Arrival, Work, agents_of, sessions
 from kvrelay.planner.rate_card import read_card
 from kvrelay.planner.sessions import streams_of_sessions
@@ -52,10 +53,10 @@ def _row(name: str, found: float, later: Sequence[float], more: str) -> str:
 
 
 async def measured(url: str, spec: str, name: str) -> str:
+    config = BenchConfig(url, endpoint="chat", agents=spec, concurrency=_CLIENTS)
     server = await inspect_server(url, "", "", chat=True)
-    endpoint = Endpoint([url], "", server.model, chat=True, spelling=server.spelling)
-    load = Load(Work(agents=agents_of(spec)), Arrival(), "llm-d", _CLIENTS, _CLIENTS)
-    records = (await send_load(endpoint, load)).records
+    load = Load(config.work, config.arrival(0.0), "llm-d", _CLIENTS, _CLIENTS)
+    records = (await send_load(config, server, load)).records
     assert not any(record.failure for record in records)
     before: dict[int, Record] = {}
     possible = cached = 0

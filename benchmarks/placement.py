@@ -26,13 +26,13 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.roles import H200
-from kvrelay.load.measures import percentile
+from kvrelay.load.measures import Targets, percentile
 from kvrelay.load.workloads import LENGTHS
 from kvrelay.planner.engine import Engine
 from kvrelay.planner.goodput import is_good
 from kvrelay.planner.rate_card import RateCard, read_card
 from kvrelay.planner.router import Router
-from kvrelay.planner.setting import Setting, Stream, Targets
+from kvrelay.planner.setting import Setting, Stream
 from kvrelay.planner.world import simulate
 from kvrelay.router.request.placer import ChosenNodes
 from kvrelay.wire.config import Role

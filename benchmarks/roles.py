@@ -20,9 +20,10 @@ from pathlib import Path
 
 import msgspec
 
+from kvrelay.load.measures import Targets
 from kvrelay.planner.goodput import attained
 from kvrelay.planner.rate_card import Point, RateCard, read_card
-from kvrelay.planner.setting import Result, Setting, Stream, Targets
+from kvrelay.planner.setting import Result, Setting, Stream
 from kvrelay.planner.world import simulate
 
 __all__ = ["H200", "Phase", "main", "shifting", "slowed"]

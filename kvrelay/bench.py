@@ -97,15 +97,13 @@ def result_of(config: BenchConfig, experiment: Experiment, began: datetime.datet
     server = experiment.server
     assert server is not None
     return Result(
-        label=config.label or server.model,
         model=server.model,
         url=config.url,
         gpus=config.gpus,
-        hardware=config.hardware,
         lengths=_lengths(config),
         arrivals=_arrivals(config),
         work=config.work,
-        slo=config.slo,
+        targets=config.targets,
         attainment=config.attainment,
         made=Provenance(
             _command(),
@@ -179,9 +177,9 @@ def _search_line(result: Result) -> Text:
     why = f" ({found.why})" if found.why else ""
     unit = "sessions" if result.work.agents else "requests/s"
     if not found.holds:
-        return Text(f"{result.label}: none held{why}", style="red")
+        return Text(f"{result.model}: none held{why}", style="red")
     broke = f"; {found.breaks:.3g} did not" if found.breaks is not None else ""
     return Text(
-        f"{result.label}: {found.holds:.3g} {unit} held, {found.holds / result.gpus:.3g} per "
+        f"{result.model}: {found.holds:.3g} {unit} held, {found.holds / result.gpus:.3g} per "
         f"GPU, at {result.attainment:.0%} attainment{broke}{why}"
     )

@@ -109,9 +109,9 @@ def _plan(
 
     The exit code is 0 if nine of ten requests keep both targets with the best split, else 1.
     """
+    from kvrelay.load.measures import Targets
     from kvrelay.load.workloads import AGENTS, agents_of
     from kvrelay.planner.rate_card import read_card
-    from kvrelay.planner.setting import Targets
     from kvrelay.sizing import Wanted, workload_of
     from kvrelay.sizing import run as run_plan
 

@@ -17,6 +17,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
+from kvrelay.load.measures import Targets
 from kvrelay.load.workloads import (
     AGENTS,
     TRACE_BLOCK_TOKENS,
@@ -40,7 +41,7 @@ from kvrelay.planner.goodput import (
     turns_of,
 )
 from kvrelay.planner.rate_card import RateCard
-from kvrelay.planner.setting import Setting, Targets
+from kvrelay.planner.setting import Setting
 from kvrelay.wire.config_checks import gib
 from kvrelay.wire.errors import ConfigError
 

@@ -95,7 +95,7 @@ class AnswerReader:
         self._read_event(event, now_s)
 
     def _read_event(self, event: _Event, now_s: float) -> None:
-        record, before = self.record, self.record.output_tokens
+        record = self.record
         if event.usage is not None:
             self._read_usage(event.usage)
         if not event.choices:
@@ -106,14 +106,9 @@ class AnswerReader:
         text = choice.text if choice.delta is None else choice.delta.content
         if self._keep_text and text:
             self._texts.append(text)
-        if event.usage is not None:
-            count = record.output_tokens - before
-        else:
-            count = int(_has_token(choice))
-            if not record.usage:
-                record.output_tokens += count
-        if count:
-            self._add_chunk(count, now_s)
+        if _has_token(choice):
+            record.output_tokens += not record.usage
+            self._add_chunk(now_s)
 
     def _read_usage(self, usage: _Usage) -> None:
         record = self.record
@@ -122,7 +117,7 @@ class AnswerReader:
         if usage.prompt_tokens_details is not None:
             record.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
 
-    def _add_chunk(self, tokens: int, now_s: float) -> None:
+    def _add_chunk(self, now_s: float) -> None:
         record = self.record
         if record.chunks:
             record.gaps_s.append(now_s - record.last_s)
@@ -130,7 +125,6 @@ class AnswerReader:
             record.first_s = now_s
         record.last_s = now_s
         record.chunks += 1
-        record.counts.append(tokens)
 
     def finish(self, *, exact: bool) -> None:
         """Judge the answer; `exact`: the server had to make all tokens that were asked for."""
@@ -145,8 +139,6 @@ class AnswerReader:
             self.fail(Failure.EMPTY, "an answer without a token")
         elif exact and record.usage and record.output_tokens < record.asked_tokens:
             self.fail(Failure.SHORT, f"{record.output_tokens} tokens of {record.asked_tokens}")
-        if sum(record.counts) != record.output_tokens:
-            record.counts = []
 
 
 def _has_token(choice: _Choice) -> bool:

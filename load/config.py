@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvrelay.load.measures import Slo
+from kvrelay.load.measures import Targets
 from kvrelay.load.workloads import (
     FIRST_TOKEN,
     Agents,
@@ -83,24 +83,16 @@ class BenchConfig:
     """Target for the first token; 0: that of --lengths (chat 200, code 125), or 1000."""
     tpot_ms: _NotNegative = 0.0
     """Target for the mean time per later token; 0: that of --lengths (chat 15, code 20), or 50."""
-    gap_ms: _NotNegative = 0.0
-    """Target for the longest time between two tokens; 0: none."""
     tell_targets: bool = False
     """Send both targets with each request (x-slo-ttft-ms, x-slo-tpot-ms) for kvrelay's router."""
     gpus: Annotated[int, Meta(gt=0)] = 1
     """All GPUs of the server: goodput is divided by them."""
-    hardware: str = ""
-    """Hardware of the server, for the result."""
-    label: str = ""
-    """Name of the server in tables; empty takes the model's."""
     output: str = "bench.json"
     """File of the result, as JSON."""
     deadline_s: _Positive = 600.0
     """A request that takes longer has failed."""
     ignore_eos: bool = True
     """Ask for answers of the full length. Not every server knows this field."""
-    usage_per_chunk: bool = False
-    """Ask for the tokens of each chunk (continuous_usage_stats), which may be several."""
     vocab_size: int = 32_000
     """Token ids of prompts are below this."""
     seed: int = 0
@@ -201,16 +193,16 @@ class BenchConfig:
         return rates
 
     @property
-    def slo(self) -> Slo:
+    def targets(self) -> Targets:
         default = Lengths(0, 0) if self.trace or self.agents else self.fixed
-        return Slo(self.ttft_ms or default.ttft_ms, self.tpot_ms or default.tpot_ms, self.gap_ms)
+        return Targets(self.ttft_ms or default.ttft_ms, self.tpot_ms or default.tpot_ms)
 
     @property
     def headers(self) -> dict[str, str]:
         if not self.tell_targets:
             return {}
-        slo = self.slo
-        return {"x-slo-ttft-ms": f"{slo.ttft_ms:g}", "x-slo-tpot-ms": f"{slo.tpot_ms:g}"}
+        told = self.targets
+        return {"x-slo-ttft-ms": f"{told.ttft_ms:g}", "x-slo-tpot-ms": f"{told.tpot_ms:g}"}
 
     @property
     def work(self) -> Work:

@@ -17,14 +17,14 @@ from typing import Any
 import aiohttp
 
 from kvrelay.load.config import BenchConfig
-from kvrelay.load.measures import Slo, Window, client_health, measures_of, percentile
+from kvrelay.load.measures import Targets, Window, client_health, measures_of, percentile
 from kvrelay.load.results import Run, row_of
 from kvrelay.load.search import RateSearch, SearchResult
-from kvrelay.load.sender import Endpoint, Load, Outcome, Progress, send_load
-from kvrelay.load.workloads import Arrival, Prompts, Session, Spelling, Turn, sessions
+from kvrelay.load.sender import Load, Outcome, Progress, Server, send_load
+from kvrelay.load.workloads import Prompts, Session, Spelling, Turn, sessions
 from kvrelay.wire.errors import KvrelayError
 
-__all__ = ["Experiment", "RunProgress", "Server", "ServerUnusable", "inspect_server"]
+__all__ = ["Experiment", "RunProgress", "ServerUnusable", "inspect_server"]
 
 _TIMEOUT = aiohttp.ClientTimeout(total=120.0, sock_connect=10.0)
 _FEW_WORDS, _MANY_WORDS = 64, 320
@@ -37,15 +37,6 @@ _MIN_REQUESTS = 20
 
 class ServerUnusable(KvrelayError):
     """A server that cannot be reached, or refuses what it is asked before the measurement."""
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """A server's model, its version, and how its tokenizer spells words."""
-
-    model: str
-    version: str
-    spelling: Spelling
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +102,12 @@ async def _spelling(session: aiohttp.ClientSession, url: str, model: str) -> Spe
     return Spelling(1 / per_word, max(0, round(counts[0] - per_word * _FEW_WORDS)))
 
 
-def _usual_s(sample: Sequence[Session], slo: Slo) -> tuple[float, float]:
+def _usual_s(sample: Sequence[Session], targets: Targets) -> tuple[float, float]:
     answers: list[float] = []
     whole: list[float] = []
     for session in sample:
         turns = session.all_turns
-        each = [(slo.ttft_ms + slo.tpot_ms * turn.output) / 1e3 for turn in turns]
+        each = [(targets.ttft_ms + targets.tpot_ms * turn.output) / 1e3 for turn in turns]
         answers += each
         whole.append(sum(each) + sum(turn.think_s for turn in turns))
     return percentile(answers, _USUAL_SHARE), percentile(whole, _USUAL_SHARE)
@@ -132,7 +123,7 @@ class Experiment:
         self.server: Server | None = None
         self.runs: list[Run] = []
         self.found: SearchResult | None = None
-        self._answer_s, self._warm_up_s, self._trace_requests = 0.0, 0.0, 0
+        self._answer_s = self._warm_up_s = 0.0
 
     async def run(self) -> None:
         """Measure all rates, or search one. Raises ConfigError, ServerUnusable, KvrelayError."""
@@ -146,9 +137,8 @@ class Experiment:
     async def _prepare(self) -> None:
         config = self._config
         drawn = sessions(config.work, config.arrival(1.0), "0")
-        sample = list(itertools.islice(drawn, None if config.trace else _SAMPLE_SESSIONS))
-        self._trace_requests = len(sample)
-        self._answer_s, session_s = _usual_s(sample, config.slo)
+        sample = list(itertools.islice(drawn, _SAMPLE_SESSIONS))
+        self._answer_s, session_s = _usual_s(sample, config.targets)
         default_s = 0.0 if config.requests else max(_MIN_WARM_UP_S, session_s)
         self._warm_up_s = config.warm_up_s if config.warm_up_s >= 0 else default_s
         chat = config.endpoint == "chat"
@@ -207,19 +197,7 @@ class Experiment:
     async def _measure(self, rate: float, clients: int) -> Run:
         config, server = self._config, self.server
         assert server is not None
-        load, window, after_s = self._load(rate, clients)
-        endpoint = Endpoint(
-            config.base_urls,
-            config.api_key,
-            server.model,
-            config.endpoint == "chat",
-            server.spelling,
-            config.vocab_size,
-            config.ignore_eos,
-            config.usage_per_chunk,
-            config.deadline_s,
-            config.headers,
-        )
+        load, window = self._load(rate, clients)
         name = f"{clients} clients" if clients else "the trace"
         if rate:
             name = f"{rate:.4g} requests/s"
@@ -229,59 +207,39 @@ class Experiment:
         def on_progress(progress: Progress) -> None:
             self._on_progress(RunProgress(name, total_s, count or None, progress))
 
-        outcome = await send_load(endpoint, load, on_progress)
+        outcome = await send_load(config, server, load, on_progress)
         if not outcome.records:
             raise KvrelayError(f"at {name} no request was sent; take a longer --duration-s")
-        run = self._run(load, outcome, window, after_s)
+        run = self._run(load, outcome, window)
         self.runs.append(run)
         return run
 
-    def _load(self, rate: float, clients: int) -> tuple[Load, Window, float]:
-        config = self._config
+    def _load(self, rate: float, clients: int) -> tuple[Load, Window]:
+        config, start_s = self._config, self._warm_up_s
         seed = f"{config.seed} {len(self.runs)}"
-        arrival, slo, start_s = config.arrival(rate), config.slo, self._warm_up_s
-        load = Load(config.work, arrival, seed, clients, config.requests)
+        load = Load(config.work, config.arrival(rate), seed, clients, config.requests)
         if config.requests:
-            load = dataclasses.replace(load, warm_up_s=start_s)
-            return load, Window(start_s, math.inf), 0.0
-        window, after_s = Window(start_s, start_s + config.duration_s), self._answer_s
-        if clients:
-            after_s = 0.0
-        elif config.trace and (ends := self._trace_window(arrival, seed, window)) is not None:
-            window, after_s = ends, 0.0
-        sending_s = window.end_s + after_s
+            return dataclasses.replace(load, warm_up_s=start_s), Window(start_s, math.inf)
+        window = Window(start_s, start_s + config.duration_s)
+        sending_s = window.end_s + (0.0 if clients else self._answer_s)
         load = dataclasses.replace(
             load, sending_s=sending_s, judged_s=window.end_s, drain_s=config.deadline_s
         )
         if config.find_rate:
             # A request without an answer by then has missed its targets.
-            first_s, token_s = slo.ttft_ms / 1e3, slo.tpot_ms / 1e3
+            first_s, token_s = config.targets.ttft_ms / 1e3, config.targets.tpot_ms / 1e3
             load = dataclasses.replace(
                 load, drain_s=_SEARCH_DRAIN_S, first_s=first_s, token_s=token_s
             )
-        return load, window, after_s
+        return load, window
 
-    def _trace_window(self, arrival: Arrival, seed: str, window: Window) -> Window | None:
-        dues = [session.at for session in sessions(self._config.work, arrival, seed)]
-        if (last := max(dues)) >= window.end_s:
-            return None
-        counting = sum(map(window.holds, dues))
-        if counting < _MIN_REQUESTS:
-            raise KvrelayError(
-                f"the {len(dues)} requests of the trace take {last:.3g} s, and {counting} come "
-                f"after the warm-up of {window.start_s:.3g} s; take a lower --rate, a longer trace "
-                "or a shorter --warm-up-s"
-            )
-        return _until(window, last)
-
-    def _run(self, load: Load, outcome: Outcome, window: Window, after_s: float) -> Run:
+    def _run(self, load: Load, outcome: Outcome, window: Window) -> Run:
         config, records, clients = self._config, outcome.records, load.clients
-        trace_ended = config.trace and clients and len(records) == self._trace_requests
-        if config.requests or trace_ended:
-            last_s = max(each.due_s for each in records)
-            if config.requests:
-                last_s = max(last_s, *(each.last_s for each in records))
-            window = _until(window, last_s)
+        last_s = max(each.due_s for each in records)
+        if config.requests:
+            last_s = max(last_s, *(each.last_s for each in records))
+        if config.requests or (config.trace and last_s < window.end_s):  # a trace has an end
+            window = Window(window.start_s, max(last_s, window.start_s) + 1e-6)
         judged = [record for record in records if window.holds(record.due_s)]
         if not judged:
             raise KvrelayError(
@@ -294,11 +252,6 @@ class Experiment:
             clients,
             window.start_s,
             window.length_s,
-            measures_of(records, window, config.slo, config.gpus, client),
-            [row_of(record, config.slo) for record in judged],
-            after_s,
+            measures_of(records, window, config.targets, client),
+            [row_of(record, config.targets) for record in judged],
         )
-
-
-def _until(window: Window, last_s: float) -> Window:
-    return Window(window.start_s, max(last_s, window.start_s) + 1e-6)

@@ -5,6 +5,7 @@ A request counts if it was due within the window; a failed one has met nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,18 +14,20 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvrelay.wire.errors import ConfigError
+
 __all__ = [
     "ClientHealth",
     "Failure",
     "Measures",
     "Percentiles",
     "Record",
-    "Slo",
+    "Targets",
     "Window",
     "client_health",
     "e2e_ms",
     "measures_of",
-    "meets_slo",
+    "meets_targets",
     "percentile",
     "server_failures",
     "tpot_ms",
@@ -69,16 +72,19 @@ class Record(msgspec.Struct):
     failure: str = ""
     why: str = ""
     gaps_s: list[float] = []
-    counts: list[int] = []
-    """Tokens of each chunk, if the server said them."""
 
 
-class Slo(msgspec.Struct, frozen=True):
-    """Latency targets of a request; `gap_ms` 0 sets no limit to a single gap."""
+class Targets(msgspec.Struct, frozen=True):
+    """A pair of latencies that a good request keeps, as its client sees them."""
 
     ttft_ms: float
     tpot_ms: float
-    gap_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.ttft_ms < math.inf and 0 < self.tpot_ms < math.inf):
+            raise ConfigError(
+                f"targets must be above 0 milliseconds, got {self.ttft_ms:g} and {self.tpot_ms:g}"
+            )
 
 
 class Window(NamedTuple):
@@ -136,9 +142,7 @@ class Measures(msgspec.Struct, frozen=True):
     attainment: float
     """Share of requests that met all targets."""
     goodput_per_s: float
-    goodput_per_s_per_gpu: float
     output_tokens_per_s: float
-    output_tokens_per_s_per_gpu: float
     ttft_ms: Percentiles
     tpot_ms: Percentiles
     itl_ms: Percentiles
@@ -148,7 +152,6 @@ class Measures(msgspec.Struct, frozen=True):
     output_tokens: float
     cached: float
     """Share of all prompt tokens that the server had cached."""
-    tokens_per_chunk: float
     usage: bool
     client: ClientHealth
     later_ttft_ms: Percentiles | None = None
@@ -182,23 +185,21 @@ def _began_s(record: Record) -> float:
 
 def tpot_ms(record: Record) -> float | None:
     """Return the mean time per token after the first chunk; None without such tokens."""
-    first = record.counts[0] if record.counts else 1
-    behind = record.output_tokens - first
+    behind = record.output_tokens - 1
     return (record.last_s - record.first_s) / behind * 1e3 if behind > 0 else None
 
 
-def meets_slo(record: Record, slo: Slo) -> bool:
-    if record.failure or ttft_ms(record) > slo.ttft_ms or (tpot_ms(record) or 0.0) > slo.tpot_ms:
-        return False
-    return not slo.gap_ms or max(record.gaps_s, default=0.0) * 1e3 <= slo.gap_ms
+def meets_targets(record: Record, targets: Targets) -> bool:
+    in_time = ttft_ms(record) <= targets.ttft_ms and (tpot_ms(record) or 0.0) <= targets.tpot_ms
+    return in_time and not record.failure
 
 
 def measures_of(
-    records: Sequence[Record], window: Window, slo: Slo, gpus: int, client: ClientHealth
+    records: Sequence[Record], window: Window, targets: Targets, client: ClientHealth
 ) -> Measures:
     judged = [record for record in records if window.holds(record.due_s)]
     good = [record for record in judged if not record.failure]
-    met = sum(meets_slo(record, slo) for record in judged)
+    met = sum(meets_targets(record, targets) for record in judged)
     failed = [record for record in judged if record.failure]
     examples: dict[str, str] = {}
     for record in failed:
@@ -207,9 +208,9 @@ def measures_of(
     length = max(1e-9, window.length_s)
     tokens = sum(_tokens_within(record, window) for record in records if record.chunks) / length
     in_time = sum(not record.failure and window.holds(record.last_s) for record in records)
-    prompt_tokens, output_tokens, chunks, cached = (
+    prompt_tokens, output_tokens, cached = (
         sum(getattr(record, name) for record in good)
-        for name in ("prompt_tokens", "output_tokens", "chunks", "cached_tokens")
+        for name in ("prompt_tokens", "output_tokens", "cached_tokens")
     )
     return Measures(
         requests=len(judged),
@@ -220,9 +221,7 @@ def measures_of(
         achieved_per_s=in_time / length,
         attainment=_ratio(met, len(judged)),
         goodput_per_s=met / length,
-        goodput_per_s_per_gpu=met / length / gpus,
         output_tokens_per_s=tokens,
-        output_tokens_per_s_per_gpu=tokens / gpus,
         ttft_ms=Percentiles.of(map(ttft_ms, good)),
         tpot_ms=Percentiles.of(each for each in map(tpot_ms, good) if each is not None),
         itl_ms=Percentiles.of(gap * 1e3 for record in good for gap in record.gaps_s),
@@ -230,7 +229,6 @@ def measures_of(
         prompt_tokens=_ratio(prompt_tokens, len(good)),
         output_tokens=_ratio(output_tokens, len(good)),
         cached=_ratio(cached, prompt_tokens),
-        tokens_per_chunk=_ratio(output_tokens, chunks),
         usage=all(record.usage for record in good),
         client=client,
         later_ttft_ms=Percentiles.of(later) if later else None,
@@ -238,14 +236,8 @@ def measures_of(
 
 
 def _tokens_within(record: Record, window: Window) -> float:
-    each = record.output_tokens / record.chunks
-    now, total = record.first_s, 0.0
-    for at in range(record.chunks):
-        if at:
-            now += record.gaps_s[at - 1]
-        if window.holds(now):
-            total += record.counts[at] if record.counts else each
-    return total
+    times = itertools.accumulate(record.gaps_s, initial=record.first_s)
+    return record.output_tokens / record.chunks * sum(map(window.holds, times))
 
 
 def client_health(

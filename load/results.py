@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvrelay.load.measures import Measures, Record, Slo, e2e_ms, meets_slo, tpot_ms, ttft_ms
+from kvrelay.load.measures import Measures, Record, Targets, e2e_ms, meets_targets, tpot_ms, ttft_ms
 from kvrelay.load.search import SearchResult
 from kvrelay.load.workloads import Work
 from kvrelay.wire.errors import ConfigError
@@ -25,7 +25,7 @@ __all__ = [
     "write_result",
 ]
 
-VERSION = 1
+VERSION = 2
 _MAX_SHORT = 0.1
 _MAX_CACHED = 0.05
 """Prompts that share nothing but a template have no more cached."""
@@ -57,8 +57,6 @@ class Run(msgspec.Struct, frozen=True):
     window_s: float
     measures: Measures
     rows: list[Row]
-    after_s: float = 0.0
-    """Seconds after the window in which requests went on to come."""
 
     @property
     def short(self) -> bool:
@@ -92,15 +90,13 @@ class Provenance(msgspec.Struct, frozen=True):
 class Result(msgspec.Struct, frozen=True):
     """The result for one server; rates are of all its GPUs."""
 
-    label: str
     model: str
     url: str
     gpus: int
-    hardware: str
     lengths: str
     arrivals: str
     work: Work
-    slo: Slo
+    targets: Targets
     attainment: float
     made: Provenance
     runs: list[Run]
@@ -109,7 +105,7 @@ class Result(msgspec.Struct, frozen=True):
     endpoint: str = ""
 
 
-def row_of(record: Record, slo: Slo) -> Row:
+def row_of(record: Record, targets: Targets) -> Row:
     answered = not record.failure
     return Row(
         round(record.due_s, 3),
@@ -121,7 +117,7 @@ def row_of(record: Record, slo: Slo) -> Row:
         record.prompt_tokens,
         record.cached_tokens,
         record.output_tokens,
-        meets_slo(record, slo),
+        meets_targets(record, targets),
         record.failure,
     )
 
@@ -162,7 +158,7 @@ def table_row(result: Result, run: Run) -> list[str]:
         f"{run.offered / result.gpus:.4g}",
         f"{measures.achieved_per_s:.4g}",
         _share(measures.attainment),
-        f"{measures.goodput_per_s_per_gpu:.3g}",
+        f"{measures.goodput_per_s / result.gpus:.3g}",
         *(f"{_ms(each.p50)} {_ms(each.p99)}" for each in times),
         f"{measures.output_tokens_per_s:,.0f}",
         _share(measures.cached),
@@ -199,7 +195,7 @@ def warnings_of(result: Result) -> list[str]:
     work = result.work
     shares = bool(work.trace or work.agents)
     for run in result.runs:
-        name, client = f"{result.label}, {run.name}", run.measures.client
+        name, client = run.name, run.measures.client
         if client.bottleneck:
             warnings.append(
                 f"{name}: the client was too slow, so these figures are not the server's: "
@@ -213,7 +209,5 @@ def warnings_of(result: Result) -> list[str]:
                 "share nothing; take another --seed"
             )
     if not all(run.measures.usage for run in result.runs):
-        warnings.append(
-            f"{result.label}: answers without usage; their tokens are counted by chunks"
-        )
+        warnings.append("answers without usage; their tokens are counted by chunks")
     return warnings

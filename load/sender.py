@@ -14,16 +14,17 @@ import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kvrelay.load.client import AnswerReader, http_session, stream
+from kvrelay.load.config import BenchConfig
 from kvrelay.load.measures import Failure, Record
 from kvrelay.load.workloads import Arrival, Prompts, Session, Spelling, Turn, Work, sessions
 
-__all__ = ["Endpoint", "Load", "Outcome", "Progress", "Sender", "send_load"]
+__all__ = ["Load", "Outcome", "Progress", "Sender", "Server", "send_load"]
 
 Turns = Sequence[tuple[int, Turn]]
 """Turns with their numbers."""
@@ -35,19 +36,12 @@ _PROGRESS_S, _TICK_S = 0.5, 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where requests go, session by session in turn, and the fields that all of them have."""
+class Server:
+    """A server's model, its version, and how its tokenizer spells words."""
 
-    urls: Sequence[str]
-    api_key: str
     model: str
-    chat: bool
+    version: str
     spelling: Spelling
-    vocab_size: int = 32_000
-    ignore_eos: bool = True
-    usage_per_chunk: bool = False
-    deadline_s: float = 600.0
-    headers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +84,15 @@ class Outcome(NamedTuple):
 
 
 async def send_load(
-    endpoint: Endpoint, load: Load, on_progress: Callable[[Progress], None] = lambda _: None
+    config: BenchConfig,
+    server: Server,
+    load: Load,
+    on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> Outcome:
+    """Put a load on the servers of a setting, session by session in turn."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # 1,024 are usual, one a request
-    sender = Sender(endpoint, load)
+    sender = Sender(config, server, load)
     with _rare_collections():
         running = asyncio.create_task(sender.run())
         try:
@@ -121,26 +119,25 @@ def _rare_collections() -> Iterator[None]:
 
 
 class Sender:
-    def __init__(self, endpoint: Endpoint, load: Load) -> None:
-        self._endpoint, self._load = endpoint, load
-        path = f"/v1/{'chat/completions' if endpoint.chat else 'completions'}"
-        self._urls = [url + path for url in endpoint.urls]
-        self._prompts = Prompts(load.seed, endpoint.vocab_size, endpoint.spelling)
+    def __init__(self, config: BenchConfig, server: Server, load: Load) -> None:
+        self._config, self._load = config, load
+        self._chat = config.endpoint == "chat"
+        path = f"/v1/{'chat/completions' if self._chat else 'completions'}"
+        self._urls = [url + path for url in config.base_urls]
+        self._prompts = Prompts(load.seed, config.vocab_size, server.spelling)
         self._ready: deque[tuple[Session, bytes]] = deque()
         self._left = _limited_sessions(load)
         self._records: list[Record] = []
         self._sent = self._failed = 0
         self._begin = self._cpu_share = 0.0
         self._lags: list[float] = []
-        stream_options: dict[str, Any] = {"include_usage": True}
-        if endpoint.usage_per_chunk:
-            stream_options["continuous_usage_stats"] = True
         self._fields: dict[str, Any] = {
+            "model": server.model,
             "temperature": 0,
             "stream": True,
-            "stream_options": stream_options,
+            "stream_options": {"include_usage": True},
         }
-        if endpoint.ignore_eos:
+        if config.ignore_eos:
             self._fields["ignore_eos"] = True
 
     @property
@@ -151,7 +148,7 @@ class Sender:
         for _ in range(_AHEAD):
             self._prepare_one()
         self._begin = time.monotonic() + _START_S
-        async with http_session(self._endpoint.api_key, self._endpoint.headers) as self._http:
+        async with http_session(self._config.api_key, self._config.headers) as self._http:
             await self._sleep_until(0.0)
             watch = asyncio.create_task(self._watch())
             try:
@@ -180,14 +177,12 @@ class Sender:
             self._ready.append((session, self._body(session.turns[0], self._system(session))))
 
     def _body(self, turn: Turn, before: Said) -> bytes:
-        endpoint, prompts = self._endpoint, self._prompts
-        prompt: dict[str, Any]
-        if endpoint.chat:
-            prompt = {"messages": [*before, {"role": "user", "content": prompts.text(turn)}]}
-        else:
-            prompt = {"prompt": prompts.ids(turn)}
-        fields = {"model": endpoint.model, "max_tokens": turn.output, **self._fields}
-        return msgspec.json.encode(prompt | fields)
+        prompt: dict[str, Any] = (
+            {"messages": [*before, {"role": "user", "content": self._prompts.text(turn)}]}
+            if self._chat
+            else {"prompt": self._prompts.ids(turn)}
+        )
+        return msgspec.json.encode(prompt | self._fields | {"max_tokens": turn.output})
 
     def _system(self, session: Session) -> Said:
         system = session.system
@@ -282,7 +277,7 @@ class Sender:
             self._keep(record)
 
     async def _send(self, body: bytes, answer: AnswerReader) -> None:
-        record, load, deadline_s = answer.record, self._load, self._endpoint.deadline_s
+        record, load, deadline_s = answer.record, self._load, self._config.deadline_s
         self._sent += 1
         record.sent_s = self._now_s
         allowed_s = load.first_s + load.token_s * record.asked_tokens
@@ -297,7 +292,7 @@ class Sender:
                 answer.fail(Failure.CUT, why)
             else:
                 answer.fail(Failure.DEADLINE, f"not answered within {deadline_s:g} s")
-        answer.finish(exact=self._endpoint.ignore_eos)
+        answer.finish(exact=self._config.ignore_eos)
         self._keep(record)
 
     def _keep(self, record: Record) -> None:

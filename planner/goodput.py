@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
-from kvrelay.load.measures import percentile
+from kvrelay.load.measures import Targets, percentile
 from kvrelay.load.search import RateSearch
 from kvrelay.load.workloads import Agents, Arrival, Asked, Work, sessions
 from kvrelay.planner.rate_card import RateCard
 from kvrelay.planner.sessions import streams_of_sessions
-from kvrelay.planner.setting import NETWORK_MS, Result, Setting, Stream, Targets, streams_at
+from kvrelay.planner.setting import NETWORK_MS, Result, Setting, Stream, streams_at
 from kvrelay.planner.world import simulate
 
 __all__ = [

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvrelay.load.measures import Targets
 from kvrelay.load.workloads import Asked
 from kvrelay.planner.rate_card import RateCard
 from kvrelay.wire.config import Role
-from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.ladder import RUNGS
 from kvrelay.wire.router_config import PRICE
 
@@ -24,27 +24,12 @@ __all__ = [
     "Result",
     "Setting",
     "Stream",
-    "Targets",
     "streams_at",
 ]
 
 
 NETWORK_MS = 0.3
 """From the client through the router to a node, and back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """A pair of latencies that a good request keeps, as its client sees them."""
-
-    ttft_ms: float
-    tpot_ms: float
-
-    def __post_init__(self) -> None:
-        if not (0 < self.ttft_ms < math.inf and 0 < self.tpot_ms < math.inf):
-            raise ConfigError(
-                f"targets must be above 0 milliseconds, got {self.ttft_ms:g} and {self.tpot_ms:g}"
-            )
 
 
 @dataclass(eq=False, slots=True)

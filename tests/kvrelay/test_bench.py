@@ -74,7 +74,7 @@ def test_rates_become_a_result_and_a_table(
     assert run([*typed, "--output", str(path), "--ttft-ms", "3000", "--tpot-ms", "500"]) == 0
     result = read_result(path)
     assert [one["rate"] for one in result["runs"]] == [10.0, 20.0]
-    assert (result["label"], result["gpus"], result["slo"]["ttft_ms"]) == ("double", 2, 3_000.0)
+    assert (result["model"], result["gpus"], result["targets"]["ttft_ms"]) == ("double", 2, 3_000.0)
     for one in result["runs"]:
         measures = one["measures"]
         assert (measures["failures"], measures["attainment"]) == ({}, 1.0)
@@ -161,10 +161,10 @@ def test_a_server_that_is_not_there_is_one_sentence(capfd: pytest.CaptureFixture
 
 
 def test_targets_are_those_of_the_lengths_unless_given() -> None:
-    assert BenchConfig(rate="1").slo.ttft_ms == 200.0
-    assert BenchConfig(rate="1", lengths="summarise", tpot_ms=20.0).slo.tpot_ms == 20.0
-    assert BenchConfig(rate="1", lengths="10:20").slo.ttft_ms == 1_000.0
-    assert BenchConfig(rate="1", trace="t").slo.tpot_ms == 50.0
+    assert BenchConfig(rate="1").targets.ttft_ms == 200.0
+    assert BenchConfig(rate="1", lengths="summarise", tpot_ms=20.0).targets.tpot_ms == 20.0
+    assert BenchConfig(rate="1", lengths="10:20").targets.ttft_ms == 1_000.0
+    assert BenchConfig(rate="1", trace="t").targets.tpot_ms == 50.0
 
 
 def test_a_command_is_told_without_its_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ import pytest
 from benchmarks.roles import H200, slowed
 from kvrelay import sizing
 from kvrelay.cli import run
+from kvrelay.load.measures import Targets
 from kvrelay.planner.goodput import Served
 from kvrelay.planner.rate_card import write_card
-from kvrelay.planner.setting import Setting, Targets
+from kvrelay.planner.setting import Setting
 from kvrelay.sizing import Wanted, sized, workload_of
 from kvrelay.wire.errors import ConfigError
 

@@ -6,12 +6,12 @@ import heapq
 import itertools
 import random
 
-from kvrelay.load.measures import Record, Slo, Window, client_health, measures_of
+from kvrelay.load.measures import Record, Targets, Window, client_health, measures_of
 from kvrelay.load.results import Provenance, Result, Run, row_of
 from kvrelay.load.search import RateSearch
 from kvrelay.load.workloads import Arrival, Work, sessions
 
-SLO = Slo(200.0, 15.0)
+TARGETS = Targets(200.0, 15.0)
 WORK = Work(512, 64)
 STEP_S, PREFILL_S = 0.01, 0.03
 
@@ -42,27 +42,25 @@ def records_of(rate: float, places: int, seconds: float, seed: str) -> list[Reco
                 chunks=WORK.output,
                 usage=True,
                 gaps_s=gaps,
-                counts=[1] * WORK.output,
             )
         )
     return found
 
 
-def run_of(rate: float, places: int, seconds: float = 60.0, gpus: int = 1, seed: str = "s") -> Run:
-    records = records_of(rate, places, seconds + 5, f"{seed} {rate}")
+def run_of(rate: float, places: int, seconds: float) -> Run:
+    records = records_of(rate, places, seconds + 5, f"{rate}")
     window = Window(5.0, 5.0 + seconds)
     judged = [record for record in records if window.start_s <= record.due_s < window.end_s]
     client = client_health(judged, 0.12, [0.0005] * 100, open_loop=True)
-    measures = measures_of(records, window, SLO, gpus, client)
-    return Run(rate, 0, 5.0, seconds, measures, [row_of(record, SLO) for record in judged])
+    measures = measures_of(records, window, TARGETS, client)
+    return Run(rate, 0, 5.0, seconds, measures, [row_of(record, TARGETS) for record in judged])
 
 
-def result_of(label: str, places: int, gpus: int, seconds: float = 60.0) -> Result:
+def result_of(places: int, gpus: int, seconds: float) -> Result:
     search, runs = RateSearch(4.0), list[Run]()
     while (rate := search.rate) is not None:
-        runs.append(run_of(rate, places, seconds, gpus))
+        runs.append(run_of(rate, places, seconds))
         search.record(runs[-1].measures.attainment)
     made = Provenance("kvrelay bench", "2026-11-22T09:00:00+00:00", "Linux", {"server": "0.1.0"})
-    model, url, hardware = "Llama-3.1-8B", "http://10.0.0.5:8000", f"{gpus} x GPU"
-    asked = ("512:64", "poisson arrivals, open loop", WORK, SLO, 0.9)
-    return Result(label, model, url, gpus, hardware, *asked, made, runs, search.result())
+    asked = ("512:64", "poisson arrivals, open loop", WORK, TARGETS, 0.9)
+    return Result("Llama-3.1-8B", "http://h:8000", gpus, *asked, made, runs, search.result())

@@ -47,7 +47,7 @@ def test_a_completion() -> None:
     assert (record.failure, said) == ("", "ab")
     assert (record.first_s, record.last_s, record.gaps_s) == (1.0, 2.0, [1.0])
     assert (record.output_tokens, record.prompt_tokens, record.cached_tokens) == (2, 9, 4)
-    assert (record.counts, record.chunks, record.usage) == ([1, 1], 2, True)
+    assert (record.chunks, record.usage) == (2, True)
 
 
 def test_a_chat_begins_with_its_first_token_and_not_with_its_role() -> None:
@@ -65,18 +65,8 @@ def test_a_chat_begins_with_its_first_token_and_not_with_its_role() -> None:
 
 
 def test_chunks_of_several_tokens_are_counted_by_their_usage() -> None:
-    def so_far(count: int) -> dict[str, int]:
-        return {"prompt_tokens": 9, "completion_tokens": count}
-
-    parts = (
-        text("abc", usage=so_far(3)),
-        text("", usage=so_far(3)),
-        text("de", "length", usage=so_far(5)),
-        DONE,
-    )
-    record, _ = read(*parts, asked=5)
-    assert (record.failure, record.output_tokens) == ("", 5)
-    assert (record.counts, record.gaps_s) == ([3, 2], [2.0])
+    record, _ = read(text("abc"), text("de"), text("", "length"), usage(5), DONE, asked=5)
+    assert (record.failure, record.output_tokens, record.chunks) == ("", 5, 2)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from simulated_server import records_of
 
 from kvrelay.load import experiment
 from kvrelay.load.config import BenchConfig
-from kvrelay.load.experiment import Experiment, RunProgress, Server
-from kvrelay.load.sender import Endpoint, Load, Outcome, Progress
+from kvrelay.load.experiment import Experiment, RunProgress
+from kvrelay.load.sender import Load, Outcome, Progress, Server
 from kvrelay.load.workloads import Spelling
 from kvrelay.wire.errors import KvrelayError
 
@@ -23,7 +24,10 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Load]:
     put: list[Load] = []
 
     async def send_load(
-        endpoint: Endpoint, load: Load, on_progress: Callable[[Progress], None]
+        config: BenchConfig,
+        server: Server,
+        load: Load,
+        on_progress: Callable[[Progress], None],
     ) -> Outcome:
         put.append(load)
         on_progress(Progress(3, 2, 0))
@@ -79,6 +83,16 @@ async def test_a_number_of_requests_ends_with_its_last_answer(loads: list[Load])
     assert run.measures.achieved_per_s == pytest.approx(len(run.rows) / run.window_s)
 
 
+async def test_a_measurement_ends_with_its_trace(loads: list[Load], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 9, "hash_ids": []}')
+    bench = Experiment(BenchConfig(trace=f"{trace}", rate="4", warm_up_s=5))
+    await bench.run()
+    (run,) = bench.runs
+    assert 5 + run.window_s == pytest.approx(max(row.due_s for row in run.rows), abs=0.01)
+    assert run.window_s < 15 < loads[0].judged_s
+
+
 async def test_a_warm_up_that_takes_all_is_told(loads: list[Load]) -> None:
     with pytest.raises(KvrelayError, match="no request came after the warm-up"):
         await Experiment(BenchConfig(concurrency=2, requests=5, warm_up_s=100)).run()
@@ -122,10 +136,10 @@ async def test_a_search_that_ends_early_tells_what_it_knows(
 ) -> None:
     whole = experiment.send_load
 
-    async def broken(endpoint: Endpoint, load: Load, *more: object) -> Outcome:
+    async def broken(*asked: object) -> Outcome:
         if len(loads) == 2:
             raise why
-        return await whole(endpoint, load, *more)  # type: ignore[arg-type]
+        return await whole(*asked)  # type: ignore[arg-type]
 
     monkeypatch.setattr(experiment, "send_load", broken)
     bench = Experiment(BenchConfig(lengths="512:64", find_rate=True, rate="4"))

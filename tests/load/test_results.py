@@ -16,7 +16,7 @@ replace = msgspec.structs.replace
 
 @pytest.fixture(scope="module")
 def ours() -> Result:
-    return result_of("1P1D", places=24, gpus=2, seconds=40.0)
+    return result_of(places=24, gpus=2, seconds=40.0)
 
 
 def test_a_result_is_written_whole(ours: Result, tmp_path: Path) -> None:

@@ -11,22 +11,26 @@ import statistics
 import pytest
 from openai_double import Double, Say, Told, begin, end, over, paced, serving, token, whole
 
+from kvrelay.load.config import BenchConfig
 from kvrelay.load.experiment import ServerUnusable, inspect_server
 from kvrelay.load.measures import Failure, tpot_ms, ttft_ms
-from kvrelay.load.sender import Endpoint, Load, Outcome, send_load
+from kvrelay.load.sender import Load, Outcome, Server, send_load
 from kvrelay.load.workloads import Arrival, Spelling, Work, agents_of, sessions
 
 DEADLINE_S = 120.0
 
 
-def endpoint(*doubles: Double, chat: bool = False, **more: object) -> Endpoint:
-    urls = [double.url for double in doubles]
-    return Endpoint(urls, "key", "double", chat, Spelling(), **more)  # type: ignore[arg-type]
+SERVER = Server("double", "", Spelling())
 
 
-async def sent(to: Endpoint, load: Load) -> Outcome:
+def asking(*doubles: Double, chat: bool = False, **more: object) -> BenchConfig:
+    url, endpoint = ",".join(double.url for double in doubles), "chat" if chat else "completions"
+    return BenchConfig(url, "key", endpoint=endpoint, rate="1", **more)  # type: ignore[arg-type]
+
+
+async def sent(config: BenchConfig, load: Load) -> Outcome:
     async with asyncio.timeout(DEADLINE_S):
-        return await send_load(to, load)
+        return await send_load(config, SERVER, load)
 
 
 def closed(requests: int, clients: int = 1, output: int = 4) -> Load:
@@ -61,7 +65,7 @@ def after(count: int, then: Say) -> Say:
 async def test_what_is_measured_is_what_happened() -> None:
     """The server's clock is the same one, so a busy machine makes both late."""
     async with serving(paced(0.06, 0.02)) as double:
-        outcome = await sent(endpoint(double), closed(12, clients=3, output=12))
+        outcome = await sent(asking(double), closed(12, clients=3, output=12))
     told = {each.came: each for each in double.told}
     assert len(outcome.records) == len(told) == 12
     assert double.connections == 3
@@ -82,7 +86,7 @@ async def test_what_is_measured_is_what_happened() -> None:
 
 async def test_the_requests_that_were_asked_for_follow_the_warm_up() -> None:
     async with serving(paced(0.05, 0.0)) as double:
-        to = endpoint(double)
+        to = asking(double)
         assert len((await sent(to, closed(3, clients=2))).records) == 3
         work, poisson, steady = Work(16, 2), Arrival(), Arrival("constant", 20.0)
         for load in (
@@ -96,7 +100,7 @@ async def test_the_requests_that_were_asked_for_follow_the_warm_up() -> None:
 
 async def test_an_open_loop_sends_on_time_whatever_is_answered() -> None:
     async with serving(paced(1.0, 0.01)) as double:
-        outcome = await sent(endpoint(double), constant(20.0, sending_s=2.0, judged_s=2.0))
+        outcome = await sent(asking(double), constant(20.0, sending_s=2.0, judged_s=2.0))
     dues = [record.due_s for record in outcome.records]
     assert dues == pytest.approx([0.05 * at for at in range(1, 40)])
     assert failures(outcome) == [""] * 39
@@ -149,7 +153,7 @@ async def test_a_failure_is_recorded_and_leaves_nothing_behind(how: str, failure
             await paced(0.0, 0.0)(double, told, writer)
 
     async with serving(say) as double:
-        outcome = await sent(endpoint(double, deadline_s=5.0), closed(2))
+        outcome = await sent(asking(double, deadline_s=5.0), closed(2))
     assert failures(outcome) == [failure, ""]
     assert outcome.records[0].why
 
@@ -161,7 +165,7 @@ async def test_a_connection_that_was_closed_while_idle_is_no_failure() -> None:
         writer.close()
 
     async with serving(say) as double:
-        outcome = await sent(endpoint(double), constant(2.0, requests=2))
+        outcome = await sent(asking(double), constant(2.0, requests=2))
     assert failures(outcome) == [""] * 2
     assert double.connections == 2
 
@@ -171,7 +175,7 @@ async def test_a_request_that_may_have_reached_the_server_is_not_sent_again() ->
         writer.close()
 
     async with serving(after(1, close)) as double:
-        outcome = await sent(endpoint(double), closed(2))
+        outcome = await sent(asking(double), closed(2))
     assert failures(outcome) == ["", Failure.CONNECT]
     assert (len(double.told), double.connections) == (2, 1)
 
@@ -192,7 +196,7 @@ async def test_too_few_files_or_ports_are_the_clients_fault(
 
     async with serving(paced(0, 0)) as double:
         monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", refuse)
-        assert failures(await sent(endpoint(double), closed(1))) == [failure]
+        assert failures(await sent(asking(double), closed(1))) == [failure]
 
 
 async def test_turns_hold_what_was_really_answered() -> None:
@@ -205,7 +209,7 @@ async def test_turns_hold_what_was_really_answered() -> None:
         end(told, writer, 2)
 
     async with serving(say) as double:
-        outcome = await sent(endpoint(double, chat=True), turns(2))
+        outcome = await sent(asking(double, chat=True), turns(2))
     first, second = (each.body["messages"] for each in double.told)
     assert [each["role"] for each in second] == ["system", "user", "assistant", "user"]
     assert second[:2] == first
@@ -219,7 +223,7 @@ async def test_sub_agents_say_what_their_parent_had_heard_and_it_waits_for_them(
     work = Work(agents=agents_of("fleet,turns=3,branch=1,branches=2,branch_turns=2,gap_s=0.01"))
     async with serving(paced(0.01, 0.0)) as double:
         outcome = await sent(
-            endpoint(double, chat=True), Load(work, Arrival(), "s", requests=1, clients=1)
+            asking(double, chat=True), Load(work, Arrival(), "s", requests=1, clients=1)
         )
     (session,) = itertools.islice(sessions(work, Arrival(), "s"), 1)
     assert not any(failures(outcome))
@@ -246,7 +250,7 @@ async def test_turns_that_a_failure_has_left_unsent_have_failed_too() -> None:
         await bad_answer("no end", told, writer)
 
     async with serving(after(1, no_end)) as double:
-        outcome = await sent(endpoint(double, chat=True), turns(3))
+        outcome = await sent(asking(double, chat=True), turns(3))
     assert len(double.told) == 2
     found = sorted((record.turn, record.failure) for record in outcome.records)
     assert found == [(0, ""), (1, Failure.EARLY_END), (2, Failure.UNSENT)]
@@ -256,17 +260,17 @@ async def test_a_request_is_cut_unless_it_may_still_meet_its_targets() -> None:
     """The run is over before the answers: without end, or after 600 ms of the 2 s they have."""
     async with serving(silent) as double:
         load = constant(10.0, sending_s=0.55, judged_s=0.55, drain_s=0.2)
-        assert failures(await sent(endpoint(double), load)) == [Failure.CUT] * 5
+        assert failures(await sent(asking(double), load)) == [Failure.CUT] * 5
     async with serving(paced(0.6, 0)) as double:
         load = constant(
             10.0, 4, sending_s=0.55, judged_s=0.55, drain_s=0.0, first_s=1.0, token_s=0.25
         )
-        assert failures(await sent(endpoint(double), load)) == [""] * 5
+        assert failures(await sent(asking(double), load)) == [""] * 5
 
 
 async def test_requests_after_the_counted_time_are_not_waited_for() -> None:
     async with serving(after(5, silent)) as double:
-        outcome = await sent(endpoint(double), constant(10.0, sending_s=0.95, judged_s=0.55))
+        outcome = await sent(asking(double), constant(10.0, sending_s=0.95, judged_s=0.55))
     assert failures(outcome) == [""] * 5
     assert len(double.told) > 5
 
@@ -282,7 +286,7 @@ async def test_a_server_is_asked_what_it_is() -> None:
 
 async def test_nothing_is_sent_after_an_interruption() -> None:
     async with serving(paced(30, 0)) as double:
-        running = asyncio.create_task(send_load(endpoint(double), constant(20.0)))
+        running = asyncio.create_task(send_load(asking(double), SERVER, constant(20.0)))
         async with asyncio.timeout(DEADLINE_S):
             while not double.told:
                 await asyncio.sleep(0.01)
@@ -295,7 +299,7 @@ async def test_nothing_is_sent_after_an_interruption() -> None:
 
 async def test_several_servers_are_asked_in_turn_and_told_the_targets() -> None:
     async with serving(paced(0, 0)) as one, serving(paced(0, 0)) as two:
-        to = endpoint(one, two, headers={"x-slo-ttft-ms": "200"})
+        to = asking(one, two, tell_targets=True)
         assert failures(await sent(to, closed(12, clients=3))) == [""] * 12
     assert (len(one.told), len(two.told)) == (6, 6)
     headers = [each.headers for each in (*one.told, *two.told)]

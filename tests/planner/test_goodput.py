@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.load.measures import Targets
 from kvrelay.load.workloads import Asked
 from kvrelay.planner.goodput import bound_of, requests_needed, served
 from kvrelay.planner.rate_card import Point, RateCard
-from kvrelay.planner.setting import Result, Setting, Stream, Targets
+from kvrelay.planner.setting import Result, Setting, Stream
 from kvrelay.wire.errors import ConfigError
 
 TARGETS = Targets(1_000.0, 100.0)

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.roles import H200, slowed
+from kvrelay.load.measures import Targets
 from kvrelay.planner.rate_card import Point
-from kvrelay.planner.setting import NodeEvent, Result, Setting, Stream, Targets, What
+from kvrelay.planner.setting import NodeEvent, Result, Setting, Stream, What
 from kvrelay.planner.world import simulate
 from kvrelay.wire.config import Role
 

@@ -5,8 +5,9 @@ static one serves.
 from __future__ import annotations
 
 from benchmarks.roles import H200, Phase, shifting, slowed
+from kvrelay.load.measures import Targets
 from kvrelay.planner.goodput import attained
-from kvrelay.planner.setting import Result, Setting, Targets
+from kvrelay.planner.setting import Result, Setting
 from kvrelay.planner.world import simulate
 from kvrelay.wire.config import Role
 
