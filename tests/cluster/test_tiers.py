@@ -216,3 +216,37 @@ def test_a_cache_process_that_dies_is_followed_by_one_that_an_engine_leaves_its_
     assert tiers.tiered.popen.wait(30) == 1
     assert tiers.tiered.log.read_text().count(READY) == 2
     tiers.cluster.nodes.remove(tiers.tiered)
+
+
+@pytest.mark.gpu
+def test_kv_of_two_ranks_on_gpus_outlives_its_engine(tmp_path: Path) -> None:
+    """Sums of bf16 depend on what is in a step, so values are near rather than equal."""
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    flags = tiny_model(tmp_path, max_position_embeddings=2048, kv_mib=8)
+    config = TINY | {"head_dim": 64, "max_position_embeddings": 2048, "torch_dtype": "bfloat16"}
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
+    flags += ["--device", "cuda", "--block-size", "16", "--gpu-memory-utilization", "0.05"]
+    cluster = Cluster(tmp_path, [*flags, "--tensor-parallel-size", "2"])
+    try:
+        node = cluster.start("serve", [*cluster.flags, *TIERS, "--kv-host-memory", "4MiB"])
+        cluster.nodes.append(node)
+        cluster.wait_ready(node, within_s=240)
+        prompt = [2 + at * at % 290 for at in range(300)]
+        first = complete(node.url, prompt, logprobs=0)["choices"][0]["logprobs"]
+        stored = "kvrelay_tier_host_stored_blocks_total"
+        wait_until(lambda: node.metric(stored) >= 18, 30, "the prompt is in host memory")
+        (engine,) = children(node.popen.pid, b"engine_process")
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: node.health() is None, 10, "the node knows")
+        wait_until(node.health, 240, "another engine")
+        again = complete(node.url, prompt, logprobs=0)
+        assert cached_of(again) == 288
+        values = again["choices"][0]["logprobs"]["token_logprobs"]
+        assert values[0] == pytest.approx(first["token_logprobs"][0], abs=0.05)
+        counted([node], "kvrelay_tier_host_corrupt_blocks_total", 0)
+        cluster.all_blocks_free()
+    finally:
+        cluster.stop()
