@@ -40,7 +40,7 @@ BLOCK_TOKENS = 64
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 POOL_BYTES = 10 << 30
 CHECKSUMS = 0.001
-WRITE_BEHIND_BYTES_S, BATCH = 2e9, 8
+WRITE_BEHIND_BYTES_S, BATCH = 8e9, 32
 # Tokens of a prompt that displaces others; and what was computed is in host memory by then.
 FILLER, STORED_S = 39_000, 3.0
 

@@ -359,7 +359,7 @@ class CacheConfig:
     """
     kv_store_size: Annotated[int, Meta(ge=0, description="leave it out without kv_store")] = 0
     """Bytes of a folder at most, for example 1TiB, whoever has written them; none for s3://."""
-    kv_write_behind_bytes_s: Positive = 2e9
+    kv_write_behind_bytes_s: Positive = 8e9
     """Bytes per second at most that go from the pool to kv_host_memory, and from there to kv_store.
     """
     kv_pin_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
