@@ -4,14 +4,8 @@ small shapes.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-# Triton reads the switch when it is imported, so it is set before any test module imports a kernel.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ Triton's interpreter.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -12,10 +11,6 @@ import torch
 
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.staging import Lane, StagedPool, cut
-
-# Triton reads it when it is imported.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 BLOCKS, BLOCK_BYTES = 16, 96
 

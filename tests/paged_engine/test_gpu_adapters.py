@@ -4,17 +4,12 @@ steps as ever.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-# Triton reads the switch when it is imported. Without a GPU its interpreter runs the kernels on
-# small shapes.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 from engines import GPU_SIZES, ON_GPU, drain, make, output

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-# Triton reads the switch when it is imported. Without a GPU its interpreter runs the kernels on
-# small shapes.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 from kvrelay.paged_engine.gpu_sampler import GpuSampler, SamplePlan
