@@ -22,8 +22,7 @@ from tests.soak.chaos import processes
 from tests.soak.chaos.crowd import Seen
 from tests.soak.chaos.faults import Fault
 from tests.soak.chaos.logs import Logs
-from tests.soak.chaos.lookout import LATEST_S, recoveries
-from tests.soak.chaos.processes import Cluster, Node, Struck
+from tests.soak.chaos.processes import Cluster, Node
 from tests.soak.chaos.proxies import Bad, Proxies
 from tests.soak.chaos.run import _strike_all
 from tests.soak.chaos.shim import Shim
@@ -163,7 +162,7 @@ def seen(end: str, began: float, ended: float, **fields: object) -> Seen:
 def test_what_breaks_a_promise(one: Seen, broken: str) -> None:
     routers = [Outage(70.5, 72.0), Outage(200.0, 223.0, 220.0)]
     lost = [[(301.0, 309.0)], [(301.0, 312.0)], []]
-    verdict = judged([one], {}, [(5.0, 35.0)], 30.0, routers, lost=lost)
+    verdict = judged([one], [(5.0, 35.0)], 30.0, routers, lost=lost)
     assert bool(verdict.broken) == bool(broken)
     assert broken in "".join(verdict.broken)
 
@@ -262,7 +261,7 @@ def test_a_log_that_is_stalled_twice_comes_after_both(tmp_path: Path) -> None:
         assert not log.exists()
         logs.go_on(log)
         deadline = time.monotonic() + 20
-        while not log.exists() or b" one\n" not in log.read_bytes():
+        while not log.exists() or b"one\n" not in log.read_bytes():
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:
@@ -292,35 +291,8 @@ async def test_a_node_that_does_not_come_back_ends_the_wait(
     cluster.nodes[1].falls(time.monotonic())
     assert not cluster.lost()
     async with asyncio.timeout(20):
-        with pytest.raises(RuntimeError, match=r"decode0 is down for more than 0.2 s, 1 .*its log"):
+        with pytest.raises(RuntimeError, match=r"decode0 is down for 0.2 s: its log"):
             await cluster.whole()
-
-
-@pytest.mark.parametrize(
-    ("ups", "until", "up_s", "late"),
-    [
-        ({15.0: False, 20.5: False, 21.5: True}, 60.0, 1.5, False),
-        ({20.125: True, 20.9: True}, 60.0, 0.125, False),
-        # The first was from before the cut.
-        ({20.125: True, 21.0: False, 24.0: True, 25.0: True}, 60.0, 4.0, False),
-        ({20.125: True, 21.0: True, 50.0: False, 51.0: True}, 60.0, 0.125, False),
-        ({20.125: False, 50.0: True}, 60.0, 30.0, True),
-        ({20.125: False, 59.0: False}, 60.0, None, True),  # it never was
-        ({20.125: False}, 20.0 + LATEST_S, None, False),  # nobody knows
-        ({}, 60.0, None, True),
-    ],
-)
-@pytest.mark.parametrize("kind", ["cut", "stop"])
-def test_a_node_is_up_again_when_it_stays_up(
-    cluster: Cluster, kind: str, ups: dict[float, bool], until: float, up_s: float, late: bool
-) -> None:
-    fault, node = Fault(10.0, kind, (1,)), cluster.nodes[1]
-    if kind == "stop":
-        node.down.append((10.0, 21.0))  # healthy only a second after it went on
-    cluster.struck.append(Struck(10.0, fault, node.name))
-    cluster.over.append((20.0, fault, node))
-    (found,) = recoveries(cluster, {"decode0": list(ups.items())}, until)
-    assert (found.kind, found.up_s, found.late) == (kind, up_s, late)
 
 
 class Failing:
@@ -343,7 +315,7 @@ async def test_a_strike_that_fails_and_a_kind_that_never_happens_are_told(
 
     monkeypatch.setattr(cluster, "whole", whole)
     faults = (Fault(0.0, kind, (0,)) for kind in ("cut", "kill", "stop"))
-    options = argparse.Namespace(each_once=True, rolling=False, faults=0, every_s=0.0, seconds=0.0)
+    options = argparse.Namespace(each_once=True, rolling=False, every_s=0.0, seconds=0.0)
     await _strike_all(options, cluster, Failing(cluster), faults, 0.0)  # type: ignore[arg-type]
     first, *others = cluster.surprises
     assert first == "cut at 0.0 s failed: OSError('no such rule')"

@@ -9,7 +9,7 @@ import subprocess
 import tarfile
 from pathlib import Path
 
-__all__ = ["previous_release"]
+__all__ = ["code_of", "previous_release"]
 
 # The last commit that spoke one version more than HANDOVER or LEGS (wire/versions.py) have now.
 # Move it on with each new version.
@@ -21,14 +21,17 @@ def previous_release(folder: Path) -> Path | None:
     """Its code, under `folder`; None where the history is not to be had (a shallow clone, an
     archive).
     """
-    root = Path(__file__).parents[2]
     try:
-        archive = ["git", "-C", str(root), "archive", "--format=tar", COMMIT, ":!tests"]
-        packed = subprocess.run(
-            archive, capture_output=True, check=True, timeout=_DEADLINE_S
-        ).stdout
+        return code_of(COMMIT, folder)
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def code_of(commit: str, folder: Path) -> Path:
+    """Unpack the code of a commit, without tests, into a folder."""
+    root = Path(__file__).parents[2]
+    archive = ["git", "-C", str(root), "archive", "--format=tar", commit, ":!tests"]
+    packed = subprocess.run(archive, capture_output=True, check=True, timeout=_DEADLINE_S).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as files:
         files.extractall(folder, filter="data")
     return folder

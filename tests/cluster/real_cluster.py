@@ -21,7 +21,7 @@ import httpx2
 import msgspec
 
 from benchmarks.local_cluster import free_ports
-from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.config import EngineConfig, TransferConfig
 from kvrelay.wire.outputs import Load
 
 START_DEADLINE_S = 300.0  # two seconds on a machine that has nothing else to do
@@ -46,6 +46,7 @@ TINY = {
     "eos_token_id": 1,
     "torch_dtype": "float32",
 }
+_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
 
 
 def tiny_model(folder: Path, max_position_embeddings: int = 1024, *, kv_mib: int = 8) -> list[str]:
@@ -59,6 +60,37 @@ def tiny_model(folder: Path, max_position_embeddings: int = 1024, *, kv_mib: int
     (model / "config.json").write_text(json.dumps(content))
     flags = ["--model", str(model), "--load-format", "dummy", "--device", "cpu", "--threads", "1"]
     return [*flags, "--kv-cache-memory-bytes", str(kv_mib << 20)]
+
+
+def attentive_model(folder: Path, max_position_embeddings: int) -> list[str]:
+    """Write such a model whose tokens depend on every block of its KV, with a chat template.
+
+    Dummy weights are so small that a model of this size hardly attends: a foreign block changed the
+    answer of none of 12 prompts. With weights 15 times as large, and drawn tokens, it changed all
+    12.
+    """
+    from safetensors.torch import save_file
+    from tokenizers.decoders import ByteLevel
+
+    from kvrelay.openai_api.tokenizer_files import byte_tokenizer
+    from kvrelay.paged_engine.before_loading import checked_model
+    from kvrelay.paged_engine.model_files import dummy_tensors
+
+    model = folder / "tiny"
+    model.mkdir()
+    fields = {"max_position_embeddings": max_position_embeddings, "tie_word_embeddings": False}
+    (model / "config.json").write_text(json.dumps(TINY | fields))
+    (model / "chat_template.jinja").write_text(_TEMPLATE)
+    config = EngineConfig(model=str(model), load_format="dummy", device="cpu")
+    tensors = {
+        name: tensor * (1 if name.endswith("norm.weight") else 15)
+        for name, tensor in dummy_tensors(checked_model(config, "cpu"))
+    }
+    save_file(tensors, str(model / "model.safetensors"), metadata={"format": "pt"})
+    backend = byte_tokenizer(model / "config.json").backend
+    backend.decoder = ByteLevel()
+    backend.save(str(model / "tokenizer.json"))
+    return ["--model", str(model), "--device", "cpu", "--threads", "1"]
 
 
 def tiny_body(prompt: Any = "hello", **fields: Any) -> dict[str, Any]:

@@ -2,20 +2,18 @@
 small chunks.
 """
 
-import json
 import os
 import re
 import signal
 import threading
-from pathlib import Path
 
 import httpx2
 import pytest
 from real_cluster import (
     SHORT_LEASE,
-    TINY,
     Cluster,
     Process,
+    attentive_model,
     children,
     complete,
     counted,
@@ -23,8 +21,6 @@ from real_cluster import (
     tiny_body,
     wait_until,
 )
-
-from kvrelay.wire.config import EngineConfig
 
 pytestmark = [
     pytest.mark.cluster,
@@ -41,41 +37,11 @@ PREFILL = ["--kv-cache-memory-bytes", str(5 << 20)]
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipelined")
-    flags = [*attentive_model(folder), "--served-model-name", "tiny"]
+    flags = attentive_model(folder, 8192)
     flags += ["--kv-cache-memory-bytes", str(16 << 20), "--max-num-batched-tokens", "16"]
     flags += [*SHORT_LEASE, "--no-enable-prefix-caching"]
     with running(folder, prefill=2, decode=2, flags=flags, prefill_flags=PREFILL) as ours:
         yield ours
-
-
-def attentive_model(folder: Path) -> list[str]:
-    """A model whose tokens depend on every block of its KV, and the flags of a node that serves it.
-
-    Dummy weights are so small that a model of this size hardly attends: a foreign block changed the
-    answer of none of 12 prompts. With weights 15 times as large, and drawn tokens, it changed all
-    12.
-    """
-    from safetensors.torch import save_file
-    from tokenizers.decoders import ByteLevel
-
-    from kvrelay.openai_api.tokenizer_files import byte_tokenizer
-    from kvrelay.paged_engine.before_loading import checked_model
-    from kvrelay.paged_engine.model_files import dummy_tensors
-
-    model = folder / "tiny"
-    model.mkdir()
-    fields = TINY | {"max_position_embeddings": 8192, "tie_word_embeddings": False}
-    (model / "config.json").write_text(json.dumps(fields))
-    config = EngineConfig(model=str(model), load_format="dummy", device="cpu")
-    tensors = {
-        name: tensor * (1 if name.endswith("norm.weight") else 15)
-        for name, tensor in dummy_tensors(checked_model(config, "cpu"))
-    }
-    save_file(tensors, str(model / "model.safetensors"), metadata={"format": "pt"})
-    backend = byte_tokenizer(model / "config.json").backend
-    backend.decoder = ByteLevel()
-    backend.save(str(model / "tokenizer.json"))
-    return ["--model", str(model), "--device", "cpu", "--threads", "1"]
 
 
 def prompt_of(seed: int) -> list[int]:

@@ -89,8 +89,8 @@ def test_extras_that_errors_name_exist() -> None:
 
 @pytest.mark.parametrize("page", OURS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags_in_sentences_exist(page: Path) -> None:
-    of_chaos = {"--streams", "--prefill", "--decode", "--model", "--seconds"}
-    of_chaos |= {"--faults", "--each-once", "--kind", "--rolling", "--from", "--seed"}
+    of_chaos = {"--streams", "--prefill", "--decode", "--seconds"}
+    of_chaos |= {"--each-once", "--kind", "--rolling", "--from", "--seed"}
     others = {*of_chaos, "--no-...", "--check"}
     named = {word.split()[0].split("=")[0] for word in words(page) if word.startswith("--")}
     assert not named - ALL_FLAGS - others

@@ -28,6 +28,7 @@ from typing import Any
 
 import httpx2
 
+from tests.cluster.previous_release import code_of
 from tests.cluster.real_cluster import (
     SHORT_LEASE,
     Cluster,
@@ -38,7 +39,6 @@ from tests.cluster.real_cluster import (
     tiny_model,
     wait_until,
 )
-from tests.soak.chaos.run import code_of
 from tests.soak.report import reported
 
 __all__ = ["Soak", "disturbed", "main", "running"]

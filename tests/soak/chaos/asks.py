@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["KINDS", "Ask", "asks"]
+__all__ = ["CONTEXT", "KINDS", "LONG_ANSWER", "Ask", "asks"]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-TURNS = 3
+CONTEXT, TURNS = 4096, 3
+LONG_ANSWER = 350
+"""Tokens, in the mean."""
 _WORDS = [
     "tide",
     "map",
@@ -87,7 +89,12 @@ KINDS: dict[str, tuple[str, tuple[int, int] | None, tuple[int, int], dict[str, A
     "whole": (COMPLETIONS, _SOME, (20, 100), {"stream": False}),
     "whole chat": (CHAT, _SOME, (40, 100), {**_PENALTIES, "stream": False}),
     "long prompt": (COMPLETIONS, None, (10, 60), {}),
-    "long answer": (COMPLETIONS, (1, 1), (200, 500), {"repetition_penalty": 1.05}),
+    "long answer": (
+        COMPLETIONS,
+        (1, 1),
+        (200, 2 * LONG_ANSWER - 200),
+        {"repetition_penalty": 1.05},
+    ),
     "several": (COMPLETIONS, _SOME, (20, 80), {"n": 3}),
     "logprobs": (COMPLETIONS, _SOME, (20, 60), {"logprobs": 3}),
     "chat logprobs": (CHAT, _SOME, (20, 60), _TOP),

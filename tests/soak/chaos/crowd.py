@@ -6,11 +6,9 @@ Owns their connections.
 from __future__ import annotations
 
 import asyncio
-import bisect
 import itertools
 import random
 import socket
-import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -64,11 +62,6 @@ class Seen:
     def gaps(self) -> list[tuple[float, float]]:
         """From when until when the client waited between two parts, or for the end."""
         return list(itertools.pairwise([*self.times, self.ended])) if self.times else []
-
-    def gap_at(self, moment: float) -> float:
-        """Seconds between the two parts around a moment; 0 if it was not between two."""
-        after = bisect.bisect_left(self.times, moment)
-        return self.times[after] - self.times[after - 1] if 0 < after < len(self.times) else 0.0
 
 
 class Crowd:
@@ -137,9 +130,6 @@ class Crowd:
             seen.end = "unequal"
         self.seen.append(seen)
         return seen
-
-    def mean_tokens(self, kind: str) -> float:
-        return statistics.fmean(ask.fields["max_tokens"] for ask in self._asks if ask.kind == kind)
 
     def _built(self, ask: Ask) -> dict[str, Any]:
         fields = ask.fields

@@ -57,9 +57,7 @@ _CLOCKS_S = (-3600.0, -90.0, -5.0, 5.0, 90.0, 3600.0)
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One, `at` seconds after the first stream began. `for_s`: how long it lasts; `rest_s`: how
-    long the supervisor waits before it starts a process again.
-    """
+    """One, `at` seconds after the first stream began. `for_s`: how long it lasts."""
 
     at: float
     kind: str
@@ -68,7 +66,6 @@ class Fault(msgspec.Struct, frozen=True):
     none.
     """
     for_s: float = 0.0
-    rest_s: float = 0.0
     amount: float = 0.0
     """Share of packets that are lost, seconds of a delay, seconds that a clock jumps, or how many
     clients.
@@ -116,8 +113,5 @@ def _fault(rng: random.Random, at: float, kind: str, nodes: Sequence[int]) -> Fa
         "clock jump": rng.choice(_CLOCKS_S),
         **{kind: float(rng.randint(5, 25)) for kind in CLIENTS},
     }
-    rest_s = rng.uniform(0.0, 1.0)
     way = rng.choice(["in", "out"]) if kind == "one-way cut" else "both"
-    return Fault(
-        at, kind, struck, for_s, rest_s, amounts.get(kind, 0.0), way, rng.randrange(1 << 30)
-    )
+    return Fault(at, kind, struck, for_s, amounts.get(kind, 0.0), way, rng.randrange(1 << 30))

@@ -1,6 +1,4 @@
-"""What the processes log: through a small pipe each into a file, a line with the monotonic second
-at which it came.
-"""
+"""What the processes log: through a small pipe each into a file."""
 
 from __future__ import annotations
 
@@ -25,7 +23,6 @@ class Logs:
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._files: dict[int, Path] = {}
-        self._rests: dict[int, bytes] = {}
         self._stalled: Counter[Path] = Counter()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="chaos-logs", daemon=True)
@@ -37,7 +34,7 @@ class Logs:
         fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(ours, False)
         with self._lock:
-            self._files[ours], self._rests[ours] = log, b""
+            self._files[ours] = log
             if not self._stalled[log]:
                 self._selector.register(ours, selectors.EVENT_READ)
         return theirs
@@ -80,13 +77,9 @@ class Logs:
             came = os.read(ours, _READ_BYTES)
         except BlockingIOError:
             return
-        *lines, self._rests[ours] = (self._rests[ours] + came).split(b"\n")
-        if not came and self._rests[ours]:
-            lines.append(self._rests[ours])
-        now = f"{time.monotonic():.3f} ".encode()
         with self._files[ours].open("ab") as file:
-            file.write(b"".join(now + line + b"\n" for line in lines))
+            file.write(came)
         if not came:
             self._selector.unregister(ours)
             os.close(ours)
-            del self._files[ours], self._rests[ours]
+            del self._files[ours]

@@ -32,6 +32,8 @@ __all__ = ["Cluster", "Node", "Struck", "family"]
 
 HOST = "127.0.0.1"
 START_DEADLINE_S = 300.0
+LATEST_S = 15.0
+"""A node that the router has not taken again so long after it was healthy is lost."""
 STOP_DEADLINE_S = 40.0
 _LOOK_S = 0.05
 _LONGEST_REST_S = 30.0
@@ -51,10 +53,7 @@ class Node:
     log: Path
     process: subprocess.Popen[bytes]
     rest_s: float = 0.0
-    fault: Fault | None = None
-    """For which it is started again."""
     ended_by_us: bool = False
-    starts: int = 1
     down_since: float | None = None
     down: list[tuple[float, float]] = field(default_factory=list)
     """From when until when, on the monotonic clock."""
@@ -107,10 +106,6 @@ class Cluster:
         self.struck: list[Struck] = []
         self.surprises: list[str] = []
         """Processes that ended though nobody had struck them."""
-        self.over: list[tuple[float, Fault, Node]] = []
-        """Faults of nodes, since when they are over: a process that was struck is healthy again, a
-        cut has ended.
-        """
         self.code: dict[str, Path] = {}
         """Another checkout, by the role of the processes that are started from it."""
         self.env: dict[str, dict[str, str]] = {}
@@ -182,7 +177,7 @@ class Cluster:
             if told:
                 raise RuntimeError(told)
             await asyncio.sleep(_LOOK_S)
-        await self.seen_whole(START_DEADLINE_S)
+        await self.seen_whole(LATEST_S)
 
     def lost(self) -> str:
         """Why not all of them will be up again; empty if they may."""
@@ -194,8 +189,7 @@ class Cluster:
                 node.down_since is not None
                 and time.monotonic() - node.down_since > START_DEADLINE_S
             ):
-                how = f"down for more than {START_DEADLINE_S:g} s, {node.starts} times started"
-                return f"{node.name} is {how}: {_tail(node.log)}"
+                return f"{node.name} is down for {START_DEADLINE_S:g} s: {_tail(node.log)}"
         return ""
 
     async def seen_whole(self, within_s: float) -> None:
@@ -272,12 +266,11 @@ class Cluster:
             finally:
                 for pid in pids:
                     _signal(pid, signal.SIGCONT)
-            self.over.append((time.monotonic(), fault, node))
             if node is self.router:
                 node.away.append((now, time.monotonic()))
             await self._ready(node)
             return
-        node.ended_by_us, node.rest_s, node.fault = True, fault.rest_s, fault
+        node.ended_by_us, node.rest_s = True, 0.0
         gently = fault.kind.startswith("restart")
         for pid in pids[:1] if gently else pids:
             _signal(pid, signal.SIGTERM if gently else signal.SIGKILL)
@@ -295,12 +288,8 @@ class Cluster:
                 node.rest_s = min(2 * node.rest_s + 1.0, _LONGEST_REST_S)
             await asyncio.sleep(node.rest_s)
             node.ended_by_us = False
-            node.starts += 1
             node.process = self._popen(node.argv, node.log, node.name, node.role)
             await self._ready(node)
-            if node.fault is not None and node.down_since is None:
-                self.over.append((time.monotonic(), node.fault, node))
-            node.fault = None
 
     async def _ready(self, node: Node) -> None:
         """Wait until the process of now is healthy, or has ended while somebody looks after it.

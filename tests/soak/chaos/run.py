@@ -6,15 +6,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import io
 import random
-import subprocess
 import sys
-import tarfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -23,29 +19,26 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from tests.soak.chaos.asks import asks
+from tests.cluster.previous_release import code_of
+from tests.cluster.real_cluster import attentive_model
+from tests.soak.chaos.asks import CONTEXT, asks
 from tests.soak.chaos.crowd import KEPT_S, Crowd
 from tests.soak.chaos.faults import Fault, endless, once
 from tests.soak.chaos.left_behind import LEASE_S, Size, grown, left_behind, sizes_apart
-from tests.soak.chaos.lookout import Lookout, recoveries
-from tests.soak.chaos.model import flags_of
 from tests.soak.chaos.processes import Cluster
 from tests.soak.chaos.shim import Shim
 from tests.soak.chaos.strikes import Strikes
 from tests.soak.chaos.verdict import (
-    MARGIN_S,
     Outage,
     Span,
-    broken_legs,
-    joined,
+    failed_over,
     judged,
     logged_ends,
     meets,
     none_up,
-    times_ms,
 )
 
-__all__ = ["code_of", "run"]
+__all__ = ["run"]
 
 GAP_S = 60.0
 """Nobody waits longer between two parts of an answer."""
@@ -58,9 +51,9 @@ _ENGINE_BYTES = 200 << 20
 """An engine may grow by more: torch and its allocator keep what the largest batch has needed."""
 _DRAIN_S = 20.0
 """A router that is to end then ends what is still under way."""
+_BETWEEN_S = 0.3
 _CALM_S = 2.0
 """Load at the end, when all is well again: the last ones recover, too."""
-_ROOT = Path(__file__).parents[3]
 
 
 async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -69,11 +62,11 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     Raises RuntimeError if the cluster does not even start, or answers wrongly without faults, or if
     a kind was asked for that cannot be done here.
     """
-    flags = f"""--cpu --threads 1 --max-num-seqs 256 --lease-s {LEASE_S}
-        --kv-cache-memory-bytes {options.pool_mib << 20} --tool-call-parser hermes"""
+    flags = f"""--max-num-seqs 256 --lease-s {LEASE_S} --tool-call-parser hermes
+        --kv-cache-memory-bytes {options.pool_mib << 20}"""
     cluster = Cluster(
         folder,
-        [*flags_of(options.model, folder), *flags.split()],
+        [*attentive_model(folder, CONTEXT), *flags.split()],
         [f"--drain-deadline-s={_DRAIN_S:g}", *(["--strict-roles"] if options.rolling else [])],
         Shim(folder),
     )
@@ -100,11 +93,10 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 async def _disturbed(options: argparse.Namespace, cluster: Cluster, crowd: Crowd) -> dict[str, Any]:
     quiet = await sizes_apart(cluster)
-    lookout, strikes = Lookout(cluster), Strikes(cluster, crowd)
+    strikes = Strikes(cluster, crowd)
     faults = _faults(options, cluster, strikes)
     began = time.monotonic()
     cluster.supervise()
-    watching = asyncio.create_task(lookout.run(), name="the lookout")
     going = True
     clients = [
         asyncio.create_task(
@@ -114,29 +106,22 @@ async def _disturbed(options: argparse.Namespace, cluster: Cluster, crowd: Crowd
         for at in range(options.streams)
     ]
     await _strike_all(options, cluster, strikes, faults, began)
-    with suppress(RuntimeError):  # what is left behind tells of it
+    try:
         await cluster.whole()
         await asyncio.sleep(_CALM_S)
+    except RuntimeError as why:
+        cluster.surprises.append(str(why))
     going = False
     cluster.surprises += await _failures(clients)
     ended = time.monotonic()
     left = await left_behind(cluster)
     for node in cluster.every:
         node.rises(ended)  # who is down still is so until the end of what is judged
-    if watching.done():
-        cluster.surprises += await _failures([watching])
-    watching.cancel()
     await asyncio.sleep(2.5 * KEPT_S)  # idle connections of clients are none that have grown
     after = await sizes_apart(cluster)
-    without = none_up(
-        {
-            role: [[*node.down, *node.away] for node in cluster.nodes if node.role == role]
-            for role in ("prefill", "decode")
-        }
-    )
+    no_decode = none_up([*node.down, *node.away] for node in cluster.nodes if node.role == "decode")
     logs = {node.name: node.log.read_text(errors="replace").splitlines() for node in cluster.every}
-    recovered = recoveries(cluster, lookout.looks, ended)
-    report = _judged(cluster, crowd, logs["router"], without["decode"])
+    report = _judged(cluster, crowd, logs["router"], no_decode)
     report["broken"] += [
         *left,
         *_grown(quiet, after),
@@ -147,25 +132,12 @@ async def _disturbed(options: argparse.Namespace, cluster: Cluster, crowd: Crowd
             for line in log
             if "Traceback" in line
         ),
-        *(
-            f"{each.node} was {'not ' if each.up_s is None else ''}up "
-            f"{each.up_s or each.watched_s:.1f} s after the end of {each.kind} at "
-            f"{each.ended - began:.1f} s"
-            for each in recovered
-            if each.late
-        ),
     ]
     blows = {id(each.fault): each.fault.kind for each in cluster.struck if not each.missed}
     return {
         "seconds": ended - began,
         "faults": Counter(blows.values()),
-        "without_s": {
-            role: sum(max(0.0, b - a - MARGIN_S) for a, b in joined(spans))
-            for role, spans in without.items()
-        },
         "preemptions": strikes.preemptions,
-        "up_ms": times_ms(each.up_s for each in recovered if each.up_s),
-        "sizes": {name: [quiet.get(name), size] for name, size in after.items()},
         **report,
     }
 
@@ -182,7 +154,7 @@ def _faults(options: argparse.Namespace, cluster: Cluster, strikes: Strikes) -> 
     if options.each_once:
         return iter(once(options.seed, nodes, able, longest_s=options.every_s))
     drawn = endless(options.seed, options.every_s, nodes, able)
-    return drawn if options.faults else takewhile(lambda each: each.at < options.seconds, drawn)
+    return takewhile(lambda each: each.at < options.seconds, drawn)
 
 
 async def _strike_all(
@@ -193,34 +165,37 @@ async def _strike_all(
     began: float,
 ) -> None:
     one_by_one = options.each_once or options.rolling
-    made: dict[int, Fault] = {}
+    made: list[Fault] = []
     under_way: list[asyncio.Task[None]] = []
     told = time.monotonic()
     for fault in faults:
-        happened = {id(each.fault) for each in cluster.struck if not each.missed}
-        if cluster.lost() or (options.faults and len(happened) >= options.faults):
+        if cluster.lost():
             break
         at = time.monotonic()
-        await asyncio.sleep(options.every_s if one_by_one else began + fault.at - at)
+        pause_s = options.every_s if one_by_one else began + fault.at - at
+        if options.each_once and made:  # until the one before is over, and some answers have begun
+            pause_s = min(pause_s, made[-1].for_s + _BETWEEN_S)
+        await asyncio.sleep(pause_s)
         if one_by_one:
             try:
                 await cluster.whole()  # so that nobody is spared
-            except RuntimeError:  # what is left behind tells of it
+            except RuntimeError as why:
+                cluster.surprises.append(f"before {fault.kind}: {why}")
                 break
-        made[id(fault)] = fault
+        made.append(fault)
         under_way.append(
             asyncio.create_task(strikes.strike(fault), name=f"{fault.kind} at {fault.at:.1f} s")
         )
         if at - told > 60:
             told = at
-            print(f"{at - began:.0f} s: {len(happened)} faults", file=sys.stderr, flush=True)
+            print(f"{at - began:.0f} s: {len(made)} faults", file=sys.stderr, flush=True)
     cluster.surprises += await _failures(under_way)
     if one_by_one:
         happened = {id(each.fault) for each in cluster.struck if not each.missed}
         cluster.surprises += [
-            f"{fault.kind} has not happened" for at, fault in made.items() if at not in happened
+            f"{fault.kind} has not happened" for fault in made if id(fault) not in happened
         ]
-    elif not (options.faults or cluster.lost()):
+    elif not cluster.lost():
         await asyncio.sleep(began + options.seconds - time.monotonic())
 
 
@@ -250,7 +225,8 @@ def _judged(
         if each.fault.kind == "log stall" and each.node == "router"
     ]
     apart = [[*node.down, *node.away] for node in cluster.nodes]
-    verdict = judged(crowd.seen, broken_legs(log), no_decode, GAP_S, no_router, stalls, apart)
+    verdict = judged(crowd.seen, no_decode, GAP_S, no_router, apart)
+    verdict.failed_over = failed_over(log)
     if lost := crowd.asked - len(crowd.seen):
         verdict.broken.append(f"{lost} requests have no end at all")
     ends, spans = logged_ends(log), [(a - 1.0, b + 2.0) for a, b in [*cluster.router.down, *stalls]]
@@ -268,13 +244,3 @@ def _grown(before: dict[str, Size], after: dict[str, Size]) -> list[str]:
     others = {name: size for name, size in after.items() if name not in engines}
     larger = replace(_MORE, memory=_ENGINE_BYTES)
     return [*grown(before, others, _MORE), *grown(before, engines, larger)]
-
-
-def code_of(commit: str, folder: Path) -> Path:
-    """Unpack the code of a commit into a folder."""
-    packed = subprocess.run(
-        ["git", "-C", str(_ROOT), "archive", commit], capture_output=True, check=True
-    ).stdout
-    with tarfile.open(fileobj=io.BytesIO(packed)) as files:
-        files.extractall(folder, filter="data")
-    return folder

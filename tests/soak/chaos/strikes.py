@@ -11,6 +11,7 @@ from collections import defaultdict
 import msgspec
 
 from kvrelay.wire.outputs import Load
+from tests.soak.chaos.asks import LONG_ANSWER
 from tests.soak.chaos.crowd import Crowd
 from tests.soak.chaos.faults import CLIENTS, NETWORK, PROCESS, ROUTER, Fault
 from tests.soak.chaos.processes import Cluster, Node, Struck
@@ -54,7 +55,6 @@ class Strikes:
             await asyncio.sleep(fault.for_s)
             for node in struck:
                 self._disturb(node, -fault.amount, over=True)
-            self._cluster.over += [(time.monotonic(), fault, node) for node in struck]
 
     def _disturb(self, node: Node, seconds: float, *, over: bool = False) -> None:
         if not seconds:  # a log, not a clock
@@ -89,7 +89,6 @@ class Strikes:
         for node in struck:
             if fault.kind != "peers cut":
                 node.away.append((began, ended))
-            cluster.over.append((ended, fault, node))
 
     async def _misbehave(self, fault: Fault) -> None:
         rng = random.Random(fault.seed)
@@ -120,7 +119,7 @@ class Strikes:
             if told is not None:
                 load = msgspec.convert(told["load"], Load)
                 tokens = _OVERFULL * load.total_blocks * load.block_size
-                count = min(_MOST, round(tokens / self._crowd.mean_tokens("long answer")))
+                count = min(_MOST, round(tokens / LONG_ANSWER))
                 await asyncio.gather(
                     *(self._ask_node(node, rng.getrandbits(32)) for _ in range(count))
                 )

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from math import nan
 from typing import NamedTuple
 
 from kvrelay.load.measures import percentile
@@ -17,31 +16,24 @@ from kvrelay.router.request.failures import MAX_LOST, REFUSED_S
 from tests.soak.chaos.crowd import Seen
 
 __all__ = [
-    "MARGIN_S",
     "Outage",
     "Span",
     "Verdict",
-    "broken_legs",
-    "joined",
+    "failed_over",
     "judged",
     "logged_ends",
     "meets",
     "none_up",
-    "times_ms",
 ]
 
 MARGIN_S = 2.5
 """The router sees that a node is up again so much later at most: an interval and a deadline of its
 health checks.
 """
-_BROKE = re.compile(r"([0-9.]+) .*id=(\S+): the (prefill|decode) request failed on (\S+): ")
+_BROKE = re.compile(r"\bid=(\S+): the (?:prefill|decode) request failed on ")
 _ENDED = re.compile(r"\bid=(\S+) path=\S+ status=")
 _ROUTER_MARGIN_S = 1.0
-_STALL_MARGIN_S = 1.0
-"""So long after its end the lines that a stall has kept have come."""
 Span = tuple[float, float]
-Leg = tuple[float, str, str]
-"""When it broke, its role, and the address of its node."""
 
 
 class Outage(NamedTuple):
@@ -63,23 +55,13 @@ class Verdict:
     """Errors that clients were told, by status and message."""
     failed_over: int = 0
     gap_ms: dict[str, float] = field(default_factory=dict)
-    """At a fail-over: between the two parts of a stream around the moment at which its decode leg
-    broke.
-    """
-    undisturbed_gap_ms: dict[str, float] = field(default_factory=dict)
-    """The longest wait of each stream of which no leg broke."""
+    """The longest wait of each stream."""
     broken: list[str] = field(default_factory=list)
 
 
-def broken_legs(log: Iterable[str]) -> dict[str, list[Leg]]:
-    """By request id, which of its legs broke. Each line begins with the monotonic second at which
-    it came (logs.py).
-    """
-    found: dict[str, list[Leg]] = {}
-    for line in log:
-        if match := _BROKE.search(line):
-            found.setdefault(match[2], []).append((float(match[1]), match[3], match[4]))
-    return found
+def failed_over(log: Iterable[str]) -> int:
+    """How many requests have had a broken leg, as the router tells it."""
+    return len({match[1] for line in log if (match := _BROKE.search(line))})
 
 
 def logged_ends(log: Iterable[str]) -> Counter[str]:
@@ -87,44 +69,34 @@ def logged_ends(log: Iterable[str]) -> Counter[str]:
     return Counter(match[1] for line in log if (match := _ENDED.search(line)))
 
 
-def none_up(down: Mapping[str, Sequence[Sequence[Span]]]) -> dict[str, list[Span]]:
-    """When no node of a role was up, by role; `down` has the spans of each node of a role, which
-    may overlap.
-    """
-    found: dict[str, list[Span]] = {}
-    for role, nodes in down.items():
-        together: list[Span] = [(float("-inf"), float("inf"))]
-        for spans in nodes:
-            wider = [(begin, end + MARGIN_S) for begin, end in spans]
-            both = [(max(a, c), min(b, d)) for a, b in together for c, d in wider]
-            together = sorted({(begin, end) for begin, end in both if begin < end})
-        found[role] = together
-    return found
+def none_up(down: Iterable[Sequence[Span]]) -> list[Span]:
+    """When none of these nodes was up; `down` has the spans of each, which may overlap."""
+    together: list[Span] = [(float("-inf"), float("inf"))]
+    for spans in down:
+        wider = [(begin, end + MARGIN_S) for begin, end in spans]
+        both = [(max(a, c), min(b, d)) for a, b in together for c, d in wider]
+        together = sorted({(begin, end) for begin, end in both if begin < end})
+    return together
 
 
 def judged(
     seen: Sequence[Seen],
-    legs: Mapping[str, Sequence[Leg]],
     no_decode: Sequence[Span],
     gap_s: float,
     no_router: Sequence[Outage] = (),
-    stalls: Sequence[Span] = (),
     lost: Collection[Sequence[Span]] = (),
 ) -> Verdict:
     """`no_decode`: when no decode node was up, `no_router`: when the router was not. `gap_s`:
-    nobody waits longer for a part at any other time. `stalls`: when nobody read the router's log,
-    so that it is not known when a leg broke. `lost`: of each node, when it was down or badly
-    connected.
+    nobody waits longer for a part at any other time. `lost`: of each node, when it was down or
+    badly connected.
     """
     verdict, no_decode = Verdict(), joined(no_decode)
     excused = joined(
         [*no_decode, *((each.begin, each.end + _ROUTER_MARGIN_S) for each in no_router)]
     )
-    gaps: list[float] = []
-    others: list[float] = []
+    longest_ms: list[float] = []
     for each in seen:
         verdict.ends[each.end] += 1
-        broke = legs.get(each.id, [])
         told = f"{each.kind} {each.number}, id {each.id}"
         if each.end == "left":
             continue
@@ -144,29 +116,17 @@ def judged(
             verdict.broken.append(
                 f"{told}: {each.end} {each.ended - each.began:.1f} s later: {each.error}"
             )
-        if each.times and each.end == "done" and not each.slow:
-            for at, role, _ in broke:
-                stalled = any(a <= at <= b + _STALL_MARGIN_S for a, b in stalls)
-                if role == "decode" and not stalled and (gap := each.gap_at(at)):
-                    gaps.append(gap)
-            if not broke:
-                others.append(max(b - a for a, b in each.gaps()))
-        waits = (
-            [] if each.slow else [(begin, end) for begin, end in each.gaps() if end - begin > gap_s]
-        )
+        gaps = [] if each.slow else each.gaps()
+        if gaps and each.end == "done":
+            longest_ms.append(max(end - begin for begin, end in gaps) * 1e3)
         verdict.broken += [
             f"{told}: nothing came for {end - begin:.1f} s from {begin:.1f} on"
-            for begin, end in waits
+            for begin, end in gaps
             if end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in excused) > gap_s
         ]
-    verdict.failed_over = sum(bool(legs.get(each.id)) for each in seen)
-    verdict.gap_ms, verdict.undisturbed_gap_ms = times_ms(gaps), times_ms(others)
+    shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    verdict.gap_ms = {name: percentile(longest_ms, share) for name, share in shares.items()}
     return verdict
-
-
-def times_ms(seconds: Iterable[float]) -> dict[str, float]:
-    ms = [second * 1e3 for second in seconds]
-    return {"p50": percentile(ms, 0.5), "p99": percentile(ms, 0.99), "max": max(ms, default=nan)}
 
 
 def meets(began: float, ended: float, spans: Iterable[Span]) -> bool:

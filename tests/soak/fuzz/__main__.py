@@ -113,8 +113,6 @@ async def fuzzed(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         if not broken:
             broken += await _grown(stand, usage, memory=options.most_bytes <= _SMALL_BODIES)
         report |= {"seconds": time.monotonic() - began, "closed in time": len(due)}
-        now = stand.usage()
-        report["usage"] = {name: (was, now[name]) for name, was in usage.items()}
     return report
 
 

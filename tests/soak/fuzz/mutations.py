@@ -16,7 +16,7 @@ import msgspec
 __all__ = ["as_json", "as_msgpack", "garbled", "mutated", "noise"]
 
 _DEPTHS = (3, 90, 200, 2000, 60_000)
-_MARK = re.compile(rb"@deep(\d{5})@")
+_MARK, _QUOTED = re.compile(rb"@deep(\d{5})@"), re.compile(rb'"@deep(\d{5})@"')
 _ODD: tuple[Any, ...] = (
     None,
     True,
@@ -87,9 +87,8 @@ def mutated(rng: random.Random, value: Any, never: frozenset[str] = frozenset())
 
 def as_json(value: Any) -> bytes:
     """JSON, with NaN and what else Python writes; nests what is marked."""
-    return _nested(
-        json.dumps(value, default=repr).encode("utf-8", "surrogatepass"), b'"', b'"', b"[", b"]"
-    )
+    written = json.dumps(value, default=repr).encode("utf-8", "surrogatepass")
+    return _QUOTED.sub(lambda mark: b"[" * int(mark[1]) + b"]" * int(mark[1]), written)
 
 
 def as_msgpack(value: Any) -> bytes:
@@ -162,13 +161,6 @@ def _change(rng: random.Random, container: Any, key: Any) -> None:
             container[key] = [old]
         case _:
             container[key] = {"a": old}
-
-
-def _nested(written: bytes, before: bytes, behind: bytes, opening: bytes, closing: bytes) -> bytes:
-    def nest(mark: re.Match[bytes]) -> bytes:
-        return opening * int(mark[1]) + closing * int(mark[1])
-
-    return re.sub(re.escape(before) + _MARK.pattern + re.escape(behind), nest, written)
 
 
 def _fitting(value: Any) -> Any:

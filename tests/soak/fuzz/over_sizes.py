@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
 from msgspec import inspect
 
-from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
-from kvrelay.openai_api.json_body import MAX_CONTAINERS
 from tests.soak.chaos.processes import Node
 from tests.soak.fuzz.examples import LEADS_AWAY
 from tests.soak.fuzz.languages import LANGUAGES, NUMBERED, Program, Site, sites
@@ -29,9 +26,6 @@ __all__ = ["TARGETS", "Case", "cases", "round_of", "sizes", "small"]
 
 TARGETS = ("sizes", "languages")
 _PER_ROUND = 12
-_TURNS = 24
-"""A conversation has so many at most, if it is not refused before."""
-_RESPONSE_ID = re.compile(rb'"id":"(resp_\w+)"')
 _AGAIN = 6
 """Times that the largest size of some cases is played in a row: what each leaves behind shows."""
 _MOST_NUMBER = 2**63
@@ -40,26 +34,14 @@ _LEAVES_S = 0.1
 _SLOW_S = 1.0
 """Behind an answer that took longer it is asked whether somebody goes on computing."""
 
-_EMPTY = b'{"type":"reasoning","summary":[]}'
-_CONVERSATIONS: Mapping[str, tuple[Callable[[int], bytes], int]] = {
-    "reasonings": (lambda n: _EMPTY + (b"," + _EMPTY) * (n - 1), MAX_CONTAINERS // 2 - 8),
-    "a long reasoning": (lambda n: b'%b,"unread":"%b"}' % (_EMPTY[:-1], b"a" * n), 0),
-}
-"""Items of a turn that are kept and cost no token; and how many of them there may be, where a size
-counts items.
-"""
-
 
 @dataclass(frozen=True)
 class Case:
-    """Bodies for a route that grow in one place. `goes_on`: each from the stored answer to the one
-    before.
-    """
+    """Bodies for a route that grow in one place."""
 
     route: Route
     place: str
     generator: Generator
-    goes_on: bool = False
 
     @property
     def name(self) -> str:
@@ -75,14 +57,8 @@ def cases(target: str) -> tuple[Case, ...]:
 def round_of(target: str, seed: int, number: int, only: str = "") -> list[Case]:
     shuffled = _shuffled(target, random.Random(f"{seed} {target}"))
     named = [case for case in shuffled if only in case.name]
-    every, conversations = (
-        [case for case in named if case.goes_on is wanted] for wanted in (False, True)
-    )
     first = number * _PER_ROUND
-    return [
-        *(conversations[number % len(conversations)] for _ in conversations[:1]),
-        *(every[at % len(every)] for at in range(first, first + min(_PER_ROUND, len(every)))),
-    ]
+    return [named[at % len(named)] for at in range(first, first + min(_PER_ROUND, len(named)))]
 
 
 async def small(stand: Stand, rng: random.Random) -> tuple[int, list[str]]:
@@ -119,10 +95,6 @@ async def sizes(
     """
     for case in played:
         process = _server(stand, rng, case.route)
-        if case.goes_on:
-            if wrong := await _conversations(stand, watch, process, case, most_bytes):
-                return wrong
-            continue
         at_once, leaves, again = rng.choice((1, 1, 1, 4)), rng.random() < 0.25, rng.random() < 0.25
         held = 0
         # Large values take seconds to make on a busy machine, and leases are renewed meanwhile.
@@ -139,50 +111,10 @@ async def sizes(
     return []
 
 
-async def _conversations(
-    stand: Stand, watch: Watch, process: Node, case: Case, most_bytes: int
-) -> list[str]:
-    top = case.generator.capped(most_bytes)
-    for size in sorted({1, max(1, top // 256), max(1, top // 2), top}):
-        body, previous = await asyncio.to_thread(case.generator.make, size), b""
-        for turn in range(1, _TURNS + 1):
-            sent = _request(stand, process, case.route, _going_on(body, previous))
-            wrong, answers = await _asked(stand, watch, process, sent)
-            # What was stored is read for whoever goes on from it, however little he sends.
-            short = case.route.body({"input": b'"a"', "store": b"false"})
-            if not wrong and previous:
-                sent = _request(stand, process, case.route, _going_on(short, previous))
-                wrong, _ = await _asked(stand, watch, process, sent)
-            if wrong:
-                return [
-                    f"{process.role} {case.name}, size {size}, turn {turn}: {one}" for one in wrong
-                ]
-            found = _RESPONSE_ID.search(answers[0] or b"")
-            if found is None:  # it is refused
-                break
-            previous = found[1]
-    return []
-
-
-def _going_on(body: bytes, previous: bytes) -> bytes:
-    return b'{"previous_response_id":"%b",%b' % (previous, body[1:]) if previous else body
-
-
 async def _played(
     stand: Stand, watch: Watch, process: Node, case: Case, size: int, at_once: int, leaves: bool
 ) -> list[str]:
     sent = await asyncio.to_thread(_written, stand, process, case, size)
-    return (await _asked(stand, watch, process, sent, at_once, leaves))[0]
-
-
-async def _asked(
-    stand: Stand,
-    watch: Watch,
-    process: Node,
-    sent: bytes,
-    at_once: int = 1,
-    leaves: bool = False,
-) -> tuple[list[str], list[bytes | None]]:
     began, leaves_s, wrong = time.monotonic(), _LEAVES_S if leaves else None, list[str]()
     asking = [
         asyncio.create_task(exchange(process.ports[0], [sent], leaves_s=leaves_s))
@@ -203,7 +135,7 @@ async def _asked(
     ] + wrong
     wrong += stand.ended()
     slow = leaves or time.monotonic() - began > _SLOW_S
-    return wrong or (await still_busy(stand.processes) if slow else []), answers
+    return wrong or (await still_busy(stand.processes) if slow else [])
 
 
 def _shuffled(target: str, rng: random.Random) -> list[Case]:
@@ -234,14 +166,6 @@ def _of_fields() -> Iterator[Case]:
                 "tools, tool_choice",
                 Generator("allowed tools", partial(_with_allowed_tools, route)),
             )
-        if route.asks.__name__ == ResponsesRequest.__name__:
-            for name, (items, most) in _CONVERSATIONS.items():
-                turns = Generator(f"conversation of {name}", partial(_turn, route, items), most)
-                yield Case(route, "previous_response_id", turns, goes_on=True)
-
-
-def _turn(route: Route, items: Callable[[int], bytes], size: int) -> bytes:
-    return route.body({"input": b'[%b,{"role":"user","content":"a"}]' % items(size)})
 
 
 def _with_allowed_tools(route: Route, count: int) -> bytes:
@@ -281,10 +205,5 @@ def _server(stand: Stand, rng: random.Random, route: Route) -> Node:
 
 
 def _written(stand: Stand, process: Node, case: Case, size: int) -> bytes:
-    return _request(stand, process, case.route, case.generator.make(size))
-
-
-def _request(stand: Stand, process: Node, route: Route, body: bytes) -> bytes:
-    return written(
-        "POST", route.path, stand.keys["node" if process is not stand.router else route.key], body
-    )
+    key = case.route.key if process is stand.router else "node"
+    return written("POST", case.route.path, stand.keys[key], case.generator.make(size))

@@ -19,7 +19,7 @@ from msgspec import inspect
 import kvrelay.openai_api
 import kvrelay.router
 from kvrelay.wire.router_config import RouterConfig
-from tests.soak.chaos.model import CONTEXT
+from tests.soak.chaos.asks import CONTEXT
 
 __all__ = ["MAX_BODY", "UNITS", "Generator", "generators", "ladder", "limits", "text"]
 

@@ -15,9 +15,10 @@ import aiohttp
 
 from benchmarks.local_cluster import family, free_ports
 from kvrelay.kv_transfer.connector import LeaseId
+from tests.cluster.real_cluster import attentive_model
 from tests.listening import Port, listening
+from tests.soak.chaos.asks import CONTEXT
 from tests.soak.chaos.left_behind import Size, size_of
-from tests.soak.chaos.model import flags_of
 from tests.soak.chaos.processes import Cluster, Node
 
 __all__ = ["Stand"]
@@ -41,12 +42,12 @@ class Stand:
     def __init__(self, folder: Path, flags: Sequence[str] = ()) -> None:
         self.keys = {name: secrets.token_hex() for name in ("user", "admin", "node")} | {"": ""}
         (self.heartbeat_port,) = free_ports(1)
-        node = f"""--cpu --threads 1 --kv-cache-memory-bytes {16 << 20} --lease-s {LEASE_S}
+        node = f"""--kv-cache-memory-bytes {16 << 20} --lease-s {LEASE_S}
             --router udp://127.0.0.1:{self.heartbeat_port} --enable-lora --allow-runtime-lora
             --tool-call-parser hermes --request-deadline-s 50"""
         router = f"--heartbeat-port {self.heartbeat_port} --workers 2 --strict-roles"
         self.cluster = Cluster(
-            folder, [*flags_of("tiny", folder), *node.split(), *flags], router.split()
+            folder, [*attentive_model(folder, CONTEXT), *node.split(), *flags], router.split()
         )
         self.secret = self.cluster.secret
         key = {"KVRELAY_NODE_API_KEY": self.keys["node"]}
@@ -57,7 +58,7 @@ class Stand:
         self.cluster.env = {"prefill": key, "decode": key, "router": key | router_keys}
         self.expected = ""
         self._read: dict[Node, int] = {}
-        self._born: dict[Node, set[tuple[int, str]]] = {}
+        self._born: dict[Node, set[int]] = {}
 
     async def __aenter__(self) -> Stand:
         self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_DEADLINE_S))
@@ -84,7 +85,6 @@ class Stand:
 
     @property
     def router(self) -> Node:
-        assert self.cluster.router is not None
         return self.cluster.router
 
     @property
@@ -161,7 +161,7 @@ class Stand:
             f"{each.role}: processes {gone} have ended (code {each.process.poll()}): "
             f"{self.news(each)[-1500:]}"
             for each in self.processes
-            if (gone := sorted(pid for pid, _ in self._born[each] - _alive(each)))
+            if (gone := sorted(self._born[each] - _alive(each)))
         ]
 
     def news(self, process: Node) -> str:
@@ -179,13 +179,10 @@ class Stand:
         return {each.name: size_of(*family(each.process.pid)) for each in self.processes}
 
 
-def _alive(process: Node) -> set[tuple[int, str]]:
+def _alive(process: Node) -> set[int]:
     found = set()
     for pid in family(process.process.pid):
         with contextlib.suppress(OSError):
-            state, *_, started = (
-                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:20]
-            )
-            if state not in "ZX":
-                found.add((pid, started))
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                found.add(pid)
     return found

@@ -224,8 +224,6 @@ def _below(kind: inspect.Type) -> Iterator[tuple[Step, inspect.Type]]:
             yield from ((field.encode_name, field.type) for field in kind.fields)
         case inspect.ListType() | inspect.VarTupleType():
             yield 0, kind.item_type
-        case inspect.TupleType():
-            yield from enumerate(kind.item_types)
 
 
 def _types(kind: inspect.Type, steps: tuple[Step, ...]) -> tuple[inspect.Type, ...]:
@@ -271,10 +269,7 @@ def _written(
     steps = (*before, step)
     there = _written(_types(inner, steps), steps, further, value)
     if not isinstance(kind, inspect.StructType):
-        others = kind.item_types if isinstance(kind, inspect.TupleType) else ()
-        return _array(
-            [there if at == step else least(each, "") for at, each in enumerate(others)] or [there]
-        )
+        return _array([there])
     if kind.array_like:
         return _array(
             [there if at == step else least(each.type, "") for at, each in enumerate(kind.fields)]
@@ -292,8 +287,6 @@ def _written(
 def least(kind: inspect.Type, name: str) -> bytes:
     types = _types(kind, (name,)) or (kind,)
     match types[0]:
-        case inspect.Metadata(type=inner):
-            return least(inner, name)
         case inspect.StrType():
             return _SAID.get(name, '"a"').encode()
         case inspect.LiteralType(values=values):
@@ -304,16 +297,10 @@ def least(kind: inspect.Type, name: str) -> bytes:
             return b"1"
         case inspect.BoolType():
             return b"true"
-        case inspect.BytesType():
-            return b'""'
         case inspect.ListType(item_type=item) | inspect.VarTupleType(item_type=item):
             return _array([least(item, name)])
-        case inspect.TupleType(item_types=items):
-            return _array([least(item, "") for item in items])
         case inspect.DictType() | inspect.AnyType() | inspect.RawType():
             return b"{}"
-        case inspect.NoneType():
-            return b"null"
         case inspect.StructType(array_like=True, fields=fields):
             return _array([least(field.type, "") for field in fields])
         case inspect.StructType(fields=fields):
