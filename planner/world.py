@@ -34,12 +34,10 @@ class RoleController:
     def _look(self, now: float) -> None:
         cluster, roles, router = self._cluster, self._roles, self._cluster.routers[0]
         nodes = {role: router.pool.up(role) for role in OTHER}
-        work, left = work_of(
-            {role: [node.state for node in of] for role, of in nodes.items()}, self._tpot_ms
-        )
-        hindered = "a node is changing its role" if cluster.switching else ""
+        loads = {role: [node.state for node in of] for role, of in nodes.items()}
         up = {role: len(of) for role, of in nodes.items()}
-        role = roles.look(up, work, now / 1e3, hindered, left)
+        hindered = "a node is changing its role" if cluster.switching else ""
+        role = roles.look(up, *work_of(loads, self._tpot_ms), hindered)
         if role is not None:
             at = router.number(max(nodes[OTHER[role]], key=lambda node: node.url))
             self._result.flips.append(NodeEvent(now, at, "role", role, roles.why))

@@ -2,9 +2,7 @@
 
 Work is reckoned in nodes, from what they announce: prompts may take all of a prefill node's time,
 tokens `1 - A / TPOT` of a decode node's, whose empty step takes A (router/placement.py), and
-requests all of its seats. Where even the last prefill node does more as a decode node, all nodes
-compute their own prompts until the load falls. All routers see the same and ask the same node,
-which changes once (node/lifecycle.py).
+requests all of its seats. All routers see the same and ask the same node, which changes once.
 """
 
 from __future__ import annotations
@@ -16,10 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum, inf
 
-import msgspec
-
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.node_load import LEAST_LEFT, UNKNOWN, NodeLoad
+from kvrelay.router.node_load import LEAST_LEFT, NodeLoad
 from kvrelay.router.nodes.node import Node, NodeKind
 from kvrelay.router.nodes.pool import DRAINS, Pool
 from kvrelay.router.transport.node_client import NodeClient
@@ -27,34 +23,18 @@ from kvrelay.router.transport.node_stream import parse_message
 from kvrelay.wire.config import Role
 from kvrelay.wire.router_config import RouterConfig
 
-__all__ = [
-    "BEGUN",
-    "EVERY_S",
-    "LOOKS",
-    "OTHER",
-    "RoleChanger",
-    "RolePlanner",
-    "ask_role",
-    "use_of",
-    "work_of",
-]
+__all__ = ["EVERY_S", "OTHER", "RoleChanger", "RolePlanner", "ask_role", "work_of"]
 
-EVERY_S, HALF_LIFE_S, LOOKS, COOL_DOWN_S, REMEMBERS_S = 5.0, 20.0, 3, 30.0, 3600.0
-LIMIT, MARGIN = 0.85, 0.1
-BEGUN = 202
-"""A node's status when it begins to change its role."""
-_ASK_DEADLINE_S = 5.0
+EVERY_S, LOOKS, MEMORY = 5.0, 6, 12  # between looks; that a decision takes, and a mean is of
+LIMIT, MARGIN, BACK = 0.85, 0.1, 0.65
+BEGUN = 202  # a node's status when it begins to change its role
 OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
+Work = Mapping[Role, float]
 _log = logging.getLogger("kvrelay.router")
 
 
-def work_of(
-    loads: Mapping[Role, Sequence[NodeLoad]], tpot_ms: float = 0.0
-) -> tuple[dict[Role, float], float]:
-    """Return how many nodes each role's work takes, and the share of a decode node it may take.
-
-    A `tpot_ms` of 0 stands for the default TPOT.
-    """
+def work_of(loads: Mapping[Role, Sequence[NodeLoad]], tpot_ms: float = 0) -> tuple[Work, float]:
+    """Return how many nodes each role's work takes, and the share of a decode node it may take."""
     decode = loads[Role.DECODE]
     # Prompts that decode nodes compute spare prefill nodes some.
     prompts = fsum(load.prompt_share for of in loads.values() for load in of)
@@ -66,82 +46,61 @@ def work_of(
     return {Role.PREFILL: prompts, Role.DECODE: max(seats, tokens / left)}, left
 
 
-def use_of(work: Mapping[Role, float], nodes: Mapping[Role, int], left: float) -> dict[Role, float]:
-    """Return the share of each role's nodes that work takes; decode nodes alone do all."""
-    prefill, decode = nodes[Role.PREFILL], max(1, nodes[Role.DECODE])
+def use_of(work: Work, prefill: int, decode: int, left: float) -> Work:
+    """Return the share of so many nodes that work takes; decode nodes alone do all."""
     prompts, answers = work[Role.PREFILL], work[Role.DECODE]
     if prefill:
-        return {Role.PREFILL: prompts / prefill, Role.DECODE: answers / decode}
-    return {Role.PREFILL: 0.0, Role.DECODE: (answers + prompts / left) / decode}
+        return {Role.PREFILL: prompts / prefill, Role.DECODE: answers / max(1, decode)}
+    return {Role.PREFILL: 0.0, Role.DECODE: (answers + prompts / left) / max(1, decode)}
 
 
 class RolePlanner:
-    """A planner of one model's roles. Times are seconds of any one clock."""
+    """A planner of one model's roles: step by step to the split whose busier role does least."""
 
     def __init__(self, least_prefill: int = 0, least_decode: int = 1) -> None:
-        self._least = {Role.PREFILL: least_prefill, Role.DECODE: least_decode}
-        self._work, self._looked = dict.fromkeys(OTHER, 0.0), -inf
-        self._up, self._changed, self._last = dict[Role, int](), -inf, Role.PREFILL
-        self._busy, self._times = Role.PREFILL, 0
-        self.use, self.why = dict(self._work), ""
+        self._least_prefill, self._least_decode = least_prefill, least_decode
+        self._work: Work = dict.fromkeys(OTHER, 0.0)
+        self._up: Mapping[Role, int] = dict.fromkeys(OTHER, 0)
+        self._last: Role | None = None  # that got a node of the other
+        self._looks = 0  # since then: what had piled up before says nothing of what is needed
+        self.use: Work = self._work
+        self.why = ""
         """The share of each role's nodes lately used; why nothing changes, or what."""
 
-    def look(
-        self,
-        up: Mapping[Role, int],
-        work: Mapping[Role, float],
-        now: float,
-        hindered: str = "",
-        left: float = 1.0,
-    ) -> Role | None:
-        """Return the role that one more node should take; `hindered` says why none can now.
-
-        `left` is the share of a decode node that work may take (`work_of`).
-        """
+    def look(self, up: Mapping[Role, int], work: Work, left: float, bar: str = "") -> Role | None:
+        """Return the role that one more node should take; `bar` says why none can now."""
         for role, other in OTHER.items():
-            gave = up[other] < self._up.get(other, 0)
-            if not hindered and gave and up[role] > self._up[role]:
-                self._changed, self._last = now, role
-        self._up = self._up if hindered else dict(up)
-        # Until then what had piled up says nothing of what is needed.
-        rests = now - self._changed < COOL_DOWN_S
-        kept, self._looked = 0.0 if rests else 0.5 ** ((now - self._looked) / HALF_LIFE_S), now
-        self._work = {
-            role: kept * before + (1 - kept) * work[role] for role, before in self._work.items()
-        }
-        self.use = use = use_of(self._work, up, left)
-        mixed = not up[Role.PREFILL]
-        busy = Role.PREFILL if mixed else max(use, key=lambda role: use[role])
-        idle, most = OTHER[busy], max(use.values())
-        then = use_of(self._work, {busy: up[busy] + 1, idle: up[idle] - 1}, left)
-        # To a role of many nodes one more is less than any margin: what counts is the role that
-        # gives it away.
-        after = then[idle] if up[Role.PREFILL] and up[idle] > 1 else max(then.values())
-        # The last prefill node that became a decode node goes back when it can.
-        returns = mixed and self._last is Role.DECODE and after <= LIMIT - 2 * MARGIN
-        margin = MARGIN * (2 if self._last is idle and now - self._changed < REMEMBERS_S else 1)
-        against = (
-            (most <= LIMIT and not returns, "no role is short of nodes"),
-            (up[idle] <= self._least[idle], f"{idle} keeps its last {self._least[idle]}"),
-            (
-                after > most * (1 - margin) and not returns,
-                f"one {idle} node less would have too much to do",
-            ),
-            (rests, "the last change was just now"),
-        )
-        why = hindered or next((reason for holds, reason in against if holds), "")
-        again = self._times % LOOKS + 1 if busy is self._busy else 1
-        self._busy, self._times = busy, 0 if why else again
-        decided = self._times == LOOKS
-        short = f"one {idle} node becomes a {busy} node" if decided else f"{busy} is short of nodes"
-        nodes = (f"{up[role]} {role} nodes with {use[role]:.0%} to do" for role in use)
-        self.why = f"{why or short}: {', '.join(nodes)}"
-        return busy if decided else None
+            if not bar and up[role] > self._up[role] and up[other] < self._up[other]:
+                self._last, self._looks = role, 0
+        self._up = self._up if bar else up
+        self._looks += 1
+        seen = min(self._looks, MEMORY)
+        self._work = {role: was + (work[role] - was) / seen for role, was in self._work.items()}
+        now, nodes = up[Role.PREFILL], up[Role.PREFILL] + up[Role.DECODE]
+        self.use = use = use_of(self._work, now, nodes - now, left)
+        short = max(use, key=use.__getitem__) if now else Role.PREFILL
+        splits = range(now + 1, nodes - self._least_decode + 1)
+        if short is Role.DECODE:  # to decode nodes alone only from 1P
+            splits = range(max(self._least_prefill, min(1, now - 1)), now)
+        others = (use_of(self._work, split, nodes - split, left) for split in splits)
+        most, best = max(use.values()), min((max(each.values()) for each in others), default=inf)
+        back = not now and self._last is Role.DECODE and best <= BACK
+        margin = MARGIN * (2 if self._last is OTHER[short] else 1)
+        decided, why = False, bar or f"{short} is short of nodes, for too short a time yet"
+        if most <= LIMIT and not back:
+            why = bar or "no role is short of nodes"
+        elif best > most * (1 - margin) and not back:
+            why = bar or "no other split has much less to do"
+        elif self._looks >= LOOKS and not bar:
+            decided, why = True, f"one {OTHER[short]} node becomes a {short} node"
+            self._looks = 0  # a node that refuses is asked again after as many
+        told = (f"{up[role]} {role} nodes with {use:.0%} to do" for role, use in self.use.items())
+        self.why = f"{why}: {', '.join(told)}"
+        return short if decided else None
 
 
 async def ask_role(pool: Pool, legs: NodeClient, node: Node, role: Role) -> tuple[int, str]:
-    body = msgspec.json.encode({"role": role})
-    status, said = await legs.post(node, "/admin/role", body, _ASK_DEADLINE_S)
+    status, said = await legs.post(node, "/admin/role", b'{"role":"%b"}' % role.encode(), EVERY_S)
     if status == BEGUN:
         pool.note_role_change(node, role, time.monotonic())
     return status, parse_message(said)
@@ -159,45 +118,33 @@ class RoleChanger:
     models: dict[str, RolePlanner] = field(default_factory=dict)
 
     async def look_for_ever(self) -> None:
-        while True:
+        while not self.ending():
             await asyncio.sleep(EVERY_S)
             try:
-                await self.look(time.monotonic())
+                await self.look()
             except Exception:  # noqa: BLE001 - a mistake of ours must not end it
                 _log.exception("roles were not looked at; they will be again in %g s", EVERY_S)
 
-    async def look(self, now: float) -> None:
-        config = self.config()
-        ours = [node for node in self.pool.nodes if node.kind is NodeKind.KVRELAY and node.model]
-        least = config.least_prefill, config.least_decode
-        self.models = {
-            node.model: self.models.get(node.model) or RolePlanner(*least) for node in ours
-        }
-        self.metrics.role_use.clear()
+    async def look(self) -> None:
+        config, pool, metrics = self.config(), self.pool, self.metrics
+        ours = [node for node in pool.nodes if node.kind is NodeKind.KVRELAY and node.model]
+        why = "roles are strict" if config.strict_roles else ""
+        for node in ours:  # one that drains may change its role, as its next health check says
+            if node.flips_to or (node.reason == DRAINS and node.reported_at < node.since):
+                why = why or f"{node.url} changes its role"
+        least, names = (config.least_prefill, config.least_decode), {node.model for node in ours}
+        self.models = {name: self.models.get(name) or RolePlanner(*least) for name in names}
+        metrics.role_use.clear()
         for model, planner in self.models.items():
-            nodes = {role: self.pool.up(role, model=model, kind=NodeKind.KVRELAY) for role in OTHER}
-            loads = {role: [node.state for node in each] for role, each in nodes.items()}
-            up = {role: len(each) for role, each in nodes.items()}
-            hindered = self._hindered(config, [node for node in ours if node.model == model])
-            work, left = work_of(loads, config.tpot_target_ms)
-            role = planner.look(up, work, now, hindered, left)
+            nodes = {role: pool.up(role, model=model, kind=NodeKind.KVRELAY) for role in OTHER}
+            loads = {role: [node.state for node in nodes[role]] for role in OTHER}
+            up = {role: len(nodes[role]) for role in OTHER}
+            role = planner.look(up, *work_of(loads, config.tpot_target_ms), why)
             for each, use in planner.use.items():
-                self.metrics.role_use.labels(model, each).set(use)
+                metrics.role_use.labels(model, each).set(use)
             if role is not None:
                 node = max(nodes[OTHER[role]], key=lambda node: node.url)
-                status, said = await ask_role(self.pool, self.node_client, node, role)
-                begun = status == BEGUN
-                self.metrics.role_changes.labels(model, role, "begun" if begun else "refused").inc()
-                outcome = "begun" if begun else f"refused: {status} {said}"
-                _log.info("roles: %s; %s: %s", planner.why, node.url, outcome)
-
-    def _hindered(self, config: RouterConfig, nodes: Sequence[Node]) -> str:
-        if config.strict_roles or self.ending():
-            return "roles are strict" if config.strict_roles else "this router ends"
-        for node in nodes:
-            # One that drains may change its role, as its next health check says.
-            if node.flips_to or (node.reason == DRAINS and node.reported_at < node.since):
-                return f"{node.url} changes its role"
-            if node.up and node.state.costs == UNKNOWN:
-                return f"{node.url} has not said what its steps cost"
-        return ""
+                status, said = await ask_role(pool, self.node_client, node, role)
+                outcome = "begun" if status == BEGUN else "refused"
+                metrics.role_changes.labels(model, role, outcome).inc()
+                _log.info("roles: %s; %s: %s (%d %s)", planner.why, node.url, outcome, status, said)

@@ -43,7 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Itera
     """1P2D, whose router looks each second."""
     folder = tmp_path_factory.mktemp("roles")
     # Nodes reckon in step times of their start: what slows the machine later lowers their use.
-    soon = "roles.EVERY_S, roles.HALF_LIFE_S, roles.LIMIT = 1.0, 4.0, 0.3"
+    soon = "roles.EVERY_S, roles.LIMIT = 1.0, 0.3"
     (folder / "sitecustomize.py").write_text(f"from kvrelay.router import roles\n{soon}\n")
     env = {"PYTHONPATH": os.pathsep.join(map(str, (folder, repository)))}
     flags = tiny_model(folder, 8192, kv_mib=32)

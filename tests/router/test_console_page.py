@@ -134,7 +134,7 @@ async def test_a_node_is_given_another_role_and_the_last_of_a_role_only_if_one_i
 async def test_roles_are_shown() -> None:
     async with opened() as page, cluster(prefill(), decode()) as c:
         roles = RolePlanner()
-        roles.look({Role.PREFILL: 1, Role.DECODE: 3}, {Role.PREFILL: 0.6, Role.DECODE: 0.3}, 0.0)
+        roles.look({Role.PREFILL: 1, Role.DECODE: 3}, {Role.PREFILL: 0.6, Role.DECODE: 0.3}, 1.0)
         c.router.roles = SimpleNamespace(models={"tiny": roles})  # type: ignore[assignment]
         await page.goto(f"{c.url}/console#key=operator")
         card = page.get_by_role("region", name="Roles", exact=True)
