@@ -2,14 +2,13 @@
 
 Blocks are chained, so what is found of a prompt is its beginning, and each further rung begins where
 the one before it ends. A history has the names of blocks as KV events tell them, of one node or of
-all; caches evict the end of a prefix first, and so a bisection finds how deep something is true.
+all.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import accumulate, islice
 from typing import Generic, NamedTuple, TypeVar
@@ -151,8 +150,8 @@ class History(Generic[_Name]):
         """
         # A prompt's last token is computed, so its last block may not be cached.
         most = min(len(names), (tokens - 1) // block_size)
-        first = max(0, min(most, found.tokens // block_size))
-        gone, older, head = self._gone, self._older, names[first:most][:1]
+        end = max(0, min(most, found.tokens // block_size))
+        gone, older, head = self._gone, self._older, names[end:most][:1]
 
         def having(among: Collection[str]) -> list[dict[_Name, float]]:
             # What one medium lacks may lie in the next: all of a node that has the first.
@@ -162,9 +161,7 @@ class History(Generic[_Name]):
             has = {url for url, place in places if head and head[0] in place}
             return [place for url, place in places if url in has]
 
-        mine, theirs = having(nodes), having(them)
-
-        def kept(name: _Name, places: Sequence[dict[_Name, float]] = mine) -> bool:
+        def kept(name: _Name, places: Sequence[dict[_Name, float]]) -> bool:
             for place in places:  # noqa: SIM110 - a generator takes three times as long
                 if place.get(name, math.inf) <= at:
                     return True
@@ -174,18 +171,19 @@ class History(Generic[_Name]):
             when, node = gone.get(name, _NEVER)
             return when > at and node in among
 
-        def seen(name: _Name) -> bool:
-            return name in gone or kept(name, theirs)
-
+        mine, theirs = having(nodes), having(them)
         tests: tuple[Callable[[_Name], bool], ...] = (
-            lambda name: older[hash(name) % _OLDER] == hash(name) or seen(name),
-            seen,
+            lambda name: kept(name, mine),
+            lambda name: kept(name, mine) or gone_since(name, nodes),
             lambda name: kept(name, theirs) or gone_since(name, them),
-            lambda name: kept(name) or gone_since(name, nodes),
-            kept,
+            lambda name: kept(name, theirs) or name in gone,
+            lambda name: (
+                older[hash(name) % _OLDER] == hash(name) or kept(name, theirs) or name in gone
+            ),
         )
         depths = []
-        for test in tests:  # each implies those before it
-            most = bisect_left(names, True, first, most, key=lambda name: not test(name))
-            depths.append(most * block_size)
-        return ladder(tokens, found, Depths(*reversed(depths)))
+        for test in tests:  # each goes on where the one before it ends
+            while end < most and test(names[end]):
+                end += 1
+            depths.append(end * block_size)
+        return ladder(tokens, found, Depths(*depths))

@@ -127,6 +127,14 @@ def test_what_one_medium_of_a_node_lacks_may_lie_in_another() -> None:
     assert depths(history, ["x", "xy"], 2, nodes[3:], nodes) == (0, 0, 2, 2, 2)
 
 
+def test_what_lies_behind_a_gap_is_not_to_be_had() -> None:
+    history = History[str]()
+    history.changed("a", "abdefgh", [], 1)
+    history.changed("a", [], "h", 3)
+    assert depths(history, "abcdefgh", 2, ["a"], ["a"]) == (2, 2, 2, 2, 2)
+    assert depths(history, "abdefgh", 2, ["a"], ["a"]) == (6, 7, 7, 7, 7)
+
+
 def test_no_name_is_in_an_empty_history() -> None:
     assert depths(History[int](), [0, -1, -2], 0, [], []) == (0, 0, 0, 0, 0)
 
