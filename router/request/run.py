@@ -323,9 +323,10 @@ class RequestRun:
         unlikes = (kv_mismatch(node.kv, placed.decode.node.kv) for node in prefill)
         return "incompatible" if any(unlikes) else "no_prefill_node"
 
-    def on_ticket(self, params: KvTransferParams, frame: Frame) -> None:
+    def on_ticket(self, node: Node, params: KvTransferParams, frame: Frame) -> None:
         """Begin the decode request: the prompt is tokenized, its cached part known."""
-        if frame.blocks is not None:
+        if frame.blocks is not None and self._pool.prefixes.follows(node.url):
+            # A node of the release before may name the same blocks otherwise.
             self._prefix = self._prefix.known(frame.blocks, params.num_tokens)
             self._pool.prefixes.learn(self._prefix)
         if self._early_decode is None:
@@ -337,7 +338,7 @@ class RequestRun:
             rungs = self.context.placer.rungs
             self.rungs = rungs(self.placed, node, self._prefix, self.prompt_tokens, found)
 
-    def on_end(self, frame: Frame) -> None:
+    def on_end(self, node: Node, frame: Frame) -> None:
         """Note the usage of a whole answer, and which nodes could not read the request."""
         output = self.output_tokens
         self.written_tokens = frame.written
@@ -346,7 +347,7 @@ class RequestRun:
         told = self.prompt_tokens or 0
         self.context.placer.answered(self.job.model, output // self.job.choices)
         self._pool.prefixes.counted(self._prefix, told)
-        if frame.blocks is not None:
+        if frame.blocks is not None and self._pool.prefixes.follows(node.url):
             self._prefix = self._prefix.known(frame.blocks, told)
             self._pool.prefixes.answered(self._prefix)
         for lease in self.unread:
@@ -450,13 +451,13 @@ class Attempt:
             run.cached_tokens = params.cached_tokens
             if not self._position.decoding:
                 if frame.kind is FrameKind.TICKET:
-                    run.on_ticket(params, frame)
+                    run.on_ticket(self._lease.node, params, frame)
                 else:
                     timeline.prefilled = timeline.prefilled or now
                 run.note_prompt(self._lease.node, frame.found)
         if frame.kind is not FrameKind.END:
             return frame.payload
-        run.on_end(frame)
+        run.on_end(self._lease.node, frame)
         run.note_prompt(self._lease.node, frame.found)
         if run.job.wants_stages:
             return timeline.with_stages(frame.payload, now, run.rungs)

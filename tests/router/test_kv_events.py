@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator
 
 import msgspec
 import pytest
-from router_doubles import Cluster, FakeNode, cluster, prefill, until
+from router_doubles import (
+    MODEL,
+    Call,
+    Cluster,
+    FakeNode,
+    Script,
+    cluster,
+    decode,
+    handover,
+    parse_job,
+    prefill,
+    prefill_ok,
+    until,
+)
 
 from kvrelay.node import request_stream
 from kvrelay.node.request_stream import KvEvents
 from kvrelay.router.prefix.index import Prefix
+from kvrelay.router.request.job import prefix_of
 from kvrelay.wire import kv_events
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.kv_events import CacheChanges, read_changes
@@ -45,6 +60,34 @@ async def test_a_router_follows_what_a_node_holds() -> None:
             True,
             False,
         ]
+
+
+async def test_a_node_that_tells_nothing_takes_no_place_from_one_that_does() -> None:
+    """A node of the release before names the same blocks otherwise."""
+
+    def naming(names: list[bytes]) -> Script:
+        async def script(call: Call) -> None:
+            blocks = PromptBlocks(16, b"".join(names))
+            params = handover(call, generated=[], num_tokens=16 * len(names))
+            await call.send(Frame(FrameKind.TICKET, params=params, blocks=blocks))
+            await prefill_ok(call)
+
+        return script
+
+    new, old = prefill(naming(chain(8)), kv_events=KvEvents()), prefill(naming(chain(8, 1)))
+    new.kv_events.publish(CacheChanges(chain(8), []))  # type: ignore[union-attr]
+    async with cluster(new, old, decode(), prefill_policy="round_robin") as c:
+        index = c.router.pool.prefixes
+        await until(lambda: index.follows(new.url))
+        for _ in range(2):
+            await c.text(
+                body := {"model": MODEL, "prompt": "y" * 512, "stream": True},
+                path="/v1/completions",
+            )
+        cached = index.lookup(prefix_of(parse_job(json.dumps(body).encode(), "/v1/completions")))[1]
+        assert (len(new.calls), len(old.calls)) == (1, 1)
+        assert cached[new.url] == 128
+        assert cached[old.url] > 0
 
 
 @pytest.mark.parametrize("restarts", [True, False])
