@@ -121,7 +121,7 @@ class Router:
             known = self._prefixes[stream] = msgspec.structs.replace(
                 named, keys=array("Q", stream.blocks), tokens=stream.prompt, block_size=size
             )
-            self.pool.prefixes.learn(known)
+            self.pool.prefixes.learn(known, self.pool.nodes[0].url)
 
     def ended(self, stream: Stream) -> None:
         prefix = self._prefixes.pop(stream, None)
@@ -129,7 +129,9 @@ class Router:
             self.placer.answered(_MODEL, stream.output)
             if prefix is not None:
                 keys = array("Q", stream.blocks + stream.answer)
-                self.pool.prefixes.answered(msgspec.structs.replace(prefix, keys=keys))
+                self.pool.prefixes.answered(
+                    msgspec.structs.replace(prefix, keys=keys), self.pool.nodes[0].url
+                )
 
     def polled(self, at: int, role: Role, load: Load, generation: str, now: float) -> None:
         node, card = self.node(at), self._engines[at].card

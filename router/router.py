@@ -183,7 +183,7 @@ class Router:
                 "waiting": sum(self.admission.waiting().values()),
                 "waiting_for_room": sum(self.placer.waiting.values()),
             },
-            [RoleStatus(name, each.why, each.use) for name, each in sorted(roles.items())],
+            [RoleStatus(name, each.why, dict(each.use)) for name, each in sorted(roles.items())],
         )
 
     def snapshot(self) -> Snapshot:

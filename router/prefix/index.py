@@ -143,8 +143,11 @@ class PrefixIndex:
             if not running[chunk]:
                 del running[chunk]
 
-    def learn(self, prefix: Prefix) -> None:
-        """Take over the keys of a prompt's blocks, taken to be spread evenly over its text."""
+    def learn(self, prefix: Prefix, url: str) -> None:
+        """Take over the keys of a prompt's blocks, taken to be spread evenly over its text.
+
+        `url` is the node that named them.
+        """
         if prefix.keys is None or not (prefix.tokens and prefix.block_size and prefix.text_bytes):
             return
         self._block_size = prefix.block_size
@@ -154,17 +157,23 @@ class PrefixIndex:
         for at, chunk in enumerate(prefix.chunks, 1):
             end = len(keys) * min(at * CHUNK_BYTES, text_bytes) // text_bytes
             learned[chunk], begin = keys[begin:end], end
-        _keep(self._learned, learned, MAX_LEARNED)
+        self._learn(learned, url)
 
-    def answered(self, prefix: Prefix) -> None:
+    def answered(self, prefix: Prefix, url: str) -> None:
         """Take over the keys of a prompt with those of its answer, which the next turn has, too."""
         full = min(prefix.text_bytes, MAX_TEXT_BYTES) // CHUNK_BYTES
         if full and prefix.keys is not None:
             last = prefix.chunks[full - 1]
             if last not in self._learned:
-                self.learn(prefix)
+                self.learn(prefix, url)
             known = prefix.tokens // prefix.block_size * full * CHUNK_BYTES // prefix.text_bytes
-            _keep(self._learned, {~last: prefix.keys[known:]}, MAX_LEARNED)
+            self._learn({~last: prefix.keys[known:]}, url)
+
+    def _learn(self, new: dict[int, array[int]], url: str) -> None:
+        # A node of the release before tells nothing, and may name the same blocks otherwise.
+        old = () if self.follows(url) else self._learned
+        new = {chunk: keys for chunk, keys in new.items() if chunk not in old}
+        _keep(self._learned, new, MAX_LEARNED)
 
     def counted(self, prefix: Prefix, tokens: int) -> None:
         if tokens and prefix.text_bytes and not prefix.counted:

@@ -325,10 +325,9 @@ class RequestRun:
 
     def on_ticket(self, node: Node, params: KvTransferParams, frame: Frame) -> None:
         """Begin the decode request: the prompt is tokenized, its cached part known."""
-        if frame.blocks is not None and self._pool.prefixes.follows(node.url):
-            # A node of the release before may name the same blocks otherwise.
+        if frame.blocks is not None:
             self._prefix = self._prefix.known(frame.blocks, params.num_tokens)
-            self._pool.prefixes.learn(self._prefix)
+            self._pool.prefixes.learn(self._prefix, node.url)
         if self._early_decode is None:
             self._early_decode = asyncio.create_task(self._decode_early())
 
@@ -347,9 +346,9 @@ class RequestRun:
         told = self.prompt_tokens or 0
         self.context.placer.answered(self.job.model, output // self.job.choices)
         self._pool.prefixes.counted(self._prefix, told)
-        if frame.blocks is not None and self._pool.prefixes.follows(node.url):
+        if frame.blocks is not None:
             self._prefix = self._prefix.known(frame.blocks, told)
-            self._pool.prefixes.answered(self._prefix)
+            self._pool.prefixes.answered(self._prefix, node.url)
         for lease in self.unread:
             self._pool.could_not_read(lease.node, time.monotonic())
         self.unread.clear()

@@ -137,7 +137,7 @@ def asked(index: PrefixIndex, text: str, url: str = "") -> Prefix:
             pass
         ids = tokenized(text)
         prefix = prefix.known(blocks_of(ids), len(ids))
-        index.learn(prefix)
+        index.learn(prefix, "n")
         return prefix
     return prefix
 
@@ -211,8 +211,8 @@ def test_the_next_turn_is_where_the_blocks_of_the_answer_are(*, handed_over: boo
     ids = tokenized(text)
     whole = Prefix.of(7, text.encode()).known(blocks_of([*ids, *range(100)]), len(ids))
     if handed_over:
-        index.learn(Prefix.of(7, text.encode()).known(blocks_of(ids), len(ids)))
-    index.answered(whole)
+        index.learn(Prefix.of(7, text.encode()).known(blocks_of(ids), len(ids)), "n")
+    index.answered(whole, "n")
     assert whole.keys is not None
     assert not cached(index, after)
     index.changed("a", whole.keys)
@@ -227,7 +227,7 @@ def test_what_leaves_the_pool_for_the_host_is_lost_with_both_alone() -> None:
     prefix = asked(index, SYSTEM)
     keys = blocks_of(tokenized(SYSTEM))
     prefix = prefix.known(keys, len(tokenized(SYSTEM)))
-    index.learn(prefix)
+    index.learn(prefix, "n")
     assert prefix.keys is not None
     count, (host, files) = len(prefix.keys), (prefix.keys[10:20], prefix.keys[15:30])
 
@@ -280,7 +280,7 @@ def test_a_very_long_prompt_is_looked_at_in_part() -> None:
     known = prefix.known(
         PromptBlocks(BLOCK, b"".join(at.to_bytes(16) for at in range(tokens // BLOCK))), tokens
     )
-    index.learn(known)
+    index.learn(known, "n")
     index.changed("a", known.keys or ())
     assert cached(index, prefix) == {"a": tokens // 2}
 
