@@ -57,7 +57,7 @@ def test_work_is_reckoned_in_nodes() -> None:
     other = NodeLoad("p", COSTS)
     other.announced(Load(legs=1, prompt_share=0.5))
     per_token_ms = 2.0 * (0.01 + 2e-5 * 1_000)
-    for told_ms, strictest_ms, tpot_ms in ((40.0, 0.0, 40.0), (0.0, 0.0, 16.0), (40.0, 10.0, 10.0)):
+    for told_ms, strictest_ms, tpot_ms in ((40.0, 0.0, 40.0), (0.0, 0.0, 14.4), (40.0, 10.0, 10.0)):
         load.strictest_tpot_ms = strictest_ms
         left = 1 - 8.0 / tpot_ms
         work, may = work_of({P: [other], D: [load]}, told_ms)
