@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvrelay.kv_transfer.connector import CachedAsked, Doubted, Granted, LeaseId, PeerKey
 from kvrelay.kv_transfer.fetch import NEVER
 from kvrelay.kv_transfer.messages import End, LeaseCached, Leased
-from kvrelay.kv_transfer.tickets import ask_refusal, asking_refusal, signed_ask
+from kvrelay.kv_transfer.tickets import asking_refusal
 from kvrelay.wire.errors import Incompatible, KvrelayError, TransferTimeout
 from kvrelay.wire.transfer import Ticket
 
@@ -54,13 +54,11 @@ class Asks:
         hashes: Sequence[bytes],
         first: int,
         deadline: float,
-        unix_now: float,
         seal: str = "",
     ) -> bool:
         """Begin an ask; False if it may not go to this peer."""
         self._tokens += 1
-        message = LeaseCached(self._tokens, peer.generation, first, b"".join(hashes[:MOST_ASKED]))
-        message = signed_ask(message, self._secret, unix_now)
+        message = LeaseCached(self._tokens, first, b"".join(hashes[:MOST_ASKED]))
         self._asks[self._tokens] = ask = _Ask(request_id, peer, message, deadline)
         if refused := asking_refusal(peer, seal, self._secret):
             self._fail(ask, Incompatible(refused))
@@ -120,22 +118,21 @@ class Asks:
 class Callers:
     """A source's unanswered asks, by the id that a lease would have."""
 
-    def __init__(self, generation: str, secret: str) -> None:
-        self._generation, self._secret = generation, secret
+    def __init__(self) -> None:
         self.events: list[CachedAsked | Doubted] = []
         self._asked: dict[str, tuple[bytes, LeaseCached]] = {}
         self._count = 0
 
-    def asked(self, caller: bytes, ask: LeaseCached, unix_now: float) -> Leased | None:
+    def asked(self, caller: bytes, ask: LeaseCached) -> Leased | None:
         """Hand an ask to the step loop, or return a refusal."""
-        refused = ask_refusal(ask, self._generation, self._secret, unix_now)
+        refused = ""
         if not 0 < len(ask.hashes) <= MOST_ASKED * HASH_BYTES or len(ask.hashes) % HASH_BYTES:
             refused = f"{len(ask.hashes)} bytes are no hashes of 1 to {MOST_ASKED} blocks"
         if not 0 <= ask.first < _MAX_INT:
             refused = f"first is {ask.first}, and blocks have numbers up to {_MAX_INT}"
         if sum(caller == each for each, _ in self._asked.values()) >= _MOST_OF_A_CALLER:
             refused = f"{_MOST_OF_A_CALLER} asks of yours wait; ask again later"
-        if refused is not None:
+        if refused:
             return Leased(ask.token, None, refused)
         self._count += 1
         request_id = f"cached.{self._count}"

@@ -42,8 +42,8 @@ class HandshakeRequest(msgspec.Struct, tag="hello", frozen=True):
 
     engine_id: str
     fingerprint: Fingerprint
-    opens: list[str] | None = None
-    """Backends to open, told by another reply; None, of version 1: all, before the reply."""
+    opens: list[str] = []
+    """Backends to open, told by another reply."""
 
 
 class RankCard(msgspec.Struct, frozen=True):
@@ -128,13 +128,10 @@ class LeaseCached(msgspec.Struct, tag="lease", frozen=True):
     """A reader's wish for a lease on the longest cached prefix of `hashes`; since version 2."""
 
     token: int
-    generation: str
     first: int
     """Number of the first block in its chain."""
     hashes: bytes
     """16 bytes for each block; each names all before it, too."""
-    expires_at: int | None = None
-    signature: str | None = None
 
 
 class Leased(msgspec.Struct, tag="leased", frozen=True):

@@ -12,19 +12,16 @@ import hmac
 import msgspec
 
 from kvrelay.kv_transfer.connector import PeerKey
-from kvrelay.kv_transfer.messages import LeaseCached
 from kvrelay.wire.config_checks import is_loopback
 from kvrelay.wire.transfer import Ticket
 
 __all__ = [
     "LIFE_S",
     "MAX_ID_CHARS",
-    "ask_refusal",
     "asking_refusal",
     "refusal",
     "sealed_address",
     "signed",
-    "signed_ask",
 ]
 
 MAX_ID_CHARS = 256
@@ -51,14 +48,20 @@ def refusal(ticket: Ticket, secret: str, now: float) -> str | None:
             f"without cluster_secret a ticket may lead to a loopback address only, not to "
             f"{ticket.remote_host!r}; " + _REMEDY
         )
-    return _seal_refusal("ticket", ticket, secret, now)
-
-
-def signed_ask(ask: LeaseCached, secret: str, now: float) -> LeaseCached:
     if not secret:
-        return ask
-    ask = msgspec.structs.replace(ask, expires_at=int(now) + LIFE_S)
-    return msgspec.structs.replace(ask, signature=_signature(ask, secret))
+        if ticket.signature is None:
+            return None
+        return f"the ticket is signed and this node has no cluster_secret to check it; {_REMEDY}"
+    if ticket.signature is None or ticket.expires_at is None:
+        return f"the ticket is not signed, and this node has a cluster_secret; {_REMEDY}"
+    if not hmac.compare_digest(ticket.signature.encode(), _signature(ticket, secret).encode()):
+        return f"the ticket was altered, or signed with another cluster_secret; {_REMEDY}"
+    if now > ticket.expires_at:
+        return (
+            f"the ticket expired {now - ticket.expires_at:.0f} s ago by this node's clock; it is "
+            f"good for {LIFE_S} s, so compare the clocks of the nodes"
+        )
+    return None
 
 
 def sealed_address(peer: PeerKey, secret: str) -> str:
@@ -78,54 +81,24 @@ def asking_refusal(peer: PeerKey, seal: str, secret: str) -> str | None:
     return f"no node with this cluster_secret has given the address {peer.host!r}; {_REMEDY}"
 
 
-def ask_refusal(ask: LeaseCached, generation: str, secret: str, now: float) -> str | None:
-    """Return why a source of this generation must not answer the ask, or None."""
-    if ask.generation != generation:
-        return f"the ask is for {ask.generation}, and this process is {generation}"
-    return _seal_refusal("ask", ask, secret, now)
-
-
-def _seal_refusal(what: str, sealed: Ticket | LeaseCached, secret: str, now: float) -> str | None:
-    if not secret:
-        if sealed.signature is None:
-            return None
-        return f"the {what} is signed and this node has no cluster_secret to check it; {_REMEDY}"
-    if sealed.signature is None or sealed.expires_at is None:
-        return f"the {what} is not signed, and this node has a cluster_secret; {_REMEDY}"
-    if not hmac.compare_digest(sealed.signature.encode(), _signature(sealed, secret).encode()):
-        return f"the {what} was altered, or signed with another cluster_secret; {_REMEDY}"
-    if now > sealed.expires_at:
-        return (
-            f"the {what} expired {now - sealed.expires_at:.0f} s ago by this node's clock; it is "
-            f"good for {LIFE_S} s, so compare the clocks of the nodes"
-        )
-    return None
-
-
-def _signature(sealed: Ticket | LeaseCached, secret: str) -> str:
+def _signature(ticket: Ticket, secret: str) -> str:
     # An ordered JSON list: no two tickets have the same bytes.
-    claim: list[object]
-    if isinstance(sealed, LeaseCached):
-        person = b"kvrelay-ask"
-        claim = [sealed.token, sealed.generation, sealed.first, sealed.hashes, sealed.expires_at]
-    else:
-        person = b"kvrelay-ticket"
-        claim = [
-            sealed.remote_engine_id,
-            sealed.generation,
-            sealed.remote_request_id,
-            sealed.lease_epoch,
-            sealed.remote_host,
-            sealed.remote_port,
-            sealed.tp_size,
-            sealed.growing,
-            sealed.remote_block_ids,
-            sealed.num_tokens,
-            sealed.adapter,
-            sealed.adapter_digest,
-            sealed.expires_at,
-        ]
-    return _hmac(person, claim, secret)
+    claim = [
+        ticket.remote_engine_id,
+        ticket.generation,
+        ticket.remote_request_id,
+        ticket.lease_epoch,
+        ticket.remote_host,
+        ticket.remote_port,
+        ticket.tp_size,
+        ticket.growing,
+        ticket.remote_block_ids,
+        ticket.num_tokens,
+        ticket.adapter,
+        ticket.adapter_digest,
+        ticket.expires_at,
+    ]
+    return _hmac(b"kvrelay-ticket", claim, secret)
 
 
 def _hmac(person: bytes, claim: list[object], secret: str) -> str:

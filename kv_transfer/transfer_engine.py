@@ -96,7 +96,7 @@ class TransferEngine:
         self._lock = threading.Lock()
         self._words = LeaseWords(self.generation)
         self._offers = Offers(config.lease_s, self._words)
-        self._callers_asks = Callers(self.generation, config.cluster_secret)
+        self._callers_asks = Callers()
         self._asks = Asks(config.cluster_secret)
         self._stepped_at = time.monotonic()
         self._kept = kept
@@ -120,7 +120,7 @@ class TransferEngine:
             if link is not None:
                 link.close(JOIN_S)
             raise
-        hello = HandshakeRequest(engine_id, fingerprint, [])
+        hello = HandshakeRequest(engine_id, fingerprint)
         self._peers = Peers(hello, config, self._fetches, self._asks, self._control, self._backends)
         self._beat_at = time.monotonic()
         self._control.start()
@@ -216,8 +216,7 @@ class TransferEngine:
         """
         now = time.monotonic()
         with self._turn():
-            until, unix_now = now + within_s, time.time()
-            if self._asks.begin(request_id, peer, hashes, first, until, unix_now, seal):
+            if self._asks.begin(request_id, peer, hashes, first, now + within_s, seal):
                 self._peers.ask(peer, now)
         self._control.wake()
 
@@ -329,7 +328,7 @@ class TransferEngine:
                         self._backends.sums(asked, partial(self._vouch, sender, lease, asked))
                     return Renewed(now, [], [lease]) if asked is None else None
                 case LeaseCached():
-                    return self._callers_asks.asked(sender, message, time.time())
+                    return self._callers_asks.asked(sender, message)
                 case Doubt(blocks) if self._kept is not None:
                     self._callers_asks.events.append(Doubted(tuple({*blocks[:MOST_BLOCKS]})))
                     return None
@@ -405,15 +404,12 @@ class TransferEngine:
         if news:
             self._wake()
 
-    def _welcome(self, caller: bytes, hello: HandshakeRequest) -> Message | None:
+    def _welcome(self, caller: bytes, hello: HandshakeRequest) -> Message:
         difference = hello.fingerprint.difference(self._fingerprint)
         if difference is not None:
             return Refused(f"{difference}; both nodes need the same model and KV settings")
-        kinds = list(self._backends) if hello.opens is None else hello.opens
-        if opening := [kind for kind in kinds if self._backends.open(kind)]:
+        if opening := [kind for kind in hello.opens if self._backends.open(kind)]:
             self._callers[caller] = opening
-            if hello.opens is None:
-                return None
         return self._reply()
 
     def _reply(self) -> HandshakeReply:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 import zmq
 from engine_node import CONFIG, FINGERPRINT, EngineNode
@@ -196,27 +195,6 @@ def test_a_source_that_is_slow_to_open_is_asked_once_a_heartbeat(make, monkeypat
     threading.Timer(2 * CONFIG.heartbeat_s, may.set).start()
     assert isinstance(here.fetch_from(there), Fetched)
     assert 2 <= sum(asked) < 10
-
-
-def test_a_reader_of_version_1_gets_one_reply_when_all_backends_are_open(make, monkeypatch) -> None:
-    may = threading.Event()
-    monkeypatch.setattr(Slow, "may", may)
-    there = make(a=SharedBackend, b=Slow, c=SharedBackend)
-    host, port = there.engine.address
-    hello = msgspec.msgpack.decode(encode(HandshakeRequest("reader", FINGERPRINT)))
-    del hello["opens"]
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        dealer.connect(f"tcp://{host}:{port}")
-        dealer.send(msgspec.msgpack.encode(hello))
-        assert there.backends["c"].opened.wait(5)
-        assert not dealer.poll(100)
-        may.set()
-        assert dealer.poll(5000)
-        welcome = decode(dealer.recv())
-        assert isinstance(welcome, HandshakeReply)
-        assert (set(welcome.ranks[0].planes), welcome.on_request) == ({"a", "b", "c"}, [])
-        assert not dealer.poll(100)
 
 
 def test_a_source_that_has_opened_all_is_read_from(make) -> None:

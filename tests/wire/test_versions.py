@@ -91,7 +91,7 @@ ON_THE_CHANNEL = [
     Ended(3, True),
     Follow(LEASE),
     ChunkProgress(LEASE, 3, None),
-    LeaseCached(5, "g", 2, b"h" * 16, 12, "ab"),
+    LeaseCached(5, 2, b"h" * 16),
     Leased(5, Ticket(remote_block_ids=[[1]]), "why"),
 ]
 ALL = [

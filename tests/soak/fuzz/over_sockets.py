@@ -31,7 +31,6 @@ from kvrelay.kv_transfer.messages import (
     decode,
     encode,
 )
-from kvrelay.kv_transfer.tickets import signed_ask
 from kvrelay.wire.heartbeat import Heartbeat, NodeState, _mac, sealed
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.transfer import KvFacts
@@ -189,9 +188,8 @@ async def control(stand: Stand, rng: random.Random, cases: int, held: LeaseId) -
     for node in stand.nodes:
         facts = await _kv_of(stand, node)
         host, port = facts.address, node.ports[1]
-        ask = LeaseCached(1, facts.generation, 0, b"x" * 32)
         messages: list[Message] = [
-            signed_ask(ask, stand.secret, time.time()),
+            LeaseCached(1, 0, b"x" * 32),
             HandshakeRequest("reader-1", facts.fingerprint, []),
             Renew(1.0, [LeaseId("x", 1)]),
             End(LeaseId("x", 2), 1),
