@@ -60,6 +60,8 @@ class _Blocks:
         self.batch = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // region.block_bytes))
         """Blocks of a transfer at most."""
         self.size = PAGE + region.block_bytes
+        self._memory = mmap.mmap(-1, self.batch * self.size)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._me = f"kv-store-{uuid.uuid4().hex}"
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # what is missing is an error there
         try:
@@ -72,35 +74,68 @@ class _Blocks:
     def _open(self) -> None:
         raise NotImplementedError
 
-    def _agent_of(self, backend: str, kind: str, memory: tuple[int, int], **params: str) -> None:
+    def _agent_of(self, backend: str, kind: str, **params: str) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
 
         self._kind, self._backends = kind, [backend]
         self._agent: Any = nixl_agent(self._me, nixl_agent_config(backends=[]))
         self._agent.create_backend(backend, params)
-        self._agent.register_memory([(*memory, 0, "")], "DRAM", backends=self._backends)
+        memory = [(self._address, len(self._memory), 0, "")]
+        self._agent.register_memory(memory, "DRAM", backends=self._backends)
+
+    def write(
+        self, names: Sequence[BlockHash], slots: Sequence[int], checksums: Sequence[bytes]
+    ) -> None:
+        """Write all, or raise."""
+        for at, (name, slot, checksum) in enumerate(zip(names, slots, checksums, strict=True)):
+            self._set_page(at, self._page(name, checksum))
+            pool, memory = self._ends(at, slot)
+            ctypes.memmove(memory, pool, self._region.block_bytes)
+        self._write(names)
+
+    def read(self, names: Sequence[BlockHash], slots: Sequence[int]) -> list[bytes]:
+        """Return the checksums of the first that are there; b"": damaged, or another one."""
+        for at in range(len(names)):
+            self._set_page(at, b"")
+        slots = slots[: self._read(names)]
+        for at, slot in enumerate(slots):
+            ctypes.memmove(*self._ends(at, slot), self._region.block_bytes)
+        found = zip(range(len(slots)), names, self._sums(slots), strict=False)
+        return [
+            sums if self._is_of(at, self._page(name, sums)) else b"" for at, name, sums in found
+        ]
+
+    def _write(self, names: Sequence[BlockHash]) -> None:
+        raise NotImplementedError
+
+    def _read(self, names: Sequence[BlockHash]) -> int:
+        raise NotImplementedError
 
     def _page(self, name: BlockHash, checksum: bytes) -> bytes:
         size = self._region.block_bytes.to_bytes(8, "big")
         return _FORMAT + self.identity + name + size + checksum
 
-    def _sound(
-        self, names: Sequence[BlockHash], slots: Sequence[int], pages: Sequence[bytes]
-    ) -> list[bytes]:
-        """Return the checksums of blocks that were read, empty for what another one was written."""
-        found = zip(names, self._sums(slots), pages, strict=True)
-        return [
-            sums if page.startswith(self._page(name, sums)) else b"" for name, sums, page in found
-        ]
+    def _set_page(self, at: int, page: bytes) -> None:
+        self._memory[at * self.size : at * self.size + PAGE] = page.ljust(PAGE, b"\0")
 
-    def _slot(self, slot: int) -> int:
-        return self._region.address + slot * self._region.block_bytes
+    def _is_of(self, at: int, page: bytes) -> bool:
+        return self._memory[at * self.size : at * self.size + len(page)] == page
 
-    def _move(self, way: str, addresses: list[int], size: int, there: list[Any]) -> None:
-        agent, backends = self._agent, self._backends
+    def _ends(self, at: int, slot: int) -> tuple[int, int]:
+        """Return where a block lies in the pool, and in our memory."""
+        there = self._region.address + slot * self._region.block_bytes
+        return there, self._address + at * self.size + PAGE
+
+    def _move(self, way: str, places: Sequence[tuple[int, str]]) -> None:
+        """Move the first blocks with their pages between our memory and these places."""
+        if not places:
+            return
+        agent, backends, size = self._agent, self._backends, self.size
+        there = [(0, size, *place) for place in places]
+        here = [(self._address + at * size, size, 0) for at in range(len(places))]
         remote = agent.register_memory(there, self._kind, backends=backends)
         try:
-            local = agent.get_xfer_descs([(each, size, 0) for each in addresses], "DRAM")
+            local = agent.get_xfer_descs(here, "DRAM")
             moved = agent.initialize_xfer(way, local, remote.trim(), self._me, backends=backends)
             try:
                 state = agent.transfer(moved)
@@ -121,8 +156,7 @@ class BlockFiles(_Blocks):
 
     def _open(self) -> None:
         self._path(self.identity).mkdir(0o700, parents=True, exist_ok=True)  # KV tells prompts
-        pool_bytes = self._region.num_blocks * self._region.block_bytes
-        self._agent_of("POSIX", "FILE", (self._region.address, pool_bytes))
+        self._agent_of("POSIX", "FILE")
 
     def keys(self) -> list[tuple[bytes, int]]:
         """Return identities with names, and sizes, the least recently used first."""
@@ -146,44 +180,37 @@ class BlockFiles(_Blocks):
     def there(self, names: Sequence[BlockHash]) -> list[bool]:
         return [self._path(self.identity + name).exists() for name in names]
 
-    def write(
-        self, names: Sequence[BlockHash], slots: Sequence[int], checksums: Sequence[bytes]
-    ) -> None:
-        """Write all, or raise."""
+    def _write(self, names: Sequence[BlockHash]) -> None:
         with ExitStack() as ends:
             parts, files = [], []
-            for name, checksum in zip(names, checksums, strict=True):
+            for name in names:
                 path = self._path(self.identity + name)
                 part = path.with_name(f"{path.name}-{uuid.uuid4().hex}{_UNFINISHED}")
                 ends.callback(_delete, part)
-                file = ends.enter_context(open(part, "xb", buffering=0, opener=_private))
-                file.write(self._page(name, checksum).ljust(PAGE, b"\0"))
+                files.append(ends.enter_context(open(part, "xb", buffering=0, opener=_private)))
                 parts.append((part, path))
-                files.append(file.fileno())
-            self._blocks("WRITE", slots, files)
+            self._move("WRITE", [(file.fileno(), "") for file in files])
             for part, path in parts:
                 part.rename(path)
 
-    def read(self, names: Sequence[BlockHash], slots: Sequence[int]) -> list[bytes]:
-        """Return the checksums of the first that are there; a damaged one, b"", ends them."""
+    def _read(self, names: Sequence[BlockHash]) -> int:
         torn = False
         with ExitStack() as ends:
-            files, pages = [], []
+            files = []
             for name in names:
                 try:
                     opened = self._path(self.identity + name).open("rb", buffering=0)
                 except FileNotFoundError:
                     break
-                file = ends.enter_context(opened)
-                if torn := os.fstat(file.fileno()).st_size != self.size:
+                file = ends.enter_context(opened).fileno()
+                if torn := os.fstat(file).st_size != self.size:
                     break
-                pages.append(file.read(PAGE))
-                files.append(file.fileno())
-            self._blocks("READ", slots[: len(files)], files)
+                files.append(file)
+            self._move("READ", [(file, "") for file in files])
             for each in files:
                 with suppress(OSError):  # another user's
                     os.utime(each)
-        return self._sound(names[: len(pages)], slots[: len(pages)], pages) + [b""] * torn
+        return len(files) + torn
 
     def delete(self, key: bytes) -> None:
         _delete(self._path(key))
@@ -195,12 +222,6 @@ class BlockFiles(_Blocks):
     def _path(self, key: bytes) -> Path:
         name = key[16:].hex()
         return Path(self.place, key[:16].hex(), *([name] if name else []))
-
-    def _blocks(self, way: str, slots: Sequence[int], files: Sequence[int]) -> None:
-        there = [(PAGE, self._region.block_bytes, file, "") for file in files]
-        if files:
-            here = [self._slot(slot) for slot in slots]
-            self._move(way, here, self._region.block_bytes, there)
 
 
 # In a process of its own: cuFile takes memory of GPUs, and writes its log to where it is.
@@ -247,46 +268,32 @@ class BlockObjects(_Blocks):
         bucket, _, prefix = self.place.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix.strip('/')}/{self.identity.hex()}/".lstrip("/")
         self._bad = set[BlockHash]()
-        self._memory = mmap.mmap(-1, self.batch * self.size)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         os.environ.setdefault("AWS_RETRY_MODE", "standard")
         os.environ.setdefault("AWS_MAX_ATTEMPTS", "1")  # eleven take 25 s: what fails is computed
         if "nixl" not in sys.modules:  # it takes nixl-cu13 if both are there
             with suppress(ModuleNotFoundError):
                 sys.modules["nixl._api"] = import_module("nixl_cu12._api")
                 sys.modules["nixl"] = sys.modules["nixl_cu12"]
-        self._agent_of("OBJ", "OBJ", (self._address, len(self._memory)), bucket=bucket)
+        self._agent_of("OBJ", "OBJ", bucket=bucket)
 
     def keys(self) -> list[tuple[bytes, int]]:
         return []
 
     def there(self, names: Sequence[BlockHash]) -> list[bool]:
-        keys = [(0, 0, 0, self._prefix + name.hex()) for name in names]
+        keys = [(0, 0, *place) for place in self._places(names)]
         found = self._agent.query_memory(keys, "OBJ", mem_type="OBJ")
         return [
             each is not None and name not in self._bad
             for name, each in zip(names, found, strict=True)
         ]
 
-    def write(
-        self, names: Sequence[BlockHash], slots: Sequence[int], checksums: Sequence[bytes]
-    ) -> None:
-        """Write all, or raise."""
-        for at, (name, checksum) in enumerate(zip(names, checksums, strict=True)):
-            page = self._page(name, checksum).ljust(PAGE, b"\0")
-            self._memory[at * self.size : at * self.size + PAGE] = page
-            ctypes.memmove(self._block(at), self._slot(slots[at]), self._region.block_bytes)
-        self._objects("WRITE", names)
+    def _write(self, names: Sequence[BlockHash]) -> None:
+        self._move("WRITE", self._places(names))
         self._bad.difference_update(names)
 
-    def read(self, names: Sequence[BlockHash], slots: Sequence[int]) -> list[bytes]:
-        """Return checksums; b"": damaged."""
-        self._objects("READ", names)
-        for at, slot in enumerate(slots):
-            ctypes.memmove(self._slot(slot), self._block(at), self._region.block_bytes)
-        starts = range(0, len(names) * self.size, self.size)
-        pages = [self._memory[start : start + PAGE] for start in starts]
-        return self._sound(names, slots, pages)
+    def _read(self, names: Sequence[BlockHash]) -> int:
+        self._move("READ", self._places(names))
+        return len(names)
 
     def delete(self, key: bytes) -> None:
         """Find it no more until it is written again."""
@@ -296,10 +303,5 @@ class BlockObjects(_Blocks):
         """Find no object of before; a node that starts again does."""
         self._prefix += f"{uuid.uuid4().hex}/"
 
-    def _block(self, at: int) -> int:
-        return self._address + at * self.size + PAGE
-
-    def _objects(self, way: str, names: Sequence[BlockHash]) -> None:
-        there = [(0, self.size, at, self._prefix + name.hex()) for at, name in enumerate(names)]
-        here = [self._address + at * self.size for at in range(len(names))]
-        self._move(way, here, self.size, there)
+    def _places(self, names: Sequence[BlockHash]) -> list[tuple[int, str]]:
+        return [(at, self._prefix + name.hex()) for at, name in enumerate(names)]
