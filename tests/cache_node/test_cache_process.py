@@ -38,7 +38,6 @@ from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import CPU, STORAGE, CacheChanges
 from kvrelay.wire.transfer import Fingerprint, Source
 from kvrelay.wire.versions import HANDOVER
-from tests.kv_transfer.peer_process import PeerProcess
 
 BLOCK_BYTES, BLOCKS = 512, 64
 FINGERPRINT = Fingerprint(
@@ -56,11 +55,11 @@ def name(number: int) -> bytes:
 class Engine:
     """An engine process as far as its pool goes."""
 
-    def __init__(self, fingerprint: Fingerprint = FINGERPRINT, device: str = "cpu") -> None:
-        self.memory = zeros(BLOCKS * BLOCK_BYTES, torch.device(device))
+    def __init__(self, fingerprint: Fingerprint = FINGERPRINT) -> None:
+        self.memory = zeros(BLOCKS * BLOCK_BYTES, torch.device("cpu"))
         self.pool, self.events, self.asks = BlockPool(BLOCKS), list[Event](), 0
         self.pool.note_changes(use=True)
-        region = PoolRegion(self.memory.data_ptr(), BLOCKS, BLOCK_BYTES, device)
+        region = PoolRegion(self.memory.data_ptr(), BLOCKS, BLOCK_BYTES, "cpu")
         self.connector = open_connector("engine", fingerprint, region, TRANSFER, lambda: None)
         self.leases: dict[str, list[int]] = {}
 
@@ -68,8 +67,6 @@ class Engine:
         """Compute a block, and let go of it."""
         (block,) = self.pool.allocate(1) or []
         self.memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = content
-        if self.memory.is_cuda:
-            torch.cuda.synchronize()
         self.pool.publish(block, name(number))
         self.pool.release([block])
 
@@ -139,34 +136,17 @@ class Host:
             socket.close(linger=0)
 
 
-class HostBeside:
-    """The same in a process of its own, as CUDA IPC wants it."""
-
-    def __init__(self, *args: Any) -> None:
-        self.peer, self.stats = PeerProcess(Host, *args), CacheStats(Source("", 0, "", 0))
-
-    def __getattr__(self, method: str) -> Any:
-        return lambda *args: self.peer.ask(method, *args)
-
-    def turn(self) -> None:
-        self.peer.ask("turn")
-        self.stats = self.peer.ask("stats")
-
-    def close(self) -> None:
-        self.peer.kill()
-
-
 class World:
     def __init__(self, folder: Path) -> None:
         self.folder, self.rng = folder, random.Random(1)
-        self.hosts, self.engines = list[Any](), list[Engine]()
+        self.hosts, self.engines = list[Host](), list[Engine]()
         self.contents: dict[int, torch.Tensor] = {}
 
     def host(self, *args: Any, **fields: Any) -> Host:
         self.hosts.append(Host(self.folder, *args, **fields))
         return self.hosts[-1]
 
-    def engine(self, host: Any, **fields: Any) -> Engine:
+    def engine(self, host: Host, **fields: Any) -> Engine:
         engine = Engine(**fields)
         self.engines.append(engine)
         host.say(Attach(Source(*engine.connector.address, engine.connector.generation, 0)))
@@ -179,7 +159,7 @@ class World:
             for each in (*self.engines, *self.hosts):
                 each.turn()
 
-    def fill(self, host: Any, engine: Engine, numbers: Sequence[int]) -> None:
+    def fill(self, host: Host, engine: Engine, numbers: Sequence[int]) -> None:
         """Compute blocks, and wait until the tier has them."""
         for number in numbers:
             if number not in self.contents:
@@ -189,7 +169,7 @@ class World:
         host.say(engine.changes())
         self.until(lambda: all(host.held(number) for number in numbers))
 
-    def read(self, host: Any, engine: Engine, numbers: Sequence[int]) -> int | str:
+    def read(self, host: Host, engine: Engine, numbers: Sequence[int]) -> int | str:
         """Read blocks into the engine; return how many, or why none. Each must be right."""
         engine.asks += 1
         ask = f"ask-{engine.asks}"
@@ -217,7 +197,7 @@ class World:
             return first.cause
         for number, block in zip(numbers, blocks, strict=False):
             found = engine.memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-            assert torch.equal(found.cpu(), self.contents[number]), number
+            assert torch.equal(found, self.contents[number]), number
         return len(blocks)
 
 
@@ -279,23 +259,6 @@ def test_no_flipped_block_of_ten_thousand_is_served(world: World) -> None:
     assert world.read(host, engine, range(6)) == "KvCorrupted"
     world.until(lambda: not host.held(3))
     assert world.read(host, engine, range(6)) == 3
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-def test_blocks_come_back_from_another_process_to_the_byte(world: World, device: str) -> None:
-    world.hosts.append(host := HostBeside(world.folder))
-    old = world.engine(host, device=device)
-    world.fill(host, old, range(20))
-    assert world.read(host, old, range(20)) == 20
-    old.connector.close()
-    world.engines.remove(old)
-    new = world.engine(host, device=device)
-    assert world.read(host, new, range(20)) == 20
-    world.fill(host, new, [20, 21])
-    host.flip(3, world.rng)
-    assert world.read(host, new, range(22)) == "KvCorrupted"
-    world.until(lambda: not host.held(3))
-    assert world.read(host, new, range(22)) == 3
 
 
 def test_what_host_memory_has_no_room_for_comes_from_files(world: World) -> None:

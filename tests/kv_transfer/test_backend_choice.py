@@ -195,16 +195,3 @@ def test_a_source_that_is_slow_to_open_is_asked_once_a_heartbeat(make, monkeypat
     threading.Timer(2 * CONFIG.heartbeat_s, may.set).start()
     assert isinstance(here.fetch_from(there), Fetched)
     assert 2 <= sum(asked) < 10
-
-
-def test_a_source_that_has_opened_all_is_read_from(make) -> None:
-    here, there = (
-        make(a=Refusing, b=SharedBackend, c=SharedBackend),
-        make(a=SharedBackend, b=SharedBackend, c=SharedBackend),
-    )
-    for kind in there.backends:
-        with there.engine._lock:
-            there.engine._backends.open(kind)
-        assert there.backends[kind].opened.wait(5)
-    assert isinstance(here.fetch_from(there), Fetched)
-    assert opened(here) == [["a", "b"]]

@@ -92,70 +92,50 @@ def test_a_block_that_cannot_be_cut_into_heads_is_refused() -> None:
         Checksums(PoolRegion(0, 1, 100, "cpu"), 3, unbroken)
 
 
-class HeldSums:
-    """Sums that wait until `gate` is open; `sums` says how many were begun, `begun` that one was."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sums, self.begun, self.gate = 0, threading.Event(), threading.Event()
-
-        def held(*arguments: Any) -> Any:
-            self.sums += 1
-            self.begun.set()
-            assert self.gate.wait(DEADLINE_S)
-            return block_checksums(*arguments)
-
-        monkeypatch.setattr(checksums, "block_checksums", held)
-
-
 def test_a_sum_that_hangs_is_told_and_nothing_behind_it_is_begun_when_the_thread_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    held = HeldSums(monkeypatch)
+    begun, gate = queue.SimpleQueue[int](), threading.Event()
+
+    def held(*_: object) -> bytes:
+        begun.put(1)
+        assert gate.wait(DEADLINE_S)
+        return b""
+
+    monkeypatch.setattr(checksums, "block_checksums", held)
     pool = torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8)
     thread = Checksums(PoolRegion(pool.data_ptr(), BLOCKS, BLOCK_BYTES, "cpu"), HEADS, unbroken)
     assert thread.silent_s() == 0
     found: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
     for block in range(3):
         thread.ask([block], found.put)
-    assert held.begun.wait(DEADLINE_S)
+    begun.get(timeout=DEADLINE_S)
     assert 0 < thread.silent_s() < DEADLINE_S
     thread.close(0)
-    held.gate.set()
+    gate.set()
     thread.close(DEADLINE_S)
-    assert (held.sums, found.qsize()) == (1, 1)
+    assert (begun.qsize(), found.qsize()) == (0, 1)
     assert thread.silent_s() == 0
 
 
 class FaultyBackend:
-    """A backend that delivers something else, once, when `fault` is set."""
+    """A backend that flips a bit of a READ's last block, once, if `faulty`."""
 
     def __init__(self, backend: Any, pool: torch.Tensor) -> None:
-        self._backend, self._pool = backend, pool
-        self.fault = ""
-        self.stale = pool.clone()
-        """What the blocks held before anything was read."""
+        self._backend, self._pool, self.faulty = backend, pool, False
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._backend, name)
 
     def post_read(self, source: Source, remote: Sequence[int], local: Sequence[int]) -> object:
-        return self._backend.post_read(source, remote, local), list(local)
+        return self._backend.post_read(source, remote, local), local[-1]
 
     def poll(self, handle: object) -> bool:
-        real, blocks = cast("tuple[object, list[int]]", handle)
+        real, block = cast("tuple[object, int]", handle)
         if not self._backend.poll(real):
             return False
-        pool = self._pool
-        match self.fault:
-            case "flipped bit":
-                pool[blocks[-1], BLOCK_BYTES // 3] ^= 64
-            case "shifted":
-                pool[blocks[0]] = pool[blocks[0]].roll(8)
-            case "swapped":
-                pool[blocks[:2]] = pool[[blocks[1], blocks[0]]]
-            case "old":
-                pool[blocks[1]] = self.stale[blocks[1]]
-        self.fault = ""
+        self._pool[block, BLOCK_BYTES // 3] ^= 64 * self.faulty
+        self.faulty = False
         return True
 
 
@@ -186,9 +166,8 @@ def pair() -> Iterator[Callable[..., Pair]]:
 
 
 @pytest.mark.parametrize("kind", ["direct", "nixl", "nccl"])
-@pytest.mark.parametrize("fault", ["flipped bit", "shifted", "swapped", "old"])
 def test_what_is_not_what_the_source_has_is_not_admitted(
-    pair: Callable[..., Pair], kind: str, fault: str
+    pair: Callable[..., Pair], kind: str
 ) -> None:
     if kind == "nixl":
         pytest.importorskip("nixl")
@@ -196,13 +175,13 @@ def test_what_is_not_what_the_source_has_is_not_admitted(
     assert isinstance(it.fetch("good", [1, 2, 3], [11, 12, 13])[0], Fetched)
     assert torch.equal(it.reader.pool[11:14], it.source.pool[1:4])
     assert it.reader.engine.stats().checked_blocks == 3
-    it.fault.fault = fault
+    it.fault.faulty = True
     failed, settled = it.fetch("bad", [4, 5, 6, 7], [20, 21, 22, 23], events=2)
     assert isinstance(failed, FetchFailed)
     assert (failed.cause, failed.verified) == ("KvCorrupted", 0)
     assert settled == Settled("bad")
     stats = it.reader.engine.stats()
-    assert (stats.checked_blocks, stats.wrong_blocks) == (7, 2 if fault == "swapped" else 1)
+    assert (stats.checked_blocks, stats.wrong_blocks) == (7, 1)
     assert stats.failures == {"KvCorrupted": 1}
     assert isinstance(it.fetch("again", [4, 5, 6, 7], [20, 21, 22, 23])[0], Fetched)
     assert torch.equal(it.reader.pool[20:24], it.source.pool[4:8])

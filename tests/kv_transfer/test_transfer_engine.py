@@ -19,12 +19,10 @@ from engine_node import (
     SharedNode,
     node,
     reason,
-    wait_until,
 )
 from shared_backend import BLOCKS, REGION, pattern
 
 from kvrelay.kv_transfer.connector import (
-    Completion,
     Fetched,
     Released,
     Settled,
@@ -249,26 +247,6 @@ def test_step_loop_hears_of_a_broken_thread(
     assert reader.woken.wait(2.0)
     with pytest.raises(RuntimeError, match="a thread of the KV connector has ended: boom"):
         reader.engine.events()
-
-
-def test_growing_kv_is_read_as_it_grows(source: SharedNode, reader: SharedNode) -> None:
-    ticket = source.engine.offer("r", [5, 0, 9], 48, ready=1)
-    assert ticket.growing
-    reader.fetch("mine", ticket, [5, 0, 9], [7, 3, 11])
-    wait_until(lambda: reader.backend.read(7) == pattern(5))
-    source.engine.grow("r", 2)
-    wait_until(lambda: reader.backend.read(3) == pattern(0))
-    reader.quiet()
-    final = source.engine.complete("r", Completion([42]))
-    assert final is not None
-    assert not final.growing
-    assert final.remote_block_ids == ticket.remote_block_ids
-    (fetched,) = reader.wait(1)
-    assert isinstance(fetched, Fetched)
-    assert (fetched.num_bytes, fetched.completion) == (3 * REGION.block_bytes, Completion([42]))
-    assert reader.backend.read(11) == pattern(9)
-    assert source.wait(1) == [Released("r", expired=False)]
-    assert source.engine.complete("r", Completion([42])) is None
 
 
 def test_a_hung_step_loop_keeps_no_lease_alive(
