@@ -5,7 +5,7 @@ of the test's own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 
@@ -36,44 +36,6 @@ def failed(error: TransferError, number: int = 1, *, in_flight: bool) -> ReadEnd
     return ReadEnded(PEER, number, error, in_flight)
 
 
-class Backend:
-    """Does to each READ what `outcome` says."""
-
-    helps_readers = False
-
-    def __init__(self) -> None:
-        self.outcome: bool | TransferError = False
-        self.polls = 0
-        self.gone: list[str] = []
-
-    def prepare(self) -> None: ...
-
-    def open(self) -> bytes:
-        return b""
-
-    def add_peer(self, source: Source) -> None: ...
-
-    def post_read(
-        self, source: Source, remote_blocks: Sequence[int], local_blocks: Sequence[int]
-    ) -> object:
-        return None
-
-    def poll(self, handle: object) -> bool:
-        self.polls += 1
-        if isinstance(self.outcome, TransferError):
-            raise self.outcome
-        return self.outcome
-
-    def peer_gone(self, generation: str) -> None:
-        self.gone.append(generation)
-
-    def drop_peer(self, generation: str) -> None: ...
-
-    def progress(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Clock:
     now = 100.0
 
@@ -85,7 +47,8 @@ class Scene:
     """A READ that was posted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.backend, self.clock = Backend(), Clock()
+        self.backend, self.clock = Mock(helps_readers=False), Clock()
+        self.backend.poll.side_effect = [False] * 99
         self.told: list[object] = []
         monkeypatch.setattr(kvrelay.kv_transfer.backend, "time", self.clock)
         self.thread = BackendThread(self.backend, self.told.append, self.told.append)
@@ -101,7 +64,8 @@ class Scene:
     ) -> list[object]:
         """What the engine is told in the next turn, so much later."""
         self.clock.now += later_s
-        self.backend.outcome = self.backend.outcome if outcome is None else outcome
+        if outcome is not None:
+            self.backend.poll.side_effect = [outcome] * 99
         self.thread._turn()
         told = list(self.told)
         self.told.clear()
@@ -114,9 +78,9 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 
 def polls_no_more(scene: Scene) -> bool:
-    before = scene.backend.polls
+    before = scene.backend.poll.call_count
     scene.turn()
-    return scene.backend.polls == before
+    return bool(scene.backend.poll.call_count == before)
 
 
 def test_it_is_seen_at_work_with_every_turn_and_silent_while_its_backend_hangs(
@@ -132,7 +96,7 @@ def test_a_read_that_is_done_or_disconnected_is_over(scene: Scene) -> None:
     assert scene.turn() == []
     assert scene.turn(0.1, True) == [ended()]
     assert polls_no_more(scene)
-    scene.backend.outcome = False
+    scene.backend.poll.side_effect = [False] * 99
     scene.thread.do(Read(2, PEER, (1,), (3,)))
     assert scene.turn() == []
     assert scene.turn(0.1, LOST) == [failed(LOST, 2, in_flight=False)]
@@ -168,7 +132,7 @@ def test_only_the_backend_says_what_the_end_of_a_process_ends(scene: Scene) -> N
     scene.turn(0.1, BROKE)
     scene.thread.do(PeerGone(PEER))
     assert scene.turn() == []
-    assert scene.backend.gone == ["g"]
+    scene.backend.peer_gone.assert_called_once_with("g")
     assert not polls_no_more(scene)
 
 

@@ -1,6 +1,6 @@
 """Leases, fences and bytes between two processes, one of which is stopped or killed.
 
-Over the test's backend, the direct one, which needs nobody's help to read, and NIXL, which does.
+Over the direct backend, which needs nobody's help to read, and NIXL, which does.
 """
 
 from __future__ import annotations
@@ -8,17 +8,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from engine_node import (
     AT_ONCE_S,
     CONFIG,
-    EngineNode,
     RealNode,
-    SharedNode,
-    node,
     of_another_host,
     reason,
 )
@@ -32,29 +28,19 @@ LARGE = (64, 1 << 20)
 EVERYTHING = list(range(LARGE[0]))
 
 
-@pytest.fixture(params=["shared", "direct"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
-def here(kind: str, tmp_path: Path) -> Iterator[EngineNode]:
-    with (
-        node("here", tmp_path)
-        if kind == "shared"
-        else contextlib.closing(RealNode("here", kind)) as it
-    ):
+def here() -> Iterator[RealNode]:
+    with contextlib.closing(RealNode("here", "direct")) as it:
         yield it
 
 
 @pytest.fixture
-def child(kind: str, tmp_path: Path) -> Iterator[PeerProcess]:
-    made = (SharedNode, "child", tmp_path) if kind == "shared" else (RealNode, "child", kind)
-    with peer_process(*made) as it:
+def child() -> Iterator[PeerProcess]:
+    with peer_process(RealNode, "child", "direct") as it:
         yield it
 
 
-def hand_to(child: PeerProcess, here: EngineNode, *names: str) -> None:
+def hand_to(child: PeerProcess, here: RealNode, *names: str) -> None:
     """The child watches offers of ours, and reads the last one."""
     child.ask("backend.gate.clear")
     for name in names:
@@ -63,14 +49,14 @@ def hand_to(child: PeerProcess, here: EngineNode, *names: str) -> None:
     assert child.ask("backend.posted.wait", 20.0)
 
 
-def read_from(child: PeerProcess, here: EngineNode) -> None:
+def read_from(child: PeerProcess, here: RealNode) -> None:
     """We read an offer of the child's; the READ does not end."""
     here.backend.gate.clear()
     here.fetch("r", child.offer("r", [1, 2]), [1, 2], [3, 4])
     assert here.backend.posted.wait(20.0)
 
 
-def test_leases_of_a_killed_reader_expire(here: EngineNode, child: PeerProcess) -> None:
+def test_leases_of_a_killed_reader_expire(here: RealNode, child: PeerProcess) -> None:
     hand_to(child, here, "queued", "fetching")
     here.quiet(CONFIG.lease_s * 1.3)  # both are kept alive
     child.kill()
@@ -80,9 +66,7 @@ def test_leases_of_a_killed_reader_expire(here: EngineNode, child: PeerProcess) 
     assert time.monotonic() - killed_at < CONFIG.lease_s + AT_ONCE_S
 
 
-def test_reader_that_slept_past_its_lease_never_admits(
-    here: EngineNode, child: PeerProcess
-) -> None:
+def test_reader_that_slept_past_its_lease_never_admits(here: RealNode, child: PeerProcess) -> None:
     hand_to(child, here, "queued", "fetching")
     child.stop()
     assert {e.request_id for e in here.wait(2)} == {"queued", "fetching"}  # both leases ran out
@@ -96,7 +80,7 @@ def test_reader_that_slept_past_its_lease_never_admits(
         assert settled == Settled(name)
 
 
-def test_killed_source_fails_the_fetch_at_once(here: EngineNode, child: PeerProcess) -> None:
+def test_killed_source_fails_the_fetch_at_once(here: RealNode, child: PeerProcess) -> None:
     read_from(child, here)
     child.kill()
     (failed,) = here.wait(1, within_s=AT_ONCE_S)
@@ -106,7 +90,7 @@ def test_killed_source_fails_the_fetch_at_once(here: EngineNode, child: PeerProc
 
 
 def test_stopped_source_cannot_confirm_and_its_fetch_times_out(
-    here: EngineNode, child: PeerProcess, monkeypatch: pytest.MonkeyPatch
+    here: RealNode, child: PeerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_another_host(monkeypatch)
     read_from(child, here)
@@ -117,7 +101,7 @@ def test_stopped_source_cannot_confirm_and_its_fetch_times_out(
     assert "unconfirmed" in failed
 
 
-def test_stopped_source_on_this_host_need_not_confirm(here: EngineNode, child: PeerProcess) -> None:
+def test_stopped_source_on_this_host_need_not_confirm(here: RealNode, child: PeerProcess) -> None:
     read_from(child, here)
     child.stop()
     here.backend.gate.set()
