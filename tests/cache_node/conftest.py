@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import s3_server
+import stores
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.S3]:
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.S3]:
     pytest.importorskip("nixl_cu12")
-    server = s3_server.S3()
-    s3_server.use(monkeypatch, server.port)
+    server = stores.S3()
+    stores.use(monkeypatch, server.port)
     yield server
     server.close()

@@ -10,36 +10,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-import torch
-from s3_server import BUCKET, S3
+from stores import BLOCK_BYTES, BUCKET, IDENTITY, S3, SLOTS, Store, name
 
 from kvrelay.cache_node import store
-from kvrelay.cache_node.store import PAGE, BlockFiles, BlockObjects
-from kvrelay.kernels.pool_memory import zeros
-from kvrelay.kv_transfer.checksums import sums_of
-from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.cache_node.store import PAGE, BlockObjects
 from kvrelay.wire.errors import ConfigError
 
 pytest.importorskip("nixl")
-BLOCK_BYTES, SLOTS, HEADS = 512, 64, 2
-IDENTITY = b"i" * 16
 
 
-class Store:
-    """A store, and a pool of random blocks."""
+class Written(Store):
+    """A store that blocks of a pool can be written to by their numbers."""
 
     def __init__(self, place: str, identity: bytes = IDENTITY) -> None:
-        self.memory = zeros(SLOTS * BLOCK_BYTES, torch.device("cpu"))
-        self.memory.random_(0, 256, generator=torch.Generator().manual_seed(1))
-        region = PoolRegion(self.memory.data_ptr(), SLOTS, BLOCK_BYTES, "cpu")
-        self.sums = sums_of(region, HEADS)
-        kind = BlockObjects if "://" in place else BlockFiles
-        self.blocks = kind(place, identity, region, self.sums)
+        super().__init__(place, identity)
         self.checksums = self.sums(range(SLOTS))
 
     def block(self, slot: int) -> bytes:
-        part = self.memory[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES]
-        return bytes(part.numpy().tobytes())
+        return self.memory[slot].numpy().tobytes()
 
     def write(self, slots: Sequence[int]) -> None:
         self.blocks.write([name(slot) for slot in slots], slots, [self.checksums[s] for s in slots])
@@ -48,46 +36,42 @@ class Store:
         return Path(self.blocks.place, identity.hex(), name(number).hex())
 
 
-def name(number: int) -> bytes:
-    return number.to_bytes(16, "big")
-
-
 def key(number: int, identity: bytes = IDENTITY) -> tuple[bytes, int]:
     return identity + name(number), PAGE + BLOCK_BYTES
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Store:
-    return Store(str(tmp_path / "store"))
+def folder(tmp_path: Path) -> Written:
+    return Written(str(tmp_path / "store"))
 
 
 @pytest.fixture
-def bucket(s3: S3) -> Store:
-    return Store(f"s3://{BUCKET}/kv/of/all/")
+def bucket(s3: S3) -> Written:
+    return Written(f"s3://{BUCKET}/kv/of/all/")
 
 
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
 def test_blocks_come_back_into_any_slot_also_for_another_process(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
-    store: Store = request.getfixturevalue(kind)
+    store: Written = request.getfixturevalue(kind)
     names, slots = [name(slot) for slot in range(8)], [50 - slot for slot in range(8)]
     wanted = [store.block(slot) for slot in range(8)]
     assert store.blocks.there(names) == [False] * 8
     store.write(range(8))
-    again = Store(store.blocks.place)
+    again = Written(store.blocks.place)
     again.memory.zero_()
     assert again.blocks.there([*names, name(99)]) == [*[True] * 8, False]
     assert again.blocks.read(names, slots) == store.checksums[:8]
     assert [again.block(slot) for slot in slots] == wanted
-    assert Store(store.blocks.place, b"j" * 16).blocks.there(names) == [False] * 8
+    assert Written(store.blocks.place, b"j" * 16).blocks.there(names) == [False] * 8
     again.blocks.clear()
     assert again.blocks.there(names) == [False] * 8
 
 
-def test_the_folder_tells_its_keys_the_least_recently_used_first(folder: Store) -> None:
+def test_the_folder_tells_its_keys_the_least_recently_used_first(folder: Written) -> None:
     folder.write(range(4))
-    other = Store(folder.blocks.place, b"j" * 16)
+    other = Written(folder.blocks.place, b"j" * 16)
     other.write([7])
     long_ago = time.time() - 1000
     for number in range(4):
@@ -104,9 +88,9 @@ def test_the_folder_tells_its_keys_the_least_recently_used_first(folder: Store) 
     assert folder.blocks.keys() == []
 
 
-def test_kv_of_another_identity_is_not_read(folder: Store) -> None:
+def test_kv_of_another_identity_is_not_read(folder: Written) -> None:
     folder.write([1])
-    other = Store(folder.blocks.place, b"j" * 16)
+    other = Written(folder.blocks.place, b"j" * 16)
     folder.path(1).rename(folder.path(1, b"j" * 16))  # if somebody moves its file there
     assert other.blocks.read([name(1)], [1]) == [b""]
 
@@ -127,7 +111,7 @@ def damages(rng: random.Random) -> list[Callable[[bytearray], object]]:
     ]
 
 
-def test_none_of_ten_thousand_damaged_files_is_served(folder: Store) -> None:
+def test_none_of_ten_thousand_damaged_files_is_served(folder: Written) -> None:
     rng = random.Random(2)
     folder.write(range(10))
     paths = [folder.path(slot) for slot in range(10)]
@@ -147,7 +131,7 @@ def test_none_of_ten_thousand_damaged_files_is_served(folder: Store) -> None:
     assert folder.blocks.read([name(3)], [60]) == [folder.checksums[3]]
 
 
-def test_a_damaged_object_is_not_found_until_it_is_written_again(bucket: Store, s3: S3) -> None:
+def test_a_damaged_object_is_not_found_until_it_is_written_again(bucket: Written, s3: S3) -> None:
     rng = random.Random(3)
     bucket.write(range(4))
     names = [name(number) for number in range(4)]
@@ -167,7 +151,7 @@ def test_a_damaged_object_is_not_found_until_it_is_written_again(bucket: Store, 
     assert bucket.blocks.read(names, range(50, 54)) == bucket.checksums[:4]
 
 
-def test_what_a_writer_left_half_is_no_block_and_goes_when_it_is_old(folder: Store) -> None:
+def test_what_a_writer_left_half_is_no_block_and_goes_when_it_is_old(folder: Written) -> None:
     folder.write([1])
     path = folder.path(1)
     old, new = (path.with_name(f"{path.name}-{end}.part") for end in ("old", "new"))
@@ -180,7 +164,7 @@ def test_what_a_writer_left_half_is_no_block_and_goes_when_it_is_old(folder: Sto
 
 
 def test_a_disk_that_takes_nothing_keeps_no_half_files(
-    folder: Store, monkeypatch: pytest.MonkeyPatch
+    folder: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "no space left on device")
@@ -216,7 +200,7 @@ def test_a_store_that_cannot_be_opened_is_refused(
 ) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"kv_store .*file cannot be opened"):
-        Store(str(tmp_path / "file"))
+        Written(str(tmp_path / "file"))
     monkeypatch.setattr(BlockObjects, "_agent_of", BlockObjects.read)
     with pytest.raises(ConfigError, match=r"kv_store s3://.* it needs nixl-cu12, or beside"):
-        Store("s3://kvrelay")
+        Written("s3://kvrelay")

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 import zmq
+from stores import name
 
 from kvrelay.cache_node.process import CacheProcess
 from kvrelay.cache_node.store import PAGE
@@ -46,10 +47,6 @@ FINGERPRINT = Fingerprint(
 TRANSFER = TransferConfig(
     kv_connector="direct", kv_checksums=1e-9, lease_s=3.0, heartbeat_s=1.0, transfer_deadline_s=5.0
 )
-
-
-def name(number: int) -> bytes:
-    return number.to_bytes(16, "big")
 
 
 class Engine:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from stores import name
 
 from kvrelay.cache_node.table import CacheTable
 from kvrelay.wire.kv_events import CacheChanges, Pin
-
-
-def name(number: int) -> bytes:
-    return number.to_bytes(16, "big")
 
 
 def names(*numbers: int) -> list[bytes]:

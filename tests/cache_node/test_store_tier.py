@@ -14,38 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from s3_server import BUCKET, S3, use
+from stores import BLOCK_BYTES, BUCKET, IDENTITY, S3, SLOTS, Store, name, use
 
 from kvrelay.cache_node import store_tier
-from kvrelay.cache_node.store import PAGE, BlockFiles, BlockObjects
+from kvrelay.cache_node.store import PAGE
 from kvrelay.cache_node.store_tier import StoreTier
 from kvrelay.cache_node.table import CacheTable
-from kvrelay.kernels.pool_memory import zeros
-from kvrelay.kv_transfer.checksums import sums_of
-from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.wire.config import CacheConfig
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import ANY
 
 pytest.importorskip("nixl")
-BLOCK_BYTES, SLOTS = 512, 64
 FILE_BYTES = PAGE + BLOCK_BYTES
 
 
-def name(number: int) -> bytes:
-    return number.to_bytes(16, "big")
-
-
-class Tier:
+class Tier(Store):
     """A store tier with blocks of its table, each of one byte value."""
 
-    def __init__(self, place: str, limit: float = inf, identity: bytes = b"i" * 16) -> None:
-        self.memory = zeros(SLOTS * BLOCK_BYTES, torch.device("cpu"))
-        region = PoolRegion(self.memory.data_ptr(), SLOTS, BLOCK_BYTES, "cpu")
-        self.sums, self.table = sums_of(region, 2), CacheTable(SLOTS - 1)
-        kind = BlockObjects if "://" in place else BlockFiles
-        self.blocks = kind(place, identity, region, self.sums)
+    def __init__(self, place: str, limit: float = inf, identity: bytes = IDENTITY) -> None:
+        super().__init__(place, identity)
+        self.table = CacheTable(SLOTS - 1)
         self.tier = StoreTier(self.table, self.blocks, limit, 0.0, lambda: None)
         self.stats = self.tier.stats
 
@@ -59,7 +47,7 @@ class Tier:
     def fill(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             slots = self.table.room(1) or []
-            self.memory[slots[0] * BLOCK_BYTES : (slots[0] + 1) * BLOCK_BYTES] = number + 1
+            self.memory[slots[0]] = number + 1
             self.table.landed([name(number)], slots, self.sums(slots), self.table.clears)
             self.tier.to_write.append(name(number))
 
@@ -76,8 +64,7 @@ class Tier:
         self.until(lambda: ended)
         slots = self.table.pool.lookup([name(number) for number in numbers])
         for number, slot in zip(numbers, slots, strict=False):
-            part = self.memory[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES]
-            assert (part == number + 1).all()
+            assert (self.memory[slot] == number + 1).all()
         return len(slots)
 
 
