@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 import os
 import re
 import subprocess
@@ -21,6 +20,8 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.wire.errors import ConfigError
@@ -60,8 +61,12 @@ class _Blocks:
         self.batch = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // region.block_bytes))
         """Blocks of a transfer at most."""
         self.size = PAGE + region.block_bytes
-        self._memory = mmap.mmap(-1, self.batch * self.size)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._parts = np.zeros((self.batch, self.size), np.uint8)
+        """Pages, each with its block, of the transfer under way."""
+        pool = (ctypes.c_uint8 * (region.num_blocks * region.block_bytes)).from_address(
+            region.address
+        )
+        self._pool = np.ctypeslib.as_array(pool).reshape(region.num_blocks, region.block_bytes)
         self._me = f"kv-store-{uuid.uuid4().hex}"
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # what is missing is an error there
         try:
@@ -80,29 +85,28 @@ class _Blocks:
         self._kind, self._backends = kind, [backend]
         self._agent: Any = nixl_agent(self._me, nixl_agent_config(backends=[]))
         self._agent.create_backend(backend, params)
-        memory = [(self._address, len(self._memory), 0, "")]
+        memory = [(self._parts.ctypes.data, self._parts.nbytes, 0, "")]
         self._agent.register_memory(memory, "DRAM", backends=self._backends)
 
     def write(
         self, names: Sequence[BlockHash], slots: Sequence[int], checksums: Sequence[bytes]
     ) -> None:
         """Write all, or raise."""
-        for at, (name, slot, checksum) in enumerate(zip(names, slots, checksums, strict=True)):
-            self._set_page(at, self._page(name, checksum))
-            pool, memory = self._ends(at, slot)
-            ctypes.memmove(memory, pool, self._region.block_bytes)
+        for part, name, slot, checksum in zip(self._parts, names, slots, checksums, strict=False):
+            part[:PAGE] = np.frombuffer(self._page(name, checksum).ljust(PAGE, b"\0"), np.uint8)
+            part[PAGE:] = self._pool[slot]
         self._write(names)
 
     def read(self, names: Sequence[BlockHash], slots: Sequence[int]) -> list[bytes]:
         """Return the checksums of the first that are there; b"": damaged, or another one."""
-        for at in range(len(names)):
-            self._set_page(at, b"")
+        self._parts[:, :PAGE] = 0
         slots = slots[: self._read(names)]
-        for at, slot in enumerate(slots):
-            ctypes.memmove(*self._ends(at, slot), self._region.block_bytes)
-        found = zip(range(len(slots)), names, self._sums(slots), strict=False)
+        for part, slot in zip(self._parts, slots, strict=False):
+            self._pool[slot] = part[PAGE:]
+        found = zip(self._parts, names, self._sums(slots), strict=False)
         return [
-            sums if self._is_of(at, self._page(name, sums)) else b"" for at, name, sums in found
+            sums if part[:PAGE].tobytes().startswith(self._page(name, sums)) else b""
+            for part, name, sums in found
         ]
 
     def _write(self, names: Sequence[BlockHash]) -> None:
@@ -115,24 +119,13 @@ class _Blocks:
         size = self._region.block_bytes.to_bytes(8, "big")
         return _FORMAT + self.identity + name + size + checksum
 
-    def _set_page(self, at: int, page: bytes) -> None:
-        self._memory[at * self.size : at * self.size + PAGE] = page.ljust(PAGE, b"\0")
-
-    def _is_of(self, at: int, page: bytes) -> bool:
-        return self._memory[at * self.size : at * self.size + len(page)] == page
-
-    def _ends(self, at: int, slot: int) -> tuple[int, int]:
-        """Return where a block lies in the pool, and in our memory."""
-        there = self._region.address + slot * self._region.block_bytes
-        return there, self._address + at * self.size + PAGE
-
     def _move(self, way: str, places: Sequence[tuple[int, str]]) -> None:
         """Move the first blocks with their pages between our memory and these places."""
         if not places:
             return
         agent, backends, size = self._agent, self._backends, self.size
         there = [(0, size, *place) for place in places]
-        here = [(self._address + at * size, size, 0) for at in range(len(places))]
+        here = [(part.ctypes.data, size, 0) for part in self._parts[: len(places)]]
         remote = agent.register_memory(there, self._kind, backends=backends)
         try:
             local = agent.get_xfer_descs(here, "DRAM")

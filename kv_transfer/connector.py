@@ -28,7 +28,6 @@ __all__ = [
     "Released",
     "Settled",
     "TransferStats",
-    "Way",
 ]
 
 
@@ -138,13 +137,6 @@ class Doubted:
 
 
 Event = Released | Fetched | FetchFailed | Settled | CachedAsked | Granted | Doubted
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    plane: str
-    missed: Mapping[str, str]
-    """Preferred backends, and why each cannot be had."""
 
 
 @dataclass(slots=True)
