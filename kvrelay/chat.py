@@ -55,7 +55,6 @@ async def http_session(
 
 
 async def first_model(http: aiohttp.ClientSession) -> str:
-    """Return the first model that a server serves. Raises ChatFailed."""
     async with http.get("/v1/models") as response:
         for model in (await response.json())["data"]:
             return str(model["id"])
@@ -63,7 +62,6 @@ async def first_model(http: aiohttp.ClientSession) -> str:
 
 
 async def answer(http: aiohttp.ClientSession, model: str, messages: Sequence[Any]) -> str:
-    """Print an answer as it comes, and return its text. Raises ChatFailed."""
     text = ""
     body = {"model": model, "messages": messages, "stream": True}
     async with http.post("/v1/chat/completions", json=body) as response:

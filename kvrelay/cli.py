@@ -1,7 +1,4 @@
-"""The program `kvrelay`, and the answers to what is typed wrong.
-
-A mistake is answered with one red line and exit code 2.
-"""
+"""The program `kvrelay`, and the answers to what is typed wrong."""
 
 from __future__ import annotations
 
@@ -63,10 +60,7 @@ add_commands(app)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 if it was typed wrong, 1 if it failed.
-
-    Ctrl-C is 130.
-    """
+    """Run one command and return its exit code: 2 if it was typed wrong, 1 if it failed."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return int(app(args=words, prog_name="kvrelay", standalone_mode=False) or 0)

@@ -31,10 +31,7 @@ _PROOF = "In one or two sentences: what is a key-value cache?"
 
 
 def up(config: ClusterConfig, planned: Callable[..., list[ChildSpec]] = plan) -> int:
-    """Run the cluster until Ctrl-C or SIGTERM and return 0; no child is left in any case.
-
-    Raises ConfigError, and ChildFailed if a process does not get ready.
-    """
+    """Run the cluster until Ctrl-C or SIGTERM and return 0. Raises ConfigError, ChildFailed."""
     machine, console = this_machine(config), Console(highlight=False, soft_wrap=True)
     log_dir, router = _log_dir(config), config.router
     drawn = "" if router.admin_key else secrets.token_urlsafe(24)

@@ -91,11 +91,10 @@ class ClusterConfig:
             "is ready; start nodes and a `kvrelay router` one by one",
         )
         for role in (Role.PREFILL, Role.DECODE):
-            self.node_of(role)  # what a node would refuse is refused before anything starts
+            self.node_of(role)
 
     @property
     def roles(self) -> list[Role]:
-        """Return the role of each node, prefill nodes first."""
         return [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode
 
     def node_of(self, role: Role) -> NodeConfig:
@@ -117,7 +116,6 @@ class Machine:
     ports: tuple[int, ...]
     """Free ports: the router's first, then one per node."""
     environ: Mapping[str, str] = field(repr=False)
-    """The environment that the children start from."""
 
 
 def nodes_of(
@@ -160,7 +158,6 @@ def nodes_of(
 
 
 def plan(config: ClusterConfig, machine: Machine, log_dir: Path) -> list[ChildSpec]:
-    """Return the processes of a cluster, its router last."""
     nodes = _node_specs(config, machine, log_dir)
     urls = [node.health_url.removesuffix("/health") for node in nodes]
     router = replace(
@@ -229,7 +226,6 @@ def waves(nodes: Sequence[ChildSpec], machine: Machine) -> list[list[ChildSpec]]
 
 
 def reachable(config: RouterConfig | NodeConfig) -> str:
-    """Return the URL under which a server is reached from its own machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     scheme = "https" if config.ssl_certfile else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.port}"

@@ -1,7 +1,4 @@
-"""Commands that start no server: they ask running ones, look at this machine, or fetch files.
-
-Their docstrings are their help. Each imports what it needs when it is called.
-"""
+"""Commands that start no server; their docstrings are their help."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ NOT_FOR_COMPOSE = (
     *("heartbeat_port", "kubernetes_selector", "kubernetes_namespace"),
     *("otlp_traces_endpoint",),
 )
-_PORT = 8000  # inside: each container has an address of its own
+_PORT = 8000
 _OUR_IMAGE = re.compile(r"kvrelay/(node-cpu|node-cuda|router):\d+\.\d+\.\d+")
 # The network of the nodes alone: the control channel and UCX, which has no authentication, listen
 # on its interface.
@@ -114,7 +114,6 @@ class ComposeConfig:
         return tuple(sorted(ids, key=int)) if ids and all(gpu.isdigit() for gpu in ids) else ids
 
     def nodes(self, cores: int) -> list[tuple[str, NodeConfig, str]]:
-        """Return name, config and GPUs, numbered as its container sees them, of each node."""
         ids = self.gpu_ids
         if ids and ids[0].isdigit():
             ids = tuple(map(str, range(len(ids))))
@@ -128,7 +127,7 @@ def compose_of(config: ComposeConfig, cores: int = 0) -> dict[str, Any]:
     if _shared(config):
         own = {"container_name": f"{config.name}-namespaces"}
         services["namespaces"] = _parts()["contained"] | _parts()["namespaces"] | own
-    before: dict[str, str] = {}  # the last node on each GPU
+    before: dict[str, str] = {}
     for name, node, visible in nodes:
         gpus = visible.split(",") if visible else []
         earlier = sorted({before[gpu] for gpu in gpus if gpu in before})
@@ -146,7 +145,6 @@ def compose_of(config: ComposeConfig, cores: int = 0) -> dict[str, Any]:
 
 
 def host_paths(config: ComposeConfig) -> list[str]:
-    """Return the files and folders of the host that nodes read, which are mounted."""
     engine = config.cluster.node.engine
     named = [
         name
@@ -260,7 +258,6 @@ class _Plain(yaml.SafeDumper):
 
 
 def absolute(values: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings with absolute paths, which containers see, too."""
     found = dict(values)
     model = str(values.get("model", ""))
     if model.startswith((".", "~", "/")) or (model and Path(model).exists()):
@@ -279,10 +276,7 @@ def _path(text: str) -> str:
 
 
 def write(values: Mapping[str, object], console: Console) -> int:
-    """Write all files into their folder, and say what to type next.
-
-    Raises ConfigError for a wrong setting, a mount that is not there, or a file that is not ours.
-    """
+    """Write all files into their folder, and say what to type next. Raises ConfigError."""
     config = build(ComposeConfig, absolute(values))
     folder = Path(config.output)
     for path in host_paths(config):

@@ -184,7 +184,7 @@ def _run_profile(values: dict[str, object]) -> int:
 
 
 def _for_engine(values: dict[str, object]) -> dict[str, object]:
-    check_node_extra()  # before anything that needs it is imported
+    check_node_extra()
     return values if values.get("model") else values | {"model": str(embedded_model())}
 
 

@@ -72,7 +72,6 @@ _TABLE = """
 --decoder-ports                 --decode (http://HOST:PORT, of `kvrelay router`)
 """
 VLLM: dict[str, str] = dict(re.findall(r"^(\S+) +(.+)$", _TABLE, re.MULTILINE))
-"""vLLM's flag, and ours or what to do instead."""
 
 _SHORT = {
     "-tp": "--tensor-parallel-size",
@@ -85,7 +84,6 @@ _SHORT = {
     "-cc": "--compilation-config",
     "-O": "--compilation-config",
 }
-"""Short forms of vLLM's flags."""
 
 VALUES = {
     "dtype": {"half": "float16", "float": "float32"},

@@ -52,8 +52,6 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """A choice of an answer."""
-
     text: str
     token_ids: list[int]
     finish_reason: str
@@ -107,7 +105,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return the answers to one prompt or several, each a text or token ids, in their order.
 
-        Without `sampling_params` the model's own count. Raises KvrelayError for the first failure.
+        Without `sampling_params` the model's own count. Raises KvrelayError.
         """
         alone = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
         asked = [{"prompt": each} for each in ([prompts] if alone else prompts)]

@@ -1,6 +1,6 @@
 """Facts about the machine: cores, GPUs, free ports, memory, the embedded model.
 
-Imports none of the packages it tells about, so it works where torch is missing or broken.
+Imports none of the packages it tells about.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def this_machine(config: ClusterConfig) -> Machine:
 
 
 def check_port(host: str, port: int, kind: int = socket.SOCK_STREAM) -> int:
-    """Return the port, or a free one for 0. Raises ConfigError if it is taken."""
     with _bound(host, port, kind) as held:
         return int(held.getsockname()[1])
 

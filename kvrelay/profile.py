@@ -46,14 +46,10 @@ _TIERS_GB_S = ("host", 40.0), ("store", 4.0)
 _FAR = 1 << 16
 
 Times = dict[Step, list[float]]
-"""Milliseconds of each run."""
 
 
 def run(config: NodeConfig, out: Path, seconds: float, console: Console) -> int:
-    """Measure, print tables and write the card; return 1 if the machine was noisy.
-
-    `seconds` 0 takes the device's default. Raises ConfigError.
-    """
+    """Measure, print and write the card; return 1 if the machine was noisy. Raises ConfigError."""
     if not 0 <= seconds < math.inf:
         raise ConfigError(
             f"--seconds must be a number from 0 on, got {seconds:g}; 0 takes the device's default"
@@ -127,7 +123,7 @@ def _measured(engine: Engine, seconds: float, console: Console) -> Times:
         else:
             try:
                 found = steps.mixed(requests, context, tokens, seconds=point_s)
-            except ValueError:  # no room for it here
+            except ValueError:
                 return
         times[step] = times.get(step, []) + found
 

@@ -32,11 +32,9 @@ class Replayed:
     refused: int
     failed: int
     moved: int
-    """Requests whose node was lost, and which went on elsewhere."""
 
 
 def size_of(incident: Incident, nodes: str) -> tuple[int, int]:
-    """Return how many prefill and decode nodes P:D names, or there were. Raises ConfigError."""
     if not nodes:
         count = sum(role is Role.PREFILL for role in incident.nodes.values())
         return count, len(incident.nodes) - count
@@ -49,13 +47,11 @@ def size_of(incident: Incident, nodes: str) -> tuple[int, int]:
 
 
 def check_policy(policy: str) -> None:
-    """Raise ConfigError for an unknown policy."""
     if policy not in POLICY_NAMES:
         raise ConfigError(f"--policy {policy!r} is none of {', '.join(POLICY_NAMES)}")
 
 
 def replayed(incident: Incident, card: RateCard, size: tuple[int, int], policy: str) -> Replayed:
-    """Simulate the incident. Raises ConfigError for an unknown policy."""
     check_policy(policy)
     streams = streams_of_incident(incident)
     prefill, decode = size
@@ -75,7 +71,6 @@ def replayed(incident: Incident, card: RateCard, size: tuple[int, int], policy: 
 
 
 def run(path: Path, card: RateCard, nodes: str, policy: str, console: Console) -> int:
-    """Replay an incident and print it beside what happened. Raises ConfigError."""
     try:
         with path.open("rb") as lines:
             incident = read_incident(lines)

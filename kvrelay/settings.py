@@ -79,7 +79,6 @@ class Setting:
 
     @property
     def item(self) -> type | None:
-        """Return the config type that the setting holds one or several of."""
         first = (typing.get_args(self.kind) or (self.kind,))[0]
         return typing.cast(type, first) if dataclasses.is_dataclass(first) else None
 
@@ -116,7 +115,7 @@ def without(*names: str) -> dict[str, tuple[str, ...]]:
 
 
 def _typed_as(kind: Any) -> Any:
-    if isinstance(kind, types.UnionType):  # with None
+    if isinstance(kind, types.UnionType):
         return typing.get_args(kind)[0]
     return type(typing.get_args(kind)[0]) if typing.get_origin(kind) is typing.Literal else kind
 
@@ -148,10 +147,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def convert(setting: Setting, raw: object, source: str) -> object:
-    """Return the value of a setting, from a flag's text or a file's value at `source`.
-
-    Raises ConfigError that names the key, the value and the expected type.
-    """
+    """Return a setting's value, of a flag's text or a file's value at `source`. Raises ConfigError."""
     if setting.item is not None:
         return (_items if setting.several else _item)(setting.item, raw, source)
     try:
@@ -229,10 +225,7 @@ def _item(config: type, raw: object, where: str) -> object:
 
 
 def read_file(path: str, known: Mapping[str, Setting]) -> dict[str, object]:
-    """Return the settings of a YAML file, whose keys are kebab-case or snake_case.
-
-    Raises ConfigError if it cannot be read, at an unknown or repeated key, and at a wrong type.
-    """
+    """Return the settings of a YAML file in kebab-case or snake_case. Raises ConfigError."""
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except yaml.MarkedYAMLError as why:

@@ -268,7 +268,7 @@ async def until_stopped(work: Coroutine[Any, Any, None]) -> None:
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
-            working.result()  # raises what went wrong
+            working.result()
     finally:
         for task in tasks:
             task.cancel()

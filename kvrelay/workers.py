@@ -1,7 +1,4 @@
-"""`kvrelay router --workers N`: starts, restarts, drains and ends the worker processes of a router.
-
-Run as a module it is one of the workers.
-"""
+"""`kvrelay router --workers N`: the parent of the workers and, run as a module, one of them."""
 
 from __future__ import annotations
 

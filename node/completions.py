@@ -62,7 +62,6 @@ _Timed = Callable[[bytes, Frame], bytes]
 
 
 async def read_request(node: Node, request: Request) -> bytes:
-    """Return the body of an authorized request. Raises KvrelayError."""
     authorize(node.config.api_key, request)
     node.ready()
     body = await read_body(request, node.config.max_body_bytes)
@@ -212,7 +211,7 @@ async def _join_frames(parts: Sequence[Frames], writer: AnswerWriter) -> Frames:
         while len(ends) < len(parts):
             at, frame = await queue.get()
             if frame is None:
-                await tasks[at]  # raises why it ended without an END
+                await tasks[at]
                 continue
             if frame.kind is FrameKind.END:
                 ends[at] = frame

@@ -51,7 +51,6 @@ class Updates:
         self._live = request_ids
 
     async def next(self) -> tuple[RequestUpdate, Load]:
-        """Return the next update of any request. Raises EngineDead."""
         while True:
             update = await self._queue.get()
             if update is None:
@@ -117,7 +116,6 @@ class EngineClient:
         child.run(self._read(child), self._watch(child))
 
     async def ready(self, deadline_s: float) -> EngineReady:
-        """Return the engine's facts. Raises EngineDead."""
         try:
             async with asyncio.timeout(deadline_s):
                 await self._ready_or_ended.wait()
@@ -128,7 +126,6 @@ class EngineClient:
         return self.info
 
     def start_requests(self, submits: Sequence[Submit]) -> Updates:
-        """Run requests of one prompt. Raises EngineDead, Overloaded."""
         if self.ended.is_set():
             raise self.dead()
         spilled_ms = self._spilled_ms(submits[0]) if submits else 0.0
@@ -180,7 +177,6 @@ class EngineClient:
             del self._answers[number]
 
     async def fresh_stats(self, deadline_s: float) -> EngineStats:
-        """Return statistics after all that was sent. Raises EngineDead, DeadlineExceeded."""
         failed = "the engine process did not tell its numbers"
         stats: EngineStats = await self.ask(AskStats, deadline_s, failed=failed)
         return stats
@@ -243,7 +239,6 @@ class EngineClient:
         return ms
 
     def send(self, message: ToEngine) -> None:
-        """Send a message, unless the engine has ended."""
         if self._child is not None and not self.ended.is_set():
             self._child.send(self._encoder.encode(message))
 

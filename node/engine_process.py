@@ -70,8 +70,6 @@ _STEP_POLL_S = 5e-5
 
 
 class EngineProcess:
-    """A loop behind `socket`, this process's end of the zmq pair."""
-
     def __init__(self, config: NodeConfig, socket: zmq.Socket[bytes]) -> None:
         began = time.monotonic()
         self._config = config
@@ -182,7 +180,7 @@ class EngineProcess:
                     self.engine.scheduler.reset_prefix_cache()
                     if others:
                         self._pulls.stay_alone(time.monotonic())
-                    self._cache.poll(time.monotonic(), idle=True)  # each is told
+                    self._cache.poll(time.monotonic(), idle=True)
                 case CacheChanges() as changes:
                     self._pulls.note_below(changes)
                 case AskStats(number):

@@ -79,7 +79,6 @@ class Node:
         self._flip_deadline_s = flip_deadline_s
 
     def use(self, engine: EngineClient) -> None:
-        """Serve by this engine; others hear what its prefix cache holds."""
         self.engine = engine
         engine.tier = lambda: self.cache.source
         engine.on_cache_changes = self._tell_changes
@@ -106,14 +105,12 @@ class Node:
         return rungs
 
     def stats(self) -> EngineStats:
-        """Return the newest of the engine, and of the tiers below its pool."""
         stats, tiers = self.engine.stats, self.cache.stats
         if tiers is None:
             return stats
         return msgspec.structs.replace(stats, host=tiers.host, store=tiers.store)
 
     def check_open(self) -> None:
-        """Raise Draining if the node takes no new requests."""
         if self.draining:
             raise Draining(
                 "this node is draining: it ends what it has and takes no new requests; ask "
@@ -145,7 +142,7 @@ class Node:
 
     async def _held_blocks(self) -> int:
         if self.engine.info is None:
-            return 0  # still loading
+            return 0
         try:
             return (await self.engine.fresh_stats(_STATS_DEADLINE_S)).held_blocks
         except DeadlineExceeded:  # a long step: ask again

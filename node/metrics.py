@@ -1,6 +1,6 @@
 """Prometheus metrics of a node: its requests, its processes, and what its engine reports.
 
-Names that begin with `vllm:` mean what vLLM means. Each node of a hand-over counts its own part.
+Names that begin with `vllm:` mean what vLLM means.
 """
 
 from __future__ import annotations

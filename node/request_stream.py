@@ -124,7 +124,6 @@ class _Credit:
         self._more.set()
 
     async def spend(self, size: int) -> None:
-        """Spend credit; wait until some is left."""
         self._bytes -= size
         while self._bytes <= 0:
             self._more.clear()

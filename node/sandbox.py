@@ -1,7 +1,7 @@
 """A sandbox for work that a request could make endless: child processes with limits.
 
 Long prompts, templates of requests and new grammars go to children (sandbox_process.py). One at a
-limit is a 400; one that nobody awaits is ended. Messages are msgpack.
+limit is a 400; one that nobody awaits is ended.
 """
 
 from __future__ import annotations
@@ -65,8 +65,6 @@ PROMPT = Limits(cpu_s=10, memory_bytes=1 << 30, stack_bytes=8 << 20)
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """A first message to the sandbox process."""
-
     model: str
     chat_template: str | None
     trusts_request_templates: bool
@@ -76,8 +74,6 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A body to tokenize, or a constraint to compile."""
-
     body: bytes = b""
     chat: bool = False
     fits: bool = True
@@ -129,7 +125,6 @@ class Sandbox:
         return self._turn(self._long_body) if size > LONG_BYTES else contextlib.nullcontext()
 
     async def token_ids(self, chat: bool, body: bytes, *, fits: bool = True) -> list[list[int]]:
-        """Return the prompts of a body. Raises RequestError, Unavailable."""
         async with self._turn(self._tokenizing):
             return _accepted(await self._run(Work(body, chat, fits))).prompts
 

@@ -29,8 +29,7 @@ __all__ = [
     "token_limit",
 ]
 
-_DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
-# Set by the server.
+_DEFAULT_COMPLETION_TOKENS = 16
 _TEMPLATE_VARIABLES = (
     *("messages", "tools", "bos_token", "eos_token"),
     *("add_generation_prompt", "continue_final_message"),
@@ -57,12 +56,10 @@ def body_request_id(body: bytes) -> str | None:
 
 
 def is_valid_id(value: str) -> bool:
-    """Return whether a client's id may name the request in logs and on nodes."""
     return _ID.fullmatch(value) is not None
 
 
 def decode_chat(body: bytes) -> ChatRequest:
-    """Return a checked chat request. Raises RequestError."""
     request = _decode(body, _chat_decoder)
     for i, message in enumerate(request.messages):
         for j, call in enumerate(message.tool_calls or ()):
@@ -87,7 +84,6 @@ def decode_chat(body: bytes) -> ChatRequest:
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
-    """Return a checked completion request. Raises RequestError."""
     request = _decode(body, _completion_decoder)
     for prompt in prompts_of(request):
         ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
@@ -107,7 +103,6 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
 
 
 def check_choices(prompts: int, choices: int) -> None:
-    """Raise RequestError for too many choices over all prompts."""
     if prompts * choices > MAX_CHOICES:
         raise RequestError(
             f"{prompts} prompts with {choices} choices each are {prompts * choices} choices, and "

@@ -1,8 +1,6 @@
 """HTTP connections of the router and of nodes, with limits on number, size and time.
 
-Adds to uvicorn's httptools protocol: the check of Host, limits on heads, silent connections, open
-files and peers that do not read, and the end of a request whose client is gone while another waits
-behind it.
+Adds them, and the check of Host, to uvicorn's httptools protocol.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Constraints of an answer: tools and their choice, response_format, structured_outputs, bad_words.
 
-The tool choice auto needs a parser of calls; required and named constrain the output to a schema.
-paged_engine/grammar.py decides whether a schema, regex or grammar can be followed. Pure and light.
+paged_engine/grammar.py decides whether one can be followed. Pure and light.
 """
 
 from __future__ import annotations
@@ -175,7 +174,6 @@ def _shown(value: Any) -> str:
 
 
 _ANY_OBJECT = '{"type":"object"}'
-# Keys of structured_outputs.
 _KINDS: dict[str, ConstraintKind] = {
     "json": "json",
     "regex": "regex",

@@ -33,7 +33,6 @@ def merged(parts: Iterable[Part]) -> list[Part]:
 
 
 def call_id(response_id: str, choice: int, index: int, *, short: bool) -> str:
-    """Return a call's id, equal on every node."""
     seed = f"{response_id}/{choice}/{index}".encode()
     digest = hashlib.blake2b(seed, digest_size=12).hexdigest()
     return digest[:_SHORT] if short else f"call_{digest}"
@@ -62,7 +61,6 @@ class StateParser:
         self._parts: list[Part] = []
 
     def push(self, text: str) -> list[Part]:
-        """Return what has become certain."""
         self._buffer += text
         while self._buffer and self._state():
             pass

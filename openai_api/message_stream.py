@@ -55,7 +55,6 @@ class MessageForm:
         return msgspec.structs.replace(constraint, behind=closer, opener=opener)
 
     def parser(self) -> TextParser | None:
-        """Return a parser of the content, None if all text is content."""
         hidden = tuple(self.hidden.values())
         match self.tools.choice:
             case "auto":
@@ -143,7 +142,6 @@ class MessageStream:
         return self._deltas([*parts, *self._parser.finish()])
 
     def message(self) -> ReplyMessage:
-        """Return the message, after `finish`."""
         content, reasoning = "".join(self._texts["content"]), "".join(self._texts["reasoning"])
         calls = [
             msgspec.structs.replace(

@@ -80,8 +80,6 @@ class TokenizeRequest(msgspec.Struct, frozen=True):
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True):
-    """A prompt's tokens, with their texts if asked for."""
-
     count: int
     max_model_len: int
     tokens: list[int]
@@ -89,8 +87,6 @@ class TokenizeResponse(msgspec.Struct, frozen=True):
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True):
-    """A body of POST /detokenize."""
-
     tokens: list[Annotated[int, Meta(ge=0)]]
     model: str | None = None
 
@@ -104,8 +100,6 @@ class LoadAdapterRequest(msgspec.Struct, frozen=True):
 
 
 class UnloadAdapterRequest(msgspec.Struct, frozen=True):
-    """A body of POST /v1/unload_lora_adapter."""
-
     lora_name: str
 
 
@@ -117,8 +111,6 @@ class NodeAnswer(msgspec.Struct, frozen=True):
 
 
 class AdapterAnswer(msgspec.Struct, frozen=True):
-    """A report of an adapter; a router's has `nodes`."""
-
     lora_name: str
     message: str
     nodes: list[NodeAnswer] | UnsetType = UNSET

@@ -1,7 +1,6 @@
 """One node's part of a request: engine requests, and updates as frames.
 
-Each choice is an engine request; all but the first fork from it. prefill_node/request.py ends with
-a hand-over instead.
+Each choice is an engine request; all but the first fork from it.
 """
 
 from __future__ import annotations
@@ -183,7 +182,6 @@ class NodeRequest:
         return cause or ""
 
     def stages(self, update: RequestUpdate) -> dict[str, float] | None:
-        """Return milliseconds of each stage in the engine."""
         if self.timing is None:
             return None
         stages = stages_ms(self.timing)

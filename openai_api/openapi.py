@@ -49,8 +49,6 @@ _SCHEMAS: dict[str, Schema] = {
 
 
 class TokenizePrompt(msgspec.Struct):
-    """A body that asks for the tokens of a text."""
-
     prompt: str
     model: str | None = None
     add_special_tokens: bool | None = None
@@ -58,8 +56,6 @@ class TokenizePrompt(msgspec.Struct):
 
 
 class TokenizeChat(msgspec.Struct):
-    """A body that asks for the tokens of a rendered chat."""
-
     messages: list[Message]
     model: str | None = None
     add_special_tokens: bool | None = None

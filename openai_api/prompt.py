@@ -1,7 +1,6 @@
 """The prompt of a request as token ids: rendered and tokenized once.
 
-Chat templates are Jinja in a sandbox, with what Hugging Face's expect. A text that cannot fit the
-context is refused by its bytes or its first parts.
+Chat templates are Jinja in a sandbox, with what Hugging Face's expect.
 """
 
 from __future__ import annotations
@@ -167,7 +166,6 @@ class Prompts:
 
 
 def check_template(template: str) -> None:
-    """Raise ConfigError for invalid Jinja."""
     try:
         _compiled(template)
     except (TemplateError, SyntaxError, RecursionError) as why:
@@ -189,7 +187,7 @@ def render(
     """Return the prompt of these messages; `kwargs` are variables of the template.
 
     With `continue_final_message` the prompt ends with the last message's content. Raises
-    RequestError if there is no template or no message, or if it refuses them.
+    RequestError.
     """
     if not template:
         raise RequestError(

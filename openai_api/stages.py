@@ -1,7 +1,6 @@
 """Stages of a request: their names and durations. Pure.
 
-docs/guides/clients.md says what they are. A request that was cut, broke, or runs on vLLM lacks the
-stages of nodes that did not report.
+docs/guides/clients.md says what they are.
 """
 
 from __future__ import annotations

@@ -91,7 +91,6 @@ class Tokenizer:
         return text[1:] if self._leading_space and text.startswith(" ") else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return a token's bytes; empty for unknown ids."""
         found = self._bytes.get(token_id)
         if found is None:
             piece = self.backend.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None

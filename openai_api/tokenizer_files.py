@@ -56,8 +56,8 @@ def load_tokenizer(model: str) -> Tokenizer:
 def byte_tokenizer(config: Path) -> Tokenizer:
     """Return a stand-in for a model without a tokenizer.
 
-    Ids below 256 are bytes, others words, so that random weights show every token. Stop tokens and
-    bytes beyond vocab_size are left out of prompts. Raises ConfigError.
+    Ids below 256 are bytes, others words, so that random weights show every token. Raises
+    ConfigError.
     """
     values = read_object(config)
     vocab_size = values.get("vocab_size") or values.get("text_config", {}).get("vocab_size")

@@ -1,8 +1,7 @@
 """Generated text as content and tool calls, as it comes. Pure.
 
 Models differ in their marks (model_formats.py). The result depends on the text only, wherever it is
-cut, because another node replays it. A call is reported with its name and the arguments' first
-character. What is malformed before is content; later faults leave broken arguments, and the rest is
+cut, because another node replays it. What is malformed before the arguments' first character is
 content. White space next to calls and special tokens among the markers (`hidden`) are no content.
 """
 
@@ -24,7 +23,7 @@ Tools = Sequence[Mapping[str, Any]]
 _MAX_HEAD_CHARS = 600  # names have 256 at most (openai_api/constraints.py)
 _MAX_NAMELESS_CHARS = 4096  # of arguments that stand before their call's name
 _SEPARATORS = " \t\r\n,;"
-_TEXT = frozenset({"string"})  # types of a value in tags
+_TEXT = frozenset({"string"})
 
 
 class ArgumentsReader:
@@ -57,7 +56,6 @@ class ArgumentsReader:
         self._quoted = self._escaped = self._over = False
 
     def drain(self) -> str:
-        """Return the arguments since the last time."""
         text = "".join(self._pieces)
         self._pieces.clear()
         return text

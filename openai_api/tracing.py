@@ -30,7 +30,6 @@ _FLUSH_S = 3.0
 
 
 def otlp_endpoint(configured: str, environ: Mapping[str, str]) -> str:
-    """Return where traces are sent, empty if nowhere."""
     if (
         environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
         or environ.get("OTEL_TRACES_EXPORTER", "") == "none"
@@ -41,7 +40,6 @@ def otlp_endpoint(configured: str, environ: Mapping[str, str]) -> str:
 
 
 def start_tracing(configured: str, service: str) -> Tracing | None:
-    """Return this process's tracing, None without an endpoint. Raises ConfigError."""
     endpoint = otlp_endpoint(configured, os.environ)
     return Tracing(endpoint, service) if endpoint else None
 
@@ -53,7 +51,6 @@ class RequestSpan:
         self._span, self.headers = span, headers
 
     def end(self, attributes: Mapping[str, Any], ended: float, error: str = "") -> None:
-        """End the span at a monotonic second."""
         from opentelemetry.trace import Status, StatusCode
 
         self._span.set_attributes(attributes)
@@ -96,7 +93,6 @@ class Tracing:
         self._carrier = TraceContextTextMapPropagator()
 
     def begin(self, name: str, headers: Mapping[str, str], began: float) -> RequestSpan:
-        """Begin a request's span at a monotonic second."""
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind, set_span_in_context
 

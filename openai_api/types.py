@@ -74,8 +74,6 @@ Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """A choice of what a stream carries."""
-
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -96,15 +94,11 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """A form of an answer."""
-
     type: Annotated[str, one_of("text", "json_object", "json_schema")]
     json_schema: JsonSchemaFormat | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """A base of chat and completion requests."""
-
     model: str | None = None
     max_tokens: Count | None = None
     temperature: Temperature | None = None
@@ -222,8 +216,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """A set of token counts, stop tokens included."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int

@@ -93,7 +93,6 @@ class ChoiceWriter:
 
     @property
     def sent_text(self) -> int:
-        """Return how many characters the client has."""
         return self._stream.sent - len(self._unsent)
 
     @property
@@ -101,10 +100,7 @@ class ChoiceWriter:
         return "".join(self._text)
 
     def tokens(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[Choice]:
-        """Add tokens and return the chunks to send.
-
-        Without tokens: what a replay left unsent. Tokens after a stop string are dropped.
-        """
+        """Add tokens and return the chunks to send; without tokens what a replay left unsent."""
         text, self._unsent = self._unsent + self._take(token_ids, logprobs), ""
         if not self._streams:
             self._text.append(text)
@@ -319,10 +315,7 @@ class AnswerWriter:
         return self._events(self.choices[choice].end(finish))
 
     def close(self, handover: KvTransferParams | None = None) -> bytes:
-        """Return the end of the answer: usage and [DONE], or the whole JSON body.
-
-        `handover` goes into a JSON body, for a proxy that carries it to the decode node.
-        """
+        """Return the end of the answer: usage and [DONE], or the whole JSON body."""
         if self.streams and self._part:
             return b""
         if self.streams:
@@ -332,7 +325,6 @@ class AnswerWriter:
         return self._encoded(ended, self._usage(), carried, begins=True)
 
     def cut(self, handover: KvTransferParams | None = None) -> bytes:
-        """End the choices that have begun, and the answer."""
         begun = [
             at for at, choice in enumerate(self.choices) if choice.token_ids and not choice.ended
         ]

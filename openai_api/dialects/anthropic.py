@@ -44,8 +44,6 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """A turn of one side."""
-
     role: Annotated[str, one_of("user", "assistant", "system")]
     content: str | list[Block]
 
@@ -58,8 +56,6 @@ class Thinking(msgspec.Struct, frozen=True):
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
-    """A form of an output."""
-
     effort: str | None = None
     format: dict[str, Any] | None = None
 
@@ -95,14 +91,12 @@ _refuse = refuser({"container": ((), _CLIENT), "mcp_servers": (([],), _CLIENT)})
 
 
 def decode_messages(body: bytes) -> MessagesRequest:
-    """Return the request. Raises RequestError."""
     request = read_json(body, _decoder)
     _refuse(body)
     return request
 
 
 def chat_body(request: MessagesRequest, body: bytes) -> bytes:
-    """Return the chat completion that a request means. Raises RequestError."""
     user = (request.metadata or {}).get("user_id")
     stream = {"include_usage": True, "continuous_usage_stats": True} if request.stream else None
     every: dict[str, Any] = {

@@ -103,7 +103,6 @@ _raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def passed_on(body: bytes) -> dict[str, Any]:
-    """Return the fields of PASSED_ON, undecoded. Raises RequestError."""
     fields = read_json(body, _raw_decoder)
     return {name: fields[name] for name in PASSED_ON if name in fields}
 
@@ -202,8 +201,6 @@ class ChatUsage(msgspec.Struct, frozen=True):
 
 
 class ChatEvent(msgspec.Struct, frozen=True):
-    """A chunk, a whole answer, or an error."""
-
     choices: list[EventChoice] = []
     usage: ChatUsage | None = None
     error: ErrorBody | None = None

@@ -39,15 +39,11 @@ _WITH_LOGPROBS = "message.output_text.logprobs"
 
 
 class ReasoningConfig(msgspec.Struct, frozen=True):
-    """A setting of how much a model thinks."""
-
     effort: str | None = None
     summary: str | None = None
 
 
 class TextConfig(msgspec.Struct, frozen=True):
-    """A form of a text."""
-
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
@@ -97,7 +93,6 @@ _refuse = refuser(
 
 
 def decode_responses(body: bytes) -> ResponsesRequest:
-    """Return the request. Raises RequestError."""
     request = read_json(body, _decoder)
     _refuse(body)
     return request
@@ -128,7 +123,6 @@ def _kind(item: Item, at: int) -> str:
 
 
 def chat_body(request: ResponsesRequest, items: Sequence[Item], body: bytes) -> bytes:
-    """Return the chat completion that a request means. Raises RequestError."""
     messages = (
         [] if not request.instructions else [{"role": "system", "content": request.instructions}]
     )
