@@ -123,38 +123,6 @@ def test_the_cluster_secret_comes_from_the_environment_and_up_draws_one(
     }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ["prefill", "--model", ".", "--kv-host", "10.0.0.1"],
-            "set the same KVRELAY_CLUSTER_SECRET on all nodes",
-        ),
-        (
-            ["decode", "--model", ".", "--cluster-secret", "short"],
-            "must have at least 16 characters, got 5",
-        ),
-        (
-            ["router", "--max-body-byte", "3"],
-            "No such option: --max-body-byte",
-        ),
-        (["router", "--port", "abc"], "--port must be a whole number, got 'abc'"),
-        (["up", "--model", ".", "--prefill", "0"], "prefill must be at least 1, got 0"),
-        (["routr"], "router"),
-        (["router", "--port"], "--port"),
-    ],
-)
-def test_a_wrong_line_is_one_sentence_and_exit_code_2(
-    arguments: list[str], said: str, served: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(arguments) == 2
-    captured = capsys.readouterr()
-    assert said in captured.err
-    assert len(captured.err.splitlines()) == 1
-    assert captured.out == ""
-    assert not served
-
-
 def test_without_a_model_the_embedded_one_is_taken_or_its_installation_named(
     served: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

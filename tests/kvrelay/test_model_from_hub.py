@@ -12,14 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from process_state import TINY
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "paged_engine"))
 from fake_hub import FakeHub, Repository, fake_hub
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 1024,
-}  # fmt: skip
 
 
 def weights(note: str) -> bytes:
@@ -28,7 +24,7 @@ def weights(note: str) -> bytes:
 
 
 FILES = {
-    "config.json": json.dumps(CONFIG).encode(),
+    "config.json": json.dumps(TINY).encode(),
     "tokenizer.json": b"{}",
     "model.safetensors": weights("new"),
 }
@@ -57,7 +53,9 @@ stand_in("kvrelay.node.server", "run", show)
 stand_in("kvrelay.node.ranks", "run_ranks", show)
 stand_in("kvrelay.cluster", "up", show_children)
 from kvrelay.cli import run
-sys.exit(run(sys.argv[1:]))
+code = run(sys.argv[1:])
+assert sys.argv[1] != "prefetch" or "torch" not in sys.modules, "torch was imported"
+sys.exit(code)
 """
 COMMANDS = {
     "up": ["--port=0"],
@@ -116,6 +114,22 @@ def test_every_command_downloads_and_goes_on_with_a_path(
     if command == "up":
         assert f"--model={path}" in rest
         assert not [word for word in rest if "hf-token" in word or "revision" in word]
+
+
+def test_prefetch_tells_a_hub_that_is_down_and_needs_none_for_what_is_downloaded(
+    hub: FakeHub, tmp_path: Path, repository: Path
+) -> None:
+    words = ("prefetch", "org/Tiny-1B", "--json")
+    hub.broken = 500
+    down = kvrelay(hub, tmp_path, repository, *words)
+    assert (down.returncode, down.stdout) == (1, "")
+    hub.broken = 0
+    done = kvrelay(hub, tmp_path, repository, *words)
+    assert done.returncode == 0, done.stderr
+    path = Path(json.loads(done.stdout)["path"])
+    assert (path / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    offline = kvrelay(hub, tmp_path, repository, *words, HF_HUB_OFFLINE="1")
+    assert (offline.returncode, offline.stdout) == (0, done.stdout)
 
 
 def test_random_weights_are_not_downloaded(hub: FakeHub, tmp_path: Path, repository: Path) -> None:

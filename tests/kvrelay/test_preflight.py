@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_state import TINY
 
 from kvrelay import machine, preflight
 from kvrelay.cluster_plan import ClusterConfig
@@ -21,10 +22,6 @@ from kvrelay.wire.errors import ConfigError
 
 GIB = 1 << 30
 BIG = "benchmarks/models/llama-3.1-8b.json"  # 15 GiB of weights in 16 bits, 30 in 32
-TINY = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 1024,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -160,43 +159,3 @@ async def test_warnings_in_a_log_are_shown_and_other_lines_are_not(tmp_path: Pat
         await until(lambda: len(said) >= 6)
     assert said[0] == "[child] 10:00 WARNING slow peer"
     assert said[5] == f"[child] 4 more warnings in {tmp_path / 'child.log'}"
-
-
-_PARENT = """
-import asyncio, os, sys
-from pathlib import Path
-from kvrelay.supervisor import ChildSpec, Supervisor
-
-CHILD = (
-    "import time; from kvrelay.node.process import die_with_parent; die_with_parent(); "
-    "print('tied', flush=True); time.sleep(60)"
-)
-
-async def healthy(url): return True
-
-async def main():
-    logs = [Path(sys.argv[1]) / str(index) for index in range(2)]
-    async with Supervisor(healthy, print) as supervisor:
-        specs = [ChildSpec(log.name, (sys.executable, "-c", CHILD), "", log, dict(os.environ)) for log in logs]
-        children = [supervisor.start(spec) for spec in specs]
-        while not all("tied" in log.read_text() for log in logs):
-            await asyncio.sleep(0.02)
-        print(*(each.process.pid for each in children), flush=True)
-        await asyncio.sleep(60)
-
-asyncio.run(main())
-"""
-
-
-async def test_no_child_outlives_a_parent_killed_by_force(tmp_path: Path, repository: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(repository)}
-    command = [sys.executable, "-c", _PARENT, str(tmp_path)]
-    parent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    children = [int(word) for word in parent.stdout.readline().split()]
-    assert len(children) == 2
-    assert all(map(alive, children))
-    parent.kill()
-    parent.wait(10)
-    parent.stdout.close()
-    await until(lambda: not any(map(alive, children)))

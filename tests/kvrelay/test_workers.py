@@ -18,6 +18,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from process_state import alive
 from yarl import URL
 
 from kvrelay import workers
@@ -344,10 +345,3 @@ async def test_a_worker_of_another_release_than_its_parent_says_so_and_ends() ->
         f"this worker is of kvrelay {RELEASE} and its parent of 0.0.9; restart the router"
         in said.decode()
     )
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -13,14 +13,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from process_state import TINY
 
 from kvrelay import cli
 
 _MOST_BYTES = 4 << 30
-TINY = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 1024,
-}  # fmt: skip
 ADAPTER = {"peft_type": "LORA", "r": 64, "lora_alpha": 8, "target_modules": ["q_proj"]}
 EMPTY = b'{"__metadata__": {}}'
 
@@ -111,6 +108,11 @@ WRONG = [
         "a router needs at least one --prefill URL and one --decode URL",
     ),
     ("router --prefill http://127.0.0.1:1 --decode nonsense", "'nonsense'"),
+    ("router --port abc", "--port must be a whole number, got 'abc'"),
+    ("router --port", "--port"),
+    ("up --prefill 0", "prefill must be at least 1, got 0"),
+    ("decode --cluster-secret short", "must have at least 16 characters, got 5"),
+    ("prefill --kv-host 10.0.0.1", "set the same KVRELAY_CLUSTER_SECRET on all nodes"),
     ("chat --key x", "No such option: --key"),
     ("chat hello", "hello"),
     ("chatt", "chatt"),
@@ -171,6 +173,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(
         monkeypatch.setitem(sys.modules, module, ModuleType(module))
     monkeypatch.chdir(place)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("KVRELAY_CLUSTER_SECRET", raising=False)
     assert cli.run(words_of(line, taken)) == 2
     shown = capsys.readouterr()
     assert said.replace("TAKEN", taken) in shown.err

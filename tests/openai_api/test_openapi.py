@@ -5,6 +5,7 @@ accepted.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from typing import Any
 
@@ -59,19 +60,7 @@ def test_the_page_and_the_document_are_served_without_a_key() -> None:
 
 def test_every_reference_leads_somewhere_and_every_schema_is_used() -> None:
     told = document("x", "1")
-    names: set[str] = set()
-
-    def walk(value: Any) -> None:
-        if isinstance(value, dict):
-            if "$ref" in value:
-                names.add(value["$ref"].removeprefix("#/components/schemas/"))
-            for inner in value.values():
-                walk(inner)
-        elif isinstance(value, list):
-            for inner in value:
-                walk(inner)
-
-    walk(told)
+    names = set(re.findall('"#/components/schemas/([^"]+)"', json.dumps(told)))
     assert names == set(told["components"]["schemas"])
     assert "kv_transfer_params" not in told["components"]["schemas"]["ChatRequest"]["properties"]
 
