@@ -14,7 +14,7 @@ from kvrelay.openai_api.dialects.anthropic import anthropic_error, count_body, t
 from kvrelay.openai_api.dialects.base import KEEP_ALIVE, Dialect
 from kvrelay.openai_api.sse import error_event
 from kvrelay.wire.errors import ErrorBody, NodeFailed, Overloaded, RequestError
-from tests.openai_api.chat_chunks import (
+from tests.openai_api.answers import (
     DONE,
     ROLE,
     TEXT,

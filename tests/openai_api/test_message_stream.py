@@ -7,14 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from tokenizers import AddedToken, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
 
 from kvrelay.openai_api.body import decode_chat
 from kvrelay.openai_api.message_stream import MessageForm, MessageStream, message_form
 from kvrelay.openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS
-from kvrelay.openai_api.tokenizer import BYTE_CHARS, Tokenizer, byte_level
+from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.wire.errors import RequestError
+from tests.openai_api.answers import with_markers
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 NOW = {"type": "function", "function": {"name": "now"}}
@@ -112,35 +111,18 @@ def test_reasoning_that_is_not_wanted_is_left_out(bytewise: Tokenizer) -> None:
     }
 
 
-@pytest.fixture(scope="module")
-def with_markers() -> Tokenizer:
-    """Bytes, and all markers as tokens of their own: special ones, but for `</tool_call>`."""
-    backend = Backend(models.BPE(vocab={name: i for i, name in enumerate(BYTE_CHARS)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    markers = [
-        "<think>",
-        "</think>",
-        "<tool_call>",
-        "<|python_tag|>",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "<|end|>",
-    ]
-    backend.add_special_tokens([AddedToken(marker, normalized=False) for marker in markers])
-    backend.add_tokens([AddedToken("</tool_call>", normalized=False)])
-    return Tokenizer(backend, byte_level, (2,))
-
-
-def test_markers_that_are_special_tokens_are_rendered_and_hidden(with_markers: Tokenizer) -> None:
-    auto = form(with_markers, "<think>", reasoning="qwen3", tools=[WEATHER])
+def test_markers_that_are_special_tokens_are_rendered_and_hidden() -> None:
+    special = ("<think>", "</think>", "<tool_call>", "[TOOL_CALLS]", "<|end|>")
+    tokenizer = with_markers(special, ["</tool_call>"])
+    auto = form(tokenizer, "<think>", reasoning="qwen3", tools=[WEATHER])
     assert set(auto.hidden.values()) == {"<think>", "</think>", "<tool_call>"}
     assert stream(auto).rendered == {
-        with_markers.special_id(marker) for marker in auto.hidden.values()
+        tokenizer.special_id(marker) for marker in auto.hidden.values()
     }
     # Wherever one stands, the client never sees it.
     message = told(stream(auto), list(f"a<tool_call>b</think>c<think>d<tool_call>e{CALL}f</think>"))
     assert (message["reasoning_content"], message["content"]) == ("ab", "cdef")
     # Who asks for special tokens gets them.
-    shown = form(with_markers, tools=[WEATHER], skip_special_tokens=False)
+    shown = form(tokenizer, tools=[WEATHER], skip_special_tokens=False)
     assert shown.hidden == {}
     assert told(stream(shown), ["<tool_call>oops"])["content"] == "<tool_call>oops"

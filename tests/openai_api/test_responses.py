@@ -14,7 +14,7 @@ from kvrelay.openai_api.dialects.response_store import ResponseStore, Stored
 from kvrelay.openai_api.json_body import MAX_CONTAINERS
 from kvrelay.openai_api.types import MAX_MESSAGES
 from kvrelay.wire.errors import RequestError
-from tests.openai_api.chat_chunks import translated, whole
+from tests.openai_api.answers import translated, whole
 
 MAX_BYTES = 16 << 20
 EMPTY = {"type": "reasoning", "summary": []}

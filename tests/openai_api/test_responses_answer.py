@@ -15,7 +15,7 @@ from kvrelay.openai_api.dialects.base import KEEP_ALIVE, Dialect
 from kvrelay.openai_api.dialects.response_store import ResponseStore, Stored
 from kvrelay.openai_api.sse import error_event
 from kvrelay.wire.errors import ErrorBody, NodeFailed, NotFound, Overloaded, Unavailable
-from tests.openai_api.chat_chunks import (
+from tests.openai_api.answers import (
     DONE,
     ROLE,
     TEXT,

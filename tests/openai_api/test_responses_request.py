@@ -12,7 +12,7 @@ import pytest
 from kvrelay.openai_api.dialects.responses_request import _tools, decode_responses
 from kvrelay.openai_api.types import MAX_MESSAGES, MAX_TOOLS
 from kvrelay.wire.errors import RequestError
-from tests.openai_api.chat_chunks import translated
+from tests.openai_api.answers import translated
 
 
 def chat_of(**fields: Any) -> dict[str, Any]:

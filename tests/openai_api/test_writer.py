@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvrelay.openai_api.body import decode_chat, decode_completion, sampling_params
 from kvrelay.openai_api.logprobs import ScoredPrompt
 from kvrelay.openai_api.prompt import Beginning
 from kvrelay.openai_api.sse import joined_body, joined_end
@@ -18,11 +17,11 @@ from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.errors import NodeFailed, RequestError
 from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
+from tests.openai_api.answers import answer_writer, asked, fed
 
 EOS = 2
 KINDS = pytest.mark.parametrize("kind", ["chat", "completion"])
 STREAMS = pytest.mark.parametrize("stream", [True, False])
-HEAD: dict[str, Any] = {"response_id": "id-1", "created": 7, "model": "m", "prompt_tokens": 5}
 USAGE_OPTIONS = {"stream": True, "stream_options": {"include_usage": True}}
 USAGE_IN_CHUNKS = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
 
@@ -30,19 +29,9 @@ USAGE_IN_CHUNKS = {"stream": True, "stream_options": {"continuous_usage_stats": 
 def writer(
     tokenizer: Tokenizer, kind: str, fields: dict[str, Any], so_far: Any = None, **more: Any
 ) -> AnswerWriter:
-    request: Any
-    if kind == "chat":
-        body = {"messages": [{"role": "user", "content": "x"}], **fields}
-        request = decode_chat(json.dumps(body).encode())
-    else:
-        request = decode_completion(
-            json.dumps({"prompt": "x", "max_tokens": 500, **fields}).encode()
-        )
-    params = sampling_params(
-        request, prompt_tokens=5, max_model_len=1000, vocab_size=300, default_seed=1
-    )
+    request = asked(kind, fields)
     choices = so_far or [ChoiceSoFar()] * (request.n or 1)
-    return AnswerWriter(request, tokenizer, params, **HEAD, cached_tokens=4, so_far=choices, **more)
+    return answer_writer(request, tokenizer, cached_tokens=4, so_far=choices, **more)
 
 
 def lps(ids: list[int], each: float = -0.5) -> list[TokenLogprobs]:
@@ -54,12 +43,7 @@ def with_logprobs(kind: str) -> dict[str, Any]:
 
 
 def feed(w: AnswerWriter, ids: list[int], choice: int = 0) -> bytes:
-    """One token per update, as engines do, up to a stop string."""
-    payload = b""
-    for token in ids:
-        if not w.choices[choice].stopped:
-            payload += w.tokens(choice, [token], lps([token]))
-    return payload
+    return fed(w, ids, lps(ids), choice)
 
 
 def finish(w: AnswerWriter, why: Finish = Finish.STOP, **handover: Any) -> bytes:

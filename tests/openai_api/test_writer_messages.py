@@ -4,23 +4,20 @@ trace in them.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from tokenizers import AddedToken, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
 
-from kvrelay.openai_api.body import decode_chat, sampling_params
 from kvrelay.openai_api.message_stream import message_form
 from kvrelay.openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS
-from kvrelay.openai_api.tokenizer import BYTE_CHARS, Tokenizer, byte_level
+from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.transfer import ChoiceSoFar
+from tests.openai_api.answers import answer_writer, asked, fed, with_markers
 
 TOOLS = [
     {"type": "function", "function": {"name": "weather"}},
@@ -49,21 +46,13 @@ TEXTS = {
 @pytest.fixture(scope="module", params=["special", "ordinary"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     """Bytes; the markers are special tokens, or tokens like others."""
-    backend = Backend(models.BPE(vocab={name: i for i, name in enumerate(BYTE_CHARS)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    added = [AddedToken(marker, normalized=False) for marker in MARKERS]
-    (backend.add_special_tokens if request.param == "special" else backend.add_tokens)(added)
-    return Tokenizer(backend, byte_level, (2,))
+    return with_markers(MARKERS) if request.param == "special" else with_markers((), MARKERS)
 
 
 def writer(
     tokenizer: Tokenizer, parser: str, fields: dict[str, Any], prompt: str = "x", **so_far: Any
 ) -> AnswerWriter:
-    body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, **fields}
-    request = decode_chat(json.dumps(body).encode())
-    params = sampling_params(
-        request, prompt_tokens=5, max_model_len=1000, vocab_size=300, default_seed=1
-    )
+    request = asked("chat", {"tools": TOOLS, **fields})
     form = message_form(
         request,
         tokenizer,
@@ -71,26 +60,11 @@ def writer(
         tool_format=TOOL_FORMATS[parser],
         reasoning=REASONING_FORMATS["qwen3"] if "think" in prompt else None,
     )
-    return AnswerWriter(
-        request,
-        tokenizer,
-        params,
-        response_id="chatcmpl-1",
-        created=7,
-        model="m",
-        prompt_tokens=5,
-        so_far=[ChoiceSoFar(**so_far)],
-        message_form=form,
-    )
+    return answer_writer(request, tokenizer, so_far=[ChoiceSoFar(**so_far)], message_form=form)
 
 
 def feed(answer: AnswerWriter, ids: list[int]) -> bytes:
-    """One token per update, up to a stop string."""
-    payload = b""
-    for token in ids:
-        if not answer.choices[0].stopped:
-            payload += answer.tokens(0, [token], [TokenLogprobs(token, -0.5)])
-    return payload
+    return fed(answer, ids, [TokenLogprobs(token, -0.5) for token in ids])
 
 
 def end(answer: AnswerWriter, finish: Finish = Finish.STOP) -> bytes:

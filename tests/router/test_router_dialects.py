@@ -14,7 +14,7 @@ import pytest
 from kvrelay.router.admission.keys import callers_by_hash, hash_of
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.router_config import KeyConfig
-from tests.openai_api.chat_chunks import DONE, ROLE, WHOLE_TOOLS, call, chunk, usage_chunk
+from tests.openai_api.answers import DONE, ROLE, WHOLE_TOOLS, call, chunk, usage_chunk
 from tests.router.router_doubles import (
     MODEL,
     Call,

@@ -1,15 +1,21 @@
-"""Hand-written answers to chat completions, as nodes send them, and events read back from a
-dialect's bytes.
-"""
+"""Answers: hand-written ones of chat completions, what dialects make of them, and writers."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
+from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from kvrelay.openai_api.body import decode_chat, decode_completion, sampling_params
 from kvrelay.openai_api.dialects.base import Dialect
 from kvrelay.openai_api.dialects.response_store import ResponseStore
 from kvrelay.openai_api.dialects.responses import translate_responses
+from kvrelay.openai_api.tokenizer import BYTE_CHARS, Tokenizer, byte_level
+from kvrelay.openai_api.writer import AnswerWriter
+from kvrelay.wire.outputs import TokenLogprobs
 
 USAGE = {
     "prompt_tokens": 9,
@@ -135,3 +141,38 @@ async def translated(
     return await translate_responses(
         body, max_bytes, store=store or ResponseStore(), created_at=7, **names
     )
+
+
+def with_markers(special: Sequence[str], ordinary: Sequence[str] = ()) -> Tokenizer:
+    """Bytes, and markers as tokens of their own."""
+    backend = Backend(models.BPE(vocab={name: i for i, name in enumerate(BYTE_CHARS)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.add_special_tokens([AddedToken(marker, normalized=False) for marker in special])
+    backend.add_tokens([AddedToken(marker, normalized=False) for marker in ordinary])
+    return Tokenizer(backend, byte_level, (2,))
+
+
+def asked(kind: str, fields: dict[str, Any]) -> Any:
+    """A request for a chat or a completion."""
+    if kind == "chat":
+        body = {"messages": [{"role": "user", "content": "x"}], **fields}
+        return decode_chat(json.dumps(body).encode())
+    return decode_completion(json.dumps({"prompt": "x", "max_tokens": 500, **fields}).encode())
+
+
+def answer_writer(request: Any, tokenizer: Tokenizer, **more: Any) -> AnswerWriter:
+    limits = {"prompt_tokens": 5, "max_model_len": 1000, "vocab_size": 300, "default_seed": 1}
+    head = {"response_id": "id-1", "created": 7, "model": "m", "prompt_tokens": 5}
+    params = sampling_params(request, **limits)
+    return AnswerWriter(request, tokenizer, params, **head, **more)
+
+
+def fed(
+    writer: AnswerWriter, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], choice: int = 0
+) -> bytes:
+    """One token per update, as engines do, up to a stop string."""
+    payload = b""
+    for token, logprob in zip(ids, logprobs, strict=True):
+        if not writer.choices[choice].stopped:
+            payload += writer.tokens(choice, [token], [logprob])
+    return payload
