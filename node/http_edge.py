@@ -12,10 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from kvrelay.openai_api.headers import key_of_headers
-from kvrelay.openai_api.routes import error_shape
+from kvrelay.openai_api.routes import error_shape, http_error
 from kvrelay.wire.errors import (
     KvrelayError,
-    NotFound,
     RequestBroke,
     RequestError,
     Unauthorized,
@@ -54,36 +53,21 @@ def client_left() -> Response:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    app.add_exception_handler(KvrelayError, _answer_error)
-    app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_exception_handler(ClientDisconnect, _answer_nobody)
-    app.add_exception_handler(Exception, _answer_bug)
+    for kind in (KvrelayError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _answer_error)
 
 
 async def _answer_error(request: Request, why: Exception) -> Response:
-    assert isinstance(why, KvrelayError)
-    headers = {"retry-after": str(why.retry_after_s)} if why.retry_after_s is not None else None
-    path = request.url.path
-    if why.status != 503:  # a node that loads says so twice a second
-        log.info("%s %s refused with %d: %s", request.method, path, why.status, why.message)
-    body = error_shape(path)(why.status, why.body())
-    return Response(body, why.status, headers, "application/json")
-
-
-async def _answer_nobody(_: Request, __: Exception) -> Response:
-    return client_left()
-
-
-async def _answer_bug(request: Request, _: Exception) -> Response:
-    return await _answer_error(request, RequestBroke())
-
-
-async def _answer_http_error(request: Request, why: Exception) -> Response:
-    assert isinstance(why, HTTPException)
-    if why.status_code == 404:
-        return await _answer_error(request, NotFound(f"there is no route {request.url.path} here"))
-    error = RequestError(f"{request.method} {request.url.path}: {why.detail}")
-    error.status = why.status_code
-    answer = await _answer_error(request, error)
-    answer.headers.update(why.headers or {})
-    return answer
+    if isinstance(why, ClientDisconnect):
+        return client_left()
+    path, headers = request.url.path, dict[str, str]()
+    if isinstance(why, HTTPException):
+        headers |= why.headers or {}
+        why = http_error(request, why)
+    error = why if isinstance(why, KvrelayError) else RequestBroke()
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_s)
+    if error.status != 503:  # a node that loads says so twice a second
+        log.info("%s %s refused with %d: %s", request.method, path, error.status, error.message)
+    body = error_shape(path)(error.status, error.body())
+    return Response(body, error.status, headers, "application/json")

@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kvrelay.openai_api.dialects.anthropic import anthropic_error, count_body, translate_messages
@@ -22,7 +23,7 @@ from kvrelay.openai_api.dialects.response_store import ResponseStore
 from kvrelay.openai_api.dialects.responses import translate_responses
 from kvrelay.openai_api.json_body import json_response, off_loop
 from kvrelay.openai_api.model_types import TokenizeResponse
-from kvrelay.wire.errors import ErrorBody, RequestError
+from kvrelay.wire.errors import ErrorBody, KvrelayError, NotFound, RequestError
 from kvrelay.wire.versions import RELEASE
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "add_routes",
     "body_excerpt",
     "error_shape",
+    "http_error",
 ]
 
 RESPONSES_PATH = "/v1/responses"
@@ -76,6 +78,16 @@ class Server(Protocol):
 def error_shape(path: str) -> Callable[[int, ErrorBody], bytes]:
     anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
     return anthropic_error if anthropic else openai_error
+
+
+def http_error(request: Request, why: HTTPException) -> KvrelayError:
+    """Return the error for a route or method that there is not."""
+    path = request.url.path
+    if why.status_code == 404:
+        return NotFound(f"there is no route {path} here")
+    error = RequestError(f"{request.method} {path}: {why.detail}")
+    error.status = why.status_code
+    return error
 
 
 def body_excerpt(body: bytes) -> str:

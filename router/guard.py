@@ -23,6 +23,7 @@ from kvrelay.openai_api.routes import (
     GUARDED,
     RESPONSES_PATH,
     error_shape,
+    http_error,
 )
 from kvrelay.router.admission.keys import Caller, owner_of
 from kvrelay.router.metrics import Metrics
@@ -30,8 +31,6 @@ from kvrelay.router.relay import CLIENT_GONE, error_response
 from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH
 from kvrelay.wire.errors import (
     KvrelayError,
-    NotFound,
-    RequestError,
     Unauthorized,
 )
 
@@ -105,10 +104,7 @@ async def answer_error(request: Request, why: Exception) -> Response:
     elif isinstance(why, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
     elif isinstance(why, HTTPException):
-        error = RequestError(f"{request.method} {path}: {why.detail}")
-        error.status = why.status_code
-        if why.status_code == 404:
-            error = NotFound(f"there is no route {path}")
+        error = http_error(request, why)
         headers |= why.headers or {}
     else:
         _log.error("%s broke", path, exc_info=why)
