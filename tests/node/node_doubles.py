@@ -29,3 +29,17 @@ def engine_info(max_model_len: int = 1000, **fields: Any) -> EngineReady:
 def serving_of(folder: Path, info: EngineReady, **fields: Any) -> Serving:
     tokenizer = load_tokenizer(write_config(folder))
     return Serving(Role.AGGREGATED, "m", TEMPLATE, tokenizer, info, **fields)
+
+
+def ticket(tokens: int) -> dict[str, Any]:
+    """The hand-over of a prompt of so many tokens, as a body has it."""
+    return {
+        "do_remote_prefill": True,
+        "remote_engine_id": "e",
+        "remote_request_id": "r",
+        "remote_host": "h",
+        "remote_port": 1,
+        "remote_block_ids": [list(range(1, 1 + -(-tokens // 16)))],
+        "generation": "g",
+        "num_tokens": tokens,
+    }

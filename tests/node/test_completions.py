@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_doubles import engine_info, serving_of
+from node_doubles import engine_info, serving_of, ticket
 
 from kvrelay.node.completions import start_streamed
 from kvrelay.node.engine_client import EngineClient
@@ -25,17 +25,7 @@ from kvrelay.wire.step_costs import StepCosts
 
 INFO = engine_info(costs=StepCosts(10.0, 0.0, 0.0, 0.0, 1.0, 0.0))
 """A millisecond for each token of a prompt."""
-TICKET = {
-    "do_remote_prefill": True,
-    "remote_engine_id": "e",
-    "remote_request_id": "r",
-    "remote_host": "h",
-    "remote_port": 7,
-    "remote_block_ids": [[1]],
-    "generation": "g",
-    "num_tokens": 2,
-    "generated": [2],
-}
+TICKET = {**ticket(2), "generated": [2]}
 
 
 class Engine(EngineClient):

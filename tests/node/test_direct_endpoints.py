@@ -74,11 +74,9 @@ def test_a_response_says_what_the_chat_completion_says(openai_client: openai.Ope
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     text = chat_text(openai_client, messages)
     told = openai_client.responses.create(**asked, extra_body=SAMPLING)
-    assert told.output_text == text
-    assert (told.status, told.incomplete_details is not None) == ("incomplete", True)
+    assert (told.output_text, told.status) == (text, "incomplete")
     assert told.usage is not None
     assert told.usage.output_tokens == 6
-    assert openai_client.responses.retrieve(told.id).output_text == text
     with openai_client.responses.stream(**asked, extra_body=SAMPLING) as stream:
         *others, last = stream
     deltas = (event.delta for event in others if event.type == "response.output_text.delta")
@@ -86,7 +84,6 @@ def test_a_response_says_what_the_chat_completion_says(openai_client: openai.Ope
     assert last.type == "response.incomplete"
     assert last.response.incomplete_details is not None
     assert last.response.incomplete_details.reason == "max_output_tokens"
-    assert (last.response.status, last.response.output_text) == ("incomplete", text)
     assert openai_client.responses.retrieve(last.response.id).output_text == text
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from node_doubles import EOS, VOCAB, engine_info, write_config
+from node_doubles import EOS, VOCAB, engine_info, ticket, write_config
 
 from kvrelay.decode_node.request import DecodeRequest
 from kvrelay.openai_api.body import decode_completion, sampling_params
@@ -24,17 +24,7 @@ from kvrelay.wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
 from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
 
 PROMPT = [7] * 20
-TICKET: dict[str, Any] = {
-    "do_remote_prefill": True,
-    "remote_engine_id": "e",
-    "remote_request_id": "r",
-    "remote_host": "h",
-    "remote_port": 1,
-    "remote_block_ids": [[1, 2]],
-    "generation": "g",
-    "num_tokens": 20,
-    "prompt_token_ids": PROMPT,
-}
+TICKET: dict[str, Any] = {**ticket(20), "prompt_token_ids": PROMPT}
 OVER = {"generated": [65], "sent_text": 1, "finish": Finish.STOP}
 """A first choice whose client knows that it has ended."""
 SCORES = [TokenLogprobs(7, -1.5, (7,), (-1.5,), rank=1)] * 19
