@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
 
+from fastapi import FastAPI
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from kvrelay.node.app import create_app
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.lifecycle import Node
 from kvrelay.openai_api.body import decode_chat, decode_completion, sampling_params
 from kvrelay.openai_api.dialects.base import Dialect
 from kvrelay.openai_api.dialects.response_store import ResponseStore
 from kvrelay.openai_api.dialects.responses import translate_responses
+from kvrelay.openai_api.message_stream import MessageForm, message_form
+from kvrelay.openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS
 from kvrelay.openai_api.tokenizer import BYTE_CHARS, Tokenizer, byte_level
 from kvrelay.openai_api.writer import AnswerWriter
+from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.outputs import TokenLogprobs
 
 USAGE = {
@@ -176,3 +184,27 @@ def fed(
         if not writer.choices[choice].stopped:
             payload += writer.tokens(choice, [token], [logprob])
     return payload
+
+
+def formed(
+    tokenizer: Tokenizer,
+    prompt: str = "x",
+    tool: str = "hermes",
+    reasoning: str = "",
+    **fields: Any,
+) -> MessageForm:
+    """The form of a chat's answers by the rows of these names."""
+    return message_form(
+        asked("chat", fields),
+        tokenizer,
+        tokenizer.encode(prompt, False),
+        tool_format=TOOL_FORMATS.get(tool),
+        reasoning=REASONING_FORMATS.get(reasoning),
+    )
+
+
+def node(**fields: Any) -> FastAPI:
+    """The app of a node that has no engine."""
+    config = NodeConfig(EngineConfig("nowhere"), **fields)
+    engine = EngineClient(config)
+    return create_app(Node(config, engine, created=0), lambda _: contextlib.AsyncExitStack())

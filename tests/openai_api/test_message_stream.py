@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvrelay.openai_api.body import decode_chat
-from kvrelay.openai_api.message_stream import MessageForm, MessageStream, message_form
-from kvrelay.openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS
+from kvrelay.openai_api.message_stream import MessageForm, MessageStream
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.wire.errors import RequestError
+from tests.openai_api.answers import formed as form
 from tests.openai_api.answers import with_markers
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 NOW = {"type": "function", "function": {"name": "now"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "é"}}\n</tool_call>'
-
-
-def form(
-    tokenizer: Tokenizer,
-    prompt: str = "x",
-    parser: str = "hermes",
-    reasoning: str = "",
-    **fields: Any,
-) -> MessageForm:
-    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
-    return message_form(
-        decode_chat(json.dumps(body).encode()),
-        tokenizer,
-        tokenizer.encode(prompt, False),
-        tool_format=TOOL_FORMATS.get(parser),
-        reasoning=REASONING_FORMATS.get(reasoning),
-    )
 
 
 def told(stream: MessageStream, pieces: list[str]) -> dict[str, Any]:
@@ -67,12 +48,12 @@ def test_a_message_of_calls_alone_has_no_content(bytewise: Tokenizer) -> None:
 
 
 def test_required_and_named_calls(bytewise: Tokenizer) -> None:
-    required = stream(form(bytewise, parser="", tools=[WEATHER, NOW], tool_choice="required"))
+    required = stream(form(bytewise, tool="", tools=[WEATHER, NOW], tool_choice="required"))
     text = '[{"name": "weather", "parameters": {"city": "é"}}, {"name": "now", "parameters": {}}]'
     assert names(told(required, list(text))) == [("weather", '{"city": "é"}'), ("now", "{}")]
     assert required.finish_reason("stop") == "tool_calls"
     choice = {"type": "function", "function": {"name": "now"}}
-    named = stream(form(bytewise, parser="", tools=[WEATHER, NOW], tool_choice=choice))
+    named = stream(form(bytewise, tool="", tools=[WEATHER, NOW], tool_choice=choice))
     message = told(named, list('{"a": 1}'))
     assert names(message) == [("now", '{"a": 1}')]
     assert message["content"] is None
@@ -88,7 +69,7 @@ def test_without_parallel_calls_the_first_one_counts(bytewise: Tokenizer) -> Non
 
 def test_auto_without_a_parser_names_the_flag(bytewise: Tokenizer) -> None:
     with pytest.raises(RequestError, match="--tool-call-parser none") as refused:
-        form(bytewise, parser="", tools=[WEATHER])
+        form(bytewise, tool="", tools=[WEATHER])
     assert (refused.value.status, refused.value.param) == (400, "tool_choice")
 
 
@@ -98,7 +79,7 @@ def test_ids_differ_by_choice_and_are_those_that_mistrals_models_want(bytewise: 
     assert ids[0] == ids[2] != ids[1]
     choice = {"type": "function", "function": {"name": "now"}}
     for fields in ({}, {"tool_choice": choice}):
-        mistral = form(bytewise, parser="mistral", tools=[WEATHER, NOW], **fields)
+        mistral = form(bytewise, tool="mistral", tools=[WEATHER, NOW], **fields)
         assert len(told(stream(mistral), ["[TOOL_CALLS]now{}"])["tool_calls"][0]["id"]) == 9
 
 

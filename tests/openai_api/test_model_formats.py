@@ -4,13 +4,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from kvrelay.openai_api.body import decode_chat
-from kvrelay.openai_api.message_stream import MessageForm, MessageStream, message_form
+from kvrelay.openai_api.message_stream import MessageForm, MessageStream
 from kvrelay.openai_api.model_formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -23,19 +21,13 @@ from kvrelay.openai_api.types import ReplyMessage
 from kvrelay.wire.config import REASONING_PARSERS, TOOL_CALL_PARSERS
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.sampling import Constraint
+from tests.openai_api.answers import formed
 
 NOW = {"type": "function", "function": {"name": "now"}}
 
 
 def form(tokenizer: Tokenizer, tool: str, reasoning: str, prompt: str = "x") -> MessageForm:
-    body = {"messages": [{"role": "user", "content": "?"}], "tools": [NOW]}
-    return message_form(
-        decode_chat(json.dumps(body).encode()),
-        tokenizer,
-        tokenizer.encode(prompt, False),
-        tool_format=TOOL_FORMATS[tool],
-        reasoning=REASONING_FORMATS[reasoning],
-    )
+    return formed(tokenizer, prompt, tool, reasoning, tools=[NOW])
 
 
 def told(form: MessageForm, text: str) -> ReplyMessage:

@@ -4,7 +4,6 @@ accepted.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from typing import Any
@@ -14,13 +13,10 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
-from kvrelay.node.app import create_app as create_node
-from kvrelay.node.engine_client import EngineClient
-from kvrelay.node.lifecycle import Node
 from kvrelay.openai_api.openapi import document
 from kvrelay.router.serve import RouterApp
-from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.router_config import RouterConfig
+from tests.openai_api.answers import node
 
 NOT_FOR_CLIENTS = (
     *("/kv/", "/admin/", "/drain", "/undrain", "/console"),
@@ -29,14 +25,7 @@ NOT_FOR_CLIENTS = (
 """What the cluster itself asks, and who runs it; the document is of what clients may."""
 
 
-def node_app() -> FastAPI:
-    config = NodeConfig(EngineConfig("nowhere"))
-    return create_node(
-        Node(config, EngineClient(config), created=0), lambda _: contextlib.AsyncExitStack()
-    )
-
-
-@pytest.mark.parametrize("app", [RouterApp(RouterConfig()), node_app()], ids=["router", "node"])
+@pytest.mark.parametrize("app", [RouterApp(RouterConfig()), node()], ids=["router", "node"])
 def test_the_document_names_every_route_and_no_other(app: FastAPI) -> None:
     served = {
         (method.lower(), re.sub(r"\{(\w+)(:path)?\}", "{}", route.path))

@@ -1,5 +1,5 @@
-"""A request's head, at the router and at a node: which Host headers are taken, and how a key may be
-written.
+"""Connections of the router and of a node: which heads are taken, how a key may be written, and
+what is said of requests that are cut.
 """
 
 from __future__ import annotations
@@ -7,22 +7,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from kvrelay.node.app import create_app as create_node
-from kvrelay.node.engine_client import EngineClient
-from kvrelay.node.lifecycle import Node
 from kvrelay.openai_api.connections import HttpConnection, connection_class
 from kvrelay.openai_api.headers import key_of_headers
 from kvrelay.router.relay import ClientConnection
 from kvrelay.router.serve import RouterApp
-from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.router_config import RouterConfig
+from tests.openai_api.answers import node
 
 
 def router_app() -> tuple[FastAPI, type[HttpConnection]]:
@@ -30,21 +28,22 @@ def router_app() -> tuple[FastAPI, type[HttpConnection]]:
 
 
 def node_app() -> tuple[FastAPI, type[HttpConnection]]:
-    config = NodeConfig(EngineConfig("nowhere"), api_key="Key")
-    return create_node(
-        Node(config, EngineClient(config), created=0), lambda _: contextlib.AsyncExitStack()
-    ), HttpConnection
+    return node(api_key="Key"), HttpConnection
 
 
 both = pytest.mark.parametrize("made", [router_app, node_app], ids=["router", "node"])
 
 
 @contextlib.asynccontextmanager
-async def serving(made: Callable[[], tuple[FastAPI, type[HttpConnection]]]) -> AsyncIterator[int]:
-    """The app on a port, until the end of the block."""
-    app, of = made()
+async def running(app: Any, of: type[HttpConnection]) -> AsyncIterator[tuple[uvicorn.Server, int]]:
+    """The app's server and its port, until the end of the block."""
     config = uvicorn.Config(
-        app, port=0, lifespan="off", log_config=None, http=connection_class(10, of=of)
+        app,
+        port=0,
+        lifespan="off",
+        log_config=None,
+        http=connection_class(10, of=of),
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     with server.capture_signals():
@@ -52,10 +51,16 @@ async def serving(made: Callable[[], tuple[FastAPI, type[HttpConnection]]]) -> A
         try:
             while not server.started:
                 await asyncio.sleep(0.01)
-            yield server.servers[0].sockets[0].getsockname()[1]
+            yield server, server.servers[0].sockets[0].getsockname()[1]
         finally:
             server.should_exit = True
             await task
+
+
+@contextlib.asynccontextmanager
+async def serving(made: Callable[[], tuple[FastAPI, type[HttpConnection]]]) -> AsyncIterator[int]:
+    async with running(*made()) as (_, port):
+        yield port
 
 
 async def said(port: int, head: bytes) -> tuple[int, bytes]:
@@ -146,22 +151,47 @@ async def test_trailers_are_no_headers_and_have_a_limit() -> None:
         writer.close()
 
 
-async def test_an_answer_that_has_begun_gets_no_second_one_in_its_middle() -> None:
-    async def endless(scope: Any, receive: Any, send: Any) -> None:
+async def never_done(scope: Any, receive: Any, send: Any) -> None:
+    """/begun gets a head and a part of a body; neither gets an end."""
+    if scope["path"] == "/begun":
         await send(
             {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"100")]}
         )
         await send({"type": "http.response.body", "body": b"a part", "more_body": True})
-        await receive()
-        await receive()
+    await receive()
+    await receive()
 
-    async with serving(lambda: (cast("FastAPI", endless), HttpConnection)) as port:
+
+async def test_an_answer_that_has_begun_gets_no_second_one_in_its_middle() -> None:
+    async with running(never_done, HttpConnection) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         async with asyncio.timeout(10):
-            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            writer.write(b"GET /begun HTTP/1.1\r\nhost: x\r\n\r\n")
             await reader.readuntil(b"a part")
             writer.write(b"GET / HTTP/1.1\r\n\r\n")
             assert await reader.read() == b""
+        writer.close()
+
+
+async def test_what_is_cut_at_the_end_is_told_so_and_leaves_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        async with running(never_done, HttpConnection) as (server, port), asyncio.timeout(10):
+            asked = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            for (_, writer), path in zip(asked, (b"begun", b"silent"), strict=True):
+                writer.write(b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n" % path)
+            (begun, _), (silent, _) = asked
+            await begun.readuntil(b"a part")
+            server.should_exit = True
+            head, _, body = (await silent.read()).partition(b"\r\n\r\n")
+            assert await begun.read() == b""  # the length that it was promised does not come
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert b"retry-after" in head
+    assert json.loads(body)["error"]["type"] == "service_unavailable"
+    assert [record.message for record in caplog.records if record.exc_info] == []
+    assert "timeout graceful shutdown exceeded" in caplog.text
+    for _, writer in asked:
         writer.close()
 
 
