@@ -216,7 +216,10 @@ def _fill(engine: Engine) -> None:
 
 log = logging.getLogger("kvrelay.engine")
 
-_LIMIT_S = {"cuda": 3.0, "cpu": 5.0}
+_LIMIT_S = 3.0
+# On a busy machine a CPU's step waits for a core, now long and now not at all. By the wall clock
+# the prompts of every fourth node cost nothing then, so nothing was pulled for them.
+_CLOCKS = {"cuda": time.perf_counter, "cpu": time.thread_time}
 _GAP_MS = {"cuda": 50.0, "cpu": 200.0}
 _DECODES = ((1, 256), (32, 1024), (8, 256), (128, 1024), (32, 4096))
 _BESIDE = (32, 1024)
@@ -227,9 +230,12 @@ _SHORTEST_S = 0.02
 
 def measure_steps(engine: Engine, config: EngineConfig) -> StepCosts:
     kind = engine.device.type
-    points = _points(engine, _LIMIT_S[kind])
-    costs = fitted_costs(points)
-    steps = [ms for rows, _, _, _, ms in points if rows]
+    clock = _CLOCKS[kind]
+    began, spent = time.perf_counter(), clock()
+    points = _points(engine, clock)
+    slowed = (time.perf_counter() - began) / (clock() - spent)
+    costs = fitted_costs(points).scaled(slowed)
+    steps = [ms * slowed for rows, _, _, _, ms in points if rows]
     least = 2 * statistics.median(steps) if kind == "cpu" and steps else 0.0
     gap_ms = config.max_gap_ms or max(_GAP_MS[kind], least)
     log.info("measured steps: %s; at most %.0f ms beside decodes", costs, gap_ms)
@@ -242,15 +248,15 @@ def measure_steps(engine: Engine, config: EngineConfig) -> StepCosts:
     return costs
 
 
-def _points(engine: Engine, limit_s: float) -> list[Point]:
-    until = time.monotonic() + limit_s
-    timed = TimedSteps(engine, fill=engine.device.type == "cuda")
+def _points(engine: Engine, clock: Callable[[], float]) -> list[Point]:
+    until = clock() + _LIMIT_S
+    timed = TimedSteps(engine, clock, fill=engine.device.type == "cuda")
     points: list[Point] = []
 
     def there_is_time(rows: int, context: int, tokens: int, start: int) -> bool:
         known = fitted_costs(points)
         ms = known.decode_ms(rows, rows * context) + known.chunk_ms(tokens, start)
-        return time.monotonic() + ms * (_RUNS + _WARM_UPS) / 1e3 < until
+        return clock() + ms * (_RUNS + _WARM_UPS) / 1e3 < until
 
     longest = min(engine.max_num_batched_tokens, engine.max_model_len - 2)
     part, pool = longest // 4, engine.scheduler.pool.free * engine.pool.block_size

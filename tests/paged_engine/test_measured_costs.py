@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 from engines import drain, make, output, prompt, submit
 from tiny_models import make_tiny
 
-from kvrelay.paged_engine.timed_steps import measure_steps
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.timed_steps import TimedSteps, measure_steps
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.step_costs import Point, StepCosts, fitted_costs
 
@@ -62,6 +64,23 @@ def test_an_engine_that_has_measured_itself_answers_as_one_that_has_not(tmp_path
         drain(engine)
         answers.append([output(each) for each in requests])
     assert answers[0] == answers[1]
+
+
+def test_a_step_does_not_cost_more_because_it_waited_for_a_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny("LlamaForCausalLM", tmp_path)
+    engine = make(tmp_path)
+    run = engine.step
+
+    def step(*handover: TimedSteps) -> list[Request]:
+        if all(each.params.max_tokens == 1 for each in engine.scheduler.live):
+            time.sleep(0.05)  # another process computes while prompts are measured
+        return run(*handover)
+
+    monkeypatch.setattr(engine, "step", step)
+    costs = measure_steps(engine, EngineConfig(str(tmp_path), device="cpu"))
+    assert costs.prompt_ms(32) < 4 * costs.decode_ms(1, 256)
 
 
 def test_a_card_from_a_busy_moment_is_made_good_by_the_steps_that_follow(tmp_path: Path) -> None:
