@@ -4,8 +4,8 @@ python -m benchmarks.agents                 simulated, H200s, without and with p
 python -m benchmarks.agents --real          on this machine: tiny nodes, a hundredth of the lengths
 
 Conversations have a system prompt of 10,000 to 100,000 tokens each, 4 to 40 turns and gaps of 1 to
-20 s. Possible is what an infinite cache would have had: of a later turn, all that was said before.
-The real cluster's figures are its answers' usage. `kvrelay replay` does the same for a trace.
+20 s. Possible is what an infinite cache would have had, by the hit ladder: the whole blocks of a
+prompt that a node has had. `kvrelay replay` does the same for a trace.
 """
 
 from __future__ import annotations
@@ -13,25 +13,31 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.local_cluster import running
 from kvrelay.load.config import BenchConfig
 from kvrelay.load.experiment import inspect_server
-from kvrelay.load.measures import Record, percentile, ttft_ms
+from kvrelay.load.measures import percentile, ttft_ms
 from kvrelay.load.sender import Load, send_load
 from kvrelay.load.workloads import Arrival, Work, agents_of, sessions
 from kvrelay.planner.rate_card import read_card
 from kvrelay.planner.sessions import streams_of_sessions
 from kvrelay.planner.setting import NETWORK_MS, Setting
 from kvrelay.planner.world import simulate
+from kvrelay.wire.ladder import RUNGS
 
 __all__ = ["main"]
 
 _CARD = Path(__file__).parent / "rate_cards" / "h200-llama-3.1-8b.json"
 _CLIENTS, _NODES = 24, (2, 4)
+_METRIC = "kvrelay_router_prompt_tokens"
 _SMALL = "llm-d,system=100:1000,prompt=5:40,output=4:20,turns=4:12"
 
 
@@ -56,17 +62,20 @@ async def measured(url: str, spec: str, name: str) -> str:
     config = BenchConfig(url, endpoint="chat", agents=spec, concurrency=_CLIENTS)
     server = await inspect_server(url, "", "", chat=True)
     load = Load(config.work, config.arrival(0.0), "llm-d", _CLIENTS, _CLIENTS)
+    before = _rungs(url)
     records = (await send_load(config, server, load)).records
     assert not any(record.failure for record in records)
-    before: dict[int, Record] = {}
-    possible = cached = 0
-    for record in records:
-        if said := before.get(record.session):
-            possible += said.prompt_tokens + said.output_tokens
-            cached += record.cached_tokens
-        before[record.session] = record
+    rungs = _rungs(url) - before
+    possible, found = rungs.total() - rungs["new"], sum(rungs[rung] for rung in RUNGS[:4])
     later = sorted(ttft_ms(record) for record in records if record.turn)
-    return _row(name, cached / possible, later, f"{cached:,} of {possible:,}")
+    return _row(name, found / possible, later, f"{found:,} of {possible:,}: {dict(rungs)}")
+
+
+def _rungs(url: str) -> Counter[str]:
+    with urlopen(f"{url}/metrics") as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    samples = next(each.samples for each in families if each.name == _METRIC)
+    return Counter({each.labels["rung"]: int(each.value) for each in samples})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
