@@ -7,13 +7,14 @@ import itertools
 import random
 
 from kvrelay.load.measures import Record, Targets, Window, client_health, measures_of
-from kvrelay.load.results import Provenance, Result, Run, row_of
-from kvrelay.load.search import RateSearch
+from kvrelay.load.results import Run, row_of
 from kvrelay.load.workloads import Arrival, Work, sessions
 
 TARGETS = Targets(200.0, 15.0)
 WORK = Work(512, 64)
 STEP_S, PREFILL_S = 0.01, 0.03
+SLOW_AFTER = 36.0
+"""Requests a second that 24 places serve at most."""
 
 
 def records_of(rate: float, places: int, seconds: float, seed: str) -> list[Record]:
@@ -47,20 +48,10 @@ def records_of(rate: float, places: int, seconds: float, seed: str) -> list[Reco
     return found
 
 
-def run_of(rate: float, places: int, seconds: float) -> Run:
-    records = records_of(rate, places, seconds + 5, f"{rate}")
-    window = Window(5.0, 5.0 + seconds)
-    judged = [record for record in records if window.start_s <= record.due_s < window.end_s]
+def run_of(rate: float) -> Run:
+    """Return 40 s of a server with 24 places."""
+    records, window = records_of(rate, 24, 45.0, "run"), Window(5.0, 45.0)
+    judged = [record for record in records if window.holds(record.due_s)]
     client = client_health(judged, 0.12, [0.0005] * 100, open_loop=True)
-    measures = measures_of(records, window, TARGETS, client)
-    return Run(rate, 0, 5.0, seconds, measures, [row_of(record, TARGETS) for record in judged])
-
-
-def result_of(places: int, gpus: int, seconds: float) -> Result:
-    search, runs = RateSearch(4.0), list[Run]()
-    while (rate := search.rate) is not None:
-        runs.append(run_of(rate, places, seconds))
-        search.record(runs[-1].measures.attainment)
-    made = Provenance("kvrelay bench", "2026-11-22T09:00:00+00:00", "Linux", {"server": "0.1.0"})
-    asked = ("512:64", "poisson arrivals, open loop", WORK, TARGETS, 0.9)
-    return Result("Llama-3.1-8B", "http://h:8000", gpus, *asked, made, runs, search.result())
+    rows = [row_of(record, TARGETS) for record in judged]
+    return Run(rate, 0, 5.0, window.length_s, measures_of(records, window, TARGETS, client), rows)

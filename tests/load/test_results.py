@@ -1,4 +1,4 @@
-"""A search on a server that is arithmetic, its file, its table, and what makes it doubtful."""
+"""The file of a result, and what makes it doubtful."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from simulated_server import result_of
+from simulated_server import SLOW_AFTER, TARGETS, WORK, run_of
 
-from kvrelay.load.results import Result, warnings_of, write_result
+from kvrelay.load.results import Provenance, Result, warnings_of, write_result
+from kvrelay.load.search import SearchResult
 from kvrelay.wire.errors import ConfigError
 
 replace = msgspec.structs.replace
@@ -16,7 +17,10 @@ replace = msgspec.structs.replace
 
 @pytest.fixture(scope="module")
 def ours() -> Result:
-    return result_of(places=24, gpus=2, seconds=40.0)
+    made = Provenance("kvrelay bench", "2026-11-22T09:00:00+00:00", "Linux", {"server": "0.1.0"})
+    asked = ("512:64", "poisson arrivals, open loop", WORK, TARGETS, 0.9)
+    found = SearchResult(8.0, SLOW_AFTER, 0.9)
+    return Result("Llama", "http://h:8000", 2, *asked, made, [run_of(8.0)], found)
 
 
 def test_a_result_is_written_whole(ours: Result, tmp_path: Path) -> None:

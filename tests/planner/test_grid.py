@@ -49,26 +49,14 @@ def test_all_steps_fit_and_none_is_measured_twice(of: Limits) -> None:
             )
 
 
-def line_of(step: Step) -> tuple[bool, int]:
-    requests, context, _ = step
-    return (True, requests) if requests else (False, context)
-
-
 @given(limits)
-def test_coarse_steps_come_first_and_a_line_begins_with_both_of_its_ends(of: Limits) -> None:
-    groups = [
-        (level, group) for level, group in plan(of) if not (group[0][0] and group[0][2])
-    ]  # of prompts or of decodes alone
-    assert [level for level, _ in groups] == sorted(level for level, _ in groups)
-    assert {line_of(group[0])[0] for level, group in groups if not level} == {True, False}
-    whole = [step for _, group in groups for step in group]
-    seen = set()
-    for _, group in groups:
-        line = line_of(group[0])
-        if line not in seen:
-            seen.add(line)
-            own = [step for step in whole if line_of(step) == line]
-            assert {min(own), max(own)} == set(group)
+def test_coarse_steps_come_first(of: Limits) -> None:
+    levels = [level for level, _ in plan(of)]
+    assert levels == sorted(levels)
+    coarse = [step for level, group in plan(of) for step in group if not level]
+    alone = [step for step in steps(of) if not (step[0] and step[2])]  # prompts, or decodes
+    assert {min(alone), max(alone)} <= set(coarse)
+    assert {bool(requests) for requests, *_ in coarse} == {True, False}
 
 
 def test_the_first_level_alone_is_a_card_that_is_exact_for_linear_times() -> None:
