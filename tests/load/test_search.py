@@ -50,24 +50,6 @@ def test_sessions_are_searched_in_whole_ones(capacity: int, start: int) -> None:
     assert found.breaks - found.holds == 1 or found.breaks / found.holds <= 1.05
 
 
-def test_a_rate_that_broke_by_chance_is_probed_again() -> None:
-    answers = iter([0.95, 0.95, 0.5])
-
-    def serves(rate: float) -> float:
-        return 0.95 if rate <= 8 and rate != 4 else next(answers) if rate == 4 else 0.1
-
-    unlucky = [0.2]  # the first probe at 4, below what holds at 5.7
-
-    def with_bad_luck(rate: float) -> float:
-        if rate == 4 and unlucky:
-            return unlucky.pop() + 0.65
-        return serves(rate)
-
-    found, probes = searched(with_bad_luck, 4.0)
-    assert probes[:2] == [4.0, 2.0]
-    assert found.holds >= 3.8
-
-
 def test_a_server_that_never_holds() -> None:
     found, probes = searched(lambda rate: 0.0, 4.0)
     assert (found.holds, probes[-1]) == (0.0, 4.0 / 256)
