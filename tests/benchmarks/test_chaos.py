@@ -67,9 +67,7 @@ def test_answers_are_equal_however_they_were_cut() -> None:
     ("lines", "end"),
     [
         ((event({"text": "a"}),), ""),  # silently
-        ((event({"text": "a"}), DONE), "[DONE] before the end of choices [0]"),
         ((DONE,), "[DONE] before the end"),
-        ((event({"text": "a"}), END, DONE, DONE), "came behind the end (done)"),
         ((event({"text": "a"}), END, event({"text": "b"}), DONE), "goes on behind its end"),
         (
             (event({"delta": {"role": "assistant"}}), event({"delta": {"role": "assistant"}})),
@@ -96,10 +94,8 @@ TWIN = event({"text": "abc", "token_ids": [1, 2, 3], "logprobs": {"tokens": ["a"
     [
         ({"text": "abd"}, True, "other from 2 on: 'd', not 'c'"),
         ({"text": "ab"}, True, "2 instead of 3 long"),
-        ({"text": "abbc"}, True, "4 instead of 3 long"),
         ({"text": "ab", "token_ids": [1, 2]}, False, ""),
         ({"text": "ab", "token_ids": [1, 3]}, False, "other from 1 on"),
-        ({"text": "abcd"}, False, "4 instead of 3 long"),
         ({"index": 1, "text": "a"}, False, "choice 1"),
     ],
 )
@@ -124,14 +120,10 @@ def seen(end: str, began: float, ended: float, **fields: object) -> Seen:
     [
         (seen("done", 0, 9, times=[1.0, 8.0]), ""),
         (seen("refused", 4, 6, status=503), ""),
-        (seen("error", 4, 6, status=200), ""),
         (seen("refused", 50, 51, status=503), "though nodes were up"),
-        (seen("silent", 4, 6), "silent"),
         (seen("hung", 4, 6), "hung"),
-        (seen("unequal", 4, 6), "unequal"),
         (seen("done", 50, 99, times=[51.0, 60.0]), "nothing came for 39.0 s"),
         (seen("done", 0, 42, times=[3.0]), ""),  # waited while no decode node was up
-        (seen("left", 50, 51), ""),
         (seen("done", 50, 99, times=[51.0, 60.0], slow=True), ""),
         (
             seen("done", 0, 120, times=[3.0, 43.0, 80.0, 119.0]),
@@ -146,17 +138,13 @@ def seen(end: str, began: float, ended: float, **fields: object) -> Seen:
             "",
         ),  # its router was told to end at 200, and had 20 s for what was under way
         (seen("broken", 199, 221, status=200), "broken"),
-        (seen("error", 199, 210, status=200), "though nodes were up"),
         (seen("error", 199, 220.5, status=200), ""),
-        (seen("silent", 199, 221), "silent"),
         (
             seen("refused", 5, 6, status=503, past_router=True),
             "though nodes were up",
         ),  # of that node nobody knows
         (seen("refused", 300, 302, status=503, error=LOST), ""),
         (seen("refused", 310, 311, status=503, error=LOST), "though nodes were up"),  # only one
-        (seen("refused", 300, 302, status=503, error="no"), "though nodes were up"),
-        (seen("refused", 590, 591, status=503, error=f"{LOST}, so it is refused for 9 s"), ""),
     ],
 )
 def test_what_breaks_a_promise(one: Seen, broken: str) -> None:
