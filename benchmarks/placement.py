@@ -55,7 +55,7 @@ def decisions_us(nodes: int) -> list[float]:
     half = nodes // 2
     roles = [Role.PREFILL] * half + [Role.DECODE] * (nodes - half)
     engines = [Engine(H200, 128, lambda *_: None, None) for _ in roles]
-    router, took = Router(Setting(prefixes=False, card=H200), roles, engines, "growth"), []
+    router, took = Router(Setting(prefixes=False, card=H200), roles, engines), []
     for at in range(_CALLS):
         began = time.process_time()
         found = router.find(router.wanted(Stream(0.0, 500 + 37 * at % 977, 100)))

@@ -1,13 +1,13 @@
-"""The nodes and routers of a simulation on one clock: what routers hear and what befalls nodes.
+"""The nodes and the router of a simulation on one clock: what it hears, and what befalls nodes.
 
-Reports of load reach routers `stale_ms` later, KV events another 5 ms later.
+KV events reach the router 5 ms later.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from kvrelay.router.nodes.node import Lease
 from kvrelay.wire.config import Role
 from kvrelay.wire.kv_events import GPU, STORAGE
 from kvrelay.wire.ladder import History, place_of
-from kvrelay.wire.outputs import Load
 
 __all__ = ["POLL_MS", "Clock", "Cluster"]
 
@@ -59,7 +58,7 @@ class Clock:
 
 
 class Cluster:
-    """A cluster's nodes and routers; `lost` is told of all legs of a node whose process has ended."""
+    """A cluster's nodes and router; `lost` is told of all legs of a node whose process has ended."""
 
     def __init__(self, setting: Setting, clock: Clock, hears: Any, lost: Lost) -> None:
         self.roles = [Role.PREFILL] * setting.prefill + [Role.DECODE] * setting.decode
@@ -72,35 +71,31 @@ class Cluster:
                 setting.below if setting.prefixes else {},
                 pulls=setting.pulls and setting.prefixes,
             )
-            for role in self.roles
+            for _ in self.roles
         ]
-        self.routers = [
-            Router(setting, self.roles, self.nodes, f"router {at} {setting.seed}")
-            for at in range(setting.routers)
-        ]
+        self.router = Router(setting, self.roles, self.nodes)
         self._setting, self._clock, self._lost = setting, clock, lost
         self.history = History[int](most_gone=_ALL)
         self._alive = [True] * len(self.nodes)
         self._starts = [1] * len(self.nodes)
         self._becoming: dict[int, Role] = {}
         self._away: set[int] = set()
-        self._news: deque[tuple[float, Call]] = deque()
-        self._kv_news: deque[tuple[float, Call]] = deque()
+        self._kv_news: deque[tuple[float, Callable[[], None]]] = deque()
         for at in range(_POLL_SLICES):
             clock.later(at * POLL_MS / _POLL_SLICES, self._poll(at))
         for event in setting.events:
             clock.later(event.at, self._happening(event))
 
     def tell_news(self, now: float) -> None:
-        for news in (self._news, self._kv_news):
-            while news and news[0][0] <= now:
-                news.popleft()[1](now)
+        news = self._kv_news
+        while news and news[0][0] <= now:
+            news.popleft()[1]()
 
     def report(self, at: int, lease: Lease, now: float, *, taken: bool = False) -> None:
         """Report a node's load with a leg, and the leg's number when it was `taken`."""
         node = self.nodes[at]
         load = msgspec.structs.replace(node.load(now), leg=node.legs if taken else 0)
-        self._tell(now, lambda _: lease.note_load(load))
+        lease.note_load(load)
 
     def tell_kv(self, at: int, now: float) -> None:
         if not self._setting.prefixes:
@@ -110,40 +105,23 @@ class Cluster:
                 continue
             if medium != STORAGE:
                 self.history.changed(place_of(url_of(at), medium), stored, removed, now)
-            due = now + self._setting.stale_ms + _KV_EVENT_MS
-            call = partial(self._tell_all_kv, url_of(at), stored, removed, medium)
-            self._kv_news.append((due, call))
-
-    def _tell_all_kv(
-        self, url: str, stored: Sequence[int], removed: Sequence[int], medium: str, _: float
-    ) -> None:
-        for router in self.routers:
-            router.pool.prefixes.changed(url, stored, removed, medium=medium)
-
-    def _tell(self, now: float, call: Call) -> None:
-        if self._setting.stale_ms:
-            self._news.append((now + self._setting.stale_ms, call))
-        else:
-            call(now)
+            call = partial(
+                self.router.pool.prefixes.changed, url_of(at), stored, removed, medium=medium
+            )
+            self._kv_news.append((now + _KV_EVENT_MS, call))
 
     def _poll(self, piece: int) -> Call:
         def polls(now: float) -> None:
-            for number, router in enumerate(self.routers):
-                for at in range((piece + 7 * number) % _POLL_SLICES, len(self.nodes), _POLL_SLICES):
-                    if self._alive[at] and at not in self._becoming:
-                        self._tell(now, self._polled(router, at, self.nodes[at].load(now)))
+            for at in range(piece, len(self.nodes), _POLL_SLICES):
+                if self._alive[at] and at not in self._becoming:
+                    self._polled(at, now)
             self._clock.later(now + POLL_MS, polls)
 
         return polls
 
-    def _polled(self, router: Router, at: int, load: Load) -> Call:
-        generation = self._starts[at]
-
-        def tells(then: float) -> None:
-            if generation == self._starts[at] and self._alive[at] and at not in self._becoming:
-                router.polled(at, self.roles[at], load, f"{generation}", then)
-
-        return tells
+    def _polled(self, at: int, now: float) -> None:
+        load = self.nodes[at].load(now)
+        self.router.polled(at, self.roles[at], load, f"{self._starts[at]}", now)
 
     def _happening(self, event: NodeEvent) -> Call:
         def happens(now: float) -> None:
@@ -163,14 +141,12 @@ class Cluster:
         self._alive[at] = True
         if at in self._away:
             self._away.discard(at)
-            for router in self.routers:
-                router.pool.undrain(router.node(at), now / 1e3)
+            self.router.pool.undrain(self.router.node(at), now / 1e3)
 
     def _goes(self, at: int, now: float) -> None:
         if self._alive[at] and at not in self._becoming:
             self._away.add(at)
-            for router in self.routers:
-                router.pool.drain(router.node(at), now / 1e3)
+            self.router.pool.drain(self.router.node(at), now / 1e3)
 
     def _end(self, at: int, now: float) -> None:
         if not self._alive[at]:
@@ -181,8 +157,7 @@ class Cluster:
         role = self._becoming.pop(at, None)
         if role is not None:
             self._announce(at, role, now)
-        for router in self.routers:
-            router.pool.blame(router.node(at), "it is lost", now / 1e3)
+        self.router.pool.blame(self.router.node(at), "it is lost", now / 1e3)
         self.history.left(f"{url_of(at)}{GPU}")
         self._lost(self.nodes[at].lose(now), now)
 
@@ -195,8 +170,7 @@ class Cluster:
         if self.roles[at] is role or at in self._becoming or not self._alive[at]:
             return
         self._becoming[at] = role
-        for router in self.routers:
-            router.pool.note_role_change(router.node(at), role, now / 1e3)
+        self.router.pool.note_role_change(self.router.node(at), role, now / 1e3)
         self.emptied(at, now)
 
     def emptied(self, at: int, now: float) -> None:
@@ -212,5 +186,4 @@ class Cluster:
     def _announce(self, at: int, role: Role, now: float) -> None:
         self.roles[at] = role
         self._away.discard(at)
-        for router in self.routers:
-            router.polled(at, role, self.nodes[at].load(now), f"{self._starts[at]}", now)
+        self._polled(at, now)

@@ -60,19 +60,8 @@ class Engine(EngineState):
         now: float,
         generated: int = 0,
         told: PlacementHints = _NOTHING,
-    ) -> bool:
-        """Take a leg; return False if there is no time for its prompt.
-
-        `generated` tokens are there at its beginning.
-        """
-        tokens = told.spill_tokens
-        if tokens:
-            start = stream.prompt + generated - tokens
-            if (
-                self.costs.prompts_ms(tokens, tokens * (start + tokens / 2))
-                > self.load(now).spill_ms
-            ):
-                return False
+    ) -> None:
+        """Take a leg, at whose beginning `generated` tokens are there."""
         self.legs += 1
         seat = self._seats[stream] = Seat(stream, leg, generated, came=now)
         if leg is not Leg.PREFILL:
@@ -84,7 +73,7 @@ class Engine(EngineState):
             seat.known = stream.prompt + generated
             work = arrives = seat.known - self.cached(seat)
             ms = self.costs.prompts_ms(work, _pairs(seat.known, work))
-            self._announced.prompt(ms, spills=tokens > 0)
+            self._announced.prompt(ms, spills=told.spill_tokens > 0)
         self._arrivals += 1
         self._arrived_tokens += arrives
         seat.turn = (self._arrived_tokens + OVERTAKEN * work, self._arrivals)
@@ -95,7 +84,6 @@ class Engine(EngineState):
             self._begin_beside(seat, now)
         else:
             self.wake(now)
-        return True
 
     def computed(self, stream: Stream, last_chunk: int, now: float) -> None:
         """Note that a decode leg's KV is computed; all but its last chunk may be here already."""

@@ -51,16 +51,14 @@ def url_of(at: int) -> str:
 
 
 class Router:
-    """A router replica; `roles` are those that its nodes, which are numbers, have at first."""
+    """A router; `roles` are those that its nodes, which are numbers, have at first."""
 
-    def __init__(
-        self, setting: Setting, roles: Sequence[Role], nodes: Sequence[Engine], seed: str
-    ) -> None:
+    def __init__(self, setting: Setting, roles: Sequence[Role], nodes: Sequence[Engine]) -> None:
         named: dict[Role, list[str]] = {Role.PREFILL: [], Role.DECODE: []}
         for at, role in enumerate(roles):
             named[role].append(url_of(at))
         self.pool = Pool(named[Role.PREFILL], named[Role.DECODE])
-        policy, rng = cast(Policy, setting.policy), random.Random(seed)
+        policy, rng = cast(Policy, setting.policy), random.Random(f"router 0 {setting.seed}")
         config = RouterConfig(
             prefill_policy=policy, decode_policy=policy, strict_roles=setting.strict_roles
         )
@@ -89,11 +87,11 @@ class Router:
         )
 
     def find(
-        self, wanted: PlacementQuery, *, begun: bool = False, spills: bool = True
+        self, wanted: PlacementQuery, *, begun: bool = False
     ) -> ChosenNodes | Wait | Refuse | None:
         """Return where it would be placed now; None if no node could take it."""
         try:
-            return self.placer.find(wanted, anyway=begun, spills=spills)
+            return self.placer.find(wanted, anyway=begun)
         except NoNode:
             return None
 

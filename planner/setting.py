@@ -124,8 +124,6 @@ class Setting:
     policy: str = PRICE
     prefill: int = 8
     decode: int = 8
-    routers: int = 1
-    stale_ms: float = 0.0
     seed: int = 0
     block_size: int = 128
     prefixes: bool = True

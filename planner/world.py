@@ -1,4 +1,4 @@
-"""A simulated cluster: what becomes of each request on its way through routers and nodes.
+"""A simulated cluster: what becomes of each request on its way through router and nodes.
 
 The way is that of router/request/: a prefill leg, a decode leg beside it from the ticket on, or a
 decode node that does it all.
@@ -6,7 +6,6 @@ decode node that does it all.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,7 +31,7 @@ class RoleController:
         clock.later(EVERY_S * 1e3, self._look)
 
     def _look(self, now: float) -> None:
-        cluster, roles, router = self._cluster, self._roles, self._cluster.routers[0]
+        cluster, roles, router = self._cluster, self._roles, self._cluster.router
         nodes = {role: router.pool.up(role) for role in OTHER}
         loads = {role: [node.state for node in of] for role, of in nodes.items()}
         up = {role: len(of) for role, of in nodes.items()}
@@ -55,7 +54,6 @@ def simulate(streams: Sequence[Stream], setting: Setting) -> Result:
 
 @dataclass(eq=False, slots=True)
 class _Walk:
-    router: int
     prefill: Lease | None = None
     lease: Lease | None = None
     """The request's place on a decode node."""
@@ -64,7 +62,6 @@ class _Walk:
     """The prefill node that has its KV, or computes it."""
     decode: int | None = None
     computed: bool = False
-    spills: bool = True
     looks: int = 0
     placed: float = 0.0
     holders: Sequence[str] = ()
@@ -79,15 +76,12 @@ class World:
         self._result = Result(setting, streams)
         self._clock = Clock()
         self.cluster = Cluster(setting, self._clock, self, self._lost)
-        self._nodes, self._routers = self.cluster.nodes, self.cluster.routers
+        self._nodes, self._router = self.cluster.nodes, self.cluster.router
         self._left = len(streams)
         self._walks: dict[Stream, _Walk] = {}
-        self._rng = random.Random(f"clients {setting.seed}")
-        later = self._clock.later
-        self._doors = [
-            SimulatedAdmission(router, setting.max_queue, later, self._begin, self._refuse)
-            for router in self._routers
-        ]
+        self._door = SimulatedAdmission(
+            self._router, setting.max_queue, self._clock.later, self._begin, self._refuse
+        )
         if setting.changes_roles:
             RoleController(setting, self.cluster, self._clock, self._result)
 
@@ -100,12 +94,11 @@ class World:
         return self._result
 
     def _arrives(self, stream: Stream, now: float) -> None:
-        router = self._rng.randrange(len(self._routers))
-        self._walks[stream] = _Walk(router)
+        self._walks[stream] = _Walk()
         if stream.prompt + stream.output > self._result.setting.card.kv_tokens:
             self._refuse(stream)
         else:
-            self._doors[router].arrive(stream, now)
+            self._door.arrive(stream, now)
 
     def _refuse(self, stream: Stream) -> None:
         stream.refused = True
@@ -114,9 +107,9 @@ class World:
     def _forget(self, stream: Stream) -> None:
         walk = self._walks.pop(stream)
         self._left -= 1
-        self._give_back(walk, walk.prefill, walk.lease)
-        self._routers[walk.router].ended(stream)
-        self._doors[walk.router].ended(stream, self._clock.now)
+        self._give_back(walk.prefill, walk.lease)
+        self._router.ended(stream)
+        self._door.ended(stream, self._clock.now)
         for each in stream.then:
             each.waits -= 1
             if not each.waits:
@@ -126,14 +119,14 @@ class World:
         stream.at = at
         self._clock.later(at, lambda now: self._arrives(stream, now))
 
-    def _give_back(self, walk: _Walk, *leases: Lease | None) -> None:
+    def _give_back(self, *leases: Lease | None) -> None:
         for lease in leases:
             if lease is not None:
-                self._routers[walk.router].pool.give_back(lease)
+                self._router.pool.give_back(lease)
 
     def _begin(self, stream: Stream, found: ChosenNodes, now: float) -> None:
         walk = self._walks[stream]
-        router = self._routers[walk.router]
+        router = self._router
         walk.told = router.told(found, stream)
         placed = router.placer.take(found)
         walk.placed, placement = now, found.placement
@@ -154,29 +147,30 @@ class World:
     def _decode(self, stream: Stream, walk: _Walk, now: float) -> None:
         lease = walk.lease
         assert lease is not None
-        at = self._routers[walk.router].number(lease.node)
-        node, done, taken = self._nodes[at], stream.done, _stands(lease)
-        if taken and walk.source is None:
-            taken = walk.spills = node.submit(stream, Leg.WHOLE, now, done, walk.told)
-        elif taken:
-            node.submit(stream, Leg.DECODE, now, done if walk.computed else done + 1, walk.told)
-        if not taken:
-            self._give_back(walk, lease)
+        if not _stands(lease):
+            self._give_back(lease)
             self._place(stream, now)
             return
+        at = self._router.number(lease.node)
+        node, done, leg = self._nodes[at], stream.done, Leg.DECODE
+        if walk.source is None:
+            leg = Leg.WHOLE
+        elif not walk.computed:
+            done += 1
+        node.submit(stream, leg, now, done, walk.told)
         walk.decode = at
         if walk.source is None:
             stream.local = True
             self._result.local["price" if walk.told.spill_tokens else "no_prefill_node"] += 1
         elif walk.computed:
-            node.computed(stream, stream.prompt + done, now)
+            node.computed(stream, stream.prompt + stream.done, now)
         self.cluster.report(at, lease, now, taken=True)
 
     def _place(self, stream: Stream, now: float) -> None:
         walk, begun = self._walks[stream], stream.done > 0
         walk.looks += 1
-        router, looks = self._routers[walk.router], walk.looks
-        found = router.find(router.wanted(stream, walk.source), begun=begun, spills=walk.spills)
+        router, looks = self._router, walk.looks
+        found = router.find(router.wanted(stream, walk.source), begun=begun)
         if isinstance(found, ChosenNodes):
             self._begin(stream, found, now)
         elif now >= stream.at + DEADLINE_MS or (
@@ -205,7 +199,7 @@ class World:
 
     def begins(self, stream: Stream, now: float) -> None:
         walk = self._walks[stream]
-        self._routers[walk.router].learn(stream)
+        self._router.learn(stream)
         self._tells(walk.source, walk.prefill, now)
         if stream.output - stream.done > 1 and _stands(
             walk.lease
@@ -230,12 +224,12 @@ class World:
         if walk.source is None:
             assert walk.lease is not None
             walk.lease.answered()
-            self._routers[walk.router].learn(stream)
+            self._router.learn(stream)
             self._tells(walk.decode, walk.lease, now)
             return
         walk.computed = True
         self._tells(walk.source, walk.prefill, now)
-        self._give_back(walk, walk.prefill)
+        self._give_back(walk.prefill)
         if stream.done >= stream.output:
             self._release(stream, walk, now)
             self._done(stream, now)
@@ -289,11 +283,11 @@ class World:
                 if walk.decode is not None:
                     self._drop(walk.decode, stream, now)
                 walk.source = None
-                self._give_back(walk, walk.prefill)
+                self._give_back(walk.prefill)
             elif leg is Leg.WHOLE and generated > stream.done:
                 stream.done, stream.told = generated, now
             walk.decode = None
-            self._give_back(walk, walk.lease)
+            self._give_back(walk.lease)
             if leg is not Leg.DECODE or walk.computed:  # else when its prompt is
                 self._place(stream, now)
 

@@ -93,16 +93,6 @@ def test_prompts_that_come_together_are_shared_with_the_decode_node_unless_roles
     assert max(s.ttft for s in shared.streams) < 0.8 * max(s.ttft for s in strict.streams)
 
 
-def test_what_a_decode_node_refuses_goes_to_a_prefill_node() -> None:
-    """Two routers that know nothing of each other each send it as much as it has time for."""
-    burst = [Stream(0.0, 3_000, 8) for _ in range(40)]
-    setting = on_h200(prefill=2, decode=1, routers=2, stale_ms=1_000.0, prefixes=False)
-    result = simulate(burst, setting)
-    ended(result)
-    sent_by_each = 250 // H200.costs.prompts_ms(3_000, 3_000 * 1_500)
-    assert sent_by_each <= sum(stream.local for stream in burst) < 2 * sent_by_each
-
-
 def test_who_finds_no_room_waits_at_the_router_and_is_refused_when_it_takes_too_long() -> None:
     tight = msgspec.structs.replace(H200, kv_tokens=4_096)
     long, later = Stream(0.0, 2_000, 1_900), Stream(100.0, 2_000, 50)
