@@ -25,7 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from random import Random
 
-from benchmarks.roles import H200
+from benchmarks.roles import H200, RoleController
 from kvrelay.load.measures import Targets, percentile
 from kvrelay.load.workloads import LENGTHS
 from kvrelay.planner.engine import Engine
@@ -33,7 +33,7 @@ from kvrelay.planner.goodput import is_good
 from kvrelay.planner.rate_card import RateCard, read_card
 from kvrelay.planner.router import Router
 from kvrelay.planner.setting import Setting, Stream
-from kvrelay.planner.world import simulate
+from kvrelay.planner.world import World
 from kvrelay.router.request.placer import ChosenNodes
 from kvrelay.wire.config import Role
 
@@ -113,6 +113,7 @@ class Cell:
     told: bool
     seconds: float
     seed: int
+    changes_roles: bool = False
 
     def in_time(self) -> float:
         gpus = self.setting.prefill + self.setting.decode
@@ -124,7 +125,10 @@ class Cell:
                 stream.targets = None
         gc.disable()
         try:
-            simulate(streams, self.setting)
+            world = World(streams, self.setting)
+            if self.changes_roles:
+                RoleController(world, 0.0)
+            world.run()
         finally:
             gc.enable()
             gc.collect()
@@ -178,7 +182,7 @@ def ways(gpus: int, card: RateCard) -> dict[str, tuple[Setting, bool]]:
         if prefill in _SPLITS[gpus]:
             found |= {f"price {prefill}": (split, False), f"told {prefill}": (split, True)}
             if gpus > 2:
-                found[f"roles {prefill}"] = dataclasses.replace(split, changes_roles=True), True
+                found[f"roles {prefill}"] = split, True
     return found
 
 
@@ -229,7 +233,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             seeds = range(1, 1 + max(1, _RUNS // gpus))
             for load in loads(gpus):
                 cells = {
-                    name: [Cell(load, setting, told, seconds, seed) for seed in seeds]
+                    name: [
+                        Cell(load, setting, told, seconds, seed, name.startswith("roles"))
+                        for seed in seeds
+                    ]
                     for name, (setting, told) in ways(gpus, card).items()
                 }
                 print("\n".join(rows(load, gpus, shares(cells))), flush=True)

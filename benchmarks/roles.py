@@ -24,9 +24,11 @@ from kvrelay.load.measures import Targets
 from kvrelay.planner.goodput import attained
 from kvrelay.planner.rate_card import Point, RateCard, read_card
 from kvrelay.planner.setting import Result, Setting, Stream
-from kvrelay.planner.world import simulate
+from kvrelay.planner.world import World
+from kvrelay.router.roles import EVERY_S, OTHER, RolePlanner, work_of
+from kvrelay.wire.config import Role
 
-__all__ = ["H200", "Phase", "main", "shifting", "slowed"]
+__all__ = ["H200", "TARGETS", "Phase", "RoleController", "main", "run", "slowed"]
 
 H200 = read_card(Path(__file__).parent / "rate_cards" / "h200-fitted.json")
 """The card of an H200 with a model of 8 billion parameters in bf16, fitted to RESULTS.md.
@@ -70,19 +72,49 @@ def phases_of(nodes: int, seconds: float, load: float) -> list[Phase]:
     ]
 
 
-def run(phases: Sequence[Phase], prefill: int, nodes: int, seed: int, *, changes: bool) -> Result:
+Flips = list[tuple[float, Role, str]]
+"""Role changes: when, to which role, and why."""
+
+
+class RoleController:
+    """A clock for role changes of a simulated cluster, which router/roles.py decides."""
+
+    def __init__(self, world: World, tpot_ms: float) -> None:
+        self._world, self._tpot_ms, self._roles = world, tpot_ms, RolePlanner()
+        self.flips: Flips = []
+        world.clock.later(EVERY_S * 1e3, self._look)
+
+    def _look(self, now: float) -> None:
+        cluster, roles = self._world.cluster, self._roles
+        nodes = {role: cluster.router.pool.up(role) for role in OTHER}
+        loads = {role: [node.state for node in of] for role, of in nodes.items()}
+        up = {role: len(of) for role, of in nodes.items()}
+        hindered = "a node is changing its role" if cluster.switching else ""
+        role = roles.look(up, *work_of(loads, self._tpot_ms), hindered)
+        if role is not None:
+            at = cluster.router.number(max(nodes[OTHER[role]], key=lambda node: node.url))
+            self.flips.append((now, role, roles.why))
+            cluster.change_role(at, role, now)
+        self._world.clock.later(now + EVERY_S * 1e3, self._look)
+
+
+def run(
+    phases: Sequence[Phase], prefill: int, nodes: int, seed: int = 0, *, changes: bool
+) -> tuple[Result, Flips]:
+    card = slowed(H200, SLOWER)
     setting = Setting(
         prefill=prefill,
         decode=nodes - prefill,
         prefixes=False,
         seed=seed,
-        card=slowed(H200, SLOWER),
+        card=card,
         targets=TARGETS,
-        changes_roles=changes,
     )
+    world = World(shifting(phases, seed), setting)
+    flips = RoleController(world, TARGETS.tpot_ms).flips if changes else []
     gc.disable()
     try:
-        return simulate(shifting(phases, seed), setting)
+        return world.run(), flips
     finally:
         gc.enable()
         gc.collect()
@@ -106,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("|---|---|" + "---|" * len(_WORK) + "---|")
     flips = []
     for prefill, changes in [*((x, False) for x in range(1, nodes)), (1, True), (nodes - 1, True)]:
-        result = run(phases, prefill, nodes, arguments.seed, changes=changes)
+        result, changed = run(phases, prefill, nodes, arguments.seed, changes=changes)
         streams = result.streams
         shares = [
             attained([each for each in streams if at <= each.at / 1e3 / seconds < at + 1], TARGETS)
@@ -115,12 +147,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = f"{prefill}P{nodes - prefill}D" + (", changing" if changes else "")
         cells = " | ".join(f"{share:.1%}" for share in shares)
         print(
-            f"| {name} | {attained(streams, TARGETS):.1%} | {cells} | {len(result.flips)} |",
+            f"| {name} | {attained(streams, TARGETS):.1%} | {cells} | {len(changed)} |",
             flush=True,
         )
-        flips += [(name, flip) for flip in result.flips]
-    for name, flip in flips:
-        print(f"{name}, {flip.at / 1e3:,.0f} s: {flip.why}")
+        flips += [(name, at, why) for at, _, why in changed]
+    for name, at, why in flips:
+        print(f"{name}, {at / 1e3:,.0f} s: {why}")
     return 0
 
 
@@ -138,7 +170,7 @@ class Phase:
     output: int
 
 
-def shifting(phases: Sequence[Phase], seed: int = 0) -> list[Stream]:
+def shifting(phases: Sequence[Phase], seed: int) -> list[Stream]:
     rng, begins, streams = random.Random(f"shifting {seed}"), 0.0, []
     for phase in phases:
         now = begins

@@ -62,6 +62,8 @@ class Engine(EngineState):
         told: PlacementHints = _NOTHING,
     ) -> None:
         """Take a leg, at whose beginning `generated` tokens are there."""
+        if told.spill_tokens:
+            self.load(now)  # until now its limit grows by the targets of those before
         self.legs += 1
         seat = self._seats[stream] = Seat(stream, leg, generated, came=now)
         if leg is not Leg.PREFILL:

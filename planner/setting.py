@@ -114,7 +114,6 @@ class NodeEvent:
     node: int
     what: What
     role: Role | None = None
-    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,6 @@ class Setting:
     events: Sequence[NodeEvent] = ()
     targets: Targets | None = None
     """Targets that the router takes for everybody's: it refuses who would miss them."""
-    changes_roles: bool = False
 
     @property
     def name(self) -> str:
@@ -153,7 +151,6 @@ class Result:
     setting: Setting
     streams: Sequence[Stream]
     gaps: dict[int, int] = field(default_factory=dict)
-    flips: list[NodeEvent] = field(default_factory=list)
     local: Counter[str] = field(default_factory=Counter)
 
     @property

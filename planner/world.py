@@ -12,36 +12,12 @@ from dataclasses import dataclass, field
 from kvrelay.planner.cluster import Clock, Cluster
 from kvrelay.planner.router import DEADLINE_MS, SimulatedAdmission
 from kvrelay.planner.seat import Leg, PlacementHints
-from kvrelay.planner.setting import NodeEvent, Result, Setting, Stream
+from kvrelay.planner.setting import Result, Setting, Stream
 from kvrelay.router.nodes.node import Lease
 from kvrelay.router.request.placer import ChosenNodes
-from kvrelay.router.roles import EVERY_S, OTHER, RolePlanner, work_of
 from kvrelay.wire.ladder import Found, places_of
 
-__all__ = ["RoleController", "World", "simulate"]
-
-
-class RoleController:
-    """A clock for role changes, which router/roles.py decides."""
-
-    def __init__(self, setting: Setting, cluster: Cluster, clock: Clock, result: Result) -> None:
-        self._tpot_ms = 0.0 if setting.targets is None else setting.targets.tpot_ms
-        self._cluster, self._clock, self._result = cluster, clock, result
-        self._roles = RolePlanner()
-        clock.later(EVERY_S * 1e3, self._look)
-
-    def _look(self, now: float) -> None:
-        cluster, roles, router = self._cluster, self._roles, self._cluster.router
-        nodes = {role: router.pool.up(role) for role in OTHER}
-        loads = {role: [node.state for node in of] for role, of in nodes.items()}
-        up = {role: len(of) for role, of in nodes.items()}
-        hindered = "a node is changing its role" if cluster.switching else ""
-        role = roles.look(up, *work_of(loads, self._tpot_ms), hindered)
-        if role is not None:
-            at = router.number(max(nodes[OTHER[role]], key=lambda node: node.url))
-            self._result.flips.append(NodeEvent(now, at, "role", role, roles.why))
-            cluster.change_role(at, role, now)
-        self._clock.later(now + EVERY_S * 1e3, self._look)
+__all__ = ["World", "simulate"]
 
 
 _AGAIN_MS, _MOST_LOOKS = 50.0, 600
@@ -74,23 +50,21 @@ class World:
     def __init__(self, streams: Sequence[Stream], setting: Setting) -> None:
         self._streams = streams
         self._result = Result(setting, streams)
-        self._clock = Clock()
-        self.cluster = Cluster(setting, self._clock, self, self._lost)
+        self.clock = Clock()
+        self.cluster = Cluster(setting, self.clock, self, self._lost)
         self._nodes, self._router = self.cluster.nodes, self.cluster.router
         self._left = len(streams)
         self._walks: dict[Stream, _Walk] = {}
         self._door = SimulatedAdmission(
-            self._router, setting.max_queue, self._clock.later, self._begin, self._refuse
+            self._router, setting.max_queue, self.clock.later, self._begin, self._refuse
         )
-        if setting.changes_roles:
-            RoleController(setting, self.cluster, self._clock, self._result)
 
     def run(self) -> Result:
         for number, stream in enumerate(self._streams):
             stream.number = number
             if not stream.waits:
                 self._comes(stream, stream.at)
-        self._clock.run(lambda: self._left > 0, self.cluster.tell_news)
+        self.clock.run(lambda: self._left > 0, self.cluster.tell_news)
         return self._result
 
     def _arrives(self, stream: Stream, now: float) -> None:
@@ -109,15 +83,15 @@ class World:
         self._left -= 1
         self._give_back(walk.prefill, walk.lease)
         self._router.ended(stream)
-        self._door.ended(stream, self._clock.now)
+        self._door.ended(stream, self.clock.now)
         for each in stream.then:
             each.waits -= 1
             if not each.waits:
-                self._comes(each, self._clock.now + each.gap)
+                self._comes(each, self.clock.now + each.gap)
 
     def _comes(self, stream: Stream, at: float) -> None:
         stream.at = at
-        self._clock.later(at, lambda now: self._arrives(stream, now))
+        self.clock.later(at, lambda now: self._arrives(stream, now))
 
     def _give_back(self, *leases: Lease | None) -> None:
         for lease in leases:
@@ -178,7 +152,7 @@ class World:
         ):
             self._give_up(stream, walk, now)
         else:
-            self._clock.later(
+            self.clock.later(
                 now + _AGAIN_MS, lambda then: self._place_again(stream, walk, looks, then)
             )
 
