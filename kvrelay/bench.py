@@ -10,7 +10,6 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrelay.load.config import BenchConfig
-from kvrelay.load.experiment import Experiment, RunProgress
+from kvrelay.load.experiment import Experiment, OnProgress
 from kvrelay.load.measures import server_failures
 from kvrelay.load.results import (
     COLUMNS,
@@ -39,6 +38,7 @@ from kvrelay.load.results import (
     warnings_of,
     write_result,
 )
+from kvrelay.load.sender import Progress as Counts
 from kvrelay.settings import build
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.versions import RELEASE
@@ -75,19 +75,17 @@ def run(values: dict[str, Any], console: Console) -> int:
     return int(any(server_failures(each.measures) for each in experiment.runs))
 
 
-def _updates(bar: Progress) -> Callable[[RunProgress], None]:
+def _updates(bar: Progress) -> OnProgress:
     tasks: dict[str, TaskID] = {}
 
-    def update(run: RunProgress) -> None:
-        if run.name not in tasks:
-            total = run.total_s or run.requests
-            tasks[run.name] = bar.add_task(run.name, total=total, answers="")
-        progress = run.progress
+    def update(name: str, total_s: float, requests: int, progress: Counts) -> None:
+        if name not in tasks:
+            tasks[name] = bar.add_task(name, total=total_s or requests or None, answers="")
         failed = f", [red]{progress.failed} failed[/]" if progress.failed else ""
-        task = bar.tasks[bar.task_ids.index(tasks[run.name])]
-        elapsed = min(task.elapsed or 0.0, run.total_s) if run.total_s else float(progress.done)
+        task = bar.tasks[bar.task_ids.index(tasks[name])]
+        elapsed = min(task.elapsed or 0.0, total_s) if total_s else float(progress.done)
         answers = f"{progress.done} of {progress.sent} answered{failed}"
-        bar.update(tasks[run.name], completed=elapsed, answers=answers)
+        bar.update(tasks[name], completed=elapsed, answers=answers)
 
     return update
 

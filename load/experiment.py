@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -24,7 +24,7 @@ from kvrelay.load.sender import Load, Outcome, Progress, Server, send_load
 from kvrelay.load.workloads import Prompts, Session, Spelling, Turn, sessions
 from kvrelay.wire.errors import KvrelayError
 
-__all__ = ["Experiment", "RunProgress", "ServerUnusable", "inspect_server"]
+__all__ = ["Experiment", "OnProgress", "ServerUnusable", "inspect_server"]
 
 _TIMEOUT = aiohttp.ClientTimeout(total=120.0, sock_connect=10.0)
 _FEW_WORDS, _MANY_WORDS = 64, 320
@@ -37,16 +37,6 @@ _MIN_REQUESTS = 20
 
 class ServerUnusable(KvrelayError):
     """A server that cannot be reached, or refuses what it is asked before the measurement."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunProgress:
-    """How far a run is; `total_s` and `requests` are None where they are unknown."""
-
-    name: str
-    total_s: float | None
-    requests: int | None
-    progress: Progress
 
 
 async def inspect_server(url: str, api_key: str, model: str, *, chat: bool) -> Server:
@@ -113,12 +103,16 @@ def _usual_s(sample: Sequence[Session], targets: Targets) -> tuple[float, float]
     return percentile(answers, _USUAL_SHARE), percentile(whole, _USUAL_SHARE)
 
 
-class Experiment:
-    """Runs against one server, and what they found."""
+OnProgress = Callable[[str, float, int, Progress], None]
 
-    def __init__(
-        self, config: BenchConfig, on_progress: Callable[[RunProgress], None] = lambda _: None
-    ) -> None:
+
+class Experiment:
+    """Runs against one server, and what they found.
+
+    `on_progress` is told a run's name, its seconds, its requests (0: unknown) and its progress.
+    """
+
+    def __init__(self, config: BenchConfig, on_progress: OnProgress = lambda *_: None) -> None:
         self._config, self._on_progress = config, on_progress
         self.server: Server | None = None
         self.runs: list[Run] = []
@@ -201,13 +195,10 @@ class Experiment:
         name = f"{clients} clients" if clients else "the trace"
         if rate:
             name = f"{rate:.4g} requests/s"
-        total_s = None if config.requests else load.sending_s
+        total_s = 0.0 if config.requests else load.sending_s
         count = 0 if config.agents else config.requests
-
-        def on_progress(progress: Progress) -> None:
-            self._on_progress(RunProgress(name, total_s, count or None, progress))
-
-        outcome = await send_load(config, server, load, on_progress)
+        told = partial(self._on_progress, name, total_s, count)
+        outcome = await send_load(config, server, load, told)
         if not outcome.records:
             raise KvrelayError(f"at {name} no request was sent; take a longer --duration-s")
         run = self._run(load, outcome, window)

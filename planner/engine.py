@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvrelay.planner.block_cache import BlockCache
 from kvrelay.planner.engine_state import EngineState
 from kvrelay.planner.pulls import Pulls
 from kvrelay.planner.rate_card import RateCard
 from kvrelay.planner.seat import Leg, PlacementHints, Planned, Seat
 from kvrelay.planner.setting import Stream
-from kvrelay.wire.announced import Announced
 
 __all__ = ["OVERTAKEN", "Engine"]
 
@@ -129,19 +127,7 @@ class Engine(EngineState):
                 seat.running = False
             lost.append((seat.stream, seat.leg, generated))
         self.cache.gone = True
-        self.cache = BlockCache(self.card.kv_tokens, self.cache.block_size)
-        for emptied in (
-            self._seats,
-            self._line,
-            self._ready,
-            self._batch,
-            self._computing,
-            self._joined,
-        ):
-            emptied.clear()
-        self.tokens = self.running = self.waiting = self._context = 0
-        self.legs, self._pairs, self._announced = 1, 0.0, Announced()
-        self._planned = Planned()
+        self._begin_process()
         self._plan += 1
         return lost
 
@@ -169,7 +155,7 @@ class Engine(EngineState):
         elif not self._planned.count:
             self._change(now)
         else:
-            self._cut_short(self._planned.done_by(now) + 1 + self._ahead)
+            self._cut_short(self._planned.done_by(now) + 1 + self.card.ahead)
 
     def _begin(self, seat: Seat, now: float, taken: int) -> bool:
         stream, cache = seat.stream, self.cache
@@ -244,7 +230,7 @@ class Engine(EngineState):
         self._changing, self._again = True, True
         self._launching = now
         if self._planned.count:
-            if self._ahead:
+            if self.card.ahead:
                 self._launching = min(now, max(self._launched, now - self._planned.last_ms))
             self._settle(now)
         while self._again and not self._planned.count:
@@ -296,7 +282,7 @@ class Engine(EngineState):
         return [] if self._preempted(now) else self._chunks(now)
 
     def _hides_some(self) -> bool:
-        return self._ahead and next(self._came_late(), None) is not None
+        return self.card.ahead and next(self._came_late(), None) is not None
 
     def _came_late(self) -> Iterator[float]:
         came = (seat.came for seat in (*self._ready, *(entry[2] for entry in self._line)))

@@ -22,20 +22,24 @@ class EngineState:
     pulls: Pulls
 
     def __init__(self, card: RateCard, block_size: int) -> None:
-        self.card = card
-        self.cache = BlockCache(card.kv_tokens, block_size)
-        self.tokens = 0
-        """Not computed, and in no step yet."""
-        self.running = 0
-        self.waiting = 0
-        self.legs = 1
-        """Requests that came, and one."""
+        self.card, self._block_size = card, block_size
         self._pace = Pace()
         """The pace that the node learns from its steps."""
+        self._budget = StepBudget(
+            card.step_tokens, block_size, card.costs, card.max_gap_ms, pace=1.0
+        )
         self._computed = 0, 0.0
         """Prompt tokens of the running step, and each times those before it."""
-        costs, gap_ms = card.costs, card.max_gap_ms
-        self._budget = StepBudget(card.step_tokens, block_size, costs, gap_ms, pace=1.0)
+        self._plan = 0
+        self._begin_process()
+
+    def _begin_process(self) -> None:
+        self.cache = BlockCache(self.card.kv_tokens, self._block_size)
+        self.tokens = 0
+        """Not computed, and in no step yet."""
+        self.running = self.waiting = 0
+        self.legs = 1
+        """Requests that came, and one."""
         self._announced = Announced()
         self._pairs = 0.0
         """Each of `tokens` times those before it in its request, summed up."""
@@ -48,9 +52,8 @@ class EngineState:
         """Requests with their last chunk in the running step."""
         self._joined: list[tuple[Seat, float]] = []
         """Requests whose first step ends next, and how long they waited for it."""
-        self._steps = self._context = self._plan = 0
+        self._steps = self._context = 0
         self._planned = Planned()
-        self._ahead = card.ahead
         self._launched = self._launching = float("-inf")
         """When the running step's launch had ended; and when the next one's began."""
         self._changing = self._again = False
@@ -74,7 +77,7 @@ class EngineState:
         return max(0, self.cache.free - len(self._batch) * self._planned.done_by(now))
 
     def load(self, now: float) -> Load:
-        block_size, steps = self.cache.block_size, self._steps + self._planned.done_by(now)
+        block_size, steps = self._block_size, self._steps + self._planned.done_by(now)
         context, promised = self.context(now), 0
         for seat in self._seats.values():
             if seat.running:  # most do
