@@ -29,15 +29,17 @@ class Pulls:
 
     def __init__(self, node: Engine, below: Mapping[str, int], *, peers: bool) -> None:
         self._node, card = node, node.card
-        once_ms, token_ms = card.pull_ms if peers else (0.0, 0.0)
-        self.announced = {"pull_ms": once_ms, "pull_token_ms": token_ms}
         self.below = [
             BlockCache(below.get(name, 0), node.cache.block_size) for name in TIERS if below
         ]
-        if below:
-            once_ms, token_ms = card.tier_ms("host")
-            self.announced |= {"host_ms": once_ms, "host_token_ms": token_ms}
-            self.announced["store_token_ms"] = card.tier_ms("store")[1]
+        pull_ms = card.pull_ms if peers else (0.0, 0.0)
+        host_ms, store_ms = (card.tier_ms(name) if below else (0.0, 0.0) for name in TIERS)
+        names = ("pull_ms", "pull_token_ms", "host_ms", "host_token_ms", "store_token_ms")
+        self.announced = dict(zip(names, (*pull_ms, *host_ms, store_ms[1]), strict=True))
+        self._own = [
+            Source(tuple(self.below[:count]), *host_ms, store_ms[1])
+            for count in range(1, len(self.below) + 1)
+        ]
 
     def news(self) -> Iterator[tuple[str, list[int], list[int]]]:
         """Yield what came and went in each medium; what came in the pool is kept below, too."""
@@ -54,7 +56,7 @@ class Pulls:
     def named(self, holder: Engine, in_pool: int, tokens: int) -> tuple[Source, ...]:
         """Return a holder of so many tokens of a prompt as a source: its pool, its host memory."""
         once_ms, token_ms = self.announced["pull_ms"], self.announced["pull_token_ms"]
-        host_ms = max(token_ms, self.announced.get("host_token_ms", 0.0))
+        host_ms = max(token_ms, self.announced["host_token_ms"])
         return tuple(
             Source((cache,), once_ms, each_ms, rung="peer", told=told)
             for cache, each_ms, told in zip(
@@ -69,15 +71,8 @@ class Pulls:
     def begin(self, seat: Seat, named: list[Source], now: float) -> None:
         """Ask for what saves a waiting request the most time, if anything does."""
         names, first = self._names(seat), self._first(seat)
-        host_ms, host_token_ms, stored_ms = (
-            self.announced.get(f"{name}_ms", 0.0) for name in ("host", "host_token", "store_token")
-        )
-        own = [
-            Source(tuple(self.below[:count]), host_ms, host_token_ms, stored_ms)
-            for count in range(1, len(self.below) + 1)
-        ]
         saved = []
-        for source in (*named, *own):
+        for source in (*named, *self._own):
             told = source.told // self._node.cache.block_size - first
             counts = (
                 [told] if source.told else [len(each) for _, each in source.found(names[first:])]

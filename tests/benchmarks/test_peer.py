@@ -54,16 +54,10 @@ def test_a_seed_draws_the_same_requests_at_the_asked_rate() -> None:
 
 def test_a_trace_keeps_its_prefixes_and_is_pressed_to_the_rate(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    lines = [
-        {
-            "timestamp": 1000 * at,
-            "input_length": 700 if at % 2 else 20_000,
-            "output_length": 9,
-            "hash_ids": [7, 100 + at],
-        }
-        for at in range(100)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    line = '{"timestamp": %d000, "input_length": %d, "output_length": 9, "hash_ids": [7, %d]}\n'
+    path.write_text(
+        "".join(line % (at, 700 if at % 2 else 20_000, 100 + at) for at in range(1, 101))
+    )
     load = work_named("trace", {"trace": 4.0}).load(1.0, 3, 5.0, 10, LONGEST, path)
     assert len(load.requests) == 20
     assert load.window_s == pytest.approx(5.0)

@@ -70,14 +70,6 @@ def test_steps_in_closed_form_are_those_one_by_one() -> None:
     assert second.last == pytest.approx(ends[second])
 
 
-def test_a_prompt_that_was_computed_before_is_cached() -> None:
-    blocks = tuple(range(32))
-    first, again = Stream(0.0, 4_100, 10, blocks), Stream(5_000.0, 4_100, 10, blocks)
-    run([first, again], prefill=3, decode=3)
-    assert (first.cached, again.cached) == (0, 4_096)
-    assert again.ttft < first.ttft / 10
-
-
 def prompts(seed: int) -> list[Stream]:
     """Return prompts of which every second one begins with the same blocks."""
     rng, made = random.Random(seed), list[Stream]()
