@@ -15,10 +15,8 @@ from pathlib import Path
 import uvloop
 
 from kvrelay.node.process import die_with_parent, log_to_stderr
-from kvrelay.openai_api.tls import server_context
 from kvrelay.router.router import Reread, reload_on_hangup
 from kvrelay.router.server import settle
-from kvrelay.router.transport.node_client import node_tls
 from kvrelay.router.workers.parent import Parent
 from kvrelay.router.workers.worker import serve_worker, shared_port
 from kvrelay.supervisor import Child, ChildSpec, Supervisor, until_stopped
@@ -38,8 +36,6 @@ def run_workers(config: RouterConfig, reread: Reread | None = None) -> int:
 
     Raises ConfigError, RequestError, ChildFailed.
     """
-    server_context(config)  # else each worker would say what is wrong
-    node_tls(config)
     with (
         shared_port(config.host, config.port) as held,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.types import CompletionLogprobs, TokenLogprob
@@ -59,12 +60,7 @@ def joined(
 ) -> CompletionLogprobs | None:
     if first is None or then is None:
         return first or then
-    return CompletionLogprobs(
-        first.text_offset + then.text_offset,
-        first.token_logprobs + then.token_logprobs,
-        first.tokens + then.tokens,
-        first.top_logprobs + then.top_logprobs,
-    )
+    return CompletionLogprobs(*map(operator.add, astuple(first), astuple(then)))
 
 
 def finite(logprob: float) -> float:

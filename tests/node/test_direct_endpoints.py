@@ -181,6 +181,8 @@ def test_a_node_is_asked_for_its_key_in_either_header(node: Process) -> None:
             == status
         )
     assert httpx2.get(f"{node.url}/ping").status_code == 200
+    wrong = httpx2.get(f"{node.url}/tokenize")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert httpx2.get(f"{node.url}/openapi.json").json()["info"]["title"] == "kvrelay node"
     refused = httpx2.post(f"{node.url}/v1/messages", json={})
     assert refused.json()["error"]["type"] == "authentication_error"

@@ -21,6 +21,7 @@ from tests.openai_api.answers import (
     TOOLS,
     USAGE,
     WHOLE_TOOLS,
+    call,
     chunk,
     events_of,
     translated,
@@ -299,6 +300,16 @@ def test_an_answer_that_breaks_ends_with_an_error_event_and_nothing_follows() ->
     assert dialect.events(TEXT) == b""
     with pytest.raises(NodeFailed):
         spoken()[1].whole(b"[]")
+
+
+@pytest.mark.parametrize("between", [{"content": "a"}, {"tool_calls": [call(1, "{}", "b", "f")]}])
+def test_a_call_that_goes_on_after_its_end_breaks_the_answer(between: dict[str, Any]) -> None:
+    first = chunk({"tool_calls": [call(0, '{"a":', "a", "f")]}) + chunk(between)
+    more = chunk({"tool_calls": [call(0, "1}")]})
+    messages = events_of(spoken(stream=True)[1].events(first + more))
+    assert messages[-1]["type"] == "error"
+    _, responses = asyncio.run(translated(b'{"model": "m", "input": "hi"}'))
+    assert events_of(responses.events(first + more))[-1]["type"] == "response.failed"
 
 
 def test_pings_keep_a_message_alive_once_it_has_begun() -> None:
