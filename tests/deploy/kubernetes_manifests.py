@@ -14,10 +14,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
+import pytest
 import yaml
 from kubernetes_validate import utils
 
@@ -258,3 +260,24 @@ def _labels(component: str) -> dict[str, str]:
 
 ROUTER, NODE, RANK = _labels("router"), _labels("node"), _labels("rank")
 STRANGER, OUTSIDE = {NAME: "other"}, None
+
+
+def commands_asked(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Have the command line run nothing, and return what it is then asked to run."""
+    asked: list[Any] = []
+
+    def run(*given: Any, undo: bool = False) -> int:
+        asked.append(given)
+        return 0
+
+    for module, name in (
+        ("kvrelay.node.server", "run"),
+        ("kvrelay.router.server", "run"),
+        ("kvrelay.node.ranks", "run_ranks"),
+        ("kvrelay.cluster", "up"),
+        ("kvrelay.node_commands", "drain"),
+    ):
+        patch.setitem(sys.modules, module, SimpleNamespace(**{name: run}))  # type: ignore[arg-type]
+    patch.setattr("kvrelay.config_commands.check_port", lambda *_, **__: None)
+    patch.setattr("kvrelay.config_commands._with_model_here", lambda config: config)
+    return asked

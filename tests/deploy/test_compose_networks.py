@@ -5,17 +5,15 @@ beside the networks.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from kubernetes_manifests import commands_asked
 
 import kvrelay.cli
-import kvrelay.config_commands
 from kvrelay.cluster_plan import ClusterConfig
 from kvrelay.compose import ComposeConfig, compose_of
 from kvrelay.settings import build
@@ -58,22 +56,15 @@ def networks(service: dict[str, Any]) -> dict[str, list[str]]:
 @pytest.fixture
 def config_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], NodeConfig]:
     """What the real command line makes of a node's command."""
-    asked: list[NodeConfig] = []
-
-    def run(config: NodeConfig, *_: Any) -> int:
-        asked.append(config)
-        return 0
-
-    monkeypatch.setitem(sys.modules, "kvrelay.node.server", SimpleNamespace(run=run))  # type: ignore[arg-type]
-    monkeypatch.setattr(kvrelay.config_commands, "check_port", lambda *_, **__: None)
-    monkeypatch.setattr(kvrelay.config_commands, "_with_model_here", lambda config: config)
+    asked = commands_asked(monkeypatch)
     for name in ("KVRELAY_NODE_API_KEY", "KVRELAY_CLUSTER_SECRET"):
         monkeypatch.setenv(name, SECRET)
 
     def made(service: dict[str, Any]) -> NodeConfig:
         command = [re.sub(r"\$\{[^}]*\}", "m", word) for word in service["command"]]
         assert kvrelay.cli.run(command) == 0
-        return asked.pop()
+        config: NodeConfig = asked.pop()[0]
+        return config
 
     return made
 

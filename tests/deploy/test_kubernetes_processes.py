@@ -7,10 +7,8 @@ from __future__ import annotations
 import functools
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,12 +25,12 @@ from kubernetes_manifests import (
     Network,
     PodOf,
     arguments,
+    commands_asked,
     objects,
     pods,
 )
 
 import kvrelay.cli
-import kvrelay.config_commands
 from kvrelay.node.lifecycle import DRAIN_DEADLINE_S
 from kvrelay.node.process import LOG_FORMAT
 from kvrelay.wire.config import NodeConfig, RanksConfig
@@ -60,23 +58,8 @@ Configs = Callable[[str], list[Started]]
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configs]:
     """The containers of an overlay; nothing is run, looked up or listened on."""
-    asked: list[Any] = []
-
-    def run(*given: Any, undo: bool = False) -> int:
-        asked.append(given)
-        return 0
-
-    commands = (
-        ("kvrelay.node.server", "run"),
-        ("kvrelay.router.server", "run"),
-        ("kvrelay.node.ranks", "run_ranks"),
-        ("kvrelay.cluster", "up"),
-    )
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in (*commands, ("kvrelay.node_commands", "drain")):
-            patch.setitem(sys.modules, module, SimpleNamespace(**{name: run}))  # type: ignore[arg-type]
-        patch.setattr(kvrelay.config_commands, "check_port", lambda *_, **__: None)
-        patch.setattr(kvrelay.config_commands, "_with_model_here", lambda config: config)
+        asked = commands_asked(patch)
         patch.setattr("kvrelay.paged_engine.rank_address.check_rank_0", lambda address: None)
         patch.setattr("kvrelay.paged_engine.rank_address.interface_towards", lambda address: "eth0")
         patch.setattr(
