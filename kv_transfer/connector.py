@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,7 +26,6 @@ __all__ = [
     "Read",
     "Released",
     "Settled",
-    "TransferStats",
 ]
 
 
@@ -137,27 +135,6 @@ class Doubted:
 
 
 Event = Released | Fetched | FetchFailed | Settled | CachedAsked | Granted | Doubted
-
-
-@dataclass(slots=True)
-class TransferStats:
-    leases_granted: int = 0
-    leases_released: int = 0
-    leases_expired: int = 0
-    fetches: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-    """Failed fetches by error name."""
-    ask_failures: Counter[str] = field(default_factory=Counter)
-    """Asks for cached blocks without a ticket, by cause."""
-    retries: int = 0
-    fetched_bytes: int = 0
-    fetch_s: float = 0.0
-    checked_blocks: int = 0
-    wrong_blocks: int = 0
-    unchecked_blocks: int = 0
-    """Blocks drawn for a check whose source gives no checksums."""
-    silent_s: float = 0.0
-    """Seconds since the slowest of its threads was last seen alive."""
 
 
 class LeaseId(NamedTuple):

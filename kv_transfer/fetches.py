@@ -28,11 +28,11 @@ from kvrelay.kv_transfer.connector import (
     PeerKey,
     Read,
     Settled,
-    TransferStats,
 )
 from kvrelay.kv_transfer.fetch import NEVER, Checks, Fetch, State
 from kvrelay.kv_transfer.messages import Doubt, End, Follow, Message, Renew
 from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.engine_messages import TransferStats
 from kvrelay.wire.errors import KvCorrupted, KvrelayError, LeaseLost, PeerLost, TransferTimeout
 
 __all__ = ["Command", "FetchTable", "Sum"]

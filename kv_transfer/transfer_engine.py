@@ -11,8 +11,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
+
+import msgspec
 
 from kvrelay.kv_transfer.backend import Joined, ReadEnded, TransferBackend
 from kvrelay.kv_transfer.backends import Backends
@@ -26,7 +27,6 @@ from kvrelay.kv_transfer.connector import (
     PeerKey,
     PoolRegion,
     Read,
-    TransferStats,
 )
 from kvrelay.kv_transfer.control import ControlThread
 from kvrelay.kv_transfer.fetches import FetchTable, Sum
@@ -51,6 +51,7 @@ from kvrelay.kv_transfer.rank_backends import make_backends, terms_of
 from kvrelay.kv_transfer.ranks import Broke, FromRank, RankLink
 from kvrelay.kv_transfer.tickets import MAX_ID_CHARS, refusal, sealed_address, signed
 from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.engine_messages import TransferStats
 from kvrelay.wire.errors import Incompatible, KvrelayError, PeerLost
 from kvrelay.wire.transfer import Fingerprint, Ticket
 
@@ -285,7 +286,7 @@ class TransferEngine:
     def stats(self) -> TransferStats:
         with self._lock:
             offers, stats = self._offers, self._fetches.stats
-            return replace(
+            return msgspec.structs.replace(
                 stats,
                 failures=stats.failures.copy(),
                 ask_failures=self._asks.failures.copy(),

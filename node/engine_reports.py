@@ -163,6 +163,7 @@ def engine_stats(
     asked: int = 0,
 ) -> EngineStats:
     scheduler, counters, transfers = engine.scheduler, engine.counters, connector.stats()
+    transfers.failures["Incompatible"] += mismatched_kv
     return EngineStats(
         load=engine.load(now),
         held_blocks=scheduler.kept.num_held,
@@ -175,22 +176,11 @@ def engine_stats(
         preemptions=scheduler.preemptions,
         draft_tokens=scheduler.speculation.draft_tokens,
         accepted_tokens=scheduler.speculation.accepted_tokens,
-        fetches=transfers.fetches,
-        fetch_failures=dict(Counter(transfers.failures) + Counter(Incompatible=mismatched_kv)),
-        fetch_retries=transfers.retries,
-        fetch_kept_blocks=scheduler.kept_blocks,
-        fetched_bytes=transfers.fetched_bytes,
-        fetch_s=transfers.fetch_s,
-        checked_blocks=transfers.checked_blocks,
-        wrong_blocks=transfers.wrong_blocks,
-        unchecked_blocks=transfers.unchecked_blocks,
-        leases_granted=transfers.leases_granted,
-        leases_released=transfers.leases_released,
-        leases_expired=transfers.leases_expired,
+        kept_blocks=scheduler.kept_blocks,
+        transfers=transfers,
         asked=asked,
-        kv_silent_s=transfers.silent_s,
         pulled_tokens=pulls.tokens,
-        pull_failures=dict(transfers.ask_failures + pulls.failures),
+        pull_failures=pulls.failures + Counter(transfers.ask_failures),
         pinned_blocks=scheduler.pool.pinned,
         pins_refused=scheduler.pool.pins_refused,
     )

@@ -227,7 +227,7 @@ class Node:
             raise EngineDead(self.failure or "the engine process of this node has ended")
         if self.serving is not None and (silent_s := self.engine.silent_s()) > SILENCE_LIMIT_S:
             raise EngineDead(f"the engine process has said nothing for {silent_s:.0f} s")
-        if (stopped_s := self.engine.stats.kv_silent_s) > SILENCE_LIMIT_S:
+        if (stopped_s := self.engine.stats.transfers.silent_s) > SILENCE_LIMIT_S:
             raise EngineDead(
                 f"this node hands no KV over: a thread of its KV link has stood still for "
                 f"{stopped_s:.0f} s"

@@ -162,38 +162,38 @@ _ENGINE_COUNTERS = {
         "Requests whose KV was not pinned, or in part: the budget of its key or node was spent",
         "pins_refused",
     ),
-    "kvrelay_fetches": ("KV fetches started", "fetches"),
+    "kvrelay_fetches": ("KV fetches started", "transfers.fetches"),
     "kvrelay_fetch_retries": (
         "Reads of a KV fetch that broke and were tried again",
-        "fetch_retries",
+        "transfers.retries",
     ),
     "kvrelay_fetch_kept_blocks": (
         "KV blocks of failed fetches that need not be computed again",
-        "fetch_kept_blocks",
+        "kept_blocks",
     ),
-    "kvrelay_fetched_bytes": ("KV bytes fetched from prefill nodes", "fetched_bytes"),
+    "kvrelay_fetched_bytes": ("KV bytes fetched from prefill nodes", "transfers.fetched_bytes"),
     "kvrelay_fetch_seconds": (
         "Time in which fetched KV was waited for, prompts computed",
-        "fetch_s",
+        "transfers.fetch_s",
     ),
     "kvrelay_fetch_checked_blocks": (
         "Fetched KV blocks whose checksum was compared with the source's",
-        "checked_blocks",
+        "transfers.checked_blocks",
     ),
     "kvrelay_fetch_wrong_blocks": (
         "Of these, those that were not what the source has",
-        "wrong_blocks",
+        "transfers.wrong_blocks",
     ),
     "kvrelay_fetch_unchecked_blocks": (
         "Fetched KV blocks drawn for a check whose source gives no checksums",
-        "unchecked_blocks",
+        "transfers.unchecked_blocks",
     ),
-    "kvrelay_leases_granted": ("Leases given to other nodes", "leases_granted"),
+    "kvrelay_leases_granted": ("Leases given to other nodes", "transfers.leases_granted"),
     "kvrelay_leases_released": (
         "Leases ended by their reader or by the router",
-        "leases_released",
+        "transfers.leases_released",
     ),
-    "kvrelay_leases_expired": ("Leases that nobody ended in time", "leases_expired"),
+    "kvrelay_leases_expired": ("Leases that nobody ended in time", "transfers.leases_expired"),
 } | {
     f"kvrelay_tier_{tier}_{field}_blocks": (f"KV blocks {text} {place}", f"{tier}.{field}")
     for tier, place in _TIERS.items()
@@ -324,8 +324,8 @@ class NodeMetrics:
         for name, (_, field) in _ENGINE_COUNTERS.items():
             of = attrgetter(field)
             self._count(name, more=_more(of(stats), of(counted)))
-        for cause, failures in stats.fetch_failures.items():
-            before = counted.fetch_failures.get(cause, 0)
+        for cause, failures in stats.transfers.failures.items():
+            before = counted.transfers.failures.get(cause, 0)
             self._count(_FAILED, cause, more=_more(failures, before))
         for cause, failures in stats.pull_failures.items():
             before = counted.pull_failures.get(cause, 0)

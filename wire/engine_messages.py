@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
 import msgspec
@@ -14,6 +15,7 @@ from kvrelay.wire.step_costs import StepCosts
 from kvrelay.wire.transfer import KvFacts, Source, Ticket
 
 __all__ = [
+    "TransferStats",
     "AdapterFacts",
     "AdapterAnswer",
     "AskStats",
@@ -202,6 +204,28 @@ class TierStats(msgspec.Struct):
     """Not read, written or looked up, or not in time."""
 
 
+class TransferStats(msgspec.Struct):
+    """Counts of a KV connector."""
+
+    leases_granted: int = 0
+    leases_released: int = 0
+    leases_expired: int = 0
+    fetches: int = 0
+    failures: dict[str, int] = msgspec.field(default_factory=Counter)
+    """Failed fetches by error name."""
+    ask_failures: dict[str, int] = msgspec.field(default_factory=Counter)
+    """Asks for cached blocks without a ticket, by cause."""
+    retries: int = 0
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+    checked_blocks: int = 0
+    wrong_blocks: int = 0
+    unchecked_blocks: int = 0
+    """Blocks drawn for a check whose source gives no checksums."""
+    silent_s: float = 0.0
+    """Seconds since the slowest of its threads was last seen alive."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, tag=True):
     """A snapshot of counters and gauges, sent every half second and when the engine goes idle."""
 
@@ -216,22 +240,11 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     preemptions: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    fetches: int = 0
-    fetch_failures: dict[str, int] = {}
-    fetch_retries: int = 0
-    fetch_kept_blocks: int = 0
-    fetched_bytes: int = 0
-    fetch_s: float = 0.0
-    checked_blocks: int = 0
-    wrong_blocks: int = 0
-    unchecked_blocks: int = 0
-    leases_granted: int = 0
-    leases_released: int = 0
-    leases_expired: int = 0
+    kept_blocks: int = 0
+    """Of failed fetches."""
+    transfers: TransferStats = msgspec.field(default_factory=TransferStats)
     asked: int = 0
     """Number of the newest AskStats that these answer."""
-    kv_silent_s: float = 0.0
-    """Seconds since the slowest thread of the KV link was seen at work."""
     host: TierStats = msgspec.field(default_factory=TierStats)
     store: TierStats = msgspec.field(default_factory=TierStats)
     """Both filled in by the node."""

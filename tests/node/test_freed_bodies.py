@@ -20,6 +20,7 @@ from kvrelay.node.lifecycle import Node
 from kvrelay.node.serving import Call
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 from kvrelay.wire.config import EngineConfig, NodeConfig
+from kvrelay.wire.engine_messages import TransferStats
 from kvrelay.wire.errors import KvrelayError
 
 GRAMMAR = {"structured_outputs": {"grammar": "[" * 40_000}}
@@ -32,7 +33,7 @@ class StandInEngine:
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
-        self.stats = SimpleNamespace(kv_silent_s=0.0)
+        self.stats = SimpleNamespace(transfers=TransferStats())
         self.load = SimpleNamespace(header=lambda: "[]")
 
     def silent_s(self) -> float:

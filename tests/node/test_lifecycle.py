@@ -15,7 +15,7 @@ import pytest
 import kvrelay.node.lifecycle
 from kvrelay.node.lifecycle import SILENCE_LIMIT_S, Heartbeats, Node
 from kvrelay.wire.config import EngineConfig, NodeConfig, Role
-from kvrelay.wire.engine_messages import EngineStats
+from kvrelay.wire.engine_messages import EngineStats, TransferStats
 from kvrelay.wire.errors import Conflict, DeadlineExceeded, Draining, EngineDead
 from kvrelay.wire.heartbeat import Heartbeat, NodeState, opened
 from kvrelay.wire.outputs import Load
@@ -34,7 +34,9 @@ class FakeEngine:
         self.info: Any = fields.get("info", "ready")
         self.dies = fields.get("dies", False)
         self.ended = asyncio.Event()
-        self.stats = EngineStats(Load(), kv_silent_s=fields.get("kv_silent_s", 0.0))
+        self.stats = EngineStats(
+            Load(), transfers=TransferStats(silent_s=fields.get("kv_silent_s", 0.0))
+        )
         self.silent_s = lambda: fields.get("silent_s", 0.0)
         if fields.get("ended"):
             self.ended.set()

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.node.metrics import NodeMetrics
 from kvrelay.wire.config import Role
-from kvrelay.wire.engine_messages import EngineReady, EngineStats, Timing
+from kvrelay.wire.engine_messages import EngineReady, EngineStats, Timing, TransferStats
 from kvrelay.wire.outputs import Finish, Load
 
 INFO = EngineReady("e", "g", "tiny", 320, 1000, 16, 101, 64, [1], 1.0)
@@ -73,7 +73,12 @@ def test_what_the_engine_reports() -> None:
     ours = metrics(lambda: stats[-1])
     assert values(ours)["vllm:prefix_cache_queries_total"] == 9
     stats.append(
-        EngineStats(load, prompt_tokens=9, cached_prompt_tokens=2, fetch_failures={"PeerLost": 2})
+        EngineStats(
+            load,
+            prompt_tokens=9,
+            cached_prompt_tokens=2,
+            transfers=TransferStats(failures={"PeerLost": 2}),
+        )
     )
     found = values(ours)
     expected = {
