@@ -111,15 +111,6 @@ def test_a_read_is_fetched_when_the_source_confirms_it(whole: Table) -> None:
     assert whole.next_deadline() == float("inf")
 
 
-def test_a_read_waits_until_a_renewal_young_enough_is_acknowledged() -> None:
-    table = Table()
-    table.ask(7, now=4.6)  # 4.5 s is the lease minus its margin
-    table.renew(0.05, 4.7)
-    assert table.reads() == []
-    table.renew(4.65, 4.8)
-    assert table.reads() == [(7,)]
-
-
 def test_the_deadline_grows_with_the_size_and_late_bytes_stay_quarantined(whole: Table) -> None:
     assert whole.next_deadline() == 12.0  # 10 s + 200 bytes at 100 bytes/s
     whole.tick(11.9)
