@@ -118,7 +118,7 @@ class DirectBackend:
         self._across.close()
 
 
-# One `poll` copies for so long, and looks at the clock after each step (1 ms or less). The
+# One `poll` copies for so long, and looks at the clock after each step, of a block at least. The
 # backend's thread sleeps up to 1 ms between two.
 SLICE_S = 0.010
 STEP_BYTES = 4 << 20
@@ -180,15 +180,12 @@ class HostSide:
             :, part.remote_start :
         ]
         target = self._local.reshape(ours.num_blocks, ours.block_bytes)[:, part.local_start :]
-        width = min(part.num_bytes, STEP_BYTES)
-        rows = max(1, STEP_BYTES // width)
+        rows = max(1, STEP_BYTES // part.num_bytes)
         for remote, local, count in pieces:
             for row in range(0, count, rows):
-                end = min(count, row + rows)
-                for start in range(0, part.num_bytes, width):
-                    columns = slice(start, min(start + width, part.num_bytes))
-                    self._np.copyto(
-                        target[local + row : local + end, columns],
-                        source[remote + row : remote + end, columns],
-                    )
-                    yield
+                end, columns = min(count, row + rows), slice(part.num_bytes)
+                self._np.copyto(
+                    target[local + row : local + end, columns],
+                    source[remote + row : remote + end, columns],
+                )
+                yield

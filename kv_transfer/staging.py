@@ -41,7 +41,6 @@ class Budget:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
-        self.peak_bytes = 0
         self.waiting = 0
         self.wanted: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
@@ -67,7 +66,6 @@ class Budget:
                     "other, or take kv_connector nixl"
                 )
             self.used_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         try:
             yield
         finally:
@@ -136,7 +134,7 @@ class StagedPool:
 
     def compile(self) -> None:
         with self.lane() as lane:
-            places = lane.places([0])
+            places = lane.places([0], 0, self.block_bytes)
             if places.table is not None:
                 null = self.address, places.table.blocks[:1], self.block_bytes
                 lane.run_kernel(null, null, places)
@@ -166,17 +164,14 @@ class Lane:
                 f"no {num_bytes} bytes of staging memory on {device}: {error}"
             ) from error
 
-    def places(
-        self, blocks: Sequence[int], offset: int = 0, row_bytes: int | None = None
-    ) -> Places:
-        """Prepare to copy this part of these blocks, by default all, until `forget`."""
+    def places(self, blocks: Sequence[int], offset: int, row_bytes: int) -> Places:
+        """Prepare to copy this part of these blocks, until `forget`."""
         pool = self._pool
-        size = pool.block_bytes if row_bytes is None else row_bytes
         if self._kernel is None or any(
             number % self._kernel.VECTOR_BYTES
-            for number in (size, pool.address, offset, pool.block_bytes)
+            for number in (row_bytes, pool.address, offset, pool.block_bytes)
         ):
-            return Places(blocks, offset, size, None)
+            return Places(blocks, offset, row_bytes, None)
         count = len(blocks)
         table = self._tables.pop() if self._tables else None
         if table is None or len(table.host) < count:  # blocks may repeat
@@ -189,7 +184,7 @@ class Lane:
             self._cuda.copy(
                 table.blocks.data_ptr(), table.host.data_ptr(), 4 * count, self._stream.cuda_stream
             )
-        return Places(blocks, offset, size, table)
+        return Places(blocks, offset, row_bytes, table)
 
     def forget(self, places: Places) -> None:
         if places.table is not None:

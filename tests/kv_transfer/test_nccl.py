@@ -375,7 +375,7 @@ def test_memory_cap_holds_over_all_pairs_and_idle_ones_make_room(
         for reader, handle in zip(readers, handles, strict=True):
             assert reader.ended(handle)
             assert reader.digest([9]) == source.digest([turn])
-    assert source.backend.budget.peak_bytes == 2 * pair_bytes
+            assert source.backend.budget.used_bytes <= 2 * pair_bytes
 
 
 def test_a_pair_that_finds_no_room_says_so(start: Callable[..., BackendNode]) -> None:

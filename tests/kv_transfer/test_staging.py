@@ -60,17 +60,17 @@ def test_block_ids_of_two_transfers_lie_apart_until_one_is_forgotten() -> None:
     lane = Lane(StagedPool(region), None, kernel)
     staging = lane.staging(20 * BLOCK_BYTES)
     (piece,), (long,) = cut(2, BLOCK_BYTES, 2 * BLOCK_BYTES), cut(20, BLOCK_BYTES, 20 * BLOCK_BYTES)
-    first, second = lane.places([1, 2]), lane.places([5, 6])
+    first, second = lane.places([1, 2], 0, BLOCK_BYTES), lane.places([5, 6], 0, BLOCK_BYTES)
     lane.gather(first, piece, staging)
     lane.scatter(second, piece, staging)
     expected[[5, 6]] = expected[[1, 2]]
     assert torch.equal(pool, expected)
     lane.forget(first)
     lane.forget(second)
-    again = lane.places([3, 4])
+    again = lane.places([3, 4], 0, BLOCK_BYTES)
     assert again.table in (first.table, second.table)
     # More than the pool has: the same block again and again.
-    lane.gather(lane.places([7] * 20), long, staging)
+    lane.gather(lane.places([7] * 20, 0, BLOCK_BYTES), long, staging)
     assert torch.equal(staging.view(20, -1), expected[[7] * 20])
 
 
@@ -82,7 +82,7 @@ def test_rows_lie_elsewhere_in_the_blocks_of_the_two_ends(kernel: Any, offset: i
     source, reader = Lane(StagedPool(narrow), None, kernel), Lane(StagedPool(region), None, kernel)
     staging = source.staging(3 * 48)
     (piece,) = cut(3, 48, 3 * 48)
-    source.gather(source.places([31, 0, 7]), piece, staging)
+    source.gather(source.places([31, 0, 7], 0, 48), piece, staging)
     reader.scatter(reader.places([2, 9, 4], offset, 48), piece, staging)
     expected[[2, 9, 4], offset : offset + 48] = expected.view(-1, 48)[[31, 0, 7]]
     assert torch.equal(pool, expected)
@@ -98,7 +98,7 @@ def test_gpu_lane_copies_by_kernel_and_settles() -> None:
     there, here = list(range(32)), list(range(63, 31, -1))
     with blocks.lane() as lane:
         staging = lane.staging(10 << 20)
-        sources, targets = lane.places(there), lane.places(here)
+        sources, targets = (lane.places(blocks, 0, 1 << 20) for blocks in (there, here))
         assert sources.table is not None
         for piece in cut(32, 1 << 20, 10 << 20):
             lane.gather(sources, piece, staging)
