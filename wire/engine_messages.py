@@ -205,7 +205,7 @@ class TierStats(msgspec.Struct):
 
 
 class TransferStats(msgspec.Struct):
-    """Counts of a KV connector."""
+    """A set of counts of a KV connector."""
 
     leases_granted: int = 0
     leases_released: int = 0
