@@ -160,6 +160,8 @@ class Router:
 
 DEADLINE_MS = 600_000.0
 """The default request_deadline_s of a router."""
+_MAX_QUEUE = 1_000
+"""The default max_queue of a router."""
 _LOOK_MS = 10.0
 
 Begins = Callable[[Stream, ChosenNodes, float], None]
@@ -173,13 +175,16 @@ class _Queued(QueuedRequest):
 
 class SimulatedAdmission:
     def __init__(
-        self, router: Router, max_queue: int, later: Callable[[float, Callable[[float], None]], None],
-        begins: Begins, refused: Callable[[Stream], None],
-    ) -> None:  # fmt: skip
+        self,
+        router: Router,
+        later: Callable[[float, Callable[[float], None]], None],
+        begins: Begins,
+        refused: Callable[[Stream], None],
+    ) -> None:
         self._router, self._later = router, later
         self._begins, self._refused = begins, refused
         self._admission: AdmissionQueue[_Queued, ChosenNodes] = AdmissionQueue(
-            max_queue, self._find
+            _MAX_QUEUE, self._find
         )
         self._requests: dict[Stream, _Queued] = {}
         self._looking = False

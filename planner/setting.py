@@ -132,7 +132,6 @@ class Setting:
     """Tokens of KV of each tier below a node's pool, by its name on the rate card."""
     strict_roles: bool = False
     """Decode nodes compute no prompt that a prefill node can."""
-    max_queue: int = 1_000
     card: RateCard = field(kw_only=True)
     events: Sequence[NodeEvent] = ()
     targets: Targets | None = None
@@ -151,7 +150,6 @@ class Result:
     setting: Setting
     streams: Sequence[Stream]
     gaps: dict[int, int] = field(default_factory=dict)
-    local: Counter[str] = field(default_factory=Counter)
 
     @property
     def rungs(self) -> Counter[str]:

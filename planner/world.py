@@ -55,9 +55,8 @@ class World:
         self._nodes, self._router = self.cluster.nodes, self.cluster.router
         self._left = len(streams)
         self._walks: dict[Stream, _Walk] = {}
-        self._door = SimulatedAdmission(
-            self._router, setting.max_queue, self.clock.later, self._begin, self._refuse
-        )
+        later = self.clock.later
+        self._door = SimulatedAdmission(self._router, later, self._begin, self._refuse)
 
     def run(self) -> Result:
         for number, stream in enumerate(self._streams):
@@ -135,7 +134,6 @@ class World:
         walk.decode = at
         if walk.source is None:
             stream.local = True
-            self._result.local["price" if walk.told.spill_tokens else "no_prefill_node"] += 1
         elif walk.computed:
             node.computed(stream, stream.prompt + stream.done, now)
         self.cluster.report(at, lease, now, taken=True)

@@ -1,14 +1,15 @@
-"""Every metric of routers and nodes, as their own registries declare it: what the reference page is
-made of.
-"""
+"""The metrics of routers and nodes, as their own registries declare them, and the alerts: tables."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -21,8 +22,11 @@ from kvrelay.router.workers.parent import worker_metrics
 from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import EngineReady, EngineStats
 from kvrelay.wire.outputs import Load
+from scripts.reference.markdown import code, table
 
-__all__ = ["MetricFact", "metrics_reference"]
+__all__ = ["MetricFact", "metric_pieces", "metrics_reference"]
+
+_RULES = Path(__file__).parents[2] / "deploy" / "monitoring" / "prometheus" / "kvrelay.rules.yml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +87,33 @@ def _labels(collector: Collector, family: Metric) -> Iterable[str]:
     return dict.fromkeys(
         [*declared, *(label for sample in family.samples for label in sample.labels)]
     )
+
+
+def metric_pieces() -> dict[str, str]:
+    return {
+        **{f"{where}-metrics": _table(where) for where in ("router", "node")},
+        "alerts": _alerts(),
+    }
+
+
+def _table(where: str) -> str:
+    rows = (
+        [code(each.name), each.kind, ", ".join(map(code, each.labels)), each.about]
+        for each in metrics_reference()
+        if where in each.where
+    )
+    return table(["Metric", "Type", "Labels", "Meaning"], rows)
+
+
+def _alerts() -> str:
+    rules = yaml.safe_load(_RULES.read_text(encoding="utf-8"))["groups"][0]["rules"]
+    rows = (
+        [
+            code(each["alert"]),
+            each["labels"]["severity"],
+            each["for"],
+            re.sub(r"\{\{ \$(?:labels\.)?(\w+).*?\}\}", r"`\1`", each["annotations"]["summary"]),
+        ]
+        for each in rules
+    )
+    return table(["Alert", "Severity", "After", "Says"], rows)

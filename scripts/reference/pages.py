@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scripts.reference.command_pieces import command_pieces
+from scripts.reference.command_line import command_pieces
 from scripts.reference.error_pieces import error_pieces
 from scripts.reference.http_pieces import http_pieces
-from scripts.reference.metric_pieces import metric_pieces
+from scripts.reference.metric_families import metric_pieces
 from scripts.reference.setting_pieces import setting_pieces
 
 __all__ = ["current", "pieces"]
