@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from email import message_from_string
 from typing import Any
 
 MODEL = "double"
@@ -39,25 +40,14 @@ class Double:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                path = head.split()[1].decode()
-                length = next(
-                    (
-                        int(line[15:])
-                        for line in head.lower().split(b"\r\n")
-                        if line.startswith(b"content-length:")
-                    ),
-                    0,
-                )
-                body = await reader.readexactly(length)
+                line, _, rest = head.decode().partition("\r\n")
+                path = line.split()[1]
+                headers = {name.lower(): value for name, value in message_from_string(rest).items()}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
                 if head.startswith(b"GET"):
                     known = path == "/v1/models"
                     whole(writer, {"data": [{"id": MODEL}]} if known else {}, 200 if known else 404)
                     continue
-                lines = head.decode().split("\r\n")[1:]
-                headers = {
-                    name.lower(): value
-                    for name, _, value in (line.partition(": ") for line in lines)
-                }
                 told = Told(json.loads(body), path, time.monotonic(), headers)
                 if not told.body.get("stream"):
                     said = told.body["messages"][-1]["content"]
@@ -89,19 +79,23 @@ def event(writer: asyncio.StreamWriter, said: object) -> None:
     writer.write(b"%x\r\n%b\r\n" % (len(text), text))
 
 
-def token(told: Told, writer: asyncio.StreamWriter, text: str = " word") -> None:
+def say_choice(told: Told, writer: asyncio.StreamWriter, text: str, finish: str | None) -> None:
     chat = told.path.endswith("chat/completions")
-    choice: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
-    event(writer, {"choices": [{"index": 0, **choice, "finish_reason": None}]})
+    choice: dict[str, Any] = (
+        {"delta": {"content": text} if text else {}} if chat else {"text": text}
+    )
+    event(writer, {"choices": [{"index": 0, **choice, "finish_reason": finish}]})
+
+
+def token(told: Told, writer: asyncio.StreamWriter, text: str = " word") -> None:
+    say_choice(told, writer, text, None)
     told.wrote.append(time.monotonic())
 
 
-def end(told: Told, writer: asyncio.StreamWriter, tokens: int, prompt: int = 0) -> None:
-    chat = told.path.endswith("chat/completions")
-    choice: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
-    event(writer, {"choices": [{"index": 0, **choice, "finish_reason": "length"}]})
-    prompt = prompt or len(told.body.get("prompt", [1]))
-    event(writer, {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": tokens}})
+def end(told: Told, writer: asyncio.StreamWriter, tokens: int) -> None:
+    say_choice(told, writer, "", "length")
+    usage = {"prompt_tokens": len(told.body.get("prompt", [1])), "completion_tokens": tokens}
+    event(writer, {"choices": [], "usage": usage})
     event(writer, b"[DONE]")
     over(writer)
 

@@ -128,16 +128,6 @@ def test_requests_are_refused_while_no_node_can_decode_and_answers_that_have_beg
     assert result.gap_ms(1.0) > 900
 
 
-def test_a_node_changes_its_role_when_it_has_ended_what_it_has() -> None:
-    events = [
-        NodeEvent(1_000.0, 3, "role", Role.PREFILL),
-        NodeEvent(4_000.0, 0, "role", Role.DECODE),
-    ]
-    result = simulate(streams(300, 40.0), on_h200("price", 1, 3, events=events))
-    ended(result)
-    assert not any(stream.moved for stream in result.streams)
-
-
 def test_with_targets_admission_refuses_who_would_miss_them() -> None:
     """At twice what the prefill node computes, half of them are answered, none later than its
     target and a prompt.
