@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 
 from kvrelay.wire.step_costs import DecayingMean, RunningMean, StepCosts
 
@@ -92,12 +91,6 @@ class Announced:
             tpot_ms = self.strictest_tpot_ms or _usual_tpot_ms(costs)
             gained = max(0.0, 1 - decoding - costs.step / (_TPOT_USED * tpot_ms)) * passed
             self.spill_ms = min(self.spill_ms + gained, _MOST_SPILL_MS)
-
-    def check(self, decoding: Sequence[tuple[float, int]]) -> None:
-        """Raise AssertionError unless the sums are those of these requests."""
-        assert self._tpots == Counter(tpot_ms for tpot_ms, _ in decoding)
-        weights = math.fsum(_weight(tpot_ms, expected) for tpot_ms, expected in decoding)
-        assert math.isclose(self.row_weight, weights, rel_tol=1e-9, abs_tol=1e-12)
 
 
 def _weight(tpot_ms: float, expected: int) -> float:

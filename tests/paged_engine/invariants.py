@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from kvrelay.paged_engine.blocks import NO_PIN, NULL_BLOCK, BlockPool
@@ -48,7 +49,10 @@ def check_scheduler(scheduler: Scheduler) -> None:
     ]
     assert len(set(owned)) == pool.total - pool.free
     check_waiting(scheduler._waiting)
-    scheduler._announced.check([(r.tpot_ms, r.expected_output) for r in live.values() if r.tpot_ms])
+    announced, decoding = scheduler._announced, [r for r in live.values() if r.tpot_ms]
+    assert announced._tpots == Counter(r.tpot_ms for r in decoding)
+    weights = sum(1 / (r.tpot_ms * max(1, r.expected_output)) for r in decoding)
+    assert math.isclose(announced.row_weight, weights, rel_tol=1e-9, abs_tol=1e-12)
     assert all(live[request.request_id].state is State.RUNNING for request in running)
     assert len(live) == len(scheduler._waiting) + len(running) + len(fetching)
     writers: dict[int, str] = {}
