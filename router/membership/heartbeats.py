@@ -14,6 +14,7 @@ from kvrelay.router.nodes.node import NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.errors import KvrelayError, RequestError
 from kvrelay.wire.heartbeat import LOST_AFTER_S, MAX_SKEW_S, NodeState, opened
+from kvrelay.wire.log_lines import Seldom
 
 __all__ = ["AnnouncedNodes", "hear_heartbeats"]
 
@@ -39,15 +40,14 @@ class AnnouncedNodes(asyncio.DatagramProtocol):
     def __init__(self, pool: Pool, key: str) -> None:
         self._pool, self._key = pool, key
         self._heard: dict[str, _Heard] = {}
-        self._complain_at = 0.0
+        self._refused = Seldom(_COMPLAIN_S)
 
     def datagram_received(self, data: bytes, addr: object) -> None:
         now = time.monotonic()
         try:
             self.add(data, time.time(), now)
         except KvrelayError as why:
-            if now >= self._complain_at:  # a stranger must not fill the log
-                self._complain_at = now + _COMPLAIN_S
+            if self._refused.times(now):  # a stranger must not fill the log
                 _log.warning("a heartbeat is refused: %s", why.message)
 
     def add(self, message: bytes, unix_now: float, now: float) -> None:
