@@ -34,7 +34,7 @@ from kvrelay.planner.rate_card import RateCard, read_card
 from kvrelay.planner.router import Router
 from kvrelay.planner.setting import Setting, Stream
 from kvrelay.planner.world import World
-from kvrelay.router.request.placer import ChosenNodes
+from kvrelay.router.placement import Placement
 from kvrelay.wire.config import Role
 
 __all__ = ["main"]
@@ -58,11 +58,12 @@ def decisions_us(nodes: int) -> list[float]:
     router, took = Router(Setting(prefixes=False, card=H200), roles, engines), []
     for at in range(_CALLS):
         began = time.process_time()
-        found = router.find(router.wanted(Stream(0.0, 500 + 37 * at % 977, 100)))
+        wanted = router.wanted(Stream(0.0, 500 + 37 * at % 977, 100))
+        found = router.find(wanted)
         took.append((time.process_time() - began) * 1e6)
-        assert isinstance(found, ChosenNodes)
+        assert isinstance(found, Placement)
         if at < _EACH * nodes:
-            router.placer.take(found)
+            router.placer.take(wanted, found)
     return sorted(took)
 
 

@@ -21,10 +21,10 @@ from kvrelay.router.admission.keys import Refusal
 from kvrelay.router.admission.queue import AdmissionQueue, QueuedRequest
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.placement import Refuse, Wait
+from kvrelay.router.placement import Placement, Refuse, Wait
 from kvrelay.router.prefix.index import CHUNK_BYTES, Prefix
 from kvrelay.router.request.job import Job, Slo
-from kvrelay.router.request.placer import ChosenNodes, PlacementQuery, Placer
+from kvrelay.router.request.placer import PlacementQuery, Placer
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError, NoNode
 from kvrelay.wire.kv_events import CPU, GPU, STORAGE
@@ -86,20 +86,17 @@ class Router:
             job, self._prefix(stream), tokens, None if peer is None else self.node(peer)
         )
 
-    def find(
-        self, wanted: PlacementQuery, *, begun: bool = False
-    ) -> ChosenNodes | Wait | Refuse | None:
+    def find(self, wanted: PlacementQuery) -> Placement | Wait | Refuse | None:
         """Return where it would be placed now; None if no node could take it."""
         try:
-            return self.placer.find(wanted, anyway=begun)
+            return self.placer.find(wanted)
         except NoNode:
             return None
 
     def number(self, node: Node) -> int:
         return self._numbers[node.url]
 
-    def told(self, found: ChosenNodes, stream: Stream) -> PlacementHints:
-        request, placement = found.wanted.request, found.placement
+    def told(self, request: PlacementQuery, placement: Placement, stream: Stream) -> PlacementHints:
         _, had, url = placement.prompt
         expected = max(1, round(request.output) - stream.done)
         spilled = max(1, request.tokens - had) if placement.spills else 0
@@ -164,7 +161,7 @@ _MAX_QUEUE = 1_000
 """The default max_queue of a router."""
 _LOOK_MS = 10.0
 
-Begins = Callable[[Stream, ChosenNodes, float], None]
+Begins = Callable[[Stream, PlacementQuery, Placement, float], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -183,9 +180,7 @@ class SimulatedAdmission:
     ) -> None:
         self._router, self._later = router, later
         self._begins, self._refused = begins, refused
-        self._admission: AdmissionQueue[_Queued, ChosenNodes] = AdmissionQueue(
-            _MAX_QUEUE, self._find
-        )
+        self._admission: AdmissionQueue[_Queued, Placement] = AdmissionQueue(_MAX_QUEUE, self._find)
         self._requests: dict[Stream, _Queued] = {}
         self._looking = False
 
@@ -195,7 +190,7 @@ class SimulatedAdmission:
         request = self._requests[stream] = _Queued(
             "",
             now / 1e3,
-            tokens=stream.prompt + round(wanted.request.output),
+            tokens=stream.prompt + round(wanted.output),
             ttft_s=targets.ttft_s,
             deadline=(now + DEADLINE_MS) / 1e3,
             stream=stream,
@@ -209,7 +204,7 @@ class SimulatedAdmission:
         if isinstance(found, Refusal):
             self._refuse(request)
         elif not isinstance(found, Wait):
-            self._begins(stream, found, now)
+            self._begins(stream, wanted, found, now)
         elif not self._looking:
             self._looking = True
             self._later(now + _LOOK_MS, self._look)
@@ -220,7 +215,7 @@ class SimulatedAdmission:
             self._admission.correct(request, stream.prompt + stream.done)
             self._turn(now)
 
-    def _find(self, request: _Queued) -> ChosenNodes | Wait | Refuse:
+    def _find(self, request: _Queued) -> Placement | Wait | Refuse:
         found = self._router.find(request.wanted)
         if found is None:
             raise NoNode("no node could take it, now or later")
@@ -231,7 +226,7 @@ class SimulatedAdmission:
             if isinstance(found, Refusal | KvrelayError):
                 self._refuse(request)
             else:
-                self._begins(request.stream, found, now)
+                self._begins(request.stream, request.wanted, found, now)
 
     def _look(self, now: float) -> None:
         self._turn(now)

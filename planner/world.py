@@ -6,6 +6,7 @@ decode node that does it all.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,8 @@ from kvrelay.planner.router import DEADLINE_MS, SimulatedAdmission
 from kvrelay.planner.seat import Leg, PlacementHints
 from kvrelay.planner.setting import Result, Setting, Stream
 from kvrelay.router.nodes.node import Lease
-from kvrelay.router.request.placer import ChosenNodes
+from kvrelay.router.placement import Placement
+from kvrelay.router.request.placer import PlacementQuery
 from kvrelay.wire.ladder import Found, places_of
 
 __all__ = ["World", "simulate"]
@@ -97,12 +99,14 @@ class World:
             if lease is not None:
                 self._router.pool.give_back(lease)
 
-    def _begin(self, stream: Stream, found: ChosenNodes, now: float) -> None:
+    def _begin(
+        self, stream: Stream, wanted: PlacementQuery, placement: Placement, now: float
+    ) -> None:
         walk = self._walks[stream]
         router = self._router
-        walk.told = router.told(found, stream)
-        placed = router.placer.take(found)
-        walk.placed, placement = now, found.placement
+        walk.told = router.told(wanted, placement, stream)
+        placed = router.placer.take(wanted, placement)
+        walk.placed = now
         named = (placement.prefill, placement.prompt[2])
         walk.holders = places_of(named)
         walk.lease = placed.decode
@@ -142,9 +146,10 @@ class World:
         walk, begun = self._walks[stream], stream.done > 0
         walk.looks += 1
         router, looks = self._router, walk.looks
-        found = router.find(router.wanted(stream, walk.source), begun=begun)
-        if isinstance(found, ChosenNodes):
-            self._begin(stream, found, now)
+        wanted = dataclasses.replace(router.wanted(stream, walk.source), ignores_room=begun)
+        found = router.find(wanted)
+        if isinstance(found, Placement):
+            self._begin(stream, wanted, found, now)
         elif now >= stream.at + DEADLINE_MS or (
             not begun and (found is None or looks > _MOST_LOOKS)
         ):

@@ -15,9 +15,9 @@ from kvrelay.router.admission.queue import AdmissionQueue, QueuedRequest
 from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.placement import Refuse, Wait
+from kvrelay.router.placement import Placement, Refuse, Wait
 from kvrelay.router.request.job import Job, Slo
-from kvrelay.router.request.placer import ChosenNodes, PlacementLeases, PlacementQuery, Placer
+from kvrelay.router.request.placer import PlacementLeases, PlacementQuery, Placer
 from kvrelay.wire.errors import DeadlineExceeded, KvrelayError, Overloaded
 from kvrelay.wire.router_config import RouterConfig
 
@@ -54,7 +54,7 @@ class AdmissionSlot(QueuedRequest):
             self.result.set_result(why)
 
 
-ModelQueue = AdmissionQueue[AdmissionSlot, ChosenNodes]
+ModelQueue = AdmissionQueue[AdmissionSlot, Placement]
 
 
 class AdmissionController:
@@ -93,7 +93,7 @@ class AdmissionController:
         if queue is None:
             queue = self._queues[base] = AdmissionQueue(self._config.max_queue, self._find)
         wanted = self._placer.limited(wanted, job.targets)
-        output = min(wanted.request.output, wanted.request.most_output)
+        output = min(wanted.output, wanted.most_output)
         tokens = job.prompt_tokens + math.ceil(output)
         # A long answer may be expected that never comes: alone no reason to refuse.
         limit_tokens = max(job.prompt_tokens, min(tokens, caller.tokens_per_minute or tokens))
@@ -153,12 +153,11 @@ class AdmissionController:
         if self._looking is not None:
             await cancel_and_wait([self._looking])
 
-    def _find(self, slot: AdmissionSlot) -> ChosenNodes | Wait | Refuse:
-        wanted, limit_ms = slot.wanted, slot.wanted.request.ttft_limit_ms
+    def _find(self, slot: AdmissionSlot) -> Placement | Wait | Refuse:
+        wanted, limit_ms = slot.wanted, slot.wanted.ttft_limit_ms
         left_ms = limit_ms - (time.monotonic() - slot.arrived) * 1e3
-        request = replace(wanted.request, ttft_limit_ms=left_ms)
         try:
-            found = self._placer.find(replace(wanted, request=request))
+            found = self._placer.find(replace(wanted, ttft_limit_ms=left_ms))
         except Overloaded as why:
             return Wait(why.message)
         if isinstance(found, Refuse) and found.what == "ttft":
@@ -166,8 +165,8 @@ class AdmissionController:
             return replace(found, limit_ms=limit_ms, never=never)
         return found
 
-    def _begin(self, slot: AdmissionSlot, found: ChosenNodes) -> None:
-        slot.placed = self._placer.take(found)
+    def _begin(self, slot: AdmissionSlot, found: Placement) -> None:
+        slot.placed = self._placer.take(slot.wanted, found)
         slot.settle()
 
     def _take_limits(self, caller: Caller, tokens: int) -> dict[str, str]:

@@ -36,7 +36,7 @@ from kvrelay.wire.router_config import PRICE, RouterConfig
 from kvrelay.wire.step_costs import RunningMean
 from kvrelay.wire.transfer import Source
 
-__all__ = ["ChosenNodes", "PlacementLeases", "Placer", "PlacementQuery"]
+__all__ = ["PlacementLeases", "Placer", "PlacementQuery"]
 
 _OUTPUTS_MEAN = 64
 _MOST_OUTPUT = 16_384.0
@@ -45,23 +45,18 @@ _LEAST_TARGET, _MOST_TARGET = 0.5, 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class PlacementQuery:
-    model: str
-    request: PlacementRequest
-    prefix: Prefix | None
-    peer: Node | None
+class PlacementQuery(PlacementRequest):
+    """A request to be placed, and which nodes may have it."""
+
+    model: str = ""
+    prefix: Prefix | None = None
+    peer: Node | None = None
     """A prefill node that has the KV, so that only a decode node is placed."""
     kind: NodeKind = NodeKind.KVRELAY
     alone: bool = False
     """A decode node computes the prompt; no prefill node is asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenNodes:
-    """A placement of which nothing is taken yet."""
-
-    wanted: PlacementQuery
-    placement: Placement
+    spills: bool = True
+    """It also may where a prefill node could."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +97,7 @@ class Placer:
         )
         tokens = max(1, tokens or length)
         costs, told = self._pool.typical_costs(job.model), job.targets
-        request = PlacementRequest(
+        return PlacementQuery(
             tokens,
             1.0 if job.prompt_only else self.expected_output(job.model) * job.choices,
             _bounded(told.ttft_s, costs.usual_ttft_ms(tokens)),
@@ -113,9 +108,12 @@ class Placer:
             below=below,
             holder=self._holder(cached, below),
             session=job.session_id,
+            model=job.model,
+            prefix=prefix,
+            peer=peer,
+            kind=job.kind,
+            alone=alone or is_undivided(job),
         )
-        alone = alone or is_undivided(job)
-        return PlacementQuery(job.model, request, prefix, peer, job.kind, alone)
 
     def _holder(
         self, cached: dict[str, int], below: dict[str, tuple[int, int]]
@@ -130,7 +128,7 @@ class Placer:
     def sources(self, placed: PlacementLeases) -> list[Source]:
         """Return where else the node that computes a prompt may take a part of its KV."""
         _, held, url = placed.placement.prompt
-        holder, tokens = self._pool.find(url), placed.wanted.request.cached.get(url, 0)
+        holder, tokens = self._pool.find(url), placed.wanted.cached.get(url, 0)
         if not holder or not (kv := holder.kv):
             return []
         found = [Source(kv.address, kv.port, kv.generation, tokens, kv.seal)] if tokens else []
@@ -157,9 +155,7 @@ class Placer:
         if self._pool.typical_costs(wanted.model) is UNKNOWN:
             return wanted
         ttft_ms, tpot_ms = ((each or math.inf) * 1e3 for each in (targets.ttft_s, targets.tpot_s))
-        return replace(
-            wanted, request=replace(wanted.request, ttft_limit_ms=ttft_ms, tpot_limit_ms=tpot_ms)
-        )
+        return replace(wanted, ttft_limit_ms=ttft_ms, tpot_limit_ms=tpot_ms)
 
     def expected_output(self, model: str) -> float:
         mean = self._outputs.get(self._pool.base_of(model))
@@ -176,23 +172,17 @@ class Placer:
         wanted: PlacementQuery,
         tried_prefill: Collection[Node] = (),
         tried_decode: Collection[Node] = (),
-        *,
-        anyway: bool = False,
-        spills: bool = True,
-    ) -> ChosenNodes | Wait | Refuse:
-        """Choose nodes that have not been tried. Raises NoNode, Overloaded, KvNotLoaded.
-
-        `anyway` ignores the room for KV. Without `spills` a decode node computes the prompt only if
-        no prefill node can.
-        """
-        now, request = time.monotonic(), wanted.request
-        if anyway:  # a part of its answer is there
-            request = replace(
-                request, ignores_room=True, ttft_limit_ms=math.inf, tpot_limit_ms=math.inf
-            )
-        pool, peer, model, kind = self._pool, wanted.peer, wanted.model, wanted.kind
+    ) -> Placement | Wait | Refuse:
+        """Choose nodes that have not been tried. Raises NoNode, Overloaded, KvNotLoaded."""
+        now, pool, peer, model, kind = (
+            time.monotonic(),
+            self._pool,
+            wanted.peer,
+            wanted.model,
+            wanted.kind,
+        )
         decode: Sequence[Node] = pool.available(Role.DECODE, model, tried_decode, now, kind)
-        able = [node for node in decode if anyway or node.state.computes]
+        able = [node for node in decode if wanted.ignores_room or node.state.computes]
 
         def link(prefill: str, decode: str) -> float:
             return pool.link_ms(peer or self._named(prefill), self._named(decode), now)
@@ -202,8 +192,7 @@ class Placer:
             if not takers:
                 raise _incompatible((peer,), decode)
             targets = [node.state for node in self._by_policy(Role.DECODE, wanted, takers)]
-            placed = place_decode(request, targets, peer.url, link)
-            return placed if isinstance(placed, Wait) else ChosenNodes(wanted, placed)
+            return place_decode(wanted, targets, peer.url, link)
         prefill: Sequence[Node] = ()
         if not wanted.alone:
             try:
@@ -220,23 +209,22 @@ class Placer:
         # Where those that policies choose cannot hand over, all are asked; then decode nodes alone.
         for sources, nodes in (chosen, (prefill, decode), ((), able)):
             p_loads, d_loads = ([node.state for node in each] for each in (sources, nodes))
-            found = place(request, p_loads, d_loads, link, spills=self._spills and spills)
+            found = place(wanted, p_loads, d_loads, link, spills=self._spills and wanted.spills)
             if not isinstance(found, Wait) or not sources or _takers(sources, nodes):
                 break
         if not (sources or able):
             up = pool.up(Role.DECODE, model=model, kind=kind)
             if not _takers(prefill, up):
                 raise _incompatible(prefill, up)
-        return ChosenNodes(wanted, found) if isinstance(found, Placement) else found
+        return found
 
-    def take(self, found: ChosenNodes) -> PlacementLeases:
-        wanted, placement = found.wanted, found.placement
+    def take(self, wanted: PlacementQuery, placement: Placement) -> PlacementLeases:
         # A node that nobody names may still have its KV.
         source, target = (
             wanted.peer or self._named(placement.prefill),
             self._named(placement.decode),
         )
-        share, row = shares_of(wanted.request, placement, source.state, target.state)
+        share, row = shares_of(wanted, placement, source.state, target.state)
         hold, prefix = self._pool.hold, wanted.prefix
         prefill = None
         if share is not None and wanted.peer is None:
@@ -259,11 +247,9 @@ class Placer:
         name = self._policies[role]
         if name == PRICE or len(nodes) < 2:
             return nodes
-        fit = set(
-            fitting(wanted.request, [node.state for node in nodes], decodes=role is Role.DECODE)
-        )
+        fit = set(fitting(wanted, [node.state for node in nodes], decodes=role is Role.DECODE))
         roomy = [node for node in nodes if node.state in fit]
-        return [POLICIES[name](wanted.request, roomy or nodes, self._rng)]
+        return [POLICIES[name](wanted, roomy or nodes, self._rng)]
 
 
 def _takers(prefill: Sequence[Node], decode: Sequence[Node]) -> list[Node]:

@@ -16,12 +16,13 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.nodes.node import Lease, Node, NodeKind, kv_mismatch
+from kvrelay.router.placement import Placement
 from kvrelay.router.relay import Reply
 from kvrelay.router.request.failures import Attempts, CrashRecord, RunContext
 from kvrelay.router.request.job import (
@@ -31,7 +32,7 @@ from kvrelay.router.request.job import (
     prefill_body,
     prefix_of,
 )
-from kvrelay.router.request.placer import ChosenNodes, PlacementLeases, PlacementQuery
+from kvrelay.router.request.placer import PlacementLeases, PlacementQuery
 from kvrelay.router.request.progress import AnswerProgress, Diverged, FramePosition
 from kvrelay.router.timeline import Timeline
 from kvrelay.router.transport.node_stream import AttemptFailed, Drain, Refused
@@ -259,17 +260,16 @@ class RequestRun:
                 begun, found = self.progress.output_tokens > 0, None
                 tried = [] if decode is None else decode.nodes()
                 try:
-                    found = placer.find(
-                        query, self._prefills.nodes(), tried, anyway=begun, spills=self._spills
-                    )
+                    query = replace(query, ignores_room=begun, spills=self._spills)
+                    found = placer.find(query, self._prefills.nodes(), tried)
                 except NoNode:
                     if not begun or any(node.up for node in tried):
                         raise
                 except Overloaded:
                     if not patient:
                         raise
-                if isinstance(found, ChosenNodes):
-                    return placer.take(found)
+                if isinstance(found, Placement):
+                    return placer.take(query, found)
                 if time.monotonic() >= until and not begun:
                     full = Overloaded(
                         f"no node had room for the request within {ROOM_DEADLINE_S:g} s; try again "
@@ -282,7 +282,7 @@ class RequestRun:
             placer.waiting[model] -= 1
 
     def _decode_params(self, placed: PlacementLeases) -> KvTransferParams:
-        request, progress, metrics = placed.wanted.request, self.progress, self.context.metrics
+        request, progress, metrics = placed.wanted, self.progress, self.context.metrics
         params, source, model = progress.decode_params(), self._prefill_node, self.job.model
         if params.remote_engine_id is None:
             if not (progress.output_tokens or self.timeline.local):

@@ -14,6 +14,7 @@ from router_doubles import MODEL, Cluster, cluster, decode, parse_job, prefill
 
 from kvrelay.router.admission.keys import hash_of
 from kvrelay.router.nodes.node import NodeKind
+from kvrelay.router.placement import Placement
 from kvrelay.router.request.job import (
     CHAT_PATH,
     COMPLETIONS_PATH,
@@ -23,7 +24,7 @@ from kvrelay.router.request.job import (
     parts_of,
     prefill_body,
 )
-from kvrelay.router.request.placer import ChosenNodes, PlacementLeases, Placer
+from kvrelay.router.request.placer import PlacementLeases, PlacementQuery, Placer
 from kvrelay.wire.errors import ConfigError, RequestError
 from kvrelay.wire.kv_events import chain, root_of
 from kvrelay.wire.router_config import KeyConfig, RouterConfig
@@ -164,9 +165,9 @@ async def test_the_routers_own_index_tells_a_key_of_no_other_keys_prompts(
 ) -> None:
     shared, take = list[bool](), Placer.take
 
-    def noted(placer: Placer, found: ChosenNodes) -> PlacementLeases:
-        shared.append(found.placement.prefill in found.wanted.request.cached)
-        return take(placer, found)
+    def noted(placer: Placer, wanted: PlacementQuery, found: Placement) -> PlacementLeases:
+        shared.append(found.prefill in wanted.cached)
+        return take(placer, wanted, found)
 
     monkeypatch.setattr(Placer, "take", noted)
     p, d = prefill(), decode()

@@ -17,10 +17,10 @@ from router_doubles import KV, NO_PROMPTS, parse_job
 
 from kvrelay.router.nodes.node import FAILURES_IN_A_ROW, HealthReport, Node, NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.placement import Refuse, Wait
+from kvrelay.router.placement import Placement, Refuse, Wait
 from kvrelay.router.prefix.index import Prefix
 from kvrelay.router.request.job import CHAT_PATH, Job, Slo, prefix_of
-from kvrelay.router.request.placer import ChosenNodes, Placer
+from kvrelay.router.request.placer import PlacementLeases, PlacementQuery, Placer
 from kvrelay.wire import transfer as wire
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode, Overloaded
@@ -60,14 +60,22 @@ class Rig:
         self.pool.note_report(node, report, 1.0, 1.0)
         return node
 
-    def chosen(self, job: Job, **how: Any) -> ChosenNodes:
-        found = self.placer.find(self.placer.wanted(job, None), **how)
-        assert isinstance(found, ChosenNodes)
-        return found
+    def query(self, job: Job, *known: Any, **how: Any) -> PlacementQuery:
+        return replace(self.placer.wanted(job, *(known or [None])), **how)
+
+    def find(self, job: Job, *known: Any, **how: Any) -> Placement | Wait | Refuse:
+        return self.placer.find(self.query(job, *known, **how))
 
     def found(self, job: Job, **how: Any) -> tuple[str, str]:
-        placed = self.chosen(job, **how).placement
+        placed = self.find(job, **how)
+        assert isinstance(placed, Placement)
         return placed.prefill[7:], placed.decode[7:]
+
+    def take(self, job: Job, *known: Any, **how: Any) -> PlacementLeases:
+        query = self.query(job, *known, **how)
+        found = self.placer.find(query)
+        assert isinstance(found, Placement)
+        return self.placer.take(query, found)
 
 
 def job(targets: Slo = Slo(), **fields: Any) -> Job:  # noqa: B008 - a value
@@ -81,10 +89,10 @@ def test_what_an_answer_may_have_says_nothing_of_how_long_it_will_be(
 ) -> None:
     rig = Rig()
     asked = job(max_tokens=max_tokens)
-    assert rig.placer.wanted(asked, None).request.output == 128
+    assert rig.query(asked).output == 128
     for _ in range(1_000):
         rig.placer.answered("m", 40)
-    request = rig.placer.wanted(asked, None).request
+    request = rig.query(asked)
     assert request.output == pytest.approx(40, rel=0.01)
     assert request.most_output == (max_tokens or math.inf)
     assert request.kv_tokens == request.tokens + min(
@@ -96,22 +104,21 @@ def test_what_an_answer_may_have_says_nothing_of_how_long_it_will_be(
 
 def test_a_text_has_as_many_tokens_as_nodes_have_counted_of_others() -> None:
     rig, asked = Rig(), job()
-    placer = rig.placer
     prefix = prefix_of(asked)
-    assert placer.wanted(asked, prefix).request.tokens == pytest.approx(1_000, abs=20)
+    assert rig.query(asked, prefix).tokens == pytest.approx(1_000, abs=20)
     for _ in range(100):
         rig.pool.prefixes.counted(prefix, 650)
-    assert placer.wanted(asked, prefix).request.tokens == pytest.approx(650, rel=0.02)
+    assert rig.query(asked, prefix).tokens == pytest.approx(650, rel=0.02)
 
 
 def test_targets_come_of_the_card_and_no_target_buys_priority() -> None:
     placer = Rig().placer
-    usual = placer.wanted(job(), None).request
+    usual = placer.wanted(job(), None)
     ttft_ms = 30 * 4 + 0.9 * 0.02 * usual.tokens
     assert (usual.ttft_ms, usual.tpot_ms) == (pytest.approx(ttft_ms), 14.4)
-    told = placer.wanted(job(Slo(0.125, 0.02)), None).request
+    told = placer.wanted(job(Slo(0.125, 0.02)), None)
     assert (told.ttft_ms, told.tpot_ms) == (125, 20)
-    greedy = placer.wanted(job(Slo(0.001, 0.001)), None).request
+    greedy = placer.wanted(job(Slo(0.001, 0.001)), None)
     assert (greedy.ttft_ms, greedy.tpot_ms) == (usual.ttft_ms / 2, 7.2)
     assert usual.ttft_limit_ms == math.inf
 
@@ -119,7 +126,7 @@ def test_targets_come_of_the_card_and_no_target_buys_priority() -> None:
 def test_a_told_target_is_a_limit_where_nodes_have_said_what_they_cost() -> None:
     rig = Rig()
     late = job(Slo(0.010, None))
-    wanted = rig.placer.limited(rig.placer.wanted(late, None), late.targets)
+    wanted = rig.placer.limited(rig.query(late), late.targets)
     refused = rig.placer.find(wanted)
     assert isinstance(refused, Refuse)
     assert (refused.what, refused.never, refused.limit_ms) == ("ttft", True, 10)
@@ -129,11 +136,10 @@ def test_a_told_target_is_a_limit_where_nodes_have_said_what_they_cost() -> None
 
 def test_what_is_taken_counts_until_it_is_given_back() -> None:
     rig = Rig()
-    found = rig.chosen(job())
-    placed = rig.placer.take(found)
+    placed = rig.take(job())
     assert placed.prefill is not None
     assert (placed.prefill.node.url, placed.decode.node.state.rows) == ("http://p0", 1)
-    assert placed.prefill.node.state.backlog_ms == pytest.approx(0.02 * found.wanted.request.tokens)
+    assert placed.prefill.node.state.backlog_ms == pytest.approx(0.02 * placed.wanted.tokens)
     assert rig.found(job())[1] != placed.decode.node.url[7:]
     for _ in range(2):
         rig.placer.give_back(placed)
@@ -144,9 +150,9 @@ def test_a_policy_chooses_the_node_of_its_role() -> None:
     rig = Rig(2, 2, prefill_policy="round_robin", decode_policy="round_robin")
     ways = []
     for _ in range(4):
-        found = rig.chosen(job())
-        ways.append((found.placement.prefill[7:], found.placement.decode[7:]))
-        rig.placer.give_back(rig.placer.take(found))
+        placed = rig.take(job())
+        ways.append((placed.placement.prefill[7:], placed.placement.decode[7:]))
+        rig.placer.give_back(placed)
     assert ways == [("p0", "d0"), ("p1", "d1")] * 2
 
 
@@ -179,7 +185,7 @@ def test_while_the_only_partner_rests_others_are_not_asked_for_what_they_cannot_
     rig.says("d1", kv=msgspec.structs.replace(KV, computes_prompts=False))
     rests, now = rig.pool.nodes[1], time.monotonic()
     rig.pool.rest(rests, 5.0, now)
-    assert isinstance(rig.placer.find(rig.placer.wanted(job(), None)), Wait)
+    assert isinstance(rig.find(job()), Wait)
     for _ in range(FAILURES_IN_A_ROW):  # long ago: the breaker is half-open
         rig.pool.failed(object(), rests, "500", now - 9)
     with pytest.raises(Overloaded):
@@ -207,7 +213,7 @@ def test_who_needs_more_than_half_of_all_room_waits_for_half_of_it() -> None:
     rig.says("d0", msgspec.structs.replace(ROOMY, free_blocks=500, running=1))
     assert rig.found(job(messages=[{"role": "user", "content": "x" * 60_000}]))[1] == "d0"
     rig.says("d0", msgspec.structs.replace(ROOMY, free_blocks=490, running=1))
-    assert isinstance(rig.placer.find(rig.placer.wanted(job(n=99), None)), Wait)
+    assert isinstance(rig.find(job(n=99)), Wait)
 
 
 def test_without_a_prefill_node_a_decode_node_does_it_all_if_it_may() -> None:
@@ -217,24 +223,22 @@ def test_without_a_prefill_node_a_decode_node_does_it_all_if_it_may() -> None:
     rig.says("d0", kv=NO_PROMPTS)
     with pytest.raises(NoNode, match="no prefill node is up"):
         rig.found(job())
-    assert rig.found(job(), anyway=True) == ("d0", "d0")  # a part of its answer is there
+    assert rig.found(job(), ignores_room=True) == ("d0", "d0")  # a part of its answer is there
 
 
 def test_kv_that_lies_on_a_prefill_node_wants_a_decode_node_alone() -> None:
     rig = Rig(1, 2)
     rig.says("d0", msgspec.structs.replace(ROOMY, running=3))
     peer = rig.pool.nodes[0]
-    wanted = rig.placer.wanted(job(), None, 1_000, peer)
-    found = rig.placer.find(wanted)
-    assert isinstance(found, ChosenNodes)
-    way = found.placement
+    wanted = rig.query(job(), None, 1_000, peer)
+    placed = rig.take(job(), None, 1_000, peer)
+    way = placed.placement
     assert (way.prefill, way.decode, way.spills) == (peer.url, "http://d1", False)
-    placed = rig.placer.take(found)
     assert (placed.prefill, placed.decode.share.prompt_ms, peer.state.is_idle) == (None, 0, True)
     for name in ("d0", "d1"):
         rig.says(name, msgspec.structs.replace(ROOMY, free_blocks=0, running=1))
     assert isinstance(rig.placer.find(wanted), Wait)
-    assert isinstance(rig.placer.find(wanted, anyway=True), ChosenNodes)
+    assert isinstance(rig.placer.find(replace(wanted, ignores_room=True)), Placement)
     for name in ("d0", "d1"):
         rig.says(name, kv=msgspec.structs.replace(OTHER_KV, computes_prompts=False))
     with pytest.raises(KvNotLoaded, match="kv_dtype"):
@@ -245,9 +249,8 @@ def test_kv_on_a_prefill_node_that_was_removed_is_fetched_all_the_same() -> None
     rig = Rig(1, 1)
     peer = rig.pool.nodes[0]
     rig.pool.set_members(Source.STATIC, [NodeSpec("http://d0", D)], 2.0)
-    found = rig.placer.find(rig.placer.wanted(job(), None, 1_000, peer))
-    assert isinstance(found, ChosenNodes)
-    assert (found.placement.prefill, found.placement.decode) == (peer.url, "http://d0")
+    way = rig.take(job(), None, 1_000, peer).placement
+    assert (way.prefill, way.decode) == (peer.url, "http://d0")
 
 
 def test_among_many_hosts_each_prefill_node_is_paired_with_those_that_can_take_its_kv() -> None:
@@ -271,10 +274,10 @@ def test_who_cannot_hand_over_is_no_pair_though_nobody_else_has_room() -> None:
     rig.says("d0", full)
     rig.says("p1", full, kv=OTHER_KV)
     rig.says("d1", kv=OTHER_KV)
-    assert isinstance(rig.placer.find(rig.placer.wanted(job(), None), spills=False), Wait)
+    assert isinstance(rig.find(job(), spills=False), Wait)
     assert rig.found(job()) == ("d1", "d1")
     rig.says("d1", full, kv=OTHER_KV)
-    assert isinstance(rig.placer.find(rig.placer.wanted(job(), None)), Wait)
+    assert isinstance(rig.find(job()), Wait)
 
 
 def test_another_nodes_host_memory_is_named_beside_its_pool_to_those_of_its_kind() -> None:
@@ -294,22 +297,19 @@ def test_another_nodes_host_memory_is_named_beside_its_pool_to_those_of_its_kind
         index.changed(node.url, (), cleared=True)
     index.changed("http://p0", prefix.keys[:10])
     index.changed("http://p0", prefix.keys[:60], cleared=True, medium=CPU)
-    found = rig.placer.find(rig.placer.wanted(asked, prefix), spills=False)
-    assert isinstance(found, ChosenNodes)
-    assert "p1/d0" in str(found.placement)
-    assert "pulls from p0" in str(found.placement)
-    placed = rig.placer.take(found)
+    placed = rig.take(asked, prefix, spills=False)
+    assert "p1/d0" in str(placed.placement)
+    assert "pulls from p0" in str(placed.placement)
     pool = wire.Source("h", 5, "p0", 160)
     assert rig.placer.sources(placed) == [pool, msgspec.structs.replace(cache, tokens=960)]
     rig.placer.give_back(placed)
     rig.says("p1", pulls)  # it does not check what it would read
-    assert rig.placer.wanted(asked, prefix).request.holder[2] == set()
+    assert rig.query(asked, prefix).holder[2] == set()
     rig.says("p0", msgspec.structs.replace(ROOMY, host_token_ms=1e-7), kv=holder)
-    found = rig.placer.find(rig.placer.wanted(asked, prefix), spills=False)
-    assert isinstance(found, ChosenNodes)
-    assert "p0/d0" in str(found.placement)
-    assert "pulls from host" in str(found.placement)
-    assert rig.placer.sources(rig.placer.take(found)) == []
+    placed = rig.take(asked, prefix, spills=False)
+    assert "p0/d0" in str(placed.placement)
+    assert "pulls from host" in str(placed.placement)
+    assert rig.placer.sources(placed) == []
 
 
 def test_each_reason_why_a_prompts_kv_was_not_found_is_named() -> None:
@@ -322,8 +322,8 @@ def test_each_reason_why_a_prompts_kv_was_not_found_is_named() -> None:
     changed(p1, known.keys[3:5], at=1.0, medium=CPU)
     changed(d0, known.keys[:6], at=1.0)
     changed(d0, (), known.keys[5:6], at=1.5)
-    placed = rig.placer.take(rig.chosen(job()))
-    wanted = replace(placed.wanted, request=replace(placed.wanted.request, cached={p0: 48, p1: 80}))
+    placed = rig.take(job())
+    wanted = replace(placed.wanted, cached={p0: 48, p1: 80})
     placed = replace(
         placed, at=2.0, wanted=wanted, placement=replace(placed.placement, prompt=(0.0, 80, d0))
     )
