@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -252,7 +251,6 @@ class FakeNode:
     stream_status: int = 200
     url: str = ""
     calls: list[Call] = field(default_factory=list)
-    called: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     resume: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -271,7 +269,6 @@ class FakeNode:
         if self.draining or self.flips_to:
             return error(503, "this node is draining", "draining")
         self.calls.append(call)
-        self.called.set()
         try:
             return await self.script(call)
         except (asyncio.CancelledError, ConnectionError):
@@ -412,11 +409,11 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(
-    *nodes: FakeNode, ready: bool = True, listening: socket.socket | None = None, **config: Any
-) -> AsyncIterator[Cluster]:
+async def cluster(*nodes: FakeNode, ready: bool = True, **config: Any) -> AsyncIterator[Cluster]:
     """Start the nodes and a router over them; wait until it is ready unless told not to."""
-    async with _all_running(list(nodes)):
+    async with AsyncExitStack() as stack:
+        for node in nodes:
+            await stack.enter_async_context(node.running())
         every: dict[str, Any] = {
             "health_interval_s": 0.05,
             "health_deadline_s": 10.0,  # noise is no fault: nodes and router share a loop
@@ -429,18 +426,16 @@ async def cluster(
             decode=tuple(node.url for node in nodes if node.role != "prefill"),
             **(every | config),
         )
-        async with router_over(settings, listening=listening) as started:
+        async with router_over(settings) as started:
             if ready:
                 await until(lambda: all(node.up for node in started.router.pool.nodes))
             yield started
 
 
 @asynccontextmanager
-async def router_over(
-    config: RouterConfig, reread: Reread | None = None, listening: socket.socket | None = None
-) -> AsyncIterator[Cluster]:
-    """One more router, at a port that is `listening`, if there is one."""
-    with listening or socket.create_server(("127.0.0.1", 0)) as listening:
+async def router_over(config: RouterConfig, reread: Reread | None = None) -> AsyncIterator[Cluster]:
+    """One more router."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
         server = make_server(config, reread=reread)
         serving = asyncio.create_task(server.serve([listening]))
         await until(lambda: server.started)
@@ -454,24 +449,11 @@ async def router_over(
                 await asyncio.wait_for(serving, 5)
 
 
-@asynccontextmanager
-async def _all_running(nodes: list[FakeNode]) -> AsyncIterator[None]:
-    if not nodes:
-        yield
-        return
-    async with nodes[0].running(), _all_running(nodes[1:]):
-        yield
-
-
 async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
     """Wait for a condition."""
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.005)
-
-
-def rng() -> random.Random:
-    return random.Random(7)
 
 
 @contextmanager

@@ -30,39 +30,20 @@ PIECES = ("", "a", "b", "c")
 DONE = "data: [DONE]\n\n"
 
 
-def old(engine: str, request_id: str, block: int) -> dict[str, Any]:
-    """What a prefill node of 0.9 to 0.12 gives away: no id of its request, one flat list of blocks."""
+def given(engine: str, request_id: str, block: int) -> dict[str, Any]:
+    """What a prefill node gives away; from some versions without id, groups and lease."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_block_ids": [block, block + 1],
+        "remote_block_ids": [[block, block + 1], []],
         "remote_engine_id": engine,
+        "remote_request_id": f"chatcmpl-{request_id}-1a2b3c4d",
         "remote_host": "127.0.0.1",
         "remote_port": 5600,
-        "tp_size": 1,
-    }
-
-
-def middle(engine: str, request_id: str, block: int) -> dict[str, Any]:
-    """From 0.13 on: with the id under which the prefill node holds the blocks."""
-    return old(engine, request_id, block) | {"remote_request_id": f"chatcmpl-{request_id}-1a2b3c4d"}
-
-
-def new(engine: str, request_id: str, block: int) -> dict[str, Any]:
-    """Lists of blocks per KV group, a lease, and fields that nobody here knows."""
-    told = {
-        "remote_block_ids": [[block, block + 1], []],
         "remote_num_tokens": 3,
         "remote_blocks_expiry_time": 12345.678901234567,
+        "later": [1.0],
     }
-    return (
-        middle(engine, request_id, block)
-        | told
-        | {"dcp_size": 1, "pp_size": 2, "transfer_mode": "push", "later": [1.0]}
-    )
-
-
-VERSIONS = {"0.9.2": old, "0.13.0": middle, "0.25.1": new}
 
 
 @dataclass
@@ -206,11 +187,11 @@ async def ok(call: Call) -> web.StreamResponse:
         return web.json_response(error(400, why), status=400)
     asked = body.get("kv_transfer_params") or {}
     if asked.get("do_remote_decode"):
-        stopped = not body.get("ignore_eos")  # our first token is one that ends
-        given = None if stopped and node.version == "0.9.2" else node.give_away(call.request_id)
-        if given is not None:
-            node.store.hold(given, call.request_id)
-        return web.json_response(call.answer("z", kv_transfer_params=given))
+        held = None
+        if node.hands_over:
+            held = given(node.engine, call.request_id, 2 * len(node.store.held))
+            node.store.hold(held, call.request_id)
+        return web.json_response(call.answer("z", kv_transfer_params=held))
     if body.get("stream"):
         return await call.stream(*call.events())
     return web.json_response(call.answer("abc"))
@@ -223,25 +204,16 @@ class VllmNode:
     role: str
     script: Script
     store: Store
-    version: str = "0.25.1"
     engine: str = "engine-1"
     hands_over: bool = True
     health_status: int = 200
     running_requests: int = 0
     waiting_requests: int = 0
     started: float = 1.7952345678e9
-    adapters: tuple[str, ...] = ()
     url: str = ""
     calls: list[Call] = field(default_factory=list)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     called: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def give_away(self, request_id: str) -> dict[str, Any] | None:
-        return (
-            VERSIONS[self.version](self.engine, request_id, 2 * len(self.store.held))
-            if self.hands_over
-            else None
-        )
 
     def complaint(self, call: Call) -> str | None:
         """Why vLLM would refuse this body, or None."""
@@ -291,7 +263,7 @@ class VllmNode:
         return web.Response(status=self.health_status)
 
     async def say_version(self, request: web.Request) -> web.Response:
-        return web.json_response({"version": self.version})
+        return web.json_response({"version": "0.25.1"})
 
     async def models(self, request: web.Request) -> web.Response:
         card = {
@@ -302,30 +274,17 @@ class VllmNode:
             "parent": None,
             "max_model_len": 128,
         }
-        cards = [
-            card,
-            *(
-                card | {"id": name, "parent": MODEL, "max_model_len": None}
-                for name in self.adapters
-            ),
-        ]
-        return web.json_response({"object": "list", "data": cards})
+        return web.json_response({"object": "list", "data": [card]})
 
     async def metrics(self, request: web.Request) -> web.Response:
         text = metrics_text(self.running_requests, self.waiting_requests, self.started)
         return web.Response(text=text)
-
-    async def tokenize(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"count": 3, "max_model_len": 128, "tokens": [1, 2, 3], "token_strs": None}
-        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[VllmNode]:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self.leg)
         app.router.add_post("/v1/completions", self.leg)
-        app.router.add_post("/tokenize", self.tokenize)
         app.router.add_get("/health", self.health)
         app.router.add_get("/version", self.say_version)
         app.router.add_get("/v1/models", self.models)
