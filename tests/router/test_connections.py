@@ -133,29 +133,6 @@ async def test_odd_headers_neither_break_the_router_nor_get_anywhere() -> None:
         assert await c.text()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"model":"tiny","kv_transfer_params":null,"messages":[],"kv_transfer_params":{"remote_host":"10.0.0.9"}}',
-        b'{"model":"tiny","messages":[],"kv\\u005ftransfer_params":{"do_remote_prefill":true}}',
-        b'{"model":"tiny","messages":[],"remote_block_ids":[1]}',
-        b'{"model":"tiny","messages":[],"do_remote_decode":true}',
-        b'{"model":"tiny","messages":[],"remote_anything":1}',
-        b'{"model":"tiny","messages":[],"vllm_xargs":{"kv_transfer_params":{"remote_host":"x"}}}',
-        b'{"model":"' + b"x" * 300 + b'","messages":[]}',
-        b'{"model":"tiny","messages":' + b"[" * 200 + b"]" * 200 + b"}",
-    ],
-)
-async def test_hand_over_fields_long_names_and_deep_bodies_are_refused(body: bytes) -> None:
-    p = prefill()
-    async with cluster(p, decode()) as c:
-        for path in ("/v1/chat/completions", "/v1/completions"):
-            async with c.http.post(c.url + path, data=body) as answer:
-                assert answer.status == 400
-                assert len(await answer.read()) < 1000
-        assert p.calls == []
-
-
 async def test_no_words_of_a_client_get_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     secret = "the secret word"

@@ -6,13 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from kvrelay.router.console.snapshot import KEPT_REQUESTS, Snapshot, snapshot_of
 from kvrelay.router.nodes.node import BreakerState
 from kvrelay.router.state import Health, NodeStatus, WorkerStatus
 from kvrelay.router.timeline import EndedRequest
-from kvrelay.router.workers.parent import WorkerReport
 
 P, D = "http://p:1", "http://d:1"
 
@@ -94,11 +91,6 @@ def test_of_what_each_finds_out_by_itself_the_worst_is_told() -> None:
     assert (first.up, first.up_in) == (True, 1)
     assert first.breaker == is_open
     assert (second.url, second.up_in) == (D, 1)
-
-
-def test_what_workers_tell_of_it_arrives_as_it_was() -> None:
-    told = WorkerReport(3, seen=(worker(request(4999.0)), ""))
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=WorkerReport) == told
 
 
 def test_the_page_reads_no_name_that_is_not_told(repository: Path) -> None:

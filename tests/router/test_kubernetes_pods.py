@@ -17,7 +17,7 @@ from router_doubles import cluster, decode, prefill, until
 
 from kvrelay.router.membership import kubernetes_pods
 from kvrelay.router.membership.kubernetes_pods import api_server, follow_pods, nodes_of
-from kvrelay.router.nodes.node import HealthReport, Node, NodeSpec, Source
+from kvrelay.router.nodes.node import NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError
@@ -217,24 +217,6 @@ async def test_without_an_api_server_health_finds_the_dead_and_the_replaced(api:
         )
         assert "another pod" in c.node(nodes["other"]).reason
         assert await c.text()
-
-
-async def test_who_is_not_what_the_pod_says_takes_no_requests(api: ApiServer) -> None:
-    def told(**fields: Any) -> Node:
-        node = pool.find(P)
-        assert node is not None
-        report = {"role": Role.PREFILL, "model": "m", "generation": "g", "pod_uid": "uid-p"}
-        pool.note_report(node, HealthReport(**(report | fields)), 5.0, 5.0)
-        return node
-
-    api.put(pod_of("p", P, "prefill"))
-    async with following() as pool:
-        await until(lambda: urls(pool) == [P])
-        assert told().up
-        assert told(pod_uid="").up  # it need not know
-        for wrong in ({"pod_uid": "uid-q"}, {"role": Role.DECODE}):
-            assert not told(**wrong).up
-        assert told().up
 
 
 async def test_a_new_token_is_sent_and_a_wrong_one_is_said(

@@ -15,16 +15,6 @@ from kvrelay.wire.errors import NoNode, RequestError
 P, D = NodeSpec("http://p", Role.PREFILL), NodeSpec("http://d", Role.DECODE)
 
 
-def test_a_node_that_several_sources_name_stays_until_the_last_one_drops_it() -> None:
-    pool = Pool(["http://p"], ["http://d"])
-    pool.set_members(Source.HEARTBEATS, [D], 1.0)
-    assert pool.sources("http://d") == [Source.STATIC, Source.HEARTBEATS]
-    pool.set_members(Source.STATIC, [P], 2.0)
-    assert [node.url for node in pool.nodes] == ["http://p", "http://d"]
-    pool.set_members(Source.HEARTBEATS, [], 3.0)
-    assert [node.url for node in pool.nodes] == ["http://p"]
-
-
 specs = st.builds(
     NodeSpec,
     st.sampled_from([f"http://n{i}" for i in range(4)]),
@@ -86,20 +76,6 @@ def ready_pool() -> tuple[Pool, Node, Node]:
     for node in pool.nodes:
         up(pool, node)
     return pool, pool.nodes[0], pool.nodes[1]
-
-
-def test_nodes_join_and_leave_at_run_time_and_followers_are_told() -> None:
-    pool, first, _ = ready_pool()
-    seen: list[str] = []
-    pool.joined = lambda node: seen.append(f"+{node.url}")
-    pool.left = lambda node: seen.append(f"-{node.url}")
-    for url in ("http://p2", "http://p2/"):
-        pool.set_members(Source.HEARTBEATS, [NodeSpec(url, Role.PREFILL)], 2.0)
-    assert len(pool.nodes) == 3
-    pool.set_members(Source.STATIC, [D], 3.0)
-    assert pool.find("http://p") is None
-    assert not first.up
-    assert seen == ["+http://p2", "-http://p"]
 
 
 def test_a_removed_node_takes_no_new_legs_and_is_there_until_its_last_one_has_ended() -> None:

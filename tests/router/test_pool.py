@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from router_doubles import leg_on
 
-from kvrelay.router.nodes.node import HealthReport, Node, NodeKind, NodeSpec, Source
+from kvrelay.router.nodes.node import HealthReport, Node, NodeSpec, Source
 from kvrelay.router.nodes.pool import LOST_AFTER_MISSES, Pool
 from kvrelay.wire.config import Role
 from kvrelay.wire.outputs import Load
@@ -25,15 +25,6 @@ def pool() -> Pool:
     return pool
 
 
-def test_nodes_are_down_until_a_health_check_succeeds() -> None:
-    pool = Pool(["http://p0"], ["http://d0"])
-    assert "no prefill node is up" in pool.no_node(Role.PREFILL).message
-    pool.note_report(pool.nodes[0], report(), 0.0, 0.1)
-    assert (len(pool.up(Role.PREFILL)), pool.node_kinds()) == (1, [])
-    pool.note_report(pool.nodes[1], report("decode"), 0.0, 0.1)
-    assert pool.node_kinds() == [NodeKind.KVRELAY]
-
-
 def test_a_blamed_node_returns_only_by_a_check_started_after_the_blame(pool: Pool) -> None:
     node = pool.nodes[0]
     pool.blame(node, "it broke", now=5.0)
@@ -41,15 +32,6 @@ def test_a_blamed_node_returns_only_by_a_check_started_after_the_blame(pool: Poo
     assert not node.up
     pool.note_report(node, report(), started=5.2, now=5.3)
     assert node.up
-
-
-def test_a_model_whose_nodes_are_down_is_still_known(pool: Pool) -> None:
-    for node in pool.nodes:
-        pool.note_unready(node, "gone", 1.0, missed=True)
-    assert list(pool.models()) == ["m"]
-    pool.note_report(pool.nodes[0], report(model="other"), 2.0, 2.0)
-    assert sorted(pool.models()) == ["m", "other"]
-    assert not pool.node_kinds("m")
 
 
 def test_an_adapter_that_several_models_have_means_one_of_them_in_both_legs() -> None:

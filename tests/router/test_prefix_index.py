@@ -190,20 +190,6 @@ def test_a_leg_under_way_counts_for_who_comes_next() -> None:
     assert "a" not in cached(index, asked(index, SYSTEM + "more"))
 
 
-def test_a_decode_node_that_holds_the_last_turn_is_found_by_token_ids() -> None:
-    index = PrefixIndex()
-    turn = tokenized(SYSTEM) + list(range(40))  # what was generated is not in any text
-    whole = Prefix.of(7, SYSTEM.encode()).known(blocks_of(turn), len(turn))
-    assert whole.keys is not None
-    index.changed("d", whole.keys)
-    now = Prefix.of(7, (SYSTEM + "and what was generated").encode())
-    assert "d" not in cached(index, now)
-    assert (
-        cached(index, now.known(blocks_of([*turn, *range(90)]), len(turn) + 90))["d"]
-        == len(turn) // BLOCK * BLOCK
-    )
-
-
 @pytest.mark.parametrize("handed_over", [True, False])
 def test_the_next_turn_is_where_the_blocks_of_the_answer_are(*, handed_over: bool) -> None:
     index, text = PrefixIndex(), SYSTEM + "question one " * 40
@@ -253,15 +239,6 @@ def test_what_leaves_the_pool_for_the_host_is_lost_with_both_alone() -> None:
     assert found() == (0, ())
 
 
-def test_the_length_of_a_prompt_is_learned() -> None:
-    index = PrefixIndex()
-    dense = "0123456789" * 400
-    for at in range(100):
-        prefix = Prefix.of(7, (str(at) + dense).encode())
-        index.counted(prefix, 2_000)
-    assert abs(length(index, Prefix.of(7, b"x" * 4_000)) - 2_000) < 50
-
-
 def test_token_ids_are_counted_and_say_nothing_of_texts() -> None:
     index, ids = PrefixIndex(), list(range(1_000, 3_000))
     prefix = Prefix.of(7, str(ids).encode(), len(ids))
@@ -283,18 +260,6 @@ def test_a_very_long_prompt_is_looked_at_in_part() -> None:
     index.learn(known, "n")
     index.changed("a", known.keys or ())
     assert cached(index, prefix) == {"a": tokens // 2}
-
-
-def test_a_node_that_is_gone_or_empty_has_nothing() -> None:
-    index = PrefixIndex()
-    prefix = asked(index, SYSTEM, "a")
-    for gone in (index.lost, index.forget):
-        index.changed("a", prefix.keys or (), cleared=True)
-        with under_way(index, prefix, "a"):
-            assert cached(index, prefix)
-            gone("a")
-            assert not cached(index, prefix)
-        assert not cached(index, prefix)
 
 
 def chat(messages: list[dict[str, str]], **more: object) -> Prefix:

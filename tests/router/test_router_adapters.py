@@ -32,15 +32,6 @@ async def test_the_legs_of_an_adapters_request_go_to_nodes_that_have_it() -> Non
             assert "'x'" in (await answer.json())["error"]["message"]
 
 
-async def test_an_adapter_that_only_one_role_has_is_a_503_with_the_role() -> None:
-    p = prefill(adapters=["x"])
-    async with cluster(p, decode()) as c:
-        async with c.post({"model": "x"}) as answer:
-            assert answer.status == 503
-            assert "no decode node that is up has 'x'" in (await answer.json())["error"]["message"]
-        assert not p.calls
-
-
 async def test_both_requests_go_to_all_nodes_with_the_nodes_key() -> None:
     nodes = [prefill(), decode(), decode()]
     async with cluster(*nodes, node_api_key="k") as c:

@@ -88,35 +88,6 @@ async def test_a_body_that_does_not_come_is_the_clients_fault() -> None:
         assert (await error_of(answer))["type"] == "invalid_request_error"
 
 
-async def test_an_unknown_model_is_a_404_that_names_what_is_served() -> None:
-    async with cluster(prefill(), decode()) as c, c.post({"model": "gpt"}) as answer:
-        assert answer.status == 404
-        error = await error_of(answer)
-        assert (error["code"], error["param"]) == ("model_not_found", "model")
-        assert "'tiny'" in error["message"]
-
-
-async def test_health_tells_the_state_of_every_node_and_follows_it() -> None:
-    p, d = prefill(), decode()
-    async with cluster(p, d) as c:
-
-        async def health() -> tuple[int, dict[str, Any]]:
-            async with c.http.get(f"{c.url}/health") as answer:
-                return answer.status, await answer.json()
-
-        status, body = await health()
-        assert (status, body["status"], body["prefill"]) == (200, "ok", {"up": 1, "listed": 1})
-        assert {node["load"]["running"] for node in body["nodes"]} == {0}
-        d.health_status = 503
-        await until(lambda: not c.node(d).up)
-        status, body = await health()
-        assert (status, body["decode"]["up"]) == (503, 0)
-        assert "503" in next(node for node in body["nodes"] if node["url"] == d.url)["reason"]
-        d.health_status = 200
-        await until(lambda: c.node(d).up)
-        assert (await health())[0] == 200
-
-
 @pytest.mark.parametrize("asked", [False, True])
 async def test_bodies_are_logged_only_when_asked(
     asked: bool, caplog: pytest.LogCaptureFixture

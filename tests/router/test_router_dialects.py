@@ -171,22 +171,6 @@ async def test_an_answer_that_breaks_ends_with_the_error_event_of_its_dialect(
         assert "no decode node could serve" in text
 
 
-async def test_tokenization_is_any_nodes_work() -> None:
-    async with cluster(prefill(), decode()) as started:
-        async with started.http.post(started.url + "/tokenize", json={"prompt": "hi"}) as answer:
-            assert (answer.status, (await answer.json())["tokens"]) == (200, [1, 2, 3])
-        asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
-        async with started.http.post(
-            started.url + "/v1/messages/count_tokens", json=asked
-        ) as answer:
-            assert await answer.json() == {"input_tokens": 3}
-        async with started.http.post(started.url + "/detokenize", json={"tokens": [-1]}) as answer:
-            assert (answer.status, (await answer.json())["error"]["message"]) == (
-                400,
-                "no such token",
-            )
-
-
 async def test_version_and_ping_need_no_key_and_unknown_routes_are_404() -> None:
     async with cluster(prefill(), decode(), api_key="key") as started:
         async with started.http.get(started.url + "/version") as answer:

@@ -71,14 +71,6 @@ def test_the_prefill_leg_asks_for_one_token_and_carries_the_clients_limit() -> N
     assert msgspec.convert(params, KvTransferParams).do_remote_decode
 
 
-def test_no_escape_hides_a_hand_over_in_vllms_further_arguments() -> None:
-    for harmless in ({"kv": {"kv_transfer_params": 1}}, None):
-        parse(vllm_xargs=harmless)
-    body = b'{"model":"m","messages":[],"vllm_xargs":{"kv\\u005ftransfer_params":{}}}'
-    with pytest.raises(RequestError, match="is set by the router"):
-        parse_job(body, CHAT_PATH)
-
-
 def test_max_completion_tokens_of_a_chat_wins_and_is_replaced_too() -> None:
     body = prefill(parse(max_tokens=50, max_completion_tokens=9))
     assert (body["max_tokens"], body["max_completion_tokens"]) == (1, 1)
@@ -137,6 +129,7 @@ def test_who_wants_the_prompt_back_and_no_token_is_asked_for_none() -> None:
         ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
         ({"remote_host": "10.0.0.1"}, "remote_host"),
         ({"do_remote_prefill": True}, "do_remote_prefill"),
+        ({"remote_anything": 1}, "remote_anything"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
@@ -155,11 +148,17 @@ def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any], param: str) ->
         b"\xff",
         b'{"model":"\xff"}',
         b'{"model":"m","x":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+        b'{"model":"' + b"x" * 300 + b'","messages":[]}',
+        b'{"model":"m","kv_transfer_params":null,"kv_transfer_params":{"remote_host":"h"}}',
+        b'{"model":"m","kv\\u005ftransfer_params":{"do_remote_prefill":true}}',
+        b'{"model":"m","vllm_xargs":{"kv\\u005ftransfer_params":{}}}',
     ],
 )
-def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+def test_what_is_no_json_object_or_hides_a_hand_over_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError):
         parse_job(body, CHAT_PATH)
+    for harmless in ({"kv": {"kv_transfer_params": 1}}, None):
+        parse(vllm_xargs=harmless)
 
 
 @pytest.mark.parametrize("number", [str(2**63), "9" * 30])
@@ -183,11 +182,6 @@ def test_the_session_is_the_headers_or_the_cache_key_or_the_user() -> None:
     assert parse(user="ann", prompt_cache_key="talk 7").session_id == "talk 7"
     assert parse(prompt_cache_key="talk 7", session_id="s2").session_id == "s2"
     assert (parse(user="ann").session_id, parse().session_id) == ("ann", "")
-
-
-def test_the_priority_goes_along_and_is_known() -> None:
-    assert (parse(priority=-3).priority, parse().priority) == (-3, 0)
-    assert prefill(parse(priority=-3))["priority"] == -3
 
 
 @pytest.mark.parametrize(

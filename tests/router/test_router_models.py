@@ -67,7 +67,12 @@ async def test_readiness_is_told_by_model_and_one_model_that_is_ready_is_enough(
         assert (await said(c, "/health"))["models"] == {"other": True, MODEL: True}
         nodes[3].health_status = 503
         await until(lambda: not c.node(nodes[3]).up)
-        assert (await said(c, "/health"))["models"] == {"other": False, MODEL: True}
+        seen = await said(c, "/health")
+        assert (seen["models"], seen["decode"]) == (
+            {"other": False, MODEL: True},
+            {"up": 1, "listed": 2},
+        )
+        assert any("503" in node["reason"] for node in seen["nodes"])
         await c.text()
         async with c.post({"model": "other"}) as answer:
             assert answer.status == 503

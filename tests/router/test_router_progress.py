@@ -42,10 +42,6 @@ def tokens(*ids: int, sent: int, payload: bytes = b"x", **more: Any) -> Frame:
     return Frame(FrameKind.TOKENS, payload, list(ids), sent, **more)
 
 
-def known(state: AnswerProgress) -> list[int]:
-    return state.decode_params().generated or state._choices[0].generated
-
-
 def take(state: AnswerProgress, frame: Frame) -> bool:
     """A frame of the leg that goes on where the answer stands."""
     at = {choice: len(each.generated) for choice, each in state._choices.items()}
@@ -57,12 +53,6 @@ def handed_over(payload: bytes = b"x", **fields: Any) -> AnswerProgress:
     take(state, tokens(11, sent=1, payload=payload))
     take(state, Frame(FrameKind.HANDOVER, params=HANDOVER))
     return state
-
-
-def test_the_first_decode_leg_gets_the_hand_over_as_it_is() -> None:
-    state = handed_over()
-    assert state.decode_params() is HANDOVER
-    assert state.forwarded
 
 
 def test_after_tokens_a_decode_leg_resumes_without_remote_ids() -> None:
@@ -83,18 +73,6 @@ def begun(**fields: Any) -> tuple[AnswerProgress, FramePosition, FramePosition]:
     assert not state.take(Frame(FrameKind.TICKET, params=TICKET), prefill)
     assert state.decode_params() is TICKET
     return state, prefill, FramePosition.behind(TICKET)
-
-
-@pytest.mark.parametrize("prefill_first", [True, False])
-def test_of_two_legs_that_tell_of_the_first_token_one_is_heard(prefill_first: bool) -> None:
-    state, prefill, decode = begun()
-    legs = (prefill, decode) if prefill_first else (decode, prefill)
-    assert [state.take(tokens(11, sent=1), leg) for leg in legs] == [True, False]
-    state.take(Frame(FrameKind.HANDOVER, params=HANDOVER), prefill)
-    assert state.take(tokens(12, sent=2), decode)
-    assert state.take(Frame(FrameKind.END, b"x", [13], 3), decode)
-    assert known(state) == [11, 12, 13]
-    assert not state.take(tokens(11, sent=1), prefill)
 
 
 @pytest.mark.parametrize("ids", [(99,), (11, 12)])

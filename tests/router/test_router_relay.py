@@ -11,7 +11,6 @@ from router_doubles import (
     event,
     prefill,
     prefill_ok,
-    refuse,
     until,
 )
 
@@ -54,10 +53,3 @@ async def test_after_the_hold_time_comments_keep_the_connection_alive(
         rest = (await answer.text()).removeprefix(": keep-alive\n\n")
         assert rest.startswith('data: {"error":{')
         assert rest.endswith("}\n\ndata: [DONE]\n\n")
-
-
-async def test_before_the_first_payload_a_failure_is_an_honest_status() -> None:
-    p = prefill(refuse(503, "engine dead", {"retry-after": "3"}))
-    async with cluster(p, decode(kv=NO_PROMPTS)) as c, c.post({"stream": True}) as answer:
-        assert (answer.status, answer.headers["retry-after"]) == (503, "3")
-        assert answer.content_type == "application/json"
