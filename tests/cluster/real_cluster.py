@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import msgspec
 
 from benchmarks.local_cluster import free_ports
 from kvrelay.wire.config import EngineConfig, TransferConfig
+from kvrelay.wire.ladder import RUNGS
 from kvrelay.wire.outputs import Load
 
 START_DEADLINE_S = 300.0  # two seconds on a machine that has nothing else to do
@@ -160,6 +161,54 @@ def ticket_of(prefill: Process, prompt: Any, **fields: Any) -> dict[str, Any]:
     answer = complete(prefill.url, prompt, max_tokens=1, kv_transfer_params=asked, **fields)
     ticket: dict[str, Any] = answer["kv_transfer_params"]
     return ticket
+
+
+def ids(name: int, count: int) -> list[int]:
+    """Return a prompt whose first block is no other name's (modulo 300)."""
+    return [2 + (name * 7919 + at * at * (name + 3)) % 300 for at in range(count)]
+
+
+def rungs(
+    cluster: Cluster, prompt: list[int], router: Process | None = None, **fields: Any
+) -> dict[str, int]:
+    """Ask the router; return the rungs that are not empty, once it knows what nodes hold now."""
+    router = router or cluster.router
+    assert router is not None
+    answer = complete(router.url, prompt, include_metrics=True, **fields)
+    found: dict[str, int] = answer["kvrelay"]["prompt"]
+    assert list(found) == list(RUNGS)
+    assert sum(found.values()) == answer["usage"]["prompt_tokens"] == len(prompt)
+    assert sum(found[rung] for rung in RUNGS[:4]) == cached_of(answer)
+    wait_told(router)
+    return {rung: count for rung, count in found.items() if count}
+
+
+def wait_told(router: Process) -> None:
+    """Wait until it follows all nodes, and has heard nothing new of them for ten looks."""
+    seen = list[float]()
+
+    def steady() -> bool:
+        nodes = httpx2.get(f"{router.url}/health", timeout=5).json()["nodes"]
+        seen.append(router.metric("kvrelay_router_prefix_blocks"))
+        same = len(seen) >= 10 and len(set(seen[-10:])) == 1
+        return same and all(node["kv_events"] for node in nodes)
+
+    wait_until(steady, 20, "events of all nodes")
+
+
+@contextmanager
+def frozen(*nodes: Process) -> Iterator[None]:
+    """Let the engines of nodes stand still."""
+    engines = [pid for node in nodes for pid in children(node.popen.pid, b"engine_process")]
+    assert len(engines) == len(nodes)
+    for pid in engines:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in engines:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def free_port() -> int:

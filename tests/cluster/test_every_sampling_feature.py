@@ -1,19 +1,33 @@
 """Every sampling feature, disaggregated and alone: the same answers, token for token, one at a time
-and eight at once.
+and eight at once; also of a router whose prefill nodes are gone.
 
-The node that answers alone does not speculate and the decode node does, so that is compared as
-well.
+The prefill node that answers alone does not speculate and the decode node does, so that is compared
+as well.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import SMALL_LONGEST_BODY, Cluster, counted, tiny_body
+from real_cluster import (
+    SMALL_LEASE_S,
+    SMALL_LONGEST_BODY,
+    Cluster,
+    Process,
+    complete,
+    counted,
+    free_port,
+    further_router,
+    ids,
+    ticket_of,
+    tiny_body,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -50,6 +64,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "one token's choice": SAMPLED | {"structured_outputs": {"choice": ["x"]}, "ignore_eos": False},
     "grammar": SAMPLED
     | {"structured_outputs": {"grammar": 'start: ("a" | "b")+ "."'}, "ignore_eos": False},
+    "one token": SAMPLED | {"max_tokens": 1},
+    "the prompt alone": SAMPLED | {"echo": True, "max_tokens": 0, "logprobs": 1},
+    "several prompts": SAMPLED | {"prompt": ["one", "two words"]},
     "everything": SAMPLED
     | {
         "top_p": 0.9,
@@ -66,6 +83,15 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def cluster(small: Cluster) -> Cluster:
     return small
+
+
+@pytest.fixture(scope="module")
+def alone(cluster: Cluster) -> Iterator[Process]:
+    """A router whose only prefill node is not there."""
+    peers = [f"--prefill=http://127.0.0.1:{free_port()}"]
+    peers += [f"--decode={node.url}" for node in cluster.of("decode")]
+    with further_router(cluster, peers=peers, status="degraded") as router:
+        yield router
 
 
 @pytest.fixture(scope="module")
@@ -103,19 +129,20 @@ async def asked(url: str, fields: dict[str, Any], *, at_once: bool, prompts: int
 
 @pytest.mark.parametrize("feature", FEATURES)
 async def test_disaggregated_answers_are_those_of_one_node(
-    cluster: Cluster, plain: dict[str, list[Any]], feature: str
+    cluster: Cluster, alone: Process, plain: dict[str, list[Any]], feature: str
 ) -> None:
     fields, (prefill,) = FEATURES[feature], cluster.of("prefill")
-    alone = await asked(prefill.url, fields, at_once=False)
-    assert await asked(prefill.url, fields, at_once=True) == alone
-    assert await asked(cluster.url, fields, at_once=True) == alone
-    assert await asked(cluster.url, fields, at_once=False, prompts=2) == alone[:2]
+    mine = await asked(prefill.url, fields, at_once=False)
+    assert await asked(prefill.url, fields, at_once=True) == mine
+    assert await asked(cluster.url, fields, at_once=True) == mine
+    for url in (cluster.url, alone.url):
+        assert await asked(url, fields, at_once=False, prompts=2) == mine[:2]
     if feature not in ("greedy", "choice and logprobs"):
         without = "greedy" if fields == SAMPLED else "temperature"
         if without not in plain:
             plain[without] = await asked(prefill.url, FEATURES[without], at_once=True)
-        pairs = zip(alone, plain[without], strict=True)
-        assert any(json.dumps(mine) != json.dumps(theirs) for mine, theirs in pairs)
+        pairs = zip(mine, plain[without], strict=True)
+        assert any(json.dumps(one) != json.dumps(other) for one, other in pairs)
 
 
 async def test_log_probabilities_of_a_prompt_may_be_longer_than_a_body_may(
@@ -125,9 +152,9 @@ async def test_log_probabilities_of_a_prompt_may_be_longer_than_a_body_may(
     (prefill,), (decode,) = cluster.of("prefill"), cluster.of("decode")
     fields = {"echo": True, "logprobs": 20}
     recomputed = decode.metric("kvrelay_recomputed_prompts_total")
-    (alone,) = await asked(prefill.url, fields, at_once=False, prompts=1)
+    (mine,) = await asked(prefill.url, fields, at_once=False, prompts=1)
     (told,) = await asked(cluster.url, fields, at_once=False, prompts=1)
-    assert told == alone
+    assert told == mine
     listed = told["choices"][0]["logprobs"]["top_logprobs"][1:]
     numbers = [list(each.values()) for each in listed]
     assert len(json.dumps(numbers)) > SMALL_LONGEST_BODY
@@ -140,3 +167,31 @@ async def test_log_probabilities_of_a_prompt_may_be_longer_than_a_body_may(
 def test_the_decode_node_did_speculate(cluster: Cluster) -> None:
     (decode,) = cluster.of("decode")
     assert decode.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
+
+
+def test_one_node_tells_the_stages_of_one_node(alone: Process) -> None:
+    stages = complete(alone.url, ids(1, 70), include_metrics=True)["kvrelay"]
+    assert {"queue_ms", "prefill_ms", "decode_ms", "total_ms"} <= set(stages)
+    assert not {"transfer_ms", "announce_ms", "decode_queue_ms"} & set(stages)
+    # The router sees more than the node: the way there and back.
+    parts = sum(stages[name] for name in ("queue_ms", "prefill_ms", "decode_ms") if name in stages)
+    assert 0 < parts <= stages["total_ms"] + 1.0
+
+
+def test_kv_that_is_renewed_by_a_router_is_held_as_long_as_it_is_and_no_longer(
+    cluster: Cluster,
+) -> None:
+    (prefill,) = cluster.of("prefill")
+    ticket = ticket_of(prefill, ids(1, 70), cache_salt="renewed")
+    until = time.monotonic() + 1.6 * SMALL_LEASE_S
+    with httpx2.Client(timeout=30) as client:
+        while time.monotonic() < until:
+            told = client.post(
+                f"{prefill.url}/kv/renew",
+                json={"request_ids": [ticket["remote_request_id"], "unknown"]},
+            )
+            assert told.status_code == 200
+            time.sleep(0.2)
+    free, total = prefill.free_blocks()
+    assert free < total
+    cluster.all_blocks_free(within_s=SMALL_LEASE_S + 1)

@@ -5,11 +5,25 @@ there.
 from __future__ import annotations
 
 import re
+import threading
 import uuid
 
 import httpx2
 import pytest
-from real_cluster import Cluster, Process, running, tiny_body, tiny_model, wait_until
+from real_cluster import (
+    Cluster,
+    Process,
+    complete,
+    frozen,
+    further_router,
+    ids,
+    rungs,
+    running,
+    tiny_body,
+    tiny_model,
+    wait_told,
+    wait_until,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -28,10 +42,6 @@ def cluster(tmp_path_factory):
     policies = ["--prefill-policy", "prefix", "--decode-policy", "prefix"]
     with running(folder, prefill=2, decode=2, flags=flags, router_flags=policies) as ours:
         yield ours
-
-
-def ids(name: int, count: int) -> list[int]:
-    return [2 + (name * 7919 + at * at * (name + 3)) % 300 for at in range(count)]
 
 
 class Answer:
@@ -60,23 +70,9 @@ class Answer:
             )
 
 
-def told(cluster: Cluster) -> None:
-    """All nodes are followed, and the router has heard nothing new for ten looks."""
-    router, seen = cluster.router, list[float]()
-    assert router is not None
-
-    def steady() -> bool:
-        nodes = httpx2.get(f"{cluster.url}/health", timeout=5).json()["nodes"]
-        seen.append(router.metric("kvrelay_router_prefix_blocks"))
-        same = len(seen) >= 10 and len(set(seen[-10:])) == 1
-        return same and all(node["kv_events"] for node in nodes)
-
-    wait_until(steady, 20, "events of all nodes")
-
-
-def counted(cluster: Cluster) -> dict[str, float]:
+def counted(router: Process) -> dict[str, float]:
     """Tokens of prompts so far, by rung."""
-    text = httpx2.get(f"{cluster.url}/metrics", timeout=5).text
+    text = httpx2.get(f"{router.url}/metrics", timeout=5).text
     found = re.findall(r'kvrelay_router_prompt_tokens_total{rung="(\w+)"} (\S+)', text)
     return {rung: float(tokens) for rung, tokens in found}
 
@@ -85,21 +81,21 @@ def test_a_prompt_goes_to_where_its_beginning_is(cluster: Cluster) -> None:
     blocks = SHARED // BLOCK
     first, other = Answer(cluster, ids(1, SHARED)), Answer(cluster, ids(2, SHARED))
     assert (first.cached, other.cached) == (0, 0)
-    told(cluster)
-    before = counted(cluster)
+    wait_told(cluster.router)
+    before = counted(cluster.router)
     for at in range(3):
         for mine, name in ((first, 1), (other, 2)):
             again = Answer(cluster, [*ids(name, SHARED), *ids(10 + at, 30)])
             assert again.prefill == mine.prefill
             assert again.cached == blocks * BLOCK
-    after = counted(cluster)
+    after = counted(cluster.router)
     assert after["gpu"] - before["gpu"] == 6 * blocks * BLOCK
     assert (after["stale"], after["evicted"]) == (0, 0)
 
     # A turn later the text holds what the decode node has generated, which no prefill node has
     # computed.
     turn = Answer(cluster, ids(3, SHARED), max_tokens=100)
-    told(cluster)
+    wait_told(cluster.router)
     for _ in range(3):
         assert (
             Answer(cluster, [*ids(3, SHARED), *turn.token_ids, *ids(4, 20)]).decode == turn.decode
@@ -114,10 +110,67 @@ def test_what_a_node_has_evicted_it_is_not_chosen_for(cluster: Cluster) -> None:
     others = total // blocks + 1
     for at in range(others):
         Answer(cluster, ids(30 + at, SHARED), at=node)
-    told(cluster)
-    then = counted(cluster)
+    wait_told(cluster.router)
+    then = counted(cluster.router)
     again = Answer(cluster, [*ids(20, SHARED), *ids(1, 30)])
     assert again.cached == 0
-    more = {rung: count - then[rung] for rung, count in counted(cluster).items()}
+    more = {rung: count - then[rung] for rung, count in counted(cluster.router).items()}
     assert (more["gpu"], more["stale"], more["evicted"]) == (0, 0, 0)
     assert more["placement"] + more["capacity"] == blocks * BLOCK
+
+
+TOKENS = 160
+FOUND = (TOKENS - 1) // BLOCK * BLOCK
+"""What there may be of a prompt: its last token is computed."""
+FILL = 14
+"""Prompts that fill a pool of 127 blocks."""
+
+
+def test_what_is_elsewhere_was_evicted_or_makes_room_in_between_is_named(cluster: Cluster) -> None:
+    nodes = cluster.of("prefill")
+    for node in nodes:
+        assert httpx2.post(f"{node.url}/reset_prefix_cache", timeout=10).status_code == 200
+    peers = [f"--{node.role}={node.url}" for node in (*nodes, cluster.of("decode")[0])]
+    in_turn = ["--strict-roles", "--prefill-policy", "round_robin"]
+    with further_router(cluster, *in_turn, peers=peers) as router:
+
+        def asked(name: int) -> dict[str, int]:
+            return rungs(cluster, ids(name, TOKENS), router)
+
+        assert asked(150) == {"new": TOKENS}
+        assert asked(150) == {"placement": FOUND, "new": BLOCK}
+        assert asked(150) == {"gpu": FOUND, "new": BLOCK}
+        for at in range(2 * FILL):
+            complete(router.url, ids(160 + at, TOKENS))
+        asked(151)
+        asked(151)
+        assert asked(150) == {"capacity": FOUND, "new": BLOCK}
+        assert asked(150) == {"placement": FOUND, "new": BLOCK}
+        found: list[dict[str, int]] = []
+        others = [
+            threading.Thread(
+                target=complete,
+                args=(node.url, ids(200 + at, TOKENS)),
+                kwargs={"max_tokens": 1, "priority": -1},
+            )
+            for node in nodes
+            for at in range(FILL)
+        ]
+        late = threading.Thread(target=lambda: found.append(asked(150)))
+        with frozen(*nodes):
+            for each in others:
+                each.start()
+            wait_until(lambda: all(_requests(node) == FILL for node in nodes), 20, "all wait")
+            late.start()
+            wait_until(lambda: any(_requests(node) > FILL for node in nodes), 20, "it waits, too")
+        for each in [*others, late]:
+            each.join(60)
+        assert found == [{"evicted": FOUND, "new": BLOCK}]
+        after = counted(router)
+        assert min(after[rung] for rung in ("gpu", "placement", "capacity", "evicted")) >= FOUND
+        assert (after["stale"], after["failed"]) == (0, 0)
+
+
+def _requests(node: Process) -> int:
+    report = node.health()
+    return 0 if report is None else int(report["requests"])

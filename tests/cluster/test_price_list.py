@@ -16,6 +16,7 @@ from real_cluster import (
     children,
     complete,
     counted,
+    ids,
     tiny_model,
     wait_until,
 )
@@ -23,10 +24,6 @@ from real_cluster import (
 pytestmark = pytest.mark.cluster
 
 BLOCK, PROMPT = 16, 1800
-
-
-def ids(name: int, count: int) -> list[int]:
-    return [2 + (name * 7919 + at * at * (name + 3)) % 300 for at in range(count)]
 
 
 class Sessions:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import json
 import threading
+from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import pytest
 from real_cluster import (
     SHORT_LEASE,
@@ -15,7 +16,12 @@ from real_cluster import (
     cached_of,
     complete,
     counted,
+    frozen,
+    ids,
+    rungs,
     running,
+    ticket_of,
+    tiny_body,
     tiny_model,
     wait_until,
 )
@@ -48,10 +54,6 @@ def prefill(cluster: Cluster) -> Process:
 @pytest.fixture
 def decode(cluster: Cluster) -> Process:
     return cluster.of("decode")[0]
-
-
-def ids(name: int, count: int) -> list[int]:
-    return [2 + (name * 7919 + at * at * (name + 3)) % 300 for at in range(count)]
 
 
 def asked(node: Process, prompt: list[int], count: int, **fields: Any) -> list[int]:
@@ -178,18 +180,74 @@ def test_a_source_that_is_killed_while_it_is_asked_costs_nothing_but_its_kv(
     cluster: Cluster, prefill: Process, decode: Process
 ) -> None:
     turn, named = turn_on(decode, 70), decode.as_source(WHOLE)
-    engine = next(
-        each
-        for each in decode.engines()
-        if b"engine_process" in each.joinpath("cmdline").read_bytes()
-    )
-    os.kill(int(engine.name), signal.SIGSTOP)
     answers: list[Any] = []
     asking = threading.Thread(target=lambda: answers.append(prefilled(prefill, turn, named)))
-    asking.start()
-    wait_until(prefill.health, 5, "the prefill node has it")
-    decode.kill_whole()
+    with frozen(decode):
+        asking.start()
+        wait_until(prefill.health, 5, "the prefill node has it")
+        decode.kill_whole()
     asking.join(20)
     assert cached_of(answers[0]) == 0
     cluster.restored(decode)
     goes_on(decode, turn, answers[0])
+
+
+def test_what_another_node_has_is_found_there_or_its_read_fails(
+    cluster: Cluster, prefill: Process, decode: Process
+) -> None:
+    first, whole = 160, {}
+    for name in (200, 201):
+        answer = complete(cluster.url, ids(name, first), max_tokens=80, return_token_ids=True)
+        said = answer["choices"][0]["token_ids"]
+        whole[name] = [*ids(name, first), *said, *ids(name + 1, 20)]
+    assert rungs(cluster, ids(203, first)) == {"new": first}
+    rest = (first + 79) // BLOCK * BLOCK - first
+    new = len(whole[200]) - first - rest
+    assert rungs(cluster, whole[200]) == {"gpu": first, "peer": rest, "new": new}
+    found: list[dict[str, int]] = []
+    late = threading.Thread(target=lambda: found.append(rungs(cluster, whole[201])))
+    before = failed(prefill)
+    with frozen(decode):
+        late.start()
+        wait_until(lambda: failed(prefill) > before, 30, "its ask was not answered in time")
+    late.join(60)
+    assert found == [{"gpu": first, "failed": rest, "new": new}]
+    assert prefill.metric("kvrelay_prompt_tokens_total") > 0
+
+
+@pytest.fixture
+def failing(cluster: Cluster) -> Iterator[Process]:
+    """A decode node that computes no prompt in place of KV that it does not get."""
+    node = cluster.start("decode", [*cluster.flags, "--kv-load-failure-policy", "fail"])
+    cluster.others.append(node)
+    cluster.wait_ready(node)
+    yield node
+    node.kill_whole()
+
+
+def test_a_fetch_that_fails_ends_the_request_and_is_counted(
+    cluster: Cluster, prefill: Process, failing: Process
+) -> None:
+    """As a third party's proxy: a ticket of a node that dies before it is followed."""
+    short, long = ids(250, 40), ids(251, 500)
+    complete(failing.url, short, kv_transfer_params=ticket_of(prefill, short))
+    ticket = ticket_of(prefill, long)
+    prefill.kill_whole()
+    url, follow = f"{failing.url}/v1/completions", tiny_body(long, kv_transfer_params=ticket)
+    answer = httpx2.post(url, json=follow, timeout=60)
+    assert answer.status_code == 502
+    error = answer.json()["error"]
+    assert error["code"] == "kv_not_loaded"
+    assert "is gone or was restarted (PeerLost)" in error["message"]
+    assert "127.0.0.1" not in error["message"]
+    # A stream has begun with the first token, which came with the ticket.
+    answer = httpx2.post(url, json=follow | {"stream": True}, timeout=60)
+    *_, last, done = (line for line in answer.text.splitlines() if line)
+    assert (answer.status_code, done) == (200, "data: [DONE]")
+    assert json.loads(last.removeprefix("data: "))["error"] == error
+    counted([failing], "kvrelay_requests_not_loaded_total", 2)
+    counted([failing], "kvrelay_recomputed_prompts_total", 0)
+    counted([failing], "kvrelay_fetches_failed_total", 2)
+    free, total = failing.free_blocks()
+    assert free == total
+    cluster.restored(prefill)

@@ -1,23 +1,23 @@
 """Real nodes change their roles under streams: none is harmed, what is asked next uses the new
-ratio, and back again.
+ratio, and back again; by an operator's order, and of a router's own accord.
 
-Two routers: one with a list of nodes and two processes, one that hears heartbeats. Both follow the
-nodes.
+Two routers follow orders: one with a list of nodes and two processes, one that hears heartbeats.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import httpx2
 import pytest
 from real_cluster import (
-    SHORT_LEASE,
     Cluster,
     Process,
     complete,
@@ -38,6 +38,8 @@ pytestmark = [
 ]
 
 STREAMS, TOKENS = 6, 150
+CROWD, WORDS = 16, 3000
+CHANGES_WITHIN_S = 180.0
 PROMPTS = 4
 """Each with a text of its own, whose undisturbed answer is known."""
 
@@ -47,8 +49,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """2P1D."""
     folder = tmp_path_factory.mktemp("roles")
     beats = free_port()
-    flags = tiny_model(folder)
-    flags += [*SHORT_LEASE, "--router", f"udp://127.0.0.1:{beats}"]
+    flags = [*tiny_model(folder, 8192, kv_mib=32), "--router", f"udp://127.0.0.1:{beats}"]
     cluster = Cluster(folder, flags)
     try:
         cluster.nodes = [cluster.start(role, flags) for role in ("prefill", "prefill", "decode")]
@@ -202,3 +203,73 @@ def test_a_role_that_it_cannot_have_and_requests_of_its_old_role_are_refused(
     answer = httpx2.post(f"{p.url}/v1/completions", json=prefill_leg, timeout=5)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
     flip(p, "prefill")
+
+
+async def test_prompts_that_one_node_cannot_compute_get_another_one(
+    cluster: Cluster, repository: Path
+) -> None:
+    """Two decode nodes are too many for long prompts: a router of two processes finds it."""
+    one, *decodes = cluster.nodes
+    flip(decodes[0], "decode")
+    # Nodes reckon in step times of their start: what slows the machine later lowers their use.
+    soon = "roles.EVERY_S, roles.LIMIT = 1.0, 0.3"
+    folder = cluster.folder
+    (folder / "sitecustomize.py").write_text(f"from kvrelay.router import roles\n{soon}\n")
+    env = {"PYTHONPATH": os.pathsep.join(map(str, (folder, repository)))}
+    for router in (cluster.router, *cluster.others):
+        assert router is not None
+        router.kill()
+    listed = [f"--prefill={one.url}", *(f"--decode={node.url}" for node in decodes)]
+    others = ["--tpot-target-ms=60000", "--least-decode=1", "--workers=2"]
+    cluster.router = cluster.start("router", [*listed, *others], env=env)
+    cluster.wait_ready(cluster.router)
+    cluster.wait_up()
+
+    def asked(at: int, salt: str) -> dict[str, Any]:
+        """Return a request of few prompts, whose answers are known; `salt` keeps caches out of it."""
+        return tiny_body(f"{at} " + "y" * WORDS, max_tokens=4, cache_salt=salt)
+
+    def answer(at: int) -> str:
+        return text_of(complete(cluster.url, **asked(at, "undisturbed")))
+
+    wanted = [await asyncio.to_thread(answer, at) for at in range(PROMPTS)]
+    stop = asyncio.Event()
+
+    def flipped() -> Process | None:
+        assert not any(each.done() for each in streams), [each for each in streams if each.done()]
+        return next((node for node in decodes if health(node.url)["role"] == "prefill"), None)
+
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
+        streams = [
+            asyncio.create_task(
+                stream_until(
+                    stop,
+                    session,
+                    cluster.url,
+                    lambda done, at=at: asked((at + done) % PROMPTS, f"{at}-{done}"),
+                    lambda done, at=at: wanted[(at + done) % PROMPTS],
+                )
+            )
+            for at in range(CROWD)
+        ]
+        try:
+            node = await asyncio.to_thread(
+                wait_until, flipped, CHANGES_WITHIN_S, "a node has changed its role", 0.5
+            )
+            before = node.metric("kvrelay_leases_released_total")
+
+            def serves() -> bool:
+                return bool(node.metric("kvrelay_leases_released_total") > before + 2)
+
+            await asyncio.to_thread(wait_until, serves, 60, "prompts are computed on it", 0.5)
+        finally:
+            stop.set()
+        assert sum(await asyncio.gather(*streams)) > 4
+    assert node.url == max(each.url for each in decodes)
+    assert sorted(health(node.url)["role"] for node in cluster.nodes) == [
+        "decode",
+        "prefill",
+        "prefill",
+    ]
+    assert cluster.router is not None
+    assert "request failed on" not in cluster.router.log.read_text()

@@ -41,9 +41,11 @@ on_both = pytest.mark.parametrize(
 
 
 class Tiers:
-    """A node whose pool has room for a session and a half, and a node without any cache."""
+    """A node whose pool has room for a session and a half, and a node without any cache, which
+    stays for other tests.
+    """
 
-    def __init__(self, folder: Path, device: str) -> None:
+    def __init__(self, folder: Path, device: str, plain: dict[str, Cluster]) -> None:
         # 127 blocks of 8 KiB, on a GPU of 16; the host has room for 63, and the files for all.
         flags = [*tiny_model(folder, max_position_embeddings=2048, kv_mib=1), *SHORT_LEASE]
         host = ["--kv-host-memory", "512KiB"]
@@ -56,8 +58,13 @@ class Tiers:
         self.cluster = Cluster(folder, flags)
         store = ["--kv-store", str(folder / "store"), "--kv-store-size", "64MiB"]
         self.tiered = self.cluster.start("serve", [*flags, *TIERS, *host, *store])
-        self.plain = self.cluster.start("serve", [*flags, "--no-enable-prefix-caching"])
-        self.cluster.nodes += [self.tiered, self.plain]
+        self.cluster.nodes += [self.tiered]
+        if device not in plain:
+            plain[device] = Cluster(folder, flags)
+            plain[device].nodes = [
+                plain[device].start("serve", [*flags, "--no-enable-prefix-caching"])
+            ]
+        (self.plain,) = plain[device].nodes
         self.histories: dict[int, list[int]] = {}
         self.cached = self.ready = 0
         self.rungs: Counter[str] = Counter()
@@ -112,9 +119,20 @@ class Tiers:
         wait_until(self.tiered.health, 120, "another engine")
 
 
+@pytest.fixture(scope="module")
+def plain() -> Iterator[dict[str, Cluster]]:
+    """Nodes without any cache, by device, as they are needed."""
+    made: dict[str, Cluster] = {}
+    yield made
+    for each in made.values():
+        each.stop()
+
+
 @pytest.fixture
-def tiers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tiers]:
-    it = Tiers(tmp_path, getattr(request, "param", "cpu"))
+def tiers(
+    request: pytest.FixtureRequest, tmp_path: Path, plain: dict[str, Cluster]
+) -> Iterator[Tiers]:
+    it = Tiers(tmp_path, getattr(request, "param", "cpu"), plain)
     try:
         it.wait_ready()
         yield it

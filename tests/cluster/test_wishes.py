@@ -9,7 +9,16 @@ from typing import Any
 import anthropic
 import httpx2
 import pytest
-from real_cluster import SHORT_LEASE, Cluster, cached_of, counted, running, tiny_body, tiny_model
+from real_cluster import (
+    SHORT_LEASE,
+    Cluster,
+    cached_of,
+    counted,
+    ids,
+    running,
+    tiny_body,
+    tiny_model,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -51,7 +60,7 @@ def turn(
 ) -> Turn:
     """Return the blocks that were cached and that are pinned anew, and the next turn's prompt."""
     if isinstance(prompt, int):
-        prompt = [2 + (prompt * 7919 + at * at * (prompt + 3)) % 300 for at in range(ASKED)]
+        prompt = ids(prompt, ASKED)
     body = tiny_body(prompt, max_tokens=SAID, return_token_ids=True, **fields)
     headers = {"authorization": f"Bearer {key}", "x-session-id": session}
     answer = httpx2.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60)
