@@ -168,18 +168,15 @@ def ids(name: int, count: int) -> list[int]:
     return [2 + (name * 7919 + at * at * (name + 3)) % 300 for at in range(count)]
 
 
-def rungs(
-    cluster: Cluster, prompt: list[int], router: Process | None = None, **fields: Any
-) -> dict[str, int]:
+def rungs(cluster: Cluster, prompt: list[int]) -> dict[str, int]:
     """Ask the router; return the rungs that are not empty, once it knows what nodes hold now."""
-    router = router or cluster.router
-    assert router is not None
-    answer = complete(router.url, prompt, include_metrics=True, **fields)
+    assert cluster.router is not None
+    answer = complete(cluster.url, prompt, include_metrics=True)
     found: dict[str, int] = answer["kvrelay"]["prompt"]
     assert list(found) == list(RUNGS)
     assert sum(found.values()) == answer["usage"]["prompt_tokens"] == len(prompt)
     assert sum(found[rung] for rung in RUNGS[:4]) == cached_of(answer)
-    wait_told(router)
+    wait_told(cluster.router)
     return {rung: count for rung, count in found.items() if count}
 
 

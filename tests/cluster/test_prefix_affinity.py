@@ -5,7 +5,6 @@ there.
 from __future__ import annotations
 
 import re
-import threading
 import uuid
 
 import httpx2
@@ -13,11 +12,7 @@ import pytest
 from real_cluster import (
     Cluster,
     Process,
-    complete,
-    frozen,
-    further_router,
     ids,
-    rungs,
     running,
     tiny_body,
     tiny_model,
@@ -117,60 +112,3 @@ def test_what_a_node_has_evicted_it_is_not_chosen_for(cluster: Cluster) -> None:
     more = {rung: count - then[rung] for rung, count in counted(cluster.router).items()}
     assert (more["gpu"], more["stale"], more["evicted"]) == (0, 0, 0)
     assert more["placement"] + more["capacity"] == blocks * BLOCK
-
-
-TOKENS = 160
-FOUND = (TOKENS - 1) // BLOCK * BLOCK
-"""What there may be of a prompt: its last token is computed."""
-FILL = 14
-"""Prompts that fill a pool of 127 blocks."""
-
-
-def test_what_is_elsewhere_was_evicted_or_makes_room_in_between_is_named(cluster: Cluster) -> None:
-    nodes = cluster.of("prefill")
-    for node in nodes:
-        assert httpx2.post(f"{node.url}/reset_prefix_cache", timeout=10).status_code == 200
-    peers = [f"--{node.role}={node.url}" for node in (*nodes, cluster.of("decode")[0])]
-    in_turn = ["--strict-roles", "--prefill-policy", "round_robin"]
-    with further_router(cluster, *in_turn, peers=peers) as router:
-
-        def asked(name: int) -> dict[str, int]:
-            return rungs(cluster, ids(name, TOKENS), router)
-
-        assert asked(150) == {"new": TOKENS}
-        assert asked(150) == {"placement": FOUND, "new": BLOCK}
-        assert asked(150) == {"gpu": FOUND, "new": BLOCK}
-        for at in range(2 * FILL):
-            complete(router.url, ids(160 + at, TOKENS))
-        asked(151)
-        asked(151)
-        assert asked(150) == {"capacity": FOUND, "new": BLOCK}
-        assert asked(150) == {"placement": FOUND, "new": BLOCK}
-        found: list[dict[str, int]] = []
-        others = [
-            threading.Thread(
-                target=complete,
-                args=(node.url, ids(200 + at, TOKENS)),
-                kwargs={"max_tokens": 1, "priority": -1},
-            )
-            for node in nodes
-            for at in range(FILL)
-        ]
-        late = threading.Thread(target=lambda: found.append(asked(150)))
-        with frozen(*nodes):
-            for each in others:
-                each.start()
-            wait_until(lambda: all(_requests(node) == FILL for node in nodes), 20, "all wait")
-            late.start()
-            wait_until(lambda: any(_requests(node) > FILL for node in nodes), 20, "it waits, too")
-        for each in [*others, late]:
-            each.join(60)
-        assert found == [{"evicted": FOUND, "new": BLOCK}]
-        after = counted(router)
-        assert min(after[rung] for rung in ("gpu", "placement", "capacity", "evicted")) >= FOUND
-        assert (after["stale"], after["failed"]) == (0, 0)
-
-
-def _requests(node: Process) -> int:
-    report = node.health()
-    return 0 if report is None else int(report["requests"])

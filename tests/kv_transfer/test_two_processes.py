@@ -6,6 +6,7 @@ Over the direct backend, which needs nobody's help to read, and NIXL, which does
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ from engine_node import (
     RealNode,
     of_another_host,
     reason,
+    wait_until,
 )
 from peer_process import PeerProcess, peer_process
 
@@ -56,7 +58,11 @@ def read_from(child: PeerProcess, here: RealNode) -> None:
     assert here.backend.posted.wait(20.0)
 
 
-def test_leases_of_a_killed_reader_expire(here: RealNode, child: PeerProcess) -> None:
+def test_leases_and_files_of_a_killed_reader_do_not_stay(
+    here: RealNode, child: PeerProcess
+) -> None:
+    child.ask("engine.stats")  # it is there
+    files = len(os.listdir("/proc/self/fd"))
     hand_to(child, here, "queued", "fetching")
     here.quiet(CONFIG.lease_s * 1.3)  # both are kept alive
     child.kill()
@@ -64,6 +70,8 @@ def test_leases_of_a_killed_reader_expire(here: RealNode, child: PeerProcess) ->
     both = {Released(name, expired=True) for name in ("queued", "fetching")}
     assert set(here.wait(2)) == both
     assert time.monotonic() - killed_at < CONFIG.lease_s + AT_ONCE_S
+    # The control channel closes the connection when it notices.
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files)
 
 
 def test_reader_that_slept_past_its_lease_never_admits(here: RealNode, child: PeerProcess) -> None:

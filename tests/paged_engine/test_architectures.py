@@ -10,15 +10,10 @@ from typing import Any
 import pytest
 import torch
 from engines import make, prompt
-from safetensors.torch import load_file, save_file
 from tiny_models import DIFFERENCES, make_tiny
 
-from kvrelay.paged_engine.decoder import split_fused
-from kvrelay.paged_engine.model_files import read_model_config, read_tensors
-from kvrelay.paged_engine.model_tensors import tensor_shapes, weight_shapes
 from kvrelay.paged_engine.request import Chunk, Request
 from kvrelay.wire.engine_messages import Submit
-from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.sampling import SamplingParams
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,20 +62,3 @@ def test_logits_of_all_positions_equal_transformers_in_any_chunks(tiny) -> None:
         assert float((ours - theirs[end - 1]).abs().max()) < 1e-3
         whole = engine._runner.run([Chunk(req, 0, end, True)])[0][0]
         assert torch.equal(ours, whole), "bits depend on how the prompt was cut"
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_all_tensors_of_a_checkpoint_are_wanted_and_an_odd_one_is_refused(
-    tmp_path: Path, name: str
-) -> None:
-    architecture, overrides = MODELS[name]
-    make_tiny(architecture, tmp_path, **overrides)
-    config = read_model_config(str(tmp_path))
-    assert config.architecture == architecture
-    weights = dict(split_fused(config, read_tensors(str(tmp_path), config)))
-    assert {ours: tuple(weight.shape) for ours, weight in weights.items()} == weight_shapes(config)
-    stored = load_file(tmp_path / "model.safetensors")
-    odd = f"{min(tensor_shapes(config)).rpartition('.')[0]}.odd"
-    save_file({**stored, odd: torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=f"holds unknown tensor {odd}"):
-        dict(read_tensors(str(tmp_path), config))
