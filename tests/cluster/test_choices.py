@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 import test_tools as tools
-from real_cluster import Cluster, Process, complete, counted, running, tiny_body, tiny_model
+from real_cluster import Cluster, Process, complete, running, tiny_body, tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_lost")]
 
@@ -115,27 +115,6 @@ def test_several_prompts_are_answered_as_each_alone(cluster):
             == len({chunk["created"] for chunk in chunks})
             == 1
         )
-
-
-@pytest.mark.parametrize(
-    "fields", [{"n": 2, "logprobs": 0}, {"max_tokens": 1}, {"prompt": PROMPTS}]
-)
-def test_the_prompts_log_probabilities_are_those_of_one_node(cluster, fields):
-    """Through a hand-over, whose ticket goes out behind the prompt; its blocks are handed over all
-    the same.
-    """
-    decode = cluster.of("decode")[0]
-    before, fields = fetches(cluster), {"logprobs": 3, "echo": True} | fields
-    answer = asked(cluster.url, **fields)
-    prompts = PROMPTS if fields.get("prompt") == PROMPTS else [PROMPT]
-    handed_over = 0 if fields.get("max_tokens") == 1 else len(prompts)
-    counted(cluster.of("decode"), "kvrelay_fetches_total", before + handed_over)
-    assert choices(answer) == choices(asked(decode.url, **fields))
-    for at, choice in enumerate(answer["choices"]):
-        listed = choice["logprobs"]["token_logprobs"]
-        assert len(listed) > len(prompts[at // fields.get("n", 1)])
-        assert listed[0] is None
-        assert None not in listed[1:]
 
 
 def test_a_client_that_leaves_ends_every_choice(cluster):

@@ -152,13 +152,16 @@ async def test_log_probabilities_of_a_prompt_may_be_longer_than_a_body_may(
     (prefill,), (decode,) = cluster.of("prefill"), cluster.of("decode")
     fields = {"echo": True, "logprobs": 20}
     recomputed = decode.metric("kvrelay_recomputed_prompts_total")
+    fetched = decode.metric("kvrelay_fetches_total")
     (mine,) = await asked(prefill.url, fields, at_once=False, prompts=1)
     (told,) = await asked(cluster.url, fields, at_once=False, prompts=1)
     assert told == mine
-    listed = told["choices"][0]["logprobs"]["top_logprobs"][1:]
+    first, *listed = told["choices"][0]["logprobs"]["top_logprobs"]
+    assert first is None
     numbers = [list(each.values()) for each in listed]
     assert len(json.dumps(numbers)) > SMALL_LONGEST_BODY
     counted([decode], "kvrelay_recomputed_prompts_total", recomputed)
+    counted([decode], "kvrelay_fetches_total", fetched + 1)
     answer = httpx2.post(f"{decode.url}/v1/completions", content=b"x" * (SMALL_LONGEST_BODY + 1))
     assert answer.status_code == 413
     assert f"the limit is {SMALL_LONGEST_BODY}" in answer.text

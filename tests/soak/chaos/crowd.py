@@ -55,10 +55,6 @@ class Seen:
     """The client read slowly, or has filled a node itself: its waits are its own."""
     past_router: bool = False
 
-    @property
-    def honest(self) -> bool:
-        return self.end in ("refused", "error")
-
     def gaps(self) -> list[tuple[float, float]]:
         """From when until when the client waited between two parts, or for the end."""
         return list(itertools.pairwise([*self.times, self.ended])) if self.times else []

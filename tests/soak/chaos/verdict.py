@@ -51,8 +51,6 @@ class Verdict:
     """What became of the streams. `broken`: promises that were not kept, each in a sentence."""
 
     ends: Counter[str] = field(default_factory=Counter)
-    honest: Counter[str] = field(default_factory=Counter)
-    """Errors that clients were told, by status and message."""
     failed_over: int = 0
     gap_ms: dict[str, float] = field(default_factory=dict)
     """The longest wait of each stream."""
@@ -100,13 +98,9 @@ def judged(
         told = f"{each.kind} {each.number}, id {each.id}"
         if each.end == "left":
             continue
-        if each.end == "done":
+        if each.end == "done" or (not each.past_router and _lost_with(each, no_router)):
             pass
-        elif not each.past_router and _lost_with(each, no_router):
-            verdict.honest["lost with the router"] += 1
-        elif each.honest:
-            error = re.sub(r"[0-9a-f]{32}|\d+ s ", ".. ", each.error)
-            verdict.honest[f"{each.status} {error}"] += 1
+        elif each.end in ("refused", "error"):
             lacking = meets(each.began, each.ended, no_decode) or _killed_two(each, lost)
             if each.past_router or not lacking:
                 verdict.broken.append(

@@ -96,15 +96,12 @@ async def holds(stand: Stand, lease: LeaseId) -> bool:
     channel.
     """
     node = stand.nodes[0]
-    said = await _asked(stand, node, await _kv_of(stand, node), Renew(1.0, [lease]))
-    return isinstance(said, Renewed) and lease in said.kept
-
-
-async def _asked(stand: Stand, node: Node, facts: KvFacts, message: Message) -> Message | None:
+    facts = await _kv_of(stand, node)
     async with _Peer(zmq.DEALER, facts.address, node.ports[1], stand.secret) as peer:
-        await peer.send(encode(message))
+        await peer.send(encode(Renew(1.0, [lease])))
         heard = await peer.hear()
-    return None if heard is None else decode(heard[-1])
+    said = None if heard is None else decode(heard[-1])
+    return isinstance(said, Renewed) and lease in said.kept
 
 
 async def every_port(stand: Stand, rng: random.Random, cases: int) -> list[str]:
