@@ -210,7 +210,7 @@ async def test_prompts_that_one_node_cannot_compute_get_another_one(
 ) -> None:
     """Two decode nodes are too many for long prompts: a router of two processes finds it."""
     one, *decodes = cluster.nodes
-    flip(decodes[0], "decode")
+    await asyncio.to_thread(flip, decodes[0], "decode")
     # Nodes reckon in step times of their start: what slows the machine later lowers their use.
     soon = "roles.EVERY_S, roles.LIMIT = 1.0, 0.3"
     folder = cluster.folder

@@ -287,36 +287,37 @@ COMPILE_RING = """
 from triton.experimental.gluon._runtime import GluonASTSource
 from kvrelay.kernels.skinny_hopper import ring_kernel as kernel
 
-gated, block_m, rows, split, slots = sys.argv[1] == "gated", *map(int, sys.argv[2:])
 layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank={}, transposed=False,"
 layout += " fp4_padded=False, cga_layout=[])"
-groups, space = rows // 16, triton.next_power_of_2(rows)
-types = dict.fromkeys(kernel.arg_names, "i32")
-types.update(x=f"tensordesc<bf16[{block_m}, 64],{layout.format(2)}>")
-types.update(weight=f"tensordesc<bf16[{groups & -groups}, 2, 8, 64],{layout.format(4)}>")
-types.update(residual="*bf16", out="*bf16", partials="*fp32", arrivals="*i32")
-constants = dict(STEPS=64, SPLIT=split, ROWS=rows, SPACE=space, SLOTS=slots, PDL=True, bias=None, GATE=None)
-if gated:
-    constants.update(GATE="silu", residual=None)
-types.update(dict.fromkeys(constants, "constexpr"))
-aligned = [i for i, n in enumerate(kernel.arg_names) if types[n].startswith("*") or n == "N" or n.endswith("_stride")]
-source = GluonASTSource(kernel, types, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 128})
-print(report(compiled, 90), compiled.metadata.shared)
+for gated, (block_m, rows, split, slots) in zip((True, False), eval(sys.argv[1])):
+    groups, space = rows // 16, triton.next_power_of_2(rows)
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types.update(x=f"tensordesc<bf16[{block_m}, 64],{layout.format(2)}>")
+    types.update(weight=f"tensordesc<bf16[{groups & -groups}, 2, 8, 64],{layout.format(4)}>")
+    types.update(residual="*bf16", out="*bf16", partials="*fp32", arrivals="*i32")
+    constants = dict(STEPS=64, SPLIT=split, ROWS=rows, SPACE=space, SLOTS=slots, PDL=True, bias=None, GATE=None)
+    if gated:
+        constants.update(GATE="silu", residual=None)
+    types.update(dict.fromkeys(constants, "constexpr"))
+    names = enumerate(kernel.arg_names)
+    aligned = [i for i, n in names if types[n].startswith("*") or n == "N" or n.endswith("_stride")]
+    source = GluonASTSource(kernel, types, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 128})
+    print(report(compiled, 90), compiled.metadata.shared)
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "block_m", "rows", "split"), [("gated", 64, 112, 1), ("plain", 32, 96, 2)]
-)
-def test_the_ring_kernel_compiles_for_two_programs_per_sm(kind, block_m, rows, split):
-    """No register is spilled, and two rings fit an SM's memory."""
-    slots = skinny_gemm._slots(rows, block_m, 2)
-    spilled, shared = map(
-        int, run_compiler(COMPILE_RING, kind, block_m, rows, split, slots).split()
-    )
-    assert spilled == 0
-    assert 2 * (shared + 1024) <= 228 * 1024
+def test_the_ring_kernel_compiles_for_two_programs_per_sm():
+    """Gated and plain: no register is spilled, and two rings fit an SM's memory."""
+    sizes = [
+        (block_m, rows, split, skinny_gemm._slots(rows, block_m, 2))
+        for block_m, rows, split in ((64, 112, 1), (32, 96, 2))
+    ]
+    found = run_compiler(COMPILE_RING, sizes).splitlines()
+    assert len(found) == 2
+    for spilled, shared in (map(int, line.split()) for line in found):
+        assert spilled == 0
+        assert 2 * (shared + 1024) <= 228 * 1024
 
 
 @pytest.mark.gpu

@@ -74,6 +74,7 @@ def fake_hub() -> Iterator[FakeHub]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each answer waits 40 ms for an acknowledgement
     shared: FakeHub
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
