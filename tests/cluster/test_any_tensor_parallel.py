@@ -99,7 +99,7 @@ def test_cached_kv_of_any_number_of_ranks_is_pulled(cluster, prefill_size, decod
 
 def test_kv_of_several_ranks_outlives_its_engine(cluster):
     tiered = node(cluster, "decode", TIERED)
-    prompt = prompt_of(74, 200)
+    prompt = prompt_of(90, 200)
     alone = text_of(complete(node(cluster, "prefill", 1).url, prompt))
     stored = "kvrelay_tier_host_stored_blocks_total"
     before = tiered.metric(stored)
