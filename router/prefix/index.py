@@ -120,7 +120,7 @@ class PrefixIndex:
                 depth += _depth(keys[:-depth] if depth else keys, names)
                 reach.append(depth * block_size)
             if has or depth:
-                reach = [min(tokens, max(has, each)) for each in reach or [0]]
+                reach = [max(has, each) for each in reach or [0]]
                 if reach[0]:
                     cached[url] = reach[0]
                 if reach[-1] > reach[0]:

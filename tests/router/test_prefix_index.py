@@ -193,6 +193,8 @@ def test_a_leg_under_way_counts_for_who_comes_next() -> None:
 @pytest.mark.parametrize("handed_over", [True, False])
 def test_the_next_turn_is_where_the_blocks_of_the_answer_are(*, handed_over: bool) -> None:
     index, text = PrefixIndex(), SYSTEM + "question one " * 40
+    for _ in range(40):  # the tokens of the next turn are thought to be fewer than they are
+        index.counted(Prefix.of(9, b"x" * 1000), 10)
     after = Prefix.of(7, (text + "answer and question " * 40).encode())
     ids = tokenized(text)
     whole = Prefix.of(7, text.encode()).known(blocks_of([*ids, *range(100)]), len(ids))
