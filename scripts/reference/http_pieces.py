@@ -64,7 +64,8 @@ def _body(said: Schema) -> str:
 
 
 def _schema(name: str, schema: Schema) -> str:
-    head = f"### {name}\n\n{' '.join(str(schema.get('description', '')).split())}\n\n"
+    told = " ".join(str(schema.get("description", "")).split())
+    head = f"### {name}\n\n" + (f"{told}\n\n" if told else "")
     if "properties" not in schema:
         return f"{head}One of {', '.join(code(each) for each in schema.get('enum', ()))}.\n"
     required = schema.get("required", ())
