@@ -65,7 +65,9 @@ def test_a_chat_begins_with_its_first_token_and_not_with_its_role() -> None:
 
 
 def test_chunks_of_several_tokens_are_counted_by_their_usage() -> None:
-    record, _ = read(text("abc"), text("de"), text("", "length"), usage(5), DONE, asked=5)
+    told = [{"prompt_tokens": 9, "completion_tokens": count} for count in (3, 5)]
+    parts = text("abc", usage=told[0]), text("de", "length", usage=told[1]), DONE
+    record, _ = read(*parts, asked=5)
     assert (record.failure, record.output_tokens, record.chunks) == ("", 5, 2)
 
 
