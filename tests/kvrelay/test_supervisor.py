@@ -46,7 +46,7 @@ def pid_of(child: Child) -> int:
     return child.process.pid
 
 
-async def healthy(url: str) -> bool:
+async def healthy(_: ChildSpec) -> bool:
     return True
 
 
@@ -102,7 +102,7 @@ async def test_a_child_that_cannot_be_started_again_is_tried_until_it_can(
 async def test_a_child_that_ends_before_it_is_ready_is_told_with_the_end_of_its_log(
     tmp_path: Path,
 ) -> None:
-    async def never(url: str) -> bool:
+    async def never(_: ChildSpec) -> bool:
         return False
 
     async with Supervisor(never, lambda line: None) as supervisor:
@@ -116,7 +116,7 @@ async def test_a_child_that_ends_before_it_is_ready_is_told_with_the_end_of_its_
 
 
 async def test_a_child_that_is_never_healthy_is_killed_at_its_deadline(tmp_path: Path) -> None:
-    async def never(url: str) -> bool:
+    async def never(_: ChildSpec) -> bool:
         return False
 
     said: list[str] = []

@@ -65,10 +65,10 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def healthy(url: str) -> bool:
+async def healthy(spec: ChildSpec) -> bool:
     async with httpx2.AsyncClient() as http:
         try:
-            return (await http.get(url, timeout=5)).status_code == 200
+            return (await http.get(spec.health_url, timeout=5)).status_code == 200
         except httpx2.HTTPError:
             return False
 
@@ -78,11 +78,8 @@ class Watched:
 
     def __init__(self, folder: Path, repository: Path, *more: str) -> None:
         port = free_port()
-        self.url, self.trigger, self.said = (
-            f"http://127.0.0.1:{port}",
-            folder / "fault",
-            list[str](),
-        )
+        self.url, self.said = f"http://127.0.0.1:{port}", list[str]()
+        self.trigger, self.log = folder / "fault", folder / "node.log"
         fault = Path(__file__).with_name("gpu_fault")
         flags = [
             *tiny_model(folder),
@@ -102,7 +99,7 @@ class Watched:
             "node",
             (sys.executable, "-m", "kvrelay.cli", "serve", "--port", str(port), *flags),
             f"{self.url}/health",
-            folder / "node.log",
+            self.log,
             environment,
         )
         self.supervisor = Supervisor(healthy, self.said.append)
@@ -166,7 +163,7 @@ async def gpu_fails(node: Watched, fault: str, why: str) -> None:
             waited = group.create_task(node.ask(whole, stream=False))
             await asyncio.wait_for(begun.wait(), DEADLINE_S)
             node.trigger.write_text(fault)
-        assert not await healthy(node.spec.health_url)
+        assert not await healthy(node.spec)
         status, text = streamed.result()
         *_, error, done = (line for line in text.splitlines() if line)
         assert (status, done) == (200, "data: [DONE]")
@@ -180,6 +177,6 @@ async def gpu_fails(node: Watched, fault: str, why: str) -> None:
         assert child.running
         status, text = await node.ask(asyncio.Event(), stream=False, tokens=20)
         assert (status, json.loads(text)["usage"]["completion_tokens"]) == (200, 20)
-        assert node.spec.log.read_text().count(f"ERROR kvrelay.engine {why}") == 1
+        assert node.log.read_text().count(f"ERROR kvrelay.engine {why}") == 1
 
     await started(node, check)
