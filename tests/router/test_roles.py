@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -308,16 +309,16 @@ async def test_each_model_is_looked_at_by_itself() -> None:
 # In routers.
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
 async def test_however_many_routers_look_one_node_changes_once(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     monkeypatch.setattr("kvrelay.router.roles.EVERY_S", 1e6)  # all looks are made here
     nodes: list[FakeNode] = [prefill(load=BUSY), *(decode(load=Load(legs=1)) for _ in range(3))]
-    async with (
-        cluster(*nodes, strict_roles=False) as first,
-        router_over(first.router.config) as two,
-    ):
-        routers = [first, two]
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(cluster(*nodes, strict_roles=False))
+        others = [router_over(first.router.config) for _ in range(count - 1)]
+        routers = [first, *[await stack.enter_async_context(other) for other in others]]
         chosen = max(nodes[1:], key=lambda node: node.url)
         for each in routers:
             await until(lambda each=each: all(node.up for node in each.router.pool.nodes))
