@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import fsum, inf
 
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.node_load import LEAST_LEFT, NodeLoad
+from kvrelay.router.node_load import LEAST_LEFT, UNKNOWN, NodeLoad
 from kvrelay.router.nodes.node import Node, NodeKind
 from kvrelay.router.nodes.pool import DRAINS, Pool
 from kvrelay.router.transport.node_client import NodeClient
@@ -108,7 +108,7 @@ async def ask_role(pool: Pool, legs: NodeClient, node: Node, role: Role) -> tupl
 
 @dataclass(slots=True)
 class RoleChanger:
-    """A background task that asks nodes to change roles, until `ending` returns true."""
+    """A background task that asks nodes to change roles, unless `ending` returns true."""
 
     config: Callable[[], RouterConfig]
     pool: Pool
@@ -118,7 +118,7 @@ class RoleChanger:
     models: dict[str, RolePlanner] = field(default_factory=dict)
 
     async def look_for_ever(self) -> None:
-        while not self.ending():
+        while True:
             await asyncio.sleep(EVERY_S)
             try:
                 await self.look()
@@ -128,10 +128,8 @@ class RoleChanger:
     async def look(self) -> None:
         config, pool, metrics = self.config(), self.pool, self.metrics
         ours = [node for node in pool.nodes if node.kind is NodeKind.KVRELAY and node.model]
-        why = "roles are strict" if config.strict_roles else ""
-        for node in ours:  # one that drains may change its role, as its next health check says
-            if node.flips_to or (node.reason == DRAINS and node.reported_at < node.since):
-                why = why or f"{node.url} changes its role"
+        bar = "this router ends" if self.ending() else ""
+        bar = "roles are strict" if config.strict_roles else bar
         least, names = (config.least_prefill, config.least_decode), {node.model for node in ours}
         self.models = {name: self.models.get(name) or RolePlanner(*least) for name in names}
         metrics.role_use.clear()
@@ -139,7 +137,8 @@ class RoleChanger:
             nodes = {role: pool.up(role, model=model, kind=NodeKind.KVRELAY) for role in OTHER}
             loads = {role: [node.state for node in nodes[role]] for role in OTHER}
             up = {role: len(nodes[role]) for role in OTHER}
-            role = planner.look(up, *work_of(loads, config.tpot_target_ms), why)
+            work, left = work_of(loads, config.tpot_target_ms)
+            role = planner.look(up, work, left, bar or _bar(ours, model))
             for each, use in planner.use.items():
                 metrics.role_use.labels(model, each).set(use)
             if role is not None:
@@ -148,3 +147,16 @@ class RoleChanger:
                 outcome = "begun" if status == BEGUN else "refused"
                 metrics.role_changes.labels(model, role, outcome).inc()
                 _log.info("roles: %s; %s: %s (%d %s)", planner.why, node.url, outcome, status, said)
+
+
+def _bar(nodes: Sequence[Node], model: str) -> str:
+    """Return why no node of a model can be asked now; empty if one can."""
+    for node in nodes:
+        if node.model != model:
+            continue
+        # One that drains may change its role, as its next health check says.
+        if node.flips_to or (node.reason == DRAINS and node.reported_at < node.since):
+            return f"{node.url} changes its role"
+        if node.up and node.state.costs is UNKNOWN:
+            return f"{node.url} has not said what its steps cost"
+    return ""

@@ -215,14 +215,14 @@ class Fixture:
         for node in self.pool.nodes:
             told(self.pool, node, node.role)
             node.state.set_costs(COSTS, 50.0)
-        self.status, self.asked = status, list[str]()
+        self.status, self.asked, self.ending = status, list[str](), False
         registry: Any = CollectorRegistry()
         metrics: Any = type("Metrics", (), {})()
         metrics.role_use = Gauge("g", "", ["model", "role"], registry=registry)
         metrics.role_changes = Counter("c", "", ["model", "role", "outcome"], registry=registry)
         self.registry, settings = registry, RouterConfig(**config)
         legs: Any = self
-        self.changes = RoleChanger(lambda: settings, self.pool, legs, metrics, bool)
+        self.changes = RoleChanger(lambda: settings, self.pool, legs, metrics, lambda: self.ending)
 
     async def post(
         self, node: Node, path: str, body: bytes, deadline_s: float
@@ -265,10 +265,15 @@ async def test_one_that_refuses_is_asked_again(status: int) -> None:
     assert fixture.registry.get_sample_value("c_total", refused) == 4
 
 
-async def test_strict_roles_and_bounds_keep_nodes_what_they_are() -> None:
+async def test_strict_roles_bounds_an_end_and_unknown_costs_keep_nodes_what_they_are() -> None:
+    ends, unknown = Fixture(), Fixture()
+    ends.ending, node = True, unknown.pool.nodes[-1]
+    node.state = NodeLoad(node.url)
     for fixture, why in (
         (Fixture(strict_roles=True), "roles are strict"),
         (Fixture(least_decode=3), "no other split has much less to do"),
+        (ends, "this router ends"),
+        (unknown, "http://d2 has not said what its steps cost"),
     ):
         assert (await fixture.look(20)).why.startswith(why)
         assert fixture.asked == []
@@ -304,6 +309,11 @@ async def test_each_model_is_looked_at_by_itself() -> None:
     assert (await fixture.look(20)).why.startswith("no other split has much less to do")
     assert set(fixture.changes.models) == {"m", "other"}
     assert fixture.asked == []
+    fixture = Fixture()
+    for more in ({}, {"flips_to": P}):
+        told(fixture.pool, fixture.pool.nodes[1], D, at=2.0, model="other", **more)
+    await fixture.look()
+    assert fixture.asked == ["http://d2"]  # what hinders one model does not hinder the other
 
 
 # In routers.
