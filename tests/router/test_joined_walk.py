@@ -9,7 +9,7 @@ from router_doubles import DONE, MODEL, Call, broken, cluster, decode, parse_job
 from kvrelay.router.request.job import COMPLETIONS_PATH, parts_of
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.frames import Frame, FrameKind
-from kvrelay.wire.outputs import Finish
+from kvrelay.wire.outputs import Finish, Load
 
 PROMPTS = ["first", "second", "third"]
 
@@ -120,3 +120,14 @@ async def test_one_prompt_that_fails_ends_them_all_with_one_error(stream: bool) 
         assert text.count("it broke") == 1
         assert answer.status == 400 or text.endswith(DONE.decode())
         await until(lambda: not c.node(waits).leases)
+
+
+async def test_a_part_that_loses_its_node_goes_on_and_the_others_do_not_notice() -> None:
+    async def dies(call: Call) -> None:
+        call.cut()
+
+    bad, good = decode(dies), decode(rest, load=Load(running=9))
+    async with cluster(prefill(first_token), bad, good) as c:
+        answer = msgspec.json.decode(await c.text({"prompt": PROMPTS}, path=COMPLETIONS_PATH))
+    assert len(bad.calls) > 0
+    assert [choice["text"] for choice in answer["choices"]] == PROMPTS

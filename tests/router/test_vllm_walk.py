@@ -21,8 +21,11 @@ from tests.router.vllm_doubles import (
     cut,
     deltas,
     error,
+    given,
     hang,
+    middle,
     ok,
+    old,
     pair,
     refuse,
 )
@@ -55,8 +58,9 @@ def cut_after(*pieces: str) -> Any:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_walks_through_both_legs(stream: bool) -> None:
-    p, d = pair()
+@pytest.mark.parametrize("gives", [old, middle, given])
+async def test_a_request_walks_through_both_legs_of_every_version(gives: Any, stream: bool) -> None:
+    p, d = pair(gives=gives)
     async with cluster(p, d, node_api_key="nodes") as c:
         body = {
             "stream": stream,
@@ -187,6 +191,26 @@ async def test_a_decode_leg_that_breaks_before_its_first_byte_is_computed_by_ano
         assert "kv_transfer_params" not in good.calls[0].body
         assert c.metric("kvrelay_failovers_total", leg="decode") == 1
         assert c.metric("kvrelay_failovers_total", leg="prefill") == 0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_what_kills_every_node_that_it_reaches_reaches_two_and_is_refused_then(
+    role: str,
+) -> None:
+    async def dies(call: Call) -> None:
+        call.node.started += 10.0
+        call.cut()
+
+    store = Store()
+    nodes = [
+        VllmNode(each, dies if each == role else ok, store) for each in ("prefill", "decode") * 3
+    ]
+    async with cluster(*nodes) as c:
+        for _ in range(2):
+            async with c.post() as answer:
+                assert answer.status == 503
+                assert (await answer.json())["error"]["code"] == "poison_request"
+            assert sum(len(node.calls) for node in nodes if node.role == role) == 2
 
 
 async def test_kv_that_no_decode_node_has_heard_of_goes_to_another_one_as_it_is() -> None:

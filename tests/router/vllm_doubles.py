@@ -31,18 +31,31 @@ DONE = "data: [DONE]\n\n"
 
 
 def given(engine: str, request_id: str, block: int) -> dict[str, Any]:
-    """What a prefill node gives away; from some versions without id, groups and lease."""
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
+    """What a prefill node gives away: blocks by KV group, a lease, and fields that nobody knows."""
+    return middle(engine, request_id, block) | {
         "remote_block_ids": [[block, block + 1], []],
-        "remote_engine_id": engine,
-        "remote_request_id": f"chatcmpl-{request_id}-1a2b3c4d",
-        "remote_host": "127.0.0.1",
-        "remote_port": 5600,
         "remote_num_tokens": 3,
         "remote_blocks_expiry_time": 12345.678901234567,
         "later": [1.0],
+    }
+
+
+def middle(engine: str, request_id: str, block: int) -> dict[str, Any]:
+    """From vLLM 0.13 on: with the id under which the prefill node holds the blocks."""
+    told = old(engine, request_id, block)
+    return told | {"remote_request_id": f"chatcmpl-{request_id}-1a2b3c4d"}
+
+
+def old(engine: str, _: str, block: int) -> dict[str, Any]:
+    """From vLLM 0.9 on: no id of its request, one flat list of blocks."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [block, block + 1],
+        "remote_engine_id": engine,
+        "remote_host": "127.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 1,
     }
 
 
@@ -189,7 +202,7 @@ async def ok(call: Call) -> web.StreamResponse:
     if asked.get("do_remote_decode"):
         held = None
         if node.hands_over:
-            held = given(node.engine, call.request_id, 2 * len(node.store.held))
+            held = node.gives(node.engine, call.request_id, 2 * len(node.store.held))
             node.store.hold(held, call.request_id)
         return web.json_response(call.answer("z", kv_transfer_params=held))
     if body.get("stream"):
@@ -206,6 +219,7 @@ class VllmNode:
     store: Store
     engine: str = "engine-1"
     hands_over: bool = True
+    gives: Callable[[str, str, int], dict[str, Any]] = given
     health_status: int = 200
     running_requests: int = 0
     waiting_requests: int = 0
