@@ -30,6 +30,7 @@ _MOST_AT_ONCE = 100_000  # of a node that leaves: 50 ms
 _OLDER = 1 << 20
 _NEVER = -math.inf, ""
 _Name = TypeVar("_Name", bound=Hashable)
+_Test = Callable[[_Name], bool]
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True):
@@ -153,37 +154,47 @@ class History(Generic[_Name]):
         end = max(0, min(most, found.tokens // block_size))
         gone, older, head = self._gone, self._older, names[end:most][:1]
 
-        def having(among: Collection[str]) -> list[dict[_Name, float]]:
+        def having(among: Collection[str]) -> list[_Test[_Name]]:
             # What one medium lacks may lie in the next: all of a node that has the first.
             places = [
                 (node.rpartition(" ")[0], self.held[node]) for node in self.held.keys() & among
             ]
             has = {url for url, place in places if head and head[0] in place}
-            return [place for url, place in places if url in has]
+            return [holds(place) for url, place in places if url in has]
 
-        def kept(name: _Name, places: Sequence[dict[_Name, float]]) -> bool:
-            for place in places:  # noqa: SIM110 - a generator takes three times as long
-                if place.get(name, math.inf) <= at:
-                    return True
-            return False
+        def holds(place: dict[_Name, float]) -> _Test[_Name]:
+            return lambda name: place.get(name, math.inf) <= at
 
-        def gone_since(name: _Name, among: Collection[str]) -> bool:
-            when, node = gone.get(name, _NEVER)
-            return when > at and node in among
+        def gone_since(among: Collection[str]) -> _Test[_Name]:
+            def test(name: _Name) -> bool:
+                when, node = gone.get(name, _NEVER)
+                return when > at and node in among
 
-        mine, theirs = having(nodes), having(them)
-        tests: tuple[Callable[[_Name], bool], ...] = (
-            lambda name: kept(name, mine),
-            lambda name: kept(name, mine) or gone_since(name, nodes),
-            lambda name: kept(name, theirs) or gone_since(name, them),
-            lambda name: kept(name, theirs) or name in gone,
-            lambda name: (
-                older[hash(name) % _OLDER] == hash(name) or kept(name, theirs) or name in gone
-            ),
-        )
+            return test
+
+        def is_older(name: _Name) -> bool:
+            return older[hash(name) % _OLDER] == hash(name)
+
+        mine, theirs, known = having(nodes), having(them), gone.__contains__
         depths = []
-        for test in tests:  # each goes on where the one before it ends
-            while end < most and test(names[end]):
-                end += 1
+        for tests in (  # each goes on where the one before it ends
+            mine,
+            [*mine, gone_since(nodes)],
+            [*theirs, gone_since(set(them))],
+            [*theirs, known],
+            [*theirs, known, is_older],
+        ):
+            end = _end_of_any(tests, names, end, most)
             depths.append(end * block_size)
         return ladder(tokens, found, Depths(*depths))
+
+
+def _end_of_any(tests: Iterable[_Test[_Name]], names: Sequence[_Name], at: int, most: int) -> int:
+    """Return where the names end, from `at` on, of each of which some test is true."""
+    begin = -1
+    while at > begin:  # one test's run after another's: among 100 nodes most tests fail
+        begin = at
+        for test in tests:
+            while at < most and test(names[at]):
+                at += 1
+    return at

@@ -135,6 +135,23 @@ def test_what_lies_behind_a_gap_is_not_to_be_had() -> None:
     assert depths(history, "abdefgh", 2, ["a"], ["a"]) == (6, 7, 7, 7, 7)
 
 
+def test_a_long_prompt_that_many_nodes_share_the_beginning_of_is_walked_once() -> None:
+    looks, prompt, nodes = 0, 1_000, [f"n{at}" for at in range(100)]
+
+    class Name(int):
+        def __hash__(self) -> int:
+            nonlocal looks
+            looks += 1
+            return int(self)
+
+    names, history = [Name(at) for at in range(prompt)], History[Name]()
+    for node in nodes:
+        history.changed(node, names if node == nodes[50] else names[:1], [], 1)
+    looks = 0
+    assert depths(history, names, 2, nodes[:1], nodes) == (1, 1, prompt, prompt, prompt)
+    assert looks < 4 * prompt
+
+
 def test_no_name_is_in_an_empty_history() -> None:
     assert depths(History[int](), [0, -1, -2], 0, [], []) == (0, 0, 0, 0, 0)
 
