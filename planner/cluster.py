@@ -158,7 +158,7 @@ class Cluster:
         if role is not None:
             self._announce(at, role, now)
         self.router.pool.blame(self.router.node(at), "it is lost", now / 1e3)
-        self.history.left(f"{url_of(at)}{GPU}")
+        self.history.left(place_of(url_of(at), GPU))
         self._lost(self.nodes[at].lose(now), now)
 
     @property

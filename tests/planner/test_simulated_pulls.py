@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from benchmarks.roles import H200
 from kvrelay.load.workloads import Arrival, Work, agents_of, sessions
 from kvrelay.planner.rate_card import Point, RateCard
+from kvrelay.planner.router import url_of
 from kvrelay.planner.sessions import streams_of_sessions
 from kvrelay.planner.setting import NodeEvent, Setting, Stream
 from kvrelay.planner.world import World, simulate
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.ladder import RUNGS
+from kvrelay.wire.kv_events import GPU
+from kvrelay.wire.ladder import RUNGS, place_of
 
 SIZE = 256
 
@@ -76,6 +78,15 @@ def test_what_is_quicker_is_done(token_ms: float, reads: bool) -> None:
     assert rungs["host"] == rungs["store"] == 0
     assert (rungs["peer"] > 0) is reads
     assert (rungs["placement"] == 0) is reads
+
+
+def test_nothing_is_held_in_the_pool_of_a_node_that_was_lost() -> None:
+    made = agents("llm-d,systems=4,turns=6,system=8000,output=600", 4, 4)
+    lost = [NodeEvent(2_000.0, 0, "down")]
+    world = World(made, Setting(prefill=2, decode=2, block_size=SIZE, card=H200, events=lost))
+    world.run()
+    held = world.cluster.history.held
+    assert [place_of(url_of(at), GPU) in held for at in range(4)] == [False, True, True, True]
 
 
 def test_a_card_without_a_tier_is_refused() -> None:
