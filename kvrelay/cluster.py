@@ -95,7 +95,7 @@ async def _serve(
             await answer(http, model, [{"role": "user", "content": _PROOF}])
     if not config.demo_exit:
         console.print("Ctrl-C stops everything.")
-        await asyncio.Event().wait()
+        await supervisor.watch()
 
 
 async def _all_ready(console: Console, children: Sequence[Child]) -> None:

@@ -166,6 +166,10 @@ class Supervisor:
         self._tasks.append(asyncio.create_task(self._keep(child), name=f"keep {spec.name}"))
         return child
 
+    async def watch(self) -> None:
+        """Wait for ever. Raises what ended the care for a child."""
+        await asyncio.gather(*self._tasks)
+
     async def stop(self) -> None:
         """Send SIGTERM to all, SIGKILL to what is left at the deadline, and wait for all."""
         for task in self._tasks:
@@ -253,7 +257,7 @@ class Supervisor:
 def _cause_of(child: Child) -> str:
     fate, log = f"{child.spec.name} {child.fate} before it was ready", child.spec.log
     if log is None:
-        return fate
+        return f"{fate}; the lines above say why"
     lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] or ["(its log is empty)"]
     return f"{fate}; the end of {log}:\n" + "\n".join(f"    {line}" for line in lines)
 
@@ -267,9 +271,9 @@ async def until_stopped(work: Coroutine[Any, Any, None]) -> None:
     tasks = working, asyncio.create_task(stop.wait())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    if not working.cancelled():
+        working.result()  # raises also why its end failed

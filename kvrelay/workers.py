@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -82,7 +81,7 @@ async def _serve(
             scheme = "https" if config.ssl_certfile else "http"
             host = f"[{config.host}]" if ":" in config.host else config.host
             _log.info("%d workers serve %s://%s:%d", config.workers, scheme, host, port)
-            await asyncio.Event().wait()
+            await supervisor.watch()
         finally:
             parent.router.ending = True
 
@@ -90,7 +89,7 @@ async def _serve(
 def main() -> None:
     """Run a worker process: `python -m kvrelay.workers INDEX FOLDER RELEASE`."""
     die_with_parent()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent says what follows
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of pkill, to all: the parent says what follows
     index, folder, release = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     log_to_stderr("router", worker=index)
     if release != RELEASE:  # the package was replaced under a running router
@@ -101,11 +100,7 @@ def main() -> None:
         )
         sys.exit(2)
     settle()
-    # Ctrl-C reaches all processes at once; uvicorn has drained before it is raised here.
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve_worker(index, folder))
 
 

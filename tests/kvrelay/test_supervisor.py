@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from process_state import alive
 
-from kvrelay.supervisor import Backoff, Child, ChildFailed, ChildSpec, Supervisor
+from kvrelay.supervisor import Backoff, Child, ChildFailed, ChildSpec, Supervisor, until_stopped
 
 _SLEEP = "import time; time.sleep(60)"
 _STUBBORN = (
@@ -159,3 +159,38 @@ async def test_warnings_in_a_log_are_shown_and_other_lines_are_not(tmp_path: Pat
         await until(lambda: len(said) >= 6)
     assert said[0] == "[child] 10:00 WARNING slow peer"
     assert said[5] == f"[child] 4 more warnings in {tmp_path / 'child.log'}"
+
+
+async def test_who_watches_hears_why_a_child_is_no_longer_cared_for(tmp_path: Path) -> None:
+    def refuse(line: str) -> None:
+        raise UnicodeEncodeError("ascii", line, 0, 1, "ordinal not in range(128)")
+
+    async with Supervisor(healthy, refuse) as supervisor, asyncio.timeout(20):
+        child = supervisor.start(child_spec(tmp_path, _SLEEP))
+        await child.ready
+        os.kill(pid_of(child), signal.SIGKILL)
+        with pytest.raises(UnicodeEncodeError):
+            await supervisor.watch()
+
+
+async def test_work_that_is_stopped_ends_first_and_tells_what_went_wrong_at_its_end() -> None:
+    async def work(why: BaseException | None) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(why)
+            if why is not None:
+                raise why
+
+    ended: list[BaseException | None] = []
+    broken = OSError("the terminal is gone")
+    try:
+        async with asyncio.timeout(20):
+            await until_stopped(work(None))
+            with pytest.raises(OSError, match="the terminal is gone"):
+                await until_stopped(work(broken))
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().remove_signal_handler(number)
+    assert ended == [None, broken]

@@ -27,6 +27,7 @@ from kvrelay.router.guard import OPERATED
 from kvrelay.router.workers import parent as parent_module
 from kvrelay.router.workers.parent import Parent
 from kvrelay.router.workers.worker import shared_port
+from kvrelay.supervisor import ChildFailed
 from kvrelay.wire.router_config import RouterConfig
 from kvrelay.wire.versions import RELEASE
 from tests.router.router_doubles import MODEL, FakeNode, decode, prefill
@@ -332,6 +333,17 @@ async def test_a_worker_that_is_stopped_is_killed_and_replaced(
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                asyncio.get_running_loop().remove_signal_handler(number)
+
+
+async def test_a_worker_that_never_serves_ends_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "RELEASE", "0.0.9")
+    with shared_port("127.0.0.1", 0) as held:
+        try:
+            with pytest.raises(ChildFailed, match=r"exit code 2.* the lines above say why"):
+                await workers._run(RouterConfig(workers=1), held.getsockname()[1])
+        finally:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().remove_signal_handler(number)
 
