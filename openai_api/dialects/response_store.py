@@ -123,7 +123,8 @@ class ResponseStore:
 def _missing(response_id: str, param: str | None) -> NotFound:
     return NotFound(
         f"response {response_id!r} is not kept here: it was never stored (store: false), was "
-        "deleted, gave way to newer ones, or this server was restarted",
+        f"deleted, gave way to newer ones ({_MAX_BYTES >> 20} MiB are kept at most), or this server was "
+        "restarted",
         param=param,
         code="previous_response_not_found" if param else "response_not_found",
     )
