@@ -46,6 +46,7 @@ _TIERS_GB_S = ("host", 40.0), ("store", 4.0)
 _FAR = 1 << 16
 
 Times = dict[Step, list[float]]
+"""Milliseconds of each run."""
 
 
 def run(config: NodeConfig, out: Path, seconds: float, console: Console) -> int:

@@ -37,7 +37,7 @@ __all__ = ["REPORT_S", "STOP_DEADLINE_S", "Child", "Restarts", "connect", "run_c
 log = logging.getLogger("kvrelay.node")
 
 STOP_DEADLINE_S = 5.0
-# Its report may come after it has ended.
+# A child's report may come after its end.
 REPORT_S = 0.05
 _RESTART_S = 60.0
 
