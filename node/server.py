@@ -161,7 +161,7 @@ async def _load_and_watch(
         while True:
             on_ready()
             await node.engine.ended.wait()
-            # The node's supervisor waits longer each time.
+            # An engine that dies again soon ends its node, whose supervisor waits longer each time.
             if node.cache.source is None or node.draining or not restarts.allowed():
                 break
             await _start_again(node, serving)
