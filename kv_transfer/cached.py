@@ -58,7 +58,7 @@ class Asks:
     ) -> bool:
         """Begin an ask; False if it may not go to this peer."""
         self._tokens += 1
-        message = LeaseCached(self._tokens, first, b"".join(hashes[:MOST_ASKED]))
+        message = LeaseCached(self._tokens, peer.generation, first, b"".join(hashes[:MOST_ASKED]))
         self._asks[self._tokens] = ask = _Ask(request_id, peer, message, deadline)
         if refused := asking_refusal(peer, seal, self._secret):
             self._fail(ask, Incompatible(refused))

@@ -128,6 +128,8 @@ class LeaseCached(msgspec.Struct, tag="lease", frozen=True):
     """A reader's wish for a lease on the longest cached prefix of `hashes`; since version 2."""
 
     token: int
+    generation: str
+    """The source's. Nodes of commit 77b69954 need it."""
     first: int
     """Number of the first block in its chain."""
     hashes: bytes

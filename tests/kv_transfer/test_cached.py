@@ -24,7 +24,7 @@ NEWEST = msgspec.structs.replace(FINGERPRINT, protocol_newest=2)
 HASHES = [bytes([number]) * 16 for number in range(1, 5)]
 SECRET = "the secret of this cluster"
 PEER = PeerKey("127.0.0.1", 4000, "g")
-ASK = LeaseCached(1, 0, b"".join(HASHES))
+ASK = LeaseCached(1, "g", 0, b"".join(HASHES))
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ ON_THE_CHANNEL = [
     Ended(3, True),
     Follow(LEASE),
     ChunkProgress(LEASE, 3, None),
-    LeaseCached(5, 2, b"h" * 16),
+    LeaseCached(5, "g", 2, b"h" * 16),
     Leased(5, Ticket(remote_block_ids=[[1]]), "why"),
 ]
 ALL = [
@@ -211,6 +211,11 @@ RECORDED = [
         "6f746f636f6c01a56d6f64656ca16da86b765f6474797065a862666c6f61743136ac626c6f636b5f"
         "746f6b656e7310a86b765f686561647303a8686561645f64696d40a66c61796572731ea677696e64"
         "6f7700a774705f73697a6501a4726f7065a47961726e",
+    ),
+    (  # its signature is left out here
+        LeaseCached(1, "g", 0, b"h" * 16),
+        "85a474797065a56c65617365a5746f6b656e01aa67656e65726174696f6ea167a5666972737400a6"
+        "686173686573c41068686868686868686868686868686868",
     ),
 ]
 

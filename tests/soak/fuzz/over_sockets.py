@@ -186,7 +186,7 @@ async def control(stand: Stand, rng: random.Random, cases: int, held: LeaseId) -
         facts = await _kv_of(stand, node)
         host, port = facts.address, node.ports[1]
         messages: list[Message] = [
-            LeaseCached(1, 0, b"x" * 32),
+            LeaseCached(1, "g", 0, b"x" * 32),
             HandshakeRequest("reader-1", facts.fingerprint, []),
             Renew(1.0, [LeaseId("x", 1)]),
             End(LeaseId("x", 2), 1),
