@@ -38,7 +38,7 @@ _UNFINISHED = ".part"
 # By then its writer has ended.
 _UNFINISHED_S = 600.0
 _POLL_S = 1e-4
-# Of a transfer: more gain nothing, and objects take as much memory.
+# Of a transfer: more gain nothing, and take as much memory.
 _BATCH_BYTES, _BATCH_BLOCKS = 16 << 20, 32
 
 _private = partial(os.open, mode=0o600)
@@ -219,6 +219,8 @@ class BlockFiles(_Blocks):
 
 # In a process of its own: cuFile takes memory of GPUs, and writes its log to where it is.
 _OPEN_GDS = """
+import signal
+signal.alarm(30)  # also if nobody waits any more
 from nixl._api import nixl_agent, nixl_agent_config
 agent = nixl_agent("probe", nixl_agent_config(backends=[]))
 assert "GDS" in agent.get_plugin_list(), "NIXL has no such plugin"

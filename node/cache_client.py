@@ -64,10 +64,6 @@ class CacheClient:
         self._engine = Source(kv.address, kv.port, kv.generation, 0, kv.seal)
         if self._lives is None:
             self._lives = asyncio.create_task(self._live(setup))
-        self._attach()
-
-    def _attach(self) -> None:
-        assert self._engine is not None
         self._send(Attach(self._engine, self._told))
 
     def tell(self, changes: CacheChanges) -> None:
@@ -95,7 +91,7 @@ class CacheClient:
             await self._child.close()
 
     async def _live(self, setup: CacheSetup) -> None:
-        restarts, goes_on = Restarts(), True
+        restarts, followed, goes_on = Restarts(), 0, True
         while goes_on:
             try:
                 child = await Child.start("kvrelay.node.cache_process", setup, {})
@@ -104,10 +100,14 @@ class CacheClient:
                 return
             self._child = child
             child.run(self._read(child))
-            self._attach()
+            assert self._engine is not None
+            self._send(Attach(self._engine, followed))
+            for _ in range(self._told - followed):  # files are older than the process
+                self._send(CacheChanges([], [], cleared=True))
             how = describe_exit(await child.process.wait())
-            goes_on = self.stats is not None and restarts.allowed()
-            self.stats = None
+            stats, self.stats = self.stats, None
+            goes_on = stats is not None and restarts.allowed()
+            followed = 0 if stats is None else stats.clears
             await asyncio.sleep(REPORT_S)
             await child.close()
             for medium in (CPU, STORAGE):

@@ -28,7 +28,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
     engine: Source
     clears: int = 0
-    """Resets that were told until now, also to a process before."""
+    """Resets that were followed until now, also by a process before."""
 
 
 ToCache = Attach | CacheChanges

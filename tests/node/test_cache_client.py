@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from node_doubles import write_config
 
 from kvrelay.node.cache_client import CacheClient, identity
 from kvrelay.node.child import Child
+from kvrelay.wire.cache_messages import Attach, CacheStats, ToCache
 from kvrelay.wire.config import CacheConfig, EngineConfig, NodeConfig, TransferConfig
 from kvrelay.wire.engine_messages import EngineReady
 from kvrelay.wire.kv_events import CacheChanges
-from kvrelay.wire.transfer import Fingerprint, KvFacts
+from kvrelay.wire.transfer import Fingerprint, KvFacts, Source
 
 FINGERPRINT = Fingerprint(
     protocol=1,
@@ -50,6 +54,89 @@ def test_a_copy_of_a_model_finds_the_same_kv_and_a_changed_one_does_not(tmp_path
     assert of(other) != of(mine)
 
 
+CONFIG = NodeConfig(
+    engine=EngineConfig("tiny", enable_prefix_caching=True),
+    transfer=TransferConfig(kv_checksums=0.1),
+    cache=CacheConfig(kv_host_memory=1 << 20),
+)
+ENGINE = EngineReady("e", "g", "tiny", 9, 9, 16, 9, 64, [], 0.0, kv=KvFacts(FINGERPRINT))
+RESET = CacheChanges([], [], cleared=True)
+
+
+class Double:
+    """A cache process that follows what it is told until it is killed."""
+
+    def __init__(self) -> None:
+        self.process, self.told = self, list[Attach | CacheChanges]()
+        self.reports, self.dead = asyncio.Queue[bytes](), asyncio.Event()
+        self.socket = self
+        self.recv = self.reports.get
+
+    @property
+    def alive(self) -> bool:
+        return not self.dead.is_set()
+
+    async def wait(self) -> int:
+        await self.dead.wait()
+        return -9
+
+    def run(self, *work: Any) -> None:
+        self.tasks = [asyncio.ensure_future(each) for each in work]
+
+    def send(self, message: bytes) -> None:
+        self.told.append(msgspec.msgpack.decode(message, type=ToCache))
+
+    def report(self, clears: int) -> None:
+        stats = CacheStats(Source("h", 1, "cache", 0), clears)
+        self.reports.put_nowait(msgspec.msgpack.encode(stats))
+
+    def remove_folder(self) -> None: ...
+
+    async def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+
+
+async def until(done: Any) -> None:
+    async with asyncio.timeout(5):
+        while not done():
+            await asyncio.sleep(0)
+
+
+async def test_a_process_after_another_follows_the_resets_that_it_did_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its files are older than it."""
+    made: list[Double] = []
+
+    async def start(*_: object) -> Double:
+        made.append(Double())
+        return made[-1]
+
+    monkeypatch.setattr(Child, "start", start)
+    client = CacheClient(CONFIG, lambda _: None)
+    client.attach(ENGINE)
+    await until(lambda: made and made[0].told)
+    for _ in range(2):
+        client.reset()
+        client.tell(RESET)
+    attach = made[0].told[0]
+    assert made[0].told == [attach, RESET, RESET]
+    made[0].report(1)  # and it is killed before it comes to the second
+    await until(lambda: client.stats)
+    made[0].dead.set()
+    client.reset()
+    client.tell(RESET)
+    await until(lambda: len(made) == 2 and made[1].told)
+    assert made[1].told == [msgspec.structs.replace(attach, clears=1), RESET, RESET]
+    client.attach(ENGINE)  # another engine: all was told
+    assert made[1].told[3:] == [msgspec.structs.replace(attach, clears=3)]
+    assert client.source is None
+    made[1].report(3)
+    await until(lambda: client.source)
+    await client.stop()
+
+
 async def test_a_node_goes_on_without_a_process_and_with_a_link_that_leads_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -58,18 +145,11 @@ async def test_a_node_goes_on_without_a_process_and_with_a_link_that_leads_nowhe
 
     monkeypatch.setattr(Child, "start", full)
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
-    config = NodeConfig(
-        engine=EngineConfig(str(tmp_path), enable_prefix_caching=True),
-        transfer=TransferConfig(kv_checksums=0.1),
-        cache=CacheConfig(kv_host_memory=1 << 20),
-    )
+    config = replace(CONFIG, engine=replace(CONFIG.engine, model=str(tmp_path)))
     client = CacheClient(config, lambda _: None)
-    kv = KvFacts(FINGERPRINT)
-    client.attach(EngineReady("e", "g", "tiny", 9, 9, 16, 9, 64, [], 0.0, kv=kv))
+    client.attach(ENGINE)
     client.tell(CacheChanges([], []))
-    async with asyncio.timeout(5):
-        while not caplog.text:
-            await asyncio.sleep(0)
+    await until(lambda: caplog.text)
     await client.stop()
     assert client.source is None
     assert "no cache process ([Errno 11] Resource temporarily unavailable)" in caplog.text
