@@ -208,6 +208,13 @@ async def test_an_answer_that_has_begun_waits_for_a_decode_node_longer_than_for_
         assert c.metric("kvrelay_router_waiting_for_room") == 0
 
 
+async def test_an_answer_that_has_begun_goes_on_at_a_node_without_room() -> None:
+    full = decode(load=Load(legs=1, block_size=16, total_blocks=999, free_blocks=0, running=1))
+    async with cluster(prefill(), decode(cut_after_token), full, request_deadline_s=5.0) as c:
+        assert await c.text({"stream": True}) == STREAMED
+        assert len(full.calls) == 1
+
+
 async def test_an_answer_waits_for_a_node_until_the_deadline_of_its_request() -> None:
     d = by_turns(dies)
     async with cluster(prefill(), d, request_deadline_s=0.5) as c:
