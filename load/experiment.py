@@ -181,6 +181,11 @@ class Experiment:
             if not self.runs:
                 raise
             return str(why)
+        if config.trace and (count := len(run.rows)) < _MIN_REQUESTS:
+            return (
+                f"{count} requests of the trace come after the warm-up, too few; take a longer "
+                "trace or a shorter --warm-up-s"
+            )
         client, attainment = run.measures.client, run.measures.attainment
         # A slow client sees answers late, never early: a rate that holds all the same does hold.
         if client.bottleneck and attainment < config.attainment:

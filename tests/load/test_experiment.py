@@ -93,6 +93,18 @@ async def test_a_measurement_ends_with_its_trace(loads: list[Load], tmp_path: Pa
     assert run.window_s < 15 < loads[0].judged_s
 
 
+async def test_a_search_believes_no_few_requests_that_are_left_of_a_trace(
+    loads: list[Load], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 9, "hash_ids": []}')
+    bench = Experiment(BenchConfig(trace=f"{trace}", rate="9", warm_up_s=19, find_rate=True))
+    await bench.run()
+    assert bench.found is not None
+    assert "requests of the trace come after the warm-up, too few" in bench.found.why
+    assert len(loads) == 1
+
+
 async def test_a_warm_up_that_takes_all_is_told(loads: list[Load]) -> None:
     with pytest.raises(KvrelayError, match="no request came after the warm-up"):
         await Experiment(BenchConfig(concurrency=2, requests=5, warm_up_s=100)).run()
