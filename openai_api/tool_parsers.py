@@ -1,8 +1,8 @@
 """Generated text as content and tool calls, as it comes. Pure.
 
 Models differ in their marks (model_formats.py). The result depends on the text only, wherever it is
-cut, because another node replays it. What is malformed before the arguments' first character is
-content. White space next to calls and special tokens among the markers (`hidden`) are no content.
+cut, because another node replays it. Text that is malformed before the arguments' first character
+is content. White space next to calls and special tokens among the markers (`hidden`) are no content.
 """
 
 from __future__ import annotations

@@ -264,6 +264,8 @@ class ChatAnswer(Dialect, abc.ABC):
         try:
             *blocks, self._rest = (self._rest + payload).split(b"\n\n")
             for block in blocks:
+                if self._over:
+                    break
                 if block == b"data: [DONE]":
                     self._end_once()
                 elif block.startswith(b"data: "):

@@ -40,7 +40,7 @@ _EMPTY: dict[str, dict[str, Any]] = {
     "message": {"role": "assistant", "content": []},
     "function_call": {"arguments": ""},
 }
-# What the events of an item's text are called.
+# Names of the events of an item's text.
 _TEXTS = {
     "reasoning": "response.reasoning_text",
     "message": "response.output_text",

@@ -1,4 +1,4 @@
-"""Whether a process is alive, and a model's configuration."""
+"""A look whether a process is alive, and a model's configuration."""
 
 from __future__ import annotations
 

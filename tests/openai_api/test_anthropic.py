@@ -293,11 +293,14 @@ def test_a_call_that_was_cut_keeps_what_there_is_of_its_arguments() -> None:
 
 def test_an_answer_that_breaks_ends_with_an_error_event_and_nothing_follows() -> None:
     dialect = spoken(stream=True)[1]
-    events = events_of(
-        dialect.events(ROLE + chunk({"content": "Hel"}) + error_event(Overloaded("full")))
-    )
+    broken = ROLE + chunk({"content": "Hel"}) + error_event(Overloaded("full"))
+    events = events_of(dialect.events(broken + chunk({"content": "lo"}) + b"data: {\n\n"))
     assert events[-1] == {"type": "error", "error": {"type": "rate_limit_error", "message": "full"}}
     assert dialect.events(TEXT) == b""
+    messages = spoken(stream=True)[1]
+    _, responses = asyncio.run(translated(b'{"model": "m", "input": "hi"}'))
+    for ended, last in ((messages, "message_stop"), (responses, "response.completed")):
+        assert events_of(ended.events(TEXT + broken))[-1]["type"] == last
     with pytest.raises(NodeFailed):
         spoken()[1].whole(b"[]")
 
