@@ -121,6 +121,10 @@ class Child:
         if self.process is not None and self.running:
             os.killpg(self.process.pid, signal.SIGKILL)
 
+    def give_up(self) -> None:
+        self.given_up = True
+        self.kill()
+
     @property
     def fate(self) -> str:
         code = self.process.returncode if self.process else None
@@ -234,8 +238,7 @@ class Supervisor:
             self._say(
                 f"{child.spec.name} is not healthy after {self._start_deadline_s:g} s; killing it"
             )
-            child.given_up = True
-            child.kill()
+            child.give_up()
             return
         took_s = time.monotonic() - child.started_at
         if child.ready.done():

@@ -69,7 +69,7 @@ async def _serve(
         return parent.serves_at(workers.index(worker))
 
     def began(worker: Child) -> None:
-        parent.begin(workers.index(worker.spec), worker.kill)
+        parent.begin(workers.index(worker.spec), worker.give_up)
 
     def ended(worker: Child) -> None:
         parent.ended(workers.index(worker.spec))

@@ -330,6 +330,7 @@ async def test_a_worker_that_is_stopped_is_killed_and_replaced(
             for what in ("hung", "restarts"):
                 assert told(f"kvrelay_router_worker_{what}_total") == 1
             assert "worker 0 hangs and is killed" in caplog.text
+            assert "worker 0 was killed after" in caplog.text
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
