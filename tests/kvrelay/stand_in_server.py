@@ -22,6 +22,7 @@ class StandIn(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """One streamed chat; "break" breaks it off, "refuse" refuses it, "think" has reasoning."""
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        assert body.keys() == {"model", "messages", "stream"}  # every server knows these
         question = body["messages"][-1]["content"]
         if question == "refuse":
             self._send(b'{"error": {"message": "not today"}}', "application/json", 429)
