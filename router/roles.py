@@ -120,6 +120,8 @@ class RoleChanger:
     async def look_for_ever(self) -> None:
         while True:
             await asyncio.sleep(EVERY_S)
+            if self.ending():
+                return
             try:
                 await self.look()
             except Exception:  # noqa: BLE001 - a mistake of ours must not end it

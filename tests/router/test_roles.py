@@ -279,6 +279,20 @@ async def test_strict_roles_bounds_an_end_and_unknown_costs_keep_nodes_what_they
         assert fixture.asked == []
 
 
+async def test_a_router_that_ends_while_it_waits_looks_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fixture, ended = Fixture(), list[float]()
+
+    async def sleep(seconds: float) -> None:
+        ended.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    fixture.changes.ending = lambda: bool(ended)
+    await fixture.changes.look_for_ever()
+    assert (len(ended), fixture.changes.models) == (1, {})
+
+
 async def test_a_change_by_somebody_else_rests() -> None:
     fixture = Fixture(decodes=4)
     await fixture.look(1)
