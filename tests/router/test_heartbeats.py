@@ -128,6 +128,14 @@ def test_a_node_that_is_not_heard_is_there_until_three_beats_were_missed(pool: P
     assert urls(pool) == ["http://p"]
 
 
+def test_only_what_is_new_is_told(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    announced, told = AnnouncedNodes(pool, KEY), list[str]()
+    monkeypatch.setattr(pool, "set_members", lambda _, specs, __: told.append(specs[0].role))
+    for at, role in enumerate([Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE]):
+        announced.add(sealed(beat(NOW + at, role=role), KEY), NOW + at, float(at))
+    assert told == [Role.PREFILL, Role.DECODE]
+
+
 @pytest.mark.parametrize("facts", [beat(url="ftp://p"), beat(role=Role.AGGREGATED)])
 def test_what_cannot_be_a_node_is_refused(facts: Heartbeat, pool: Pool) -> None:
     with pytest.raises(KvrelayError):

@@ -88,6 +88,14 @@ async def test_a_body_that_does_not_come_is_the_clients_fault() -> None:
         assert (await error_of(answer))["type"] == "invalid_request_error"
 
 
+async def test_an_unknown_model_is_a_404_that_names_what_is_served() -> None:
+    async with cluster(prefill(), decode()) as c, c.post({"model": "gpt"}) as answer:
+        assert answer.status == 404
+        error = await error_of(answer)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert "'tiny'" in error["message"]
+
+
 @pytest.mark.parametrize("asked", [False, True])
 async def test_bodies_are_logged_only_when_asked(
     asked: bool, caplog: pytest.LogCaptureFixture

@@ -71,6 +71,11 @@ def test_the_prefill_leg_asks_for_one_token_and_carries_the_clients_limit() -> N
     assert msgspec.convert(params, KvTransferParams).do_remote_decode
 
 
+def test_the_priority_goes_along_and_is_known() -> None:
+    assert (parse(priority=-3).priority, parse().priority) == (-3, 0)
+    assert prefill(parse(priority=-3))["priority"] == -3
+
+
 def test_max_completion_tokens_of_a_chat_wins_and_is_replaced_too() -> None:
     body = prefill(parse(max_tokens=50, max_completion_tokens=9))
     assert (body["max_tokens"], body["max_completion_tokens"]) == (1, 1)

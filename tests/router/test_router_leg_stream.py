@@ -191,6 +191,17 @@ async def test_a_silent_stream_is_given_up(stream: Stream) -> None:
     assert "silent for 6.5 s" in why.value.detail
 
 
+async def test_all_legs_of_a_node_share_one_connection_also_behind_health_checks() -> None:
+    p, d = prefill(), decode()
+    async with cluster(p, d) as c:
+        for _ in range(3):
+            checked = c.node(d).reported_at
+            await until(lambda: c.node(d).reported_at > checked)  # noqa: B023
+            await asyncio.gather(*(c.text({"stream": True}) for _ in range(2)))
+        assert len({id(call.request) for call in (*p.calls, *d.calls)}) == 2
+        assert (p.streams, d.streams) == (1, 1)
+
+
 async def test_a_stream_that_breaks_takes_its_legs_along_and_is_mended() -> None:
     async def cut(call: Call) -> None:
         if len(d.calls) > 2:
