@@ -16,6 +16,6 @@ def test_no_token_of_sessions_differs_while_their_kv_moves_and_is_lost(tmp_path:
     with running(tmp_path, seed=1, plain=True) as soak:
         disturbed(soak, clients=4, seconds=12, every_s=0.6)
     assert soak.broken == []
-    assert soak.counts["turns"] > 50
+    assert soak.counts["turns"] > 20
     assert soak.counts["found"] > soak.counts["known"] / 4
     assert soak.counts["damaged files"] > 0

@@ -13,10 +13,10 @@ from scheduling import BLOCK, EOS, drain, launch, ticket
 
 from kvrelay.paged_engine.request import Request, State
 from kvrelay.paged_engine.scheduler import Scheduler
-from kvrelay.wire.step_costs import MEMORY_MS, StepCosts
+from kvrelay.wire.step_costs import MEMORY_MS, TPOT_STEPS, StepCosts
 
 COSTS = StepCosts(8.0, 0.25, 1 / 1024, -2.0, 0.125, 1 / 8192)
-IDLE_GAIN = 1 - 1 / (0.9 * 4)
+IDLE_GAIN = 1 - 1 / (0.9 * TPOT_STEPS)
 """Of each millisecond: the default time per token is four steps, of which nine tenths are used."""
 
 
@@ -143,7 +143,7 @@ def test_what_is_not_said_of_an_answer_is_what_is_usual_here():
     first = request("first", [2] * 10, max_tokens=3)
     scheduler.add(first)
     assert (first.tpot_ms, first.expected_output) == (
-        4 * COSTS.step,
+        TPOT_STEPS * COSTS.step,
         3,
     )  # never more than it may have
     long = request("long", [2] * 10, max_tokens=1000)
