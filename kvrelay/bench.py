@@ -47,6 +47,7 @@ __all__ = ["result_of", "run"]
 
 
 def run(values: dict[str, Any], console: Console) -> int:
+    """Run the command and return 1 if a request failed. Raises ConfigError, KvrelayError."""
     config = build(BenchConfig, values)
     path = Path(config.output)
     if path.suffix != ".json":

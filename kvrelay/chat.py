@@ -55,6 +55,7 @@ async def http_session(
 
 
 async def first_model(http: aiohttp.ClientSession) -> str:
+    """Return the first model that a server serves. Raises ChatFailed."""
     async with http.get("/v1/models") as response:
         for model in (await response.json())["data"]:
             return str(model["id"])
@@ -62,6 +63,7 @@ async def first_model(http: aiohttp.ClientSession) -> str:
 
 
 async def answer(http: aiohttp.ClientSession, model: str, messages: Sequence[Any]) -> str:
+    """Print an answer as it comes, and return its text. Raises ChatFailed."""
     text = ""
     body = {"model": model, "messages": messages, "stream": True}
     async with http.post("/v1/chat/completions", json=body) as response:

@@ -53,6 +53,7 @@ def this_machine(config: ClusterConfig) -> Machine:
 
 
 def check_port(host: str, port: int, kind: int = socket.SOCK_STREAM) -> int:
+    """Return the port, or a free one for 0. Raises ConfigError if it is taken."""
     with _bound(host, port, kind) as held:
         return int(held.getsockname()[1])
 

@@ -35,6 +35,7 @@ class Replayed:
 
 
 def size_of(incident: Incident, nodes: str) -> tuple[int, int]:
+    """Return how many prefill and decode nodes P:D names, or there were. Raises ConfigError."""
     if not nodes:
         count = sum(role is Role.PREFILL for role in incident.nodes.values())
         return count, len(incident.nodes) - count
@@ -52,6 +53,7 @@ def check_policy(policy: str) -> None:
 
 
 def replayed(incident: Incident, card: RateCard, size: tuple[int, int], policy: str) -> Replayed:
+    """Simulate the incident. Raises ConfigError for an unknown policy."""
     check_policy(policy)
     streams = streams_of_incident(incident)
     prefill, decode = size
@@ -71,6 +73,7 @@ def replayed(incident: Incident, card: RateCard, size: tuple[int, int], policy: 
 
 
 def run(path: Path, card: RateCard, nodes: str, policy: str, console: Console) -> int:
+    """Replay an incident and print it beside what happened. Raises ConfigError."""
     try:
         with path.open("rb") as lines:
             incident = read_incident(lines)

@@ -26,6 +26,7 @@ _SHOWN = RUNGS[:-1]
 
 
 def tokens_below(card: RateCard, cache: CacheConfig) -> dict[str, int]:
+    """Return the tokens of each tier below the pool. Raises ConfigError."""
     sizes = {"host": cache.kv_host_memory, "store": cache.kv_store_size}
     if any(sizes.values()) and not card.kv_token_bytes:
         raise ConfigError(
@@ -44,6 +45,7 @@ def what_if(
     *,
     pull: str,
 ) -> int:
+    """Print a row for each size of the tiers. Raises ConfigError."""
     check_policy(policy)
     if pull not in ("auto", "never"):
         raise ConfigError(f"--kv-pull {pull!r} is none of auto, never")

@@ -109,6 +109,7 @@ def _add_kv_routes(app: FastAPI, node: Node) -> None:
 
 
 async def load_adapter(node: Node, body: bytes) -> AdapterAnswer:
+    """Load an adapter. Raises RequestError, NotFound, EngineDead, DeadlineExceeded."""
     serving = node.ready()
     _check_adapters_allowed(node, "/v1/load_lora_adapter")
     asked = decode_body(body, LoadAdapterRequest)

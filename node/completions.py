@@ -62,6 +62,7 @@ _Timed = Callable[[bytes, Frame], bytes]
 
 
 async def read_request(node: Node, request: Request) -> bytes:
+    """Return the body of an authorized request. Raises KvrelayError."""
     authorize(node.config.api_key, request)
     node.ready()
     body = await read_body(request, node.config.max_body_bytes)

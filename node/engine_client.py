@@ -51,6 +51,7 @@ class Updates:
         self._live = request_ids
 
     async def next(self) -> tuple[RequestUpdate, Load]:
+        """Return the next update of any request. Raises EngineDead."""
         while True:
             update = await self._queue.get()
             if update is None:
@@ -116,6 +117,7 @@ class EngineClient:
         child.run(self._read(child), self._watch(child))
 
     async def ready(self, deadline_s: float) -> EngineReady:
+        """Return the engine's facts. Raises EngineDead."""
         try:
             async with asyncio.timeout(deadline_s):
                 await self._ready_or_ended.wait()
@@ -126,6 +128,7 @@ class EngineClient:
         return self.info
 
     def start_requests(self, submits: Sequence[Submit]) -> Updates:
+        """Run requests of one prompt. Raises EngineDead, Overloaded."""
         if self.ended.is_set():
             raise self.dead()
         spilled_ms = self._spilled_ms(submits[0]) if submits else 0.0
@@ -177,6 +180,7 @@ class EngineClient:
             del self._answers[number]
 
     async def fresh_stats(self, deadline_s: float) -> EngineStats:
+        """Return statistics after all that was sent. Raises EngineDead, DeadlineExceeded."""
         failed = "the engine process did not tell its numbers"
         stats: EngineStats = await self.ask(AskStats, deadline_s, failed=failed)
         return stats

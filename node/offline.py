@@ -47,6 +47,7 @@ class Offline:
 
 @asynccontextmanager
 async def offline(config: NodeConfig) -> AsyncIterator[Offline]:
+    """Start an engine. Raises ConfigError, EngineDead."""
     # Nobody tries again later: all is done in turn.
     sandbox = Sandbox(start_deadline_s=None)
     node = Node(config, EngineClient(config), int(time.time()), sandbox=sandbox)

@@ -125,6 +125,7 @@ class Sandbox:
         return self._turn(self._long_body) if size > LONG_BYTES else contextlib.nullcontext()
 
     async def token_ids(self, chat: bool, body: bytes, *, fits: bool = True) -> list[list[int]]:
+        """Return the prompts of a body. Raises RequestError, Unavailable."""
         async with self._turn(self._tokenizing):
             return _accepted(await self._run(Work(body, chat, fits))).prompts
 

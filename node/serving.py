@@ -245,6 +245,7 @@ class Serving:
     def parse_tokenize(
         self, body: bytes
     ) -> tuple[TokenizeRequest, ChatRequest | CompletionRequest]:
+        """Return the body of POST /tokenize, and the request that it means. Raises RequestError."""
         asked = read_json(body, _tokenize)
         self._check_model(asked.model, needed=False)
         request = decode_chat(body) if asked.is_chat else decode_completion(body)
@@ -261,6 +262,7 @@ class Serving:
         return TokenizeResponse(len(tokens), self.info.max_model_len, tokens, texts)
 
     def detokenize(self, body: bytes) -> dict[str, str]:
+        """Return the answer to POST /detokenize. Raises RequestError."""
         asked = read_json(body, _detokenize)
         self._check_model(asked.model, needed=False)
         if len(asked.tokens) > self.info.max_model_len:

@@ -60,6 +60,7 @@ def is_valid_id(value: str) -> bool:
 
 
 def decode_chat(body: bytes) -> ChatRequest:
+    """Return a checked chat request. Raises RequestError."""
     request = _decode(body, _chat_decoder)
     for i, message in enumerate(request.messages):
         for j, call in enumerate(message.tool_calls or ()):
@@ -84,6 +85,7 @@ def decode_chat(body: bytes) -> ChatRequest:
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
+    """Return a checked completion request. Raises RequestError."""
     request = _decode(body, _completion_decoder)
     for prompt in prompts_of(request):
         ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)

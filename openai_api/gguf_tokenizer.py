@@ -29,6 +29,7 @@ _SPLIT = (
 
 
 def read_gguf_metadata(path: Path) -> dict[str, Any]:
+    """Return the metadata of a GGUF file. Raises ConfigError."""
     try:
         with (
             path.open("rb") as file,

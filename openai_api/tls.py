@@ -35,6 +35,7 @@ def server_context(config: RouterConfig | NodeConfig) -> ssl.SSLContext | None:
 def checked(
     make: Callable[[], ssl.SSLContext], config: RouterConfig | NodeConfig, files: list[str]
 ) -> ssl.SSLContext:
+    """Return a context made of these settings' files. Raises ConfigError."""
     try:
         return make()
     except (OSError, ValueError) as why:
@@ -47,5 +48,6 @@ def checked(
 
 
 def load_chain(context: ssl.SSLContext, certfile: str, keyfile: str) -> None:
+    """Give a context its certificate and key. Raises OSError."""
     # Never asks at a terminal for a password.
     context.load_cert_chain(certfile, keyfile or None, password=lambda: "")

@@ -40,6 +40,7 @@ def otlp_endpoint(configured: str, environ: Mapping[str, str]) -> str:
 
 
 def start_tracing(configured: str, service: str) -> Tracing | None:
+    """Return this process's tracing, None without an endpoint. Raises ConfigError."""
     endpoint = otlp_endpoint(configured, os.environ)
     return Tracing(endpoint, service) if endpoint else None
 

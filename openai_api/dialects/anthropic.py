@@ -91,12 +91,14 @@ _refuse = refuser({"container": ((), _CLIENT), "mcp_servers": (([],), _CLIENT)})
 
 
 def decode_messages(body: bytes) -> MessagesRequest:
+    """Return the request. Raises RequestError."""
     request = read_json(body, _decoder)
     _refuse(body)
     return request
 
 
 def chat_body(request: MessagesRequest, body: bytes) -> bytes:
+    """Return the chat completion that a request means. Raises RequestError."""
     user = (request.metadata or {}).get("user_id")
     stream = {"include_usage": True, "continuous_usage_stats": True} if request.stream else None
     every: dict[str, Any] = {

@@ -103,6 +103,7 @@ _raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def passed_on(body: bytes) -> dict[str, Any]:
+    """Return the fields of PASSED_ON, undecoded. Raises RequestError."""
     fields = read_json(body, _raw_decoder)
     return {name: fields[name] for name in PASSED_ON if name in fields}
 

@@ -102,6 +102,7 @@ class ResponseStore:
         return Stored(*row)
 
     def delete(self, owner: str, response_id: str) -> None:
+        """Delete a response. Raises NotFound."""
         with self._using() as db:
             found = db.execute(
                 "DELETE FROM kept WHERE owner = ? AND id = ?", (owner, response_id)

@@ -93,6 +93,7 @@ _refuse = refuser(
 
 
 def decode_responses(body: bytes) -> ResponsesRequest:
+    """Return the request. Raises RequestError."""
     request = read_json(body, _decoder)
     _refuse(body)
     return request
@@ -123,6 +124,7 @@ def _kind(item: Item, at: int) -> str:
 
 
 def chat_body(request: ResponsesRequest, items: Sequence[Item], body: bytes) -> bytes:
+    """Return the chat completion that a request means. Raises RequestError."""
     messages = (
         [] if not request.instructions else [{"role": "system", "content": request.instructions}]
     )
