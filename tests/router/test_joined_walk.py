@@ -61,14 +61,17 @@ async def rest(call: Call) -> None:
     body = {"id": "cmpl-x", "object": "text_completion", "created": 1, "model": MODEL, "more": 1}
     body["choices"] = [{"index": index, "text": prompt}]
     body["usage"] = {
-        "prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}
+        "prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 2},
     }  # fmt: skip
     payload = chunk(f"{prompt} 2") if call.streams else msgspec.json.encode(body)
-    await call.send(Frame(FrameKind.END, payload, [12], 2, finish=Finish.LENGTH, usage=usage))
+    end = Frame(FrameKind.END, payload, [12], 2, finish=Finish.LENGTH, usage=usage, written=2)
+    await call.send(end)
 
 
 SUM = {
-    "prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15, "prompt_tokens_details": {"cached_tokens": 3}
+    "prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15,
+    "prompt_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 6},
 }  # fmt: skip
 
 

@@ -130,6 +130,7 @@ def test_the_way_back_costs_twice_the_margin() -> None:
     up, work = {P: 3, D: 5}, {P: 1.2, D: 4.75}  # at best 79 % instead of 95
     roles = RolePlanner()
     roles.look({P: 2, D: 6}, work, 1.0)
+    roles.look({P: 2, D: 5}, work, 1.0, "a node is changing")
     assert not any(looked(roles, up, work, 100))
     assert D in looked(RolePlanner(), up, work, LOOKS)
 
