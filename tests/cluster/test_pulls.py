@@ -23,6 +23,7 @@ from real_cluster import (
     ticket_of,
     tiny_body,
     tiny_model,
+    wait_told,
     wait_until,
 )
 
@@ -115,14 +116,15 @@ def test_a_node_that_computes_a_prompt_itself_takes_it_from_a_prefill_node(
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "found"), [("a", "a", WHOLE), ("a", "b", 0), ("a", None, 0), (None, "a", 0)]
+    ("name", "theirs", "ours", "found"),
+    [(30, "a", "a", WHOLE), (32, "a", "b", 0), (34, "a", None, 0), (36, None, "a", 0)],
 )
 def test_another_salt_finds_nothing(
-    prefill: Process, decode: Process, theirs: str | None, ours: str | None, found: int
+    prefill: Process, decode: Process, name: int, theirs: str | None, ours: str | None, found: int
 ) -> None:
     before, turn = (
         failed(prefill),
-        turn_on(decode, 30, cache_salt=f"{theirs}{ours}" if theirs else None),
+        turn_on(decode, name, cache_salt=f"{theirs}{ours}" if theirs else None),
     )
     salt = f"{theirs}{ours}" if theirs == ours else ours
     first = prefilled(prefill, turn, decode.as_source(WHOLE), cache_salt=salt)
@@ -164,6 +166,7 @@ def test_the_router_names_the_node_that_has_the_answer_of_the_last_turn(
     assert cluster.router is not None
     log, turn = cluster.router.log, ids(50, 200)
     for at in range(3):
+        wait_told(cluster.router)
         answer = complete(cluster.url, turn, max_tokens=60, return_token_ids=True)
         known = answer["choices"][0]["token_ids"]
         assert cached_of(answer) == (0 if not at else (len(turn) - 21) // BLOCK * BLOCK)
