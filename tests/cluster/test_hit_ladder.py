@@ -130,8 +130,10 @@ def _link(port: int) -> Iterator[tuple[str, threading.Event]]:
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", passing
-        server.shutdown()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", passing
+        finally:
+            server.shutdown()
 
 
 def _requests(node: Process) -> int:
