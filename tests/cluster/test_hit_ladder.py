@@ -5,11 +5,12 @@ What is found on another node, and what is not read from it, is in test_pulls.py
 
 from __future__ import annotations
 
+import itertools
 import socket
 import socketserver
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx2
@@ -51,24 +52,32 @@ def test_what_is_elsewhere_was_evicted_or_makes_room_in_between_is_named(tmp_pat
         assert rungs(cluster, prompt) == {"capacity": FOUND, "new": BLOCK}
         rungs(cluster, prompt)
         found: list[dict[str, int]] = []
-        asked = [
-            threading.Thread(
-                target=complete,
-                args=(node.url, ids(100 + at, TOKENS)),
-                kwargs={"max_tokens": 1, "priority": -1},
-            )
+        fill = {"max_tokens": 1, "priority": -1}
+        asked = {
+            node.url: [
+                threading.Thread(
+                    target=complete, args=(node.url, ids(100 + at, TOKENS)), kwargs=fill
+                )
+                for at in range(FILL)
+            ]
             for node in nodes
-            for at in range(FILL)
-        ]
+        }
         late = threading.Thread(target=lambda: found.append(rungs(cluster, prompt)))
-        with frozen(*nodes):
-            for each in asked:
+        with ExitStack() as stack:
+            held = {node.url: stack.enter_context(ExitStack()) for node in nodes}
+            for node in nodes:
+                held[node.url].enter_context(frozen(node))
+            for each in itertools.chain(*asked.values()):
                 each.start()
             wait_until(lambda: all(_requests(node) == FILL for node in nodes), 20, "all wait")
             late.start()
             wait_until(lambda: any(_requests(node) > FILL for node in nodes), 20, "it waits, too")
-        for each in [*asked, late]:
-            each.join(60)
+            # The history keeps who evicted a block last: the node that was chosen.
+            for node in sorted(nodes, key=_requests):
+                held[node.url].close()
+                for each in asked[node.url]:
+                    each.join(60)
+        late.join(60)
         assert found == [{"evicted": FOUND, "new": BLOCK}]
         name = 'kvrelay_router_prompt_tokens_total{{rung="{}"}}'
         for rung in ("gpu", "placement", "capacity", "evicted"):

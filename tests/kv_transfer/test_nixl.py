@@ -189,4 +189,4 @@ def test_a_backend_that_cannot_be_opened_leaves_no_listener(pool: PoolRegion) ->
     backend._ours = lambda *_: (_ for _ in ()).throw(ValueError("no such pool"))  # type: ignore[method-assign,assignment]
     with pytest.raises(ConfigError, match="NIXL cannot take the KV pool"):
         backend.open()
-    assert own_ports() == before
+    assert own_ports() <= before  # an earlier test's may end late
