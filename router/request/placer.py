@@ -56,7 +56,7 @@ class PlacementQuery(PlacementRequest):
     alone: bool = False
     """A decode node computes the prompt; no prefill node is asked."""
     spills: bool = True
-    """It also may where a prefill node could."""
+    """A decode node may also compute the prompt where a prefill node could."""
 
 
 @dataclass(frozen=True, slots=True)

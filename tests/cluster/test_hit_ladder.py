@@ -31,7 +31,7 @@ pytestmark = pytest.mark.cluster
 
 BLOCK, TOKENS = 16, 160
 FOUND = (TOKENS - 1) // BLOCK * BLOCK
-"""What there may be of a prompt: its last token is computed."""
+"""The most that is found of a prompt: its last token is computed."""
 FILL = 14
 """Prompts that fill a pool of 127 blocks."""
 

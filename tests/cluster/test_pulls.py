@@ -231,7 +231,7 @@ def failing(cluster: Cluster) -> Iterator[Process]:
 def test_a_fetch_that_fails_ends_the_request_and_is_counted(
     cluster: Cluster, prefill: Process, failing: Process
 ) -> None:
-    """As a third party's proxy: a ticket of a node that dies before it is followed."""
+    """Follow, as a third party's proxy does, the ticket of a node that has died since."""
     short, long = ids(250, 40), ids(251, 500)
     complete(failing.url, short, kv_transfer_params=ticket_of(prefill, short))
     ticket = ticket_of(prefill, long)

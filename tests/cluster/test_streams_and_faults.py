@@ -1,5 +1,6 @@
-"""Streams, disconnects, killed nodes, bad input and requests that kill each node that they reach, on
-real processes with a tiny random model.
+"""Streams and faults on real processes with a tiny random model.
+
+Clients leave, nodes are killed, input is bad, and some requests kill each node that they reach.
 """
 
 import asyncio

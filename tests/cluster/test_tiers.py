@@ -41,8 +41,9 @@ on_both = pytest.mark.parametrize(
 
 
 class Tiers:
-    """A node whose pool has room for a session and a half, and a node without any cache, which
-    stays for other tests.
+    """A node whose pool has room for a session and a half, and one without any cache.
+
+    The second stays for other tests.
     """
 
     def __init__(self, folder: Path, device: str, plain: dict[str, Cluster]) -> None:

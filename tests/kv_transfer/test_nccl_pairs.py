@@ -1,4 +1,4 @@
-"""What a pair's end leaves of transfers under way; what they move: test_nccl.py."""
+"""A pair's end under transfers; the KV that they move is in test_nccl.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose KV a node finds below its pool, and what becomes of a node without a cache process."""
+"""KV that a node finds below its pool, and nodes whose cache process ends."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def until(done: Any) -> None:
 async def test_a_process_after_another_follows_the_resets_that_it_did_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its files are older than it."""
+    """The files are older than the process."""
     made: list[Double] = []
 
     async def start(*_: object) -> Double:

@@ -17,7 +17,7 @@ from kvrelay.wire.step_costs import MEMORY_MS, TPOT_STEPS, StepCosts
 
 COSTS = StepCosts(8.0, 0.25, 1 / 1024, -2.0, 0.125, 1 / 8192)
 IDLE_GAIN = 1 - 1 / (0.9 * TPOT_STEPS)
-"""Of each millisecond: the default time per token is four steps, of which nine tenths are used."""
+"""A share of each millisecond: nine tenths of the default time per token are used."""
 
 
 def make(costs: StepCosts = COSTS, blocks: int = 40, **options) -> Scheduler:

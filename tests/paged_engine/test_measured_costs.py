@@ -1,4 +1,4 @@
-"""What an engine finds out of its own steps, and that it forgets how."""
+"""The costs that an engine measures of its own steps, and that nothing of the measuring stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts of a simulated run, how long it must be, and the bound of a split."""
+"""The requests of a simulated run that count, its least length, and the bound of a split."""
 
 from __future__ import annotations
 
