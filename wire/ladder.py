@@ -28,7 +28,7 @@ MOST_GONE = 500_000
 """Evicted blocks that a history remembers, about 100 bytes each: 8 million tokens."""
 _MOST_AT_ONCE = 100_000  # of a node that leaves: 50 ms
 _OLDER = 1 << 20
-_NEVER = -math.inf, ""
+_EVICTIONS = 3  # of one block: several nodes may evict it at once
 _Name = TypeVar("_Name", bound=Hashable)
 _Test = Callable[[_Name], bool]
 
@@ -95,7 +95,8 @@ class History(Generic[_Name]):
     def __init__(self, most_gone: int = MOST_GONE) -> None:
         self.held: dict[str, dict[_Name, float]] = {}
         """Since when, by node."""
-        self._gone: dict[_Name, tuple[float, str]] = {}  # when, where; the oldest first
+        self._gone: dict[_Name, tuple[tuple[float, str], ...]] = {}
+        """When and where, by names; the newest evictions last, and of each the newest first."""
         self._most_gone = most_gone
         self._older = array("q", [-1]) * _OLDER  # each takes the place of another; no hash is -1
 
@@ -126,10 +127,9 @@ class History(Generic[_Name]):
         self._forget(self.held.pop(node, ()), -math.inf, node)
 
     def _forget(self, names: Iterable[_Name], at: float, node: str) -> None:
-        gone, when = self._gone, (at, node)
+        gone, newest = self._gone, ((at, node),)
         for name in islice(names, _MOST_AT_ONCE):
-            gone.pop(name, None)
-            gone[name] = when
+            gone[name] = newest + gone.pop(name, ())[: _EVICTIONS - 1]
         if len(gone) > self._most_gone:  # an eighth at once: to find the oldest takes long
             for name in list(islice(gone, len(gone) - self._most_gone * 7 // 8)):
                 del gone[name]
@@ -166,11 +166,9 @@ class History(Generic[_Name]):
             return lambda name: place.get(name, math.inf) <= at
 
         def gone_since(among: Collection[str]) -> _Test[_Name]:
-            def test(name: _Name) -> bool:
-                when, node = gone.get(name, _NEVER)
-                return when > at and node in among
-
-            return test
+            return lambda name: any(
+                when > at and node in among for when, node in gone.get(name, ())
+            )
 
         def is_older(name: _Name) -> bool:
             return older[hash(name) % _OLDER] == hash(name)

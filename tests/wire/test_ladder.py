@@ -117,6 +117,15 @@ def test_what_was_evicted_and_stored_again_between_two_events_was_evicted() -> N
     assert depths(history, ["x", "xy"], 2, ["b"], ["a"]) == (0, 0, 2, 2, 2)
 
 
+def test_what_two_nodes_evict_at_once_was_evicted_on_either() -> None:
+    history = History[str]()
+    for node, evicted_at in (("a", 3), ("b", 4)):
+        history.changed(node, ["x"], [], 1)
+        history.changed(node, [], ["x"], evicted_at)
+    for chosen in ("a", "b"):
+        assert depths(history, ["x"], 2, [chosen], ["a", "b"]) == (0, 1, 1, 1, 1)
+
+
 def test_what_one_medium_of_a_node_lacks_may_lie_in_another() -> None:
     history = History[str]()
     history.changed("a GPU", ["x"], [], 1)
