@@ -121,7 +121,7 @@ class Placer:
         most = cached | {url: host for url, (host, _) in below.items()}
         for url in sorted(most, key=most.__getitem__, reverse=True):
             node = self._pool.find(url)
-            if node and node.up and node.kv and node.kv.port:
+            if node and (node.up or node.flips_to) and node.kv and node.kv.port:
                 return url, most[url], self._pool.takers(url, url in below)
         return "", 0, ()
 

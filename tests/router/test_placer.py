@@ -310,6 +310,11 @@ def test_another_nodes_host_memory_is_named_beside_its_pool_to_those_of_its_kind
     assert "p0/d0" in str(placed.placement)
     assert "pulls from host" in str(placed.placement)
     assert rig.placer.sources(placed) == []
+    changes_role = rig.pool.nodes[0]
+    rig.pool.note_role_change(changes_role, Role.DECODE, 3.0)
+    assert rig.query(asked, prefix).holder[0] == "http://p0"
+    rig.pool.note_unready(changes_role, "gone", 4.0)
+    assert rig.query(asked, prefix).holder[0] == ""
 
 
 def test_each_reason_why_a_prompts_kv_was_not_found_is_named() -> None:
