@@ -38,7 +38,7 @@ from kvrelay.kv_transfer.connector import (
     PoolRegion,
     Released,
 )
-from kvrelay.kv_transfer.transfer_engine import TransferEngine, open_connector
+from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError, KvrelayError, TransferError
 from kvrelay.wire.transfer import Fingerprint, Ticket
@@ -97,7 +97,7 @@ class End:
         )  # fmt: skip
         region = PoolRegion(self._pool.data_ptr(), self.num_blocks, block_bytes, device)
         config = msgspec.convert({"kv_connector": kind, "kv_checksums": checksums}, TransferConfig)
-        self.connector: TransferEngine = open_connector(
+        self.connector: TransferEngine = TransferEngine(
             name,
             fingerprint,
             region,

@@ -28,12 +28,11 @@ from kvrelay.kv_transfer.connector import (
     Fetched,
     FetchFailed,
     Granted,
-    PeerKey,
     PoolRegion,
     Released,
     Settled,
 )
-from kvrelay.kv_transfer.transfer_engine import open_connector
+from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.paged_engine.blocks import Changes
 from kvrelay.wire.cache_messages import Attach, CacheSetup, CacheStats, ToCache
 from kvrelay.wire.config_checks import gib
@@ -91,7 +90,7 @@ class CacheProcess:
             kind = BlockObjects if objects else BlockFiles
             store = kind(cache.kv_store, setup.identity, region, self._sums)
             self._store = StoreTier(self._table, store, limit, self._block_s, self.wakeup)
-        self._connector = open_connector(
+        self._connector = TransferEngine(
             engine_id=f"cache-{uuid.uuid4().hex[:12]}",
             fingerprint=msgspec.structs.replace(setup.fingerprint, tp_size=1),
             region=region,
@@ -139,9 +138,7 @@ class CacheProcess:
     def _handle(self, message: Attach | CacheChanges) -> None:
         if isinstance(message, Attach):
             self._engine, self._table.clears = message.engine, message.clears
-            engine = message.engine
-            # A first use of a GPU takes seconds.
-            self._connector.meet(PeerKey(engine.host, engine.port, engine.generation), engine.seal)
+            self._connector.meet(message.engine)  # a first use of a GPU takes seconds
             self._table.offered.clear()
             self._tell(everything=True)
             return
@@ -217,8 +214,7 @@ class CacheProcess:
         if names := self._table.wanted(most):
             self._pull = _Pull(uuid.uuid4().hex, names, self._table.clears, now)
             limit_s = self._setup.transfer.transfer_deadline_s
-            peer = PeerKey(engine.host, engine.port, engine.generation)
-            self._connector.ask(self._pull.request_id, peer, names, 0, limit_s, engine.seal)
+            self._connector.ask(self._pull.request_id, engine, names, 0, limit_s)
 
     def _granted(self, pull: _Pull, granted: Granted) -> None:
         slots = None

@@ -9,12 +9,20 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrelay.kv_transfer.connector import CachedAsked, Doubted, Granted, LeaseId, PeerKey
+from kvrelay.kv_transfer.connector import (
+    CachedAsked,
+    Doubted,
+    Granted,
+    LeaseId,
+    PeerKey,
+    lease_of,
+    peer_of,
+)
 from kvrelay.kv_transfer.fetch import NEVER
 from kvrelay.kv_transfer.messages import End, LeaseCached, Leased
 from kvrelay.kv_transfer.tickets import asking_refusal
 from kvrelay.wire.errors import Incompatible, KvrelayError, TransferTimeout
-from kvrelay.wire.transfer import Ticket
+from kvrelay.wire.transfer import Source, Ticket
 
 __all__ = ["MOST_ASKED", "NOT_HELD", "Asks", "Callers"]
 
@@ -50,17 +58,17 @@ class Asks:
     def begin(
         self,
         request_id: str,
-        peer: PeerKey,
+        source: Source,
         hashes: Sequence[bytes],
         first: int,
         deadline: float,
-        seal: str = "",
     ) -> bool:
-        """Begin an ask; False if it may not go to this peer."""
+        """Begin an ask; False if it may not go to this source."""
         self._tokens += 1
+        peer = peer_of(source)
         message = LeaseCached(self._tokens, peer.generation, first, b"".join(hashes[:MOST_ASKED]))
         self._asks[self._tokens] = ask = _Ask(request_id, peer, message, deadline)
-        if refused := asking_refusal(peer, seal, self._secret):
+        if refused := asking_refusal(peer, source.seal, self._secret):
             self._fail(ask, Incompatible(refused))
         return not refused
 
@@ -74,13 +82,13 @@ class Asks:
         """Handle a peer's answer; return a lease that nobody wants any more."""
         ask, ticket = self._asks.get(answer.token), answer.ticket
         if ask is None or ask.peer != peer:
-            return None if ticket is None else _lease_of(ticket)
+            return None if ticket is None else lease_of(ticket)
         if ticket is None:
             cause = Incompatible.__name__ if answer.refused else NOT_HELD
             self._end(ask, None, cause, answer.refused)
         elif not _fits(ticket, ask):
             self._fail(ask, Incompatible("the ticket is not about what was asked for"))
-            return _lease_of(ticket)
+            return lease_of(ticket)
         else:
             self._end(ask, ticket)
         return None
@@ -92,7 +100,7 @@ class Asks:
         ended = [event for event in self.events if event.request_id == request_id]
         self.events = [event for event in self.events if event.request_id != request_id]
         tickets = [event.ticket for event in ended if event.ticket is not None]
-        return [(_peer_of(ticket), End(_lease_of(ticket), 0)) for ticket in tickets]
+        return [(peer_of(ticket), End(lease_of(ticket), 0)) for ticket in tickets]
 
     def peer_lost(self, peer: PeerKey, error: KvrelayError) -> None:
         for ask in [each for each in self._asks.values() if each.peer == peer]:
@@ -149,17 +157,9 @@ class Callers:
 
 def _fits(ticket: Ticket, ask: _Ask) -> bool:
     most = len(ask.message.hashes) // HASH_BYTES
-    if _peer_of(ticket) != ask.peer or ticket.growing or not ticket.remote_block_ids:
+    if peer_of(ticket) != ask.peer or ticket.growing or not ticket.remote_block_ids:
         return False
     return all(
         0 < len(blocks) <= most and all(0 < block < _MAX_INT for block in blocks)
         for blocks in ticket.remote_block_ids
     )
-
-
-def _peer_of(ticket: Ticket) -> PeerKey:
-    return PeerKey(ticket.remote_host, ticket.remote_port, ticket.generation)
-
-
-def _lease_of(ticket: Ticket) -> LeaseId:
-    return LeaseId(ticket.remote_request_id, ticket.lease_epoch)

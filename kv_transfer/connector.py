@@ -10,7 +10,7 @@ import msgspec
 
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.outputs import TokenLogprobs
-from kvrelay.wire.transfer import Ticket
+from kvrelay.wire.transfer import Source, Ticket
 
 __all__ = [
     "CachedAsked",
@@ -26,6 +26,8 @@ __all__ = [
     "Read",
     "Released",
     "Settled",
+    "lease_of",
+    "peer_of",
 ]
 
 
@@ -150,6 +152,16 @@ class PeerKey(NamedTuple):
     host: str
     port: int
     generation: str
+
+
+def lease_of(ticket: Ticket) -> LeaseId:
+    return LeaseId(ticket.remote_request_id, ticket.lease_epoch)
+
+
+def peer_of(place: Ticket | Source) -> PeerKey:
+    if isinstance(place, Source):
+        return PeerKey(place.host, place.port, place.generation)
+    return PeerKey(place.remote_host, place.remote_port, place.generation)
 
 
 class Read(msgspec.Struct, tag="read", frozen=True):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvrelay.kv_transfer.checksums import MOST_BLOCKS
-from kvrelay.kv_transfer.connector import Completion, LeaseId, Released
+from kvrelay.kv_transfer.connector import Completion, LeaseId, Released, lease_of
 from kvrelay.kv_transfer.fetch import NEVER
 from kvrelay.kv_transfer.host_memory import LeaseWords
 from kvrelay.kv_transfer.messages import ChunkProgress
@@ -38,7 +38,7 @@ class Offer:
 
     @property
     def lease(self) -> LeaseId:
-        return LeaseId(self.ticket.remote_request_id, self.ticket.lease_epoch)
+        return lease_of(self.ticket)
 
     @property
     def blocks(self) -> list[int]:

@@ -27,6 +27,8 @@ from kvrelay.kv_transfer.connector import (
     PeerKey,
     PoolRegion,
     Read,
+    lease_of,
+    peer_of,
 )
 from kvrelay.kv_transfer.control import ControlThread
 from kvrelay.kv_transfer.fetches import FetchTable, Sum
@@ -53,9 +55,9 @@ from kvrelay.kv_transfer.tickets import MAX_ID_CHARS, refusal, sealed_address, s
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.engine_messages import TransferStats
 from kvrelay.wire.errors import Incompatible, KvrelayError, PeerLost
-from kvrelay.wire.transfer import Fingerprint, Ticket
+from kvrelay.wire.transfer import Fingerprint, Source, Ticket
 
-__all__ = ["TransferEngine", "open_connector"]
+__all__ = ["TransferEngine"]
 
 # close() promises a second, and joins two threads.
 JOIN_S = 0.4
@@ -77,12 +79,13 @@ class TransferEngine:
         region: PoolRegion,
         config: TransferConfig,
         wake: Callable[[], None],
-        backends: Mapping[str, TransferBackend],
+        backends: Mapping[str, TransferBackend] | None = None,
         link: RankLink | None = None,
         kept: Sums | None = None,
     ) -> None:
-        """Serve from here on. `backends`: this rank's, the best first; `link`: to the other ranks.
+        """Prepare the backends, by default those of `config.kv_connector`, and open the best.
 
+        Others are opened when a peer needs them. `link` leads to ranks that call `join_connector`.
         `kept` gives checksums that came with the blocks, in place of new ones. `wake` is called
         from any thread when `events` has something. Raises ConfigError.
         """
@@ -112,6 +115,8 @@ class TransferEngine:
         at = PeerKey(*self.address, self.generation)
         self.address_seal = sealed_address(at, config.cluster_secret)
         try:
+            if backends is None:
+                backends = make_backends(engine_id, region, terms_of(config))
             self._backends = Backends(
                 backends, self, region, heads[0], link, checksums=config.kv_checksums > 0
             )
@@ -204,35 +209,32 @@ class TransferEngine:
     def ask(
         self,
         request_id: str,
-        peer: PeerKey,
+        source: Source,
         hashes: Sequence[bytes],
         first: int,
         within_s: float,
-        seal: str = "",
     ) -> None:
         """Reader: ask for a lease on the longest cached prefix of these hashes. One Granted follows.
 
-        `first`: the number of their first block, with which the ticket's blocks begin. `seal`: of
-        the peer's address, by the peer.
+        `first`: the number of their first block, with which the ticket's blocks begin.
         """
         now = time.monotonic()
         with self._turn():
-            if self._asks.begin(request_id, peer, hashes, first, now + within_s, seal):
-                self._peers.ask(peer, now)
+            if self._asks.begin(request_id, source, hashes, first, now + within_s):
+                self._peers.ask(peer_of(source), now)
         self._control.wake()
 
-    def meet(self, peer: PeerKey, seal: str) -> bool:
-        """Reader: get ready to read from a peer; return whether that is so. `seal`: as in `ask`."""
+    def meet(self, source: Source) -> bool:
+        """Reader: get ready to read from a source; return whether that is so."""
         with self._turn():
-            return self._peers.meet(peer, seal, time.monotonic())
+            return self._peers.meet(peer_of(source), source.seal, time.monotonic())
 
     def watch(self, request_id: str, ticket: Ticket) -> None:
         """Reader: renew this ticket's lease from now on.
 
         Raises ValueError if the request is watched or not settled yet.
         """
-        peer = PeerKey(ticket.remote_host, ticket.remote_port, ticket.generation)
-        lease = LeaseId(ticket.remote_request_id, ticket.lease_epoch)
+        peer, lease = peer_of(ticket), lease_of(ticket)
         refused = refusal(ticket, self._config.cluster_secret, time.time())
         with self._turn():
             growing = sum(map(len, ticket.remote_block_ids)) if ticket.growing else None
@@ -442,21 +444,3 @@ class TransferEngine:
 
     def _summed(self, command: Sum, checksums: list[bytes]) -> None:
         self._fetches.summed(command, checksums, time.monotonic())
-
-
-def open_connector(
-    engine_id: str,
-    fingerprint: Fingerprint,
-    region: PoolRegion,
-    config: TransferConfig,
-    wake: Callable[[], None],
-    link: RankLink | None = None,
-    kept: Sums | None = None,
-) -> TransferEngine:
-    """Prepare the backends of `config.kv_connector`, and open the best. Raises ConfigError.
-
-    Others are opened when a peer needs them. `link` leads to ranks that call `join_connector`.
-    `wake` is called from any thread when `events` has something.
-    """
-    backends = make_backends(engine_id, region, terms_of(config))
-    return TransferEngine(engine_id, fingerprint, region, config, wake, backends, link, kept)

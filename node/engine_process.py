@@ -5,7 +5,6 @@ Takes its zmq endpoint as argument and the NodeConfig as JSON on stdin.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -25,7 +24,7 @@ from kvrelay.kv_transfer.connector import (
     Released,
     Settled,
 )
-from kvrelay.kv_transfer.transfer_engine import TransferEngine, open_connector
+from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.node.child import run_child
 from kvrelay.node.compiling import GrammarCompiler
 from kvrelay.node.engine_reports import (
@@ -73,13 +72,11 @@ class EngineProcess:
     def __init__(self, config: NodeConfig, socket: zmq.Socket[bytes]) -> None:
         began = time.monotonic()
         self._config = config
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._socket = socket
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._updates: list[RequestUpdate] = []
@@ -104,7 +101,7 @@ class EngineProcess:
 
     def _open_connector(self, ranks: Ranks) -> TransferEngine:
         engine_id = f"engine-{uuid.uuid4().hex[:12]}"
-        return open_connector(
+        return TransferEngine(
             engine_id=engine_id,
             fingerprint=fingerprint_of(self.engine, self._config.engine),
             region=pool_region(self.engine.pool),
@@ -135,8 +132,7 @@ class EngineProcess:
 
     def wakeup(self) -> None:
         """End the loop's wait, from any thread."""
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes just as well
-            os.write(self._wake_write, b"!")
+        os.eventfd_write(self._wake, 1)
 
     def _wait(self, progressed: bool) -> None:
         timeout_s = STATS_INTERVAL_S
@@ -145,9 +141,8 @@ class EngineProcess:
             timeout_s = 0.0
         elif self.engine.has_work:
             timeout_s = 0.0 if progressed else BLOCKED_WAIT_S
-        ready = dict(self._poller.poll(round(timeout_s * 1000)))
-        if self._wake_read in ready:
-            os.read(self._wake_read, 4096)
+        if self._wake in dict(self._poller.poll(round(timeout_s * 1000))):
+            os.eventfd_read(self._wake)
 
     def _wait_for_step(self) -> None:
         # Or for a message: a prompt that comes now is launched behind the running step.

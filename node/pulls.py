@@ -13,7 +13,7 @@ from itertools import takewhile
 from operator import itemgetter
 
 from kvrelay.kv_transfer.cached import NOT_HELD
-from kvrelay.kv_transfer.connector import CachedAsked, Granted, PeerKey
+from kvrelay.kv_transfer.connector import CachedAsked, Granted, PeerKey, peer_of
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Request, State
@@ -121,15 +121,13 @@ class Pulls:
         request.asked = (first + blocks) * block_size
         request.read_from = (first + blocks - request.pull_stored) * block_size
         request.from_peer = source.tokens > 0
-        peer = PeerKey(source.host, source.port, source.generation)
         # A peer may have more than it is known for.
         hashes = hashes if source.tokens else hashes[:blocks]
-        self._connector.ask(request.request_id, peer, hashes, first, request.pull_s, source.seal)
+        self._connector.ask(request.request_id, source, hashes, first, request.pull_s)
 
     def _price(self, source: Source) -> PullPrice:
-        peer = PeerKey(source.host, source.port, source.generation)
-        met = self._config.kv_pull == "auto" and self._connector.meet(peer, source.seal)
-        of = peer, not source.tokens, met
+        met = self._config.kv_pull == "auto" and self._connector.meet(source)
+        of = peer_of(source), not source.tokens, met
         price = self._prices[of] = self._prices.pop(of, PullPrice())
         if len(self._prices) > _MOST_PRICES:
             del self._prices[next(iter(self._prices))]  # the least recently used

@@ -25,13 +25,12 @@ from kvrelay.kv_transfer.connector import (
     Fetched,
     FetchFailed,
     Granted,
-    PeerKey,
     PoolRegion,
     Released,
     Settled,
 )
 from kvrelay.kv_transfer.messages import Doubt
-from kvrelay.kv_transfer.transfer_engine import open_connector
+from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.wire.cache_messages import Attach, CacheSetup, CacheStats, FromCache
 from kvrelay.wire.config import CacheConfig, TransferConfig
@@ -57,7 +56,7 @@ class Engine:
         self.pool, self.events, self.asks = BlockPool(BLOCKS), list[Event](), 0
         self.pool.note_changes(use=True)
         region = PoolRegion(self.memory.data_ptr(), BLOCKS, BLOCK_BYTES, "cpu")
-        self.connector = open_connector("engine", fingerprint, region, TRANSFER, lambda: None)
+        self.connector = TransferEngine("engine", fingerprint, region, TRANSFER, lambda: None)
         self.leases: dict[str, list[int]] = {}
 
     def fill(self, number: int, content: torch.Tensor) -> None:
@@ -172,8 +171,7 @@ class World:
         ask = f"ask-{engine.asks}"
         self.until(lambda: host.stats.source.port)
         source = host.stats.source
-        peer = PeerKey(source.host, source.port, source.generation)
-        engine.connector.ask(ask, peer, [name(number) for number in numbers], 0, 5.0)
+        engine.connector.ask(ask, source, [name(number) for number in numbers], 0, 5.0)
         self.until(lambda: engine.events)
         granted = engine.events.pop()
         assert isinstance(granted, Granted)

@@ -15,15 +15,16 @@ from peer_process import peer_process
 from shared_backend import pattern
 
 from kvrelay.kv_transfer.cached import MOST_ASKED, Asks, Callers
-from kvrelay.kv_transfer.connector import CachedAsked, Fetched, Granted, PeerKey, Released
+from kvrelay.kv_transfer.connector import CachedAsked, Fetched, Granted, Released, peer_of
 from kvrelay.kv_transfer.messages import MAX_MESSAGE_BYTES, LeaseCached, Leased, encode
 from kvrelay.kv_transfer.tickets import asking_refusal, sealed_address
-from kvrelay.wire.transfer import Ticket
+from kvrelay.wire.transfer import Source, Ticket
 
 NEWEST = msgspec.structs.replace(FINGERPRINT, protocol_newest=2)
 HASHES = [bytes([number]) * 16 for number in range(1, 5)]
 SECRET = "the secret of this cluster"
-PEER = PeerKey("127.0.0.1", 4000, "g")
+SOURCE = Source("127.0.0.1", 4000, "g", 64)
+PEER = peer_of(SOURCE)
 ASK = LeaseCached(1, "g", 0, b"".join(HASHES))
 
 
@@ -39,12 +40,14 @@ def reader(tmp_path: Path) -> Iterator[SharedNode]:
         yield it
 
 
-def key(source: SharedNode) -> PeerKey:
-    return PeerKey(*source.engine.address, source.engine.generation)
+def place(source: SharedNode, **changes: object) -> Source:
+    engine = source.engine
+    mine = Source(*engine.address, engine.generation, 64, engine.address_seal)
+    return msgspec.structs.replace(mine, **changes)
 
 
 def ask(reader: SharedNode, source: SharedNode, within_s: float = 20.0) -> None:
-    reader.engine.ask("r", key(source), HASHES, 3, within_s, source.engine.address_seal)
+    reader.engine.ask("r", place(source), HASHES, 3, within_s)
 
 
 def asked(source: SharedNode) -> str:
@@ -133,10 +136,10 @@ def test_another_fingerprint_or_the_previous_release_gets_no_ask(
 def test_another_generation_and_a_dead_peer_get_no_ask(
     tmp_path: Path, source: SharedNode, reader: SharedNode
 ) -> None:
-    reader.engine.ask("r", key(source)._replace(generation="old"), HASHES, 0, 20.0)
+    reader.engine.ask("r", place(source, generation="old"), HASHES, 0, 20.0)
     assert "has restarted: the KV is of old" in granted(reader).reason
     with node("other", tmp_path, fingerprint=NEWEST) as other:
-        gone = key(other)
+        gone = place(other)
     reader.engine.ask("r", gone, HASHES, 0, 20.0)
     assert granted(reader).reason.startswith("PeerLost: ")
     source.quiet()
@@ -159,7 +162,7 @@ def test_nodes_with_a_secret_ask_each_other(tmp_path: Path) -> None:
 def test_a_killed_source_fails_the_ask_at_once(tmp_path: Path, reader: SharedNode) -> None:
     made = (SharedNode, "child", tmp_path, CONFIG, NEWEST)
     with peer_process(*made) as child:
-        peer = PeerKey(*child.ask("engine.address"), child.ask("engine.generation"))
+        peer = Source(*child.ask("engine.address"), child.ask("engine.generation"), 64)
         reader.engine.ask("r", peer, HASHES, 0, 20.0)
         (event,) = child.events(1, within_s=20.0)
         child.ask("engine.answer_cached", event.request_id, [5])
@@ -174,10 +177,11 @@ def test_a_killed_source_fails_the_ask_at_once(tmp_path: Path, reader: SharedNod
 
 def test_without_a_secret_only_loopback_addresses_are_asked() -> None:
     asks = Asks("")
-    assert not asks.begin("r", PEER._replace(host="10.0.0.1"), HASHES, 0, 1.0)
+    away = msgspec.structs.replace(SOURCE, host="10.0.0.1")
+    assert not asks.begin("r", away, HASHES, 0, 1.0)
     (event,) = asks.events
     assert event.reason.startswith("Incompatible: without cluster_secret only loopback")
-    assert asks.begin("r", PEER, HASHES, 0, 1.0)
+    assert asks.begin("r", SOURCE, HASHES, 0, 1.0)
 
 
 @pytest.mark.parametrize("changes", [{"host": "10.0.0.2"}, {"port": 1}, {"generation": "h"}])
@@ -221,7 +225,8 @@ def test_a_caller_has_so_many_asks_in_flight() -> None:
 
 def test_the_longest_ask_and_its_answer_fit_a_message() -> None:
     asks = Asks(SECRET)
-    asks.begin("r", PEER, HASHES * MOST_ASKED, 0, 1.0, sealed_address(PEER, SECRET))
+    sealed = msgspec.structs.replace(SOURCE, seal=sealed_address(PEER, SECRET))
+    asks.begin("r", sealed, HASHES * MOST_ASKED, 0, 1.0)
     (message,) = asks.to_send(PEER)
     assert asks.to_send(PEER) == []
     assert MAX_MESSAGE_BYTES * 0.9 < len(encode(message)) <= MAX_MESSAGE_BYTES
@@ -251,7 +256,7 @@ def ticket(blocks: Sequence[int], **changes: object) -> Ticket:
 )
 def test_a_ticket_about_something_else_is_given_back(wrong: Ticket) -> None:
     asks = Asks("")
-    asks.begin("r", PEER, HASHES, 0, 1.0)
+    asks.begin("r", SOURCE, HASHES, 0, 1.0)
     assert asks.answered(PEER, Leased(1, wrong)) == ("cached.1", 7)
     (event,) = asks.events
     assert event.ticket is None
@@ -260,7 +265,7 @@ def test_a_ticket_about_something_else_is_given_back(wrong: Ticket) -> None:
 
 def test_another_peer_cannot_answer() -> None:
     asks = Asks("")
-    asks.begin("r", PEER, HASHES, 0, 1.0)
+    asks.begin("r", SOURCE, HASHES, 0, 1.0)
     other = PEER._replace(port=1)
     assert asks.answered(other, Leased(1, ticket([1], remote_port=1))) == ("cached.1", 7)
     assert asks.events == []

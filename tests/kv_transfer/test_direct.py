@@ -25,7 +25,7 @@ from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import Fetched, PoolRegion, Released, Settled
 from kvrelay.kv_transfer.direct import DirectBackend, HostFile, Metadata
 from kvrelay.kv_transfer.mapped_gpu import GpuPiece
-from kvrelay.kv_transfer.transfer_engine import open_connector
+from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError, TransferError
 
@@ -200,7 +200,7 @@ def test_a_pool_that_is_not_shared_is_a_config_error() -> None:
     private = torch.zeros(SMALL * SMALL_BYTES, dtype=torch.uint8)
     region = PoolRegion(private.data_ptr(), SMALL, SMALL_BYTES, "cpu")
     with pytest.raises(ConfigError, match="memory that peers can map"):
-        open_connector(
+        TransferEngine(
             "x", FINGERPRINT, region, replace(CONFIG, kv_connector="direct"), lambda: None
         )
 

@@ -18,7 +18,7 @@ from peer_process import PeerProcess, peer_process
 from kvrelay.kernels.pool_memory import zeros
 from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed, PeerKey, PoolRegion, Settled
 from kvrelay.kv_transfer.nixl import COPIED_S, NixlBackend, addresses_here
-from kvrelay.kv_transfer.transfer_engine import open_connector
+from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.transfer import Ticket
@@ -34,7 +34,7 @@ def test_missing_nixl_is_a_config_error_naming_the_extra(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "nixl", None)
     config, before = replace(CONFIG, kv_connector="nixl"), set(threading.enumerate())
     with pytest.raises(ConfigError, match=r"pip install 'kvrelay\[node,nixl\]'"):
-        open_connector("x", FINGERPRINT, PoolRegion(0, 1, 4096, "cpu"), config, lambda: None)
+        TransferEngine("x", FINGERPRINT, PoolRegion(0, 1, 4096, "cpu"), config, lambda: None)
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("kv-")]
 
 

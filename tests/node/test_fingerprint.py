@@ -46,7 +46,7 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             address=("127.0.0.1", 1), engine_id="e", generation="g", planes=(), address_seal=""
         )
 
-    monkeypatch.setattr(engine_process, "open_connector", stand_in)
+    monkeypatch.setattr(engine_process, "TransferEngine", stand_in)
 
     def fingerprint(max_model_len: int) -> Fingerprint:
         engine = EngineConfig(

@@ -17,7 +17,7 @@ from kvrelay.kv_transfer.connector import (
     Released,
     Settled,
 )
-from kvrelay.kv_transfer.transfer_engine import TransferEngine, open_connector
+from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Fetch, Request
 from kvrelay.wire.config import EngineConfig, TransferConfig
@@ -82,7 +82,7 @@ class Side:
         region = PoolRegion(
             pool.address, pool.num_blocks, pool.block_bytes, str(self.engine.device)
         )
-        self.connector: TransferEngine = open_connector(
+        self.connector: TransferEngine = TransferEngine(
             name, fingerprint, region, TransferConfig(), self.news.set
         )
 
