@@ -34,7 +34,7 @@ from kvrelay.paged_engine.engine import Counters, Engine
 from kvrelay.paged_engine.request import Fetch, Request
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.wire.config import EngineConfig, NodeConfig, TransferConfig
-from kvrelay.wire.engine_messages import EngineStats, FromEngine, StepOutputs, ToEngine
+from kvrelay.wire.engine_messages import FromEngine, StepOutputs, ToEngine
 from kvrelay.wire.transfer import Fingerprint
 from tests.paged_engine.invariants import check_scheduler
 
@@ -230,9 +230,6 @@ class SimulatedNode(EngineProcess):
         if self.engine.has_work:
             # A step loop that is blocked looks every 20 ms; what it would see then wakes it here.
             self._turn_in(STEP_S * (0.5 + self.world.rng.random()) if progressed else 0.1)
-
-    def _stats(self) -> EngineStats:
-        return None  # type: ignore[return-value]
 
     def _send(self, message: FromEngine) -> None:
         if isinstance(message, StepOutputs):
