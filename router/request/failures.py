@@ -90,7 +90,8 @@ class RunContext:
         """Note that an attempt failed by its node's fault, or because the node drains."""
         node, now = lease.node, time.monotonic()
         if why.draining:
-            self.pool.note_draining(node, now)
+            if lease.role is node.role:  # else it drained to change its role, and has
+                self.pool.note_draining(node, now)
             return
         _log.warning(
             "id=%s: the %s request failed on %s: %s", job_id, lease.role, node.url, why.detail

@@ -8,12 +8,24 @@ import asyncio
 from typing import Any
 
 import pytest
-from router_doubles import MODEL, OPERATOR, Call, Cluster, FakeNode, cluster, decode, prefill, until
+from router_doubles import (
+    MODEL,
+    OPERATOR,
+    Call,
+    Cluster,
+    FakeNode,
+    cluster,
+    decode,
+    error,
+    prefill,
+    until,
+)
 
 from kvrelay.router.node_load import Share
 from kvrelay.router.nodes.node import HealthReport, Node, NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
+from kvrelay.wire.outputs import Load
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -129,6 +141,26 @@ async def test_a_node_is_asked_and_gets_what_its_new_role_gets() -> None:
                 break
         assert len(p.calls) > before
         assert all("do_remote_prefill" in call.params for call in p.calls[before:])
+
+
+async def test_a_late_answer_does_not_take_a_node_that_has_changed_out_of_service(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def late(call: Call) -> Any:
+        await p.resume.wait()
+        return error(503, "this node is draining", "draining")
+
+    p = prefill(late)
+    async with cluster(p, prefill(load=Load(waiting=9, waiting_tokens=5_000)), decode()) as c:
+        asked = asyncio.create_task(c.text())
+        await until(lambda: bool(p.calls))
+        p.flips_to = D
+        p.flipped()
+        await until(lambda: c.node(p).role is D)
+        p.resume.set()
+        await asked
+        assert c.node(p).up
+        assert "is kept out" not in caplog.text
 
 
 async def test_the_last_node_of_a_role_keeps_it_unless_the_operator_insists() -> None:
