@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from router_doubles import (
     WHOLE,
     Call,
@@ -164,8 +165,8 @@ async def test_targets_that_cannot_be_kept_are_refused_before_anything_is_comput
 
 
 async def test_a_backlog_that_breaks_the_target_is_refused_with_the_time_it_takes() -> None:
-    p = prefill(load=Load(waiting=50, waiting_tokens=10**6))
-    async with cluster(p, decode(), ttft_target_ms=1000.0) as c:
+    p, d = prefill(load=Load(waiting=50, waiting_tokens=10**6)), decode()
+    async with cluster(p, d, ttft_target_ms=1000.0) as c:
         c.node(p).state.set_costs(COSTS, 50.0)
         await until(lambda: c.node(p).state.backlog_ms == 40_000)
         status, body, headers = await asked(c)
@@ -177,6 +178,14 @@ async def test_a_backlog_that_breaks_the_target_is_refused_with_the_time_it_take
         p.load = Load()
         await until(lambda: c.node(p).state.is_idle)
         assert (await asked(c))[0] == 200
+        # 900 ms are too long for one that has waited, though its target is longer.
+        p.load, d.load = Load(waiting=1, waiting_tokens=22_500), replace(FULL, running=1)
+        await until(lambda: c.node(p).state.backlog_ms == 900 and not c.node(d).state.room)
+        waiting = asyncio.create_task(asked(c))
+        await until(lambda: bool(c.router.admission.waiting()))
+        await asyncio.sleep(0.2)
+        d.load = ROOM
+        assert (await waiting)[1]["error"]["code"] == "ttft_passed"
 
 
 async def test_questions_count_against_the_limits_of_their_key() -> None:
