@@ -121,7 +121,7 @@ async def _flip(router: Router, request: Request, body: bytes) -> object:
             param="force",
             code="last_of_role",
         )
-    status, message = await ask_role(pool, router.node_client, node, asked.role)
+    status, message = await ask_role(router.run_context, node, asked.role)
     if status != BEGUN:
         _check_all_done([NodeAnswer(node.url, node.role, status, message)], "role")
     return {"node": node_status(node, pool, time.monotonic())}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Coroutine
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 from kvrelay.wire.errors import without_frames
 
-__all__ = ["cancel_and_wait", "running_task"]
+__all__ = ["cancel_and_wait", "repeat", "running_task"]
+
+_log = logging.getLogger("kvrelay.router")
 
 
 async def cancel_and_wait(tasks: Collection[asyncio.Task[Any]]) -> None:
@@ -29,3 +32,13 @@ async def running_task(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         yield
     finally:
         await cancel_and_wait([task])
+
+
+async def repeat(every_s: float, look: Callable[[], Awaitable[None]]) -> None:
+    """Look again and again; a mistake of ours in a look does not end that."""
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            await look()
+        except Exception:  # noqa: BLE001 - others live by it
+            _log.exception("%s failed, and is tried again in %g s", look.__qualname__, every_s)

@@ -20,7 +20,7 @@ from kvrelay.openai_api.model_types import TokenizeRequest
 from kvrelay.openai_api.tracing import start_tracing
 from kvrelay.router.admission.controller import AdmissionController
 from kvrelay.router.admission.keys import callers_by_hash
-from kvrelay.router.background import running_task
+from kvrelay.router.background import repeat, running_task
 from kvrelay.router.console.snapshot import Snapshot, snapshot_of
 from kvrelay.router.membership.health_checks import check_nodes
 from kvrelay.router.membership.heartbeats import hear_heartbeats
@@ -31,7 +31,7 @@ from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.request.failures import MAX_LOST, RunContext
 from kvrelay.router.request.placer import Placer
 from kvrelay.router.request_log import RequestLog
-from kvrelay.router.roles import RoleChanger
+from kvrelay.router.roles import EVERY_S, RoleChanger
 from kvrelay.router.state import (
     Health,
     Models,
@@ -91,7 +91,7 @@ class Router:
         config, pool = self.config, self.pool
         self.node_client = client = NodeClient(config)
         self.run_context = RunContext(pool, self.placer, client, self.metrics, config)
-        roles = RoleChanger(lambda: self.config, pool, client, self.metrics, lambda: self.ending)
+        roles = RoleChanger(lambda: self.run_context, lambda: self.ending)
         self.roles = roles if self.shared.leads else None
         try:
             async with (
@@ -103,7 +103,7 @@ class Router:
                     config.kubernetes_namespace,
                     self.metrics.registry,
                 ),
-                running_task(roles.look_for_ever()) if self.shared.leads else nullcontext(),
+                running_task(repeat(EVERY_S, roles.look)) if self.shared.leads else nullcontext(),
             ):
                 until = time.monotonic() + self.shared.first_checks_s
                 while time.monotonic() < until and any(node.reason == NEW for node in pool.nodes):

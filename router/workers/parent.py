@@ -25,6 +25,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
 
+from kvrelay.router.background import repeat
 from kvrelay.router.nodes.node import NodeSpec, Source
 from kvrelay.router.request.failures import Suspect
 from kvrelay.router.router import Reread, Router
@@ -145,7 +146,7 @@ class Parent(Shared):
     async def running(self) -> AsyncIterator[None]:
         """Answer workers and operators for the length of the block. Raises ConfigError."""
         serving = asyncio.create_task(self._server.serve())
-        looking = asyncio.create_task(self._look_for_ever())
+        looking = asyncio.create_task(repeat(POLL_S, self._look))
         try:
             while not self._server.started:
                 await asyncio.sleep(0.01)
@@ -216,19 +217,14 @@ class Parent(Shared):
                 return
             await asyncio.sleep(0.005)
 
-    async def _look_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_S)
-            try:
-                self._refresh()
-                for index, peer in self._peers.items():
-                    peer.silent += 1
-                    if peer.version and peer.silent == math.ceil(HANGS_S / POLL_S):
-                        _log.error("worker %d hangs and is killed", index)
-                        self.hung.inc()
-                        peer.kill()
-            except Exception:  # noqa: BLE001 - a mistake of ours must not end what workers live by
-                _log.exception("the look after the workers failed")
+    async def _look(self) -> None:
+        self._refresh()
+        for index, peer in self._peers.items():
+            peer.silent += 1
+            if peer.version and peer.silent == math.ceil(HANGS_S / POLL_S):
+                _log.error("worker %d hangs and is killed", index)
+                self.hung.inc()
+                peer.kill()
 
     def other_workers(self) -> Sequence[WorkerStatus]:
         return [peer.status for peer in self._peers.values() if peer.status is not None]
