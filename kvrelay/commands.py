@@ -148,22 +148,17 @@ def _replay(
     Of a trace it tells which tokens of prompts were found, and why others were not. Give
     --kv-host-memory several times to compare.
     """
-    from kvrelay.load.workloads import TRACED
     from kvrelay.planner.rate_card import read_card
     from kvrelay.replay import run as run_replay
-    from kvrelay.what_if import what_if
 
-    console, rates = Console(highlight=False, soft_wrap=True), read_card(card)
-    if not incident.name.endswith(TRACED):
-        return run_replay(incident, rates, nodes, policy, console)
     # Where the files would be does not matter.
     sizes = {"kv_store_size": kv_store_size, "kv_store": "/"} if kv_store_size else {}
     tiers = [
         build(CacheConfig, merge(settings_of(CacheConfig), sizes | {"kv_host_memory": each}, None))
         for each in kv_host_memory
     ]
-    nodes = nodes or "1:1"
-    return what_if(incident, rates, nodes, policy, tiers, console, pull=kv_pull)
+    console = Console(highlight=False, soft_wrap=True)
+    return run_replay(incident, read_card(card), nodes, policy, tiers, console, pull=kv_pull)
 
 
 def _role(

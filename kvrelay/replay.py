@@ -1,44 +1,36 @@
-"""`kvrelay replay`: simulates what a router has logged, as it was or with other nodes or policies."""
+"""`kvrelay replay`: simulates what a router has logged or a trace, with other nodes, policies, tiers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from kvrelay.load.measures import percentile
-from kvrelay.planner.incident import Incident, events_of, read_incident, streams_of_incident
+from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, TRACED, read_trace
+from kvrelay.planner.incident import Incident, read_incident
 from kvrelay.planner.rate_card import RateCard
-from kvrelay.planner.setting import NETWORK_MS, Setting
+from kvrelay.planner.setting import Result, Setting, Stream
 from kvrelay.planner.world import simulate
-from kvrelay.wire.config import Role
+from kvrelay.wire.config import CacheConfig, Role
+from kvrelay.wire.config_checks import gib
 from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.ladder import RUNGS
 from kvrelay.wire.router_config import POLICY_NAMES
 
-__all__ = ["Replayed", "check_policy", "replayed", "run", "size_of"]
+__all__ = ["run", "size_of"]
 
 _SHARES = (0.5, 0.9, 0.99)
+_RUNGS = RUNGS[:-1]
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """A summary: answered requests in sorted milliseconds, and counts of the others."""
-
-    ttft: Sequence[float]
-    tpot: Sequence[float]
-    refused: int
-    failed: int
-    moved: int
-
-
-def size_of(incident: Incident, nodes: str) -> tuple[int, int]:
+def size_of(nodes: str, roles: Sequence[Role]) -> tuple[int, int]:
     """Return how many prefill and decode nodes P:D names, or there were. Raises ConfigError."""
     if not nodes:
-        count = sum(role is Role.PREFILL for role in incident.nodes.values())
-        return count, len(incident.nodes) - count
+        return roles.count(Role.PREFILL), roles.count(Role.DECODE)
     prefill, _, decode = nodes.partition(":")
     if not (prefill.isdigit() and decode.isdigit() and int(decode)):
         raise ConfigError(
@@ -47,89 +39,119 @@ def size_of(incident: Incident, nodes: str) -> tuple[int, int]:
     return int(prefill), int(decode)
 
 
-def check_policy(policy: str) -> None:
-    if policy not in POLICY_NAMES:
-        raise ConfigError(f"--policy {policy!r} is none of {', '.join(POLICY_NAMES)}")
+def run(
+    path: Path,
+    card: RateCard,
+    nodes: str,
+    policy: str,
+    tiers: Sequence[CacheConfig],
+    console: Console,
+    *,
+    pull: str,
+) -> int:
+    """Print a replayed log beside what happened, or a trace for each size of the tiers.
 
-
-def replayed(incident: Incident, card: RateCard, size: tuple[int, int], policy: str) -> Replayed:
-    """Simulate the incident. Raises ConfigError for an unknown policy."""
-    check_policy(policy)
-    streams = streams_of_incident(incident)
-    prefill, decode = size
-    events = events_of(incident, prefill, decode)
-    simulate(
-        streams,
-        Setting(policy, prefill, decode, prefixes=False, card=card, events=events),
+    Raises ConfigError.
+    """
+    for flag, value, known in (
+        ("--policy", policy, POLICY_NAMES),
+        ("--kv-pull", pull, ("auto", "never")),
+    ):
+        if value not in known:
+            raise ConfigError(f"{flag} {value!r} is none of {', '.join(known)}")
+    traced, left_out = path.name.endswith(TRACED), list[str]()
+    if traced:
+        streams, roles = _traced(path), [Role.PREFILL, Role.DECODE]
+    else:
+        whole = _logged(path)
+        incident = whole.of_model(card.model)
+        streams, roles = incident.streams, [*incident.nodes.values()]
+        left_out = [*_left_out(whole, incident)]
+    prefill, decode = size_of(nodes, roles)
+    setting = Setting(
+        policy,
+        prefill,
+        decode,
+        block_size=TRACE_BLOCK_TOKENS,
+        prefixes=traced,
+        pulls=pull == "auto",
+        card=card,
     )
-    answered = [stream for stream in streams if stream.answered]
-    return Replayed(
-        sorted(stream.ttft + NETWORK_MS for stream in answered),
-        sorted(stream.tpot for stream in answered if stream.output > 1),
-        sum(stream.refused for stream in streams),
-        sum(stream.failed for stream in streams),
-        sum(stream.moved > 0 for stream in streams),
-    )
-
-
-def run(path: Path, card: RateCard, nodes: str, policy: str, console: Console) -> int:
-    """Replay an incident and print it beside what happened. Raises ConfigError."""
-    try:
-        with path.open("rb") as lines:
-            incident = read_incident(lines)
-    except OSError as why:
-        raise ConfigError(f"{why.filename} cannot be read: {why.strerror}") from why
-    whole, incident = incident, incident.of_model(card.model)
-    size = size_of(incident, nodes)
-    found = replayed(incident, card, size, policy)
-    console.print(_table(incident, found, size, policy))
-    happened = len(events_of(incident, *size))
-    console.print(
-        f"{len(incident.requests)} requests, {found.refused} of them refused and {found.failed} "
-        f"given up; {happened} of {len(incident.happened)} events happened to these nodes; "
-        f"{found.moved} requests lost a node and went on elsewhere."
-    )
-    for line in _left_out(whole, incident):
+    of = ": % of the tokens that a cache could have had" if traced else ""
+    table = Table(title=f"{setting.name}, {policy}{of}", title_justify="left")
+    table.add_column("")
+    times = [f"{name} p{share * 100:g}, ms" for name in ("TTFT", "TPOT") for share in _SHARES]
+    columns = [["found", *_RUNGS, *times] if traced else times]
+    if not traced:
+        table.add_column("then", justify="right")
+        columns.append(_times(streams))
+    for each in tiers:
+        copies = [Stream(one.at, one.prompt, one.output, one.blocks) for one in streams]
+        result = simulate(copies, replace(setting, below=_tokens_below(card, each)))
+        columns.append([*(_found(result) if traced else ()), *_times(copies)])
+        sizes = each.kv_host_memory, each.kv_store_size
+        name = "{} host, {} store".format(*map(gib, sizes)) if traced else "replayed"
+        table.add_column(name, justify="right")
+    for row in zip(*columns, strict=True):
+        table.add_row(*row)
+    console.print(table)
+    if not traced:
+        refused = sum(stream.refused for stream in copies)
+        console.print(f"{len(copies)} requests, {refused} of them refused.")
+    for line in left_out:
         console.print(line)
     return 0
 
 
-def _left_out(whole: Incident, replayed: Incident) -> list[str]:
-    told = []
+def _traced(path: Path) -> list[Stream]:
+    try:
+        asked = read_trace(path)
+    except (OSError, ValueError, KeyError, TypeError) as why:
+        raise ConfigError(f"the trace {path} cannot be read: {why!r}") from why
+    return [Stream(each.at, each.prompt, each.output, each.blocks) for each in asked]
+
+
+def _logged(path: Path) -> Incident:
+    try:
+        with path.open("rb") as lines:
+            return read_incident(lines)
+    except OSError as why:
+        raise ConfigError(f"{why.filename} cannot be read: {why.strerror}") from why
+
+
+def _tokens_below(card: RateCard, cache: CacheConfig) -> dict[str, int]:
+    sizes = {"host": cache.kv_host_memory, "store": cache.kv_store_size}
+    if any(sizes.values()) and not card.kv_token_bytes:
+        raise ConfigError(
+            "the rate card does not tell the bytes of KV of a token (kv_token_bytes); profile again"
+        )
+    return {name: size // card.kv_token_bytes for name, size in sizes.items() if size}
+
+
+def _found(result: Result) -> Iterator[str]:
+    rungs = result.rungs
+    possible = max(1, rungs.total() - rungs["new"])
+    yield f"{result.found:.2%}"
+    yield from (f"{rungs[rung] / possible:.2%}" for rung in _RUNGS)
+
+
+def _times(streams: Sequence[Stream]) -> list[str]:
+    answered = [stream for stream in streams if stream.answered]
+    ttft = [stream.ttft for stream in answered]
+    tpot = [stream.tpot for stream in answered if stream.output > 1]
+    return [f"{percentile(each, share):,.1f}" for each in (ttft, tpot) for share in _SHARES]
+
+
+def _left_out(whole: Incident, replayed: Incident) -> Iterator[str]:
     if whole.refused or whole.unanswered:
-        told.append(
-            f"Left out: {whole.refused} requests that were refused then, with about "
-            f"{whole.refused_tokens} tokens of prompts, and {whole.unanswered} that began and had no "
-            "answer; the log "
+        tokens = sum(each.tokens for each in whole.refused)
+        yield (
+            f"Left out: {len(whole.refused)} requests that were refused then, with about {tokens} "
+            f"tokens of prompts, and {whole.unanswered} that began and had no answer; the log "
             "cannot say how long those would have been."
         )
     others = len(whole.requests) - len(replayed.requests)
     if others:
-        told.append(
-            f"Left out: {others} requests of models on other nodes than those of the card's."
-        )
+        yield f"Left out: {others} requests of models on other nodes than those of the card's."
     elif len(models := {each.model for each in replayed.requests}) > 1:
-        told.append(f"All models are on all nodes here: {', '.join(sorted(models))}.")
-    return told
-
-
-def _table(incident: Incident, found: Replayed, size: tuple[int, int], policy: str) -> Table:
-    ttft = sorted(each.ttft_ms for each in incident.requests)
-    tpot = sorted(
-        (each.total_ms - each.ttft_ms) / (each.output - 1)
-        for each in incident.requests
-        if each.output > 1
-    )
-    table = Table(title="milliseconds", title_justify="left")
-    for name in ("", *(f"p{share * 100:g}" for share in _SHARES)):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    replay = f"{size[0]}P{size[1]}D, {policy}"
-    for name, values in (
-        ("TTFT then", ttft),
-        (f"TTFT {replay}", found.ttft),
-        ("TPOT then", tpot),
-        (f"TPOT {replay}", found.tpot),
-    ):
-        if values:
-            table.add_row(name, *(f"{percentile(values, share):,.1f}" for share in _SHARES))
-    return table
+        yield f"All models are on all nodes here: {', '.join(sorted(models))}."

@@ -6,7 +6,7 @@ Like paged_engine/blocks.py, without block numbers.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 __all__ = ["BlockCache"]
 
@@ -18,10 +18,9 @@ class BlockCache:
         self.capacity = capacity
         self.block_size = block_size
         self.private = 0
-        self.gone = False
-        """The process has ended, and nobody reads its blocks any more."""
-        self.stored: list[int] = []
-        self.removed: list[int] = []
+        self._stored: dict[int, None] = {}
+        self._removed: list[int] = []
+        """What nobody was told of yet."""
         self._used: dict[int, int] = {}
         self._coming: set[int] = set()
         """Blocks in use whose KV is not there yet: each has one user."""
@@ -38,7 +37,7 @@ class BlockCache:
     def _found(self, blocks: Sequence[int]) -> int:
         used, unused, coming = self._used, self._unused, self._coming
         count = 0
-        for block in () if self.gone else blocks:
+        for block in blocks:
             if (block not in used and block not in unused) or block in coming:
                 break
             count += 1
@@ -74,7 +73,7 @@ class BlockCache:
         for block in blocks:
             if block in self._coming:
                 self._coming.discard(block)
-                self.stored.append(block)
+                self._stored[block] = None
 
     def give_back(self, blocks: Sequence[int], private: int, made: Sequence[int] = ()) -> None:
         """End a use; `made` are further blocks, which an answer has filled."""
@@ -97,7 +96,7 @@ class BlockCache:
             if block in self._used:
                 continue
             if block not in self._unused:
-                self.stored.append(block)
+                self._stored[block] = None
             self._unused[block] = None
             self._unused.move_to_end(block)
         self.shrink()
@@ -105,10 +104,14 @@ class BlockCache:
     def shrink(self) -> None:
         most = max(0, self.free) // self.block_size
         while len(self._unused) > most:
-            self.removed.append(self._unused.popitem(last=False)[0])
+            block = self._unused.popitem(last=False)[0]
+            if block in self._stored:
+                del self._stored[block]
+            else:
+                self._removed.append(block)
 
-    def news(self) -> tuple[list[int], list[int]]:
-        stored, removed = self.stored, self.removed
-        if stored or removed:
-            self.stored, self.removed = [], []
-        return [each for each in stored if each in self._used or each in self._unused], removed
+    def news(self) -> tuple[Collection[int], Collection[int]]:
+        """Return the blocks that came and went since the last call."""
+        told = self._stored, self._removed
+        self._stored, self._removed = {}, []
+        return told

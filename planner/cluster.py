@@ -1,4 +1,4 @@
-"""The nodes and the router of a simulation on one clock: what it hears, and what befalls nodes.
+"""The nodes and the router of a simulation on one clock: what it hears, and changes of role.
 
 KV events reach the router 5 ms later.
 """
@@ -15,24 +15,19 @@ import msgspec
 
 from kvrelay.planner.engine import Engine
 from kvrelay.planner.router import Router, url_of
-from kvrelay.planner.seat import Leg
-from kvrelay.planner.setting import NodeEvent, Setting, Stream
+from kvrelay.planner.setting import Setting
 from kvrelay.router.nodes.node import Lease
 from kvrelay.wire.config import Role
-from kvrelay.wire.kv_events import GPU, STORAGE
-from kvrelay.wire.ladder import History, place_of
 
 __all__ = ["POLL_MS", "Clock", "Cluster"]
 
 POLL_MS = 500.0
 _SWITCH_MS = 1_000.0
-"""Time of a change of role, from the last leg's end to the first poll."""
+"""Time of a change of role, from the last request's end to the first poll."""
 _KV_EVENT_MS = 5.0
-_ALL = 1 << 40
 _POLL_SLICES = 50
 
 Call = Callable[[float], None]
-Lost = Callable[[list[tuple[Stream, Leg, int]], float], None]
 
 
 class Clock:
@@ -58,9 +53,9 @@ class Clock:
 
 
 class Cluster:
-    """A cluster's nodes and router; `lost` is told of all legs of a node whose process has ended."""
+    """A cluster's nodes and router."""
 
-    def __init__(self, setting: Setting, clock: Clock, hears: Any, lost: Lost) -> None:
+    def __init__(self, setting: Setting, clock: Clock, hears: Any) -> None:
         self.roles = [Role.PREFILL] * setting.prefill + [Role.DECODE] * setting.decode
         self.nodes = [
             Engine(
@@ -74,17 +69,11 @@ class Cluster:
             for _ in self.roles
         ]
         self.router = Router(setting, self.roles, self.nodes)
-        self._setting, self._clock, self._lost = setting, clock, lost
-        self.history = History[int](most_gone=_ALL)
-        self._alive = [True] * len(self.nodes)
-        self._starts = [1] * len(self.nodes)
+        self._setting, self._clock = setting, clock
         self._becoming: dict[int, Role] = {}
-        self._away: set[int] = set()
         self._kv_news: deque[tuple[float, Callable[[], None]]] = deque()
         for at in range(_POLL_SLICES):
             clock.later(at * POLL_MS / _POLL_SLICES, self._poll(at))
-        for event in setting.events:
-            clock.later(event.at, self._happening(event))
 
     def tell_news(self, now: float) -> None:
         news = self._kv_news
@@ -100,90 +89,39 @@ class Cluster:
     def tell_kv(self, at: int, now: float) -> None:
         if not self._setting.prefixes:
             return
+        changed = partial(self.router.pool.prefixes.changed, url_of(at), at=now)
         for medium, stored, removed in self.nodes[at].pulls.news():
-            if not (stored or removed):
-                continue
-            if medium != STORAGE:
-                self.history.changed(place_of(url_of(at), medium), stored, removed, now)
-            call = partial(
-                self.router.pool.prefixes.changed, url_of(at), stored, removed, medium=medium
-            )
-            self._kv_news.append((now + _KV_EVENT_MS, call))
+            if stored or removed:
+                call = partial(changed, stored, removed, medium=medium)
+                self._kv_news.append((now + _KV_EVENT_MS, call))
 
     def _poll(self, piece: int) -> Call:
         def polls(now: float) -> None:
             for at in range(piece, len(self.nodes), _POLL_SLICES):
-                if self._alive[at] and at not in self._becoming:
+                if at not in self._becoming:
                     self._polled(at, now)
             self._clock.later(now + POLL_MS, polls)
 
         return polls
 
     def _polled(self, at: int, now: float) -> None:
-        load = self.nodes[at].load(now)
-        self.router.polled(at, self.roles[at], load, f"{self._starts[at]}", now)
-
-    def _happening(self, event: NodeEvent) -> Call:
-        def happens(now: float) -> None:
-            at = event.node
-            if event.what == "down":
-                self._end(at, now)
-            elif event.what == "up":
-                self._comes(at, now)
-            elif event.what == "away":
-                self._goes(at, now)
-            elif event.role is not None:
-                self.change_role(at, event.role, now)
-
-        return happens
-
-    def _comes(self, at: int, now: float) -> None:
-        self._alive[at] = True
-        if at in self._away:
-            self._away.discard(at)
-            self.router.pool.undrain(self.router.node(at), now / 1e3)
-
-    def _goes(self, at: int, now: float) -> None:
-        if self._alive[at] and at not in self._becoming:
-            self._away.add(at)
-            self.router.pool.drain(self.router.node(at), now / 1e3)
-
-    def _end(self, at: int, now: float) -> None:
-        if not self._alive[at]:
-            return
-        self._alive[at] = False
-        self._away.discard(at)
-        self._starts[at] += 1
-        role = self._becoming.pop(at, None)
-        if role is not None:
-            self._announce(at, role, now)
-        self.router.pool.blame(self.router.node(at), "it is lost", now / 1e3)
-        self.history.left(place_of(url_of(at), GPU))
-        self._lost(self.nodes[at].lose(now), now)
+        self.router.polled(at, self.roles[at], self.nodes[at].load(now), now)
 
     @property
     def switching(self) -> bool:
         return bool(self._becoming)
 
     def change_role(self, at: int, role: Role, now: float) -> None:
-        """Have a node take another role as soon as it has ended what it has."""
-        if self.roles[at] is role or at in self._becoming or not self._alive[at]:
-            return
+        """Have a node take another role as soon as all requests placed on it have ended."""
         self._becoming[at] = role
         self.router.pool.note_role_change(self.router.node(at), role, now / 1e3)
         self.emptied(at, now)
 
     def emptied(self, at: int, now: float) -> None:
-        """Note that a leg has left a node; a draining one may change its role now."""
-        if at in self._becoming and self.nodes[at].idle:
-            starts = self._starts[at]
-            self._clock.later(now + _SWITCH_MS, lambda then: self._switched(at, starts, then))
+        """Note that a request has left a node; a draining one may change its role now."""
+        if at in self._becoming and self.nodes[at].idle and not self.router.node(at).leases:
+            self._clock.later(now + _SWITCH_MS, partial(self._switched, at))
 
-    def _switched(self, at: int, starts: int, now: float) -> None:
-        if starts == self._starts[at] and at in self._becoming:
-            self._announce(at, self._becoming.pop(at), now)
-
-    def _announce(self, at: int, role: Role, now: float) -> None:
-        self.roles[at] = role
-        self._away.discard(at)
+    def _switched(self, at: int, now: float) -> None:
+        self.roles[at] = self._becoming.pop(at)
         self._polled(at, now)

@@ -56,21 +56,19 @@ class Engine(EngineState):
         stream: Stream,
         leg: Leg,
         now: float,
-        generated: int = 0,
         told: PlacementHints = _NOTHING,
     ) -> None:
-        """Take a leg, at whose beginning `generated` tokens are there."""
         if told.spill_tokens:
             self.load(now)  # until now its limit grows by the targets of those before
         self.legs += 1
-        seat = self._seats[stream] = Seat(stream, leg, generated, came=now)
+        seat = self._seats[stream] = Seat(stream, leg, int(leg is Leg.DECODE), came=now)
         if leg is not Leg.PREFILL:
             wanted = told.tpot_ms, told.expected_output
             seat.tpot_ms, seat.expected = self._announced.came(*wanted, _NO_LIMIT, self.costs)
         if leg is Leg.DECODE:
-            work, arrives = 0, stream.prompt + generated
+            work, arrives = 0, stream.prompt + 1
         else:
-            seat.known = stream.prompt + generated
+            seat.known = stream.prompt
             work = arrives = seat.known - self.cached(seat)
             ms = self.costs.prompts_ms(work, _pairs(seat.known, work))
             self._announced.prompt(ms, spills=told.spill_tokens > 0)
@@ -97,39 +95,6 @@ class Engine(EngineState):
         self.cache.give_back(seat.blocks, seat.private)
         if self.waiting:
             self.wake(now)
-
-    def drop(self, stream: Stream, now: float) -> None:
-        """Drop a leg before its second token."""
-        seat = self._seats.pop(stream)
-        seat.let_go()
-        self._count_out(seat, seat.generated, complete=False)
-        if seat.left or not seat.begun:
-            self._leave(seat)
-            self.have_left(seat, 0)
-        elif seat in self._computing:
-            self._computing.remove(seat)
-        if not seat.begun:
-            self.waiting -= 1
-        else:
-            self.cache.give_back(seat.blocks, seat.private)
-            self.running -= not (seat.leg is Leg.PREFILL and seat.told)
-        self.wake(now)
-
-    def lose(self, now: float) -> list[tuple[Stream, Leg, int]]:
-        """End the process, and return each leg with the tokens that are there."""
-        steps = self._steps + self._planned.done_by(now)
-        lost = []
-        for seat in self._seats.values():
-            seat.let_go()
-            generated = seat.generated
-            if seat.running:
-                generated = seat.stream.output - (seat.ends_at - steps)
-                seat.running = False
-            lost.append((seat.stream, seat.leg, generated))
-        self.cache.gone = True
-        self._begin_process()
-        self._plan += 1
-        return lost
 
     def _wait(self, seat: Seat, work: int) -> None:
         seat.begun = False
@@ -201,8 +166,6 @@ class Engine(EngineState):
         self.later(now + took, lambda then: self._arrived(seat, then))
 
     def _arrived(self, seat: Seat, now: float) -> None:
-        if not self.holds(seat):
-            return
         self.cache.ready(seat.blocks)
         # Preempted, it is computed here.
         seat.leg = Leg.WHOLE
@@ -355,7 +318,7 @@ class Engine(EngineState):
         seat.due = seat.ends_at - stream.output + seat.expected
         seat.running = True
         self._context += stream.prompt + seat.generated - 1
-        waited = now - (seat.stopped if seat.stopped >= 0 else stream.told)
+        waited = now - (seat.stopped if seat.stopped >= 0 else stream.first)
         if waited > 0:
             self._joined.append((seat, waited))
         heapq.heappush(self._batch, (seat.ends_at, seat.turn[1], seat))

@@ -31,10 +31,7 @@ class EngineState:
         self._computed = 0, 0.0
         """Prompt tokens of the running step, and each times those before it."""
         self._plan = 0
-        self._begin_process()
-
-    def _begin_process(self) -> None:
-        self.cache = BlockCache(self.card.kv_tokens, self._block_size)
+        self.cache = BlockCache(card.kv_tokens, block_size)
         self.tokens = 0
         """Not computed, and in no step yet."""
         self.running = self.waiting = 0
@@ -62,9 +59,6 @@ class EngineState:
     def costs(self) -> StepCosts:
         assert self._budget.costs is not None
         return self._budget.costs
-
-    def holds(self, seat: Seat) -> bool:
-        return self._seats.get(seat.stream) is seat
 
     @property
     def idle(self) -> bool:

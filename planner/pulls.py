@@ -6,7 +6,7 @@ From the node that the router names, or from its own host memory and files.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -41,12 +41,12 @@ class Pulls:
             for count in range(1, len(self.below) + 1)
         ]
 
-    def news(self) -> Iterator[tuple[str, list[int], list[int]]]:
+    def news(self) -> Iterator[tuple[str, Collection[int], Collection[int]]]:
         """Yield what came and went in each medium; what came in the pool is kept below, too."""
         stored, removed = self._node.cache.news()
         yield GPU, stored, removed
         for medium, cache in zip((CPU, STORAGE), self.below, strict=False):
-            cache.keep(stored)
+            cache.keep([*stored])
             yield medium, *cache.news()
 
     def used(self, names: Sequence[int]) -> None:
@@ -103,10 +103,7 @@ class Pulls:
             self._node.later(now + source.once_ms, partial(self._answered, seat, source))
 
     def _answered(self, seat: Seat, source: Source, now: float) -> None:
-        node = self._node
-        if not node.holds(seat):
-            return
-        first = self._first(seat)
+        node, first = self._node, self._first(seat)
         found = source.found(self._names(seat)[first:])
         count = sum(len(names) for _, names in found)
         if count:
@@ -140,15 +137,12 @@ class Pulls:
 
     def _read(self, seat: Seat, lease: Lease, start: int, stored: int, now: float) -> None:
         node, stream = self._node, seat.stream
-        if not node.holds(seat):
-            return
         seat.let_go()
         seat.came, size = now, node.cache.block_size
-        if not any(cache.gone for cache, _ in lease.held):
-            node.cache.ready(stream.blocks[start : lease.reached])
-            node.have_left(seat, seat.known - lease.reached * size)
-            if stream.first < 0:
-                stream.cached = lease.reached * size
-                first = (lease.reached - start - stored) * size
-                stream.read = {lease.source.rung: first, "store": stored * size}
+        node.cache.ready(stream.blocks[start : lease.reached])
+        node.have_left(seat, seat.known - lease.reached * size)
+        if stream.first < 0:
+            stream.cached = lease.reached * size
+            first = (lease.reached - start - stored) * size
+            stream.read = {lease.source.rung: first, "store": stored * size}
         node.wake(now)

@@ -24,10 +24,11 @@ from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Placement, Refuse, Wait
 from kvrelay.router.prefix.index import CHUNK_BYTES, Prefix
 from kvrelay.router.request.job import Job, Slo
-from kvrelay.router.request.placer import PlacementQuery, Placer
+from kvrelay.router.request.placer import PlacementLeases, PlacementQuery, Placer
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError, NoNode
 from kvrelay.wire.kv_events import CPU, GPU, STORAGE
+from kvrelay.wire.ladder import Found
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.router_config import Policy, RouterConfig
 from kvrelay.wire.transfer import Fingerprint, KvFacts
@@ -69,22 +70,18 @@ class Router:
         self._numbers = {url_of(at): at for at in range(len(roles))}
         self._prefixes: dict[Stream, Prefix] = {}
         for at, role in enumerate(roles):
-            self.polled(at, role, nodes[at].load(0.0), "1", 0.0)
+            self.polled(at, role, nodes[at].load(0.0), 0.0)
 
     def targets(self, stream: Stream) -> Slo:
         told = stream.targets or self._told
         return Slo() if told is None else Slo(told.ttft_ms / 1e3, told.tpot_ms / 1e3)
 
-    def wanted(self, stream: Stream, peer: int | None = None) -> PlacementQuery:
-        """Return what is left of a request; node `peer` may have its KV already."""
-        tokens = stream.prompt + stream.done
+    def wanted(self, stream: Stream) -> PlacementQuery:
         targets = self.targets(stream)
         job = msgspec.structs.replace(
             _JOB, id=f"{stream.number}", session_id=stream.session, targets=targets
         )
-        return self.placer.wanted(
-            job, self._prefix(stream), tokens, None if peer is None else self.node(peer)
-        )
+        return self.placer.wanted(job, self._prefix(stream), stream.prompt)
 
     def find(self, wanted: PlacementQuery) -> Placement | Wait | Refuse | None:
         """Return where it would be placed now; None if no node could take it."""
@@ -96,17 +93,26 @@ class Router:
     def number(self, node: Node) -> int:
         return self._numbers[node.url]
 
-    def told(self, request: PlacementQuery, placement: Placement, stream: Stream) -> PlacementHints:
+    def told(self, placed: PlacementLeases) -> PlacementHints:
+        wanted, placement = placed.wanted, placed.placement
         _, had, url = placement.prompt
-        expected = max(1, round(request.output) - stream.done)
-        spilled = max(1, request.tokens - had) if placement.spills else 0
+        expected = max(1, round(wanted.output))
+        spilled = max(1, wanted.tokens - had) if placement.spills else 0
         sources: tuple[Source, ...] = ()
         if url in self._numbers:
             reader, holder = (
                 self._engines[self._numbers[each]] for each in (placement.prefill, url)
             )
-            sources = reader.pulls.named(holder, request.cached.get(url, 0), had)
-        return PlacementHints(request.tpot_ms, expected, spilled, sources)
+            sources = reader.pulls.named(holder, wanted.cached.get(url, 0), had)
+        return PlacementHints(wanted.tpot_ms, expected, spilled, sources)
+
+    def rungs(self, stream: Stream, placed: PlacementLeases) -> dict[str, int]:
+        prefix = self._prefixes.get(stream)
+        if prefix is None:
+            return {}
+        found = Found(stream.cached - sum(stream.read.values()), **stream.read, asked=stream.prompt)
+        node = (placed.prefill or placed.decode).node
+        return self.placer.rungs(placed, node, prefix, stream.prompt, found)
 
     def learn(self, stream: Stream) -> None:
         size = self._block_size
@@ -128,13 +134,13 @@ class Router:
                     msgspec.structs.replace(prefix, keys=keys), self.pool.nodes[0].url
                 )
 
-    def polled(self, at: int, role: Role, load: Load, generation: str, now: float) -> None:
+    def polled(self, at: int, role: Role, load: Load, now: float) -> None:
         node, card = self.node(at), self._engines[at].card
         if node.up:
             node.note_load(load)
             return
         report = HealthReport(
-            role, _MODEL, load=load, generation=generation, kv=_KV, flips=1, costs=card.costs,
+            role, _MODEL, load=load, generation="1", kv=_KV, flips=1, costs=card.costs,
             max_gap_ms=card.max_gap_ms,
         )  # fmt: skip
         self.pool.note_report(node, report, now / 1e3, now / 1e3)
@@ -212,7 +218,7 @@ class SimulatedAdmission:
     def ended(self, stream: Stream, now: float) -> None:
         request = self._requests.pop(stream, None)
         if request is not None:
-            self._admission.correct(request, stream.prompt + stream.done)
+            self._admission.correct(request, stream.prompt + stream.output * stream.answered)
             self._turn(now)
 
     def _find(self, request: _Queued) -> Placement | Wait | Refuse:

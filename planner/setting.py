@@ -9,18 +9,15 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from kvrelay.load.measures import Targets
 from kvrelay.load.workloads import Asked
 from kvrelay.planner.rate_card import RateCard
-from kvrelay.wire.config import Role
 from kvrelay.wire.ladder import RUNGS
 from kvrelay.wire.router_config import PRICE
 
 __all__ = [
     "NETWORK_MS",
-    "NodeEvent",
     "Result",
     "Setting",
     "Stream",
@@ -61,16 +58,9 @@ class Stream:
     """When its prompt began to be computed; then its first and its last token."""
     first: float = -1.0
     last: float = -1.0
-    told: float = -1.0
-    """When its newest token was there, at its last hand-over or loss."""
-    done: int = 0
-    """Tokens that its client had then."""
     preempted: int = 0
-    moved: int = 0
-    """How often a node was lost that had it."""
     local: bool = False
     refused: bool = False
-    failed: bool = False
 
     @property
     def answered(self) -> bool:
@@ -99,23 +89,6 @@ def streams_at(asks: Sequence[Asked], rate_s: float) -> list[Stream]:
 _PERCENT = math.log(1.01)
 
 
-What = Literal["down", "up", "away", "role"]
-
-
-@dataclass(frozen=True, slots=True)
-class NodeEvent:
-    """An event of the node of this number; prefill nodes are counted first.
-
-    `up` is a new process with an empty cache, or the same one if it was `away`: it took nothing new
-    and ended what it had. For a `role` the node drains, changes it and announces itself again.
-    """
-
-    at: float
-    node: int
-    what: What
-    role: Role | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """A setting of one run; `policy` chooses nodes of both roles."""
@@ -133,7 +106,6 @@ class Setting:
     strict_roles: bool = False
     """Decode nodes compute no prompt that a prefill node can."""
     card: RateCard = field(kw_only=True)
-    events: Sequence[NodeEvent] = ()
     targets: Targets | None = None
     """Targets that the router takes for everybody's: it refuses who would miss them."""
 

@@ -23,7 +23,7 @@ CARD = RateCard(
 
 
 def answered(at_s: float, *, in_time: bool) -> Stream:
-    stream = Stream(at_s * 1e3, 100, 201, done=201)
+    stream = Stream(at_s * 1e3, 100, 201)
     stream.first = stream.at + 900.0
     stream.last = stream.first + 200 * (100.0 if in_time else 200.0)
     return stream
