@@ -1,4 +1,4 @@
-"""The text of `--help`: commands and settings in groups, uncommon settings only when asked for."""
+"""Commands of the program: options that take one value, and `--help` in groups."""
 
 from __future__ import annotations
 
@@ -34,8 +34,12 @@ class _HelpInOrder:
 
 class GroupedCommand(_HelpInOrder, TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Remember which help is wanted: both options end the command in the same way."""
+        """Remember which help is wanted, and refuse a second value, which would replace the first."""
         ctx.meta[ALL] = ALL in args
+        _, _, given = self.make_parser(ctx).parse_args(args=[*args])
+        for param in given:
+            if given.count(param) > 1 and not (param.multiple or getattr(param, "is_flag", False)):
+                ctx.fail(f"{param.opts[0]} is given twice; it takes one value")
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -136,7 +136,8 @@ def _measured(engine: Engine, seconds: float, console: Console) -> Times:
             for step in group:
                 measure(step)
     measure(next(iter(times)))  # once more, to see whether the machine has changed
-    return times
+    slowed = steps.slowed
+    return {step: [ms * slowed for ms in runs] for step, runs in times.items()}
 
 
 def _card(config: NodeConfig, engine: Engine, times: Times) -> RateCard:

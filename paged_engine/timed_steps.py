@@ -36,19 +36,23 @@ _FEWEST = 3
 # Times the seconds of a point; then fewer runs are enough.
 _ENOUGH = 4.0
 _PIECE_BLOCKS = 16  # 128 MiB of an 8B model
+# On a busy machine a CPU's step waits for a core, now long and now not at all. By the wall clock
+# the prompts of every fourth node cost nothing then, so nothing was pulled for them.
+_CLOCKS = {"cuda": time.perf_counter, "cpu": time.thread_time}
 
 
 class TimedSteps:
     def __init__(
         self,
         engine: Engine,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] | None = None,
         *,
         fill: bool = True,
     ) -> None:
         """`fill` puts random numbers into the pool: zeros cost a GPU less power."""
         self.engine = engine
-        self._clock = clock
+        self.clock = clock or _CLOCKS[engine.device.type]
+        self._began_s, self._spent_s = time.perf_counter(), self.clock()
         self._rng = random.Random(0)
         self._made = 0
         vocabulary = range(3, engine.model.vocab_size)
@@ -56,6 +60,11 @@ class TimedSteps:
         self._fetches: list[Fetch] = []
         if fill:
             _fill(engine)
+
+    @property
+    def slowed(self) -> float:
+        """How many times as long as by the clock all has taken: steps wait for a core on a CPU."""
+        return (time.perf_counter() - self._began_s) / (self.clock() - self._spent_s)
 
     # As the engine's Handover.
     def fetch(self, fetch: Fetch) -> None:
@@ -134,12 +143,12 @@ class TimedSteps:
         self, arrivals: Sequence[Request | None], warm_ups: int, seconds: float, whole: int
     ) -> list[float]:
         times: list[float] = []
-        last = self._clock()
+        last = self.clock()
         for number, request in enumerate(arrivals):
             if request is not None:
                 self.engine.scheduler.add(request)
             updated = len(self.step())
-            now = self._clock()
+            now = self.clock()
             if number >= warm_ups:
                 if updated < whole:
                     raise ValueError(f"only {updated} of {whole} requests fit in one step")
@@ -217,9 +226,6 @@ def _fill(engine: Engine) -> None:
 log = logging.getLogger("kvrelay.engine")
 
 _LIMIT_S = 3.0
-# On a busy machine a CPU's step waits for a core, now long and now not at all. By the wall clock
-# the prompts of every fourth node cost nothing then, so nothing was pulled for them.
-_CLOCKS = {"cuda": time.perf_counter, "cpu": time.thread_time}
 _GAP_MS = {"cuda": 50.0, "cpu": 200.0}
 _DECODES = ((1, 256), (32, 1024), (8, 256), (128, 1024), (32, 4096))
 _BESIDE = (32, 1024)
@@ -230,10 +236,8 @@ _SHORTEST_S = 0.02
 
 def measure_steps(engine: Engine, config: EngineConfig) -> StepCosts:
     kind = engine.device.type
-    clock = _CLOCKS[kind]
-    began, spent = time.perf_counter(), clock()
-    points = _points(engine, clock)
-    slowed = (time.perf_counter() - began) / (clock() - spent)
+    timed = TimedSteps(engine, fill=kind == "cuda")
+    points, slowed = _points(timed), timed.slowed
     costs = fitted_costs(points).scaled(slowed)
     steps = [ms * slowed for rows, _, _, _, ms in points if rows]
     least = 2 * statistics.median(steps) if kind == "cpu" and steps else 0.0
@@ -248,15 +252,14 @@ def measure_steps(engine: Engine, config: EngineConfig) -> StepCosts:
     return costs
 
 
-def _points(engine: Engine, clock: Callable[[], float]) -> list[Point]:
-    until = clock() + _LIMIT_S
-    timed = TimedSteps(engine, clock, fill=engine.device.type == "cuda")
+def _points(timed: TimedSteps) -> list[Point]:
+    engine, until = timed.engine, timed.clock() + _LIMIT_S
     points: list[Point] = []
 
     def there_is_time(rows: int, context: int, tokens: int, start: int) -> bool:
         known = fitted_costs(points)
         ms = known.decode_ms(rows, rows * context) + known.chunk_ms(tokens, start)
-        return clock() + ms * (_RUNS + _WARM_UPS) / 1e3 < until
+        return timed.clock() + ms * (_RUNS + _WARM_UPS) / 1e3 < until
 
     longest = min(engine.max_num_batched_tokens, engine.max_model_len - 2)
     part, pool = longest // 4, engine.scheduler.pool.free * engine.pool.block_size

@@ -95,6 +95,26 @@ def test_a_router_keeps_its_port_and_its_admin_key_when_it_reads_its_file_again(
     assert cli.run(["router", *PEERS, "--config", str(file), f"--workers={workers}"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["plan", "--gpus", "2", "--card", "a.json", "--card=b.json"], "--card"),
+        (["router", *PEERS, "--port", "1", "--port", "2"], "--port"),
+        (["serve", "--model", "a", "--model=b"], "--model"),
+    ],
+)
+def test_a_second_value_is_refused_where_one_is_taken(
+    words: list[str], flag: str, served: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(words) == 2
+    assert f"{flag} is given twice" in capsys.readouterr().err
+    assert (
+        cli.run(["router", *PEERS, "--prefill", "http://c", "--strict-roles", "--no-strict-roles"])
+        == 0
+    )
+    assert served[0].prefill == ("http://a", "http://c")
+
+
 def test_keys_come_from_the_environment_and_flags_win(
     served: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,12 +4,16 @@ loaded.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from kvrelay import profile
 from kvrelay.cli import run
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.timed_steps import TimedSteps
 from kvrelay.planner.rate_card import read_card
 from kvrelay.profile import spread_of
 from tests.cluster.real_cluster import tiny_model
@@ -68,6 +72,23 @@ def test_a_card_has_prefill_decode_and_mixed_steps_and_is_shown(
         assert title in shown
     assert f"written to {file}" in shown
     assert "too noisy to believe these times" in shown  # and so its exit code is 1
+
+
+def test_a_step_does_not_take_longer_on_a_card_because_it_waited_for_a_core(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_step = Engine.step
+
+    def step(engine: Engine, handover: TimedSteps) -> list[Request]:
+        if all(each.params.max_tokens == 1 for each in engine.scheduler.live):
+            time.sleep(0.05)  # another process computes while prompts are measured
+        return run_step(engine, handover)
+
+    monkeypatch.setattr(Engine, "step", step)
+    file = tmp_path / "card.json"
+    assert run(["profile", *ON_CPU, f"--model={model}", "--seconds=1", f"--out={file}"]) == 0
+    card = read_card(file)
+    assert card.prompt_ms(16) < 4 * card.step_ms(1, 32)
 
 
 def test_the_spread_is_the_middle_half_of_runs_of_the_step_that_three_in_four_stay_below() -> None:
