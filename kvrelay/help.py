@@ -34,11 +34,15 @@ class _HelpInOrder:
 
 class GroupedCommand(_HelpInOrder, TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Remember which help is wanted, and refuse a second value, which would replace the first."""
+        """Remember which help is wanted, and refuse a second value of what takes one.
+
+        The last of a setting's values counts: scripts overrule a setting by a further flag.
+        """
         ctx.meta[ALL] = ALL in args
         _, _, given = self.make_parser(ctx).parse_args(args=[*args])
         for param in given:
-            if given.count(param) > 1 and not (param.multiple or getattr(param, "is_flag", False)):
+            several = ("multiple", "is_flag", "rich_help_panel")
+            if given.count(param) > 1 and not any(getattr(param, each, None) for each in several):
                 ctx.fail(f"{param.opts[0]} is given twice; it takes one value")
         return super().parse_args(ctx, args)
 

@@ -99,20 +99,20 @@ def test_a_router_keeps_its_port_and_its_admin_key_when_it_reads_its_file_again(
     ("words", "flag"),
     [
         (["plan", "--gpus", "2", "--card", "a.json", "--card=b.json"], "--card"),
-        (["router", *PEERS, "--port", "1", "--port", "2"], "--port"),
-        (["serve", "--model", "a", "--model=b"], "--model"),
+        (["drain", "http://a", "--wait=1", "--wait=2"], "--wait"),
+        (["serve", "--config", "a", "--config", "b"], "--config"),
     ],
 )
 def test_a_second_value_is_refused_where_one_is_taken(
-    words: list[str], flag: str, served: list[Any], capsys: pytest.CaptureFixture[str]
+    words: list[str], flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(words) == 2
     assert f"{flag} is given twice" in capsys.readouterr().err
-    assert (
-        cli.run(["router", *PEERS, "--prefill", "http://c", "--strict-roles", "--no-strict-roles"])
-        == 0
-    )
-    assert served[0].prefill == ("http://a", "http://c")
+
+
+def test_further_flags_add_urls_and_overrule_settings(served: list[Any]) -> None:
+    assert cli.run(["router", *PEERS, "--prefill=http://c", "--port=1", "--port=2"]) == 0
+    assert (served[0].prefill, served[0].port) == (("http://a", "http://c"), 2)
 
 
 def test_keys_come_from_the_environment_and_flags_win(

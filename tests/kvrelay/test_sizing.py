@@ -186,14 +186,12 @@ def test_what_cannot_be_planned_is_one_sentence(
 ) -> None:
     pairs = tmp_path / "pairs.json"
     write_card(msgspec.structs.replace(H200, tensor_parallel_size=2), pairs)
-    asked = ["plan", "--card", card, "--workload", "10:10", "--tpot-ms", "400"]
-    for more, says in (
-        (["--gpus", "1", "--ttft-ms", "9", "--card", str(pairs)], "takes 2 GPUs"),
-        (["--gpus", "2", "--ttft-ms", "0"], "above 0 milliseconds"),
-        (
-            ["--gpus", "2", "--ttft-ms", "9", "--card", "nowhere.json"],
-            "make one with kvrelay profile",
-        ),
+    for file, gpus, ttft_ms, says in (
+        (str(pairs), 1, 9, "takes 2 GPUs"),
+        (card, 2, 0, "above 0 milliseconds"),
+        ("nowhere.json", 2, 9, "make one with kvrelay profile"),
     ):
-        assert run([*asked, *more]) == 2
+        asked = plan_of_two(file, "10:10", ttft_ms=ttft_ms, tpot_ms=400)
+        asked[2] = f"{gpus}"
+        assert run(asked) == 2
         assert says in capsys.readouterr().err
