@@ -63,7 +63,7 @@ class TimedSteps:
 
     @property
     def slowed(self) -> float:
-        """How many times as long as by the clock all has taken: steps wait for a core on a CPU."""
+        """Return how many times as long as by the clock all has taken: on a CPU steps wait for cores."""
         return (time.perf_counter() - self._began_s) / (self.clock() - self._spent_s)
 
     # As the engine's Handover.
