@@ -9,6 +9,7 @@ experts are summed in the order of its choice.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -35,8 +36,16 @@ _PACK_ROWS = 256
 _ROW_STEP = 4
 
 
+class Norm(NamedTuple):
+    """An RMS norm: weight [dim], eps, and whether the weight is stored less one, as Gemma's."""
+
+    weight: torch.Tensor
+    eps: float
+    plus_one: bool = False
+
+
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False
+    x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool = False
 ) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32.
 

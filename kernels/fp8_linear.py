@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.decoder_layer import quantize_e4m3
+from kvrelay.kernels.decoder_layer import Norm, quantize_e4m3
 from kvrelay.kernels.fused_elementwise import act_and_mul, e4m3_scale, rms_norm, warps_for
-from kvrelay.kernels.launch import pdl_works, wait_for_previous
+from kvrelay.kernels.launch import dependent, wait_for_previous
 from kvrelay.kernels.skinny_gemm import Activation, skinny_linear
 
 __all__ = ["SKINNY_ROWS", "Fp8Linear", "quantize_rows"]
@@ -60,36 +60,18 @@ class Fp8Linear:
         *,
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-        pdl: bool = False,
     ) -> torch.Tensor:
-        return self._product(_rows(x, pdl), x.dtype, residual=residual, out=out, pdl=pdl)
+        return self._product(_rows(x), x.dtype, residual=residual, out=out)
 
-    def normed(
-        self,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor,
-        eps: float,
-        *,
-        plus_one: bool = False,
-        pdl: bool = False,
-    ) -> torch.Tensor:
-        rows = _normed_rows(x, norm_weight, eps, plus_one, pdl)
-        return self._product(rows, x.dtype, pdl=pdl)
+    def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        rows = _normed_rows(x, norm)
+        return self._product(rows, x.dtype)
 
-    def gated(
-        self,
-        x: torch.Tensor,
-        act: Activation,
-        norm_weight: torch.Tensor,
-        eps: float,
-        *,
-        plus_one: bool = False,
-        pdl: bool = False,
-    ) -> torch.Tensor:
-        rows = _normed_rows(x, norm_weight, eps, plus_one, pdl)
+    def gated(self, x: torch.Tensor, act: Activation, norm: Norm) -> torch.Tensor:
+        rows = _normed_rows(x, norm)
         if 0 < len(x) <= SKINNY_ROWS:
-            return self._product(rows, x.dtype, gate=act, pdl=pdl)
-        return act_and_mul(self._product(rows, x.dtype, pdl=pdl), act, pdl=pdl)
+            return self._product(rows, x.dtype, gate=act)
+        return act_and_mul(self._product(rows, x.dtype), act)
 
     def _product(
         self,
@@ -99,7 +81,6 @@ class Fp8Linear:
         residual: torch.Tensor | None = None,
         gate: Activation | None = None,
         out: torch.Tensor | None = None,
-        pdl: bool,
     ) -> torch.Tensor:
         x, x_scale = rows
         if not 0 < len(x) <= SKINNY_ROWS:
@@ -121,7 +102,6 @@ class Fp8Linear:
             residual=residual,
             gate=gate,
             out=out,
-            pdl=pdl,
         )
 
     def _many_rows(
@@ -150,18 +130,16 @@ class Fp8Linear:
         return y.to(dtype)
 
 
-def _rows(x: torch.Tensor, pdl: bool) -> Rows:
-    return (x, None) if len(x) == 1 else quantize_rows(x, pdl=pdl)
+def _rows(x: torch.Tensor) -> Rows:
+    return (x, None) if len(x) == 1 else quantize_rows(x)
 
 
-def _normed_rows(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool, pdl: bool
-) -> Rows:
+def _normed_rows(x: torch.Tensor, norm: Norm) -> Rows:
     scales = None if len(x) == 1 else torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
-    return rms_norm(x, weight, eps, plus_one=plus_one, scales_out=scales, pdl=pdl), scales
+    return rms_norm(x, *norm, scales_out=scales), scales
 
 
-def quantize_rows(x: torch.Tensor, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize x [M, K] to float8_e4m3fn and fp32 scales [M, 1]; twin: `quantize_e4m3`.
 
     Rows of x may be strided.
@@ -169,7 +147,6 @@ def quantize_rows(x: torch.Tensor, *, pdl: bool = False) -> tuple[torch.Tensor, 
     m, k = x.shape
     out = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(m, 1, dtype=torch.float32, device=x.device)
-    pdl = pdl and pdl_works(x.device)
     if m:
         block = triton.next_power_of_2(k)
         _quantize_rows[(m,)](
@@ -179,9 +156,8 @@ def quantize_rows(x: torch.Tensor, *, pdl: bool = False) -> tuple[torch.Tensor, 
             x.stride(0),
             K=k,
             BLOCK=block,
-            PDL=pdl,
             num_warps=warps_for(block),
-            launch_pdl=pdl,
+            **dependent(x.device),
         )
     return out, scales
 

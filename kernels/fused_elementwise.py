@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.launch import cdiv, pdl_works, power_of_2, wait_for_previous
+from kvrelay.kernels.launch import cdiv, dependent, power_of_2, wait_for_previous
 
 __all__ = [
     "act_and_mul",
@@ -29,10 +29,9 @@ def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    *,
     plus_one: bool = False,
+    *,
     scales_out: torch.Tensor | None = None,
-    pdl: bool = False,
 ) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, [T, H].
 
@@ -49,7 +48,6 @@ def rms_norm(
     out = torch.empty(tokens, hidden, dtype=dtype, device=x.device)
     if tokens:
         block = power_of_2(hidden)
-        pdl = pdl and pdl_works(x.device)
         _norm_rows[(tokens,)](
             x,
             weight,
@@ -60,9 +58,8 @@ def rms_norm(
             H=hidden,
             BLOCK=block,
             PLUS_ONE=plus_one,
-            PDL=pdl,
             num_warps=warps_for(block),
-            launch_pdl=pdl,
+            **dependent(x.device),
         )
     return out
 
@@ -72,7 +69,7 @@ def warps_for(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
-def act_and_mul(gate_up: torch.Tensor, act: str, *, pdl: bool = False) -> torch.Tensor:
+def act_and_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     """Return act(gate) * up of a fused projection gate_up [T, 2 * I], gate first, as [T, I].
 
     act: "silu" or "gelu_tanh". Rows may be strided.
@@ -85,7 +82,6 @@ def act_and_mul(gate_up: torch.Tensor, act: str, *, pdl: bool = False) -> torch.
     if tokens:
         # Few tokens are spread over all SMs.
         block, warps = (512, 2) if tokens * inner <= 1 << 20 else (2048, 4)
-        pdl = pdl and pdl_works(gate_up.device)
         _act_and_mul[(tokens * cdiv(inner, block),)](
             gate_up,
             out,
@@ -93,9 +89,8 @@ def act_and_mul(gate_up: torch.Tensor, act: str, *, pdl: bool = False) -> torch.
             I=inner,
             BLOCK=block,
             ACT=act,
-            PDL=pdl,
             num_warps=warps,
-            launch_pdl=pdl,
+            **dependent(gate_up.device),
         )
     return out
 
@@ -107,7 +102,6 @@ def embed(
     table: torch.Tensor,
     *,
     scale: float = 1.0,
-    pdl: bool = False,
 ) -> torch.Tensor:
     """Return embedding rows of sampled[source] where source >= 0, else of token_ids, [T, H].
 
@@ -120,7 +114,6 @@ def embed(
     out = torch.empty(tokens, hidden, dtype=table.dtype, device=table.device)
     if tokens:
         block = min(power_of_2(hidden), 1024 if tokens <= 512 else 4096)
-        pdl = pdl and pdl_works(table.device)
         _embed[(tokens * cdiv(hidden, block),)](
             token_ids,
             sampled,
@@ -131,9 +124,8 @@ def embed(
             table.stride(0),
             H=hidden,
             BLOCK=block,
-            PDL=pdl,
             num_warps=max(block // 512, 1),
-            launch_pdl=pdl,
+            **dependent(table.device),
         )
     return out
 

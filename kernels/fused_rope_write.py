@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvrelay.kernels.fused_elementwise import e4m3_scale
-from kvrelay.kernels.launch import cdiv, pdl_works, power_of_2
+from kvrelay.kernels.launch import cdiv, dependent, power_of_2
 
 __all__ = ["rope_and_write"]
 
@@ -38,7 +38,6 @@ def rope_and_write(
     plus_one: bool = False,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
-    pdl: bool = False,
 ) -> torch.Tensor:
     """Rotate Q in place, write rotated K and V, return Q as a view [T, num_heads, head_dim].
 
@@ -48,7 +47,7 @@ def rope_and_write(
     [head_dim]: RMS norm before it. Token t goes to offsets[t] of blocks[t] (int32 | int64 [T];
     padding: block 0). Caches [num_blocks, num_kv_heads, block_size, head_dim], the last two
     dimensions contiguous; with scales fp32 [num_blocks, num_kv_heads, block_size] they are
-    float8_e4m3fn. pdl: the preceding kernel must not write positions, blocks or offsets.
+    float8_e4m3fn. The preceding kernel must not write positions, blocks or offsets.
     """
     tokens, q_heads, kv_heads = qkv.shape[0], num_heads, num_kv_heads
     rotary_dims = cos_sin.shape[1]
@@ -77,7 +76,6 @@ def rope_and_write(
         warps = 4
     tile_tokens = max(1, 256 * warps // pairs)
     groups = (q_heads + 2 * kv_heads) // heads
-    pdl = pdl and pdl_works(qkv.device)
     _rope_and_write[(cdiv(tokens, tile_tokens) * groups,)](
         qkv,
         positions,
@@ -106,9 +104,8 @@ def rope_and_write(
         TOKENS=tile_tokens,
         HEADS=heads,
         PLUS_ONE=plus_one,
-        PDL=pdl,
         num_warps=warps,
-        launch_pdl=pdl,
+        **dependent(qkv.device),
     )
     return query
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvrelay.kernels.decoder_layer import Norm
 from kvrelay.kernels.fused_elementwise import act_and_mul, rms_norm
 from kvrelay.kernels.invariant_gemm import invariant_linear
 from kvrelay.kernels.skinny_gemm import RING_ROWS, Activation, fits_ring, skinny_linear
@@ -31,8 +32,7 @@ def skinny_rows(weight: torch.Tensor, *, gated: bool = False) -> int:
 class GpuLinear:
     """A weight [out_features, in_features] and an optional bias [out_features] on a GPU.
 
-    Methods take x [rows, in_features] (rows may be strided). `out`: where to write. `pdl`: launch
-    before the predecessor has ended; writers of x and readers of `out` must be on the same stream.
+    Methods take x [rows, in_features] (rows may be strided). `out`: where to write.
     batch_invariant: a row's bits never depend on the number of rows.
     """
 
@@ -59,46 +59,24 @@ class GpuLinear:
         *,
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-        pdl: bool = False,
     ) -> torch.Tensor:
         """Return x W^T + bias + residual, [rows, out_features]; `out` may be the residual."""
         if self._batch_invariant:
-            return invariant_linear(
-                x, self.weight, bias=self.bias, residual=residual, out=out, pdl=pdl
-            )
+            return invariant_linear(x, self.weight, bias=self.bias, residual=residual, out=out)
         if 0 < len(x) <= self._skinny_rows:
-            return skinny_linear(
-                x, self.weight, bias=self.bias, residual=residual, out=out, pdl=pdl
-            )
+            return skinny_linear(x, self.weight, bias=self.bias, residual=residual, out=out)
         return self._cublas(x, residual, out)
 
-    def normed(
-        self,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor,
-        eps: float,
-        *,
-        plus_one: bool = False,
-        pdl: bool = False,
-    ) -> torch.Tensor:
-        """Return the product of RMSNorm(x); norm_weight [in_features]."""
-        return self(rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl), pdl=pdl)
+    def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Return the product of the normed x."""
+        return self(rms_norm(x, *norm))
 
-    def gated(
-        self,
-        x: torch.Tensor,
-        act: Activation,
-        norm_weight: torch.Tensor,
-        eps: float,
-        *,
-        plus_one: bool = False,
-        pdl: bool = False,
-    ) -> torch.Tensor:
-        """Return act(gate) * up of RMSNorm(x), [rows, out_features / 2]; gate's rows first."""
-        x = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
+    def gated(self, x: torch.Tensor, act: Activation, norm: Norm) -> torch.Tensor:
+        """Return act(gate) * up of the normed x, [rows, out_features / 2]; gate's rows first."""
+        x = rms_norm(x, *norm)
         if 0 < len(x) <= self._gated_rows:
-            return skinny_linear(x, self.weight, bias=self.bias, gate=act, pdl=pdl)
-        return act_and_mul(self(x, pdl=pdl), act, pdl=pdl)
+            return skinny_linear(x, self.weight, bias=self.bias, gate=act)
+        return act_and_mul(self(x), act)
 
     def _cublas(
         self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None

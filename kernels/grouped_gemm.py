@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvrelay.kernels.fused_elementwise import activate
-from kvrelay.kernels.launch import cdiv, pdl_works, power_of_2, wait_for_previous
+from kvrelay.kernels.launch import cdiv, dependent, pdl_works, power_of_2, wait_for_previous
 
 __all__ = ["Tiling", "moe"]
 
@@ -55,7 +55,6 @@ def moe(
     act: str = "silu",
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    pdl: bool = False,
     batch_invariant: bool = False,
     tilings: tuple[int, Tiling, Tiling] | None = None,
 ) -> torch.Tensor:
@@ -85,17 +84,16 @@ def moe(
         out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     if not tokens:
         return out
-    pdl = pdl and pdl_works(x.device)
     if tilings is None:
         tilings = INVARIANT if batch_invariant else _tilings(tokens * top_k, experts, x.device)
     rows, first, second = tilings
     weights, sorted_places = _sort_by_expert(
-        router_logits, top_k, renormalize, rows, pdl, batch_invariant
+        router_logits, top_k, renormalize, rows, batch_invariant
     )
     gated = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
     results = torch.empty(tokens * top_k, hidden, dtype=x.dtype, device=x.device)
-    _product(x, gate_up, gated, sorted_places, rows, first, places_per_row=top_k, act=act, pdl=pdl)
-    _product(gated, down, results, sorted_places, rows, second, places_per_row=1, act=None, pdl=pdl)
+    _product(x, gate_up, gated, sorted_places, rows, first, places_per_row=top_k, act=act)
+    _product(gated, down, results, sorted_places, rows, second, places_per_row=1, act=None)
     _sum[(tokens, cdiv(hidden, SUM_COLUMNS))](
         results,
         weights,
@@ -106,9 +104,8 @@ def moe(
         H=hidden,
         TOP_K=top_k,
         BLOCK=SUM_COLUMNS,
-        PDL=pdl,
         num_warps=2,
-        launch_pdl=pdl,
+        **dependent(x.device),
     )
     return out
 
@@ -124,7 +121,6 @@ def _sort_by_expert(
     top_k: int,
     renormalize: bool,
     rows: int,
-    pdl: bool,
     batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, SortedPlaces]:
     tokens, experts = router_logits.shape
@@ -167,9 +163,8 @@ def _sort_by_expert(
         **sizes,
         RENORMALIZE=renormalize,
         ONE_CHUNK=chunks == 1,
-        PDL=pdl,
         num_warps=warps,
-        launch_pdl=pdl,
+        **dependent(router_logits.device),
     )
     if chunks > 1:
         _arrange[(chunks,)](
@@ -180,9 +175,8 @@ def _sort_by_expert(
             places,
             tiles,
             **sizes,
-            PDL=pdl,
             num_warps=4,
-            launch_pdl=pdl,
+            **dependent(router_logits.device),
         )
     return weights, sorted_places
 
@@ -197,7 +191,6 @@ def _product(
     *,
     places_per_row: int,
     act: str | None,
-    pdl: bool,
 ) -> None:
     # Row p of out = row p // places_per_row of x through p's expert.
     depth, columns, tiles = x.shape[1], out.shape[1], sorted_places[1].shape[0]
@@ -222,10 +215,9 @@ def _product(
         DEPTH=block_k,
         GROUP=TILE_GROUP,
         TMA=tma,
-        PDL=pdl,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
-        launch_pdl=pdl,
+        **dependent(x.device),
     )
 
 

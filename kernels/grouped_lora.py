@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.launch import cdiv, pdl_works, power_of_2, wait_for_previous
+from kvrelay.kernels.launch import cdiv, dependent, power_of_2, wait_for_previous
 
 __all__ = ["INVARIANT_ROWS", "LoraTiles", "default_tiles", "expand", "shrink"]
 
@@ -53,7 +53,6 @@ def shrink(
     adapters: torch.Tensor,
     *,
     tiles: LoraTiles,
-    pdl: bool = False,
 ) -> torch.Tensor:
     """Return down[a] x of rows with adapter a, fp32 [parts, T, C], to be added up by `expand`.
 
@@ -69,7 +68,6 @@ def shrink(
     assert down.is_contiguous()
     low = torch.empty(tiles.split, count, stacked, dtype=torch.float32, device=x.device)
     columns = _divisor(stacked)
-    pdl = pdl and pdl_works(x.device)
     if count:
         _shrink[(cdiv(count, tiles.rows) * (stacked // columns) * tiles.split,)](
             x,
@@ -84,10 +82,9 @@ def shrink(
             BM=tiles.rows,
             BC=columns,
             BK=max(16, min(128, power_of_2(k))),
-            PDL=pdl,
             num_warps=4,
             num_stages=3,
-            launch_pdl=pdl,
+            **dependent(x.device),
         )
     return low
 
@@ -100,7 +97,6 @@ def expand(
     widths: Sequence[int],
     *,
     tiles: LoraTiles,
-    pdl: bool = False,
 ) -> torch.Tensor:
     """Add up[a] low to rows of y [T, N] with adapter a, in place; fp32 sums rounded once.
 
@@ -119,7 +115,6 @@ def expand(
     assert rank % 16 == 0
     first, second, third = (*widths, 0, 0)[:3]
     programs = sum(cdiv(width, tiles.columns) for width in widths)
-    pdl = pdl and pdl_works(y.device)
     if count:
         _expand[(cdiv(count, tiles.rows) * programs,)](
             low,
@@ -137,10 +132,9 @@ def expand(
             BM=tiles.rows,
             BN=tiles.columns,
             BR=_divisor(rank),
-            PDL=pdl,
             num_warps=4,
             num_stages=1,
-            launch_pdl=pdl,
+            **dependent(y.device),
         )
     return y
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvrelay.kernels.launch import cdiv, pdl_works, processors, wait_for_previous
+from kvrelay.kernels.launch import cdiv, dependent, pdl_works, processors, wait_for_previous
 
 __all__ = ["FEW_OUTPUTS", "FEW_ROWS", "MANY_ROWS", "MIDDLE", "InvariantTile", "invariant_linear"]
 
@@ -53,7 +53,6 @@ def invariant_linear(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    pdl: bool = False,
     tile: InvariantTile | None = None,
 ) -> torch.Tensor:
     """Return x [M, K] W^T + bias + residual [M, N]; weight [N, K]; `out` may be the residual.
@@ -77,7 +76,6 @@ def invariant_linear(
     hopper = pdl_works(x.device)
     if tile is None:
         tile = _tile(m, n, processors(x.device, 4), hopper)
-    pdl = pdl and hopper
     x_tiles = weight_tiles = None
     if hopper and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0:
         x_tiles = TensorDescriptor.from_tensor(x, [tile.block_m, _BK])
@@ -100,10 +98,9 @@ def invariant_linear(
         BN=tile.block_n,
         BK=_BK,
         GROUP=_GROUP,
-        PDL=pdl,
-        launch_pdl=pdl,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **dependent(x.device),
     )
     return out
 

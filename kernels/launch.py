@@ -11,7 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["capability", "cdiv", "pdl_works", "power_of_2", "processors", "wait_for_previous"]
+__all__ = [
+    "capability",
+    "cdiv",
+    "dependent",
+    "pdl_works",
+    "power_of_2",
+    "processors",
+    "wait_for_previous",
+]
 
 
 def cdiv(number: int, size: int) -> int:
@@ -37,6 +45,15 @@ def capability(device: torch.device) -> tuple[int, int]:
 def pdl_works(device: torch.device) -> bool:
     """Return whether kernels can start before their predecessor ends: compute capability 9.0."""
     return capability(device) >= (9, 0) and not triton.knobs.runtime.interpret
+
+
+def dependent(device: torch.device) -> dict[str, bool]:
+    """Return options of a launch that begins before the kernel ahead of it ends, where that works.
+
+    Writers of what it reads, and readers of what it writes, must be on the same stream.
+    """
+    pdl = pdl_works(device)
+    return {"PDL": pdl, "launch_pdl": pdl}
 
 
 @triton.jit

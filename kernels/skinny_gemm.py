@@ -10,7 +10,7 @@ Three kernels, which add in fp32 and round once (`kernels/skinny_kernels.py`,
   a tile: the last to arrive adds all sums in the order of K and resets the counter.
 
 In the same launch: scales, bias, gated activation or residual. Not RMSNorm: each program would norm
-all of x. With `pdl=True` (Hopper on) a kernel of 8 to 55 us saves 2 to 4 us: its programs fetch
+all of x. With dependent launch (Hopper on) a kernel of 8 to 55 us saves 2 to 4 us: its programs fetch
 their first weights before they wait for the kernel before.
 
 A row's bits do not depend on other rows, but on their number where it chooses kernel, `block_k` or
@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvrelay.kernels.launch import capability, cdiv, pdl_works, power_of_2, processors
+from kvrelay.kernels.launch import capability, cdiv, dependent, pdl_works, power_of_2, processors
 from kvrelay.kernels.skinny_kernels import PREFETCH_PIECE, tile_kernel, vector_kernel
 
 __all__ = [
@@ -178,7 +178,6 @@ def skinny_linear(
     residual: torch.Tensor | None = None,
     gate: Activation | None = None,
     out: torch.Tensor | None = None,
-    pdl: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """Return x [M, K] W^T and what goes with it, [M, N], for 1 to MAX_ROWS rows.
@@ -196,11 +195,10 @@ def skinny_linear(
     _check(x, x_scale, weight, residual, gate, out, tile)
     if out is None:
         out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    pdl = pdl and pdl_works(x.device)
     if isinstance(tile, RingTile):
-        return _through_ring(x, weight, bias, residual, gate, out, pdl, tile)
+        return _through_ring(x, weight, bias, residual, gate, out, tile)
     shape = {"K": k, "BN": tile.block_n, "BK": tile.block_k, "GATE": gate}
-    options = {"PDL": pdl, "launch_pdl": pdl, "num_warps": tile.warps}
+    options = {"num_warps": tile.warps, **dependent(x.device)}
     programs = cdiv(n, tile.block_n)
     if isinstance(tile, VectorTile):
         words = weight.view(torch.int64 if weight.dtype == x.dtype else torch.int32)
@@ -249,7 +247,6 @@ def _through_ring(
     residual: torch.Tensor | None,
     gate: Activation | None,
     out: torch.Tensor,
-    pdl: bool,
     tile: RingTile,
 ) -> torch.Tensor:
     from kvrelay.kernels.skinny_hopper import COLUMNS, ring_descriptors, ring_kernel
@@ -272,10 +269,9 @@ def _through_ring(
         SPACE=_space(tile.rows),
         SLOTS=tile.slots,
         GATE=gate,
-        PDL=pdl,
         num_warps=4,
         maxnreg=_RING_REGISTERS,
-        launch_pdl=pdl,
+        **dependent(x.device),
     )
     return out
 

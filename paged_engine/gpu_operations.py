@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from kvrelay.kernels.decode_plan import DecodeWorkspace, plan_decode
+from kvrelay.kernels.decoder_layer import Norm
 from kvrelay.kernels.fp8_linear import Fp8Linear
 from kvrelay.kernels.fused_elementwise import act_and_mul, embed, rms_norm
 from kvrelay.kernels.fused_rope_write import rope_and_write
@@ -130,22 +131,21 @@ class GpuOperations:
 
     def embed(self, step: GpuStep, table: torch.Tensor) -> torch.Tensor:
         scale = self._config.embedding_scale
-        return embed(step.token_ids, self._sampled, step.source, table, scale=scale, pdl=self._pdl)
+        return embed(step.token_ids, self._sampled, step.source, table, scale=scale)
 
     def rotary(self, step: GpuStep, cos_sin: torch.Tensor) -> torch.Tensor:
         return cos_sin
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        config = self._config
-        return rms_norm(x, weight, config.rms_norm_eps, plus_one=config.gemma_norms, pdl=self._pdl)
+        return rms_norm(x, *self._norm(weight))
+
+    def _norm(self, weight: torch.Tensor) -> Norm:
+        return Norm(weight, self._config.rms_norm_eps, self._config.gemma_norms)
 
     def normed_linear(
         self, hidden: torch.Tensor, norm: torch.Tensor, linear: Linear
     ) -> torch.Tensor:
-        config = self._config
-        return linear.normed(
-            hidden, norm, config.rms_norm_eps, plus_one=config.gemma_norms, pdl=self._pdl
-        )
+        return linear.normed(hidden, self._norm(norm))
 
     def rotate_and_write(
         self,
@@ -176,7 +176,6 @@ class GpuOperations:
             plus_one=config.gemma_norms,
             key_scales=key_scales,
             value_scales=value_scales,
-            pdl=self._pdl,
         )
 
     def attend(
@@ -222,28 +221,21 @@ class GpuOperations:
 
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         if self._ranks.size == 1:
-            return linear(x, residual=hidden, out=hidden, pdl=self._pdl)
+            return linear(x, residual=hidden, out=hidden)
         # Only rank 0 adds the hidden state.
         added = hidden if self._ranks.rank == 0 else None
-        return self._ranks.all_reduce(linear(x, residual=added, out=hidden, pdl=self._pdl))
+        return self._ranks.all_reduce(linear(x, residual=added, out=hidden))
 
     def add_normed_linear(
         self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: torch.Tensor
     ) -> torch.Tensor:
-        return hidden.add_(self.norm(self._ranks.all_reduce(linear(x, pdl=self._pdl)), norm))
+        return hidden.add_(self.norm(self._ranks.all_reduce(linear(x)), norm))
 
     def gated_linear(
         self, hidden: torch.Tensor, norm: torch.Tensor, linear: Linear
     ) -> torch.Tensor:
-        config = self._config
-        return linear.gated(
-            hidden,
-            cast("Activation", config.activation),
-            norm,
-            config.rms_norm_eps,
-            plus_one=config.gemma_norms,
-            pdl=self._pdl,
-        )
+        act = cast("Activation", self._config.activation)
+        return linear.gated(hidden, act, self._norm(norm))
 
     def add_experts(
         self,
@@ -257,7 +249,7 @@ class GpuOperations:
         x = self.norm(hidden, norm)
         summed = moe(
             x,
-            router(x, pdl=self._pdl),
+            router(x),
             *experts,
             top_k=mixture.per_token,
             renormalize=mixture.renormalize,
@@ -265,7 +257,6 @@ class GpuOperations:
             residual=hidden if ranks.rank == 0 else None,
             out=hidden,
             batch_invariant=self.batch_invariant,
-            pdl=self._pdl,
         )
         return ranks.all_reduce(summed)
 
@@ -285,9 +276,9 @@ class GpuOperations:
             )
         logits = self._logits[: len(x)]
         if self._ranks.size > 1:
-            logits.copy_(self._ranks.gather_columns(linear(x, pdl=self._pdl), vocab_size))
+            logits.copy_(self._ranks.gather_columns(linear(x), vocab_size))
         else:
-            linear(x, out=logits, pdl=self._pdl)
+            linear(x, out=logits)
         cap = self._config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -324,44 +315,26 @@ class AdaptedLinear:
         *,
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-        pdl: bool = False,
     ) -> torch.Tensor:
         rows = self._operations.row_adapters
         if rows is None or not self._widths:
-            return self._base(x, residual=residual, out=out, pdl=pdl)
+            return self._base(x, residual=residual, out=out)
         tiles = default_tiles(
             INVARIANT_ROWS if self._operations.batch_invariant else len(x), x.shape[1]
         )
         # Before the layer's product, which fetches weights meanwhile.
-        low = shrink(x, self._down, rows, pdl=pdl, tiles=tiles)
-        y = self._base(x, residual=residual, out=out, pdl=pdl)
-        return expand(low, self._up, rows, y, self._widths, pdl=pdl, tiles=tiles)
+        low = shrink(x, self._down, rows, tiles=tiles)
+        y = self._base(x, residual=residual, out=out)
+        return expand(low, self._up, rows, y, self._widths, tiles=tiles)
 
-    def normed(
-        self,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor,
-        eps: float,
-        *,
-        plus_one: bool = False,
-        pdl: bool = False,
-    ) -> torch.Tensor:
+    def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         if self._operations.row_adapters is None:
-            return self._base.normed(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
-        return self(rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl), pdl=pdl)
+            return self._base.normed(x, norm)
+        return self(rms_norm(x, *norm))
 
-    def gated(
-        self,
-        x: torch.Tensor,
-        act: Activation,
-        norm_weight: torch.Tensor,
-        eps: float,
-        *,
-        plus_one: bool = False,
-        pdl: bool = False,
-    ) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, act: Activation, norm: Norm) -> torch.Tensor:
         if self._operations.row_adapters is None:
-            return self._base.gated(x, act, norm_weight, eps, plus_one=plus_one, pdl=pdl)
-        x = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
+            return self._base.gated(x, act, norm)
+        x = rms_norm(x, *norm)
         # Adapters add before the activation.
-        return act_and_mul(self(x, pdl=pdl), act, pdl=pdl)
+        return act_and_mul(self(x), act)

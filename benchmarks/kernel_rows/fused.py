@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -21,7 +22,6 @@ __all__ = ["rows"]
 H, HQ, HKV, D, I, V = 4096, 32, 8, 128, 14336, 128256  # noqa: E741
 LAYERS, BLOCK_TOKENS, BLOCKS, POSITIONS = 32, 64, 160, 32768
 TOKENS = (1, 32, 256, 8192)
-LATENCY_BOUND = (1, 32)
 FP8 = torch.float8_e4m3fn
 L2_BYTES = 50e6
 
@@ -31,23 +31,22 @@ Work = tuple[Calls, float]
 
 
 def rows() -> Iterator[Row]:
-    """Every kernel as the engine calls it; where latency counts, with dependent launch too."""
+    """Every kernel as the engine calls it."""
     bench = _Bench()
     for name, make in bench.kernels.items():
         for tokens in TOKENS:
-            for pdl in (False, True) if tokens in LATENCY_BOUND else (False,):
-                calls, moved = make(tokens, pdl=pdl)
-                yield Row(name, f"T {tokens}{', pdl' if pdl else ''}", median_us(calls), moved)
+            calls, moved = make(tokens)
+            yield Row(name, f"T {tokens}", median_us(calls), moved)
 
 
 class _Bench:
     def __init__(self) -> None:
         self.kernels: dict[str, Callable[..., Work]] = {
             "rms_norm+res": self._norm,
-            "rms_norm+res fp8": lambda tokens, **o: self._norm(tokens, fp8=True, **o),
+            "rms_norm+res fp8": partial(self._norm, fp8=True),
             "rope_write": self._rope,
-            "rope_write qk_norm": lambda tokens, **o: self._rope(tokens, norm=True, **o),
-            "rope_write fp8": lambda tokens, **o: self._rope(tokens, fp8=True, **o),
+            "rope_write qk_norm": partial(self._rope, norm=True),
+            "rope_write fp8": partial(self._rope, fp8=True),
             "silu_mul": self._act,
             "embed": self._embed,
         }
@@ -64,7 +63,7 @@ class _Bench:
             self._made[key] = made.to(dtype)
         return self._made[key]
 
-    def _norm(self, tokens: int, *, fp8: bool = False, **options: object) -> Work:
+    def _norm(self, tokens: int, *, fp8: bool = False) -> Work:
         moved, copies = tokens * H * (2 + (1 if fp8 else 2)), _copies(tokens * H * 4)
         x = self._normal(copies, tokens, H, use="x")
         weight, scales = (
@@ -78,14 +77,11 @@ class _Bench:
                 weight,
                 1e-5,
                 scales_out=scales,
-                **options,  # type: ignore[arg-type]
             )
 
         return [call(i) for i in range(copies)], moved
 
-    def _rope(
-        self, tokens: int, *, fp8: bool = False, norm: bool = False, **options: object
-    ) -> Work:
+    def _rope(self, tokens: int, *, fp8: bool = False, norm: bool = False) -> Work:
         kv_bytes = HKV * ((D + 4) if fp8 else 2 * D)
         moved = tokens * ((2 * HQ + 2 * HKV) * D * 2 + 2 * kv_bytes + D * 4)
         copies = min(_copies(moved), LAYERS)
@@ -128,21 +124,20 @@ class _Bench:
                 eps=1e-6,
                 key_scales=key_scales,
                 value_scales=value_scales,
-                **options,  # type: ignore[arg-type]
             )
 
         return [call(i) for i in range(copies)], moved
 
-    def _act(self, tokens: int, **options: object) -> Work:
+    def _act(self, tokens: int) -> Work:
         moved, copies = tokens * I * 6, _copies(tokens * I * 6)
         gate_up = self._normal(copies, tokens, 2 * I, use="gate_up")
 
         def call(i: int) -> Callable[[], object]:
-            return lambda: act_and_mul(gate_up[i], "silu", **options)  # type: ignore[arg-type]
+            return lambda: act_and_mul(gate_up[i], "silu")
 
         return [call(i) for i in range(copies)], moved
 
-    def _embed(self, tokens: int, **options: object) -> Work:
+    def _embed(self, tokens: int) -> Work:
         moved = tokens * H * 4
         copies = _copies(tokens * H * 8)
         table = self._normal(V, H, use="table")
@@ -150,7 +145,7 @@ class _Bench:
         source = torch.randint(-256, 256, (tokens,), dtype=torch.int32, device="cuda")
 
         def call(i: int) -> Callable[[], object]:
-            return lambda: embed(token_ids[i], sampled[i], source, table, **options)  # type: ignore[arg-type]
+            return lambda: embed(token_ids[i], sampled[i], source, table)
 
         return [call(i) for i in range(copies)], moved
 

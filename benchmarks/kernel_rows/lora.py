@@ -50,12 +50,11 @@ def _calls(shape: str, tokens: int, rank: int, kind: str) -> list[Callable[[], o
         adapters: torch.Tensor,
     ) -> None:
         expand(
-            shrink(x, down, adapters, pdl=True, tiles=tiles),
+            shrink(x, down, adapters, tiles=tiles),
             up,
             adapters,
             y,
             widths,
-            pdl=True,
             tiles=tiles,
         )
 

@@ -78,7 +78,6 @@ def rows() -> Iterator[Row]:
                     top_k=shape.top_k,
                     renormalize=True,
                     out=out,
-                    pdl=True,
                 )
                 for at in range(count)
             ]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_timing import Row, median_us
+from kvrelay.kernels.decoder_layer import Norm
 from kvrelay.kernels.fp8_linear import Fp8Linear
 from kvrelay.kernels.fused_elementwise import act_and_mul, rms_norm
 from kvrelay.kernels.gpu_linear import GpuLinear
@@ -41,11 +42,9 @@ def _product_rows(name: str, n: int, k: int) -> Iterator[Row]:
     weights = [_random(n, k, scale=k**-0.5) for _ in range(COPIES)]
     kinds: dict[str, list[Callable[..., object]]] = {
         "cublas": [partial(torch.mm, mat2=weight.T) for weight in weights],
-        "GpuLinear": [partial(GpuLinear(weight), pdl=True) for weight in weights],
-        "batch-invariant": [
-            partial(GpuLinear(weight, batch_invariant=True), pdl=True) for weight in weights
-        ],
-        "Fp8Linear": [partial(Fp8Linear.quantized(weight), pdl=True) for weight in weights],
+        "GpuLinear": [GpuLinear(weight) for weight in weights],
+        "batch-invariant": [GpuLinear(weight, batch_invariant=True) for weight in weights],
+        "Fp8Linear": [Fp8Linear.quantized(weight) for weight in weights],
     }
     for m in (1, 8, 32, 64, 128, 512, 4096):
         x, out = _random(m, k), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
@@ -65,31 +64,30 @@ def _chain_rows() -> Iterator[Row]:
     quantized = [
         {name: Fp8Linear.quantized(weight) for name, weight in layer.items()} for layer in layers
     ]
-    norm_weight = _random(4096)
+    norm = Norm(_random(4096), EPS)
     moved = 2.0 * LAYERS * sum(n * k for n, k in SHAPES.values())
 
     def cublas(hidden: torch.Tensor) -> None:
         for layer in layers:
-            qkv = torch.mm(rms_norm(hidden, norm_weight, EPS), layer["qkv"].T)
+            qkv = torch.mm(rms_norm(hidden, *norm), layer["qkv"].T)
             torch.addmm(hidden, qkv[:, :4096], layer["o"].T, out=hidden)
-            normed = rms_norm(hidden, norm_weight, EPS)
+            normed = rms_norm(hidden, *norm)
             act = act_and_mul(torch.mm(normed, layer["gate_up"].T), "silu")
             torch.addmm(hidden, act, layer["down"].T, out=hidden)
 
-    def chain(hidden: torch.Tensor, of_layers: list[dict[str, Any]], pdl: bool) -> None:
+    def chain(hidden: torch.Tensor, of_layers: list[dict[str, Any]]) -> None:
         for layer in of_layers:
-            qkv = layer["qkv"].normed(hidden, norm_weight, EPS, pdl=pdl)
-            layer["o"](qkv[:, :4096], residual=hidden, out=hidden, pdl=pdl)
-            act = layer["gate_up"].gated(hidden, "silu", norm_weight, EPS, pdl=pdl)
-            layer["down"](act, residual=hidden, out=hidden, pdl=pdl)
+            qkv = layer["qkv"].normed(hidden, norm)
+            layer["o"](qkv[:, :4096], residual=hidden, out=hidden)
+            act = layer["gate_up"].gated(hidden, "silu", norm)
+            layer["down"](act, residual=hidden, out=hidden)
 
     for m in (1, 8, 32, 64, 128, 256):
         hidden = _random(m, 4096)
         chains: dict[str, tuple[Call, float]] = {
             "cublas, norm + act launches": (partial(cublas, hidden), moved),
-            "GpuLinear": (partial(chain, hidden, linears, pdl=False), moved),
-            "GpuLinear, pdl": (partial(chain, hidden, linears, pdl=True), moved),
-            "Fp8Linear, pdl": (partial(chain, hidden, quantized, pdl=True), moved / 2),
+            "GpuLinear": (partial(chain, hidden, linears), moved),
+            "Fp8Linear": (partial(chain, hidden, quantized), moved / 2),
         }
         for config, (call, read) in chains.items():
             us = median_us([call])

@@ -4,6 +4,8 @@ within rounding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.nn import functional
@@ -11,7 +13,7 @@ from torch.nn import functional
 pytest.importorskip("triton")
 
 from kvrelay.kernels import fp8_linear
-from kvrelay.kernels.decoder_layer import dequantize, quantize_e4m3
+from kvrelay.kernels.decoder_layer import Norm, dequantize, quantize_e4m3
 from kvrelay.kernels.fp8_linear import Fp8Linear, quantize_rows
 from kvrelay.kernels.fused_elementwise import rms_norm
 from kvrelay.kernels.gpu_linear import GpuLinear
@@ -66,20 +68,20 @@ def test_every_call_gives_the_product(m, batch_invariant, device):
 
     if m == 0:
         assert linear(x).shape == (0, n)
-        assert linear.normed(x, norm_weight, EPS).shape == (0, n)
+        assert linear.normed(x, Norm(norm_weight, EPS)).shape == (0, n)
         return
     close(linear(x), product(x))
     out = torch.full_like(residual, torch.nan)
     assert linear(x, out=out) is out
     close(out, product(x))
-    close(linear.normed(x, norm_weight, EPS), product(norm(x, norm_weight)))
+    close(linear.normed(x, Norm(norm_weight, EPS)), product(norm(x, norm_weight)))
     close(
-        linear.normed(x, norm_weight, EPS, plus_one=True),
+        linear.normed(x, Norm(norm_weight, EPS, True)),
         product(norm(x, norm_weight, True)),
         steps=12,
     )
     close(
-        linear.gated(x, "silu", norm_weight, EPS),
+        linear.gated(x, "silu", Norm(norm_weight, EPS)),
         gated(product(norm(x, norm_weight))),
         steps=12,
     )
@@ -155,10 +157,11 @@ class TestFp8:
         dequantized = dequantize(quantized, scale, torch.float32).double()
         close(linear(x), x.double() @ dequantized.T + bias.double())
         close(
-            linear.normed(x, norm_weight, EPS), norm(x, norm_weight) @ dequantized.T + bias.double()
+            linear.normed(x, Norm(norm_weight, EPS)),
+            norm(x, norm_weight) @ dequantized.T + bias.double(),
         )
         expected = gated(norm(x, norm_weight) @ dequantized.T + bias.double())
-        close(linear.gated(x, "silu", norm_weight, EPS), expected, steps=12)
+        close(linear.gated(x, "silu", Norm(norm_weight, EPS)), expected, steps=12)
         residual = randn(1, 64, seed=5, device=device)
         expected = x.double() @ dequantized.T + bias.double() + residual.double()
         assert linear(x, residual=residual, out=residual) is residual
@@ -202,8 +205,8 @@ class TestFp8:
         of_x, scales = product(*quantize_rows(x)), torch.empty(m, 1, device=device)
         of_normed = product(rms_norm(x, norm_weight, EPS, scales_out=scales), scales)
         near(linear(x), of_x)
-        near(linear.normed(x, norm_weight, EPS), of_normed)
-        out = linear.gated(x, "gelu_tanh", norm_weight, EPS)
+        near(linear.normed(x, Norm(norm_weight, EPS)), of_normed)
+        out = linear.gated(x, "gelu_tanh", Norm(norm_weight, EPS))
         gate, up = of_normed.chunk(2, dim=1)
         near(out, functional.gelu(gate, approximate="tanh") * up)
         expected = of_x + residual.double()
@@ -255,17 +258,21 @@ class TestOnGpu:
             randn(m, 4096, seed=2, device=device),
         )
 
-        def run(hidden: torch.Tensor, pdl: bool) -> None:
+        def run(hidden: torch.Tensor, between: Callable[[], None] = lambda: None) -> None:
             for _ in range(2):
-                heads = qkv.normed(hidden, norm_weight, EPS, pdl=pdl)
-                o(heads[:, :4096], residual=hidden, out=hidden, pdl=pdl)
-                act = gate_up.gated(hidden, "silu", norm_weight, EPS, pdl=pdl)
-                down(act, residual=hidden, out=hidden, pdl=pdl)
+                heads = qkv.normed(hidden, Norm(norm_weight, EPS))
+                between()
+                o(heads[:, :4096], residual=hidden, out=hidden)
+                between()
+                act = gate_up.gated(hidden, "silu", Norm(norm_weight, EPS))
+                between()
+                down(act, residual=hidden, out=hidden)
+                between()
 
         expected = start.clone()
-        run(expected, pdl=False)
+        run(expected, torch.cuda.synchronize)
         hidden = torch.empty_like(start)
-        graph, _ = captured(lambda: run(hidden.copy_(start), pdl=True))
+        graph, _ = captured(lambda: run(hidden.copy_(start)))
         for _ in range(10):
             hidden.fill_(torch.nan)
             graph.replay()

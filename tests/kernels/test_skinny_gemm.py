@@ -90,7 +90,6 @@ def check(
     dtype=DTYPE,
     fp8=False,
     tile=None,
-    pdl=False,
     **fused,
 ):
     """Run one product with what `fused` names and compare; returns its output. fp8: weights, and
@@ -111,7 +110,7 @@ def check(
     if fused.get("residual"):
         around["residual"] = randn(m, n, seed=seed + 3, device=device, dtype=dtype)
     out = torch.full((m, n), torch.nan, device=device, dtype=dtype)
-    result = skinny_linear(x, weight, out=out, pdl=pdl, tile=tile, **around)
+    result = skinny_linear(x, weight, out=out, tile=tile, **around)
     assert result is out
     close(out, reference(x, weight, **around), fp8_rows="x_scale" in around)
     return out
@@ -332,7 +331,7 @@ class TestRing:
     )
     def test_products(self, m, n, k, dtype, fused, tile, device):
         n //= 1 + ("gate" in fused)
-        check(m, n, k, device, seed=m + n, tile=tile, dtype=dtype, pdl=True, **fused)
+        check(m, n, k, device, seed=m + n, tile=tile, dtype=dtype, **fused)
 
     @pytest.mark.parametrize("tile", RING_TILES[1:3], ids=str)
     def test_a_row_has_the_same_bits_among_any_others(self, tile, device):

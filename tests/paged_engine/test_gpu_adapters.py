@@ -16,7 +16,7 @@ from engines import GPU_SIZES, ON_GPU, drain, make, output
 from tiny_adapters import make_adapter, merged
 from tiny_models import make_tiny
 
-from kvrelay.kernels.decoder_layer import act_and_mul, rms_norm
+from kvrelay.kernels.decoder_layer import Norm, act_and_mul, rms_norm
 from kvrelay.kernels.gpu_linear import GpuLinear
 from kvrelay.paged_engine.adapters import Site
 from kvrelay.paged_engine.engine import Engine
@@ -70,9 +70,9 @@ def test_around_every_kind_of_product(layer, count):
 
     normed = rms_norm(x, weight, 1e-5)
     same(adapted(x), twin(x, base(x)))
-    same(adapted.normed(x, weight, 1e-5), twin(normed, base(normed)))
+    same(adapted.normed(x, Norm(weight, 1e-5)), twin(normed, base(normed)))
     same(
-        adapted.gated(x, "silu", weight, 1e-5),
+        adapted.gated(x, "silu", Norm(weight, 1e-5)),
         act_and_mul(twin(normed, base(normed)), "silu"),
     )
     hidden = residual.clone()
@@ -84,8 +84,10 @@ def test_steps_without_adapters_are_those_of_the_layer_alone(layer):
     adapted, _, base = layer
     x, weight = random(5, K, seed=20), random(K, seed=22)
     assert torch.equal(adapted(x), base(x))
-    assert torch.equal(adapted.normed(x, weight, 1e-5), base.normed(x, weight, 1e-5))
-    assert torch.equal(adapted.gated(x, "silu", weight, 1e-5), base.gated(x, "silu", weight, 1e-5))
+    assert torch.equal(adapted.normed(x, Norm(weight, 1e-5)), base.normed(x, Norm(weight, 1e-5)))
+    assert torch.equal(
+        adapted.gated(x, "silu", Norm(weight, 1e-5)), base.gated(x, "silu", Norm(weight, 1e-5))
+    )
 
 
 # --- whole engines, on a GPU ---
