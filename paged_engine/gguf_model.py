@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType
 from gguf.quants import dequantize
+from gguf.tensor_mapping import get_tensor_name_map
 
 from kvrelay.paged_engine.model_config import Fields, ModelConfig, RopeScaling
 from kvrelay.paged_engine.model_tensors import check_names, tensor_shapes
@@ -86,22 +87,6 @@ _ARCHITECTURES = {
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 _QUANTIZATION_SUFFIX = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 def gguf_model_config(file: GgufFile) -> ModelConfig:
@@ -155,7 +140,11 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
 
 
 def gguf_tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    names = {name: _gguf_name(name) for name in tensor_shapes(config)}
+    # Qwen3's names are those of all.
+    known = get_tensor_name_map(MODEL_ARCH.QWEN3, config.num_layers)
+    names = {
+        name: str(known.get_name(name, (".weight", ".bias"))) for name in tensor_shapes(config)
+    }
     check_names(set(file.tensors) - {_ROPE_FACTORS}, names.values(), str(file.path))
     interleaved = _arch(Fields(file.metadata, str(file.path))) == "llama"
     for name, stored in names.items():
@@ -175,14 +164,6 @@ def _arch(fields: Fields) -> str:
             "are. Others are served from their safetensors folder"
         )
     return arch
-
-
-def _gguf_name(name: str) -> str:
-    module, kind = name.rsplit(".", 1)
-    if not module.startswith("model.layers."):
-        return f"{_NAMES[module]}.{kind}"
-    _, _, index, part = module.split(".", 3)
-    return f"blk.{index}.{_NAMES[part]}.{kind}"
 
 
 def _half_split(tensor: torch.Tensor, heads: int) -> torch.Tensor:
