@@ -77,11 +77,6 @@ def resolve_model(config: EngineConfig, check: Callable[[EngineConfig], None]) -
     id_revision = found["revision"] or ""
     if revision and id_revision and revision != id_revision:
         raise ConfigError(f"model {model!r} and revision {revision!r} name two revisions; give one")
-    if config.load_format == ("safetensors" if found["file"] else "gguf"):
-        raise ConfigError(
-            f"load_format {config.load_format} does not read {model!r}: gguf reads one file "
-            "(org/name/file.gguf), safetensors a repository, auto both"
-        )
     return _download(config, found["repo"], revision or id_revision or "main", found["file"], check)
 
 

@@ -126,11 +126,6 @@ def _model_path(model: str, load_format: str) -> Path:
             f"model {model!r} holds no weights; pass its folder or a .gguf file, or use "
             f"load_format dummy"
         )
-    if load_format == ("safetensors" if is_gguf else "gguf"):
-        raise ConfigError(
-            f"load_format {load_format} does not read model {model!r}; gguf reads one file, "
-            "safetensors a folder, auto both"
-        )
     return path
 
 

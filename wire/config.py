@@ -104,8 +104,8 @@ class EngineConfig:
     """Branch, tag or commit of a model on the Hub; empty takes main."""
     hf_token: str = field(default="", repr=False)
     """For private and gated models on the Hub; better as HF_TOKEN in the environment."""
-    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
-    """auto, safetensors, gguf or dummy (random weights of the right shapes)."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """auto, or dummy: random weights of the right shapes."""
     generation_config: str = "auto"
     """Source of sampling that a request leaves out: auto (the model's generation_config.json), vllm
     (none: temperature 1, all tokens) or a folder with such a file, whose max_new_tokens limits

@@ -204,13 +204,12 @@ def test_a_config_that_cannot_be_served_is_refused_by_name(
 
 
 def test_a_missing_or_broken_model_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    def refused(path: Path, message: str, load_format: str = "auto") -> None:
+    def refused(path: Path, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
-            read_model_config(str(path), load_format)
+            read_model_config(str(path))
 
     refused(tmp_path / "nowhere", "does not exist; pass a folder")
     refused(tmp_path, "holds no config.json")
-    refused(tmp_path, "load_format gguf does not read model", "gguf")
     (tmp_path / "config.json").write_text("{broken")
     refused(tmp_path, "cannot be read as JSON")
     (tmp_path / "config.json").write_text("[]")
