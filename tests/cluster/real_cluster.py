@@ -313,22 +313,13 @@ class Process:
     def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.popen.pid, how)
 
-    def engines(self) -> list[Path]:
-        """The processes below it, in /proc. A node's engine serves its KV, and outlives it for a
-        moment.
-        """
-        children = (
-            Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split()
-        )
-        return [Path("/proc", pid) for pid in children]
-
     def kill_whole(self) -> None:
-        """SIGKILL, and wait until its engine is gone, too."""
-        engines = self.engines()
+        """SIGKILL, and wait until its engine is gone, which serves its KV and outlives it a moment."""
+        below = children(self.popen.pid, b"")
         self.kill()
         self.popen.wait(30)
         wait_until(
-            lambda: not any(engine.exists() for engine in engines),
+            lambda: not any(Path("/proc", str(pid)).exists() for pid in below),
             30,
             "the engine goes with its node",
         )
@@ -375,11 +366,8 @@ class Cluster:
         nobody uses.
         """
         port = port or free_port()
-        if role == "rank":
-            return self._launch(
-                role, port, [sys.executable, "-m", "kvrelay.cli", role, *flags], env
-            )
-        argv = [sys.executable, "-m", "kvrelay.cli", role, "--port", str(port), *flags]
+        at = [] if role == "rank" else ["--port", str(port)]
+        argv = [sys.executable, "-m", "kvrelay.cli", role, *at, *flags]
         return self._launch(role, port, argv, env)
 
     def restart(self, process: Process, env: dict[str, str] | None = None) -> Process:

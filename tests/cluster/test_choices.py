@@ -8,24 +8,11 @@ from typing import Any
 
 import httpx2
 import pytest
-import test_tools as tools
-from real_cluster import Cluster, Process, complete, running, tiny_body, tiny_model
+from real_cluster import complete, running, tiny_body, tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_lost")]
 
 BLOCK = 16
-LETTER = {
-    "type": "function",
-    "function": {
-        "name": "letter",
-        "parameters": {
-            "type": "object",
-            "properties": {"text": {"type": "string", "pattern": "^[a-z ]{400,500}$"}},
-            "required": ["text"],
-            "additionalProperties": False,
-        },
-    },
-}
 PROMPT = [2 + (i * i * 7 + 13 * i) % 300 for i in range(5 * BLOCK + 9)]
 
 
@@ -64,7 +51,7 @@ def texts_of(answer: dict) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
 
-def fetches(cluster: Cluster) -> float:
+def fetches(cluster) -> float:
     return sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode"))
 
 
@@ -162,31 +149,3 @@ def test_choices_with_logprobs_outlive_their_decode_node(cluster):
         assert said(chunks, index) == said(whole, index)
         assert (said(chunks, index)[0], said(chunks, index)[2]) == (texts[index], ["length"])
     assert chunks[-1]["usage"] == whole[-1]["usage"]
-
-
-def test_a_decode_node_that_dies_in_the_middle_of_a_call_leaves_its_arguments_whole(cluster):
-    """Both what parses the call and what constrains it go on where they stood, on another node."""
-    fields = {"tools": [LETTER], "tool_choice": "required", "max_tokens": 700}
-    fields["parallel_tool_calls"] = False
-
-    def broken_legs() -> int:
-        return cluster.router.log.read_text().count(": the decode request failed on ")
-
-    undisturbed, before = tools.whole(cluster.url, **fields), broken_legs()
-    _, ((name, arguments),), finish = undisturbed
-    assert (name, finish) == ("letter", "tool_calls")
-    assert len(json.loads(arguments)["text"]) >= 400
-    killed: list[Process] = []
-
-    def kill() -> None:
-        nodes = httpx2.get(f"{cluster.url}/health", timeout=5).json()["nodes"]
-        (at_work,) = [node["url"] for node in nodes if node["role"] == "decode" and node["legs"]]
-        killed.extend(node for node in cluster.of("decode") if node.url == at_work)
-        killed[0].kill(signal.SIGKILL)
-
-    try:
-        assert tools.streamed(cluster.url, begun=kill, **fields) == undisturbed
-        assert broken_legs() == before + 1
-    finally:
-        for node in killed:
-            cluster.wait_ready(cluster.restart(node))

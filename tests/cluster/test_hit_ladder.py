@@ -6,17 +6,12 @@ What is found on another node, and what is not read from it, is in test_pulls.py
 from __future__ import annotations
 
 import itertools
-import socket
-import socketserver
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
-import httpx2
 import pytest
 from real_cluster import (
-    Cluster,
     Process,
     complete,
     frozen,
@@ -83,66 +78,6 @@ def test_what_is_elsewhere_was_evicted_or_makes_room_in_between_is_named(tmp_pat
         for rung in ("gpu", "placement", "capacity", "evicted"):
             assert router.metric(name.format(rung)) >= FOUND
         assert router.metric(name.format("stale")) == router.metric(name.format("failed")) == 0
-
-
-def test_what_a_holder_lost_before_the_router_heard_of_it_is_stale(tmp_path: Path) -> None:
-    flags = [*tiny_model(tmp_path, max_position_embeddings=2048, kv_mib=4), "--kv-pull", "always"]
-    cluster = Cluster(tmp_path, flags)
-    prefill, decode = cluster.nodes = [cluster.start(role, flags) for role in ("prefill", "decode")]
-    try:
-        cluster.wait_ready(prefill, decode)
-        with _link(decode.port) as (url, passing):
-            peers = [f"--prefill={prefill.url}", f"--decode={url}"]
-            patient = ["--strict-roles", "--health-deadline-s", "60"]
-            cluster.router = cluster.start("router", [*peers, *patient])
-            cluster.wait_ready(cluster.router)
-            cluster.wait_up()
-            answer = complete(cluster.url, ids(1, TOKENS), max_tokens=80, return_token_ids=True)
-            whole = [*ids(1, TOKENS), *answer["choices"][0]["token_ids"], *ids(2, 20)]
-            rungs(cluster, ids(3, TOKENS))
-            passing.clear()  # what the decode node tells the router is late
-            try:
-                assert httpx2.post(f"{decode.url}/reset_prefix_cache").status_code == 200
-                answer = complete(cluster.url, whole, max_tokens=1, include_metrics=True)
-            finally:
-                passing.set()
-            found = {rung: count for rung, count in answer["kvrelay"]["prompt"].items() if count}
-            rest = (TOKENS + 79) // BLOCK * BLOCK - TOKENS
-            assert found == {"gpu": TOKENS, "stale": rest, "new": len(whole) - TOKENS - rest}
-            assert cluster.router.metric('kvrelay_router_prompt_tokens_total{rung="stale"}') == rest
-    finally:
-        cluster.stop()
-
-
-@contextmanager
-def _link(port: int) -> Iterator[tuple[str, threading.Event]]:
-    """Lead connections to a port; what comes back waits until the event is set."""
-    passing, always = threading.Event(), threading.Event()
-    for event in (passing, always):
-        event.set()
-
-    def pump(source: socket.socket, target: socket.socket, may: threading.Event) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                may.wait()
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-
-    class Handler(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            with socket.create_connection(("127.0.0.1", port)) as node:
-                there = threading.Thread(target=pump, args=(self.request, node, always))
-                there.start()
-                pump(node, self.request, passing)
-                there.join()
-
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}", passing
-        finally:
-            server.shutdown()
 
 
 def _requests(node: Process) -> int:

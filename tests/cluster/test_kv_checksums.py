@@ -61,17 +61,6 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checked]:
             yield Checked(cluster, trigger)
 
 
-def test_every_block_is_checked_and_none_is_wrong(checked: Checked) -> None:
-    lengths = (5, 16, 101, 700)
-    for length in lengths:
-        assert text(checked.ask(length, "a")) == checked.alone(length)
-    blocks = sum(-(-length // 16) for length in lengths)
-    wait_until(
-        lambda: checked.count("checked") == blocks, DEADLINE_S, f"all {blocks} blocks are checked"
-    )
-    assert checked.count("wrong") == checked.count("unchecked") == 0
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_block_is_neither_served_nor_cached(checked: Checked, fault: str) -> None:
     length, wrong = 333, checked.count("wrong")

@@ -4,18 +4,17 @@ metrics that the dashboards and alerts can ask for.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 from queries import Asked, asked
@@ -38,39 +37,24 @@ class Collector:
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, Any]] = []
-        self._loop = asyncio.new_event_loop()
-        self._listening = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        assert self._listening.wait(10)
+        take = self._take
 
-    async def _take(self, request: web.Request) -> web.Response:
-        told = ExportTraceServiceRequest.FromString(await request.read())
-        for of in told.resource_spans:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                take(self.rfile.read(int(self.headers["content-length"])))
+                self.send_response_only(200)
+                self.end_headers()
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def _take(self, content: bytes) -> None:
+        for of in ExportTraceServiceRequest.FromString(content).resource_spans:
             facts = {fact.key: fact.value.string_value for fact in of.resource.attributes}
             self.spans += [
                 (facts["service.name"], span) for scope in of.scope_spans for span in scope.spans
             ]
-        return web.Response(content_type="application/x-protobuf")
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._serve())
-        self._loop.run_forever()
-
-    async def _serve(self) -> None:
-        app = web.Application()
-        app.router.add_post("/v1/traces", self._take)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        self._listening.set()
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
 
     def of(self, trace: str) -> list[tuple[str, Any]]:
         return [(service, span) for service, span in self.spans if span.trace_id.hex() == trace]
@@ -80,7 +64,8 @@ class Collector:
 def collector() -> Iterator[Collector]:
     ours = Collector()
     yield ours
-    ours.close()
+    ours.server.shutdown()
+    ours.server.server_close()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ small chunks.
 """
 
 import os
-import re
 import signal
 import threading
 
@@ -97,53 +96,10 @@ def test_nearly_all_of_a_transfer_is_hidden_behind_the_prompt(cluster):
     Answer(cluster, 1).text()
     whole = total(cluster, "decode", "kvrelay_transfer_seconds_sum")
     exposed = total(cluster, "decode", "kvrelay_transfer_exposed_seconds_sum")
+    for stage in ("first_step", "decode_queue"):
+        assert total(cluster, "decode", f"kvrelay_{stage}_seconds_count") > 0
     assert 0 < exposed < whole / 4, (exposed, whole)
     assert total(cluster, "decode", "kvrelay_recomputed_prompts_total") == 0
-
-
-def test_the_stages_of_a_hand_over_come_with_the_answer_that_asks_for_them(cluster):
-    """They are those of one request, so they add up: what follows the prefill is announce, exposed,
-    queue, step.
-    """
-    prompt = [2 + (31 * i * i) % 300 for i in range(TOKENS // 2)]
-    last = complete(cluster.url, prompt, max_tokens=LAST, include_metrics=True)
-    assert last["usage"]["completion_tokens"] == LAST
-    ms = {name: took for name, took in last["kvrelay"].items() if name != "prompt"}
-    assert all(took >= 0 for took in ms.values())
-    assert (
-        min(ms[f"{name}_ms"] for name in ("prefill", "transfer", "first_step", "decode", "total"))
-        > 0
-    )
-    assert ms["exposed_ms"] <= ms["transfer_ms"] < ms["total_ms"]
-    assert ms["queue_ms"] + ms["prefill_ms"] + ms["decode_ms"] < ms["total_ms"]
-    assert ms["first_step_ms"] < ms["decode_ms"]
-    router = cluster.router
-    assert router is not None
-    name = f"id={last['id'].removeprefix('cmpl-')} "
-
-    def logged() -> list[str]:
-        return [line for line in router.tail().splitlines() if name in line]
-
-    (line,) = wait_until(logged, 5, "the router's line, which it writes behind the last byte")
-    said = {name: float(took) for name, took in re.findall(r" (\w+_ms)=([\d.]+)", line)}
-    del said["total_ms"], ms["total_ms"]  # the one ends with its last byte, the other before it
-    # Equal but for rounding, to three digits there and two here.
-    assert {name: said[name] for name in ms} == pytest.approx(ms, abs=0.006)
-    assert total(cluster, "decode", "kvrelay_first_step_seconds_count") > 0
-    assert total(cluster, "decode", "kvrelay_decode_queue_seconds_count") > 0
-
-
-def test_a_prefill_node_that_dies_at_its_work_costs_time_only(cluster):
-    expected = Answer(cluster, 2).text()
-    answer = Answer(cluster, 2)
-    with_blocks(cluster, "decode")  # it waits for what the prefill node computes
-    victim = with_blocks(cluster, "prefill")
-    victim.kill(signal.SIGKILL)
-    try:
-        assert answer.text() == expected
-        assert total(cluster, "decode", "kvrelay_recomputed_prompts_total") == 1
-    finally:
-        cluster.restored(victim)
 
 
 def test_what_has_come_of_a_prompt_is_not_computed_again_when_its_source_dies(cluster):

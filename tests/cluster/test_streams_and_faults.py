@@ -34,7 +34,6 @@ from real_cluster import (
 )
 
 from kvrelay.kv_transfer.tickets import signed
-from kvrelay.router.nodes.node import HealthReport
 from kvrelay.wire.transfer import KvTransferParams
 
 pytestmark = [
@@ -66,24 +65,6 @@ def post(url: str, content: bytes | dict, path: str = "/v1/completions") -> http
     data = content if isinstance(content, bytes) else msgspec.json.encode(content)
     headers = {"content-type": "application/json"}
     return httpx2.post(url + path, content=data, headers=headers, timeout=60)
-
-
-def test_a_node_announces_what_it_costs_and_counts_its_legs(cluster):
-    decode = cluster.of("decode")[0]
-
-    def report() -> HealthReport:
-        content = httpx2.get(f"{decode.url}/health", timeout=5).content
-        return msgspec.json.decode(content, type=HealthReport)
-
-    told = report()
-    assert told.costs is not None
-    assert min(told.costs.decode_ms(1, 0), told.max_gap_ms, told.load.pace, told.load.spill_ms) > 0
-    wishes = {"spill": True, "tpot_ms": 50.0, "expected_output": 12}
-    post(decode.url, tiny_body("spilled", n=2, kv_transfer_params=wishes))
-    due = told.load.legs + 2
-    wait_until(lambda: report().load.legs >= due, 5, "the engine has counted the leg")
-    assert (report().load.row_weight, report().load.promised_tokens) == (0, 0)
-    assert report().load.token_rate > 0
 
 
 def _ticket(**changes) -> dict:

@@ -4,7 +4,6 @@ decode node's.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import httpx2
@@ -52,23 +51,3 @@ def test_a_decode_node_that_takes_over_knows_the_tokens_alone(cluster):
     wrong = post(decode.url, **fields, kv_transfer_params=taken_over | {"generated": [*b"no"]})
     assert wrong.status_code == 400
     assert "does not match its grammar" in wrong.json()["error"]["message"]
-
-
-def test_a_choice_that_is_over_with_its_first_token_keeps_the_others_going(cluster):
-    fields = {
-        "structured_outputs": {"regex": "x|[a-h]{9}"},
-        "n": 6,
-        "temperature": 1.0,
-        "logit_bias": {str(ord("x")): 2},
-    }
-    replies = [
-        post(url, **fields, seed=seed).json()
-        for seed in range(6)
-        for url in (cluster.url, cluster.nodes[1].url)
-    ]
-    texts = [[choice["text"] for choice in reply["choices"]] for reply in replies]
-    assert texts[::2] == texts[1::2]
-    assert {text[0] == "x" for text, *_ in texts} == {True, False}, (
-        "the first choice ends on the prefill node, or not"
-    )
-    assert all(re.fullmatch("x|[a-h]{9}", text) for choices in texts for text in choices)

@@ -4,7 +4,6 @@ writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,23 +12,7 @@ from real_cluster import Cluster
 
 pytestmark = pytest.mark.cluster
 
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"enum": ["Paris", "Orléans"]},
-                "days": {"type": "integer", "maximum": 9},
-            },
-            "required": ["city", "days"],
-            "additionalProperties": False,
-        },
-    },
-}
-NOW = {"type": "function", "function": {"name": "now"}}
-TOOLS = [WEATHER, NOW]
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("weather", "now")]
 WRITTEN = (
     'Hm.\n<tool_call>\n{"name": "weather", "arguments": {"city": "é\\n", "x": '
     "[{}]}}\n</tool_call>\n"
@@ -63,12 +46,8 @@ def whole(url: str, **fields: Any) -> tuple[str | None, list[tuple[str, str]], s
     )
 
 
-def streamed(
-    url: str, *, begun: Callable[[], None] = lambda: None, **fields: Any
-) -> tuple[str | None, list[tuple[str, str]], str]:
-    """The same of a stream. `begun` is called once, when ten characters of a call's arguments are
-    there.
-    """
+def streamed(url: str, **fields: Any) -> tuple[str | None, list[tuple[str, str]], str]:
+    """The same of a stream."""
     content: str | None = None
     calls: list[tuple[str, str]] = []
     finish = ""
@@ -81,8 +60,6 @@ def streamed(
                 calls.append((call.function.name, ""))
             name, so_far = calls[call.index]
             calls[call.index] = (name, so_far + call.function.arguments)
-            if len(so_far) < 10 <= len(calls[call.index][1]):
-                begun()
     return content, calls, finish
 
 

@@ -128,19 +128,6 @@ def check_tokens(
         assert kept[1][row, token] > -torch.inf, (row, params[row])
 
 
-def floors_of(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The floors that sample() is going to find, one entry for each call."""
-    found: list[torch.Tensor] = []
-    find = fused_sampling.find_floors
-
-    def spy(rows, tiles, floors, options):
-        find(rows, tiles, floors, options)
-        found.append(floors)
-
-    monkeypatch.setattr(fused_sampling, "find_floors", spy)
-    return found
-
-
 def check_floors(
     floors: torch.Tensor, logits: torch.Tensor, params: list[dict[str, float]]
 ) -> None:
@@ -154,6 +141,24 @@ def check_floors(
     most = (kept_by_twin(logits, params, MASS) > -torch.inf)[rows]
     wrong = ((least & ~kept) | (kept & ~most)).any(-1)
     assert not wrong.any(), [params[rows[i]] for i in wrong.nonzero().flatten().tolist()]
+
+
+def check(
+    logits: torch.Tensor, params: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare the floors that a launch finds, and what it draws."""
+    found: list[torch.Tensor] = []
+    find = fused_sampling.find_floors
+
+    def spy(rows, tiles, floors, options):
+        find(rows, tiles, floors, options)
+        found.append(floors)
+
+    monkeypatch.setattr(fused_sampling, "find_floors", spy)
+    (rows, vocab), device = logits.shape, logits.device
+    tokens = sample(logits, backwards(rows, device), tables_for(params, vocab, device))
+    check_floors(found[0], logits, params)
+    check_tokens(tokens, logits, params)
 
 
 def numbered(cuts: list[dict[str, float]], seed: int, temperature: float) -> list[dict[str, float]]:
@@ -181,10 +186,7 @@ def numbered(cuts: list[dict[str, float]], seed: int, temperature: float) -> lis
 def test_floors_and_draws_equal_the_twin(shape, vocab, dtype, temperature, device, monkeypatch):
     params = numbered(CUTS, 1, temperature)
     logits = make_logits(shape, len(params), vocab, 1, dtype).to(device)
-    floors = floors_of(monkeypatch)
-    tokens = sample(logits, backwards(len(params), device), tables_for(params, vocab, device))
-    check_floors(floors[0], logits, params)
-    check_tokens(tokens, logits, params)
+    check(logits, params, monkeypatch)
 
 
 @in_poisoned_memory
@@ -195,10 +197,7 @@ def test_top_k_beyond_the_maxima_and_masses_are_narrowed_by_pivots(device, monke
         [{"top_k": 100}, {"top_k": 2000}, {"top_p": 0.5}, {"top_p": 0.99}, {"min_p": 0.3}], 3, 1.2
     )
     logits = make_logits("normal", len(params), 3000, 4, torch.float32).to(device)
-    floors = floors_of(monkeypatch)
-    tokens = sample(logits, backwards(len(params), device), tables_for(params, 3000, device))
-    check_floors(floors[0], logits, params)
-    check_tokens(tokens, logits, params)
+    check(logits, params, monkeypatch)
 
 
 @triton.jit
@@ -326,7 +325,4 @@ def test_full_vocabularies(shape, vocab, dtype, device, monkeypatch):
     for own in params[3::9]:
         own["temperature"] = 0.0
     logits = make_logits(shape, rows, vocab, vocab, dtype).to(device)
-    floors = floors_of(monkeypatch)
-    tokens = sample(logits, backwards(rows, device), tables_for(params, vocab, device))
-    check_floors(floors[0], logits, params)
-    check_tokens(tokens, logits, params)
+    check(logits, params, monkeypatch)

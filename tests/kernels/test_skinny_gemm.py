@@ -166,21 +166,6 @@ def test_some_rows(m, n, k, fused, fp8, tile, device):
     check(m, n, k, device, seed=m + n + k, tile=tile, fp8=fp8, **fused)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("m", [1, 3, 17])
-def test_default_tiles(m, fp8, device):
-    check(m, 40, 144, device, seed=m, fp8=fp8, residual=True)
-    check(m, 40, 144, device, seed=m, fp8=fp8, gate="silu")
-
-
-def test_out_may_be_the_residual(device):
-    x, weight = randn(3, 64, seed=0, device=device), randn(48, 64, seed=1, device=device)
-    hidden = randn(3, 48, seed=2, device=device)
-    expected = reference(x, weight, residual=hidden)
-    assert skinny_linear(x, weight, residual=hidden, out=hidden) is hidden
-    close(hidden, expected)
-
-
 def test_rows_of_x_and_out_may_be_strided(device):
     whole, weight = randn(4, 256, seed=0, device=device), randn(32, 64, seed=1, device=device)
     out = torch.full((4, 96), torch.nan, device=device, dtype=DTYPE)

@@ -54,6 +54,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     weights = sum(1 / (r.tpot_ms * max(1, r.expected_output)) for r in decoding)
     assert math.isclose(announced.row_weight, weights, rel_tol=1e-9, abs_tol=1e-12)
     assert all(live[request.request_id].state is State.RUNNING for request in running)
+    # Somebody may be reading its blocks.
+    assert all(each.state is State.RUNNING for each in live.values() if each.offered)
     assert len(live) == len(scheduler._waiting) + len(running) + len(fetching)
     writers: dict[int, str] = {}
     for request in [*running, *fetching.values()]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,11 @@ def files(tmp_path_factory) -> tuple[Path, Path, Path]:
     )
 
 
+def on_gpu(base: Path, *modules: str, **options: Any) -> Engine:
+    lora = {"enable_lora": True, "lora_modules": modules} if modules else {}
+    return make(base, **ON_GPU, enable_prefix_caching=False, **lora, **options)
+
+
 def answers(
     engine: Engine, which: list[int], names: tuple[str, ...] = NAMES
 ) -> dict[int, tuple[list[int], list[float]]]:
@@ -132,26 +138,14 @@ def answers(
 @pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}], ids=str)
 def test_a_gpu_answers_as_merged_weights_do_but_for_rounding(files, tmp_path, options):
     base, one, two = files
-    adapted = make(
-        base,
-        **ON_GPU,
-        enable_lora=True,
-        lora_modules=(f"one={one}", f"two={two}"),
-        enable_prefix_caching=False,
-        **options,
-    )
+    adapted = on_gpu(base, f"one={one}", f"two={two}", **options)
     mixed = answers(adapted, [0, 1, 2, 3, 4])
-    plain = make(base, **ON_GPU, enable_prefix_caching=False, **options)
+    plain = on_gpu(base, **options)
     assert (
         answers(plain, [0])[0] == answers(adapted, [0])[0]
     )  # a step without adapters: bit for bit
     for name, path, scale in (("one", one, 1.0), ("two", two, 0.5)):
-        reference = make(
-            merged(tmp_path / name, base, path, scale),
-            **ON_GPU,
-            enable_prefix_caching=False,
-            **options,
-        )
+        reference = on_gpu(merged(tmp_path / name, base, path, scale), **options)
         for index in [i for i, each in enumerate(NAMES) if each == name]:
             wanted = answers(reference, [index], ("",) * 5)[index]
             assert mixed[index][1][:1] == pytest.approx(wanted[1][:1], abs=0.3 if options else 0.1)
@@ -161,14 +155,7 @@ def test_a_gpu_answers_as_merged_weights_do_but_for_rounding(files, tmp_path, op
 @pytest.mark.gpu
 def test_a_batch_invariant_gpu_keeps_adapters_apart(files):
     base, one, two = files
-    adapted = make(
-        base,
-        **ON_GPU,
-        enable_lora=True,
-        lora_modules=(f"one={one}", f"two={two}"),
-        enable_prefix_caching=False,
-        batch_invariant=True,
-    )
+    adapted = on_gpu(base, f"one={one}", f"two={two}", batch_invariant=True)
     together = answers(adapted, [0, 1, 2, 3, 4])
     for index in range(5):
         assert answers(adapted, [index])[index] == together[index]
@@ -177,25 +164,10 @@ def test_a_batch_invariant_gpu_keeps_adapters_apart(files):
 @pytest.mark.gpu
 def test_a_gpu_loads_an_adapter_at_run_time(files):
     base, one, two = files
-    adapted = make(
-        base, **ON_GPU, enable_lora=True, allow_runtime_lora=True, enable_prefix_caching=False
-    )
+    adapted = on_gpu(base, enable_lora=True, allow_runtime_lora=True)
     assert adapted.adapters is not None
     for path in (one, two):
         adapted.adapters.load("x", str(path), in_place=True)
-        got = answers(adapted, [1], ("x",) * 5)[1]
-        assert (
-            got
-            == answers(
-                make(
-                    base,
-                    **ON_GPU,
-                    enable_lora=True,
-                    lora_modules=(f"x={path}",),
-                    enable_prefix_caching=False,
-                ),
-                [1],
-                ("x",) * 5,
-            )[1]
-        )
+        got = answers(adapted, [1], ("x",) * 5)
+        assert got == answers(on_gpu(base, f"x={path}"), [1], ("x",) * 5)
         adapted.adapters.free_unused(adapted.scheduler.live)

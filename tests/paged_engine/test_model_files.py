@@ -186,7 +186,7 @@ def write_gguf(
     writer.add_token_scores([0.5] * 9)
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(5)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         array = stored_array(arch, config, name, tensor)
         stored = kind if array.ndim == 2 else Kind.F32

@@ -198,15 +198,8 @@ def test_a_device_without_fp8_gets_the_same_model_without_it(
 def test_scales_of_a_tensor_that_holds_several_projections_are_cut_as_its_rows_are(
     tmp_path: Path,
 ) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 256}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    values = {
-        "architectures": ["Phi3ForCausalLM"],
-        **sizes,
-        **heads,
-        "quantization_config": compressed(),
-    }
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    make_tiny("Phi3ForCausalLM", tmp_path)
+    say(tmp_path, {"quantization_config": compressed()})
     config = read_model_config(str(tmp_path))
     fused = "model.layers.0.self_attn.qkv_proj.weight_scale"
     assert tensor_shapes(config)[fused] == (128,)

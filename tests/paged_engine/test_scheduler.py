@@ -130,37 +130,6 @@ def test_a_request_that_holds_is_offered_once_with_all_blocks_of_its_prompt():
     assert scheduler.kept.held("r") == blocks
 
 
-def test_an_offered_request_is_not_preempted():
-    """Somebody may be reading its blocks."""
-    scheduler = make(blocks=6, max_num_batched_tokens=BLOCK)
-    older = request("older", [3] * (2 * BLOCK - 1), max_tokens=40)
-    younger = request("younger", [6] * (3 * BLOCK), max_tokens=1, hold=True)
-    younger.arrival_s = 1.0
-    scheduler.add(older)
-    step(scheduler)
-    step(scheduler)
-    scheduler.add(younger)
-    while younger.finish is None:
-        step(scheduler)
-        assert younger.state is not State.WAITING
-    assert scheduler.kept.held("younger") is not None
-    scheduler.kept.release("younger")
-    drain(scheduler)
-    assert older.token_ids == expected([3] * (2 * BLOCK - 1), 40)
-
-
-def test_only_what_the_prefix_cache_lacks_is_fetched():
-    scheduler = make()
-    scheduler.add(request("before", list(range(40))))
-    drain(scheduler)
-    scheduler.add(fetching("r", list(range(40))))
-    fetch = start_fetch(scheduler)
-    assert fetch.remote_blocks == [502]
-    scheduler.finish_fetch("r")
-    drain(scheduler)
-    assert scheduler.pool.free == scheduler.pool.total
-
-
 def test_a_ticket_without_a_first_token_computes_the_last_prompt_token_again():
     scheduler = make()
     prompt = list(range(32))

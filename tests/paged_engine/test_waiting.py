@@ -34,16 +34,6 @@ def ends(scheduler: Scheduler) -> list[str]:
     return ended
 
 
-def test_a_short_prompt_overtakes_long_ones_also_one_that_has_begun():
-    scheduler = make(4096, max_num_seqs=64)
-    for name, tokens in (("long", 600), ("longer", 900)):
-        scheduler.add(request(name, tokens))
-    assert step(scheduler) == [("long", 0, BUDGET)]
-    scheduler.add(request("short", 50))
-    assert step(scheduler) == [("short", 0, 50)]
-    assert ends(scheduler) == ["long", "longer"]
-
-
 def test_a_cached_prompt_counts_by_what_is_left_to_compute():
     scheduler = make(4096, max_num_seqs=64)
     known = request("known", 400)
