@@ -58,9 +58,6 @@ def sample(
     adjusted: whether any row has top-k, top-p or min-p; bias, min_tokens or penalties.
     """
     count, vocab = slots.shape[0], tables.notes.shape[1]
-    assert logits.shape[0] >= count
-    assert logits.shape[1] == vocab
-    assert logits.stride(1) == 1
     num_tiles = triton.cdiv(vocab, TILE)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

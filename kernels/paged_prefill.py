@@ -101,16 +101,10 @@ def paged_prefill(
     stays. `window` keys are seen (0: all); `softcap` c makes a score c * tanh(score / c) (0: none).
     """
     heads, head_dim = query.shape[1:]
-    kv_heads, block_size, cache_dim = key_cache.shape[1:]
-    assert heads % kv_heads == 0
-    assert head_dim == cache_dim
+    kv_heads, block_size = key_cache.shape[1:3]
     assert block_size in (16, 32, 64)
     assert key_cache.stride()[2:] == (head_dim, 1)
-    assert value_cache.shape == key_cache.shape
-    assert value_cache.stride() == key_cache.stride()
-    assert out.shape == query.shape
-    assert query.stride(2) == out.stride(2) == 1
-    assert (key_scales is None) == (value_scales is None) == (key_cache.dtype == query.dtype)
+    assert (key_scales is None) == (key_cache.dtype == query.dtype)
     if len(tiles) == 0:
         return out
     if hopper_serves(query, key_cache, out):
@@ -132,7 +126,6 @@ def paged_prefill(
     group = heads // kv_heads
     strip, stages = _launch_shape(query, key_cache)
     if key_scales is not None and value_scales is not None:
-        assert key_scales.stride() == value_scales.stride()
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
         scale_strides = key_scales.stride()[:2]
     else:

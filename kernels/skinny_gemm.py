@@ -192,7 +192,7 @@ def skinny_linear(
     n = weight.shape[0] // (1 if gate is None else 2)
     if tile is None:
         tile = default_tile(x, weight, gated=gate is not None)
-    _check(x, x_scale, weight, residual, gate, out, tile)
+    _check(x, weight, tile)
     if out is None:
         out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     if isinstance(tile, RingTile):
@@ -276,35 +276,16 @@ def _through_ring(
     return out
 
 
-def _check(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    residual: torch.Tensor | None,
-    gate: Activation | None,
-    out: torch.Tensor | None,
-    tile: Tile,
-) -> None:
+def _check(x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> None:
     rows, k = x.shape
     vector, ring = isinstance(tile, VectorTile), isinstance(tile, RingTile)
-    fp8, fp8_weight = (each.dtype == torch.float8_e4m3fn for each in (x, weight))
     assert 1 <= rows <= (1 if vector else RING_ROWS if ring else MAX_ROWS)
-    assert x.dtype in (torch.bfloat16, torch.float16) or (fp8 and not vector)
-    assert weight.dtype == x.dtype or (vector and fp8_weight)
-    assert fp8 == (x_scale is not None)
-    assert not fp8 or out is not None
-    assert weight.shape[1] == k
-    assert k % (16 if fp8_weight else 8) == 0
-    assert x.stride(1) == 1
-    assert weight.is_contiguous()
+    assert k % (16 if weight.dtype == torch.float8_e4m3fn else 8) == 0
     assert not vector or (x.data_ptr() | weight.data_ptr()) % 8 == 0
-    assert gate is None or residual is None
-    assert not ring or fits_ring(weight)
     if not isinstance(tile, VectorTile) and tile.split > 1:
         of = tile.rows if isinstance(tile, RingTile) else tile.block_n
         space = _space(of) if isinstance(tile, RingTile) else of
-        tiles = cdiv(weight.shape[0], of)
-        assert gate is None
+        tiles = cdiv(len(weight), of)
         assert tiles <= _MOST_TILES
         assert tiles * tile.split * space * max(16, power_of_2(rows)) <= _PARTIAL_SUMS
 

