@@ -313,16 +313,16 @@ class Process:
     def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.popen.pid, how)
 
+    def engines(self) -> list[Path]:
+        """The processes below it, in /proc."""
+        return [Path("/proc", str(pid)) for pid in children(self.popen.pid, b"")]
+
     def kill_whole(self) -> None:
         """SIGKILL, and wait until its engine is gone, which serves its KV and outlives it a moment."""
-        below = children(self.popen.pid, b"")
+        below = self.engines()
         self.kill()
         self.popen.wait(30)
-        wait_until(
-            lambda: not any(Path("/proc", str(pid)).exists() for pid in below),
-            30,
-            "the engine goes with its node",
-        )
+        wait_until(lambda: not any(each.exists() for each in below), 30, "the engine goes, too")
 
     def tail(self) -> str:
         return self.log.read_text()[-3000:]
