@@ -68,7 +68,7 @@ class Bench:
         """Median and 99th percentile of the time between two steps' tokens, and the share in which
         the GPU idles.
         """
-        times = self.timed.decode(batch, context, steps=steps, seconds=math.inf)
+        times = self.timed.times(batch, context, most=steps, seconds=math.inf)
         with self.timed.decoding(batch, context, steps=40):
             idle = idle_share(lambda: [self.timed.step() for _ in range(20)])
         return {**middle_and_tail(times), "idle": idle}
@@ -77,11 +77,8 @@ class Bench:
         """The same of steps with a prompt of so many tokens, beside so many decodes; without the
         share.
         """
-        if requests:
-            return middle_and_tail(
-                self.timed.mixed(requests, context, tokens, most=60, seconds=math.inf)
-            )
-        return middle_and_tail(self.timed.prefill(tokens, most=60, seconds=math.inf))
+        times = self.timed.times(requests, context, tokens, most=60, seconds=math.inf)
+        return middle_and_tail(times)
 
     def prefill(self, prompt_tokens: int, prompts: int) -> dict[str, float]:
         self.timed.submit(prompt_tokens, 1)

@@ -64,7 +64,7 @@ def steps(devices: list[str]) -> None:
 
         thread = threading.Thread(target=loop)
         thread.start()
-        times = sorted(timed.decode(32, 1024, steps=150, seconds=60.0))
+        times = sorted(timed.times(32, 1024, most=150, seconds=60.0))
         over.set()
         thread.join()
         figures = statistics.median(times), statistics.fmean(times), times[len(times) * 99 // 100]

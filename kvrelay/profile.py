@@ -117,15 +117,13 @@ def _measured(engine: Engine, seconds: float, console: Console) -> Times:
 
     def measure(step: Step) -> None:
         requests, context, tokens = step
-        if not requests:
-            found = steps.prefill(tokens, context, seconds=point_s)
-        elif not tokens:
-            found = steps.decode(requests, context, seconds=point_s)
-        else:
-            try:
-                found = steps.mixed(requests, context, tokens, seconds=point_s)
-            except ValueError:
+        where = (context, tokens, 0) if requests else (0, tokens, context)
+        try:
+            found = steps.times(requests, *where, seconds=point_s)
+        except ValueError:
+            if requests and tokens:
                 return
+            raise
         times[step] = times.get(step, []) + found
 
     until, groups = time.monotonic() + seconds, plan(_limits(engine))

@@ -114,16 +114,31 @@ class TimedSteps:
             self.engine.scheduler.abort(request.request_id)
         self.drain()
 
-    def decode(
-        self, requests: int, context: int, *, steps: int = STEPS, seconds: float = 1.0
+    def times(
+        self,
+        rows: int,
+        context: int,
+        tokens: int = 0,
+        start: int = 0,
+        *,
+        most: int = STEPS - 2 * _WARM_UPS,
+        seconds: float = 1.0,
     ) -> list[float]:
-        """Return the times of steps in which requests of `context` tokens decode.
+        """Return the times of steps of `rows` decodes and of `tokens` of one prompt.
 
-        At most `steps` with the warm-up, and none after `seconds` unless there are fewer than 3.
-        Raises ValueError if the pool or the batch has no room.
+        Each decode has `context` tokens, the prompt `start` others before. At most `most` times, and
+        none after `seconds` unless there are fewer than 3. Raises ValueError if the pool or the
+        batch has no room.
         """
-        with self.decoding(requests, context, steps):
-            return self._times([None] * (steps - _WARM_UPS), 0, seconds, requests)
+        with self.decoding(rows, context, most + 2 * _WARM_UPS):
+            if not tokens:
+                return self._times([None] * most, 0, seconds, rows)
+            self._require_room(1 if rows else PREFILLS_AT_ONCE, start + tokens + 1, tokens)
+            # A prompt of 100k tokens takes longer to make than a short step.
+            prompts = [
+                self.request(start + tokens, 1, filled=start) for _ in range(most + _WARM_UPS)
+            ]
+            return self._times(prompts, _WARM_UPS, seconds, max(1, rows))
 
     @contextlib.contextmanager
     def decoding(self, requests: int, context: int, steps: int) -> Iterator[None]:
@@ -157,32 +172,6 @@ class TimedSteps:
             if _enough(times, seconds):
                 break
         return times
-
-    def prefill(
-        self, tokens: int, context: int = 0, *, most: int = 12, seconds: float = 1.0
-    ) -> list[float]:
-        """Return the times of steps that compute `tokens` of one prompt behind `context` others.
-
-        At most `most`, and none after `seconds` unless there are fewer than 3. Raises ValueError.
-        """
-        self._require_room(PREFILLS_AT_ONCE, context + tokens + 1, tokens)
-        # A prompt of 100k tokens takes longer to make than a short step.
-        prompts = [
-            self.request(context + tokens, 1, filled=context) for _ in range(most + _WARM_UPS)
-        ]
-        try:
-            return self._times(prompts, _WARM_UPS, seconds, 1)
-        finally:
-            self.clear()
-
-    def mixed(
-        self, requests: int, context: int, tokens: int, *, most: int = 12, seconds: float = 1.0
-    ) -> list[float]:
-        """Return the times of steps with decodes and one prompt of `tokens`, as `prefill`."""
-        self._require_room(1, tokens, tokens)
-        with self.decoding(requests, context, most + 2 * _WARM_UPS):
-            prompts = [self.request(tokens, 1) for _ in range(most + _WARM_UPS)]
-            return self._times(prompts, _WARM_UPS, seconds, requests)
 
     def _require_room(self, requests: int, tokens: int, computed: int = 0) -> None:
         engine = self.engine
@@ -274,15 +263,6 @@ def _points(timed: TimedSteps) -> list[Point]:
         rows, context, tokens, start = step
         if rows <= engine.max_num_seqs and rows + tokens and there_is_time(*step):
             with contextlib.suppress(ValueError):  # no room
-                points.append(
-                    (rows, rows * context, tokens, start, statistics.median(_times(timed, *step)))
-                )
+                times = timed.times(*step, most=_RUNS, seconds=_SHORTEST_S)
+                points.append((rows, rows * context, tokens, start, statistics.median(times)))
     return points
-
-
-def _times(timed: TimedSteps, rows: int, context: int, tokens: int, start: int) -> list[float]:
-    if not rows:
-        return timed.prefill(tokens, start, most=_RUNS, seconds=_SHORTEST_S)
-    if not tokens:
-        return timed.decode(rows, context, steps=_RUNS + _WARM_UPS, seconds=_SHORTEST_S)
-    return timed.mixed(rows, context, tokens, most=_RUNS, seconds=_SHORTEST_S)

@@ -44,8 +44,8 @@ def nothing_left(timed: TimedSteps) -> bool:
 
 def test_decodes_have_their_contexts_without_computing_them(folder: Path) -> None:
     timed, launched = opened(folder)
-    times = timed.decode(8, 200, seconds=60.0)
-    assert len(times) == STEPS - 3
+    times = timed.times(8, 200, seconds=60.0)
+    assert len(times) == STEPS - 6
     assert all(ms > 0 for ms in times)
     assert all(len(chunks) == 8 and {count for _, count in chunks} == {1} for chunks in launched)
     starts = [start for chunks in launched for start, _ in chunks]
@@ -56,17 +56,17 @@ def test_decodes_have_their_contexts_without_computing_them(folder: Path) -> Non
 
 def test_a_prefill_step_computes_its_tokens_behind_a_context_alone(folder: Path) -> None:
     timed, launched = opened(folder)
-    assert 3 <= len(timed.prefill(64, 128, seconds=0.0)) <= 12
+    assert 3 <= len(timed.times(0, 0, 64, 128, seconds=0.0)) <= 12
     assert {tuple(chunks) for chunks in launched} == {((128, 64),)}
     launched.clear()
-    assert len(timed.prefill(100, most=5, seconds=60.0)) == 5
+    assert len(timed.times(0, 0, 100, most=5, seconds=60.0)) == 5
     assert {tuple(chunks) for chunks in launched} == {((0, 100),)}
     assert nothing_left(timed)
 
 
 def test_a_mixed_step_has_all_decodes_and_a_whole_chunk(folder: Path) -> None:
     timed, launched = opened(folder)
-    assert len(timed.mixed(4, 64, 48, most=5, seconds=60.0)) == 5
+    assert len(timed.times(4, 64, 48, most=5, seconds=60.0)) == 5
     mixed = [chunks for chunks in launched if (0, 48) in chunks]
     assert len(mixed) >= 5
     assert all(sorted(count for _, count in chunks) == [1, 1, 1, 1, 48] for chunks in mixed)
@@ -78,8 +78,8 @@ def test_the_slower_a_step_the_fewer_runs(folder: Path, step_s: float, runs: int
     ticks = itertools.count(step=step_s)
     timed, launched = opened(folder)
     timed = TimedSteps(timed.engine, clock=lambda: next(ticks))
-    assert len(timed.decode(1, 32, seconds=0.105)) == runs
-    assert len(timed.prefill(16, seconds=0.105)) == runs
+    assert len(timed.times(1, 32, seconds=0.105)) == runs
+    assert len(timed.times(0, 0, 16, seconds=0.105)) == runs
     assert len(launched) <= 2 * runs + 6
     assert nothing_left(timed)
 
@@ -87,16 +87,16 @@ def test_the_slower_a_step_the_fewer_runs(folder: Path, step_s: float, runs: int
 def test_what_does_not_fit_is_refused_and_leaves_nothing(folder: Path) -> None:
     timed, launched = opened(folder, max_num_batched_tokens=64)
     for refused in (
-        lambda: timed.decode(64, 450),
-        lambda: timed.decode(1, 512),
-        lambda: timed.prefill(64, 500),
-        lambda: timed.prefill(65),
-        lambda: timed.decode(65, 32),
-        lambda: timed.mixed(8, 32, 65),
-        lambda: timed.mixed(60, 450, 4),
+        (64, 450),
+        (1, 512),
+        (0, 0, 64, 500),
+        (0, 0, 65),
+        (65, 32),
+        (8, 32, 65),
+        (60, 450, 4),
     ):
         with pytest.raises(ValueError, match="fit"):
-            refused()
+            timed.times(*refused)
         assert nothing_left(timed)
     assert max(sum(count for _, count in chunks) for chunks in launched) == 64
 
@@ -111,11 +111,11 @@ def test_on_a_gpu_steps_are_launched_ahead_and_decodes_are_graphs(
     make_tiny("Qwen3ForCausalLM", tmp_path, **GPU_SIZES)
     timed, launched = opened(tmp_path, **ON_GPU, **options)
     assert timed.engine._runner.runs_ahead
-    times = timed.decode(8, 200, seconds=60.0)
-    assert len(times) == STEPS - 3
+    times = timed.times(8, 200, seconds=60.0)
+    assert len(times) == STEPS - 6
     assert all(len(chunks) == 8 and {count for _, count in chunks} == {1} for chunks in launched)
     launched.clear()
-    assert len(timed.prefill(128, 256, most=6, seconds=60.0)) >= 3
+    assert len(timed.times(0, 0, 128, 256, most=6, seconds=60.0)) >= 3
     assert {tuple(chunks) for chunks in launched} == {((256, 128),)}
     assert nothing_left(timed)
     timed.engine.close()
