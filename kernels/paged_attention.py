@@ -186,7 +186,7 @@ def attend(
     value_cache: torch.Tensor,
     plan: AttentionPlan,
     *,
-    scale: float | None = None,
+    scale: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
     """Return causal softmax(scale * q k^T) v of every query token, [tokens, heads, head_dim].
@@ -196,7 +196,6 @@ def attend(
     """
     tokens, heads, dim = query.shape
     flat = query.reshape(tokens * heads, dim).float()
-    scale = dim**-0.5 if scale is None else scale
     results = [
         _attend_slab(flat, key_cache, value_cache, slab, scale, softcap) for slab in plan.slabs
     ]

@@ -167,7 +167,7 @@ def engine_stats(
     return EngineStats(
         load=engine.load(now),
         held_blocks=scheduler.kept.num_held,
-        quarantined_blocks=scheduler.pool.quarantined,
+        quarantined_blocks=scheduler.kept.quarantined,
         steps=counters.steps,
         step_s=counters.step_s,
         prompt_tokens=counters.prompt_tokens,

@@ -20,7 +20,7 @@ from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.model_tensors import weight_shapes
 from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.paged_engine.request import Request
-from kvrelay.paged_engine.sharding import shard_weights
+from kvrelay.paged_engine.sharding import shard
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.engine_messages import AdapterAnswer, AdapterFacts, LoadAdapter
 from kvrelay.wire.errors import ConfigError
@@ -88,8 +88,7 @@ def _share(adapter: Adapter, model: ModelConfig, rank: int, size: int) -> Adapte
     """Return a rank's share: B's rows for its outputs, A's columns for its inputs."""
 
     def cut(module: str, matrix: torch.Tensor) -> torch.Tensor:
-        ((_, part),) = shard_weights([(f"{module}.weight", matrix)], model, rank, size)
-        return part
+        return shard(f"{module}.weight", matrix, model, rank, size)
 
     def matrices(module: str, a: torch.Tensor, b: torch.Tensor) -> Matrices:
         return (cut(module, a), b) if module.endswith(_CUT_INPUTS) else (a, cut(module, b))

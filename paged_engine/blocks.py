@@ -64,7 +64,6 @@ class BlockPool:
         self._most_pinned = self._longest_s = 0
         self.now = 0.0
         self.pins_refused = 0
-        self._quarantined: set[int] = set()
         self._changes: Changes | None = None
         self._notes_use = False
 
@@ -86,10 +85,6 @@ class BlockPool:
 
     def names(self) -> Iterable[BlockHash]:
         return self._block_of.keys()
-
-    @property
-    def quarantined(self) -> int:
-        return len(self._quarantined)
 
     def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Return the blocks of the longest cached prefix, without taking them."""
@@ -234,12 +229,6 @@ class BlockPool:
         line[block] = self.now + (pin.seconds or math.inf)
         line.move_to_end(block, last=not first)
 
-    def quarantine(self, blocks: Iterable[int]) -> None:
-        self._quarantined.update(blocks)
-
-    def leave_quarantine(self, blocks: Iterable[int]) -> None:
-        self._quarantined.difference_update(blocks)
-
 
 class KeptBlocks:
     """A table of blocks of ended requests that are not free yet.
@@ -250,7 +239,7 @@ class KeptBlocks:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._held: dict[str, list[int]] = {}
-        self._unsettled: dict[str, list[int]] = {}
+        self._unsettled: dict[str, tuple[list[int], int]] = {}
 
     def hold(self, request_id: str, blocks: list[int]) -> None:
         self._held[request_id] = blocks
@@ -267,14 +256,16 @@ class KeptBlocks:
 
     def quarantine(self, request_id: str, blocks: Sequence[int], shared: int = 0) -> None:
         """Keep blocks until `settle`; a transfer may write to all but the first `shared`."""
-        self._unsettled[request_id] = list(blocks)
-        self._pool.quarantine(blocks[shared:])
+        self._unsettled[request_id] = list(blocks), shared
 
     def settle(self, request_id: str) -> None:
-        blocks = self._unsettled.pop(request_id, [])
-        self._pool.leave_quarantine(blocks)
+        blocks, _ = self._unsettled.pop(request_id, ([], 0))
         self._pool.release(blocks)
 
     @property
     def num_held(self) -> int:
         return sum(len(blocks) for blocks in self._held.values())
+
+    @property
+    def quarantined(self) -> int:
+        return sum(len(blocks) - shared for blocks, shared in self._unsettled.values())

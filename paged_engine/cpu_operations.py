@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -69,9 +68,6 @@ class CpuOperations:
         self._fewest: dict[tuple[int, ...], int] = {}
         self._config, self._dtype = config, dtype
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype)
-        self._scores: dict[str, Any] = {}
-        if config.query_pre_attn_scalar is not None or config.attention_softcap is not None:
-            self._scores = {"scale": config.attention_scale, "softcap": config.attention_softcap}
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
@@ -99,8 +95,7 @@ class CpuOperations:
 
     def embed(self, step: CpuStep, table: torch.Tensor) -> torch.Tensor:
         self.adapted_rows = step.adapted
-        rows = functional.embedding(step.token_ids, table)
-        return rows if self._config.embedding_scale == 1 else rows * self._embedding_scale
+        return functional.embedding(step.token_ids, table) * self._embedding_scale
 
     def rotary(self, step: CpuStep, cos_sin: torch.Tensor) -> Rotary:
         """Prepare a table [max_positions, rotary_dim] of fp32 cosines, then sines."""
@@ -145,10 +140,9 @@ class CpuOperations:
         self, step: CpuStep, query: torch.Tensor, cache: LayerCache, window: int
     ) -> torch.Tensor:
         """Return causal attention, [T, heads * head_dim], `window` tokens back or 0 for all."""
-        keys, values = cache
-        return attend(query, keys, values, step.attention[window], **self._scores).view(
-            len(query), -1
-        )
+        scale, softcap = self._config.attention_scale, self._config.attention_softcap
+        plan = step.attention[window]
+        return attend(query, *cache, plan, scale=scale, softcap=softcap).view(len(query), -1)
 
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         return hidden + self._ranks.all_reduce(linear(x))

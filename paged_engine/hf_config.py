@@ -236,9 +236,7 @@ def parse_quantization(fields: Fields) -> Quantization | None:
         _require_channels(section)
         return Quantization(section.texts("ignore"))
     if method == "fp8":
-        _require(
-            section, "activation_scheme", section.text("activation_scheme", "dynamic"), "dynamic"
-        )
+        _require(section, "activation_scheme", "dynamic", "dynamic")
         blocks = section.integers("weight_block_size")
         if len(blocks) != 2 or min(blocks) < 1:
             raise ConfigError(
@@ -262,20 +260,24 @@ def _require_channels(section: Fields) -> None:
         raise ConfigError(f"{groups.where} must be one group, got {len(groups.values)}")
     group = groups.section(*groups.values)
     weights, inputs = group.section("weights"), group.section("input_activations")
-    form = group.text("format", section.text("format", "unknown"))
-    _require(group, "format", form, "float-quantized")
-    _require(group, "targets", group.texts("targets"), ("Linear",))
-    _require(weights, "type", weights.text("type", "int"), "float")
-    _require(weights, "num_bits", weights.integer("num_bits", 8), 8)
-    _require(weights, "strategy", weights.text("strategy", "tensor"), "channel")
-    _require(weights, "symmetric", weights.flag("symmetric", True), True)
-    _require(weights, "dynamic", weights.flag("dynamic", False), False)
-    _require(inputs, "dynamic", inputs.flag("dynamic", False), True)
-    sparsity = section.section("sparsity_config")
-    _require(sparsity, "format", sparsity.text("format", "dense"), "dense")
-    _require(section, "transform_config", section.values.get("transform_config") or {}, {})
+    form = section.values.get("format", "unknown")
+    for part, key, default, wanted in (
+        (group, "format", form, "float-quantized"),
+        (group, "targets", [], ["Linear"]),
+        (weights, "type", "int", "float"),
+        (weights, "num_bits", 8, 8),
+        (weights, "strategy", "tensor", "channel"),
+        (weights, "symmetric", True, True),
+        (weights, "dynamic", False, False),
+        (inputs, "dynamic", False, True),
+        (section.section("sparsity_config"), "format", "dense", "dense"),
+        (section, "transform_config", {}, {}),
+    ):
+        _require(part, key, default, wanted)
 
 
-def _require(fields: Fields, key: str, found: object, wanted: object) -> None:
+def _require(fields: Fields, key: str, default: object, wanted: object) -> None:
+    found = fields.values.get(key)
+    found = default if found is None else found
     if found != wanted:
         raise ConfigError(f"{fields.where}: {key} {found!r} is not supported; {wanted!r} is")

@@ -15,7 +15,7 @@ from kvrelay.wire.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["kv_head_range", "shard_config", "shard_weights", "vocab_shard"]
+__all__ = ["kv_head_range", "shard", "shard_config", "shard_weights", "vocab_shard"]
 
 # Layers whose outputs or inputs are cut; rank 0 adds the latter's biases.
 _KEY_ROWS = (".k_proj", ".v_proj")
@@ -57,7 +57,7 @@ def shard_weights(
     weights: Iterable[tuple[str, torch.Tensor]], config: ModelConfig, rank: int, size: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, weight in weights:
-        yield name, _shard(name, weight, config, rank, size) if size > 1 else weight
+        yield name, shard(name, weight, config, rank, size)
 
 
 def kv_head_range(num_kv_heads: int, rank: int, size: int) -> tuple[int, int]:
@@ -70,9 +70,11 @@ def vocab_shard(vocab_size: int, rank: int, size: int) -> slice:
     return slice(rank * rows, min((rank + 1) * rows, vocab_size))
 
 
-def _shard(
+def shard(
     name: str, weight: torch.Tensor, config: ModelConfig, rank: int, size: int
 ) -> torch.Tensor:
+    if size == 1:
+        return weight
     layer, _, kind = name.rpartition(".")
     if layer.endswith(_OTHER_ROWS):
         return weight.chunk(size, dim=0)[rank]

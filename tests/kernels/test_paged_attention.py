@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvrelay.kernels.decoder_layer import write_kv
-from kvrelay.kernels.paged_attention import SequenceSpan, attend, plan_attention
+from kvrelay.kernels.paged_attention import AttentionPlan, SequenceSpan, attend, plan_attention
 from tests.kernels.paged_case import Case, make_case, starts
 
 BLOCK = 16
@@ -25,6 +25,10 @@ def made(mix: list[tuple[int, int]], heads: int, kv_heads: int, dim: int) -> Cas
     return case
 
 
+def attended(case: Case, query: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    return attend(query, case.key_cache, case.value_cache, plan, scale=query.shape[2] ** -0.5)
+
+
 def run(case: Case, query: torch.Tensor, spans: list[SequenceSpan], window: int) -> torch.Tensor:
     plan = plan_attention(
         spans,
@@ -34,7 +38,7 @@ def run(case: Case, query: torch.Tensor, spans: list[SequenceSpan], window: int)
         group=case.group,
         window=window,
     )
-    return attend(query, case.key_cache, case.value_cache, plan)
+    return attended(case, query, plan)
 
 
 def span(case: Case, sequence: int, start: int, first: int, end: int) -> SequenceSpan:
@@ -93,7 +97,7 @@ def test_slabs_bound_the_memory_and_change_nothing(monkeypatch):
         whole_spans(case), tokens=len(case.query), block_size=BLOCK, kv_heads=3, group=3
     )
     assert len(plan.slabs) > 2  # decodes and prefills have one each
-    assert torch.equal(attend(case.query, case.key_cache, case.value_cache, plan), whole)
+    assert torch.equal(attended(case, case.query, plan), whole)
 
 
 def test_written_kv_lies_where_the_layout_says():

@@ -340,7 +340,7 @@ class SimulatedNode(EngineProcess):
         connector, pool = self.connector, self.engine.scheduler.pool
         what = {
             "used blocks": pool.total - pool.free,
-            "quarantined blocks": pool.quarantined,
+            "quarantined blocks": self.engine.scheduler.kept.quarantined,
             "offers": len(connector._offers),
             "fetches": len(connector._fetches._fetches),
             "asks": len(connector._asks._asks),

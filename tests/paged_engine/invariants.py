@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 
@@ -25,7 +26,6 @@ def check_pool(pool: BlockPool) -> None:
     assert +pool._pinned_of == Counter(pin.owner for pin in pins.values())
     assert min(references) >= 0
     assert {h: block for block, h in enumerate(hashes) if h is not None} == pool._block_of
-    assert all(references[block] for block in pool._quarantined)
     assert hashes[NULL_BLOCK] is None
     assert NULL_BLOCK not in free
 
@@ -44,9 +44,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     running, fetching = scheduler._running, scheduler._fetching
     check_pool(pool)
     owned = [block for request in live.values() for block in request.blocks]
-    owned += [
-        b for some in (kept._held, kept._unsettled) for blocks in some.values() for b in blocks
-    ]
+    unsettled = (blocks for blocks, _ in kept._unsettled.values())
+    owned += itertools.chain(*kept._held.values(), *unsettled)
     assert len(set(owned)) == pool.total - pool.free
     check_waiting(scheduler._waiting)
     announced, decoding = scheduler._announced, [r for r in live.values() if r.tpot_ms]

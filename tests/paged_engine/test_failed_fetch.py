@@ -28,7 +28,7 @@ def test_what_is_verified_is_kept_and_the_rest_is_computed(
     scheduler.fail_fetch("r", "PeerLost: gone", verified)
     check_scheduler(scheduler)
     assert req.blocks == fetch.local_blocks[:kept]
-    assert scheduler.pool.quarantined == 3 - kept
+    assert scheduler.kept.quarantined == 3 - kept
     assert scheduler.kept_blocks == kept
     assert req.fetch_error == "PeerLost: gone"
     assert scheduler.pool.cached == (kept if prefix_cache else 0)
@@ -37,7 +37,7 @@ def test_what_is_verified_is_kept_and_the_rest_is_computed(
     drain(scheduler)
     assert req.token_ids == expected(list(range(40)), 5)
     assert scheduler.pool.free == scheduler.pool.total
-    assert scheduler.pool.quarantined == 0
+    assert scheduler.kept.quarantined == 0
 
 
 @pytest.mark.parametrize(("early", "chunk"), [(True, (16, 16)), (False, (32, 1))])
@@ -86,7 +86,7 @@ def test_a_request_that_is_given_up_ends_with_an_error_and_its_blocks_stay_until
     scheduler.end_failed_fetch("r", "PeerLost: gone")
     check_scheduler(scheduler)
     assert (req.finish, req.fetch_error) == (Finish.ERROR, "PeerLost: gone")
-    assert scheduler.pool.quarantined == 3
+    assert scheduler.kept.quarantined == 3
     assert not scheduler.has_work
     scheduler.kept.settle("r")
     assert scheduler.pool.free == scheduler.pool.total
