@@ -141,8 +141,9 @@ class CpuOperations:
     ) -> torch.Tensor:
         """Return causal attention, [T, heads * head_dim], `window` tokens back or 0 for all."""
         scale, softcap = self._config.attention_scale, self._config.attention_softcap
-        plan = step.attention[window]
-        return attend(query, *cache, plan, scale=scale, softcap=softcap).view(len(query), -1)
+        (keys, values), plan = cache, step.attention[window]
+        mixed = attend(query, keys, values, plan, scale=scale, softcap=softcap)
+        return mixed.view(len(query), -1)
 
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         return hidden + self._ranks.all_reduce(linear(x))
