@@ -164,9 +164,9 @@ def _config(model: str, settings: dict[str, Any]) -> NodeConfig:
 
 
 def _output(prompt: Any, made: NodeRequest) -> RequestOutput:
+    choices = [(each.whole(), list(each.token_ids)) for each in made.writer.choices]
     outputs = [
-        CompletionOutput(each.text, list(each.token_ids), each.whole().finish_reason or "")
-        for each in made.writer.choices
+        CompletionOutput(str(whole.text), ids, whole.finish_reason or "") for whole, ids in choices
     ]
     text = prompt if isinstance(prompt, str) else None
     return RequestOutput(text, list(made.submits[0].prompt_token_ids), outputs)

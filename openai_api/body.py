@@ -107,8 +107,8 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
 def check_choices(prompts: int, choices: int) -> None:
     if prompts * choices > MAX_CHOICES:
         raise RequestError(
-            f"{prompts} prompts with {choices} choices each are {prompts * choices} choices, and "
-            f"the limit of one request is {MAX_CHOICES}; send several requests",
+            f"the request asks for {prompts * choices} choices, n for each prompt; the limit is "
+            f"{MAX_CHOICES}: send several requests",
             param="prompt" if prompts > 1 else "n",
         )
 

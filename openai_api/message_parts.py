@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-__all__ = ["Part", "StateParser", "any_of", "beginning_at_end", "call_id", "merged"]
+__all__ = ["Part", "any_of", "beginning_at_end", "call_id", "merged"]
 
 _SHORT = 9  # Mistral's templates refuse ids of any other length
 
@@ -47,28 +47,6 @@ def beginning_at_end(text: str, markers: tuple[str, ...]) -> int:
                 longest = length
                 break
     return longest
-
-
-class StateParser:
-    """A parser of text in pieces.
-
-    A state is a method that consumes `_buffer` and returns whether the next state may run.
-    """
-
-    def __init__(self, state: Callable[[], bool]) -> None:
-        self._state = state
-        self._buffer = ""  # not looked at yet, or perhaps the beginning of a marker
-        self._parts: list[Part] = []
-
-    def push(self, text: str) -> list[Part]:
-        self._buffer += text
-        while self._buffer and self._state():
-            pass
-        return self._new_parts()
-
-    def _new_parts(self) -> list[Part]:
-        parts, self._parts = merged(self._parts), []
-        return parts
 
 
 @lru_cache(maxsize=64)

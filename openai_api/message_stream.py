@@ -5,7 +5,6 @@ State depends on the text only: a continuing node pushes the client's text and d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,9 +12,8 @@ import msgspec
 from msgspec import UNSET
 
 from kvrelay.openai_api.constraints import ToolUse, tool_use
-from kvrelay.openai_api.message_parts import Part, call_id, merged
-from kvrelay.openai_api.model_formats import TOOL_FORMATS, ReasoningFormat, ToolFormat
-from kvrelay.openai_api.reasoning import Opening, ReasoningSplit, opening
+from kvrelay.openai_api.message_parts import Part, call_id
+from kvrelay.openai_api.model_formats import TOOL_FORMATS, Opening, ReasoningFormat, ToolFormat
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.tool_parsers import CallParser, NamedParser, TextParser
 from kvrelay.openai_api.types import (
@@ -55,17 +53,17 @@ class MessageForm:
         return msgspec.structs.replace(constraint, behind=closer, opener=opener)
 
     def parser(self) -> TextParser | None:
-        hidden = tuple(self.hidden.values())
+        hidden, begins = tuple(self.hidden.values()), (self.reasoning, self.opening)
         match self.tools.choice:
             case "auto":
                 assert self.tool_format is not None, "message_form has checked it"
-                return CallParser(hidden, self.tools.tools, self.tool_format)
+                return CallParser(hidden, self.tools.tools, self.tool_format, *begins)
             case "required":
-                return CallParser(hidden, self.tools.tools, TOOL_FORMATS["json"])
+                return CallParser(hidden, self.tools.tools, TOOL_FORMATS["json"], *begins)
             case "named":
-                return NamedParser(self.tools.name)
+                return NamedParser(self.tools.name, hidden, *begins)
             case "none":
-                return None if self.reasoning is None else TextParser(hidden)
+                return None if self.reasoning is None else TextParser(hidden, *begins)
 
 
 def message_form(
@@ -91,7 +89,7 @@ def message_form(
     markers: tuple[str, ...] = ()
     if reasoning is not None:
         end = tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
-        begins = opening(end, reasoning)
+        begins = reasoning.opening(end)
         markers = reasoning.markers
     if tools.choice == "auto" and tool_format is not None:
         markers += tool_format.markers
@@ -114,10 +112,6 @@ class MessageStream:
         """Special tokens that have their text here, whatever the request says of them."""
         self._form = form
         self._parser = form.parser()
-        self._split: ReasoningSplit | None = None
-        if form.reasoning is not None:
-            self._split = ReasoningSplit(form.reasoning, form.opening)
-            self._thoughts = TextParser(form.hidden.values())
         short = form.tool_format is not None and form.tool_format.short_ids
         self._id_of = partial(call_id, response_id, choice, short=short)
         self._texts: dict[str, list[str]] = {"content": [], "reasoning": []}
@@ -129,17 +123,10 @@ class MessageStream:
         if self._parser is None:
             self._texts["content"].append(text)
             return [Delta(content=text)]
-        if self._split is None:
-            return self._deltas(self._parser.push(text))
-        return self._deltas(self._split_parts(self._parser, self._split.push(text)))
+        return self._deltas(self._parser.push(text))
 
     def finish(self) -> list[Delta]:
-        if self._parser is None:
-            return []
-        parts: list[Part] = []
-        if self._split is not None:
-            parts = self._split_parts(self._parser, self._split.finish()) + self._end_thoughts()
-        return self._deltas([*parts, *self._parser.finish()])
+        return [] if self._parser is None else self._deltas(self._parser.finish())
 
     def message(self) -> ReplyMessage:
         content, reasoning = "".join(self._texts["content"]), "".join(self._texts["reasoning"])
@@ -157,26 +144,14 @@ class MessageStream:
         called = bool(self._calls) and self._form.tools.choice != "named"
         return "tool_calls" if called and reason == "stop" else reason
 
-    def _split_parts(self, parser: TextParser, split: list[Part]) -> list[Part]:
-        parts: list[Part] = []
-        for part in split:
-            if part.kind == "reasoning":
-                self.thinks = True
-                parts += _as_reasoning(self._thoughts.push(part.text))
-            else:
-                parts += [*self._end_thoughts(), *parser.push(part.text)]
-        return parts
-
-    def _end_thoughts(self) -> list[Part]:
-        return _as_reasoning(self._thoughts.finish())
-
-    def _deltas(self, parts: Iterable[Part]) -> list[Delta]:
+    def _deltas(self, parts: list[Part]) -> list[Delta]:
         deltas: list[Delta] = []
-        for part in merged(parts):
+        for part in parts:
             if part.kind == "content":
                 self._texts["content"].append(part.text)
                 deltas.append(Delta(content=part.text))
             elif part.kind == "reasoning":
+                self.thinks = True
                 if self._form.include_reasoning:
                     self._texts["reasoning"].append(part.text)
                     deltas.append(Delta(reasoning=part.text, reasoning_content=part.text))
@@ -192,7 +167,3 @@ class MessageStream:
         call = ToolCallDelta(part.at, begun, self._id_of(part.at), "function")
         self._calls.append((call, []))
         return call
-
-
-def _as_reasoning(parts: list[Part]) -> list[Part]:
-    return [part._replace(kind="reasoning") for part in parts]

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from kvrelay.wire.errors import ConfigError
 __all__ = [
     "REASONING_FORMATS",
     "TOOL_FORMATS",
+    "Opening",
     "ReasoningFormat",
     "ToolFormat",
     "load_plugin",
@@ -51,6 +53,17 @@ class ToolFormat:
         return (*self.openers, *self.closers, *self.inner)
 
 
+class Opening(enum.Enum):
+    """A beginning of an answer, as far as its prompt shows."""
+
+    INSIDE = enum.auto()
+    """The prompt has opened reasoning."""
+    BEHIND = enum.auto()
+    """The prompt has closed reasoning, which switches it off."""
+    FREE = enum.auto()
+    """The model may open reasoning."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
     """A family's reasoning, between markers; the first of each are those that models write."""
@@ -65,6 +78,12 @@ class ReasoningFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         return (*self.openers, *self.closers)
+
+    def opening(self, prompt_end: str) -> Opening:
+        end = prompt_end.rstrip()
+        if end.endswith(self.closers):
+            return Opening.BEHIND
+        return Opening.INSIDE if self.assumed or end.endswith(self.openers) else Opening.FREE
 
 
 _CODER = ToolFormat(

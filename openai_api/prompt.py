@@ -18,6 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from msgspec import UNSET, UnsetType
 
 from kvrelay.openai_api.body import prompts_of
 from kvrelay.openai_api.constraints import tool_use
@@ -43,7 +44,7 @@ class Beginning:
 
     role: str = _ASSISTANT
     echo: str = ""
-    prompt_token_ids: Sequence[int] | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Prompts:
@@ -96,16 +97,16 @@ class Prompts:
     def beginning(
         self, request: ChatRequest | CompletionRequest, token_ids: list[int]
     ) -> Beginning:
-        ids = token_ids if request.return_token_ids else None
+        ids = token_ids if request.return_token_ids else UNSET
         if isinstance(request, ChatRequest):
             last = request.messages[-1] if request.messages else None
             role = _ASSISTANT if request.generates_reply or last is None else last.role
             return Beginning(role, prompt_token_ids=ids)
-        if not request.echo:
-            return Beginning(prompt_token_ids=ids)
-        text = isinstance(request.prompt, str)
-        echo = request.prompt if text else self._tokenizer.decode(token_ids)
-        return Beginning(echo=str(echo), prompt_token_ids=ids)
+        echo = ""
+        if request.echo:
+            given = request.prompt
+            echo = given if isinstance(given, str) else self._tokenizer.decode(token_ids)
+        return Beginning(echo=echo, prompt_token_ids=ids)
 
     def _chat(self, request: ChatRequest) -> str:
         if request.chat_template is not None and not self._trusts_request_templates:

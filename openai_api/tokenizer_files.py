@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,7 @@ _PLAIN_TEMPLATE = (
 
 
 def load_tokenizer(model: str) -> Tokenizer:
-    """Return the tokenizer of a Hugging Face folder, a .gguf file or a config.
-
-    Without tokenizer.json, transformers converts one, if installed. Raises ConfigError.
-    """
+    """Return the tokenizer of a Hugging Face folder, a .gguf file or a config. Raises ConfigError."""
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return gguf_tokenizer(path)
@@ -49,7 +45,10 @@ def load_tokenizer(model: str) -> Tokenizer:
         )
     # Weights that mean something are not served with a tokenizer that does not.
     if any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
-        return _folder_tokenizer(folder, _converted(folder))
+        raise ConfigError(
+            f"{str(folder)!r} holds weights but no tokenizer.json; add the model's, or make one with "
+            "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
     return byte_tokenizer(folder / "config.json")
 
 
@@ -79,22 +78,6 @@ def byte_tokenizer(config: Path) -> Tokenizer:
         chat_template=_PLAIN_TEMPLATE,
         model_type=_text(values.get("model_type")),
     )
-
-
-def _converted(folder: Path) -> Backend:
-    try:
-        from transformers import AutoTokenizer  # late: it takes 1.1 s to import
-
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        backend: Backend = tokenizer.backend_tokenizer
-    except Exception as why:  # any: it is not installed, or what its many tokenizers raise
-        raise ConfigError(
-            f"{str(folder)!r} holds weights but no tokenizer.json, and transformers cannot make "
-            f"one ({why}); add the model's"
-        ) from why
-    return backend
 
 
 def _folder_tokenizer(folder: Path, backend: Backend) -> Tokenizer:
@@ -133,27 +116,16 @@ def _decoding(backend: Backend) -> tuple[Callable[[str], bytes], bool]:
         return sentencepiece, known["Metaspace"].get("prepend_scheme", "always") != "never"
     if "Replace" in steps or "ByteFallback" in steps:
         return sentencepiece, bool(steps.get("Strip", {}).get("start", 0))
-    if "BPEDecoder" in steps:
-        return partial(_before_space, suffix=steps["BPEDecoder"]["suffix"]), False
-    if "WordPiece" in steps or not steps:
-        # Without a decoder the library puts spaces between tokens.
-        return partial(_after_space, prefix=steps.get("WordPiece", {}).get("prefix", "")), True
-    return str.encode, False
+    raise ConfigError(
+        f"a tokenizer with the decoder {', '.join(known) or 'none'} is not supported; ByteLevel, "
+        "Metaspace and ByteFallback are"
+    )
 
 
 def _steps(part: Any) -> dict[str, dict[str, Any]]:
     state: dict[str, Any] = json.loads(part.__getstate__()) if part else {}
     steps = state.get("decoders") or state.get("pretokenizers") or [state]
     return {step["type"]: step for step in steps if step}
-
-
-def _after_space(piece: str, prefix: str) -> bytes:
-    continues = prefix and piece.startswith(prefix)
-    return piece[len(prefix) :].encode() if continues else f" {piece}".encode()
-
-
-def _before_space(piece: str, suffix: str) -> bytes:
-    return piece.replace(suffix, " ").encode()
 
 
 def _eos_token_ids(config: Path) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
-"""Generated text as content and tool calls, as it comes. Pure.
+"""Generated text as reasoning, content and tool calls, as it comes. Pure.
 
 Models differ in their marks (model_formats.py). The result depends on the text only, wherever it is
 cut, because another node replays it. Text that is malformed before the arguments' first character
-is content. White space next to calls and special tokens among the markers (`hidden`) are no content.
+is content, and without an end all is reasoning. White space next to reasoning and calls, and special
+tokens among the markers (`hidden`), belong to neither.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from kvrelay.openai_api.message_parts import Part, StateParser, any_of, beginning_at_end
-from kvrelay.openai_api.model_formats import ToolFormat
+from kvrelay.openai_api.message_parts import Part, any_of, beginning_at_end, merged
+from kvrelay.openai_api.model_formats import Opening, ReasoningFormat, ToolFormat
 
 __all__ = ["CallParser", "NamedParser", "TextParser", "Tools"]
 
@@ -224,24 +225,85 @@ def _typed(text: str, types: Collection[str]) -> str:
     return _dumped(text)
 
 
-class TextParser(StateParser):
-    """A parser that finds no calls, and the base of others."""
+class TextParser:
+    """A parser of reasoning and content that finds no calls, and the base of others.
 
-    def __init__(self, hidden: Collection[str] = ()) -> None:
+    A state is a method that consumes `_buffer` and returns whether the next state may run.
+    """
+
+    def __init__(
+        self,
+        hidden: Collection[str] = (),
+        reasoning: ReasoningFormat | None = None,
+        opening: Opening = Opening.FREE,
+    ) -> None:
         self.calls = 0
         """Calls so far, with those that have just begun."""
         self._hidden = tuple(hidden)
-        super().__init__(self._text)
+        self._reasoning = reasoning or ReasoningFormat()
+        self._inside = opening is Opening.INSIDE
+        self._buffer = ""  # not looked at yet, or perhaps the beginning of a marker
+        self._parts: list[Part] = []
         self._space = ""  # white space that is content only if content follows
         self._has_content = False
+        self._state: Callable[[], bool] = self._opening
+        if reasoning is None or opening is Opening.BEHIND:
+            self._begin_content()
+
+    def push(self, text: str) -> list[Part]:
+        self._buffer += text
+        while self._buffer and self._state():
+            pass
+        parts, self._parts = merged(self._parts), []
+        return parts
 
     def finish(self) -> list[Part]:
+        if self._state == self._opening:
+            self._open()
+        parts = self.push("")
         self._content(self._rest())
         self._buffer = ""
-        if self._space and not self.calls:
+        if self._space and not self.calls and not self._inside:
             self._parts.append(Part("content", self._space))
         self._space = ""
-        return self._new_parts()
+        return merged([*parts, *self.push("")])
+
+    def _opening(self) -> bool:
+        text = self._buffer.lstrip()
+        openers = self._reasoning.openers
+        opener = next((each for each in openers if text.startswith(each)), None)
+        if opener is not None:
+            self._buffer, self._inside = text[len(opener) :], True
+        elif any(each.startswith(text) for each in openers):
+            return False
+        self._open()
+        return True
+
+    def _open(self) -> None:
+        if self._inside:
+            self._state = self._behind_marker
+        else:
+            self._begin_content()
+
+    def _behind_marker(self) -> bool:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer and self._inside:
+            self._state = self._thinking
+        elif self._buffer:
+            self._begin_content()
+        return bool(self._buffer)
+
+    def _thinking(self) -> bool:
+        closers = self._reasoning.closers
+        marker = self._content_to((*closers, *self._hidden))
+        if marker in closers:
+            self._inside = self._has_content = False
+            self._space = ""
+            self._state = self._behind_marker
+        return marker is not None
+
+    def _begin_content(self) -> None:
+        self._state = self._text
 
     def _rest(self) -> str:
         return self._without_hidden(self._buffer)
@@ -270,7 +332,7 @@ class TextParser(StateParser):
                 text, end = self._space + text, end + len(self._space)
             else:
                 text, end = text.lstrip(), end - (len(text) - len(text.lstrip()))
-            self._parts.append(Part("content", text[:end]))
+            self._parts.append(Part("reasoning" if self._inside else "content", text[:end]))
             self._has_content, self._space = True, ""
         self._space += text[end:]
 
@@ -282,17 +344,21 @@ class CallParser(TextParser):
     """A parser of calls behind markers or, in a bare format, of a text that begins with one.
 
     Calls follow each other, perhaps in a list: objects, or arguments behind a head with the name.
+    `begins` are the arguments `reasoning` and `opening` of TextParser.
     """
 
-    def __init__(self, hidden: Collection[str], tools: Tools, form: ToolFormat) -> None:
-        super().__init__(hidden)
+    def __init__(
+        self, hidden: Collection[str], tools: Tools, form: ToolFormat, *begins: Any
+    ) -> None:
         self._form, self._tools = form, tools
         self._sought = tuple(dict.fromkeys((*form.openers, *hidden)))
         self._held = ""  # all of what may become a call
         self._reader: ArgumentsReader | None = None
         self._in_list = False
-        if form.bare:
-            self._state = self._start
+        super().__init__(hidden, *begins)
+
+    def _begin_content(self) -> None:
+        self._state = self._start if self._form.bare else self._text
 
     def _start(self) -> bool:
         text = self._buffer.lstrip()
@@ -408,16 +474,14 @@ class CallParser(TextParser):
 class NamedParser(TextParser):
     """A parser for which all text is one call's arguments."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
+    def __init__(self, name: str, *begins: Any) -> None:
+        super().__init__(*begins)
         self._name = name
 
-    def push(self, text: str) -> list[Part]:
-        if not text:
-            return []
-        begun = [] if self.calls else [Part("call", self._name)]
+    def _text(self) -> bool:
+        if not self.calls:
+            self._parts.append(Part("call", self._name))
         self.calls = 1
-        return [*begun, Part("arguments", text)]
-
-    def finish(self) -> list[Part]:
-        return []
+        self._parts.append(Part("arguments", self._buffer))
+        self._buffer = ""
+        return False

@@ -70,7 +70,6 @@ class ChoiceWriter:
         self._shows_ids = bool(request.return_token_ids)
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._offsets: list[int] = []
-        self._text: list[str] = []  # of whole answers only
         self._reasons: dict[str, Any] = {}
         self._stream = TextStream(
             tokenizer,
@@ -82,7 +81,7 @@ class ChoiceWriter:
         )
         self._begun = False
         self._unsent = ""  # released while replaying
-        # Last tokens whose ids or log-probabilities the client lacks.
+        # Last tokens whose ids or log-probabilities the client of a stream lacks.
         self._untold = 0
         self._replay(so_far)
 
@@ -95,15 +94,11 @@ class ChoiceWriter:
     def sent_text(self) -> int:
         return self._stream.sent - len(self._unsent)
 
-    @property
-    def text(self) -> str:
-        return "".join(self._text)
-
     def tokens(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[Choice]:
         """Add tokens and return the chunks to send; without tokens what a replay left unsent."""
         text, self._unsent = self._unsent + self._take(token_ids, logprobs), ""
         if not self._streams:
-            self._text.append(text)
+            self.message.push(text)
             return []
         fresh, self._untold = self._untold, 0
         # Not before the first token: an error before it has a status.
@@ -114,15 +109,8 @@ class ChoiceWriter:
         assert not self.ended, "a choice ends once"
         text, self._unsent = self._unsent + self._stream.finish(), ""
         self.ended = True
-        chunks: list[Choice] = []
-        if self._streams:
-            chunks = self._chunks(text, self._untold)
-        else:
-            self._text.append(text)
-            if self._chat and self.text:
-                self.message.push(self.text)
-        if self._chat:
-            chunks += [Choice(self.index, delta=delta) for delta in self.message.finish()]
+        chunks = self._chunks(text, self._untold)
+        chunks += [Choice(self.index, delta=delta) for delta in self.message.finish()]
         self._reasons = self._reasons_of(finish)
         if not self._streams:
             return []
@@ -131,16 +119,13 @@ class ChoiceWriter:
         return [*self._head(), *chunks, replace(last, **self._reasons)]
 
     def whole(self) -> Choice:
-        said: dict[str, Any]
-        if self._chat:
-            said = {"message": replace(self.message.message(), role=self._beginning.role)}
-            logprobs = self._logprobs_from(0)
-        else:
-            said = {
-                "text": self._beginning.echo + self.text,
-                "prompt_token_ids": self._prompt_ids(),
-            }
-            logprobs = joined(self._echo_logprobs(), self._logprobs_from(0))
+        message, begins = self.message.message(), self._beginning
+        said: dict[str, Any] = {"message": replace(message, role=begins.role)}
+        logprobs = self._logprobs_from(0)
+        if not self._chat:
+            text = f"{begins.echo}{message.content}"
+            said = {"text": text, "prompt_token_ids": begins.prompt_token_ids}
+            logprobs = joined(self._echo_logprobs(), logprobs)
         ids = self.token_ids if self._shows_ids else UNSET
         return Choice(self.index, **said, **self._reasons, logprobs=logprobs, token_ids=ids)
 
@@ -152,15 +137,11 @@ class ChoiceWriter:
                 param="kv_transfer_params",
             )
         text = self._take(so_far.generated, so_far.logprobs)
-        if not self._streams:
-            self._text.append(text)
-        elif so_far.sent_text is None:
-            self._unsent = text
-        else:
+        sent = so_far.sent_text if self._streams else len(text)
+        if sent is not None:
             self._begun, self._untold = True, 0
-            self._unsent = text[so_far.sent_text :]
-            if self._chat and so_far.sent_text and text:
-                self.message.push(text[: so_far.sent_text])  # said already
+            self.message.push(text[:sent])
+        self._unsent = text[sent or 0 :]
         if so_far.finish is not None:
             self.end(so_far.finish)
 
@@ -172,7 +153,7 @@ class ChoiceWriter:
             if self._logprobs is not None:
                 self._offsets.append(len(self._beginning.echo) + self._stream.decoded)
                 self._logprobs.append(logprobs[i])
-            self._untold += self._logprobs is not None or self._shows_ids
+            self._untold += self._streams and (self._logprobs is not None or self._shows_ids)
             self.token_ids.append(token)
             released.append(self._stream.push(token))
         return "".join(released)
@@ -183,14 +164,11 @@ class ChoiceWriter:
         self._begun = True
         if self._chat:
             return [Choice(self.index, delta=Delta(self._beginning.role, ""))]
-        ids, echo, logprobs = self._prompt_ids(), self._beginning.echo, self._echo_logprobs()
+        ids, echo = self._beginning.prompt_token_ids, self._beginning.echo
+        logprobs = self._echo_logprobs()
         if not (echo or ids or logprobs):
             return []
         return [Choice(self.index, text=echo, logprobs=logprobs, prompt_token_ids=ids)]
-
-    def _prompt_ids(self) -> list[int] | UnsetType:
-        prompt = self._beginning.prompt_token_ids
-        return UNSET if prompt is None else list(prompt)
 
     def _chunks(self, text: str, fresh: int) -> list[Choice]:
         if not (text or fresh):
@@ -214,10 +192,10 @@ class ChoiceWriter:
         if self._prompt_only:
             finish = Finish.LENGTH
         reason = Finish.STOP.value if self.stopped else finish.value
-        named = self.message.finish_reason(reason) if self._chat else reason
         last = self.token_ids[-1] if self.token_ids else None
         if reason != Finish.STOP or last not in self._stop_token_ids:
             last = None
+        named = self.message.finish_reason(reason)
         return {"finish_reason": named, "stop_reason": self._stream.stop_hit or last}
 
     def _logprobs_from(self, start: int) -> Any:
@@ -286,9 +264,7 @@ class AnswerWriter:
         options = request.stream_options
         self.include_usage = options is not None and bool(options.include_usage)
         self._usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
-        self._prompt_token_ids: list[int] | UnsetType = UNSET
-        if beginning.prompt_token_ids is not None:
-            self._prompt_token_ids = list(beginning.prompt_token_ids)
+        self._prompt_token_ids = beginning.prompt_token_ids
         self.response_id, self.created, self.model = response_id, created, model
         self.prompt_tokens = prompt_tokens
 

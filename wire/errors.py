@@ -62,11 +62,14 @@ def limit_of(why: str) -> str | None:
     """Return what a value must be, by msgspec's words; None if these are about no limit."""
     if found := _LIMIT.match(why):
         kind, length, sign, bound = found.groups()
-        unit = "characters" if kind == "str" else "entries"
+        one, several = ("character", "characters") if kind == "str" else ("entry", "entries")
         limit = f"{_BOUNDS[sign]} {bound}"
-        return f"have {limit} {unit}" if length else f"be {limit}"
+        return f"have {limit} {one if bound == '1' else several}" if length else f"be {limit}"
     found = _CHOICES.match(why)
-    return None if found is None else f"be one of {found[1].replace('|', ', ')}"
+    if found is None:
+        return None
+    choices = found[1].replace("|", ", ")
+    return f"be one of {choices}" if "," in choices else f"be {choices}"
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

@@ -193,7 +193,7 @@ _ASKED = b'"messages":[{"role":"user","content":"x"}]'
         (b'{"n":0,"x":' + b"[" * 120_000, "the body is not valid JSON"),
         (b'{"n":0,"x":"\xff",' + _ASKED + b"}", "the body is not valid JSON"),
         (b'{"min_p":5,"x":1e999,' + _ASKED + b"}", "the body is not valid JSON"),
-        (b'{"stop":["x",""],"stop":[],' + _ASKED + b"}", "stop[1] must have at least 1 characters"),
+        (b'{"stop":["x",""],"stop":[],' + _ASKED + b"}", "stop[1] must have at least 1 character"),
         (b'{"stop":["x",""],"stop":"x",' + _ASKED + b"}", "stop[1] must have at least 1 char"),
         (
             b'{"response_format":{"type":"x"},"response_format":null,' + _ASKED + b"}",

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 
 from kvrelay.openai_api.body import decode_chat, decode_completion
 from kvrelay.openai_api.prompt import Prompts
@@ -120,7 +121,7 @@ def test_the_role_that_a_chat_begins_with(
 
 def test_token_ids_of_the_prompt_are_given_back_to_who_asks(bytewise: Tokenizer) -> None:
     made = prompts(bytewise)
-    assert made.beginning(completion(prompt="a"), [97]).prompt_token_ids is None
+    assert made.beginning(completion(prompt="a"), [97]).prompt_token_ids is UNSET
     assert made.beginning(completion(prompt="a", return_token_ids=True), [97]).prompt_token_ids == [
         97
     ]

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.openai_api.message_parts import Part, merged
-from kvrelay.openai_api.model_formats import ReasoningFormat
-from kvrelay.openai_api.reasoning import Opening, ReasoningSplit, opening
+from kvrelay.openai_api.model_formats import Opening, ReasoningFormat
+from kvrelay.openai_api.tool_parsers import TextParser
 
 THINK = ReasoningFormat()
 
 
 def split(begins: Opening, pieces: list[str]) -> list[Part]:
-    stream = ReasoningSplit(THINK, begins)
+    stream = TextParser((), THINK, begins)
     parts: list[Part] = []
     for piece in pieces:
         parts += stream.push(piece)
@@ -49,7 +49,7 @@ def test_reasoning_and_content(begins: Opening, text: str, thought: str, content
 
 
 def test_reasoning_is_told_as_it_comes() -> None:
-    stream = ReasoningSplit(THINK, Opening.INSIDE)
+    stream = TextParser((), THINK, Opening.INSIDE)
     assert stream.push("one two ") == [Part("reasoning", "one two")]
     assert stream.push("three <") == [Part("reasoning", " three")]
     assert stream.push("/think>\n") == []
@@ -66,8 +66,8 @@ def test_reasoning_is_told_as_it_comes() -> None:
     ],
 )
 def test_the_prompts_end_says_how_the_answer_begins(end: str, wanted: Opening) -> None:
-    assert opening(end, THINK) is wanted
-    assert opening(end, ReasoningFormat(assumed=True)) is (
+    assert THINK.opening(end) is wanted
+    assert ReasoningFormat(assumed=True).opening(end) is (
         Opening.INSIDE if wanted is Opening.FREE else wanted
     )
 

@@ -74,10 +74,10 @@ def test_choices(fields: dict[str, Any], choice: str, name: str) -> None:
         (
             {"tools": [{"type": "web_search"}]},
             "tools[0].type",
-            'must be one of function, got "web_search"',
+            'must be function, got "web_search"',
         ),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
-        ({"tools": [*TOOLS, tool("")]}, "tools[2].function.name", 'at least 1 characters, got ""'),
+        ({"tools": [*TOOLS, tool("")]}, "tools[2].function.name", 'at least 1 character, got ""'),
         ({"tools": [tool("x" * 300)]}, "tools[0].function.name", "at most 256 characters"),
         ({"tools": [tool("a\n")]}, "tools[0].function.name", "printable"),
         ({"tools": [tool("f"), tool("f")]}, "tools", "two tools 'f'"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from kvrelay.openai_api.logprobs import ScoredPrompt
 from kvrelay.openai_api.prompt import Beginning
@@ -404,7 +405,7 @@ def test_each_choice_continues_where_another_node_left_it(
     fields |= with_logprobs(kind) if logprobs else {}
     begins = Beginning(
         echo="said" if "echo" in extra and kind == "completion" else "",
-        prompt_token_ids=[7] if "return_token_ids" in extra else None,
+        prompt_token_ids=[7] if "return_token_ids" in extra else UNSET,
     )
 
     def scored(so_far: list[ChoiceSoFar] | None = None) -> AnswerWriter:
