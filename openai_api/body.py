@@ -17,11 +17,9 @@ from kvrelay.wire.sampling import PLAIN_SAMPLING, SamplingDefaults, SamplingPara
 __all__ = [
     "REFUSED",
     "body_request_id",
-    "requested_logprobs",
     "check_choices",
     "decode_chat",
     "decode_completion",
-    "echoes_logprobs",
     "prompt_only",
     "prompts_of",
     "sampling_params",
@@ -113,27 +111,9 @@ def check_choices(prompts: int, choices: int) -> None:
         )
 
 
-def requested_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
-    """Return how many likeliest tokens the client wants beside each token."""
-    if isinstance(request, CompletionRequest):
-        return request.logprobs
-    return (request.top_logprobs or 0) if request.logprobs else None
-
-
-def echoes_logprobs(request: ChatRequest | CompletionRequest) -> bool:
-    return (
-        isinstance(request, CompletionRequest)
-        and bool(request.echo)
-        and request.logprobs is not None
-    )
-
-
 def prompt_only(request: ChatRequest | CompletionRequest) -> bool:
-    return (
-        isinstance(request, CompletionRequest)
-        and bool(request.echo)
-        and _asked_limit(request)[1] == 0
-    )
+    echo = isinstance(request, CompletionRequest) and request.echo
+    return bool(echo) and _asked_limit(request)[1] == 0
 
 
 def token_limit(
@@ -215,8 +195,8 @@ def sampling_params(
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
         logit_bias=tuple((request.logit_bias or {}).items()),
-        logprobs=requested_logprobs(request),
-        prompt_logprobs=requested_logprobs(request) if echoes_logprobs(request) else None,
+        logprobs=request.wanted_logprobs,
+        prompt_logprobs=request.echoed_logprobs,
         constraint=constraint_of(request),
         allowed_token_ids=None if allowed is None else tuple(dict.fromkeys(allowed)),
         bad_words=bad_words,

@@ -20,8 +20,8 @@ __all__ = [
     "trace_id_of",
 ]
 
-# A router adds some to the 128 characters that its clients have.
-_MAX_ID_CHARS = 160
+# Printable; a router adds some to the 128 characters that its clients have.
+_ID = re.compile(r"[!-~]{1,160}")
 _TTFT, _TPOT = "x-slo-ttft-ms", "x-slo-tpot-ms"  # as llm-d's gateway has them
 _MAX_TARGET_MS = 1e9
 _HEADERS = "kvrelay.headers"
@@ -40,15 +40,7 @@ def key_of_headers(headers: Callable[[str], str | None]) -> str:
 
 def safe_id(given: str | None) -> str:
     """Return the caller's own id if it is printable and short, else a new one."""
-    if (
-        given
-        and len(given) <= _MAX_ID_CHARS
-        and given.isascii()
-        and given.isprintable()
-        and " " not in given
-    ):
-        return given
-    return uuid.uuid4().hex
+    return given if given and _ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def trace_id_of(traceparent: str) -> str:

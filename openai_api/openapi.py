@@ -20,7 +20,7 @@ from kvrelay.openai_api.model_types import (
     UnloadAdapterRequest,
 )
 from kvrelay.openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH
-from kvrelay.openai_api.types import ChatRequest, CompletionRequest, Message
+from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 from kvrelay.wire.errors import ErrorBody
 
 __all__ = ["OPERATIONS", "document"]
@@ -33,7 +33,7 @@ _TEXT = {"type": "string"}
 _RESPONSE = f"{RESPONSES_PATH}/{{response_id}}"
 _FIELDS = f"Fields not listed here mean what they mean in a chat completion: {', '.join(PASSED_ON)}"
 _LOAD = "Load a LoRA adapter, which is a model's name from then on; where nodes allow it."
-_TOKENIZE = "A prompt as token ids, with `return_token_strs` also as their texts."
+_TOKENIZE = "A request's prompt as token ids, with `return_token_strs` also as their texts."
 _LIVE = "200 unless only a new process can help: also while it loads or drains."
 
 
@@ -46,22 +46,6 @@ _SCHEMAS: dict[str, Schema] = {
     "application/json": {"type": "object"},
     "text/event-stream": _EVENT,
 }
-
-
-class TokenizePrompt(msgspec.Struct):
-    prompt: str
-    model: str | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-
-
-class TokenizeChat(msgspec.Struct):
-    messages: list[Message]
-    model: str | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = None
 
 
 class _Operation(NamedTuple):
@@ -104,7 +88,7 @@ OPERATIONS = (
     _Operation(
         "post", "/v1/unload_lora_adapter", "Unload a LoRA adapter.", (UnloadAdapterRequest,)
     ),
-    _Operation("post", "/tokenize", _TOKENIZE, (TokenizePrompt, TokenizeChat)),
+    _Operation("post", "/tokenize", _TOKENIZE, (ChatRequest, CompletionRequest)),
     _Operation("post", "/detokenize", "Token ids as a text.", (DetokenizeRequest,)),
     _Operation("get", "/health", "200 when requests can be served."),
     _Operation("get", "/ping", "The same without a body.", answers=()),

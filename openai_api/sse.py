@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Raw
 
-from kvrelay.openai_api import sse
 from kvrelay.openai_api.types import Answer, Usage
 from kvrelay.wire.errors import KvrelayError
 
@@ -56,9 +55,9 @@ def joined_end(
     `counts`: prompt, generated, cached and written tokens of each prompt.
     """
     if not include_usage:
-        return sse.DONE
+        return DONE
     chunk = Answer(response_id, "text_completion", created, model, [], _sum(counts))
-    return sse.event(_encode(chunk)) + sse.DONE
+    return event(_encode(chunk)) + DONE
 
 
 def _sum(counts: Sequence[tuple[int, int, int, int]]) -> Usage:

@@ -141,6 +141,10 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: Annotated[list[BadWord], Listed] | None = None
 
     @property
+    def echoed_logprobs(self) -> int | None:
+        return None
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         if not self.stop:
             return ()
@@ -203,6 +207,11 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     include_reasoning: bool | None = None
 
     @property
+    def wanted_logprobs(self) -> int | None:
+        """Return how many likeliest tokens the client wants beside each token."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
     def generates_reply(self) -> bool:
         return self.add_generation_prompt is not False and not self.continue_final_message
 
@@ -213,6 +222,14 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     prompt: str | list[int | str | list[int]]
     logprobs: LogprobCount | None = None
     echo: bool | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoed_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
 
 class Usage(msgspec.Struct, frozen=True):

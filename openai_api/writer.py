@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from kvrelay.openai_api import sse
-from kvrelay.openai_api.body import echoes_logprobs, prompt_only, requested_logprobs
+from kvrelay.openai_api.body import prompt_only
 from kvrelay.openai_api.logprobs import ScoredPrompt, chat_logprobs, completion_logprobs, joined
 from kvrelay.openai_api.message_stream import MessageForm, MessageStream
 from kvrelay.openai_api.prompt import Beginning
@@ -66,7 +66,7 @@ class ChoiceWriter:
         self.message = message
         self._beginning = beginning
         self._prompt_only = prompt_only(request)
-        self._echoed_logprobs = requested_logprobs(request) if echoes_logprobs(request) else None
+        self._echoed_logprobs = request.echoed_logprobs
         self._shows_ids = bool(request.return_token_ids)
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._offsets: list[int] = []

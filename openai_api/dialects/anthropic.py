@@ -13,6 +13,7 @@ from kvrelay.openai_api.dialects.base import (
     ChatAnswer,
     Dialect,
     assistant,
+    encoded,
     function_tool,
     joined_system,
     named_event,
@@ -32,9 +33,7 @@ __all__ = [
     "Thinking",
     "Turn",
     "anthropic_error",
-    "chat_body",
     "count_body",
-    "decode_messages",
     "translate_messages",
 ]
 
@@ -90,21 +89,16 @@ _CLIENT = "tools run at the client"
 _refuse = refuser({"container": ((), _CLIENT), "mcp_servers": (([],), _CLIENT)})
 
 
-def decode_messages(body: bytes) -> MessagesRequest:
-    """Return the request. Raises RequestError."""
+def translate_messages(body: bytes, message_id: str) -> tuple[bytes, Dialect]:
+    """Translate a body of POST /v1/messages. Raises RequestError."""
     request = read_json(body, _decoder)
     _refuse(body)
-    return request
-
-
-def chat_body(request: MessagesRequest, body: bytes) -> bytes:
-    """Return the chat completion that a request means. Raises RequestError."""
-    user = (request.metadata or {}).get("user_id")
+    user, passed = (request.metadata or {}).get("user_id"), passed_on(body)
     stream = {"include_usage": True, "continuous_usage_stats": True} if request.stream else None
     every: dict[str, Any] = {
         **_prompt(request),
-        **passed_on(body),
-        **_thinking(request.thinking, passed_on(body)),
+        **passed,
+        **_thinking(request.thinking, passed),
         "max_completion_tokens": request.max_tokens,
         "fit_max_tokens": True,
         "stop": request.stop_sequences or None,
@@ -115,12 +109,12 @@ def chat_body(request: MessagesRequest, body: bytes) -> bytes:
         "user": user if isinstance(user, str) else None,
         "response_format": _response_format(request.output_config),
         "reasoning_effort": request.output_config.effort if request.output_config else None,
-        "cache_control": cache_control(request),
+        "cache_control": _cache_control(request),
     }
-    return _encode({name: value for name, value in every.items() if value is not None})
+    return encoded(every), AnthropicAnswer(request, message_id)
 
 
-def cache_control(request: MessagesRequest) -> CacheControl | None:
+def _cache_control(request: MessagesRequest) -> CacheControl | None:
     """Return the longest wish of all markers. Raises RequestError."""
     parts = [("tools", request.tools), ("system", request.system)]
     parts += [(f"messages[{at}].content", turn.content) for at, turn in enumerate(request.messages)]
@@ -149,8 +143,7 @@ def cache_control(request: MessagesRequest) -> CacheControl | None:
 def count_body(body: bytes) -> bytes:
     """Return the body of POST /tokenize for count_tokens. Raises RequestError."""
     request = read_json(body, _count_decoder)
-    every = {**_prompt(request), **_thinking(request.thinking, {})}
-    return _encode({name: value for name, value in every.items() if value is not None})
+    return encoded({**_prompt(request), **_thinking(request.thinking, {})})
 
 
 def _prompt(request: CountRequest) -> dict[str, Any]:
@@ -278,12 +271,6 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 def anthropic_error(status: int, error: ErrorBody) -> bytes:
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if 400 <= status < 500 else "api_error")
     return _encode({"type": "error", "error": {"type": kind, "message": error.message}})
-
-
-def translate_messages(body: bytes, message_id: str) -> tuple[bytes, Dialect]:
-    """Translate a body of POST /v1/messages. Raises RequestError."""
-    request = decode_messages(body)
-    return chat_body(request, body), AnthropicAnswer(request, message_id)
 
 
 class AnthropicAnswer(ChatAnswer):

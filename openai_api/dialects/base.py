@@ -28,6 +28,7 @@ __all__ = [
     "Dialect",
     "Translate",
     "assistant",
+    "encoded",
     "function_tool",
     "joined_system",
     "named_event",
@@ -106,6 +107,11 @@ def passed_on(body: bytes) -> dict[str, Any]:
     """Return the fields of PASSED_ON, undecoded. Raises RequestError."""
     fields = read_json(body, _raw_decoder)
     return {name: fields[name] for name in PASSED_ON if name in fields}
+
+
+def encoded(fields: dict[str, Any]) -> bytes:
+    """Return a body of the fields that are not None."""
+    return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
 
 
 def text_of(content: Any, types: tuple[str, ...], where: str) -> str:

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from kvrelay.openai_api.dialects.base import (
     assistant,
+    encoded,
     function_tool,
     joined_system,
     passed_on,
@@ -150,7 +151,7 @@ def chat_body(request: ResponsesRequest, items: Sequence[Item], body: bytes) -> 
         "user": request.user,
         **_tools(request),
     }
-    return msgspec.json.encode({name: value for name, value in every.items() if value is not None})
+    return encoded(every)
 
 
 def _add(messages: list[dict[str, Any]], item: Item, at: int) -> None:
