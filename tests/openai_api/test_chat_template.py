@@ -204,11 +204,7 @@ def test_a_template_that_fails_is_a_client_error(template: str) -> None:
     with pytest.raises(RequestError, match="the chat template refuses these messages") as refused:
         rendered(template, [{"role": "user", "content": "hi"}])
     assert refused.value.param == "messages"
-
-
-def test_the_templates_own_message_is_told() -> None:
-    with pytest.raises(RequestError, match="roles must alternate"):
-        rendered("{{ raise_exception('roles must alternate') }}", [{"role": "user"}])
+    assert ("alternate" in template) == ("roles must alternate" in refused.value.message)
 
 
 def test_no_messages_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,27 +41,6 @@ def test_special_tokens_have_text_only_if_asked(bytewise: Tokenizer) -> None:
     assert text_of(TextStream(bytewise, skip_special_tokens=False), [65, 2, 66]) == "A<|end2|>B"
 
 
-@pytest.mark.parametrize(
-    ("text", "stop", "sent", "hit"),
-    [
-        ("hello END more", ("END",), "hello ", "END"),
-        ("aabaac", ("aabaad", "c"), "aabaa", "c"),
-        ("abcd", ("abcd", "bc"), "a", "bc"),
-        ("äöü€!", ("ü€",), "äö", "ü€"),
-    ],
-)
-def test_stop_strings_end_the_text_wherever_tokens_are_cut(
-    bytewise: Tokenizer, text: str, stop: tuple[str, ...], sent: str, hit: str | None
-) -> None:
-    ids = bytewise.encode(text, False)
-    stream = TextStream(bytewise, stop)
-    assert text_of(stream, ids) == sent
-    assert stream.stop_hit == hit
-    assert stream.sent == len(sent)
-    included = TextStream(bytewise, stop, include_stop=True)
-    assert text_of(included, ids) == sent + (hit or "")
-
-
 def test_only_what_may_become_a_stop_string_is_held_back(bytewise: Tokenizer) -> None:
     stream = TextStream(bytewise, ("END",))
     assert pieces(stream, bytewise.encode("aENbEN", False)) == ["a", "", "", "ENb", "", ""]
@@ -86,9 +64,15 @@ def test_no_stop_string_is_found_within_min_tokens(bytewise: Tokenizer) -> None:
 def test_the_text_never_holds_a_stop_string_and_ends_at_the_first(
     bytewise: Tokenizer, text: str, stop: list[str]
 ) -> None:
-    stream = TextStream(bytewise, tuple(stop))
-    got = text_of(stream, bytewise.encode(text, False))
+    ids = bytewise.encode(text, False)
+    stream, included = (
+        TextStream(bytewise, tuple(stop), include_stop=each) for each in (False, True)
+    )
+    got = text_of(stream, ids)
+    assert stream.sent == len(got)
+    assert text_of(included, ids) == got + (stream.stop_hit or "")
     assert not any(found in got for found in stop)
     assert text.startswith(got)
     ends = [(text.find(found) + len(found), text.find(found)) for found in stop if found in text]
     assert got == (text[: min(ends)[1]] if ends else text)
+    assert (stream.stop_hit is not None) == bool(ends)
