@@ -6,7 +6,6 @@ without one the configuration allows loopback addresses only.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import math
@@ -21,7 +20,7 @@ from zmq.utils import z85
 
 from kvrelay.kv_transfer.connector import PeerKey
 from kvrelay.kv_transfer.messages import MAX_MESSAGE_BYTES, Message, Refused, codec, encode
-from kvrelay.kv_transfer.sockets import LINGER_MS, NO_HANDSHAKE, Connection, SocketThread
+from kvrelay.kv_transfer.sockets import NO_HANDSHAKE, Connection, SocketThread
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.versions import HANDOVER
 
@@ -48,8 +47,7 @@ class ControlThread(SocketThread):
         self._engine = engine
         self._keys = _keys(secret) if secret else None
         self._connections: dict[PeerKey, Connection] = {}
-        self._router, port = self.new_router(host, port, self._keys)
-        self.address = (host, port)
+        self.address = (host, self.new_router(host, port, self._keys))
 
     def dial(self, peer: PeerKey, handshake: Message) -> None:
         self.post(partial(self._dial, peer, encode(handshake)))
@@ -60,7 +58,7 @@ class ControlThread(SocketThread):
 
     def send_to_reader(self, reader: bytes, message: Message) -> None:
         """Send to a peer that dialled us; lost if it is gone or does not read."""
-        self.post(partial(self._send_to_reader, reader, encode(message)))
+        self.post(partial(self.reply, reader, encode(message)))
 
     def hang_up(self, peer: PeerKey) -> None:
         self.post(partial(self._hang_up, peer))
@@ -74,7 +72,7 @@ class ControlThread(SocketThread):
         return max(0, math.ceil(self._engine.tick(time.monotonic()) * 1000))
 
     def on_ready(self, ready: set[Any]) -> None:
-        if self._router in ready:
+        if self.router in ready:
             self._serve()
         for peer, connection in list(self._connections.items()):
             if connection.dealer in ready:
@@ -92,7 +90,6 @@ class ControlThread(SocketThread):
         self.run_jobs()
         for peer in list(self._connections):
             self._hang_up(peer)
-        self._router.close(linger=LINGER_MS)
 
     def _probe(self, peer: PeerKey) -> None:
         try:
@@ -109,14 +106,14 @@ class ControlThread(SocketThread):
 
     def _serve(self) -> None:
         refused = Refused(f"message not understood; this node speaks protocol {HANDOVER}")
-        for reader, message in codec.received(self._router):
+        for reader, message in codec.received(self.router):
             answer = refused if message is None else self._engine.answer(reader, message)
             if answer is not None:
                 try:
                     reply = encode(answer)
                 except ValueError:  # it is longer than the question
                     reply = encode(refused)
-                self._send_to_reader(reader, reply)
+                self.reply(reader, reply)  # if it is lost, the next heartbeat asks again
 
     def _listen(self, peer: PeerKey, connection: Connection) -> None:
         for _, message in codec.received(connection.dealer):
@@ -137,11 +134,6 @@ class ControlThread(SocketThread):
     def _send(self, peer: PeerKey, frame: bytes) -> None:
         if peer in self._connections:
             self._connections[peer].send(frame)
-
-    def _send_to_reader(self, reader: bytes, frame: bytes) -> None:
-        # The reader asks again with its next heartbeat.
-        with contextlib.suppress(zmq.Again):
-            self._router.send_multipart([reader, frame], zmq.NOBLOCK)
 
     def _hang_up(self, peer: PeerKey) -> None:
         if (connection := self._connections.pop(peer, None)) is not None:

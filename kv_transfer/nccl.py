@@ -6,7 +6,6 @@ control socket is encrypted; its key is in the metadata.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from kvrelay.kv_transfer.nccl_pairs import (
     codec,
     encode,
 )
-from kvrelay.kv_transfer.sockets import LINGER_MS, Connection, SocketThread
+from kvrelay.kv_transfer.sockets import Connection, SocketThread
 from kvrelay.kv_transfer.staging import Budget, StagedPool
 from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
 from kvrelay.wire.frames import MALFORMED
@@ -161,15 +160,14 @@ class PairControl(SocketThread):
         # By pair: its connection, and the pair.
         self._readers: dict[bytes, tuple[bytes, SourcePair]] = {}
         self._keys = zmq.curve_keypair()
-        self._router, port = self.new_router(host, 0, self._keys)
-        self.address = Address(host, port, self._keys[0])
+        self.address = Address(host, self.new_router(host, 0, self._keys), self._keys[0])
         self.start()
 
     def on_error(self, error: Exception) -> None:
         self.broken = error
 
     def on_ready(self, ready: set[Any]) -> None:
-        if self._router in ready:
+        if self.router in ready:
             self._serve()
         for source in [s for s in self._sources.values() if s.connection.dealer in ready]:
             self._listen(source)
@@ -188,12 +186,11 @@ class PairControl(SocketThread):
             self.hang_up(generation, "it closes")
         for ended in pairs:
             ended.thread.join(JOIN_S / len(pairs))
-        self._router.close(linger=LINGER_MS)
 
     # As the source.
 
     def _serve(self) -> None:
-        for sender, message in codec.received(self._router):
+        for sender, message in codec.received(self.router):
             if message is not None:
                 self._answer(sender, message)
 
@@ -305,9 +302,7 @@ class PairControl(SocketThread):
             source.connection.send(encode(message))
 
     def _send_to_reader(self, sender: bytes, message: PairMessage) -> None:
-        # Full: the reader has not read for long; patience ends what waits for it.
-        with contextlib.suppress(zmq.Again):
-            self._router.send_multipart([sender, encode(message)], zmq.NOBLOCK)
+        self.reply(sender, encode(message))  # patience ends what waits for a lost one
 
     def _posting(self, call: Callable[[Any], None]) -> Callable[[Any], None]:
         # For the pairs' threads.

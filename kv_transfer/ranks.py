@@ -7,7 +7,6 @@ need no secret.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ import zmq
 from kvrelay.kv_transfer.backend import BackendEvent, BackendJob
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.shares import Heads
-from kvrelay.kv_transfer.sockets import LINGER_MS, Codec, SocketThread, received
+from kvrelay.kv_transfer.sockets import Codec, SocketThread, received
 from kvrelay.wire import errors
 from kvrelay.wire.errors import ConfigError, KvrelayError, PeerLost, TransferError
 
@@ -158,7 +157,7 @@ class RankLink(SocketThread):
         self._names: dict[bytes, int] = {}  # of connections
         self._ranks: dict[int, bytes] = {}
         keys = zmq.curve_keypair()
-        self._router, port = self.new_router(host, 0, keys)
+        port = self.new_router(host, 0, keys)
         self.address = LinkAddress(host, port, keys[0], engine_id, terms)
         self.start()
 
@@ -183,11 +182,11 @@ class RankLink(SocketThread):
         return [found[rank] for rank in sorted(found)]
 
     def send(self, rank: int, message: ToRank) -> None:
-        self.post(lambda: self._send(self._ranks[rank], message))
+        self.post(lambda: self.reply(self._ranks[rank], to_rank.encode(message)))
 
     def on_ready(self, ready: set[Any]) -> None:
-        if self._router in ready:
-            for name, frame in received(self._router):
+        if self.router in ready:
+            for name, frame in received(self.router):
                 self._take(name, from_rank.decode(frame))
 
     def on_error(self, error: Exception) -> None:
@@ -195,8 +194,7 @@ class RankLink(SocketThread):
 
     def on_close(self) -> None:
         for name in self._ranks.values():
-            self._send(name, Close())
-        self._router.close(linger=LINGER_MS)
+            self.reply(name, to_rank.encode(Close()))
 
     def _take(self, name: bytes, message: FromRank) -> None:
         if isinstance(message, Prepared):
@@ -208,8 +206,3 @@ class RankLink(SocketThread):
             self._prepared.put(message)
         elif name in self._names:
             self._on_message(self._names[name], message)
-
-    def _send(self, name: bytes, message: ToRank) -> None:
-        # A rank that takes no messages has hung, and so has the engine.
-        with contextlib.suppress(zmq.Again):
-            self._router.send_multipart([name, to_rank.encode(message)], zmq.NOBLOCK)

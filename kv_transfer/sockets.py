@@ -97,6 +97,7 @@ class SocketThread(abc.ABC):
         """`unbounded`: never drop messages to a slow reader."""
         self._max_bytes, self._unbounded = max_message_bytes, unbounded
         self._context: zmq.Context[Socket] = zmq.Context()
+        self.router: Socket
         self._jobs: collections.deque[Callable[[], None]] = collections.deque()
         self._closing = False
         self.poller = zmq.Poller()
@@ -145,10 +146,8 @@ class SocketThread(abc.ABC):
                 sock.curve_serverkey = server
         return sock
 
-    def new_router(
-        self, host: str, port: int, keys: tuple[bytes, bytes] | None
-    ) -> tuple[Socket, int]:
-        """Return a listening ROUTER and its port. Raises ConfigError, with all closed."""
+    def new_router(self, host: str, port: int, keys: tuple[bytes, bytes] | None) -> int:
+        """Listen with a ROUTER; return its port. Raises ConfigError, with all closed."""
         router = self.new_socket(zmq.ROUTER, keys)
         try:
             port = listen(router, host, port)
@@ -157,7 +156,13 @@ class SocketThread(abc.ABC):
             self._close_waker()
             raise
         self.poller.register(router, zmq.POLLIN)
-        return router, port
+        self.router = router
+        return port
+
+    def reply(self, name: bytes, frame: bytes) -> None:
+        """Send to a peer of the ROUTER; lost if it is gone or has not read for long."""
+        with contextlib.suppress(zmq.Again):
+            self.router.send_multipart([name, frame], zmq.NOBLOCK)
 
     def run_jobs(self) -> None:
         while self._jobs:
@@ -194,7 +199,7 @@ class SocketThread(abc.ABC):
 
     def _end(self) -> None:
         self.on_close()
-        self._context.term()
+        self._context.destroy(LINGER_MS)
         self._close_waker()
 
     def _close_waker(self) -> None:
