@@ -47,13 +47,6 @@ async def read_admin_body(node: Node, request: Request) -> bytes:
 
 
 def add_admin_routes(app: FastAPI, node: Node) -> None:
-    _add_lifecycle_routes(app, node)
-    _add_engine_routes(app, node)
-    _add_adapter_routes(app, node)
-    _add_kv_routes(app, node)
-
-
-def _add_lifecycle_routes(app: FastAPI, node: Node) -> None:
     @app.post("/drain")
     @app.post("/undrain")
     async def change_drain(request: Request) -> Response:
@@ -74,8 +67,6 @@ def _add_lifecycle_routes(app: FastAPI, node: Node) -> None:
         }
         return json_response(state, 200 if node.flips_to is None else 202)
 
-
-def _add_engine_routes(app: FastAPI, node: Node) -> None:
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache(request: Request) -> Response:
         await read_admin_body(node, request)
@@ -86,8 +77,6 @@ def _add_engine_routes(app: FastAPI, node: Node) -> None:
         log.info("the prefix cache is reset")
         return json_response({"success": True})
 
-
-def _add_adapter_routes(app: FastAPI, node: Node) -> None:
     @app.post("/v1/load_lora_adapter")
     async def load(request: Request) -> Response:
         return json_response(await load_adapter(node, await read_admin_body(node, request)))
@@ -96,8 +85,6 @@ def _add_adapter_routes(app: FastAPI, node: Node) -> None:
     async def unload(request: Request) -> Response:
         return json_response(unload_adapter(node, await read_admin_body(node, request)))
 
-
-def _add_kv_routes(app: FastAPI, node: Node) -> None:
     @app.post("/kv/release")
     @app.post("/kv/renew")
     async def end_or_renew(request: Request) -> Response:

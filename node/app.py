@@ -71,22 +71,12 @@ def create_app(
     )
     app.front = front_of(node.config)
     add_error_handlers(app)
-    _add_completion_routes(app, node)
-    _add_model_routes(app, node)
-    add_routes(app, DialectServer(node), root_path=node.config.root_path)
-    add_admin_routes(app, node)
-    _add_status_routes(app, node)
-    return app
 
-
-def _add_completion_routes(app: FastAPI, node: Node) -> None:
     @app.post(CHAT_PATH)
-    async def chat(request: Request) -> Response:
-        return await complete(node, request, await read_request(node, request), chat=True)
-
     @app.post(COMPLETIONS_PATH)
     async def completions(request: Request) -> Response:
-        return await complete(node, request, await read_request(node, request), chat=False)
+        body, chat = await read_request(node, request), request.url.path.endswith(CHAT_PATH)
+        return await complete(node, request, body, chat=chat)
 
     @app.post(LEGS_PATH)
     async def request_stream(request: Request) -> Response:
@@ -96,8 +86,6 @@ def _add_completion_routes(app: FastAPI, node: Node) -> None:
         max_body_bytes = node.config.max_body_bytes + MAX_HANDOVER_BYTES
         return node.streams.open(partial(start_streamed, node), max_body_bytes)
 
-
-def _add_model_routes(app: FastAPI, node: Node) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         authorize(node.config.api_key, request)
@@ -110,12 +98,9 @@ def _add_model_routes(app: FastAPI, node: Node) -> None:
         cards = node.ready().cards(node.created)
         return json_response(next(card for card in cards if card.id == name))
 
-
-def _add_status_routes(app: FastAPI, node: Node) -> None:
     @app.get("/health")
     async def health() -> Response:
-        report = _health(node)
-        return json_response(report, 503 if node.draining else 200)
+        return json_response(_health(node), 503 if node.draining else 200)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -124,6 +109,10 @@ def _add_status_routes(app: FastAPI, node: Node) -> None:
             await node.engine.fresh_stats(_STATS_DEADLINE_S)
         text = b"" if node.metrics is None else node.metrics.text()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    add_routes(app, DialectServer(node), root_path=node.config.root_path)
+    add_admin_routes(app, node)
+    return app
 
 
 def _health(node: Node) -> dict[str, object]:

@@ -38,7 +38,6 @@ from kvrelay.node.pulls import Pulls
 from kvrelay.node.ranks import join_as_rank_0, meet_ranks, pool_region
 from kvrelay.paged_engine.adapters import answer_load
 from kvrelay.paged_engine.engine import AdapterNotLoaded, Engine
-from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.paged_engine.request import Fetch, Request
 from kvrelay.paged_engine.timed_steps import measure_steps
 from kvrelay.wire.config import NodeConfig
@@ -92,23 +91,20 @@ class EngineProcess:
             enabled=config.engine.enable_prefix_caching,
             tier=config.cache.kv_host_memory > 0,
         )
-        self.connector = self._open_connector(ranks)
+        engine_id = f"engine-{uuid.uuid4().hex[:12]}"
+        self.connector = TransferEngine(
+            engine_id=engine_id,
+            fingerprint=fingerprint_of(self.engine, config.engine),
+            region=pool_region(self.engine.pool),
+            config=config.transfer,
+            wake=self.wakeup,
+            link=meet_ranks(ranks, config, self.engine.model.num_kv_heads, engine_id),
+        )
         self._mismatched_kv = 0
         self._grammars = GrammarCompiler(config.engine.model, self.engine, self.wakeup)
         self._pulls = Pulls(self.engine, self.connector, config)
         load_s = time.monotonic() - began
         self._send(engine_ready(self.engine, self.connector, config, costs, load_s))
-
-    def _open_connector(self, ranks: Ranks) -> TransferEngine:
-        engine_id = f"engine-{uuid.uuid4().hex[:12]}"
-        return TransferEngine(
-            engine_id=engine_id,
-            fingerprint=fingerprint_of(self.engine, self._config.engine),
-            region=pool_region(self.engine.pool),
-            config=self._config.transfer,
-            wake=self.wakeup,
-            link=meet_ranks(ranks, self._config, self.engine.model.num_kv_heads, engine_id),
-        )
 
     def serve(self) -> None:
         progressed = False

@@ -146,14 +146,10 @@ def _receive_message(sender: socket.socket) -> bytes:
 
 
 def _receive(sender: socket.socket, count: int) -> bytes:
-    received = bytearray(count)
-    left = memoryview(received)
-    while left:
-        got = sender.recv_into(left)
-        if not got:
-            os._exit(0)
-        left = left[got:]
-    return bytes(received)
+    received = sender.recv(count, socket.MSG_WAITALL)
+    if len(received) < count:
+        os._exit(0)
+    return received
 
 
 def _memory_bytes() -> tuple[int, int]:

@@ -171,7 +171,18 @@ class Serving:
             tool_format=self._tool_format,
             reasoning=self._reasoning,
         )
-        sampling = self._sampling(request, prompt, params, defaults)
+        sampling = sampling_params(
+            request,
+            bad_words=bad_word_ids(
+                request.bad_words, lambda word: self._tokenizer.encode(word, False)
+            ),
+            vocab_size=self.info.vocab_size,
+            prompt_tokens=len(prompt),
+            max_model_len=self.info.max_model_len,
+            defaults=defaults,
+            # 53 bits: a proxy may read numbers as floats.
+            default_seed=params.seed if params.seed is not None else random.getrandbits(53),
+        )
         sampling = msgspec.structs.replace(sampling, constraint=form.guided(sampling.constraint))
         writer = AnswerWriter(
             request,
@@ -195,26 +206,6 @@ class Serving:
             return PrefillRequest(submit, params, writer)
         choices: dict[int, list[int]] = {choice: [] for choice in range(len(writer.choices))}
         return NodeRequest(fork_submits(submit, choices), writer)
-
-    def _sampling(
-        self,
-        request: ChatRequest | CompletionRequest,
-        prompt: list[int],
-        params: KvTransferParams,
-        defaults: SamplingDefaults,
-    ) -> SamplingParams:
-        return sampling_params(
-            request,
-            bad_words=bad_word_ids(
-                request.bad_words, lambda word: self._tokenizer.encode(word, False)
-            ),
-            vocab_size=self.info.vocab_size,
-            prompt_tokens=len(prompt),
-            max_model_len=self.info.max_model_len,
-            defaults=defaults,
-            # 53 bits: a proxy may read numbers as floats.
-            default_seed=params.seed if params.seed is not None else random.getrandbits(53),
-        )
 
     def _submit(
         self,
