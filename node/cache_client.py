@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
 
-from kvrelay.node.child import REPORT_S, Child, Restarts
+from kvrelay.node.child import REPORT_S, RESTART_S, Child
 from kvrelay.node.process import describe_exit
 from kvrelay.wire.cache_messages import (
     Attach,
@@ -91,7 +92,7 @@ class CacheClient:
             await self._child.close()
 
     async def _live(self, setup: CacheSetup) -> None:
-        restarts, followed, goes_on = Restarts(), 0, True
+        not_before, followed, goes_on = 0.0, 0, True
         while goes_on:
             try:
                 child = await Child.start("kvrelay.node.cache_process", setup, {})
@@ -106,7 +107,7 @@ class CacheClient:
                 self._send(CacheChanges([], [], cleared=True))
             how = describe_exit(await child.process.wait())
             stats, self.stats = self.stats, None
-            goes_on = stats is not None and restarts.allowed()
+            goes_on = stats is not None and time.monotonic() >= not_before
             followed = 0 if stats is None else stats.clears
             await asyncio.sleep(REPORT_S)
             await child.close()
@@ -114,7 +115,7 @@ class CacheClient:
                 self._hear(CacheChanges([], [], cleared=True, medium=medium))
             follows = "another one starts" if goes_on else "no KV is kept below the pool"
             log.error("the cache process ended (%s): %s", how, follows)
-            restarts.done()
+            not_before = time.monotonic() + RESTART_S
 
     async def _read(self, child: Child) -> None:
         decoder = msgspec.msgpack.Decoder(FromCache)
@@ -131,15 +132,13 @@ class CacheClient:
 
 
 def identity(fingerprint: Fingerprint, engine: EngineConfig) -> bytes:
-    """Return 16 bytes that differ if KV may differ: other model files, types or devices."""
+    """Return 16 bytes that differ if KV may differ: other settings of the model, types or devices.
+
+    Its weights are in the hashes of blocks.
+    """
     path = Path(engine.model).expanduser()
-    wanted = (".gguf", ".json", ".safetensors")
-    found = [each for each in (path, *path.glob("*")) if each.suffix in wanted and each.is_file()]
-    # Weights are in the hashes, and another node's copy of the files has other times.
-    files = [
-        (each.name, each.read_bytes() if each.suffix == ".json" else each.stat().st_size)
-        for each in sorted(found)
-    ]
+    found = [each for each in (path, *path.glob("*.json")) if each.suffix == ".json"]
+    files = [(each.name, each.read_bytes()) for each in sorted(found) if each.is_file()]
     alike = msgspec.structs.replace(fingerprint, protocol=0, protocol_newest=0, tp_size=1)
     of = (alike, engine.device, engine.dtype, engine.quantization, engine.load_format, files)
     return blake2b(msgspec.json.encode(of), digest_size=16).digest()

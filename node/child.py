@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar, cast
@@ -32,14 +31,15 @@ from kvrelay.wire.child_environ import child_environ
 from kvrelay.wire.engine_messages import EngineFailed
 from kvrelay.wire.errors import KvrelayError
 
-__all__ = ["REPORT_S", "STOP_DEADLINE_S", "Child", "Restarts", "connect", "run_child"]
+__all__ = ["REPORT_S", "RESTART_S", "STOP_DEADLINE_S", "Child", "connect", "run_child"]
 
 log = logging.getLogger("kvrelay.node")
 
 STOP_DEADLINE_S = 5.0
 # A child's report may come after its end.
 REPORT_S = 0.05
-_RESTART_S = 60.0
+RESTART_S = 60.0
+"""A process that ends so soon after it was started again gets no other."""
 
 _Config = TypeVar("_Config")
 
@@ -104,19 +104,6 @@ class Child:
                 log.error("process %d cannot be killed: its driver holds it", self.process.pid)
         self.socket.close()
         self.remove_folder()
-
-
-class Restarts:
-    """A bound on restarts: a process that ends within a minute of one gets no other."""
-
-    def __init__(self) -> None:
-        self._not_before = 0.0
-
-    def allowed(self) -> bool:
-        return time.monotonic() >= self._not_before
-
-    def done(self) -> None:
-        self._not_before = time.monotonic() + _RESTART_S
 
 
 def run_child(

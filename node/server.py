@@ -14,7 +14,7 @@ import msgspec
 import uvicorn
 
 from kvrelay.node.app import create_app
-from kvrelay.node.child import Restarts
+from kvrelay.node.child import RESTART_S
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.lifecycle import DRAIN_DEADLINE_S, Heartbeats, Node
 from kvrelay.node.metrics import NodeMetrics
@@ -157,15 +157,15 @@ async def _load_and_watch(
         )
         node.serving = serving
         _log_ready(node.config, serving)
-        restarts = Restarts()
+        not_before = 0.0
         while True:
             on_ready()
             await node.engine.ended.wait()
             # An engine that dies again soon ends its node, whose supervisor waits longer each time.
-            if node.cache.source is None or node.draining or not restarts.allowed():
+            if node.cache.source is None or node.draining or time.monotonic() < not_before:
                 break
             await _start_again(node, serving)
-            restarts.done()
+            not_before = time.monotonic() + RESTART_S
         node.failure = node.engine.failure
         log.error("%s", node.failure)
     except Exception as why:
