@@ -16,13 +16,15 @@ MARGIN = 0.1
 NEVER = float("inf")
 
 
-class State(enum.Enum):
-    WATCHED = enum.auto()  # not asked for yet
-    WAITING = enum.auto()  # asked for; the peer, its renewal or more of the KV is missing
-    READING = enum.auto()  # a READ is in flight
-    CONFIRMING = enum.auto()  # all bytes are in; the source's word is missing
-    CHECKING = enum.auto()  # the source held it; our own checksums are missing
-    ABANDONED = enum.auto()  # unwanted, but a READ is in flight
+class State(enum.StrEnum):
+    """A fetch's state, by what is missing."""
+
+    WATCHED = "not asked for"
+    WAITING = "no renewed lease"  # or the peer, or more of the KV
+    READING = "bytes missing"
+    CONFIRMING = "unconfirmed"
+    CHECKING = "our checksums missing"
+    ABANDONED = "unwanted"  # but a READ is in flight
 
 
 @dataclass(slots=True)
@@ -72,7 +74,6 @@ class Fetch:
     ends: list[tuple[float, int]] = field(default_factory=list)
     """When unverified READs ended, and `landed` then."""
     verified: int = 0  # landed blocks that the source has held since
-    retried: bool = False
     token: int = 0  # names the End that is to confirm it
     checks: Checks = field(default_factory=Checks)
     remote_blocks: tuple[int, ...] = ()
@@ -121,11 +122,7 @@ class Fetch:
                 f"{where} computes the prompt but has not renewed its lease for "
                 f"{self.config.lease_s:g} s; it hangs, or the network between us does"
             )
-        doing = {
-            State.WAITING: "no renewed lease",
-            State.READING: "bytes missing",
-            State.CHECKING: "our checksums missing",
-        }.get(self.state, "unconfirmed")
+        doing = str(self.state)
         if self.state is State.WAITING and self.complete and self.landed == len(self.local_blocks):
             doing = "its checksums missing"
         fewer = ", or lower kv_checksums" if "checksums" in doing else ""

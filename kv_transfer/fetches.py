@@ -33,7 +33,7 @@ from kvrelay.kv_transfer.fetch import NEVER, Checks, Fetch, State
 from kvrelay.kv_transfer.messages import Doubt, End, Follow, Message, Renew
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.engine_messages import TransferStats
-from kvrelay.wire.errors import KvCorrupted, KvrelayError, LeaseLost, PeerLost, TransferTimeout
+from kvrelay.wire.errors import KvCorrupted, KvrelayError, LeaseLost, TransferTimeout
 
 __all__ = ["Command", "FetchTable", "Sum"]
 
@@ -238,24 +238,14 @@ class FetchTable:
         if fetch.state is not State.CONFIRMING:  # else the answer to its End is the proof
             self.commands.append((fetch.peer, Renew(now, [fetch.lease])))  # verifies what is in
 
-    def read_failed(
-        self, read_id: int, error: KvrelayError, now: float, *, in_flight: bool
-    ) -> None:
-        """Handle a broken READ. `in_flight`: bytes may still land; another call follows.
-
-        A READ is retried once, if the peer is there and nothing of the first try is in flight.
-        """
+    def read_failed(self, read_id: int, error: KvrelayError, *, in_flight: bool) -> None:
+        """Handle a broken READ. `in_flight`: bytes may still land; another call follows."""
         fetch = self._reading(read_id)
         if fetch is None:
             return
         if not in_flight:
             fetch.read_id = None
         if fetch.state is State.READING:
-            if not (in_flight or fetch.retried or isinstance(error, PeerLost)):
-                self.stats.retries += 1
-                fetch.retried, fetch.taken, fetch.state = True, fetch.landed, State.WAITING
-                self._start(fetch, now)
-                return
             self._end_lease(fetch)
             self._fail(fetch, error)
         elif fetch.read_id is None:

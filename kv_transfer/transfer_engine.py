@@ -379,7 +379,7 @@ class TransferEngine:
                 case ReadEnded(peer, read_id, error, in_flight) if error is not None:
                     if isinstance(error, PeerLost):
                         self._peers.on_way_lost(peer)
-                    self._fetches.read_failed(read_id, error, now, in_flight=in_flight)
+                    self._fetches.read_failed(read_id, error, in_flight=in_flight)
                     self._peers.on_read_over(peer)
 
     def on_error(self, error: Exception) -> None:

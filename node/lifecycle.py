@@ -176,21 +176,13 @@ class Node:
         requests = self.engine.queue_depth()
         log.info("flipping from %s to %s: %d requests under way", self.role, wanted, requests)
         self.flips_to = wanted
-        self._flip = asyncio.create_task(self._run_or_end(wanted))
+        self._flip = asyncio.create_task(self._run_flip(wanted))
         self.on_change()
 
     def cancel_flip(self) -> None:
         if self._flip is not None and self.flips_to is not None:
             self._flip.cancel()
             self._end_flip("cancelled")
-
-    async def _run_or_end(self, wanted: Role) -> None:
-        try:
-            await self._run_flip(wanted)
-        except Exception:
-            log.exception("the change to %s broke", wanted)
-            if self.flips_to is not None:
-                self._end_flip("cancelled")
 
     async def _run_flip(self, wanted: Role) -> None:
         began, old = time.monotonic(), self.role

@@ -163,10 +163,6 @@ _ENGINE_COUNTERS = {
         "pins_refused",
     ),
     "kvrelay_fetches": ("KV fetches started", "transfers.fetches"),
-    "kvrelay_fetch_retries": (
-        "Reads of a KV fetch that broke and were tried again",
-        "transfers.retries",
-    ),
     "kvrelay_fetch_kept_blocks": (
         "KV blocks of failed fetches that need not be computed again",
         "kept_blocks",
@@ -270,15 +266,8 @@ class NodeMetrics:
     def _count(self, name: str, *labels: str, more: float = 1) -> None:
         self._counters[name].labels(*self._labels, *labels).inc(more)
 
-    def count_prompt(self, rungs: Mapping[str, int]) -> None:
-        for rung, tokens in rungs.items():
-            self._count(_RUNGS, rung, more=tokens)
-
     def count_flip(self, outcome: str) -> None:
         self._count(_FLIPS, outcome)
-
-    def observe_first_token(self, seconds: float) -> None:
-        self._observe(_TTFT, seconds)
 
     def observe_next_tokens(self, seconds: float) -> None:
         self._observe(_ITL, seconds)
@@ -293,9 +282,15 @@ class NodeMetrics:
         total_s: float,
         tokens: int,
         timing: Timing | None,
+        ttft_s: float | None = None,
+        rungs: Mapping[str, int] = {},
         *,
         not_fetched: bool,
     ) -> None:
+        for rung, found in rungs.items():
+            self._count(_RUNGS, rung, more=found)
+        if ttft_s is not None:
+            self._observe(_TTFT, ttft_s)
         self._count(_SUCCESS, finish.value)
         self._observe(_E2E, total_s)
         self._observe(_OUTPUT_TOKENS, tokens)
@@ -324,12 +319,12 @@ class NodeMetrics:
         for name, (_, field) in _ENGINE_COUNTERS.items():
             of = attrgetter(field)
             self._count(name, more=_more(of(stats), of(counted)))
-        for cause, failures in stats.transfers.failures.items():
-            before = counted.transfers.failures.get(cause, 0)
-            self._count(_FAILED, cause, more=_more(failures, before))
-        for cause, failures in stats.pull_failures.items():
-            before = counted.pull_failures.get(cause, 0)
-            self._count(_PULLS_FAILED, cause, more=_more(failures, before))
+        for name, failures, before in (
+            (_FAILED, stats.transfers.failures, counted.transfers.failures),
+            (_PULLS_FAILED, stats.pull_failures, counted.pull_failures),
+        ):
+            for cause, number in failures.items():
+                self._count(name, cause, more=_more(number, before.get(cause, 0)))
         for name, (_, field) in _GAUGES.items():
             self._gauges[name].labels(*self._labels).set(attrgetter(field)(stats))
 

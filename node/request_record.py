@@ -76,11 +76,9 @@ class RequestRecord:
         total_s, finish = ended - self.began, self._request.finish or Finish.ABORT
         timing = self._timing(total_s)
         if self._metrics is not None:
-            if self._ttft_s is not None:
-                self._metrics.observe_first_token(self._ttft_s)
             not_fetched = self.last is not None and self.last.fetch_error is not None
-            self._metrics.count_end(finish, total_s, self._tokens, timing, not_fetched=not_fetched)
-            self._metrics.count_prompt(rungs)
+            of = finish, total_s, self._tokens, timing, self._ttft_s, rungs
+            self._metrics.count_end(*of, not_fetched=not_fetched)
         line = self._line(finish, total_s, timing, error)
         log.info("%s", line)
         if self._span is not None:

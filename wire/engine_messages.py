@@ -215,7 +215,6 @@ class TransferStats(msgspec.Struct):
     """Failed fetches by error name."""
     ask_failures: dict[str, int] = msgspec.field(default_factory=Counter)
     """Asks for cached blocks without a ticket, by cause."""
-    retries: int = 0
     fetched_bytes: int = 0
     fetch_s: float = 0.0
     checked_blocks: int = 0

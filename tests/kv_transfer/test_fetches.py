@@ -130,18 +130,14 @@ def test_the_deadline_grows_with_the_size_and_late_bytes_stay_quarantined(whole:
     assert not whole.reading(PEER)
 
 
-def test_a_read_that_broke_and_is_over_is_tried_again_once(growing: Table) -> None:
-    growing.grow(1, 0.1)
-    growing.read_ended(1, 0.2)
-    growing.grow(2, 0.3)
-    growing.grow(3, 0.4)  # not a part of the READ that breaks
-    assert growing.reads() == [(7,), (8,)]
-    growing.read_failed(2, BROKE, 0.5, in_flight=False)
-    assert growing.seen() == []
-    assert growing.reads() == [(8, 9)]
-    growing.read_failed(3, BROKE, 0.6, in_flight=False)
-    assert growing.failed() == FAILED
-    assert (growing.stats.retries, growing.stats.failures) == (1, {"TransferError": 1})
+def test_a_read_that_broke_fails_and_is_settled_when_nothing_of_it_is_in_flight(
+    whole: Table,
+) -> None:
+    whole.read_failed(1, BROKE, in_flight=True)
+    assert whole.seen() == [FAILED]
+    whole.read_failed(1, BROKE, in_flight=False)
+    assert whole.seen() == [Settled("r")]
+    assert whole.stats.failures == {"TransferError": 1}
 
 
 def test_a_lease_lost_while_queueing_fails_the_later_fetch_at_once() -> None:
@@ -289,10 +285,9 @@ def test_blocks_are_kept_if_the_source_held_them_after_they_were_in(
     elif end == "lease":
         growing.renew(4.0, kept=False)
     elif end == "broken":
-        growing.read_failed(3, BROKE, 4.0, in_flight=True)
-    else:  # tried again once
-        for read_id in (3, 4):
-            growing.read_failed(read_id, BROKE, 0.7, in_flight=False)
+        growing.read_failed(3, BROKE, in_flight=True)
+    else:
+        growing.read_failed(3, BROKE, in_flight=False)
     failed = growing.seen()[0]
     assert isinstance(failed, FetchFailed)
     assert failed.verified == verified

@@ -43,7 +43,6 @@ def by_role(ours: NodeMetrics, name: str) -> dict[str, float]:
 def test_a_request_that_fetched_its_kv() -> None:
     ours = metrics()
     ours.count_submit(200, 12)
-    ours.observe_first_token(0.05)
     ours.observe_next_tokens(0.02)
     timing = Timing(
         transfer_s=0.03,
@@ -52,7 +51,7 @@ def test_a_request_that_fetched_its_kv() -> None:
         decode_queue_s=0.002,
         decode_s=0.2,
     )
-    ours.count_end(Finish.LENGTH, 0.3, 11, timing, not_fetched=False)
+    ours.count_end(Finish.LENGTH, 0.3, 11, timing, 0.05, not_fetched=False)
     found = values(ours)
     expected = {
         "vllm:request_prompt_tokens_sum": 200,
