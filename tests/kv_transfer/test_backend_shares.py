@@ -15,7 +15,6 @@ from kvrelay.kv_transfer import direct
 from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.shares import Heads, shares
-from kvrelay.wire.errors import ConfigError
 
 BLOCKS, HEADS, HEAD_BYTES = 12, 4, 4096
 
@@ -115,9 +114,3 @@ def test_an_idle_connector_costs_no_cpu(kind):
         before = time.process_time()
         node.woken.wait(0.5)
         assert time.process_time() - before < 0.2
-
-
-@pytest.mark.parametrize("kind", ["direct", "nixl"])
-def test_a_device_that_is_neither_cpu_nor_gpu_is_a_config_error(kind):
-    with pytest.raises(ConfigError, match="neither cpu nor cuda:N"):
-        real_backend("x", kind, PoolRegion(0, 1, 1, "tpu"))

@@ -8,9 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import queue
-import select
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +19,7 @@ import pytest
 import zmq
 from engine_node import AT_ONCE_S, CONFIG, FINGERPRINT, node, reason
 from shared_backend import pattern
-from zmq.utils import z85
 
-import kvrelay.kv_transfer.control
 from kvrelay.kv_transfer.connector import Fetched, PeerKey, Settled
 from kvrelay.kv_transfer.control import ENDED_EARLY, ControlThread
 from kvrelay.kv_transfer.messages import (
@@ -167,49 +163,6 @@ def test_a_stranger_with_a_key_pair_of_its_own_gets_no_word_in_or_out() -> None:
             reader.dial(peer_of(source), HELLO)
             assert here.news.get(timeout=5) == HELLO
         assert there.asked == [HELLO]
-
-
-class Eavesdropper:
-    """Passes bytes on between one client and a server and keeps them."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self.heard = bytearray()
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
-        self._target = (host, port)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        near, _ = self._server.accept()
-        with near, socket.create_connection(self._target, timeout=5) as far:
-            while True:
-                for source in select.select([near, far], [], [], 10)[0]:
-                    got = source.recv(1 << 16)
-                    if not got:
-                        return
-                    self.heard += got
-                    (far if source is near else near).sendall(got)
-
-    def close(self) -> None:
-        self._thread.join(10)
-        self._server.close()
-
-
-def test_neither_key_nor_content_can_be_read_on_the_way() -> None:
-    """What admits a node is the public key, so that one must never be seen either."""
-    with control(SECRET, Refused("a word in confidence")) as (source, _):
-        relay = Eavesdropper(*source.address)
-        with control(SECRET) as (reader, here):
-            reader.dial(PeerKey("127.0.0.1", relay.port, "g"), HELLO)
-            assert here.news.get(timeout=5) == Refused("a word in confidence")
-        relay.close()
-    assert b"CURVE" in relay.heard
-    for key in kvrelay.kv_transfer.control._keys(SECRET):
-        assert z85.decode(key) not in relay.heard
-        assert key not in relay.heard
-    assert b"confidence" not in relay.heard
-    assert SECRET.encode() not in relay.heard
 
 
 def test_a_libzmq_without_curve_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:

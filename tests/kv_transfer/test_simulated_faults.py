@@ -15,16 +15,9 @@ from simulated_faults import FAULTS, STATES, run_many
 from simulated_world import Violation
 
 import kvrelay.kv_transfer.fetch
-from kvrelay.kv_transfer.connector import LeaseId, PeerKey
-from kvrelay.kv_transfer.fetch import Fetch
 from kvrelay.kv_transfer.fetches import FetchTable
-from kvrelay.kv_transfer.host_memory import LeaseWords
 from kvrelay.kv_transfer.offers import Offers
-from kvrelay.kv_transfer.peers import Peers
-from kvrelay.node.engine_process import EngineProcess
 from kvrelay.node.pulls import Pulls
-from kvrelay.paged_engine.request import Request
-from kvrelay.paged_engine.scheduler import Scheduler
 
 COUNT = 1000
 # Enough for each of the mutants below, several times over.
@@ -65,16 +58,6 @@ def no_quarantine_of_reads(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FetchTable, "_abandon", FetchTable._settle)
 
 
-def no_quarantine_of_blocks(patch: pytest.MonkeyPatch) -> None:
-    def at_once(
-        real: Callable[..., None], scheduler: Scheduler, request: Request, *kept: int
-    ) -> None:
-        real(scheduler, request, *kept)
-        scheduler.kept.settle(request.request_id)
-
-    around(patch, Scheduler, "_quarantine", at_once)
-
-
 def no_quarantine_of_broken_reads(patch: pytest.MonkeyPatch) -> None:
     around(
         patch,
@@ -82,20 +65,6 @@ def no_quarantine_of_broken_reads(patch: pytest.MonkeyPatch) -> None:
         "read_failed",
         lambda real, *args, in_flight: real(*args, in_flight=False),
     )
-
-
-def no_doubt_about_lost_peers(patch: pytest.MonkeyPatch) -> None:
-    def taken_for_gone(
-        real: Callable[..., None], peers: Peers, peer: PeerKey, how: str, now: float
-    ) -> None:
-        peers.on_process_gone(peer, now)
-        real(peers, peer, how, now)
-
-    around(patch, Peers, "on_disconnect", taken_for_gone)
-
-
-def no_clearing_of_lease_words(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LeaseWords, "end", lambda *_: None)
 
 
 def no_proof_of_what_is_kept(patch: pytest.MonkeyPatch) -> None:
@@ -112,38 +81,6 @@ def no_epochs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Offers, "find", lambda offers, lease: offers._offers.get(lease.request_id))
 
 
-def no_taking_of_places(patch: pytest.MonkeyPatch) -> None:
-    def last(real: Callable[..., bool], offers: Offers, lease: LeaseId, *rest: Any) -> bool:
-        offer = offers.find(lease)
-        return real(offers, lease, offer.follower if offer else b"", rest[-1])
-
-    around(patch, Offers, "end", last)
-
-
-def no_waiting_for_chunks(patch: pytest.MonkeyPatch) -> None:
-    around(
-        patch,
-        EngineProcess,
-        "grow",
-        lambda real, process, request, tokens: real(process, request, 1 << 20),
-    )
-
-
-def no_expiry(patch: pytest.MonkeyPatch) -> None:
-    def longer(real: Callable[..., None], offers: Offers, lease_s: float, words: Any) -> None:
-        real(offers, 1000 * lease_s, words)
-
-    around(patch, Offers, "__init__", longer)
-
-
-def no_deadline(patch: pytest.MonkeyPatch) -> None:
-    def never(real: Callable[..., Any], fetch: Fetch, now: float) -> None:
-        real(fetch, now)
-        fetch.deadline = now + 1e6
-
-    around(patch, Fetch, "hurry", never)
-
-
 def no_waiting_for_the_step_that_writes(patch: pytest.MonkeyPatch) -> None:
     def at_once(real: Callable[..., None], pulls: Pulls) -> None:
         pulls._leases = deque((0, *lease) for _, *lease in pulls._leases)
@@ -152,26 +89,14 @@ def no_waiting_for_the_step_that_writes(patch: pytest.MonkeyPatch) -> None:
     around(patch, Pulls, "answer", at_once)
 
 
-def no_end_of_waiting_for_a_seat(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pulls, "give_up", lambda *_: None)
-
-
 MUTANTS = [
     (no_entry_fence, "whose time is over"),
     (no_exit_fence, "does not hold tokens|nothing spoils KV"),
     (no_quarantine_of_reads, "which is free|does not hold tokens"),
-    (no_quarantine_of_blocks, "which is free|does not hold tokens"),
     (no_quarantine_of_broken_reads, "which is free|does not hold tokens"),
-    (no_doubt_about_lost_peers, "is taken for gone"),
-    (no_clearing_of_lease_words, "does not hold tokens|nothing spoils KV"),
     (no_proof_of_what_is_kept, "does not hold tokens"),
     (no_epochs, "was taken for its successor|does not hold tokens"),
-    (no_taking_of_places, "that was replaced has ended"),
-    (no_waiting_for_chunks, "does not hold tokens|nothing spoils KV"),
-    (no_expiry, "still has|not over"),
-    (no_deadline, "not over"),
     (no_waiting_for_the_step_that_writes, "does not hold tokens|nothing spoils KV"),
-    (no_end_of_waiting_for_a_seat, "not over"),
 ]
 
 
@@ -186,13 +111,10 @@ def test_without_this_rule_a_promise_is_broken(
     first = {
         no_waiting_for_the_step_that_writes: 1500,
         no_exit_fence: 360,
-        no_taking_of_places: 270,
         no_quarantine_of_broken_reads: 140,
         no_epochs: 120,
         no_entry_fence: 2190,
-        no_clearing_of_lease_words: 5050,
         no_proof_of_what_is_kept: 4880,
-        no_end_of_waiting_for_a_seat: 21360,
     }.get(mutate, 0)
     with pytest.raises(Violation, match=complaint):
         run_many(first, MUTANT_COUNT)

@@ -30,7 +30,7 @@ SIGNED = {
     "adapter": st.text(max_size=5),
     "adapter_digest": st.text(max_size=5),
 }
-SEAL = {"expires_at", "signature"}
+SEAL = {"expires_at": st.integers(), "signature": st.text(max_size=70)}
 TICKETS = st.builds(Ticket, **SIGNED)
 
 TICKET = Ticket(
@@ -51,7 +51,7 @@ def changed(ticket: Ticket, **fields: object) -> Ticket:
 
 
 def test_every_field_is_signed() -> None:
-    assert set(Ticket.__struct_fields__) == set(SIGNED) | SEAL
+    assert set(Ticket.__struct_fields__) == {*SIGNED, *SEAL}
 
 
 @given(ticket=TICKETS, now=st.floats(0, 4e9))
@@ -61,12 +61,13 @@ def test_a_signed_ticket_is_good_wherever_it_has_been(ticket: Ticket, now: float
     assert changed(given_away, expires_at=None, signature=None) == ticket
 
 
-@given(ticket=TICKETS, data=st.data(), name=st.sampled_from(sorted(SIGNED)))
-def test_any_other_value_in_any_signed_field_breaks_the_signature(
+@given(ticket=TICKETS, data=st.data(), name=st.sampled_from(sorted(SIGNED | SEAL)))
+def test_any_other_value_in_any_field_breaks_the_signature(
     ticket: Ticket, data: st.DataObject, name: str
 ) -> None:
     given_away = signed(ticket, SECRET, NOW)
-    other = data.draw(SIGNED[name].filter(lambda value: value != getattr(ticket, name)))
+    was, values = getattr(given_away, name), (SIGNED | SEAL)[name]
+    other = data.draw(values.filter(lambda value: value != was))
     assert "altered" in (refusal(changed(given_away, **{name: other}), SECRET, NOW) or "")
 
 
@@ -74,13 +75,6 @@ def test_neighbours_cannot_exchange_letters() -> None:
     given_away = signed(changed(TICKET, remote_engine_id="ab", generation="c"), SECRET, NOW)
     assert (
         refusal(changed(given_away, remote_engine_id="a", generation="bc"), SECRET, NOW) is not None
-    )
-
-
-@given(signature=st.text(max_size=70))
-def test_no_text_is_a_signature(signature: str) -> None:
-    assert (
-        refusal(changed(signed(TICKET, SECRET, NOW), signature=signature), SECRET, NOW) is not None
     )
 
 
@@ -106,12 +100,6 @@ def test_a_ticket_expires_by_the_readers_clock_which_may_be_minutes_off(
     verdict = refusal(signed(TICKET, SECRET, NOW), SECRET, NOW + later_s)
     assert (verdict is None) == good
     assert good or "the ticket expired 2 s ago by this node's clock" in str(verdict)
-
-
-def test_its_time_cannot_be_prolonged() -> None:
-    given_away = signed(TICKET, SECRET, NOW)
-    prolonged = changed(given_away, expires_at=(given_away.expires_at or 0) + 1)
-    assert "altered" in (refusal(prolonged, SECRET, NOW) or "")
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.9.10", "::1"])

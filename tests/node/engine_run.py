@@ -17,18 +17,7 @@ from kvrelay.node.ranks import join_as_rank_0
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.engine_messages import Submit
-from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.sampling import SamplingParams
-
-
-def load(engine: Engine, path: str) -> None:
-    """An adapter while the engine runs, behind one that no rank can read."""
-    assert engine.adapters is not None
-    for given in ("/nowhere", path):
-        try:
-            engine.adapters.load("late", given, in_place=False)
-        except ConfigError:
-            assert given == "/nowhere"
 
 
 def main() -> None:
@@ -36,9 +25,6 @@ def main() -> None:
     engine = Engine(config, join_as_rank_0(config))
     rng = random.Random(0)
     forever = "--forever" in sys.argv
-    late = sys.argv[sys.argv.index("--load") + 1] if "--load" in sys.argv else ""
-    if late:
-        load(engine, late)
     requests = []
     for index, length in enumerate((1, 17, 60)):
         tokens = [rng.randrange(3, 200) for _ in range(length)]
@@ -52,7 +38,7 @@ def main() -> None:
             allowed_token_ids=(77,) if index == 1 else None,
         )
         # With adapters: one request of the model alone, the others of an adapter each.
-        names = ["", *(["late"] * 2 if late else [name for name, _ in config.adapters])]
+        names = ["", *(name for name, _ in config.adapters)]
         adapter = names[index] if index < len(names) else ""
         requests.append(engine.request(Submit(f"r{index}", tokens, params, adapter=adapter), 0.0))
         requests[-1].guide = engine.guide(params)
