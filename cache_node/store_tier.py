@@ -62,7 +62,7 @@ class StoreTier:
         self._table, self._store, self._limit = table, store, limit
         self._block_s, self._wake = block_s, wake
         self._thread = ThreadPoolExecutor(1)
-        self._done: deque[Callable[[], None]] = deque()
+        self._done: deque[Callable[[], object]] = deque()
         self._busy_since = inf
         self._asks: list[_Ask] = []
         self._failures = Seldom()
@@ -135,7 +135,7 @@ class StoreTier:
         self._held.clear()
         self._bytes = 0
         self._changes = Changes(dict.fromkeys(self.names()), cleared=True)
-        self._do(self._store.clear, self._look_again)
+        self._do(self._store.clear, lambda _: self._look())
 
     def _end(self, ask: _Ask) -> None:
         if ask in self._asks:
@@ -143,7 +143,7 @@ class StoreTier:
             ask.then()
 
     def _do(
-        self, job: Callable[[], _T], then: Callable[[_T | None], None], blocks: int = 1
+        self, job: Callable[[], _T], then: Callable[[_T | None], object], blocks: int = 1
     ) -> Future[None]:
         """Call `then` in a later turn; with None if the job fails, which concerns `blocks`."""
 
@@ -169,9 +169,6 @@ class StoreTier:
     def _look(self) -> Future[None]:
         self._written = 0
         return self._do(self._store.keys, self._looked)
-
-    def _look_again(self, _: object) -> None:
-        self._look()
 
     def _looked(self, keys: Sequence[tuple[bytes, int]] | None) -> None:
         if keys is None:

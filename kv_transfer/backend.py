@@ -55,8 +55,6 @@ log = logging.getLogger(__name__)
 POLL_MIN_S, POLL_MAX_S, POLL_GROWTH = 0.00005, 0.001, 1.05
 # How long a broken read is waited for: TCP gives up after 15 minutes, RDMA after seconds.
 BROKEN_S = 1000.0
-# When a read that hangs is logged.
-HANGING_S = 60.0
 # How often a backend is progressed that peers read by, and any other.
 SERVE_S, IDLE_S = 0.002, 0.05
 
@@ -181,9 +179,7 @@ BackendEvent = Opened | Joined | ReadEnded
 class _Running:
     read: Read
     handle: object
-    posted_at: float
     broken_at: float | None = None
-    told: bool = False
 
 
 class BackendThread:
@@ -315,17 +311,13 @@ class BackendThread:
         except TransferError as error:
             self._tell(ReadEnded(read.peer, read.read_id, error))
             return
-        self._running.append(_Running(read, handle, time.monotonic()))
+        self._running.append(_Running(read, handle))
         self._interval_s = POLL_MIN_S
 
     def _ended(self, running: _Running) -> bool:
         read, now = running.read, time.monotonic()
         try:
             if not self._backend.poll(running.handle):
-                if not running.told and now - running.posted_at >= HANGING_S:
-                    running.told = True
-                    says = "%s hangs: its blocks are in quarantine until its end is seen"
-                    log.warning(says, _named(read))
                 return False
         except TransferError as error:
             first = running.broken_at is None
@@ -334,8 +326,9 @@ class BackendThread:
             in_flight = not isinstance(error, PeerLost)
             if in_flight and now - running.broken_at >= BROKEN_S:
                 in_flight = False
-                says = "%s broke %g s ago: its blocks leave quarantine, its end unseen"
-                log.warning(says, _named(read), BROKEN_S)
+                says = "a READ of %d blocks from %s:%d broke %g s ago: its blocks leave quarantine"
+                where = read.peer.host, read.peer.port
+                log.warning(f"{says}, its end unseen", len(read.local_blocks), *where, BROKEN_S)
             if first or not in_flight:
                 self._tell(ReadEnded(read.peer, read.read_id, error, in_flight))
             return not in_flight
@@ -354,10 +347,6 @@ def runs(remote: Sequence[int], local: Sequence[int]) -> Iterator[tuple[int, int
         ):
             yield remote[first], local[first], count
             first = at
-
-
-def _named(read: Read) -> str:
-    return f"a READ of {len(read.local_blocks)} blocks from {read.peer.host}:{read.peer.port}"
 
 
 _PR_SET_TIMERSLACK, _NANOSECONDS = 29, 1000

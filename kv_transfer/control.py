@@ -6,7 +6,6 @@ without one the configuration allows loopback addresses only.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import math
 import socket
@@ -93,16 +92,12 @@ class ControlThread(SocketThread):
 
     def _probe(self, peer: PeerKey) -> None:
         try:
-            for family, kind, _, _, address in socket.getaddrinfo(
-                peer.host, peer.port, type=socket.SOCK_STREAM
-            ):
-                with socket.socket(family, kind) as door:
-                    door.settimeout(PROBE_S)
-                    if door.connect_ex(address) != errno.ECONNREFUSED:
-                        return  # silence proves nothing
-        except OSError:
-            return
-        self._engine.on_process_gone(peer)
+            socket.create_connection((peer.host, peer.port), PROBE_S, all_errors=True).close()
+        except ExceptionGroup as errors:
+            if errors.split(ConnectionRefusedError)[1] is None:  # silence proves nothing
+                self._engine.on_process_gone(peer)
+        except OSError:  # no such name
+            pass
 
     def _serve(self) -> None:
         refused = Refused(f"message not understood; this node speaks protocol {HANDOVER}")

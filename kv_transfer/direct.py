@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from kvrelay.kernels.pool_memory import NONCE_BYTES, PoolMemory, nonce_offset, pool_memory
 from kvrelay.kv_transfer.backend import Source, runs
@@ -132,9 +133,6 @@ class HostSide:
         self._reads: deque[Iterator[None]] = deque()
 
     def open(self, memory: PoolMemory) -> HostFile:
-        import numpy as np
-
-        self._np = np
         assert memory.file is not None
         self._local = np.ctypeslib.as_array(
             (ctypes.c_uint8 * memory.num_bytes).from_address(memory.address)
@@ -145,7 +143,7 @@ class HostSide:
         """Return the peer's pool and nonce as a numpy array, read-only. Raises TransferError."""
         size = nonce_offset(source.region.num_blocks * source.region.block_bytes) + NONCE_BYTES
         mapping = mapped(place, size, source.engine_id, "KV pool")
-        return self._np.frombuffer(mapping, dtype=self._np.uint8)
+        return np.frombuffer(mapping, dtype=np.uint8)
 
     def nonce(self, pool: Any, offset: int) -> bytes:
         return bytes(pool[offset : offset + NONCE_BYTES])
@@ -184,7 +182,7 @@ class HostSide:
         for remote, local, count in pieces:
             for row in range(0, count, rows):
                 end, columns = min(count, row + rows), slice(part.num_bytes)
-                self._np.copyto(
+                np.copyto(
                     target[local + row : local + end, columns],
                     source[remote + row : remote + end, columns],
                 )

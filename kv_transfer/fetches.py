@@ -263,19 +263,10 @@ class FetchTable:
     def next_deadline(self) -> float:
         return min((fetch.due for fetch in self._fetches.values()), default=NEVER)
 
-    def growing(self, peer: PeerKey) -> list[LeaseId]:
-        return [
-            f.lease
-            for f in self._of(peer)
-            if not f.complete and f.lost is None and f.state is not State.ABANDONED
-        ]
-
-    def leases(self, peer: PeerKey) -> list[LeaseId]:
-        return [
-            f.lease
-            for f in self._of(peer)
-            if f.lost is None and not f.released and f.state is not State.ABANDONED
-        ]
+    def leases(self, peer: PeerKey, *, growing: bool = False) -> list[LeaseId]:
+        """Return the leases that are wanted; `growing`: those alone whose KV is not complete."""
+        wanted = [f for f in self._of(peer) if f.lost is None and f.state is not State.ABANDONED]
+        return [f.lease for f in wanted if not (f.complete if growing else f.released)]
 
     def reading(self, peer: PeerKey) -> bool:
         return any(f.read_id is not None for f in self._of(peer))

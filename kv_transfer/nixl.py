@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.wire.config_checks import is_loopback
@@ -146,14 +148,12 @@ class NixlBackend:
             os.environ["UCX_NET_DEVICES"] = devices
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         try:
-            import numpy as np
             from nixl import _bindings
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
             raise ConfigError(
                 f"kv_connector nixl needs NIXL ({error}): pip install 'kvrelay[node,nixl]'"
             ) from error
-        self._np = np
         self._disconnected: type[Exception] = _bindings.nixlRemoteDisconnectError
         # NIXL's errors have no common root but Exception.
         named = [
@@ -217,9 +217,7 @@ class NixlBackend:
     ) -> _Handle:
         """Post one READ. Within a host UCX copies inside this call (CMA)."""
         remote = self._remotes[source.generation]
-        indices = [
-            self._np.array(blocks, dtype=self._np.int32) for blocks in (local_blocks, remote_blocks)
-        ]
+        indices = [np.array(blocks, dtype=np.int32) for blocks in (local_blocks, remote_blocks)]
         try:
             transfer = self._agent.make_prepped_xfer(
                 "READ", remote.ours, indices[0], remote.blocks, indices[1]
@@ -307,7 +305,7 @@ class NixlBackend:
     def _table(self, region: PoolRegion, start: int, size: int) -> Any:
         _, device = _memory(region)
         row = [region.address + start, size, device, region.block_bytes, region.num_blocks]
-        return self._np.array([row], dtype=self._np.uint64)
+        return np.array([row], dtype=np.uint64)
 
     def _forget(self, handle: _Handle) -> None:
         self._handles.remove(handle)

@@ -107,6 +107,7 @@ class TransferEngine:
         heads = ((0, fingerprint.kv_heads),) if link is None else link.heads
         # All ranks hold equally many heads.
         self._fetches = FetchTable(config, len(heads) * region.block_bytes, keeps=kept is not None)
+        self._tables = self._offers, self._fetches, self._asks, self._callers_asks
         self._callers: dict[bytes, list[str]] = {}  # readers, and backends that they await
         self._broken: Exception | None = None
         self._control = ControlThread(self, config.kv_host, config.kv_port, config.cluster_secret)
@@ -279,9 +280,8 @@ class TransferEngine:
             raise RuntimeError(why) from self._broken
         with self._lock:
             self._stepped_at = time.monotonic()
-            tables = (self._offers, self._fetches, self._asks, self._callers_asks)
-            news: list[Event] = [event for table in tables for event in table.events]
-            for table in tables:
+            news: list[Event] = [event for table in self._tables for event in table.events]
+            for table in self._tables:
                 table.events.clear()
         return news
 
@@ -402,8 +402,7 @@ class TransferEngine:
             progress, self._offers.news = self._offers.news, []
             for follower, grown in progress:
                 self._control.send_to_reader(follower, grown)
-            news = bool(self._offers.events or self._fetches.events)
-            news = news or bool(self._asks.events or self._callers_asks.events)
+            news = any(table.events for table in self._tables)
         if news:
             self._wake()
 

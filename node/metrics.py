@@ -46,67 +46,61 @@ _STAGE_S = (
     *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0, 120.0),
 )
 
-_TTFT = "vllm:time_to_first_token_seconds"
-_ITL = "vllm:inter_token_latency_seconds"
-_E2E = "vllm:e2e_request_latency_seconds"
-_QUEUE = "vllm:request_queue_time_seconds"
-_PREFILL = "vllm:request_prefill_time_seconds"
-_DECODE = "vllm:request_decode_time_seconds"
-_TRANSFER = "kvrelay_transfer_seconds"
-_EXPOSED = "kvrelay_transfer_exposed_seconds"
-_DECODE_QUEUE = "kvrelay_decode_queue_seconds"
-_FIRST_STEP = "kvrelay_first_step_seconds"
-_PROMPT_TOKENS = "vllm:request_prompt_tokens"
-_OUTPUT_TOKENS = "vllm:request_generation_tokens"
-_MAX_TOKENS = "vllm:request_max_num_generation_tokens"
-
+_TOKENS = [float(first * 10**zeros) for zeros in range(9) for first in (1, 2, 5)]
 # Without bounds these are numbers of tokens.
 _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
-    _TTFT: ("From arrival here to the first token", _TTFT_S),
-    _ITL: ("Between tokens that follow each other", _TOKEN_S),
-    _E2E: ("From arrival here to the end", _REQUEST_S),
-    _QUEUE: ("Waiting for a seat or for blocks", _STAGE_S),
-    _PREFILL: ("Computing the prompt", _STAGE_S),
-    _DECODE: ("From the first to the last token", _STAGE_S),
-    _TRANSFER: ("From a request's first wait for its KV to the last byte", _STAGE_S),
-    _EXPOSED: ("The part of kvrelay_transfer_seconds after the prompt was computed", _STAGE_S),
-    _DECODE_QUEUE: (
+    "vllm:time_to_first_token_seconds": ("From arrival here to the first token", _TTFT_S),
+    "vllm:inter_token_latency_seconds": ("Between tokens that follow each other", _TOKEN_S),
+    "vllm:e2e_request_latency_seconds": ("From arrival here to the end", _REQUEST_S),
+    "vllm:request_queue_time_seconds": ("Waiting for a seat or for blocks", _STAGE_S),
+    "vllm:request_prefill_time_seconds": ("Computing the prompt", _STAGE_S),
+    "vllm:request_decode_time_seconds": ("From the first to the last token", _STAGE_S),
+    "kvrelay_transfer_seconds": (
+        "From a request's first wait for its KV to the last byte",
+        _STAGE_S,
+    ),
+    "kvrelay_transfer_exposed_seconds": (
+        "The part of kvrelay_transfer_seconds after the prompt was computed",
+        _STAGE_S,
+    ),
+    "kvrelay_decode_queue_seconds": (
         "With KV from elsewhere: waiting for a seat and blocks, and for a step",
         _STAGE_S,
     ),
-    _FIRST_STEP: ("The first decode step, from its launch to its token", _STAGE_S),
-    _PROMPT_TOKENS: ("Tokens of a request's prompt", ()),
-    _OUTPUT_TOKENS: ("Tokens that a request generated here", ()),
-    _MAX_TOKENS: ("Most tokens that a request may generate here", ()),
+    "kvrelay_first_step_seconds": ("The first decode step, from its launch to its token", _STAGE_S),
+    "vllm:request_prompt_tokens": ("Tokens of a request's prompt", ()),
+    "vllm:request_generation_tokens": ("Tokens that a request generated here", ()),
+    "vllm:request_max_num_generation_tokens": ("Most tokens that a request may generate here", ()),
 }
-_SUCCESS = "vllm:request_success"
-_FLIPS = "kvrelay_node_flips"
-_FAILED = "kvrelay_fetches_failed"
-_PULLS_FAILED = "kvrelay_pulls_failed"
-_RUNGS = "kvrelay_prompt_tokens"
-_RECOMPUTED = "kvrelay_recomputed_prompts"
-_NOT_LOADED = "kvrelay_requests_not_loaded"
 # The text, a label and its values, all shown from the start: a first rate is right.
 _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    _SUCCESS: ("Requests by how they ended", "finished_reason", tuple(map(str, Finish))),
-    _FLIPS: ("Changes of the node's role, by how they ended", "outcome", ("done", "cancelled")),
-    _FAILED: ("KV fetches that failed, by cause", "cause", KV_CAUSES),
-    _PULLS_FAILED: (
+    "vllm:request_success": (
+        "Requests by how they ended",
+        "finished_reason",
+        tuple(map(str, Finish)),
+    ),
+    "kvrelay_node_flips": (
+        "Changes of the node's role, by how they ended",
+        "outcome",
+        ("done", "cancelled"),
+    ),
+    "kvrelay_fetches_failed": ("KV fetches that failed, by cause", "cause", KV_CAUSES),
+    "kvrelay_pulls_failed": (
         "KV asked of another node's prefix cache that did not come, by cause",
         "cause",
         ("NotHeld", "NoSeat", *KV_CAUSES),
     ),
-    _RUNGS: (
+    "kvrelay_prompt_tokens": (
         "Tokens of prompts, by where their KV was found, or lost as far as this node knows",
         "rung",
         RUNGS,
     ),
-    _RECOMPUTED: (
+    "kvrelay_recomputed_prompts": (
         "Prompts computed on this decode node after a failed fetch, from the first missing block on",
         "",
         (),
     ),
-    _NOT_LOADED: (
+    "kvrelay_requests_not_loaded": (
         "Requests ended with an error after a failed fetch (kv_load_failure_policy fail)",
         "",
         (),
@@ -220,7 +214,8 @@ class NodeMetrics:
     ) -> None:
         self._stats, self._counted, self._model_name = stats, EngineStats(Load()), model_name
         self.registry = registry = CollectorRegistry()
-        labels, sizes = ("model_name", "role"), _one_two_five(info.max_model_len)
+        labels = "model_name", "role"
+        sizes = [each for each in _TOKENS if each <= info.max_model_len]
         self._histograms = {
             name: Histogram(name, text, labels, buckets=bounds or sizes, registry=registry)
             for name, (text, bounds) in _HISTOGRAMS.items()
@@ -253,7 +248,11 @@ class NodeMetrics:
         for name, (_, _, values) in _COUNTERS.items():
             for value in values:
                 self._counters[name].labels(*self._labels, value)
-        for name in (_RECOMPUTED, _NOT_LOADED, *_ENGINE_COUNTERS):
+        for name in (
+            "kvrelay_recomputed_prompts",
+            "kvrelay_requests_not_loaded",
+            *_ENGINE_COUNTERS,
+        ):
             self._counters[name].labels(*self._labels)
         for each in {role} if role is Role.AGGREGATED else (Role.PREFILL, Role.DECODE):
             self._node_role.labels(self._model_name, str(each)).set(each is role)
@@ -267,14 +266,14 @@ class NodeMetrics:
         self._counters[name].labels(*self._labels, *labels).inc(more)
 
     def count_flip(self, outcome: str) -> None:
-        self._count(_FLIPS, outcome)
+        self._count("kvrelay_node_flips", outcome)
 
     def observe_next_tokens(self, seconds: float) -> None:
-        self._observe(_ITL, seconds)
+        self._observe("vllm:inter_token_latency_seconds", seconds)
 
     def count_submit(self, prompt_tokens: int, max_tokens: int) -> None:
-        self._observe(_PROMPT_TOKENS, prompt_tokens)
-        self._observe(_MAX_TOKENS, max_tokens)
+        self._observe("vllm:request_prompt_tokens", prompt_tokens)
+        self._observe("vllm:request_max_num_generation_tokens", max_tokens)
 
     def count_end(
         self,
@@ -288,26 +287,30 @@ class NodeMetrics:
         not_fetched: bool,
     ) -> None:
         for rung, found in rungs.items():
-            self._count(_RUNGS, rung, more=found)
+            self._count("kvrelay_prompt_tokens", rung, more=found)
         if ttft_s is not None:
-            self._observe(_TTFT, ttft_s)
-        self._count(_SUCCESS, finish.value)
-        self._observe(_E2E, total_s)
-        self._observe(_OUTPUT_TOKENS, tokens)
+            self._observe("vllm:time_to_first_token_seconds", ttft_s)
+        self._count("vllm:request_success", finish.value)
+        self._observe("vllm:e2e_request_latency_seconds", total_s)
+        self._observe("vllm:request_generation_tokens", tokens)
         if not_fetched:
-            self._count(_NOT_LOADED if finish is Finish.ERROR else _RECOMPUTED)
+            self._count(
+                "kvrelay_requests_not_loaded"
+                if finish is Finish.ERROR
+                else "kvrelay_recomputed_prompts"
+            )
         if timing is None:
             return
-        self._observe(_QUEUE, timing.queue_s)
-        self._observe(_PREFILL, timing.prefill_s)
-        self._observe(_DECODE, timing.decode_s)
+        self._observe("vllm:request_queue_time_seconds", timing.queue_s)
+        self._observe("vllm:request_prefill_time_seconds", timing.prefill_s)
+        self._observe("vllm:request_decode_time_seconds", timing.decode_s)
         if timing.transfer_bytes:
-            self._observe(_TRANSFER, timing.transfer_s)
-            self._observe(_EXPOSED, timing.exposed_s)
+            self._observe("kvrelay_transfer_seconds", timing.transfer_s)
+            self._observe("kvrelay_transfer_exposed_seconds", timing.exposed_s)
         if timing.transfer_s:
-            self._observe(_DECODE_QUEUE, timing.decode_queue_s)
+            self._observe("kvrelay_decode_queue_seconds", timing.decode_queue_s)
         if timing.first_step_s:
-            self._observe(_FIRST_STEP, timing.first_step_s)
+            self._observe("kvrelay_first_step_seconds", timing.first_step_s)
 
     def text(self) -> bytes:
         self._read_engine()
@@ -320,8 +323,8 @@ class NodeMetrics:
             of = attrgetter(field)
             self._count(name, more=_more(of(stats), of(counted)))
         for name, failures, before in (
-            (_FAILED, stats.transfers.failures, counted.transfers.failures),
-            (_PULLS_FAILED, stats.pull_failures, counted.pull_failures),
+            ("kvrelay_fetches_failed", stats.transfers.failures, counted.transfers.failures),
+            ("kvrelay_pulls_failed", stats.pull_failures, counted.pull_failures),
         ):
             for cause, number in failures.items():
                 self._count(name, cause, more=_more(number, before.get(cause, 0)))
@@ -331,11 +334,3 @@ class NodeMetrics:
 
 def _more(count: float, before: float) -> float:
     return count - before if count >= before else count  # another process has begun at zero
-
-
-def _one_two_five(largest: int) -> tuple[float, ...]:
-    bounds, ten = [1.0], 1
-    while bounds[-1] < largest:
-        bounds += [float(ten * 2), float(ten * 5), float(ten * 10)]
-        ten *= 10
-    return tuple(bound for bound in bounds if bound <= largest) or (1.0,)

@@ -137,8 +137,6 @@ def _heartbeat(node: Node) -> Heartbeat | None:
         node.engine.load,
         0.0,
         NodeState.DRAINING if leaves else NodeState.OK,
-        info.costs,
-        info.max_gap_ms,
     )
 
 

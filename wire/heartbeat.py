@@ -16,7 +16,6 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.errors import RequestError, Unauthorized
 from kvrelay.wire.frames import MALFORMED
 from kvrelay.wire.outputs import Load
-from kvrelay.wire.step_costs import StepCosts
 
 __all__ = [
     "HEARTBEAT_S",
@@ -54,10 +53,9 @@ class Heartbeat(msgspec.Struct, frozen=True):
     model: str
     generation: str
     load: Load
+    """For routers of the release before, as `state` but for LEAVING."""
     sent_at: float
     state: NodeState = NodeState.OK
-    costs: StepCosts | None = None
-    max_gap_ms: float = 0.0
 
 
 def sealed(beat: Heartbeat, key: str) -> bytes:

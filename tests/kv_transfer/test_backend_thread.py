@@ -12,7 +12,6 @@ import pytest
 import kvrelay.kv_transfer.backend
 from kvrelay.kv_transfer.backend import (
     BROKEN_S,
-    HANGING_S,
     AddPeer,
     BackendThread,
     DropPeer,
@@ -134,18 +133,6 @@ def test_only_the_backend_says_what_the_end_of_a_process_ends(scene: Scene) -> N
     assert scene.turn() == []
     scene.backend.peer_gone.assert_called_once_with("g")
     assert not polls_no_more(scene)
-
-
-def test_a_read_that_hangs_is_told_of_once_and_never_given_up(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert scene.turn(HANGING_S - 0.1) == []
-        assert caplog.text == ""
-        assert scene.turn(0.2) == []
-        assert scene.turn(100 * BROKEN_S) == []
-    assert caplog.text.count("hangs: its blocks are in quarantine until its end is seen") == 1
-    assert scene.turn(0.0, True) == [ended()]
 
 
 @pytest.mark.parametrize("block", [-1, 8, 1 << 40])

@@ -96,7 +96,7 @@ def whole() -> Table:
 def growing() -> Table:
     """A growing ticket of three blocks that is asked for."""
     table = Table(growing=3)
-    assert table.growing(PEER) == [LEASE]
+    assert table.leases(PEER, growing=True) == [LEASE]
     table.ask(7, 8, 9)
     assert table.sent() == []
     return table
@@ -211,7 +211,7 @@ def test_blocks_of_a_growing_ticket_that_are_cached_are_not_read() -> None:
     table.ask(9)
     assert table.reads() == []
     table.grow(3, 0.1, DONE)
-    assert table.growing(PEER) == []
+    assert table.leases(PEER, growing=True) == []
     assert table.reads() == [(9,)]
 
 

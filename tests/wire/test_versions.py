@@ -80,7 +80,7 @@ REPORT = HealthReport(
     max_gap_ms=50.5,
 )
 CARD = RankCard((0, 3), PoolRegion(1 << 47, 10, 4096, "cuda:1"), {"nixl": b"\0"})
-HEARTBEAT = Heartbeat("http://n:1", Role.PREFILL, "m", "g", LOAD, 1.0, costs=COSTS, max_gap_ms=50.5)
+HEARTBEAT = Heartbeat("http://n:1", Role.PREFILL, "m", "g", LOAD, 1.0)
 ON_THE_CHANNEL = [
     HandshakeRequest("e", PRINT, ["nixl"]),
     HandshakeReply("e", "g", PRINT, [CARD], HostFile(1, 2, 3), False, ["nccl"]),
