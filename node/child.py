@@ -31,7 +31,7 @@ from kvrelay.wire.child_environ import child_environ
 from kvrelay.wire.engine_messages import EngineFailed
 from kvrelay.wire.errors import KvrelayError
 
-__all__ = ["REPORT_S", "RESTART_S", "STOP_DEADLINE_S", "Child", "connect", "run_child"]
+__all__ = ["REPORT_S", "RESTART_S", "STOP_DEADLINE_S", "Child", "run_child"]
 
 log = logging.getLogger("kvrelay.node")
 
@@ -116,7 +116,10 @@ def run_child(
     freeze_imports()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=kind)
     log_to_stderr(name, getattr(config, "log_format", ""))
-    socket = connect(sys.argv[1])
+    socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.PAIR)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.set_hwm(0)
+    socket.connect(sys.argv[1])
     try:
         run(config, socket)
     except Exception as why:
@@ -129,11 +132,3 @@ def run_child(
         exit_now(2 if isinstance(why, KvrelayError) else 1)
     socket.context.destroy()
     exit_now(0)  # tearing torch down takes 0.7 s
-
-
-def connect(endpoint: str) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.PAIR)
-    socket.setsockopt(zmq.LINGER, 1000)
-    socket.set_hwm(0)
-    socket.connect(endpoint)
-    return socket

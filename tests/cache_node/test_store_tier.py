@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import pytest
 from stores import BLOCK_BYTES, BUCKET, IDENTITY, S3, SLOTS, Store, name, use
@@ -20,8 +18,6 @@ from kvrelay.cache_node import store_tier
 from kvrelay.cache_node.store import PAGE
 from kvrelay.cache_node.store_tier import StoreTier
 from kvrelay.cache_node.table import CacheTable
-from kvrelay.wire.config import CacheConfig
-from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import ANY
 
 pytest.importorskip("nixl")
@@ -214,25 +210,3 @@ def test_a_wrong_bucket_is_said_once_with_what_to_check(
     assert said.startswith("kv_store s3://no-such-bucket/kv fails, times=1: NIXL_ERR_BACKEND; NIXL")
     assert "AWS_ENDPOINT_URL" in said
     assert it.read(range(3)) == 0
-
-
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        (
-            {"kv_store": "gs://bucket/x"},
-            "must be a folder or s3://BUCKET/PREFIX, got 'gs://bucket/x'",
-        ),
-        ({"kv_store": "s3:///x"}, "must be a folder or s3://BUCKET/PREFIX"),
-        (
-            {"kv_store": "s3://bucket", "kv_store_size": 9},
-            "leave it out for a bucket, whose lifecycle rules delete what is old",
-        ),
-        ({"kv_store": "/folder"}, "kv_store_size is 0 with kv_store '/folder': a folder needs it"),
-        ({"kv_store_size": 9}, "kv_store_size is 9 with kv_store ''"),
-        ({"kv_store": "s3://bucket", "kv_host_memory": 0}, "kv_store needs kv_host_memory"),
-    ],
-)
-def test_a_store_that_cannot_be_is_refused(fields: dict[str, Any], why: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(why)):
-        CacheConfig(**{"kv_host_memory": 1 << 20} | fields)

@@ -24,7 +24,7 @@ from kvrelay.wire.engine_messages import (
     Order,
     Submit,
 )
-from kvrelay.wire.errors import ConfigError, NotFound, RequestError
+from kvrelay.wire.errors import NotFound, RequestError
 from kvrelay.wire.kv_events import ROOT, root_of
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.transfer import Ticket
@@ -152,24 +152,3 @@ def test_the_root_of_a_prefix_is_of_salt_and_adapter():
     roots = [root_of(*each) for each in given]
     assert roots[0] == ROOT
     assert len(set(roots)) == len(roots)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"enable_lora": True, "lora_modules": ("a",)}, "name=path"),
-        ({"enable_lora": True, "lora_modules": ('{"name": "a"}',)}, "JSON with name and path"),
-        ({"enable_lora": True, "lora_modules": ("a=x", "a=y")}, "names a twice"),
-        (
-            {"enable_lora": True, "lora_modules": ("a=x", "b=y"), "max_loras": 1},
-            "2 adapters and max_loras is 1",
-        ),
-        ({"max_lora_rank": 1000}, "at most 512"),
-        ({"lora_modules": ("a=x",)}, "needs enable_lora"),
-        ({"allow_runtime_lora": True}, "needs enable_lora"),
-        ({"enable_lora": True, "max_loras": -1}, "be at least 0"),
-    ],
-)
-def test_settings_that_cannot_work(fields, words):
-    with pytest.raises(ConfigError, match=words):
-        EngineConfig("m", **fields)

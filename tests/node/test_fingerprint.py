@@ -6,16 +6,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import pytest
 from msgspec.structs import replace
 
-from kvrelay.node import engine_process
-from kvrelay.node.child import connect
-from kvrelay.node.engine_process import EngineProcess
-from kvrelay.wire.config import EngineConfig, NodeConfig
+from kvrelay.node.engine_reports import fingerprint_of
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.transfer import Fingerprint
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -34,22 +30,13 @@ CONFIG = {
 }
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Makes an engine process and returns its fingerprint."""
+def test_nodes_of_one_limit_agree_and_those_with_other_rotary_frequencies_do_not(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    offered: list[Fingerprint] = []
 
-    def stand_in(*, fingerprint: Fingerprint, **_: Any) -> Any:
-        offered.append(fingerprint)
-        return SimpleNamespace(
-            address=("127.0.0.1", 1), engine_id="e", generation="g", planes=(), address_seal=""
-        )
-
-    monkeypatch.setattr(engine_process, "TransferEngine", stand_in)
-
-    def fingerprint(max_model_len: int) -> Fingerprint:
-        engine = EngineConfig(
+    def said(max_model_len: int) -> Fingerprint:
+        config = EngineConfig(
             str(tmp_path),
             load_format="dummy",
             device="cpu",
@@ -57,15 +44,8 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             threads=1,
             kv_cache_memory_bytes=4 << 20,
         )
-        socket = connect(f"ipc://{tmp_path / 'nobody'}")
-        EngineProcess(NodeConfig(engine), socket)
-        socket.context.destroy(linger=0)
-        return offered.pop()
+        return fingerprint_of(Engine(config), config)
 
-    return fingerprint
-
-
-def test_nodes_of_one_limit_agree_and_those_with_other_rotary_frequencies_do_not(said: Any) -> None:
     short, middle, long = said(128), said(256), said(1024)
     assert short.rope == middle.rope == ""
     assert short.difference(middle) is None
