@@ -274,7 +274,7 @@ class Metrics(Collector):
             "queue_depth",
             "Depth that the choice sees.",
             ["node", "role"],
-            (([node.url, node.role], node.depth) for node in everyone),
+            (([node.url, node.role], node.state.depth) for node in everyone),
         )
         for name, about, size in (
             ("texts", "Pieces of prompts whose blocks the prefix index knows.", index.texts()),

@@ -26,7 +26,7 @@ Policy = Callable[[PlacementRequest, Sequence[Node], random.Random], Node]
 
 def least_queue(request: PlacementRequest, nodes: Sequence[Node], rng: random.Random) -> Node:
     """Return the node with the shortest queue, ties broken by `rng`."""
-    return min(nodes, key=lambda node: (node.depth, rng.random()))
+    return min(nodes, key=lambda node: (node.state.depth, rng.random()))
 
 
 def round_robin(request: PlacementRequest, nodes: Sequence[Node], rng: random.Random) -> Node:
@@ -37,7 +37,7 @@ def round_robin(request: PlacementRequest, nodes: Sequence[Node], rng: random.Ra
 def prefix(request: PlacementRequest, nodes: Sequence[Node], rng: random.Random) -> Node:
     """Return a node with the longest cached prefix, of those whose queue is within the bound."""
     within, cached = _within_bound(nodes), request.cached
-    return min(within, key=lambda node: (-cached.get(node.url, 0), node.depth, rng.random()))
+    return min(within, key=lambda node: (-cached.get(node.url, 0), node.state.depth, rng.random()))
 
 
 def session(request: PlacementRequest, nodes: Sequence[Node], rng: random.Random) -> Node:
@@ -63,8 +63,8 @@ POLICIES: Mapping[str, Policy] = {
 
 def _within_bound(nodes: Sequence[Node]) -> list[Node]:
     """Return the nodes up to whose depth affinity holds; there is always one."""
-    most = _MOST_OVER_MEAN * sum(node.depth for node in nodes) / len(nodes) + _SLACK
-    return [node for node in nodes if node.depth <= most]
+    most = _MOST_OVER_MEAN * sum(node.state.depth for node in nodes) / len(nodes) + _SLACK
+    return [node for node in nodes if node.state.depth <= most]
 
 
 @lru_cache(maxsize=1 << 16)

@@ -106,14 +106,14 @@ async def ask_role(context: RunContext, node: Node, role: Role) -> tuple[int, st
 class RoleChanger:
     """A background task that asks nodes to change roles until `ending` returns true."""
 
-    context: Callable[[], RunContext]
+    context: RunContext
     ending: Callable[[], bool]
     models: dict[str, RolePlanner] = field(default_factory=dict)
 
     async def look(self) -> None:
         if self.ending():
             return
-        context, models = self.context(), defaultdict[str, list[Node]](list)
+        context, models = self.context, defaultdict[str, list[Node]](list)
         for node in context.pool.nodes:
             if node.kind is NodeKind.KVRELAY and node.model:
                 models[node.model].append(node)

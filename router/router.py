@@ -91,7 +91,7 @@ class Router:
         config, pool = self.config, self.pool
         self.node_client = client = NodeClient(config)
         self.run_context = RunContext(pool, self.placer, client, self.metrics, config)
-        roles = RoleChanger(lambda: self.run_context, lambda: self.ending)
+        roles = RoleChanger(self.run_context, lambda: self.ending)
         self.roles = roles if self.shared.leads else None
         try:
             async with (
@@ -117,13 +117,11 @@ class Router:
 
     def take_over(self, config: RouterConfig) -> None:
         """Use a configuration for new requests; the pool's nodes stay."""
-        self.config = config
+        self.config = self.admission.config = self.placer.config = config
         self.callers = callers_by_hash(config.api_key, config.keys)
         self.models.aliases = config.aliases
-        self.admission.take_over(config)
-        self.placer.take_over(config)
         if hasattr(self, "run_context"):
-            self.run_context = dataclasses.replace(self.run_context, config=config)
+            self.run_context.config = config
 
     def reload(self) -> list[str]:
         """Reread the configuration; return the names of changed settings.

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -40,7 +41,7 @@ from kvrelay.router.request.job import (
     COMPLETIONS_PATH,
     SESSION_HEADER,
     Job,
-    job_of,
+    for_nodes,
     parse_body,
     parts_of,
 )
@@ -195,20 +196,19 @@ class RouterApp(FastAPI):
         slo = router.admission.slo(*slo_of_headers(header))
         caller.check_model(job.model)
         model = router.models.named(job.model)
-        return job_of(
+        job = msgspec.structs.replace(
             job,
-            job_id,
-            int(time.time()),
-            _ids.getrandbits(53),
-            session=header(SESSION_HEADER, ""),
+            id=job_id,
+            created=int(time.time()),
             targets=slo,
-            model=model,
-            priority=caller.check_priority(job.known.priority),
-            key_hash=caller.sha256 if router.config.isolate_keys else "",
             pin=Pin(caller.name, caller.pin_share),
             mark=secrets.token_hex(4) if job_id == own else "",
             kind=router.pool.kind_for(model),
         )
+        priority = caller.check_priority(job.known.priority)
+        salted = caller.sha256 if router.config.isolate_keys else ""
+        session = header(SESSION_HEADER, "")
+        return for_nodes(job, model, priority, session, salted, _ids.getrandbits(53))
 
     def _runs_of(
         self, job: Job, headers: dict[str, str], arrived: float, crashes: CrashRecord, reply: Reply

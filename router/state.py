@@ -118,14 +118,14 @@ def node_status(node: Node, pool: Pool, now: float) -> NodeStatus:
         for_s=round(now - node.since, 3) if node.since else None,
         sources=pool.sources(node.url),
         legs=len(node.leases),
-        queue_depth=round(node.depth, 3),
+        queue_depth=round(state.depth, 3),
         breaker=node.breaker.shown(now),
         up_in=int(node.up),
         prompt_share=round(state.prompt_share, 3),
         limit_left=round(state.limit_left, 3),
         kv_events=pool.prefixes.follows(node.url),
         costs=None if state.costs is UNKNOWN else state.costs,
-        load=msgspec.structs.asdict(node.load),
+        load=msgspec.structs.asdict(state.load),
     )
 
 

@@ -59,7 +59,7 @@ ModelQueue = AdmissionQueue[AdmissionSlot, Placement]
 
 class AdmissionController:
     def __init__(self, config: RouterConfig, pool: Pool, placer: Placer, metrics: Metrics) -> None:
-        self._config = config
+        self.config = config
         self._pool = pool
         self._placer = placer
         self._limits = KeyLimits()
@@ -68,18 +68,13 @@ class AdmissionController:
         self._looking: asyncio.Task[None] | None = None
         metrics.waiting = self.waiting
 
-    def take_over(self, config: RouterConfig) -> None:
-        self._config = config
-        for queue in self._queues.values():
-            queue.max_queue = config.max_queue
-
     def waiting(self) -> dict[str, int]:
         return {model: len(each) for model, each in self._queues.items() if each}
 
     def slo(self, ttft_s: float | None, tpot_s: float | None) -> Slo:
         # The router's time per token is a promise to all: a laxer one is no reason to break it.
-        tpots = [each for each in (tpot_s, self._config.tpot_target_ms / 1e3) if each]
-        return Slo(ttft_s or self._config.ttft_target_ms / 1e3 or None, min(tpots, default=None))
+        tpots = [each for each in (tpot_s, self.config.tpot_target_ms / 1e3) if each]
+        return Slo(ttft_s or self.config.ttft_target_ms / 1e3 or None, min(tpots, default=None))
 
     async def admit(
         self, caller: Caller, job: Job, wanted: PlacementQuery, arrived: float
@@ -91,7 +86,8 @@ class AdmissionController:
         base = self._pool.base_of(job.model)
         queue = self._queues.get(base)
         if queue is None:
-            queue = self._queues[base] = AdmissionQueue(self._config.max_queue, self._find)
+            queue = self._queues[base] = AdmissionQueue(self.config.max_queue, self._find)
+        queue.max_queue = self.config.max_queue
         wanted = self._placer.limited(wanted, job.targets)
         output = min(wanted.output, wanted.most_output)
         tokens = job.prompt_tokens + math.ceil(output)
@@ -105,7 +101,7 @@ class AdmissionController:
             priority=job.priority,
             tokens=tokens,
             ttft_s=job.targets.ttft_s,
-            deadline=arrived + self._config.request_deadline_s,
+            deadline=arrived + self.config.request_deadline_s,
             wanted=wanted,
             queue=queue,
             limit_tokens=limit_tokens,

@@ -280,7 +280,6 @@ class Node:
     blamed_at: float = -inf
     reported_at: float = -inf
     """When the newest answered health check began."""
-    load: Load = field(default_factory=Load)
     leases: set[Lease] = field(default_factory=set)
     kv: KvFacts | None = None
     breaker: Breaker = field(default_factory=Breaker)
@@ -293,14 +292,9 @@ class Node:
     def __post_init__(self) -> None:
         self.state = NodeLoad(self.url)
 
-    @property
-    def depth(self) -> float:
-        return self.state.depth
-
     def note_load(self, load: Load) -> None:
         """Take over a load, unless a figure in it is impossible."""
         if all(0 <= getattr(load, name) < inf for name in Load.__struct_fields__):
-            self.load = load
             self.state.announced(load)
 
     def ask_if_died(self, process: str, since: float, answer: Callable[[bool], None]) -> None:

@@ -254,7 +254,7 @@ class Pool:
         kinds = self.node_kinds(model)
         if len(kinds) < 2:
             return kinds[0] if kinds else NodeKind.KVRELAY
-        return min(self.up(Role.PREFILL, model=model), key=lambda node: node.depth).kind
+        return min(self.up(Role.PREFILL, model=model), key=lambda node: node.state.depth).kind
 
     # What they serve.
 

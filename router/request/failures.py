@@ -75,9 +75,9 @@ class RetryBudget:
         self._requests, self._retries, self._at = self._requests * left, self._retries * left, now
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunContext:
-    """A router's parts that its running requests use, and its configuration when they began."""
+    """A router's parts that its running requests use, and its configuration now."""
 
     pool: Pool
     placer: Placer

@@ -28,7 +28,7 @@ __all__ = [
     "Slo",
     "begun",
     "decode_body",
-    "job_of",
+    "for_nodes",
     "parse_body",
     "parts_of",
     "prefill_body",
@@ -224,7 +224,7 @@ def is_undivided(job: Job) -> bool:
 
 
 def parse_body(body: bytes, path: str) -> Job:
-    """Read and check a client's body, without what `job_of` adds. Raises RequestError."""
+    """Read and check a client's body, without what the router adds. Raises RequestError."""
     fields = read_json(body, _raw_fields)
     for name, value in fields.items():
         if name.startswith(_HANDOVER_FIELDS) and bytes(value).strip() != b"null":
@@ -283,29 +283,17 @@ def _check_limit(known: _Fields, path: str, name: str, limit: int | None) -> Non
         )
 
 
-def job_of(
-    job: Job,
-    job_id: str,
-    created: int,
-    drawn_seed: int,
-    *,
-    session: str = "",
-    targets: Slo = Slo(),  # noqa: B008 - a value
-    model: str = "",
-    priority: int | None = None,
-    key_hash: str = "",
-    pin: Pin = Pin(),  # noqa: B008 - a value
-    mark: str = "",
-    kind: NodeKind = NodeKind.KVRELAY,
+def for_nodes(
+    job: Job, model: str, priority: int, session: str, key_hash: str, drawn_seed: int
 ) -> Job:
-    """Return the request to run: `model` and `priority` replace the client's, for nodes too.
+    """Return the request as nodes see it: `model` and `priority` replace the client's.
 
     `drawn_seed` replaces a missing one, `session` is from its headers, and with `key_hash` the KV
     is kept for requests of that API key alone.
     """
     nodes_see = {
-        "model": model or job.model,
-        "priority": job.priority if priority is None else priority,
+        "model": model,
+        "priority": priority,
         "session_id": session[:_MAX_SESSION_CHARS] or job.session_id,
         "cache_salt": _salt(job.cache_salt, key_hash) if key_hash else job.cache_salt,
     }
@@ -316,15 +304,9 @@ def job_of(
     }
     return msgspec.structs.replace(
         job,
-        id=job_id,
         seed=drawn_seed if job.known.seed is None else job.seed,
-        created=created,
         fields=job.fields | changed,
-        targets=targets,
-        pin=pin,
-        mark=mark,
-        kind=kind,
-        wants_stages=job.wants_stages and kind is NodeKind.KVRELAY,  # others tell none
+        wants_stages=job.wants_stages and job.kind is NodeKind.KVRELAY,  # others tell none
         **nodes_see,
     )
 

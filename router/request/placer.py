@@ -72,15 +72,10 @@ class PlacementLeases:
 
 class Placer:
     def __init__(self, config: RouterConfig, pool: Pool, rng: random.Random) -> None:
-        self._pool, self._rng = pool, rng
+        self.config, self._pool, self._rng = config, pool, rng
         self._outputs: dict[str, RunningMean] = {}
         self.waiting: Counter[str] = Counter()
         """Requests, by model, that wait for a place after a failed attempt."""
-        self.take_over(config)
-
-    def take_over(self, config: RouterConfig) -> None:
-        self._policies = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
-        self._spills = not config.strict_roles and set(self._policies.values()) == {PRICE}
 
     def wanted(
         self,
@@ -174,13 +169,10 @@ class Placer:
         tried_decode: Collection[Node] = (),
     ) -> Placement | Wait | Refuse:
         """Choose nodes that have not been tried. Raises NoNode, Overloaded, KvNotLoaded."""
-        now, pool, peer, model, kind = (
-            time.monotonic(),
-            self._pool,
-            wanted.peer,
-            wanted.model,
-            wanted.kind,
-        )
+        now, pool, config = time.monotonic(), self._pool, self.config
+        peer, model, kind = wanted.peer, wanted.model, wanted.kind
+        by_price = config.prefill_policy == config.decode_policy == PRICE
+        spills = wanted.spills and by_price and not config.strict_roles
         decode: Sequence[Node] = pool.available(Role.DECODE, model, tried_decode, now, kind)
         able = [node for node in decode if wanted.ignores_room or node.state.computes]
 
@@ -209,7 +201,7 @@ class Placer:
         # Where those that policies choose cannot hand over, all are asked; then decode nodes alone.
         for sources, nodes in (chosen, (prefill, decode), ((), able)):
             p_loads, d_loads = ([node.state for node in each] for each in (sources, nodes))
-            found = place(wanted, p_loads, d_loads, link, spills=self._spills and wanted.spills)
+            found = place(wanted, p_loads, d_loads, link, spills=spills)
             if not isinstance(found, Wait) or not sources or _takers(sources, nodes):
                 break
         if not (sources or able):
@@ -244,7 +236,7 @@ class Placer:
     def _by_policy(
         self, role: Role, wanted: PlacementQuery, nodes: Sequence[Node]
     ) -> Sequence[Node]:
-        name = self._policies[role]
+        name: str = getattr(self.config, f"{role}_policy")
         if name == PRICE or len(nodes) < 2:
             return nodes
         fit = set(fitting(wanted, [node.state for node in nodes], decodes=role is Role.DECODE))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 
@@ -42,8 +43,10 @@ Fetch = Callable[[str], Awaitable[tuple[int, bytes]]]
 _MAX_ANSWER_BYTES = 64 << 20
 # Both forms in which versions begin an error event; quotes inside strings are escaped.
 _ERROR_EVENT = re.compile(rb'data: (\{"(?:error"|object": ?"error")[^\n]*)')
-# The lines of interest among thousands.
-_READ = (b"vllm:num_requests_", b"process_start_")
+_METRICS = re.compile(
+    rb"(?m)^(vllm:num_requests_(?:running|waiting)|process_start_time_seconds)(?:\{[^\n]*\})? "
+    rb"(\d+(?:\.\d+)?(?:e[-+]?\d\d?)?)$"
+)
 
 
 class _Details(msgspec.Struct):
@@ -196,28 +199,18 @@ def report_of(role: Role, models: bytes, metrics: bytes) -> HealthReport | str:
     base = next((card for card in cards if card.parent is None), None)
     if base is None:
         return "its /v1/models names no model"
-    metrics = b"\n".join(line for line in metrics.splitlines() if line.startswith(_READ))
+    told = defaultdict[bytes, float](float)
+    for name, value in _METRICS.findall(metrics):
+        told[name] += float(value)
+    running, waiting = (int(told[b"vllm:num_requests_" + of]) for of in (b"running", b"waiting"))
     return HealthReport(
         role=role,
         model=base.id,
         max_model_len=base.max_model_len or 0,
         # A restart changes this time.
-        generation=next(map(str, _values(metrics, b"process_start_time_seconds")), ""),
-        load=_load_of(role, metrics),
+        generation=str(told[b"process_start_time_seconds"] or ""),
+        # On a prefill node each is a prompt still to be computed.
+        load=Load(0, running + waiting) if role is Role.PREFILL else Load(running, waiting),
         adapters=[card.id for card in cards if card.id != base.id],
         kind=NodeKind.VLLM,
     )
-
-
-def _load_of(role: Role, metrics: bytes) -> Load:
-    running, waiting = (
-        int(sum(_values(metrics, b"vllm:num_requests_" + each)))
-        for each in (b"running", b"waiting")
-    )
-    # On a prefill node each is a prompt still to be computed.
-    return Load(0, running + waiting) if role is Role.PREFILL else Load(running, waiting)
-
-
-def _values(metrics: bytes, name: bytes) -> list[float]:
-    line = rb"^" + name + rb"(?:\{[^\n]*\})? (\d+(?:\.\d+)?(?:e[-+]?\d\d?)?)$"
-    return [float(number) for number in re.findall(line, metrics, re.MULTILINE)]

@@ -17,7 +17,7 @@ from kvrelay.node.request_stream import KvEvents
 from kvrelay.router.node_load import Share
 from kvrelay.router.nodes.node import Lease, Node
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.request.job import Job, job_of, parse_body
+from kvrelay.router.request.job import Job, for_nodes, parse_body
 from kvrelay.router.router import Reread, Router
 from kvrelay.router.server import make_server
 from kvrelay.wire.config import Role
@@ -178,9 +178,12 @@ def other_kind(**changes: Any) -> KvFacts:
     return msgspec.structs.replace(KV, fingerprint=fingerprint, **changes)
 
 
-def parse_job(body: bytes, path: str, **known: Any) -> Job:
+def parse_job(
+    body: bytes, path: str, session: str = "", key_hash: str = "", **known: Any
+) -> Job:
     """A request as the router parses it."""
-    return job_of(parse_body(body, path), "id-1", 99, 1234, **known)
+    job = msgspec.structs.replace(parse_body(body, path), id="id-1", created=99, **known)
+    return for_nodes(job, job.model, job.priority, session, key_hash, 1234)
 
 
 def error(status: int, message: str, code: str | None = None, **more: Any) -> web.Response:

@@ -66,7 +66,7 @@ class Busy:
             self.ask(headers=headers)
             await until(lambda: len(self.d.calls) == 1)
             self.d.load = FULL
-            await until(lambda: not self.c.node(self.d).load.free_blocks)
+            await until(lambda: not self.c.node(self.d).state.load.free_blocks)
             yield self.c
             for _ in self.tasks:
                 self.permits.release()  # one ends, and with nothing under way the next begins

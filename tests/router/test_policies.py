@@ -118,7 +118,7 @@ def test_affinity_overloads_no_node_while_others_idle(name: str, nodes: int) -> 
     """All requests have one prefix and one session, and it is cached on one node."""
     ask = asked(session="s", cached={"http://n0": 900})
     views = spread(name, nodes, 200, ask)
-    depths = [view.depth for view in views]
+    depths = [view.state.depth for view in views]
     assert max(depths) <= 1.25 * sum(depths) / nodes + 2 + 4  # the bound, and the last request
     assert name == "session" or min(depths) >= sum(depths) / nodes / 2
 

@@ -224,7 +224,7 @@ class Fixture:
         placer: Any = None
         legs: Any = self
         context = RunContext(self.pool, placer, legs, metrics, RouterConfig(**config))
-        self.registry, self.changes = registry, RoleChanger(lambda: context, lambda: self.ending)
+        self.registry, self.changes = registry, RoleChanger(context, lambda: self.ending)
 
     async def post(
         self, node: Node, path: str, body: bytes, deadline_s: float

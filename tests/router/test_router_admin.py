@@ -56,8 +56,8 @@ async def test_a_node_that_knows_no_drain_is_drained_by_the_router_until_another
         _, told = await admin(c, "POST", "/admin/drain", {"url": nodes[2].url})
         assert told["node_told"] is False
         node = c.node(nodes[2])
-        checked = node.load
-        await until(lambda: node.load is not checked)  # a check later
+        checked = node.state.load
+        await until(lambda: node.state.load is not checked)  # a check later
         assert (node.up, node.reason) == (False, "it is draining")
         nodes[2].generation = "g2"
         await until(lambda: node.up)

@@ -124,7 +124,7 @@ async def test_a_stream_that_is_cut_anywhere_says_the_same() -> None:
         stream.end.data_received(said[at:])
         assert await leg is FrameKind.END
         assert taken == FRAMES
-        assert stream.node.load == Load(running=3)
+        assert stream.node.state.load == Load(running=3)
         await asyncio.sleep(0)
         assert [kind for _, kind, _ in stream.transport.said()] == [Kind.OPEN]
 
