@@ -178,9 +178,7 @@ def other_kind(**changes: Any) -> KvFacts:
     return msgspec.structs.replace(KV, fingerprint=fingerprint, **changes)
 
 
-def parse_job(
-    body: bytes, path: str, session: str = "", key_hash: str = "", **known: Any
-) -> Job:
+def parse_job(body: bytes, path: str, session: str = "", key_hash: str = "", **known: Any) -> Job:
     """A request as the router parses it."""
     job = msgspec.structs.replace(parse_body(body, path), id="id-1", created=99, **known)
     return for_nodes(job, job.model, job.priority, session, key_hash, 1234)

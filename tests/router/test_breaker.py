@@ -85,17 +85,6 @@ def test_openings_double_up_to_a_limit_until_a_trial_succeeds(breaker: Breaker) 
     assert breaker.opens_in(now) == 1.0
 
 
-def test_a_last_node_is_tried_by_one_request_at_a_time_though_it_is_open(breaker: Breaker) -> None:
-    fail(breaker, FAILURES_IN_A_ROW, 0.0)
-    trial = begin(breaker)
-    assert verdict(breaker, 0.1) == "never"
-    breaker.failed(trial, "x", 0.2)
-    assert verdict(breaker, 0.2) == "last"
-    assert breaker.opens_in(0.2) == pytest.approx(0.8)  # what was tried early does not prolong it
-    breaker.succeeded(begin(breaker))
-    assert breaker.state(0.3) is State.CLOSED
-
-
 def test_requests_sent_before_the_opening_change_nothing_later(breaker: Breaker) -> None:
     good, bad = begin(breaker), begin(breaker)
     fail(breaker, FAILURES_IN_A_ROW, 0.0)

@@ -215,15 +215,6 @@ async def test_an_answer_that_has_begun_goes_on_at_a_node_without_room() -> None
         assert len(full.calls) == 1
 
 
-async def test_an_answer_waits_for_a_node_until_the_deadline_of_its_request() -> None:
-    d = by_turns(dies)
-    async with cluster(prefill(), d, request_deadline_s=0.5) as c:
-        text = await c.text({"stream": True})
-        assert text.startswith((event("a") + event("b")).decode())
-        assert "the request did not finish within 0.5 s" in text
-        assert len(d.calls) == 1
-
-
 async def test_a_stream_outlives_more_nodes_than_a_request_may_try_as_long_as_it_gets_on() -> None:
     letters = "abcdefghij"
 

@@ -23,46 +23,44 @@ def shaped(**changes: object) -> KvFacts:
     return facts(fingerprint=msgspec.structs.replace(FINGERPRINT, **changes))
 
 
-def test_equal_nodes_can_talk_and_so_can_those_that_say_nothing() -> None:
-    assert kv_mismatch(FACTS, FACTS) is None
-    assert kv_mismatch(None, FACTS) is None
-    assert kv_mismatch(FACTS, None) is None
-
-
-def test_any_tensor_parallel_sizes_can_talk() -> None:
-    assert kv_mismatch(shaped(tp_size=4), shaped(tp_size=1)) is None
+LOCAL, DIRECT = facts(address="127.0.0.1"), facts(planes=("direct",))
 
 
 @pytest.mark.parametrize(
-    ("field", "mine", "theirs"),
+    ("prefill", "decode", "why"),
     [
-        ("model", "m", "n"),
-        ("kv_dtype", "bfloat16", "float32"),
-        ("block_size", 64, 16),
-        ("rope", "", "yarn"),
+        (FACTS, FACTS, None),
+        (None, FACTS, None),
+        (FACTS, None, None),
+        (shaped(tp_size=4), shaped(tp_size=1), None),
+        (DIRECT, DIRECT, None),
+        (DIRECT, facts(planes=("direct",), host=""), None),  # nobody knows
+        (FACTS, facts(host="host-2"), None),
+        (LOCAL, LOCAL, None),
+        (
+            shaped(kv_dtype="float32"),
+            FACTS,
+            "kv_dtype is 'float32' on the prefill node and 'bfloat16' on the decode node",
+        ),
+        (
+            FACTS,
+            shaped(rope="yarn"),
+            "rope is '' on the prefill node and 'yarn' on the decode node",
+        ),
+        (
+            facts(planes=("nccl",)),
+            FACTS,
+            "data planes are nccl on the prefill node and direct, nixl on the decode node",
+        ),
+        (DIRECT, facts(host="host-2"), "host-1 and the decode node on host-2"),
+        (LOCAL, facts(host="host-2"), "127.0.0.1"),
     ],
 )
-def test_what_differs_is_named_with_both_values(field: str, mine: object, theirs: object) -> None:
-    why = kv_mismatch(shaped(**{field: mine}), shaped(**{field: theirs}))
-    assert why == f"{field} is {mine!r} on the prefill node and {theirs!r} on the decode node"
-
-
-def test_a_common_data_plane_is_needed_and_direct_needs_one_host() -> None:
-    why = kv_mismatch(facts(planes=("nccl",)), facts(planes=("direct", "nixl")))
-    assert why == "data planes are nccl on the prefill node and direct, nixl on the decode node"
-    direct = facts(planes=("direct",))
-    assert kv_mismatch(direct, direct) is None
-    assert "host-1 and the decode node on host-2" in (
-        kv_mismatch(direct, facts(host="host-2")) or ""
-    )
-    assert kv_mismatch(facts(planes=("direct", "nixl")), facts(host="host-2")) is None
-    assert kv_mismatch(direct, facts(planes=("direct",), host="")) is None  # nobody knows
-
-
-def test_a_control_channel_on_the_loopback_is_for_one_host() -> None:
-    local = facts(address="127.0.0.1")
-    assert kv_mismatch(local, local) is None
-    assert "127.0.0.1" in (kv_mismatch(local, facts(host="host-2")) or "")
+def test_nodes_can_exchange_kv_or_what_differs_is_named_with_both_values(
+    prefill: KvFacts | None, decode: KvFacts | None, why: str | None
+) -> None:
+    found = kv_mismatch(prefill, decode)
+    assert found is None if why is None else why in (found or "")
 
 
 class Pair:

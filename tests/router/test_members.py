@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from router_doubles import leg_on
 
 from kvrelay.router.nodes.node import HealthReport, Node, NodeSpec, Source
-from kvrelay.router.nodes.pool import LOST_AFTER_MISSES, Pool
+from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NoNode, RequestError
 
@@ -89,18 +89,6 @@ def test_a_removed_node_takes_no_new_legs_and_is_there_until_its_last_one_has_en
         up(pool, node, at=3.0)  # it is watched, and stays out
         assert (node.up, pool.leaving, gone) == (False, [node], [])
     assert (pool.leaving, gone) == ([], [node])
-
-
-def test_requests_of_a_removed_node_are_cut_when_it_is_silent() -> None:
-    pool, node, _ = ready_pool()
-    cuts: list[str] = []
-    with leg_on(pool, Role.PREFILL) as lease:
-        lease.cut = lambda: cuts.append("cut")
-        pool.set_members(Source.STATIC, [D], 2.0)
-        assert cuts == []
-        for at in range(LOST_AFTER_MISSES):
-            pool.note_unready(node, "silent", 3.0 + at, missed=True)
-        assert cuts == ["cut"]
 
 
 def test_a_node_that_comes_back_while_it_leaves_is_the_same_node() -> None:

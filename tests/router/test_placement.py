@@ -284,24 +284,6 @@ def test_a_prompt_spills_when_the_prefill_node_is_busy_and_not_beyond_the_limit(
 
 
 @pytest.mark.parametrize(
-    ("pull_token_ms", "pulls"), [(0.0, False), (1e-3, True), (1.0, False)], ids=str
-)
-def test_kv_is_pulled_where_that_is_quicker_than_computing(
-    pull_token_ms: float, pulls: bool
-) -> None:
-    request = PlacementRequest(4_000, 64, 300, 20, cached={"d": 3_900}, holder=("d", 3_900, {"p"}))
-    prefill, decode = node("p", pull_ms=2.0, pull_token_ms=pull_token_ms), node("d")
-    placed = placing(request, [prefill], [decode])
-    assert (placed.prefill, *placed.prompt[1:]) == ("p", *((3_900, "d") if pulls else (0, "")))
-    assert (placed.prompt[0] < prefill.prompt_ms(4_000, 0)) is pulls
-    assert ("pulls from d" in str(placed)) is pulls
-    assert request.prompt(decode) == (decode.prompt_ms(4_000, 3_900), 3_900, "")
-    # It does not fit those of another kind.
-    other = replace(request, holder=("d", 3_900, {"d"}))
-    assert other.prompt(prefill) == (prefill.prompt_ms(4_000, 0), 0, "")
-
-
-@pytest.mark.parametrize(
     ("peer_ms", "host_ms", "store_ms", "found"),
     [
         (1e-3, 1e-4, 1e-4, (3_000, "store")),
@@ -329,32 +311,6 @@ def test_a_prompt_begins_with_what_is_cheapest_and_the_rest_is_computed(
     assert f" pulls from {found[1]}" in str(placed) or not found[1]
 
 
-prices = st.tuples(*[st.sampled_from([0.0, 1e-4, 1e-2, 1.0])] * 5)
-
-
-@given(requests, prices, st.lists(st.integers(0, 10_000), min_size=4, max_size=4))
-def test_what_is_known_of_a_cheaper_source_makes_no_node_dearer(
-    request: PlacementRequest, prices: tuple[float, ...], depths: list[int]
-) -> None:
-    cached, host, files, held = *sorted(depths[:3]), depths[3]
-    names = ("pull_ms", "pull_token_ms", "host_ms", "host_token_ms", "store_token_ms")
-    there = node("n", **dict(zip(names, prices, strict=True)))
-    ways = [
-        {},
-        {"below": {"n": (host, host)}},
-        {"below": {"n": (host, files)}},
-        {"below": {"n": (host, files)}, "holder": ("h", held, {"n"})},
-    ]
-    found = [
-        replace(request, cached={"n": cached}, **way).prompt(there)[0]  # type: ignore[arg-type]
-        for way in ways
-    ]
-    assert found == sorted(found, reverse=True)
-    cheaper = node("n", **dict(zip(names, [each / 2 for each in prices], strict=True)))
-    last = replace(request, cached={"n": cached}, **ways[-1])  # type: ignore[arg-type]
-    assert last.prompt(cheaper)[0] <= found[-1]
-
-
 def test_what_a_node_has_of_the_prompt_is_worth_what_it_saves() -> None:
     request = PlacementRequest(4_000, 64, 300, 20, cached={"p0": 3_900})
     fresh, holder = node("p1"), node("p0", backlog_ms=60.0)
@@ -377,18 +333,6 @@ def test_a_short_prompt_is_computed_before_a_long_one_where_legs_are_numbered() 
         assert placed.prefill == chosen
     plain = node("p0", legs=0, waiting=1, waiting_tokens=20_000)
     assert place(short, [plain, many], [node("d")], spills=False).prefill == "p1"
-
-
-def test_a_pair_that_failed_is_avoided() -> None:
-    request = PlacementRequest(4_000, 64, 300, 20)
-    both = (
-        [node("p0"), node("p1")],
-        [node("d0", running=3, context_tokens=900), node("d1", running=2)],
-    )
-    placed = placing(request, *both, apart)
-    assert (placed.prefill, placed.decode) == ("p1", "d1")
-    placed = placing(replace(request, cached={"p0": 3_900}), *both, apart)
-    assert (placed.prefill, placed.decode) == ("p0", "d0")
 
 
 def test_waiting_and_refusing_come_out_of_the_same_sum() -> None:
@@ -420,17 +364,8 @@ def test_waiting_and_refusing_come_out_of_the_same_sum() -> None:
     assert (never.what, never.never) == ("tpot", True)
 
 
-@given(requests, nodes("p", 0), nodes("d", 1))
-def test_a_card_that_says_nothing_takes_no_router_down(
-    request: PlacementRequest, prefill: list[NodeLoad], decode: list[NodeLoad]
-) -> None:
+def test_a_card_that_says_nothing_takes_no_router_down() -> None:
     """A card is fitted to noisy times: any of its values may be 0."""
-    for each in (*prefill, *decode):
-        each.set_costs(StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 50.0)
-        assert each.depth >= 0
-    costs = StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    ttft_ms, tpot_ms = costs.usual_ttft_ms(request.tokens), costs.usual_tpot_ms
-    assert isinstance(
-        place(replace(request, ttft_ms=ttft_ms, tpot_ms=tpot_ms), prefill, decode),
-        Placement | Wait,
-    )
+    silent = StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert node("d", running=3, costs=silent).depth == 3
+    placing(PlacementRequest(2_000, 100, 200, 20), [node("p", costs=silent)], [node("d")])

@@ -253,22 +253,6 @@ def test_kv_on_a_prefill_node_that_was_removed_is_fetched_all_the_same() -> None
     assert (way.prefill, way.decode) == (peer.url, "http://d0")
 
 
-def test_among_many_hosts_each_prefill_node_is_paired_with_those_that_can_take_its_kv() -> None:
-    rig = Rig(8, 8)
-    for at in range(8):
-        for role in "pd":
-            like = KV if at % 2 else OTHER_KV
-            rig.says(
-                f"{role}{at}",
-                kv=msgspec.structs.replace(like, planes=("nixl",), host=f"{role}{at}"),
-            )
-    rig.pool.blame(rig.pool.nodes[1], "gone", 2.0)
-    for at in range(40):
-        prefill, decode = rig.found(job(user=str(at)), spills=False)
-        assert prefill != "p1"
-        assert int(prefill[1:]) % 2 == int(decode[1:]) % 2
-
-
 def test_who_cannot_hand_over_is_no_pair_though_nobody_else_has_room() -> None:
     rig, full = Rig(2, 2), msgspec.structs.replace(ROOMY, free_blocks=0, running=1)
     rig.says("d0", full)

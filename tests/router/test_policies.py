@@ -1,5 +1,7 @@
 """Each policy's choice of a node."""
 
+from __future__ import annotations
+
 import random
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +31,10 @@ class View:
     requests: int = 0
     tokens: int = 0
     turn: int = 0
+
+    @property
+    def state(self) -> View:
+        return self
 
     @property
     def depth(self) -> float:

@@ -32,7 +32,6 @@ from router_doubles import (
 from kvrelay.router.admission.keys import hash_of
 from kvrelay.router.router import changes
 from kvrelay.router.server import serve
-from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.router_config import LIVE, KeyConfig, RouterConfig
 
@@ -143,7 +142,7 @@ async def test_keys_aliases_limits_policies_and_nodes_change_while_requests_run(
             },
         )
         await until(lambda: any(node.url == later.url and node.up for node in c.router.pool.nodes))
-        assert c.router.placer._policies[Role.PREFILL] == "round_robin"
+        assert c.router.placer.config.prefill_policy == "round_robin"
         assert await status(c, "ann") == 401
         assert await status(c, "bob", model="best") == 200
         assert await status(c, "bob", user="x" * 2000) == 413

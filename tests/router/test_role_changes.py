@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from router_doubles import (
-    MODEL,
     OPERATOR,
     Call,
     Cluster,
@@ -113,34 +112,6 @@ async def ask(c: Cluster, node: FakeNode, role: str, **more: Any) -> tuple[int, 
     body = {"url": node.url, "role": role, **more}
     async with c.http.post(f"{c.url}/admin/nodes/role", json=body, headers=OPERATOR) as answer:
         return answer.status, await answer.json()
-
-
-async def test_a_node_is_asked_and_gets_what_its_new_role_gets() -> None:
-    async def slow(call: Call) -> None:
-        await call.tokens(11, "a", 1)
-        await p.resume.wait()
-        await call.hand_over()
-
-    p, other, d = prefill(slow), prefill(), decode()
-    async with cluster(p, other, d, prefill_policy="round_robin") as c:
-        under_way = asyncio.create_task(c.text())
-        await until(lambda: bool(p.calls) or bool(other.calls))
-        status, body = await ask(c, p, "decode")
-        assert (status, body["node"]["flips_to"], body["node"]["up"]) == (200, "decode", False)
-        await c.text()
-        p.resume.set()
-        await under_way
-        p.flipped()
-        await until(lambda: c.node(p).up)
-        assert c.metric("kvrelay_router_node_up", node=p.url, role="decode", model_name=MODEL) == 1
-        assert c.metric("kvrelay_router_node_up", node=p.url, role="prefill", model_name=MODEL) == 0
-        before = len(p.calls)
-        for _ in range(60):  # two decode nodes alike: each is the other's equal, and chance decides
-            await c.text()
-            if len(p.calls) > before:
-                break
-        assert len(p.calls) > before
-        assert all("do_remote_prefill" in call.params for call in p.calls[before:])
 
 
 async def test_a_late_answer_does_not_take_a_node_that_has_changed_out_of_service(

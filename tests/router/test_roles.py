@@ -287,16 +287,6 @@ async def test_a_router_that_ends_looks_no_more() -> None:
     assert fixture.changes.models == {}
 
 
-async def test_a_change_by_somebody_else_rests() -> None:
-    fixture = Fixture(decodes=4)
-    await fixture.look(1)
-    last = fixture.pool.nodes[-1]
-    told(fixture.pool, last, P, at=2.0, flips=1, load=Load(legs=1, prompt_share=2.0))
-    assert last.role is P
-    assert (await fixture.look(LOOKS - 1)).why.startswith("prefill is short of nodes, for too")
-    assert fixture.asked == []
-
-
 async def test_nothing_begins_before_a_node_that_refuses_legs_has_said_why() -> None:
     fixture = Fixture()
     node = fixture.pool.nodes[-1]

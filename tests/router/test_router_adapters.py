@@ -70,17 +70,6 @@ async def test_what_the_nodes_refuse_is_told_with_all_their_words(
         assert f"prefill node {p.url}" in message
 
 
-async def test_a_body_without_a_name_and_a_client_without_a_key_are_refused_at_the_door() -> None:
-    p = prefill()
-    async with cluster(p, decode(), api_key="key") as c:
-        async with c.http.post(c.url + LOAD, json=BODY) as answer:
-            assert answer.status == 401
-        headers = {"authorization": "Bearer key"}
-        async with c.http.post(c.url + LOAD, json={"lora_path": "/x"}, headers=headers) as answer:
-            assert answer.status == 400
-        assert not p.told
-
-
 def test_an_older_health_report_does_not_undo_what_a_node_has_just_said() -> None:
     pool = Pool(["http://p"], [])
     (node,) = pool.nodes

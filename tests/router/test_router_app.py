@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from router_doubles import Call, cluster, decode, prefill, until
+from router_doubles import cluster, decode, prefill, until
 
 
 async def error_of(answer: Any) -> dict[str, Any]:
@@ -88,14 +88,6 @@ async def test_a_body_that_does_not_come_is_the_clients_fault() -> None:
         assert (await error_of(answer))["type"] == "invalid_request_error"
 
 
-async def test_an_unknown_model_is_a_404_that_names_what_is_served() -> None:
-    async with cluster(prefill(), decode()) as c, c.post({"model": "gpt"}) as answer:
-        assert answer.status == 404
-        error = await error_of(answer)
-        assert (error["code"], error["param"]) == ("model_not_found", "model")
-        assert "'tiny'" in error["message"]
-
-
 @pytest.mark.parametrize("asked", [False, True])
 async def test_bodies_are_logged_only_when_asked(
     asked: bool, caplog: pytest.LogCaptureFixture
@@ -133,19 +125,3 @@ async def test_a_body_names_its_request_where_no_header_does() -> None:
                 ) as answer:
                     assert answer.headers["x-request-id"] == given
                 assert d.calls[-1].headers["x-request-id"].startswith(f"{given}.")
-
-
-async def test_two_requests_of_one_id_are_two_on_nodes_and_in_what_runs() -> None:
-    async def waits(call: Call) -> None:
-        await d.resume.wait()
-        await call.tokens(12, "b", 2)
-        await call.end()
-
-    p, d = prefill(), decode(waits)
-    async with cluster(p, d) as c:
-        both = [asyncio.create_task(c.text(headers={"x-request-id": "mine"})) for _ in range(2)]
-        await until(lambda: len(c.router.log.running) == 2)
-        d.resume.set()
-        await asyncio.gather(*both)
-        assert not c.router.log.running
-    assert len({call.headers["x-request-id"] for call in d.calls}) == 2

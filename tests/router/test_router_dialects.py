@@ -171,19 +171,6 @@ async def test_an_answer_that_breaks_ends_with_the_error_event_of_its_dialect(
         assert "no decode node could serve" in text
 
 
-async def test_tokenization_is_any_nodes_work() -> None:
-    async with cluster(prefill(), decode()) as started:
-        asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
-        for path, body, told in (
-            ("/tokenize", {"prompt": "hi"}, "[1,2,3]"),
-            ("/v1/messages/count_tokens", asked, '{"input_tokens":3}'),
-            ("/detokenize", {"tokens": [-1]}, "no such token"),
-        ):
-            async with started.http.post(started.url + path, json=body) as answer:
-                assert answer.status == (400 if "detokenize" in path else 200)
-                assert told in (await answer.text()).replace(", ", ",").replace(": ", ":")
-
-
 async def test_version_and_ping_need_no_key_and_unknown_routes_are_404() -> None:
     async with cluster(prefill(), decode(), api_key="key") as started:
         async with started.http.get(started.url + "/version") as answer:

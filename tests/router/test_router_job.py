@@ -82,12 +82,6 @@ def test_max_completion_tokens_of_a_chat_wins_and_is_replaced_too() -> None:
     assert body["kv_transfer_params"]["client_max_tokens"] == 9
 
 
-def test_both_legs_have_the_same_seed_drawn_or_given() -> None:
-    for job, seed in ((parse(), 1234), (parse(seed=-5), -5)):
-        assert prefill(job)["seed"] == prefill(job)["kv_transfer_params"]["seed"] == seed
-        assert msgspec.json.decode(decode_body(job, KvTransferParams()))["seed"] == seed
-
-
 def test_the_decode_leg_has_the_clients_own_limits_and_no_prompt_text() -> None:
     params = KvTransferParams(do_remote_prefill=True, prompt_token_ids=[1], generated=[2])
     body = msgspec.json.decode(decode_body(parse(max_tokens=50, min_tokens=7), params))
@@ -131,6 +125,7 @@ def test_who_wants_the_prompt_back_and_no_token_is_asked_for_none() -> None:
         ({"min_tokens": -1}, "min_tokens"),
         ({"seed": "x"}, "seed"),
         ({"stream": 1}, "stream"),
+        ({"include_metrics": "yes"}, "include_metrics"),
         ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
         ({"remote_host": "10.0.0.1"}, "remote_host"),
         ({"do_remote_prefill": True}, "do_remote_prefill"),

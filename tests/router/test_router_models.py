@@ -47,10 +47,6 @@ async def test_requests_go_to_the_nodes_of_their_model_and_aliases_stand_for_nam
         assert (await said(c, "/v1/models/gpt"))["root"] == "other"
         client = anthropic.AsyncAnthropic(base_url=c.url, api_key="key", max_retries=0, timeout=10)
         page = await client.models.list()
-        names = ["other", MODEL, "x", "gpt", "mine"]
-        assert [(card.id, card.display_name, card.type) for card in page.data] == [
-            (n, n, "model") for n in names
-        ]
         assert abs(page.data[0].created_at.timestamp() - time.time()) < 600
         assert (page.first_id, page.last_id, page.has_more) == ("other", "mine", False)
         assert (await client.models.retrieve("gpt")).display_name == "gpt"

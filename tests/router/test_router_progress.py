@@ -3,13 +3,12 @@
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from router_doubles import parse_job
 
 from kvrelay.router.request.job import CHAT_PATH
-from kvrelay.router.request.progress import AnswerProgress, Diverged, FramePosition
+from kvrelay.router.request.progress import AnswerProgress, FramePosition
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
@@ -73,20 +72,6 @@ def begun(**fields: Any) -> tuple[AnswerProgress, FramePosition, FramePosition]:
     assert not state.take(Frame(FrameKind.TICKET, params=TICKET), prefill)
     assert state.decode_params() is TICKET
     return state, prefill, FramePosition.behind(TICKET)
-
-
-@pytest.mark.parametrize("ids", [(99,), (11, 12)])
-def test_a_decode_leg_that_tells_of_other_tokens_than_the_client_has_is_given_up(
-    ids: tuple[int, ...],
-) -> None:
-    state, prefill, decode = begun()
-    state.take(tokens(11, sent=1), prefill)
-    with pytest.raises(Diverged):
-        state.take(tokens(*ids, sent=2), decode)
-    params = state.decode_params()
-    assert (params.generated, params.sent_text, params.remote_engine_id) == ([11], 1, None)
-    state.take(Frame(FrameKind.HANDOVER, params=HANDOVER), prefill)
-    assert state.decode_params() is HANDOVER
 
 
 def test_a_first_token_that_a_decode_leg_has_told_counts_although_the_hand_over_has_another() -> (

@@ -27,16 +27,16 @@ async def test_requests_of_one_id_do_not_meet_on_a_node_that_routers_share(count
         for each in routers:
             await until(lambda each=each: all(node.up for node in each.router.pool.nodes))
         asked = [
-            asyncio.create_task(each.text(headers={"x-request-id": "mine"})) for each in routers
+            asyncio.create_task(each.text(headers={"x-request-id": "mine"})) for each in routers * 2
         ]
-        await until(lambda: len(d.calls) == count)
+        await until(lambda: len(d.calls) == 2 * count)
         ids = {call.headers["x-request-id"] for call in d.calls}
-        assert len(ids) == count
+        assert len(ids) == 2 * count
         assert all(each.startswith("mine.") for each in ids)
         assert {call.headers["x-request-id"] for call in p.calls} == ids
         # Each sees the others' requests in what the node reports, and its own at once.
-        d.load = Load(running=count)
-        await until(lambda: all(each.node(d).state.rows == count for each in routers))
-        for _ in routers:
+        d.load = Load(running=2 * count)
+        await until(lambda: all(each.node(d).state.rows == 2 * count for each in routers))
+        for _ in asked:
             permits.release()
         await asyncio.gather(*asked)

@@ -21,56 +21,46 @@ DECODE = {
 }
 
 
-def rounded(stages_s: dict[str, float]) -> dict[str, float]:
-    """Milliseconds."""
-    return {name: round(took * 1e3, 6) for name, took in stages_s.items()}
+LOCAL = {"queue": 3.0, "prefill": 40.0, "decode": 9.0}
 
 
-def test_all_stages_of_a_hand_over() -> None:
-    timeline = Timeline(10.0, sent=10.001, prefilled=10.034, stepped=10.0405)
-    timeline.note_report(PREFILL, decoding=False)
-    timeline.note_report(DECODE, decoding=True)
-    assert rounded(timeline.stages_s(10.25)) == {
-        "queue": 3.0,
-        "prefill": 30.0,
-        "announce": 0.5,
-        "transfer": 25.0,
-        "exposed": 1.0,
-        "decode_queue": 0.5,
-        "first_step": 4.0,
-        "decode": 200.0,
-        "total": 250.0,
-    }
-
-
-def test_a_decode_node_that_is_faster_than_the_answer_of_the_prefill_node_was_not_waited_for() -> (
-    None
-):
-    timeline = Timeline(10.0, sent=10.0, prefilled=10.034, stepped=10.034, decode_ms=DECODE)
-    assert timeline.stages_s(10.2)["announce"] == 0.0
-
-
-def test_a_prompt_that_a_decode_node_has_computed_counts_as_prefill() -> None:
-    timeline = Timeline(10.0, sent=10.0)
-    timeline.note_report(PREFILL, decoding=False)
-    told = {"queue": 3.0, "prefill": 40.0, "first_step": 4.0, "decode": 9.0}
-    timeline.note_report(told, decoding=True)
-    stages = timeline.stages_s(10.2)
-    assert (stages["prefill"], stages["decode_queue"]) == (
-        pytest.approx(0.07),
-        pytest.approx(0.003),
-    )
-
-
-def test_an_answer_of_one_node_has_no_hand_over() -> None:
-    timeline = Timeline(10.0, sent=10.001, local=True, stepped=10.1)
-    timeline.note_report({"queue": 3.0, "prefill": 40.0, "decode": 9.0, "told": 1.0}, decoding=True)
-    told = {"queue": 4.0, "prefill": 40.0, "decode": 9.0, "total": 200.0}
-    assert rounded(timeline.stages_s(10.2)) == told
-
-
-def test_a_request_that_was_never_sent_has_waited() -> None:
-    assert Timeline(10.0).stages_s(10.5) == {"queue": 0.5, "total": 0.5}
+@pytest.mark.parametrize(
+    ("timeline", "told", "stages_ms"),
+    [
+        (
+            Timeline(10.0, sent=10.001, prefilled=10.034, stepped=10.0405),
+            (PREFILL, DECODE),
+            {name: took for name, took in DECODE.items() if name != "told"}
+            | {"queue": 3.0, "prefill": 30.0, "announce": 0.5},
+        ),
+        # A decode node that is faster than the prefill node's answer was not waited for.
+        (
+            Timeline(10.0, sent=10.0, prefilled=10.034, stepped=10.034),
+            ({}, LOCAL | {"told": 6.0}),
+            {"queue": 0.0, "decode_queue": 3.0, "prefill": 40.0, "decode": 9.0, "announce": 0.0},
+        ),
+        # A prompt that a decode node has computed again counts as prefill.
+        (
+            Timeline(10.0, sent=10.0),
+            (PREFILL, LOCAL),
+            {"queue": 2.0, "prefill": 70.0, "decode_queue": 3.0, "decode": 9.0},
+        ),
+        (
+            Timeline(10.0, sent=10.001, local=True, stepped=10.1),
+            ({}, LOCAL | {"told": 1.0}),
+            LOCAL | {"queue": 4.0},
+        ),
+        (Timeline(10.0), ({}, {}), {"queue": 250.0}),  # it was never sent, and has waited
+    ],
+)
+def test_stages_are_those_of_both_nodes_and_of_the_way_between_them(
+    timeline: Timeline, told: tuple[dict[str, float], dict[str, float]], stages_ms: dict[str, float]
+) -> None:
+    timeline.note_report(told[0], decoding=False)
+    timeline.note_report(told[1], decoding=True)
+    stages_s = timeline.stages_s(10.25)
+    wanted = stages_ms | {"total": 250.0}
+    assert {name: took * 1e3 for name, took in stages_s.items()} == pytest.approx(wanted, abs=1e-6)
 
 
 async def prefill_timed(call: Call) -> None:
@@ -113,9 +103,3 @@ async def test_a_client_that_asks_finds_the_stages_at_the_end_of_its_answer(
         assert list(kvrelay["prompt"]) == list(RUNGS)
         assert sum(kvrelay["prompt"].values()) == 3
         assert text.replace(',"kvrelay":' + msgspec.json.encode(kvrelay).decode(), "") == plain
-
-
-async def test_a_wish_of_a_wrong_type_is_refused() -> None:
-    async with cluster(prefill(), decode()) as c, c.post({"include_metrics": "yes"}) as answer:
-        assert answer.status == 400
-        assert (await answer.json())["error"]["param"] == "include_metrics"

@@ -26,7 +26,7 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NodeFailed
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.transfer import KvTransferParams
-from tests.router.vllm_doubles import ASKED, DONE, error, metrics_text
+from tests.router.vllm_doubles import DONE, error, metrics_text
 
 MODELS = (
     b'{"object":"list","data":[{"id":"m","parent":null,"max_model_len":64},'
@@ -42,32 +42,6 @@ def handover_of(body: bytes) -> KvTransferParams:
     params = handover_frame(body, stream=True).params
     assert params is not None
     return params
-
-
-def test_the_prefill_leg_has_the_clients_fields_but_those_that_do_not_go_with_one_token() -> None:
-    fields: dict[str, Any] = {
-        "messages": [{"role": "user", "content": "hi"}],
-        "tools": [{"type": "function", "function": {"name": "f"}}],
-        "response_format": {"type": "json_object"},
-        "temperature": 0.25,
-        "stop": ["x"],
-        "logprobs": True,
-        "min_tokens": 4,
-        "max_completion_tokens": 9,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "stop_token_ids": [1],
-    }
-    asked = job(**fields)
-    told = json.loads(prefill_body(asked, ()))
-    own = {
-        k: v
-        for k, v in fields.items()
-        if k not in ("min_tokens", "stream_options", "stop_token_ids")
-    }
-    one_token = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False, "ignore_eos": True}
-    assert told == {"model": "m"} | own | one_token | {"kv_transfer_params": ASKED}
-    assert json.loads(decode_body(asked, begun(asked, prefill=False))) == {"model": "m"} | fields
 
 
 @given(

@@ -52,6 +52,7 @@ async def test_a_request_walks_through_both_nodes(
     p, d = prefill(), decode()
     async with cluster(p, d, node_api_key="nodes") as c:
         headers = {"x-request-id": "my.id-1", "traceparent": TRACE, "tracestate": "a=1"}
+        headers |= {"cookie": "a=1", "x-kvrelay-load": "1"}
         text = await c.text({"stream": stream, "max_tokens": 9}, headers=headers)
         assert text == (STREAMED if stream else WHOLE.decode())
         (first,), (second,) = p.calls, d.calls
@@ -60,6 +61,7 @@ async def test_a_request_walks_through_both_nodes(
             assert re.fullmatch(r"my\.id-1\.[0-9a-f]{8}", call.headers["x-request-id"])
             assert (call.headers["traceparent"], call.headers["tracestate"]) == (TRACE, "a=1")
             assert call.headers["authorization"] == "Bearer nodes"
+            assert not {"cookie", "x-kvrelay-load"} & set(call.headers)
         assert first.params["client_max_tokens"] == 9
         assert (first.body["max_tokens"], second.body["max_tokens"]) == (1, 9)
         budget = Pin("anyone", 0.25)

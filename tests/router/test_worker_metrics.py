@@ -53,17 +53,6 @@ def test_counts_are_summed_and_what_all_see_is_not() -> None:
     assert (told["kvrelay_router_requests_running"], told["kvrelay_router_node_upa"]) == (7, 1)
 
 
-def test_one_process_that_is_near_its_limit_is_seen() -> None:
-    def of(opened: int) -> list[Metric]:
-        registry = CollectorRegistry()
-        Gauge("process_open_fds", "n", registry=registry).set(opened)
-        Gauge("process_max_fds", "n", registry=registry).set(1024)
-        return list(registry.collect())
-
-    told = values(summed([of(20), of(1000), of(30)]))
-    assert (told["process_open_fds"], told["process_max_fds"]) == (1000, 1024)
-
-
 def test_of_a_worker_that_has_ended_the_counts_are_left() -> None:
     told = values(summed([worker(2, [], 3, 0), lasting(worker(5, [0.5], 4, 1))]))
     assert told["kvrelay_router_requests_total200"] == 7

@@ -254,7 +254,8 @@ class VllmNode:
                 body.get("max_tokens"),
                 body.get("stream"),
                 body.get("max_completion_tokens") or 1,
-            ) != (1, False, 1):
+                body.get("ignore_eos"),
+            ) != (1, False, 1, True):
                 return "a prefill leg is one token, and no stream"
             return None
         if not params.get("do_remote_prefill") or self.role != "decode":
