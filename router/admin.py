@@ -25,7 +25,7 @@ from kvrelay.router.nodes.node import Node, NodeKind
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.roles import BEGUN, ask_role
 from kvrelay.router.router import Router
-from kvrelay.router.state import joined_nodes, node_status
+from kvrelay.router.state import node_status
 from kvrelay.router.transport.node_stream import parse_message
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError, Conflict, NodeFailed, NotFound, RequestError
@@ -76,8 +76,7 @@ def add_admin_routes(app: FastAPI, router: Router) -> None:
 
     @app.get("/admin/nodes", response_model=None)
     async def nodes() -> Response:
-        own, workers = router.status(), router.shared.other_workers()
-        return json_response({"nodes": joined_nodes(own, workers or [own])})
+        return json_response({"nodes": router.snapshot().nodes})
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:

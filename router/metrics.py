@@ -95,12 +95,14 @@ class Metrics(Collector):
         self._key_requests = counter(
             "kvrelay_router_key_requests",
             "Requests by API key: begun or refused.",
-            *("key", "outcome"),
+            "key",
+            "outcome",
         )
         self.key_tokens = counter(
             "kvrelay_router_key_tokens",
             "Tokens by API key: of prompts and of answers.",
-            *("key", "kind"),
+            "key",
+            "kind",
         )
         for key in keys:
             self._key_requests.labels(key, "begun")
@@ -109,7 +111,9 @@ class Metrics(Collector):
         self.requests = counter(
             "kvrelay_router_requests",
             "Finished requests; 499: the client went away.",
-            *(_MODEL, "path", "status"),
+            _MODEL,
+            "path",
+            "status",
         )
         self.ttft = histogram(
             "kvrelay_router_time_to_first_token_seconds", "Arrival to first token."
@@ -145,7 +149,8 @@ class Metrics(Collector):
         self.local_prefills = counter(
             "kvrelay_router_local_prefills",
             "Prompts computed on a decode node, though nothing of their answers was there, and why.",
-            *(_MODEL, "reason"),
+            _MODEL,
+            "reason",
         )
         self.kv_failures = counter(
             "kvrelay_router_kv_failures",
@@ -178,7 +183,9 @@ class Metrics(Collector):
         self.role_changes = counter(
             "kvrelay_router_role_changes",
             "Nodes that were asked to take a role because it was short of them: begun or refused.",
-            *(_MODEL, "role", "outcome"),
+            _MODEL,
+            "role",
+            "outcome",
         )
         self.role_use = Gauge(
             "kvrelay_router_role_use",
@@ -236,11 +243,10 @@ class Metrics(Collector):
         pool, index, now = self._pool, self._pool.prefixes, time.monotonic()
         models = pool.models()
         for model in models:  # from the first scrape on, so that the first rate is right
-            for metric in (
-                *(self.ttft, self.e2e, self.inter_token),
-                *(self.output_tokens, self.disaggregated),
-            ):
-                metric.labels(model)
+            for histogram in (self.ttft, self.e2e, self.inter_token):
+                histogram.labels(model)
+            for counter in (self.output_tokens, self.disaggregated):
+                counter.labels(model)
             for reason in _LOCAL_REASONS:
                 self.local_prefills.labels(model, reason)
             for stage in STAGES:

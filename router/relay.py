@@ -120,6 +120,16 @@ def error_response(
 class Relay(Response):
     """An answer that runs its own request, in the client's dialect."""
 
+    _pieces = 0
+    """Sent since they were last counted."""
+    _running = False
+    _left = False
+    """The client went away before the end."""
+    _begun = False
+    """Headers were sent."""
+    _complete = False
+    _broken: NodeFailed | None = None
+
     def __init__(
         self,
         answer: Callable[[], Awaitable[None]],
@@ -135,12 +145,6 @@ class Relay(Response):
         self._answer, self._reply, self._stream = answer, reply, stream
         self._extra, self._finished, self._dialect = headers, finished, dialect
         self._unsent: list[bytes] = []
-        self._pieces = 0  # since they were last counted
-        self._running = False
-        self._left = False  # the client went away before the end
-        self._begun = False  # headers were sent
-        self._complete = False
-        self._broken: NodeFailed | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()

@@ -15,11 +15,11 @@ from typing import Any
 from kvrelay.openai_api.headers import trace_id_of
 from kvrelay.openai_api.stages import MOVED, STAGES
 from kvrelay.openai_api.tracing import RequestSpan
-from kvrelay.router.console.snapshot import KEPT_REQUESTS
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.request.job import Job
 from kvrelay.router.request.joined import last_timeline, prompt_tokens_of, rungs_of
 from kvrelay.router.request.run import RequestRun
+from kvrelay.router.state import KEPT_REQUESTS
 from kvrelay.router.timeline import EndedRequest
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError

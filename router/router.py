@@ -21,7 +21,6 @@ from kvrelay.openai_api.tracing import start_tracing
 from kvrelay.router.admission.controller import AdmissionController
 from kvrelay.router.admission.keys import callers_by_hash
 from kvrelay.router.background import repeat, running_task
-from kvrelay.router.console.snapshot import Snapshot, snapshot_of
 from kvrelay.router.membership.health_checks import check_nodes
 from kvrelay.router.membership.heartbeats import hear_heartbeats
 from kvrelay.router.membership.kubernetes_pods import follow_pods
@@ -37,8 +36,10 @@ from kvrelay.router.state import (
     Models,
     RoleStatus,
     Shared,
+    Snapshot,
     WorkerStatus,
     node_statuses,
+    snapshot_of,
 )
 from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.router.transport.node_stream import AttemptFailed

@@ -88,11 +88,8 @@ class RouterApp(FastAPI):
             self._add_client_routes(router)
 
     def _add_client_routes(self, router: Router) -> None:
-        async def complete(request: Request) -> Response:
-            return await self.complete(request)
-
         for path in (CHAT_PATH, COMPLETIONS_PATH):  # answers other methods with 405
-            self.post(path, response_model=None)(complete)
+            self.add_route(path, self.complete, methods=["POST"])
         add_routes(self, self, router.shared.responses, root_path=router.config.root_path)
 
         @self.get("/v1/models", response_model=None)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from fastapi import Request
@@ -21,19 +22,25 @@ from kvrelay.router.timeline import EndedRequest
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NoNode, NotFound
 from kvrelay.wire.step_costs import StepCosts
+from kvrelay.wire.versions import RELEASE
 
 __all__ = [
+    "KEPT_REQUESTS",
     "Health",
     "Models",
     "NodeStatus",
     "RoleStatus",
     "Shared",
+    "Snapshot",
     "WorkerStatus",
     "joined_nodes",
     "node_status",
     "node_statuses",
+    "snapshot_of",
 ]
 
+KEPT_REQUESTS = 200
+"""Requests that each process remembers, without prompt, answer and body; the newest are told."""
 _BY_SEVERITY = ("closed", "half_open", "open")
 _OF_NODE = (
     "url",
@@ -154,6 +161,42 @@ def joined_nodes(own: WorkerStatus, workers: Sequence[WorkerStatus]) -> list[Nod
         )
         for url, row in rows.items()
     ]
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """A snapshot of the cluster, as GET /console/state tells it.
+
+    Of `wanted` processes `workers` have answered.
+    """
+
+    now: float
+    uptime_s: float
+    health: Health
+    models: dict[str, bool]
+    wanted: int
+    workers: int
+    nodes: list[NodeStatus]
+    counts: dict[str, float]
+    """Now, or since the start of the processes that run."""
+    requests: list[EndedRequest]
+    roles: list[RoleStatus]
+    version: str = RELEASE
+
+
+def snapshot_of(own: WorkerStatus, workers: Sequence[WorkerStatus], **about: Any) -> Snapshot:
+    """Join what all workers see; `own` is the process that is asked, which need not be a worker."""
+    requests = [request for each in workers for request in each.requests]
+    counts: Counter[str] = Counter()
+    for each in workers:
+        counts.update(each.counts)
+    return Snapshot(
+        workers=len(workers),
+        nodes=joined_nodes(own, workers),
+        counts=dict(counts),
+        requests=sorted(requests, key=lambda each: -each.ended)[:KEPT_REQUESTS],
+        roles=own.roles,
+        **about,
+    )
 
 
 class Models:

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from kvrelay.router.console.snapshot import Snapshot
+from kvrelay.router.state import Snapshot
 
 __all__ = ["add_console_routes"]
 

@@ -10,6 +10,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 
 import aiohttp
 import msgspec
@@ -166,10 +167,7 @@ class NodeClient:
         timeout = aiohttp.ClientTimeout(total=self._config.health_deadline_s)
         status, body = await self._request("GET", node, "/health", timeout)
         if status == 200 and not body.strip():
-
-            async def fetch(path: str) -> tuple[int, bytes]:
-                return await self._request("GET", node, path, timeout, headers=self._auth)
-
+            fetch = partial(self._request, "GET", node, timeout=timeout, headers=self._auth)
             return await vllm_report(node, fetch)
         try:
             report = msgspec.json.decode(body, type=HealthReport)

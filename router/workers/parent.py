@@ -11,10 +11,13 @@ import asyncio
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -31,18 +34,21 @@ from kvrelay.router.request.failures import Suspect
 from kvrelay.router.router import Reread, Router
 from kvrelay.router.server import make_server
 from kvrelay.router.state import Shared, WorkerStatus
-from kvrelay.router.workers.metrics import lasting, summed, text_of
 from kvrelay.wire.errors import ConfigError, NotFound
 from kvrelay.wire.router_config import KeyConfig, RouterConfig
 
 __all__ = [
     "HANGS_S",
+    "LARGEST",
     "POLL_S",
     "SOCKET",
     "ClusterState",
     "Parent",
     "WorkerReport",
     "config_of_worker",
+    "lasting",
+    "summed",
+    "text_of",
     "worker_metrics",
 ]
 
@@ -52,6 +58,21 @@ POLL_S = 0.1
 HANGS_S = 15.0
 """A worker without a report for so long is replaced."""
 _SETTLED_S = 1.0
+
+# Gauges of which the largest is taken; others count what a worker has, and are summed.
+LARGEST = frozenset(
+    {
+        "kvrelay_router_node_up",
+        "kvrelay_router_queue_depth",
+        "kvrelay_router_breaker_state",
+        "kvrelay_router_prefix_texts",
+        "kvrelay_router_prefix_blocks",
+        "kvrelay_router_role_use",
+        "process_start_time_seconds",
+        "process_open_fds",
+        "process_max_fds",
+    }
+)
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -239,3 +260,28 @@ class Parent(Shared):
 
 def _families(metrics: str) -> Iterable[Metric]:
     return text_string_to_metric_families(metrics)
+
+
+def lasting(families: Iterable[Metric]) -> list[Metric]:
+    return [family for family in families if family.type in ("counter", "histogram", "summary")]
+
+
+def summed(families: Iterable[Iterable[Metric]]) -> list[Metric]:
+    """Return one family of each name; samples must have their labels in one order."""
+    joined: dict[str, Metric] = {}
+    values = defaultdict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]](dict)
+    for family in chain.from_iterable(families):
+        joined.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+        known = values[family.name]
+        for sample in family.samples:
+            key = sample.name, tuple(sample.labels.items())
+            both = known.get(key, 0.0), sample.value
+            known[key] = max(both) if family.name in LARGEST else sum(both)
+    for name, family in joined.items():
+        for (of, labels), value in values[name].items():
+            family.add_sample(of, dict(labels), value)
+    return list(joined.values())
+
+
+def text_of(families: Iterable[Metric]) -> bytes:
+    return generate_latest(SimpleNamespace(collect=lambda: families))

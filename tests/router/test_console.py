@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from router_doubles import MODEL, OPERATOR, Call, Cluster, cluster, decode, prefill, until
 
-from kvrelay.router.console.snapshot import Snapshot
+from kvrelay.router.state import Snapshot
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Load
 

@@ -6,9 +6,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvrelay.router.console.snapshot import KEPT_REQUESTS, Snapshot, snapshot_of
 from kvrelay.router.nodes.node import BreakerState
-from kvrelay.router.state import Health, NodeStatus, WorkerStatus
+from kvrelay.router.state import (
+    KEPT_REQUESTS,
+    Health,
+    NodeStatus,
+    Snapshot,
+    WorkerStatus,
+    snapshot_of,
+)
 from kvrelay.router.timeline import EndedRequest
 
 P, D = "http://p:1", "http://d:1"

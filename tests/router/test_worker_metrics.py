@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.workers.metrics import LARGEST, lasting, summed, text_of
+from kvrelay.router.workers.parent import LARGEST, lasting, summed, text_of
 
 ADDED = frozenset(
     {
