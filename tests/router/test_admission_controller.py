@@ -109,18 +109,6 @@ async def test_who_waits_for_nodes_of_one_model_is_not_let_go_by_those_of_anothe
         assert (busy.waiting, len(busy.p.calls)) == (1, 1)
 
 
-async def test_a_full_queue_is_a_429_that_says_when_to_return() -> None:
-    busy = Busy()
-    async with busy.running(max_queue=1) as c:
-        await busy.queue()
-        status, body, headers = await asked(c)
-        error = body["error"]
-        assert (status, error["type"], error["code"]) == (429, "overloaded_error", "queue_full")
-        assert int(headers["retry-after"]) >= 1
-        assert "1 requests wait, and the limit is 1" in error["message"]
-        assert c.metric("kvrelay_router_refused_total", reason="queue_full") == 1
-
-
 async def test_a_client_that_leaves_while_it_waits_frees_its_place() -> None:
     busy = Busy()
     async with busy.running(max_queue=1, keys=keys(max_running=2), headers=ALICE) as c:

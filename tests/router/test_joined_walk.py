@@ -19,13 +19,6 @@ def parts(**fields: Any) -> Any:
     return parts_of(parse_job(body, COMPLETIONS_PATH))
 
 
-def test_each_prompt_is_a_job_with_indices_of_its_own() -> None:
-    made = parts(n=2)
-    assert [msgspec.json.decode(job.fields["prompt"]) for job in made] == PROMPTS
-    assert [(job.part, job.first_index) for job in made] == [(True, 0), (True, 2), (True, 4)]
-    assert {(job.id, job.created, job.response_id) for job in made} == {("id-1", 99, "cmpl-id-1")}
-
-
 def test_a_given_seed_is_every_prompts_and_a_drawn_one_is_not() -> None:
     assert [job.seed for job in parts(seed=3)] == [3, 3, 3]
     assert [job.seed for job in parts()] == [1234, 1235, 1236]

@@ -4,8 +4,6 @@ have one.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from router_doubles import MODEL, cluster, decode, prefill
 
@@ -30,30 +28,6 @@ async def test_the_legs_of_an_adapters_request_go_to_nodes_that_have_it() -> Non
         async with c.post({"model": "y"}) as answer:
             assert answer.status == 404
             assert "'x'" in (await answer.json())["error"]["message"]
-
-
-async def test_both_requests_go_to_all_nodes_with_the_nodes_key() -> None:
-    nodes = [prefill(), decode(), decode()]
-    async with cluster(*nodes, node_api_key="k") as c:
-        async with c.http.post(c.url + LOAD, json=BODY) as answer:
-            assert answer.status == 200
-            said = await answer.json()
-        assert [(each["role"], each["status"]) for each in said["nodes"]] == [
-            ("prefill", 200),
-            ("decode", 200),
-            ("decode", 200),
-        ]
-        for node in nodes:
-            node.adapters = ["x"]
-            ((path, raw, key),) = node.told
-            assert (path, json.loads(raw), key) == (LOAD, BODY, "Bearer k")
-        await c.text({"model": "x"})  # at once, before a health check has said so
-        for node in nodes:
-            node.adapters = []
-        async with c.http.post(c.url + UNLOAD, json={"lora_name": "x"}) as answer:
-            assert answer.status == 200
-        async with c.post({"model": "x"}) as answer:
-            assert answer.status == 404
 
 
 @pytest.mark.parametrize(
