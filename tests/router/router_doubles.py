@@ -376,6 +376,27 @@ def decode(script: Script = decode_ok, **fields: Any) -> FakeNode:
 
 
 @dataclass
+class Answer:
+    """A whole answer."""
+
+    status: int
+    headers: Any
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode()
+
+    @property
+    def json(self) -> Any:
+        return msgspec.json.decode(self.body)
+
+    @property
+    def error(self) -> Any:
+        return self.json["error"]
+
+
+@dataclass
 class Cluster:
     """A router over fake nodes, and an HTTP client for it."""
 
@@ -393,6 +414,17 @@ class Cluster:
             text = await answer.text()
             assert answer.status == 200, text
             return text
+
+    async def asked(self, *args: Any, **kwargs: Any) -> Answer:
+        """What is answered to `post`."""
+        async with self.post(*args, **kwargs) as answer:
+            return Answer(answer.status, answer.headers, await answer.read())
+
+    async def ask(self, method: str, path: str, **kwargs: Any) -> Answer:
+        """What is answered to any request."""
+        url = self.url + path
+        async with self.http.request(method, url, allow_redirects=False, **kwargs) as answer:
+            return Answer(answer.status, answer.headers, await answer.read())
 
     def node(self, fake: FakeNode) -> Any:
         return next(node for node in self.router.pool.nodes if node.url == fake.url)

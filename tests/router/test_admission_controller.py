@@ -190,8 +190,7 @@ async def test_questions_count_against_the_limits_of_their_key() -> None:
         assert (await ask("/detokenize", tokens=[-1]))[0] == 400
         assert await ask("/tokenize", prompt="hi") == (429, "1000")
         assert (await ask("/v1/chat/completions"))[0] == 429
-        async with c.post({"prompt": "hi"}, "/tokenize", headers=BOB) as answer:
-            assert answer.status == 200
+        assert (await c.asked({"prompt": "hi"}, "/tokenize", headers=BOB)).status == 200
 
 
 async def test_limits_of_a_key_are_told_in_headers_and_are_its_own() -> None:
@@ -225,10 +224,10 @@ async def test_a_key_may_ask_for_its_models_and_priorities_only() -> None:
         assert (await asked(c, {"model": "sql", "priority": 1}, headers=ALICE))[0] == 403
         assert (await asked(c, {"model": "sql"}, headers=ALICE))[0] == 200
         assert p.calls[-1].body["priority"] == 2
-        async with c.http.get(f"{c.url}/v1/models", headers=ALICE) as answer:
-            assert [card["id"] for card in (await answer.json())["data"]] == ["sql"]
-        async with c.http.get(f"{c.url}/v1/models/tiny", headers=ALICE) as answer:
-            assert answer.status == 404
+        assert [
+            card["id"] for card in (await c.ask("GET", "/v1/models", headers=ALICE)).json["data"]
+        ] == ["sql"]
+        assert (await c.ask("GET", "/v1/models/tiny", headers=ALICE)).status == 404
         async with c.http.post(
             f"{c.url}/v1/unload_lora_adapter", json={"lora_name": "sql"}, headers=ALICE
         ) as answer:

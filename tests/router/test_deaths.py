@@ -221,8 +221,7 @@ async def test_prompts_of_one_request_are_one_request() -> None:
     nodes = [fragile(prefill()) for _ in range(8)]
     async with cluster(*nodes, decode(), prefill_policy="round_robin") as c:
         body = {"model": "tiny", "prompt": [f"poison {at}" for at in range(16)]}
-        async with c.post(body, path="/v1/completions") as answer:
-            assert (await answer.json())["error"]["code"] == "poison_request"
+        assert (await c.asked(body, path="/v1/completions")).error["code"] == "poison_request"
         assert calls(*nodes) <= 3  # two at once, and the other one that whoever was first goes to
 
 

@@ -103,8 +103,8 @@ async def test_a_request_goes_on_elsewhere_or_ends_with_the_nodes_error(
         else (decode(load=LOADED[role]), prefill())
     )
     async with cluster(bad, next_one, other, health_interval_s=5.0) as c:
-        async with c.post({"stream": stream}) as answer:
-            text = await answer.text()
+        answer = await c.asked({"stream": stream})
+        text = answer.text
         assert (len(bad.calls), len(next_one.calls), len(other.calls)) == calls
         assert (c.node(bad).up, c.node(next_one).up, c.node(other).up) == (up, True, True)
         failed_over = c.metric("kvrelay_failovers_total", leg=role)
@@ -144,9 +144,9 @@ async def test_a_node_without_a_connection_is_down_and_its_address_is_not_told()
     p = prefill()
     async with cluster(p, decode(kv=NO_PROMPTS), health_interval_s=5) as c:
         c.router.node_client.forget(c.node(p))
-        async with c.post() as answer:
-            assert answer.status == 502
-            assert "127.0.0.1" not in (await answer.json())["error"]["message"]
+        answer = await c.asked()
+        assert answer.status == 502
+        assert "127.0.0.1" not in answer.error["message"]
         assert not c.node(p).up
 
 
@@ -199,8 +199,7 @@ async def test_an_answer_that_has_begun_waits_for_a_decode_node_longer_than_for_
         asked = asyncio.create_task(c.text({"stream": stream}))
         await until(lambda: c.metric("kvrelay_router_waiting_for_room") == 1)
         assert not c.node(d).leases
-        async with c.post() as new:
-            assert new.status == 503  # whoever has nothing yet may go elsewhere
+        assert (await c.asked()).status == 503  # whoever has nothing yet may go elsewhere
         _, late = await asyncio.wait((asked,), timeout=0.3)
         assert late
         d.health_status, d.health_hangs, d.engine_dead, d.generation = 200, False, "", "g2"
@@ -296,8 +295,8 @@ async def test_a_node_that_names_a_time_rests_for_as_long(script: Any, role: str
         assert (len(busy.calls), len(free.calls)) == (1, 3)
         free.script = busy.script
         if script is FULL and role == "prefill":
-            async with c.post() as answer:
-                assert (answer.status, answer.headers["retry-after"]) == (429, "30")
+            answer = await c.asked()
+            assert (answer.status, answer.headers["retry-after"]) == (429, "30")
 
 
 async def test_a_request_waits_until_a_node_has_rested() -> None:
@@ -319,8 +318,7 @@ async def test_a_pair_between_which_kv_did_not_come_is_avoided_for_a_while(ends:
     good = decode(generation="d2", load=Load(running=5))
     async with cluster(p, bad, good) as c:
         for at in range(3):
-            async with c.post() as answer:
-                assert answer.status == (502 if ends and not at else 200)
+            assert (await c.asked()).status == (502 if ends and not at else 200)
         assert (len(bad.calls), len(good.calls)) == (1, 2)
         assert c.metric("kvrelay_router_kv_failures_total", cause="PeerLost") == 1
         assert c.node(bad).up
@@ -350,8 +348,9 @@ async def test_a_node_that_answers_500_stays_up_until_its_breaker_opens(role: st
         assert (len(bad.calls), len(good.calls)) == (FAILURES_IN_A_ROW, 8)
         assert c.node(bad).up
         assert (state(bad), state(good), state(other)) == (2, 0, 0)
-        async with c.http.get(f"{c.url}/health") as answer:
-            nodes = {node["url"]: node["breaker"] for node in (await answer.json())["nodes"]}
+        nodes = {
+            node["url"]: node["breaker"] for node in (await c.ask("GET", "/health")).json["nodes"]
+        }
         assert nodes[bad.url]["state"] == "open"
         bad.script = prefill_ok if role == "prefill" else decode_ok
         await until(lambda: state(bad) == 1)
@@ -367,15 +366,14 @@ async def test_a_clusters_last_node_is_tried_one_request_at_a_time_though_its_br
     p = prefill(refuse(500))
     async with cluster(p, decode(kv=NO_PROMPTS)) as c:
         for _ in range(8):
-            async with c.post() as answer:
-                assert answer.status == 500
+            assert (await c.asked()).status == 500
         assert len(p.calls) == 8
         p.script = hold
         slow = asyncio.create_task(c.text())
         await until(lambda: len(p.calls) == 9)
-        async with c.post() as answer:
-            assert answer.status == 503
-            assert int(answer.headers["retry-after"]) >= 1
+        answer = await c.asked()
+        assert answer.status == 503
+        assert int(answer.headers["retry-after"]) >= 1
         slow.cancel()
         await until(lambda: c.metric("kvrelay_router_requests_running") == 0)
         p.script = prefill_ok
@@ -387,8 +385,7 @@ async def test_a_request_that_no_node_can_read_is_no_fault_of_any(script: Any, s
     p, d = prefill(script), decode(script)
     async with cluster(p, d) as c:
         for _ in range(2 * FAILURES_IN_A_ROW):
-            async with c.post() as answer:
-                assert answer.status == status
+            assert (await c.asked()).status == status
         assert (bool(p.calls), bool(d.calls)) == (True, status == 500)
         assert c.metric("kvrelay_router_breaker_state") == 0
 
@@ -429,12 +426,10 @@ async def test_a_process_that_is_lost_with_many_requests_has_failed_once_and_cos
 async def test_retries_do_not_multiply_the_load_of_a_cluster_in_trouble() -> None:
     nodes = [prefill(refuse(500)) for _ in range(4)]
     async with cluster(*nodes, decode(kv=NO_PROMPTS), attempts=3) as c:
-        async with c.post() as answer:
-            assert answer.status == 500
+        assert (await c.asked()).status == 500
         assert sum(len(node.calls) for node in nodes) == 3
         for _ in range(39):
-            async with c.post() as answer:
-                assert answer.status in (500, 503)
+            assert (await c.asked()).status in (500, 503)
         asked = sum(len(node.calls) for node in nodes)
         assert asked <= 40 + 10 + 0.2 * 40 + 1  # three times as many without a budget
         assert c.metric("kvrelay_router_retries_refused_total") > 0

@@ -113,5 +113,4 @@ async def _left_by(ask: Callable[[], Awaitable[None]]) -> Counter[str]:
 
 
 async def _ask(c: Cluster, stream: bool, body: Any = None, **kwargs: Any) -> None:
-    async with c.post({"stream": stream, "max_tokens": 9, **(body or {})}, **kwargs) as answer:
-        await answer.read()
+    await c.asked({"stream": stream, "max_tokens": 9, **(body or {})}, **kwargs)

@@ -92,8 +92,7 @@ async def test_a_node_hears_whose_budget_pays_and_of_a_session_in_the_headers() 
     async with cluster(p, d, keys=(KeyConfig("ann", ANN, pin_share=0.5),)) as c:
         body = {"model": MODEL, "prompt": PROMPT, "session_id": "own"}
         headers = {"authorization": "Bearer ann", "x-session-id": "s" * 300}
-        async with c.http.post(c.url + COMPLETIONS_PATH, json=body, headers=headers) as answer:
-            assert answer.status == 200
+        assert (await c.ask("POST", COMPLETIONS_PATH, json=body, headers=headers)).status == 200
     (heard,) = (call.body for call in p.calls)
     assert heard["kv_transfer_params"]["pin"] == {"owner": "ann", "share": 0.5}
     assert heard["session_id"] == "s" * 256

@@ -111,8 +111,8 @@ async def test_one_prompt_that_fails_ends_them_all_with_one_error(stream: bool) 
 
     waits = prefill(some)
     async with cluster(waits, decode(rest)) as c:
-        async with c.post({"prompt": PROMPTS, "stream": stream}, path=COMPLETIONS_PATH) as answer:
-            text = await answer.text()
+        answer = await c.asked({"prompt": PROMPTS, "stream": stream}, path=COMPLETIONS_PATH)
+        text = answer.text
         assert text.count("it broke") == 1
         assert answer.status == 400 or text.endswith(DONE.decode())
         await until(lambda: not c.node(waits).leases)

@@ -81,7 +81,6 @@ async def test_the_key_is_asked_for_before_there_is_a_route() -> None:
             ("OPTIONS", "/admin/nodes"),
             ("PUT", "/admin/"),
         ):
-            async with c.http.request(method, c.url + path) as answer:
-                assert answer.status == 401
+            assert (await c.ask(method, path)).status == 401
         async with c.http.get(f"{c.url}/console") as answer:  # the page itself holds nothing
             assert answer.status == 200

@@ -23,11 +23,10 @@ async def test_the_legs_of_an_adapters_request_go_to_nodes_that_have_it() -> Non
             await c.text({"model": "x"})
         assert [len(node.calls) for node in (*with_it, *without)] == [6, 6, 0, 0]
         assert with_it[1].calls[0].body["model"] == "x"
-        async with c.http.get(f"{c.url}/v1/models/x") as answer:
-            assert (await answer.json())["parent"] == MODEL
-        async with c.post({"model": "y"}) as answer:
-            assert answer.status == 404
-            assert "'x'" in (await answer.json())["error"]["message"]
+        assert (await c.ask("GET", "/v1/models/x")).json["parent"] == MODEL
+        answer = await c.asked({"model": "y"})
+        assert answer.status == 404
+        assert "'x'" in answer.error["message"]
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ async def test_without_nodes_a_request_is_told_to_come_back() -> None:
         async with c.post() as answer:
             assert (answer.status, answer.headers["retry-after"]) == (503, "1")
             assert (await error_of(answer))["type"] == "service_unavailable"
-        async with c.http.get(f"{c.url}/health") as answer:
-            assert answer.status == 503
+        assert (await c.ask("GET", "/health")).status == 503
 
 
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "key", "Bearer kéy"])
@@ -35,8 +34,7 @@ async def test_a_wrong_api_key_is_refused_on_v1_only(header: str | None) -> None
                 assert answer.status == 401
                 assert (await error_of(answer))["code"] == "invalid_api_key"
         assert p.calls == []
-        async with c.http.get(f"{c.url}/health", headers=headers) as answer:
-            assert answer.status == 200
+        assert (await c.ask("GET", "/health", headers=headers)).status == 200
         assert await c.text(headers={"authorization": "Bearer key"})
 
 
@@ -103,8 +101,7 @@ async def test_insane_ids_are_replaced() -> None:
     p, d = prefill(), decode()
     async with cluster(p, d) as c:
         for wanted in ("a b", "x" * 200):
-            async with c.post(headers={"x-request-id": wanted}) as answer:
-                given = answer.headers["x-request-id"]
+            given = (await c.asked(headers={"x-request-id": wanted})).headers["x-request-id"]
             assert given != wanted
             assert (
                 p.calls[-1].headers["x-request-id"] == d.calls[-1].headers["x-request-id"] == given

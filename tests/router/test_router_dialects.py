@@ -165,11 +165,10 @@ async def test_an_answer_that_breaks_ends_with_the_error_event_of_its_dialect(
 
 async def test_version_and_ping_need_no_key_and_unknown_routes_are_404() -> None:
     async with cluster(prefill(), decode(), api_key="key") as started:
-        async with started.http.get(started.url + "/version") as answer:
-            assert list(await answer.json()) == ["version"]
+        answer = await started.ask("GET", "/version")
+        assert list(answer.json) == ["version"]
         for method in ("GET", "POST"):
-            async with started.http.request(method, started.url + "/ping") as answer:
-                assert answer.status == 200
+            assert (await started.ask(method, "/ping")).status == 200
         for path in ("/v1/embeddings", "/v1/nothing", "/v1/responses/x/cancel"):
             async with started.http.post(
                 started.url + path, headers={"authorization": "Bearer key"}
@@ -181,12 +180,10 @@ async def test_version_and_ping_need_no_key_and_unknown_routes_are_404() -> None
         ) as answer:
             assert (answer.status, answer.headers["allow"]) == (405, "POST")
             assert set((await answer.json())["error"]) == {"message", "type", "param", "code"}
-        async with started.http.post(started.url + "/tokenize", json={"prompt": "hi"}) as answer:
-            assert answer.status == 401
+        assert (await started.ask("POST", "/tokenize", json={"prompt": "hi"})).status == 401
     async with cluster(prefill(), ready=False) as started:
         for path, status in (("/ping", 503), ("/live", 200)):
-            async with started.http.get(started.url + path) as answer:
-                assert answer.status == status
+            assert (await started.ask("GET", path)).status == status
 
 
 async def test_plain_chat_completions_stay_a_move_of_bytes() -> None:

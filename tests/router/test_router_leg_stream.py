@@ -222,8 +222,7 @@ async def test_the_highest_common_version_is_asked_for_and_told() -> None:
     p, d = prefill(), decode(versions=(LEGS.newest, LEGS.newest + 1))
     async with cluster(p, d) as c:
         assert [p.asked_versions, d.asked_versions] == [[str(LEGS.newest)]] * 2
-        async with c.http.get(f"{c.url}/health") as answer:
-            versions = {node["leg_version"] for node in (await answer.json())["nodes"]}
+        versions = {node["leg_version"] for node in (await c.ask("GET", "/health")).json["nodes"]}
         assert versions == {LEGS.newest}
 
 

@@ -50,11 +50,10 @@ async def test_requests_go_to_the_nodes_of_their_model_and_aliases_stand_for_nam
         assert abs(page.data[0].created_at.timestamp() - time.time()) < 600
         assert (page.first_id, page.last_id, page.has_more) == ("other", "mine", False)
         assert (await client.models.retrieve("gpt")).display_name == "gpt"
-        async with c.post({"model": "lost"}) as answer:
-            assert answer.status == 503
-        async with c.post({"model": "unknown"}) as answer:
-            assert answer.status == 404
-            assert "'gpt'" in (await answer.json())["error"]["message"]
+        assert (await c.asked({"model": "lost"})).status == 503
+        answer = await c.asked({"model": "unknown"})
+        assert answer.status == 404
+        assert "'gpt'" in answer.error["message"]
 
 
 async def test_readiness_is_told_by_model_and_one_model_that_is_ready_is_enough() -> None:
@@ -69,11 +68,9 @@ async def test_readiness_is_told_by_model_and_one_model_that_is_ready_is_enough(
             {"up": 1, "listed": 2},
         )
         await c.text()
-        async with c.post({"model": "other"}) as answer:
-            assert answer.status == 503
-            assert (
-                "no decode node that is up has 'other'" in (await answer.json())["error"]["message"]
-            )
+        answer = await c.asked({"model": "other"})
+        assert answer.status == 503
+        assert "no decode node that is up has 'other'" in answer.error["message"]
 
 
 async def test_tokenize_asks_a_node_of_the_model_by_its_own_name() -> None:

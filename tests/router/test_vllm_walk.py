@@ -196,9 +196,9 @@ async def test_what_kills_every_node_that_it_reaches_reaches_two_and_is_refused_
     ]
     async with cluster(*nodes) as c:
         for _ in range(2):
-            async with c.post() as answer:
-                assert answer.status == 503
-                assert (await answer.json())["error"]["code"] == "poison_request"
+            answer = await c.asked()
+            assert answer.status == 503
+            assert answer.error["code"] == "poison_request"
             assert sum(len(node.calls) for node in nodes if node.role == role) == 2
 
 
@@ -218,19 +218,18 @@ async def test_a_refusal_is_passed_on_and_blames_nobody(wrapped: bool) -> None:
     p, d = pair()
     p.script = refuse(400, "too long", wrapped=wrapped)
     async with cluster(p, d) as c:
-        async with c.post({"stream": True}) as answer:
-            assert answer.status == 400
-            assert (await answer.json())["error"]["message"] == "too long"
+        answer = await c.asked({"stream": True})
+        assert answer.status == 400
+        assert answer.error["message"] == "too long"
         assert d.calls == []
         p.script, d.script = ok, refuse(422, "not so", wrapped=wrapped)
-        async with c.post() as answer:
-            assert answer.status == 422
+        assert (await c.asked()).status == 422
         assert c.node(p).up
         assert c.node(d).up
         p.script = refuse(401, "Unauthorized")
-        async with c.post() as answer:
-            assert answer.status == 502
-            assert "router's key" in (await answer.json())["error"]["message"]
+        answer = await c.asked()
+        assert answer.status == 502
+        assert "router's key" in answer.error["message"]
 
 
 async def test_after_the_first_byte_an_answer_ends_with_an_error_that_says_why() -> None:
@@ -304,17 +303,16 @@ async def test_nodes_of_two_kinds_are_no_cluster() -> None:
     p, d = pair()
     ours = prefill()
     async with cluster(ours, d) as c:
-        async with c.post() as answer:
-            assert answer.status == 503
-            assert "kind" in (await answer.json())["error"]["message"]
-        async with c.http.get(f"{c.url}/health") as health:
-            assert health.status == 503
-            assert {node["kind"] for node in (await health.json())["nodes"]} == {"kvrelay", "vllm"}
+        answer = await c.asked()
+        assert answer.status == 503
+        assert "kind" in answer.error["message"]
+        health = await c.ask("GET", "/health")
+        assert health.status == 503
+        assert {node["kind"] for node in health.json["nodes"]} == {"kvrelay", "vllm"}
         assert ours.calls == d.calls == []
     alone = decode()
     async with cluster(p, alone) as c:
-        async with c.post() as answer:
-            assert answer.status == 200
+        assert (await c.asked()).status == 200
         assert c.metric("kvrelay_router_local_prefills_total", reason="no_prefill_node") == 1
         assert p.calls == []
 
