@@ -77,19 +77,6 @@ def refusal(found: object) -> Refusal:
     return found
 
 
-@settings(max_examples=30)
-@given(st.integers(1, 40), st.integers(1, 3))
-def test_nobody_waits_for_ever_and_all_begin_in_order(count: int, seats: int) -> None:
-    cluster = ModelCluster(100, seats)
-    asked = [queued() for _ in range(count)]
-    for each in asked:
-        cluster.ask(each)
-    cluster.run(TAKES_S * (count / seats + 2))
-    assert cluster.begun == asked
-    assert not cluster.refused
-    assert not len(cluster.admission)
-
-
 def test_whoever_finds_the_queue_full_is_told_how_long_it_takes() -> None:
     cluster = ModelCluster(20)
     for _ in range(21):

@@ -24,6 +24,10 @@ def test_a_given_seed_is_every_prompts_and_a_drawn_one_is_not() -> None:
     assert [job.seed for job in parts()] == [1234, 1235, 1236]
 
 
+def test_the_choices_of_a_prompt_come_behind_those_of_the_ones_before() -> None:
+    assert [job.first_index for job in parts(n=2)] == [0, 2, 4]
+
+
 @pytest.mark.parametrize("prompt", ["a", ["a"], [1, 2], [[1, 2]], [], None])
 def test_one_prompt_in_any_form_is_one_job(prompt: Any) -> None:
     (job,) = parts(prompt=prompt)

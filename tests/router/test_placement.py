@@ -309,6 +309,8 @@ def test_a_prompt_begins_with_what_is_cheapest_and_the_rest_is_computed(
     placed = placing(request, [node("p", **prices)], [node("d")])
     assert placed.prompt[1:] == found
     assert f" pulls from {found[1]}" in str(placed) or not found[1]
+    other_kind = replace(request, holder=("d", 2_900, ()))
+    assert other_kind.prompt(node("p", pull_token_ms=1e-5))[1:] == (1_000, "")
 
 
 def test_what_a_node_has_of_the_prompt_is_worth_what_it_saves() -> None:
@@ -333,6 +335,15 @@ def test_a_short_prompt_is_computed_before_a_long_one_where_legs_are_numbered() 
         assert placed.prefill == chosen
     plain = node("p0", legs=0, waiting=1, waiting_tokens=20_000)
     assert place(short, [plain, many], [node("d")], spills=False).prefill == "p1"
+
+
+def test_a_pair_that_failed_is_avoided() -> None:
+    request = PlacementRequest(4_000, 64, 300, 20)
+    both = [node("p0"), node("p1")], [node("d0", running=3), node("d1", running=2)]
+    placed = placing(request, *both, apart)
+    assert (placed.prefill, placed.decode) == ("p1", "d1")
+    placed = placing(replace(request, cached={"p0": 3_900}), *both, apart)
+    assert (placed.prefill, placed.decode) == ("p0", "d0")
 
 
 def test_waiting_and_refusing_come_out_of_the_same_sum() -> None:

@@ -127,6 +127,12 @@ def test_what_piled_up_before_a_change_does_not_count_after_it() -> None:
     assert looked(roles, {P: 3, D: 5}, {P: 0.6, D: 5.5}, LOOKS) == [None] * (LOOKS - 1) + [D]
 
 
+def test_looks_begin_anew_when_a_node_has_come_gone_or_changed() -> None:
+    roles, work = RolePlanner(), {P: 1.2, D: 0.6}
+    looked(roles, {P: 1, D: 4}, work, LOOKS - 1)
+    assert looked(roles, {P: 1, D: 3}, work, LOOKS) == [None] * (LOOKS - 1) + [P]
+
+
 def test_the_way_back_costs_twice_the_margin() -> None:
     up, work = {P: 3, D: 5}, {P: 1.6, D: 4.75}  # with 2P prompts take 80 %, now answers 95
     roles = RolePlanner()

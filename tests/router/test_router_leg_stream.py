@@ -199,14 +199,15 @@ async def test_a_stream_that_breaks_takes_its_legs_along_and_is_mended() -> None
         await until(lambda: len(d.calls) == 2)
         call.cut()
 
-    d = decode(cut)
-    async with cluster(prefill(), d) as c:
+    p, d = prefill(), decode(cut)
+    async with cluster(p, d) as c:
         texts = await asyncio.gather(*(c.text({"stream": True}) for _ in range(2)))
         assert all(text.endswith("data: [DONE]\n\n") for text in texts)
         await until(lambda: d.streams == 2 and bool(c.node(d).up))
         assert event("c").decode() in await c.text({"stream": True})
         d.generation = "g2"  # another process
         await until(lambda: d.streams == 3)
+        assert p.streams == 1  # of all its requests, behind many health checks
 
 
 async def test_a_node_whose_stream_does_not_open_is_down_and_says_why() -> None:
