@@ -107,20 +107,12 @@ def _plan(
     The exit code is 0 if nine of ten requests keep both targets with the best split, else 1.
     """
     from kvrelay.load.measures import Targets
-    from kvrelay.load.workloads import AGENTS, agents_of
     from kvrelay.planner.rate_card import read_card
     from kvrelay.sizing import Wanted, workload_of
     from kvrelay.sizing import run as run_plan
 
-    named = workload.partition(",")[0] in AGENTS
-    wanted = Wanted(
-        gpus,
-        read_card(card),
-        workload_of(workload),
-        Targets(ttft_ms, tpot_ms),
-        rate,
-        agents_of(workload) if named else None,
-    )
+    work = workload_of(workload)
+    wanted = Wanted(gpus, read_card(card), work, Targets(ttft_ms, tpot_ms), rate)
     return run_plan(wanted, Console(highlight=False, soft_wrap=True), as_json=as_json)
 
 

@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrelay.load.measures import percentile
-from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, TRACED, read_trace
+from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, TRACED, Arrival, Work, sessions
 from kvrelay.planner.incident import Incident, read_incident
 from kvrelay.planner.rate_card import RateCard
+from kvrelay.planner.sessions import streams_of_sessions
 from kvrelay.planner.setting import Result, Setting, Stream
 from kvrelay.planner.world import simulate
 from kvrelay.wire.config import CacheConfig, Role
@@ -61,7 +62,9 @@ def run(
             raise ConfigError(f"{flag} {value!r} is none of {', '.join(known)}")
     traced, left_out = path.name.endswith(TRACED), list[str]()
     if traced:
-        streams, roles = _traced(path), [Role.PREFILL, Role.DECODE]
+        drawn = [*sessions(Work(trace=f"{path}"), Arrival("trace"), "")]
+        streams = streams_of_sessions(drawn, 0, TRACE_BLOCK_TOKENS)
+        roles = [Role.PREFILL, Role.DECODE]
     else:
         whole = _logged(path)
         incident = whole.of_model(card.model)
@@ -101,14 +104,6 @@ def run(
     for line in left_out:
         console.print(line)
     return 0
-
-
-def _traced(path: Path) -> list[Stream]:
-    try:
-        asked = read_trace(path)
-    except (OSError, ValueError, KeyError, TypeError) as why:
-        raise ConfigError(f"the trace {path} cannot be read: {why!r}") from why
-    return [Stream(each.at, each.prompt, each.output, each.blocks) for each in asked]
 
 
 def _logged(path: Path) -> Incident:

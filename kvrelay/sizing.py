@@ -10,8 +10,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from random import Random
+from itertools import islice
 from statistics import fmean
 
 from rich.console import Console
@@ -22,11 +21,11 @@ from kvrelay.load.workloads import (
     AGENTS,
     TRACE_BLOCK_TOKENS,
     TRACED,
-    Agents,
-    Asked,
+    Arrival,
+    Work,
     agents_of,
     lengths_of,
-    read_trace,
+    sessions,
 )
 from kvrelay.planner.goodput import (
     AGENT_BLOCK_TOKENS,
@@ -41,13 +40,15 @@ from kvrelay.planner.goodput import (
     turns_of,
 )
 from kvrelay.planner.rate_card import RateCard
-from kvrelay.planner.setting import Setting
+from kvrelay.planner.sessions import streams_of_sessions
+from kvrelay.planner.setting import Setting, Stream
 from kvrelay.wire.config_checks import gib
 from kvrelay.wire.errors import ConfigError
 
 __all__ = ["Sized", "Wanted", "run", "sized", "workload_of"]
 
 _SAMPLE, _AGENTS = 4_000, 50
+_NOTHING_SHARED = 1 << 40  # tokens of a block: no prompt has a full one
 _CAPTION = (
     "{} in time for each GPU and asked in all; p90 of TTFT and TPOT, p99 of the time "
     "between two tokens, in ms"
@@ -57,64 +58,49 @@ _FIRST = 0.8
 """Share of a split's bound at which its highest rate is looked for first."""
 
 
-Asking = Callable[[int], Sequence[Asked]]
-"""A function that makes so many requests, or as many as a trace has."""
-
-
-def workload_of(name: str) -> Asking:
-    """Return a workload by its name, as IN:OUT, or from a trace. Raises ConfigError.
-
-    A turn of an agent is there `at` milliseconds after the answer before it.
-    """
+def workload_of(name: str) -> Work:
+    """Return a workload by its name, as IN:OUT, or a trace. Raises ConfigError."""
     if name.partition(",")[0] in AGENTS:
-        turns = turns_of(agents_of(name), _AGENTS)
-        asks = [Asked(turn.gap, turn.prompt, turn.output, turn.blocks) for turn in turns]
-        return lambda count: asks[:count]
-    if not name.endswith(TRACED):
-        lengths = lengths_of(name)
-        return lambda count: _alike(lengths.prompt, lengths.output, count)
-    try:
-        traced = read_trace(Path(name))
-    except (OSError, ValueError, KeyError, TypeError) as why:
-        raise ConfigError(
-            f"the trace {name} cannot be read: {why}; it has a JSON object a line"
-        ) from why
-    return lambda count: traced[:count]
-
-
-def _alike(prompt: int, output: int, count: int) -> list[Asked]:
-    rng, now, asks = Random("plan"), 0.0, []
-    for _ in range(count):
-        now += rng.expovariate(1.0)
-        asks.append(Asked(now, prompt, output))
-    return asks
+        return Work(agents=agents_of(name))
+    if name.endswith(TRACED):
+        return Work(trace=name)
+    lengths = lengths_of(name)
+    return Work(lengths.prompt, lengths.output)
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
     gpus: int
     card: RateCard
-    asking: Asking
+    work: Work
     targets: Targets
     rate: float
     """Requests a second, or sessions of agents at once; 0: as many as can be."""
-    agents: Agents | None = None
 
     @property
     def unit(self) -> str:
-        return "requests/s" if self.agents is None else "sessions"
+        return "requests/s" if self.work.agents is None else "sessions"
 
-    def serve(self, asks: Sequence[Asked], setting: Setting, guess: float, bound: float) -> Served:
+    def asking(self, count: int) -> list[Stream]:
+        """Return so many requests, or as many as a trace has. Raises ConfigError."""
+        work = self.work
+        if work.agents:
+            return turns_of(work.agents, _AGENTS)[:count]
+        drawn = sessions(work, Arrival("trace" if work.trace else "poisson", 1.0), "plan")
+        block_tokens = TRACE_BLOCK_TOKENS if work.trace else _NOTHING_SHARED
+        return streams_of_sessions([*islice(drawn, count)], 0, block_tokens)
+
+    def serve(self, asks: Sequence[Stream], setting: Setting, guess: float, bound: float) -> Served:
         """Simulate the rate, or find the highest from a guess on."""
-        if self.agents is not None:
+        if agents := self.work.agents:
             if self.rate:
-                return at_sessions(self.agents, setting, max(1, round(self.rate)))
-            return most_sessions(self.agents, setting, guess, bound)
+                return at_sessions(agents, setting, max(1, round(self.rate)))
+            return most_sessions(agents, setting, guess, bound)
         if self.rate:
             return at_rate(asks, setting, self.rate)
         return highest_rate(asks, setting, guess)
 
-    def requests(self, rate: float) -> tuple[int, Sequence[Asked]]:
+    def requests(self, rate: float) -> tuple[int, Sequence[Stream]]:
         """Return how many requests a run at this rate needs, and as many, or as there are."""
         needed = requests_needed(self.asking(_SAMPLE), self.targets, rate)
         return needed, self.asking(needed)
@@ -148,16 +134,16 @@ class Sized:
 
 def sized(wanted: Wanted, tried: Callable[[str], None] = lambda _: None) -> list[Sized]:
     """Return all splits, the best first; `tried` is told of each simulation. Raises ConfigError."""
-    targets, agents, card = wanted.targets, wanted.agents, wanted.card
+    targets, agents, card = wanted.targets, wanted.work.agents, wanted.card
     nodes = wanted.gpus // card.gpus
     if nodes < 1:
         raise ConfigError(f"a node takes {card.gpus} GPUs and there are {wanted.gpus}; give more")
-    sample = wanted.asking(_SAMPLE)[:_SAMPLE]
+    sample = wanted.asking(_SAMPLE)
     # A turn of a session in time takes so many seconds at most, with the gap before it.
     turn_s = (
         1.0
         if agents is None
-        else fmean(each.at + targets.ttft_ms + targets.tpot_ms * each.output for each in sample)
+        else fmean(each.gap + targets.ttft_ms + targets.tpot_ms * each.output for each in sample)
         / 1e3
     )
     bounds = []
@@ -198,7 +184,7 @@ def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
         return int(best is None)
     console.print(_table(found, wanted))
     rate = wanted.rate or max(each.bound for each in found)
-    needed, asks = (0, ()) if wanted.agents else wanted.requests(rate)
+    needed, asks = (0, ()) if wanted.work.agents else wanted.requests(rate)
     if len(asks) < needed:
         console.print(
             f"The trace has {len(asks)} requests, and at {rate:.1f} requests/s a run needs {needed} to "
@@ -208,7 +194,7 @@ def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
         console.print(f"No split keeps the targets for {ATTAINMENT:.0%} of the requests.")
         return 1
     console.print(f"Best: {_why(best, wanted.unit)}")
-    if wanted.agents:
+    if wanted.work.agents:
         for line in _host_lines(wanted, best):
             console.print(line)
     apart = next((each for each in found if each.setting.prefill and each.keeps), None)

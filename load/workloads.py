@@ -33,7 +33,6 @@ __all__ = [
     "Agents",
     "Arrival",
     "ArrivalProcess",
-    "Asked",
     "Branch",
     "Lengths",
     "Prompts",
@@ -44,7 +43,6 @@ __all__ = [
     "agents_of",
     "arrival_times",
     "lengths_of",
-    "read_trace",
     "sessions",
 ]
 
@@ -297,68 +295,37 @@ def _between(pair: _Pair, rng: random.Random) -> float:
 # --- traces in Mooncake's format
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request of `prompt` tokens, whose full blocks `blocks` name, for `output` tokens.
-
-    Equal names are equal beginnings; `tail` names the tokens after the full blocks. `at` is in
-    milliseconds in a trace, in mean gaps where it is drawn.
-    """
-
-    at: float
-    prompt: int
-    output: int
-    blocks: tuple[int, ...] = ()
-    session: str = ""
-    tail: int | None = None
-
-
-def read_trace(path: Path, count: int | None = None) -> list[Asked]:
-    """Read the first `count` requests of a trace: a JSON object a line, also gzipped.
-
-    Its hash_ids name blocks of 512 tokens, of which the last is seldom full. Raises OSError,
-    ValueError, KeyError, TypeError.
-    """
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as lines:
-        asked = [_trace_request(json.loads(line)) for line in itertools.islice(lines, count)]
-    if not asked:
-        raise ValueError(f"{path} has no requests")
-    first = min(each.at for each in asked)
-    return [replace(each, at=each.at - first) for each in asked]
-
-
-def _trace_request(row: dict[str, Any]) -> Asked:
-    prompt, names = row["input_length"], row["hash_ids"]
-    full = prompt // TRACE_BLOCK_TOKENS
-    # The first token comes from the prefill node; a second one needs a decode node.
-    output = max(2, row["output_length"])
-    tail = names[full] if full < len(names) else None
-    return Asked(float(row["timestamp"]), prompt, output, tuple(names[:full]), tail=tail)
-
-
 def _trace_sessions(work: Work, arrival: Arrival, rng: random.Random) -> Iterator[Session]:
+    path = Path(work.trace)
     try:
-        asked = read_trace(Path(work.trace))
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8") as lines:
+            rows = [json.loads(line) for line in lines]
+        turns = [_trace_turn(row, number) for number, row in enumerate(rows)]
+        times_s = [float(row["timestamp"]) / 1e3 for row in rows]
+        first_s, length_s = min(times_s), times_s[-1] - times_s[0]
     except (OSError, ValueError, KeyError, TypeError) as why:
         raise ConfigError(
-            f"cannot read {work.trace} as a trace in Mooncake's format: {why!r}"
+            f"the trace {path} cannot be read: {why!r}; it has a JSON object a line, as Mooncake's"
         ) from why
-    first, length_s = asked[0].at, (asked[-1].at - asked[0].at) / 1e3
     if arrival.process != "trace" and arrival.rate:
         begins = arrival_times(arrival, rng)
     else:
-        stretch = len(asked) / arrival.rate / length_s if arrival.rate and length_s else 1.0
-        begins = ((each.at - first) / 1e3 * stretch for each in asked)
-    for number, (at, each) in enumerate(zip(begins, asked, strict=False)):
-        yield Session(number, at, [_trace_turn(each, number)])
+        stretch = len(rows) / arrival.rate / length_s if arrival.rate and length_s else 1.0
+        begins = ((each - first_s) * stretch for each in times_s)
+    for number, (at, turn) in enumerate(zip(begins, turns, strict=False)):
+        yield Session(number, at, [turn])
 
 
-def _trace_turn(asked: Asked, number: int) -> Turn:
-    pieces = [(name, TRACE_BLOCK_TOKENS) for name in asked.blocks]
-    if rest := asked.prompt - len(asked.blocks) * TRACE_BLOCK_TOKENS:
-        pieces.append((-1 - number if asked.tail is None else asked.tail, rest))
-    return Turn(asked.output, tuple(pieces))
+def _trace_turn(row: dict[str, Any], number: int) -> Turn:
+    # Its names are of blocks of 512 tokens, of which the last is seldom full.
+    prompt, names = row["input_length"], row["hash_ids"]
+    full = prompt // TRACE_BLOCK_TOKENS
+    pieces = [(name, TRACE_BLOCK_TOKENS) for name in names[:full]]
+    if rest := prompt - len(pieces) * TRACE_BLOCK_TOKENS:
+        pieces.append((names[full] if full < len(names) else -1 - number, rest))
+    # The first token comes from the prefill node; a second one needs a decode node.
+    return Turn(max(2, row["output_length"]), tuple(pieces))
 
 
 # --- prompts

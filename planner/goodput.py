@@ -12,7 +12,7 @@ from itertools import islice, takewhile
 
 from kvrelay.load.measures import Targets, percentile
 from kvrelay.load.search import RateSearch
-from kvrelay.load.workloads import Agents, Arrival, Asked, Work, sessions
+from kvrelay.load.workloads import Agents, Arrival, Work, sessions
 from kvrelay.planner.rate_card import RateCard
 from kvrelay.planner.sessions import streams_of_sessions
 from kvrelay.planner.setting import NETWORK_MS, Result, Setting, Stream, streams_at
@@ -72,7 +72,7 @@ class Served:
     """Share of the prompts' tokens that a cache could have had, and did have."""
 
 
-def requests_needed(asks: Sequence[Asked], targets: Targets, rate: float) -> int:
+def requests_needed(asks: Sequence[Stream], targets: Targets, rate: float) -> int:
     """Return how many requests a run needs: for 20 seconds, and for several answers."""
     answers = rate * _ANSWERS * _answer_ms([asked.output for asked in asks], targets) / 1e3
     return max(_LEAST_REQUESTS, min(_MOST_REQUESTS, int(rate * _SECONDS)), math.ceil(answers))
@@ -108,7 +108,7 @@ def served(result: Result, rate: float) -> Served:
     )
 
 
-def at_rate(asks: Sequence[Asked], setting: Setting, rate: float) -> Served:
+def at_rate(asks: Sequence[Stream], setting: Setting, rate: float) -> Served:
     # Looking for cycles among living objects would take a third of the time.
     gc.disable()
     try:
@@ -148,7 +148,7 @@ def most_sessions(agents: Agents, setting: Setting, guess: float, bound: float) 
     return best or dataclasses.replace(found, rate=0.0)
 
 
-def highest_rate(asks: Sequence[Asked], setting: Setting, guess: float) -> Served:
+def highest_rate(asks: Sequence[Stream], setting: Setting, guess: float) -> Served:
     """Return the highest rate at which enough are good, within 3 %, from a guess above 0.
 
     The rate is 0 if there is none.
@@ -167,7 +167,7 @@ def highest_rate(asks: Sequence[Asked], setting: Setting, guess: float) -> Serve
     return best or dataclasses.replace(found, rate=0.0)
 
 
-def bound_of(setting: Setting, asks: Sequence[Asked]) -> tuple[float, str]:
+def bound_of(setting: Setting, asks: Sequence[Stream]) -> tuple[float, str]:
     """Return the rate at which nodes have no time left, and the role that is short first.
 
     For these requests, as if all earlier ones were cached.

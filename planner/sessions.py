@@ -30,20 +30,24 @@ class _Context:
 def streams_of_sessions(sessions: Sequence[Session], clients: int, block_size: int) -> list[Stream]:
     """Return the turns of sessions, of which each client works off every `clients`-th.
 
-    The clients begin one after the other, within a quarter of a usual session's gaps.
+    The clients begin one after the other, within a quarter of a usual session's gaps. Without
+    clients each session has its own time.
     """
     made: list[Stream] = []
     gaps = sum(turn.think_s for each in sessions for turn in each.all_turns)
     ends: list[Stream | None] = [None] * clients
     for session in sessions:
-        client = session.number % clients
-        context = _Context()
+        client, context = session.number % max(1, clients), _Context()
         if session.system is not None:
             for name, tokens in session.system.pieces:
                 context = context.said(4 * name, tokens, block_size)
-        first = len(made)
-        ends[client] = _follow(made, session, session.turns, context, ends[client], block_size)
-        made[first].at = 250 * gaps / len(sessions) * client / clients
+        first, before = len(made), ends[client] if clients else None
+        last = _follow(made, session, session.turns, context, before, block_size)
+        if clients:
+            made[first].at = 250 * gaps / len(sessions) * client / clients
+            ends[client] = last
+        else:
+            made[first].at = 1e3 * session.at
     return made
 
 
@@ -66,8 +70,9 @@ def _follow(
         for name, tokens in turn.pieces:
             asked = asked.said(4 * name, tokens, size)
         output = max(2, turn.output)  # a second token needs a decode node
-        answer = asked.said(4 * turn.pieces[0][0] + 1, output - 1, size)
-        contexts.append(asked.said(4 * turn.pieces[0][0] + 1, output, size))
+        said = 4 * turn.pieces[0][0] + 1
+        answer = asked.said(said, output - 1, size) if len(turns) > 1 else asked
+        contexts.append(asked.said(said, output, size))
         stream = Stream(
             0.0,
             asked.tokens,

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.load.measures import Targets
-from kvrelay.load.workloads import Asked
 from kvrelay.planner.rate_card import RateCard
 from kvrelay.wire.ladder import RUNGS
 from kvrelay.wire.router_config import PRICE
@@ -76,8 +75,8 @@ class Stream:
         return (self.last - self.first) / (self.output - 1) if self.output > 1 else 0.0
 
 
-def streams_at(asks: Sequence[Asked], rate_s: float) -> list[Stream]:
-    """Return requests at so many a second on average, in order."""
+def streams_at(asks: Sequence[Stream], rate_s: float) -> list[Stream]:
+    """Return the same requests at so many a second on average, in order."""
     last = max(each.at for each in asks)
     stretched = len(asks) / rate_s * 1e3 / last if last else 0.0
     return [

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from kvrelay.load.workloads import LENGTHS, Arrival, read_trace, sessions
+from kvrelay.load.workloads import LENGTHS, Arrival, sessions
 from kvrelay.load.workloads import Work as Lengths
 from kvrelay.wire.errors import ConfigError
 
@@ -151,22 +151,25 @@ def _of_trace(
 ) -> tuple[Request, ...]:
     if path is None:
         raise ConfigError(f"the work {TRACE} needs --trace FILE, in Mooncake's format")
-    fit = [asked for asked in read_trace(path) if asked.prompt + asked.output <= longest]
+    drawn = sessions(Lengths(trace=f"{path}"), Arrival("trace"), "")
+    turns = ((each.at, each.turns[0]) for each in drawn)
+    fit = [(at, turn) for at, turn in turns if turn.prompt + turn.output <= longest]
     if len(fit) < count:
         raise ConfigError(
             f"{path} has {len(fit)} requests of at most {longest} tokens, {count} are needed"
         )
     first = random.Random(seed).randrange(len(fit) - count + 1)
     fit = fit[first : first + count]
-    pressed = count / rate / max(1.0, fit[-1].at - fit[0].at)
+    begins = fit[0][0]
+    pressed = count / rate / max(1e-3, fit[-1][0] - begins)
     return tuple(
         Request(
-            (asked.at - fit[0].at) * pressed,
-            asked.prompt,
-            asked.output,
-            asked.blocks if asked.tail is None else (*asked.blocks, asked.tail),
+            (at - begins) * pressed,
+            turn.prompt,
+            turn.output,
+            tuple(name for name, _ in turn.pieces if name >= 0),
         )
-        for asked in fit
+        for at, turn in fit
     )
 
 

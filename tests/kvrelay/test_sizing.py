@@ -15,7 +15,7 @@ from kvrelay.cli import run
 from kvrelay.load.measures import Targets
 from kvrelay.planner.goodput import Served
 from kvrelay.planner.rate_card import write_card
-from kvrelay.planner.setting import Setting
+from kvrelay.planner.setting import Setting, Stream
 from kvrelay.sizing import Wanted, sized, workload_of
 from kvrelay.wire.errors import ConfigError
 
@@ -113,14 +113,20 @@ def test_a_trace_that_is_too_short_is_said_to_be(
 
 
 def test_a_workload_is_a_name_lengths_or_a_trace(tmp_path: Path) -> None:
+    def asking(workload: str, count: int = 50) -> list[Stream]:
+        wanted = Wanted(2, H200, workload_of(workload), Targets(200.0, 15.0), 0.0)
+        return wanted.asking(count)
+
     for name in ("chat", "512:256"):
-        fixed = workload_of(name)(50)
-        assert [(each.prompt, each.output) for each in fixed] == [(512, 256)] * 50
+        fixed = asking(name)
+        assert [(each.prompt, each.output, each.blocks) for each in fixed] == [(512, 256, ())] * 50
     trace = tmp_path / "trace.jsonl"
     trace.write_text(
         '{"timestamp": 1, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]}\n' * 3
     )
-    assert [each.blocks for each in workload_of(str(trace))(2)] == [(7,), (7,)]
+    first, second = (each.blocks for each in asking(str(trace), 2))
+    assert first == second
+    assert len(first) == 1
     trace.write_text("nonsense\n")
     for wrong, says in (
         ("0:5", "not IN:OUT in tokens"),
@@ -128,7 +134,7 @@ def test_a_workload_is_a_name_lengths_or_a_trace(tmp_path: Path) -> None:
         (str(trace), "cannot be read"),
     ):
         with pytest.raises(ConfigError, match=says):
-            workload_of(wrong)
+            asking(wrong)
 
 
 def test_sessions_of_agents_are_planned_with_the_host_memory_that_pays(

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.load.measures import Targets
-from kvrelay.load.workloads import Asked
 from kvrelay.planner.goodput import bound_of, requests_needed, served
 from kvrelay.planner.rate_card import Point, RateCard
 from kvrelay.planner.setting import Result, Setting, Stream
@@ -39,21 +38,21 @@ def test_what_comes_before_the_first_long_answer_has_ended_does_not_count(
 
 
 def test_a_run_is_as_long_as_several_long_answers() -> None:
-    short, long = ([Asked(0.0, 100, output)] * 9 for output in (20, 5_000))
+    short, long = ([Stream(0.0, 100, output)] * 9 for output in (20, 5_000))
     assert requests_needed(short, TARGETS, 100.0) == 2_000
     assert requests_needed(short, TARGETS, 1_000_000.0) > 4_000
     assert requests_needed(short, TARGETS, 0.01) == 400
     assert requests_needed(long, TARGETS, 10.0) == 10 * 5 * 501
 
 
-def bound(prefill: int, decode: int, *asks: Asked, tpot_ms: float = 10.0) -> tuple[float, str]:
+def bound(prefill: int, decode: int, *asks: Stream, tpot_ms: float = 10.0) -> tuple[float, str]:
     targets = Targets(1_000.0, tpot_ms)
     return bound_of(Setting(prefill=prefill, decode=decode, card=CARD, targets=targets), asks)
 
 
 def test_a_bound_is_the_time_of_nodes_by_the_time_of_a_request() -> None:
     """Steps of 10 ms hold 100 requests, so 100 tokens take 10 ms; a prompt of 1,000 takes 20."""
-    asked = Asked(0.0, 1_000, 100)
+    asked = Stream(0.0, 1_000, 100)
     assert bound(0, 2, asked) == (pytest.approx(2 / 0.03, rel=0.01), "time")
     assert bound(3, 1, asked) == (pytest.approx(1 / 0.01, rel=0.01), "decode")
     # Decode nodes compute what prefill nodes have no time for.
@@ -61,8 +60,8 @@ def test_a_bound_is_the_time_of_nodes_by_the_time_of_a_request() -> None:
 
 
 def test_what_was_asked_before_is_cached() -> None:
-    asks = [Asked(float(at), 1_000, 2, (1, 2, 3, 4, 5, 6, 10 + at)) for at in range(8)]
-    apart = [Asked(float(at), 1_000, 2, tuple(range(10 * at, 10 * at + 7))) for at in range(8)]
+    asks = [Stream(float(at), 1_000, 2, (1, 2, 3, 4, 5, 6, 10 + at)) for at in range(8)]
+    apart = [Stream(float(at), 1_000, 2, tuple(range(10 * at, 10 * at + 7))) for at in range(8)]
     assert bound(1, 1, *asks)[0] > 2 * bound(1, 1, *apart)[0]
 
 
@@ -74,11 +73,11 @@ def test_targets_that_cannot_be_are_refused(values: tuple[float, float]) -> None
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(st.builds(Asked, st.just(0.0), st.integers(1, 20_000), st.integers(2, 3_000)), min_size=1, max_size=8),
+    st.lists(st.builds(Stream, st.just(0.0), st.integers(1, 20_000), st.integers(2, 3_000)), min_size=1, max_size=8),
     st.integers(1, 6), st.integers(1, 6), st.floats(5, 100),
 )  # fmt: skip
 def test_more_nodes_and_looser_targets_never_have_less_time(
-    asks: list[Asked], prefill: int, decode: int, tpot_ms: float
+    asks: list[Stream], prefill: int, decode: int, tpot_ms: float
 ) -> None:
     found = bound(prefill, decode, *asks, tpot_ms=tpot_ms)[0]
     assert found > 0
