@@ -34,8 +34,7 @@ from kvrelay.planner.goodput import (
     at_rate,
     at_sessions,
     bound_of,
-    highest_rate,
-    most_sessions,
+    highest,
     requests_needed,
     turns_of,
 )
@@ -92,13 +91,14 @@ class Wanted:
 
     def serve(self, asks: Sequence[Stream], setting: Setting, guess: float, bound: float) -> Served:
         """Simulate the rate, or find the highest from a guess on."""
-        if agents := self.work.agents:
-            if self.rate:
-                return at_sessions(agents, setting, max(1, round(self.rate)))
-            return most_sessions(agents, setting, guess, bound)
-        if self.rate:
-            return at_rate(asks, setting, self.rate)
-        return highest_rate(asks, setting, guess)
+        agents = self.work.agents
+
+        def at(rate: float) -> Served:
+            if agents:
+                return at_sessions(agents, setting, max(1, round(rate)))
+            return at_rate(asks, setting, rate)
+
+        return at(self.rate) if self.rate else highest(at, guess, bound, whole=agents is not None)
 
     def requests(self, rate: float) -> tuple[int, Sequence[Stream]]:
         """Return how many requests a run at this rate needs, and as many, or as there are."""

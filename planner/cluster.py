@@ -19,13 +19,12 @@ from kvrelay.planner.setting import Setting
 from kvrelay.router.nodes.node import Lease
 from kvrelay.wire.config import Role
 
-__all__ = ["POLL_MS", "Clock", "Cluster"]
+__all__ = ["Clock", "Cluster"]
 
-POLL_MS = 500.0
+_POLL_MS = 500.0
 _SWITCH_MS = 1_000.0
 """Time of a change of role, from the last request's end to the first poll."""
 _KV_EVENT_MS = 5.0
-_POLL_SLICES = 50
 
 Call = Callable[[float], None]
 
@@ -72,8 +71,8 @@ class Cluster:
         self._setting, self._clock = setting, clock
         self._becoming: dict[int, Role] = {}
         self._kv_news: deque[tuple[float, Callable[[], None]]] = deque()
-        for at in range(_POLL_SLICES):
-            clock.later(at * POLL_MS / _POLL_SLICES, self._poll(at))
+        for at in range(len(self.nodes)):
+            clock.later(at * _POLL_MS / len(self.nodes), partial(self._poll, at))
 
     def tell_news(self, now: float) -> None:
         news = self._kv_news
@@ -95,14 +94,10 @@ class Cluster:
                 call = partial(changed, stored, removed, medium=medium)
                 self._kv_news.append((now + _KV_EVENT_MS, call))
 
-    def _poll(self, piece: int) -> Call:
-        def polls(now: float) -> None:
-            for at in range(piece, len(self.nodes), _POLL_SLICES):
-                if at not in self._becoming:
-                    self._polled(at, now)
-            self._clock.later(now + POLL_MS, polls)
-
-        return polls
+    def _poll(self, at: int, now: float) -> None:
+        if at not in self._becoming:
+            self._polled(at, now)
+        self._clock.later(now + _POLL_MS, partial(self._poll, at))
 
     def _polled(self, at: int, now: float) -> None:
         self.router.polled(at, self.roles[at], self.nodes[at].load(now), now)

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
@@ -26,9 +26,8 @@ __all__ = [
     "at_sessions",
     "attained",
     "bound_of",
-    "highest_rate",
+    "highest",
     "is_good",
-    "most_sessions",
     "requests_needed",
     "served",
     "turns_of",
@@ -47,7 +46,6 @@ _NARROW = 0.03
 _EACH = 3
 """Sessions that each client works off."""
 AGENT_BLOCK_TOKENS = 128
-_MOST_TRIES = 9
 
 
 def is_good(stream: Stream, targets: Targets) -> bool:
@@ -130,40 +128,22 @@ def at_sessions(agents: Agents, setting: Setting, clients: int) -> Served:
     return served(result, clients)
 
 
-def most_sessions(agents: Agents, setting: Setting, guess: float, bound: float) -> Served:
-    """Return the most sessions at once of which enough turns are good; 0 if there are none.
+def highest(serve: Callable[[float], Served], guess: float, bound: float, *, whole: bool) -> Served:
+    """Return the figures of the highest rate at which enough are good, within 3 %, or in whole ones.
 
-    More than `bound` are not tried.
+    No rate above `bound` is tried. The rate is 0 if there is none.
     """
-    search, best = RateSearch(max(1.0, round(guess)), ATTAINMENT, _NARROW, whole=True), None
+    start = max(1.0, round(guess)) if whole else guess
+    search, best = RateSearch(start, ATTAINMENT, _NARROW, whole=whole), None
     found = Served(0.0, 0.0, 0.0, 0.0, 0.0)
-    while (clients := search.rate) is not None:
-        if clients > bound:
+    while (rate := search.rate) is not None:
+        if rate > bound:
             search.record(0.0)
             continue
-        found = at_sessions(agents, setting, int(clients))
-        if found.attained >= ATTAINMENT and (best is None or found.rate > best.rate):
+        found = serve(rate)
+        if found.attained >= ATTAINMENT:
             best = found
         search.record(found.attained)
-    return best or dataclasses.replace(found, rate=0.0)
-
-
-def highest_rate(asks: Sequence[Stream], setting: Setting, guess: float) -> Served:
-    """Return the highest rate at which enough are good, within 3 %, from a guess above 0.
-
-    The rate is 0 if there is none.
-    """
-    best, low, high = None, 0.0, 0.0
-    rate = guess
-    for _ in range(_MOST_TRIES):
-        found = at_rate(asks, setting, rate)
-        if found.attained >= ATTAINMENT:
-            best, low = found, rate
-        else:
-            high = rate
-        if low and high and high - low <= _NARROW * high:
-            break
-        rate = (low + high) / 2 if low and high else low * 1.25 if low else high * 0.75
     return best or dataclasses.replace(found, rate=0.0)
 
 

@@ -68,7 +68,6 @@ class Router:
         self._block_size = setting.block_size if setting.prefixes else 0
         self._engines = nodes
         self._numbers = {url_of(at): at for at in range(len(roles))}
-        self._prefixes: dict[Stream, Prefix] = {}
         for at, role in enumerate(roles):
             self.polled(at, role, nodes[at].load(0.0), 0.0)
 
@@ -107,32 +106,15 @@ class Router:
         return PlacementHints(wanted.tpot_ms, expected, spilled, sources)
 
     def rungs(self, stream: Stream, placed: PlacementLeases) -> dict[str, int]:
-        prefix = self._prefixes.get(stream)
+        prefix = placed.wanted.prefix
         if prefix is None:
             return {}
         found = Found(stream.cached - sum(stream.read.values()), **stream.read, asked=stream.prompt)
         node = (placed.prefill or placed.decode).node
         return self.placer.rungs(placed, node, prefix, stream.prompt, found)
 
-    def learn(self, stream: Stream) -> None:
-        size = self._block_size
-        if size and stream not in self._prefixes:
-            named = self._prefix(stream)
-            assert named is not None
-            known = self._prefixes[stream] = msgspec.structs.replace(
-                named, keys=array("Q", stream.blocks), tokens=stream.prompt, block_size=size
-            )
-            self.pool.prefixes.learn(known, self.pool.nodes[0].url)
-
-    def ended(self, stream: Stream) -> None:
-        prefix = self._prefixes.pop(stream, None)
-        if stream.answered:
-            self.placer.answered(_MODEL, stream.output)
-            if prefix is not None:
-                keys = array("Q", stream.blocks + stream.answer)
-                self.pool.prefixes.answered(
-                    msgspec.structs.replace(prefix, keys=keys), self.pool.nodes[0].url
-                )
+    def answered(self, stream: Stream) -> None:
+        self.placer.answered(_MODEL, stream.output)
 
     def polled(self, at: int, role: Role, load: Load, now: float) -> None:
         node, card = self.node(at), self._engines[at].card
@@ -154,11 +136,12 @@ class Router:
         return node
 
     def _prefix(self, stream: Stream) -> Prefix | None:
-        size = self._block_size
-        if not size:
+        # A block stands for a chunk of text, too; its name is known before it is tokenized.
+        if not self._block_size:
             return None
-        known, chunks = self._prefixes.get(stream), array("q", stream.blocks or (0,))
-        return known or Prefix(chunks, len(chunks) * CHUNK_BYTES, tokens=stream.prompt)
+        chunks = array("q", stream.blocks or (0,))
+        size = len(chunks) * CHUNK_BYTES
+        return Prefix(chunks, size, array("Q", stream.blocks), stream.prompt, self._block_size)
 
 
 DEADLINE_MS = 600_000.0

@@ -80,7 +80,6 @@ class World:
     def begins(self, stream: Stream, now: float) -> None:
         """Note that a prefill leg begins; its decode leg waits beside it."""
         placed = self._placed[stream]
-        self._router.learn(stream)
         self._tells(placed.prefill, now)
         if stream.output > 1:
             self._submit(placed.decode, stream, Leg.DECODE, now)
@@ -94,7 +93,6 @@ class World:
     def computed(self, stream: Stream, now: float, last_chunk: int) -> None:
         placed = self._placed[stream]
         stream.first = now
-        self._router.learn(stream)
         stream.rungs = self._router.rungs(stream, placed)
         if placed.prefill is None:
             placed.decode.answered()
@@ -128,12 +126,12 @@ class World:
         stream.last = now
         placed = self._placed.pop(stream)
         self._router.placer.give_back(placed)
+        self._router.answered(stream)
         self._forget(stream)
         self.cluster.emptied(self._router.number(placed.decode.node), now)
 
     def _forget(self, stream: Stream) -> None:
         self._left -= 1
-        self._router.ended(stream)
         self._door.ended(stream, self.clock.now)
         for each in stream.then:
             each.waits -= 1

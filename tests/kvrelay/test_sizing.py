@@ -46,11 +46,11 @@ def test_splits_without_time_for_the_rate_of_another_are_not_simulated(
 ) -> None:
     asked: dict[int, list[object]] = {}
 
-    def tried(asks: list[object], setting: Setting, guess: float) -> Served:
+    def tried(asks: list[object], setting: Setting, rate: float) -> Served:
         asked[setting.prefill] = asks
-        return Served(guess, 0.9, *(1.0,) * 3)
+        return Served(rate, 0.9, *(1.0,) * 3)
 
-    monkeypatch.setattr(sizing, "highest_rate", tried)
+    monkeypatch.setattr(sizing, "at_rate", tried)
     found = sized(Wanted(8, H200, workload_of("512:256"), Targets(200.0, 15.0), 0.0))
     assert max(asked.values(), key=len) == min(asked.values(), key=len)  # all the same requests
     assert 2 < len(asked) < len(found)
