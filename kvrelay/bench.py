@@ -98,8 +98,6 @@ def result_of(config: BenchConfig, experiment: Experiment, began: datetime.datet
         model=server.model,
         url=config.url,
         gpus=config.gpus,
-        lengths=_lengths(config),
-        arrivals=_arrivals(config),
         work=config.work,
         targets=config.targets,
         attainment=config.attainment,
@@ -114,21 +112,6 @@ def result_of(config: BenchConfig, experiment: Experiment, began: datetime.datet
         found=experiment.found,
         endpoint=config.endpoint,
     )
-
-
-def _lengths(config: BenchConfig) -> str:
-    if config.trace or config.agents:
-        return config.agents or Path(config.trace).name
-    of = config.work
-    spread = f", spread {of.spread:g}" if of.spread else ""
-    return f"{config.lengths}: {of.prompt:,} tokens in, {of.output:,} out{spread}"
-
-
-def _arrivals(config: BenchConfig) -> str:
-    if config.clients:
-        return f"{config.clients} clients, closed loop"
-    burst = f" (variation {config.variation:g})" if config.arrivals == "bursty" else ""
-    return f"{config.arrivals} arrivals{burst}, open loop"
 
 
 def _command() -> str:

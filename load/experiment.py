@@ -242,7 +242,7 @@ class Experiment:
                 f"no request came after the warm-up of {window.start_s:.3g} s; ask for more, or "
                 "longer, or take a shorter --warm-up-s"
             )
-        client = client_health(judged, outcome.cpu_share, outcome.lags_s, open_loop=not clients)
+        client = client_health(judged, outcome.lags_s, open_loop=not clients)
         return Run(
             load.arrival.rate,
             clients,

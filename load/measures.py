@@ -34,8 +34,8 @@ __all__ = [
     "ttft_ms",
 ]
 
-_LATE_MS, _BUSY = 10.0, 0.85
-"""A client is too slow if it is this late (p99), or takes so much of a core."""
+_LATE_MS = 10.0
+"""A client is too slow if it is this late (p99)."""
 
 
 class Failure(StrEnum):
@@ -124,8 +124,6 @@ class ClientHealth(msgspec.Struct, frozen=True):
     late: Percentiles
     lag: Percentiles
     """How late timers were, and so how late answers are read."""
-    cpu_share: float = math.nan
-    """Share of a core that the client took."""
     bottleneck: str = ""
     """Why the figures say more of the client than of the server, if they do."""
 
@@ -241,7 +239,7 @@ def _tokens_within(record: Record, window: Window) -> float:
 
 
 def client_health(
-    records: Sequence[Record], cpu_share: float, lags_s: Iterable[float], *, open_loop: bool
+    records: Sequence[Record], lags_s: Iterable[float], *, open_loop: bool
 ) -> ClientHealth:
     """Return how well the client did; `lags_s` is how late its timers were."""
     late = Percentiles.of((record.sent_s - record.due_s) * 1e3 for record in records if open_loop)
@@ -254,11 +252,9 @@ def client_health(
         why = f"a hundredth of the requests was sent more than {late.p99:.0f} ms late"
     elif lag.p99 > _LATE_MS:
         why = f"answers were read up to {lag.p99:.0f} ms late (p99)"
-    elif cpu_share > _BUSY:
-        why = f"it took {cpu_share:.0%} of a core"
     if why:
         why += "; share the load among several machines, or take one that is less busy"
-    return ClientHealth(late, lag, cpu_share, why)
+    return ClientHealth(late, lag, why)
 
 
 def server_failures(measures: Measures) -> int:

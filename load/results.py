@@ -93,8 +93,6 @@ class Result(msgspec.Struct, frozen=True):
     model: str
     url: str
     gpus: int
-    lengths: str
-    arrivals: str
     work: Work
     targets: Targets
     attainment: float

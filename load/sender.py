@@ -78,8 +78,6 @@ class Outcome(NamedTuple):
     """All requests of a load in the order in which they were due, and how its client did."""
 
     records: list[Record]
-    cpu_share: float
-    """Share of a core that this process took."""
     lags_s: list[float]
 
 
@@ -129,7 +127,7 @@ class Sender:
         self._left = _limited_sessions(load)
         self._records: list[Record] = []
         self._sent = self._failed = 0
-        self._begin = self._cpu_share = 0.0
+        self._begin = 0.0
         self._lags: list[float] = []
         self._fields: dict[str, Any] = {
             "model": server.model,
@@ -157,7 +155,7 @@ class Sender:
                 watch.cancel()
                 await asyncio.wait({watch})
         records = sorted(self._records, key=lambda record: record.due_s)
-        return Outcome(records, self._cpu_share, self._lags)
+        return Outcome(records, self._lags)
 
     @property
     def _now_s(self) -> float:
@@ -300,14 +298,10 @@ class Sender:
         self._failed += bool(record.failure) and record.failure != Failure.CUT
 
     async def _watch(self) -> None:
-        wall, cpu, due_s = time.monotonic(), time.process_time(), self._now_s
-        try:
-            while (due_s := due_s + _TICK_S) < self._load.sending_s:
-                await asyncio.sleep(max(0.0, due_s - self._now_s))
-                self._lags.append(self._now_s - due_s)
-        finally:
-            elapsed_s = max(1e-9, time.monotonic() - wall)
-            self._cpu_share = (time.process_time() - cpu) / elapsed_s
+        due_s = self._now_s
+        while (due_s := due_s + _TICK_S) < self._load.sending_s:
+            await asyncio.sleep(max(0.0, due_s - self._now_s))
+            self._lags.append(self._now_s - due_s)
 
 
 def _limited_sessions(load: Load) -> Iterator[Session]:

@@ -17,11 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import local_cluster
 from tests.soak.chaos import processes
 from tests.soak.chaos.crowd import Seen
 from tests.soak.chaos.faults import Fault
-from tests.soak.chaos.logs import Logs
 from tests.soak.chaos.processes import Cluster, Node
 from tests.soak.chaos.proxies import Bad, Proxies
 from tests.soak.chaos.run import _strike_all
@@ -227,36 +225,6 @@ async def test_a_cut_link_passes_nothing_and_then_what_it_was_given(way: str) ->
         writer.close()
 
 
-async def test_all_connections_of_a_process_are_reset() -> None:
-    async with proxied() as (proxies, port):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        assert await answered(reader, writer, 20)
-        proxies.tell("begin", Bad("resets", "b"))
-        with pytest.raises(ConnectionResetError):
-            async with asyncio.timeout(20):
-                await reader.readexactly(1)
-
-
-def test_a_log_that_is_stalled_twice_comes_after_both(tmp_path: Path) -> None:
-    logs, log = Logs(), tmp_path / "log"
-    theirs = logs.pipe(log)
-    try:
-        logs.stall(log)
-        logs.stall(log)
-        os.write(theirs, b"one\n")
-        logs.go_on(log)
-        time.sleep(0.1)
-        assert not log.exists()
-        logs.go_on(log)
-        deadline = time.monotonic() + 20
-        while not log.exists() or b"one\n" not in log.read_bytes():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    finally:
-        os.close(theirs)
-        logs.close()
-
-
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
     """A router, a prefill and a decode node whose processes have ended."""
@@ -319,24 +287,3 @@ async def test_a_strike_that_fails_and_a_kind_that_never_happens_are_told(
     first, *others = cluster.surprises
     assert first == "cut at 0.0 s failed: OSError('no such rule')"
     assert others == ["cut has not happened", "kill has not happened"]
-
-
-class Started(Exception):
-    """Instead of a process."""
-
-
-def test_no_benchmark_leaves_its_processes_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tied = []
-
-    def started(*_: object, env: dict[str, str], **__: object) -> None:
-        tied.append(env.get("KVRELAY_PARENT_PID"))
-        raise Started
-
-    monkeypatch.setattr(subprocess, "Popen", started)
-    with pytest.raises(Started):
-        Cluster(tmp_path, [], [])._launched("router", "router", (1,), [])
-    with pytest.raises(Started), local_cluster.running("up"):
-        pass
-    assert tied == [str(os.getpid())] * 2

@@ -38,29 +38,6 @@ def test_a_stand_beyond_its_limit_is_ended() -> None:
     assert b"the stand was ended" in said
 
 
-async def test_a_server_that_answers_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    began = asyncio.Event()
-
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readline()
-        began.set()
-        await reader.read()
-        writer.close()
-
-    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
-        family = watch._Family(f"node:1:{server.sockets[0].getsockname()[1]}:1")
-        watcher = watch._Watcher(1 << 40, [family])
-        asking = asyncio.create_task(watcher._ask(family))
-        await asyncio.wait_for(began.wait(), DEADLINE_S)
-        ((when, waited_s),) = family.asked.items()
-        family.asked = {when - 5: waited_s}  # it is five seconds later
-        (wrong,) = watcher._wrong()
-        assert wrong.startswith("node /live took 5")
-        family.asked = {when: waited_s}
-        asking.cancel()
-        await asyncio.wait([asking])
-
-
 async def test_who_computes_for_nobody_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -56,16 +56,6 @@ def test_piped_questions_are_answered_line_by_line_with_history(
     assert err in told.err
 
 
-@pytest.mark.parametrize("typed", ["{url}", "{url}/v1/", "{host}", "{host}/v1"])
-def test_an_address_may_be_typed_as_people_have_it(
-    typed: str, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
-    host = url.removeprefix("http://")
-    assert cli.run(["chat", "--url", typed.format(url=url, host=host)]) == 0
-    assert ANSWER in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
@@ -76,9 +66,9 @@ def test_an_address_may_be_typed_as_people_have_it(
     ],
 )
 def test_what_is_wrong_is_one_line_and_no_question_is_asked(
-    flags: list[str], code: int, said: str, url: str, capfd: pytest.CaptureFixture[str]
+    flags: list[str], code: int, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(["chat", "--url", url, *flags]) == code
+    assert cli.run(["chat", *flags]) == code
     told = capfd.readouterr().err
     assert said in told
     assert told.count("\n") == 1

@@ -59,8 +59,6 @@ sys.exit(code)
 """
 COMMANDS = {
     "up": ["--port=0"],
-    "prefill": ["--port=0"],
-    "decode": ["--port=0"],
     "serve": ["--port=0"],
     "rank": [
         "--tensor-parallel-size=2",
@@ -130,46 +128,3 @@ def test_prefetch_tells_a_hub_that_is_down_and_needs_none_for_what_is_downloaded
     assert (path / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     offline = kvrelay(hub, tmp_path, repository, *words, HF_HUB_OFFLINE="1")
     assert (offline.returncode, offline.stdout) == (0, done.stdout)
-
-
-def test_random_weights_are_not_downloaded(hub: FakeHub, tmp_path: Path, repository: Path) -> None:
-    done = kvrelay(
-        hub, tmp_path, repository, "serve", "--model=org/Tiny-1B", "--load-format=dummy", "--port=0"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "config.json" in hub.downloaded()
-    assert "model.safetensors" not in hub.downloaded()
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["serve", "--port=99999"], "port must be at most 65535"),
-        (["prefill", "--tensor-parallel-size=0"], "tensor_parallel_size must be at least 1"),
-        (
-            ["up", "--decode-tensor-parallel-size=-1"],
-            "decode_tensor_parallel_size must be at least 0",
-        ),
-        (["serve", "--kv-cache-dtype=fp4"], "kv_cache_dtype 'fp4' is not one of auto, fp8"),
-    ],
-)
-def test_what_is_refused_is_refused_before_the_download(
-    words: list[str], said: str, hub: FakeHub, tmp_path: Path, repository: Path
-) -> None:
-    done = kvrelay(hub, tmp_path, repository, *words, "--model=org/Tiny-1B")
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert hub.asked == []
-
-
-def test_a_local_model_needs_neither_the_hub_nor_torch(
-    hub: FakeHub, tmp_path: Path, repository: Path
-) -> None:
-    for name, content in FILES.items():
-        (tmp_path / name).write_bytes(content)
-    done = kvrelay(hub, tmp_path, repository, "serve", f"--model={tmp_path}", "--port=0")
-    assert done.returncode == 0, done.stderr
-    path, _, _, modules = json.loads(done.stdout)
-    assert path == str(tmp_path)
-    assert not {"torch", "huggingface_hub"} & set(modules)
-    assert hub.asked == []

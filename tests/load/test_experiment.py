@@ -32,7 +32,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Load]:
         put.append(load)
         on_progress(Progress(3, 2, 0))
         seconds = min(load.sending_s, 20.0)
-        return Outcome(records_of(load.arrival.rate or 1.0, 24, seconds, load.seed), 0.1, [0.0])
+        return Outcome(records_of(load.arrival.rate or 1.0, seconds, load.seed), [0.0])
 
     async def inspect_server(url: str, key: str, model: str, *, chat: bool) -> Server:
         return Server("m", "1", Spelling())

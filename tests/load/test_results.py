@@ -18,7 +18,7 @@ replace = msgspec.structs.replace
 @pytest.fixture(scope="module")
 def ours() -> Result:
     made = Provenance("kvrelay bench", "2026-11-22T09:00:00+00:00", "Linux", {"server": "0.1.0"})
-    asked = ("512:64", "poisson arrivals, open loop", WORK, TARGETS, 0.9)
+    asked = WORK, TARGETS, 0.9
     found = SearchResult(8.0, SLOW_AFTER, 0.9)
     return Result("Llama", "http://h:8000", 2, *asked, made, [run_of(8.0)], found)
 
