@@ -251,17 +251,6 @@ async def test_a_node_that_does_not_come_back_ends_the_wait(
             await cluster.whole()
 
 
-async def test_a_router_that_does_not_take_a_node_again_is_told_of(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def health(_: Node) -> dict[str, object]:
-        return {"nodes": [{"up": True}, {"up": False}]}
-
-    monkeypatch.setattr(cluster, "health", health)
-    with pytest.raises(RuntimeError, match=r"does not see all nodes up within 0.1 s"):
-        await cluster.seen_whole(0.1)
-
-
 class Failing:
     """The first one fails, the second one finds nobody to strike."""
 

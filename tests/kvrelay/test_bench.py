@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +18,16 @@ from kvrelay.load.config import BenchConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "load"))
 from openai_double import Double, Told, event, over, paced, serving
 
-WAIT_S = 60.0
-
 
 @pytest.fixture
-def server() -> Iterator[Double]:
-    """In a thread: the command has an event loop of its own."""
-    ready, told = threading.Event(), list[Double]()
-    loop = asyncio.new_event_loop()
-    over = asyncio.Event()
+async def server() -> AsyncIterator[Double]:
+    async with serving(paced(0.01, 0.002)) as double:
+        yield double
 
-    async def serve() -> None:
-        async with serving(paced(0.01, 0.002)) as double:
-            told.append(double)
-            ready.set()
-            await over.wait()
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    assert ready.wait(WAIT_S)
-    yield told[0]
-    loop.call_soon_threadsafe(over.set)
-    thread.join(WAIT_S)
-    loop.close()
+async def bench_of(*words: str) -> int:
+    """Run the command in a thread: it has an event loop of its own."""
+    return await asyncio.to_thread(run, ["bench", *words])
 
 
 def read_result(path: Path) -> Any:
@@ -51,27 +37,17 @@ def read_result(path: Path) -> Any:
 SHORT = ("--lengths", "16:4", "--duration-s", "1", "--warm-up-s", "0.2")
 
 
-def test_rates_become_a_result_and_a_table(
+async def test_rates_become_a_result_and_a_table(
     server: Double,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    typed = [
-        "bench",
-        "--url",
-        server.url,
-        "--api-key",
-        "secret",
-        *SHORT,
-        "--rate",
-        "10,20",
-        "--gpus",
-        "2",
-    ]
-    monkeypatch.setattr(sys, "argv", ["kvrelay", *typed])
+    flags = ("--rate", "10,20", "--gpus", "2", "--ttft-ms", "3000", "--tpot-ms", "500")
+    typed = "--url", server.url, "--api-key", "secret", *SHORT, *flags
+    monkeypatch.setattr(sys, "argv", ["kvrelay", "bench", *typed])
     path = tmp_path / "ours.json"
-    assert run([*typed, "--output", str(path), "--ttft-ms", "3000", "--tpot-ms", "500"]) == 0
+    assert await bench_of(*typed, "--output", str(path)) == 0
     result = read_result(path)
     assert [one["rate"] for one in result["runs"]] == [10.0, 20.0]
     assert (result["model"], result["gpus"], result["targets"]["ttft_ms"]) == ("double", 2, 3_000.0)
@@ -89,26 +65,30 @@ def test_rates_become_a_result_and_a_table(
     assert str(path) in shown
 
 
-def test_what_was_measured_before_a_failure_is_written(server: Double, tmp_path: Path) -> None:
+async def test_what_was_measured_before_a_failure_is_written(
+    server: Double, tmp_path: Path
+) -> None:
     path = tmp_path / "part.json"
     flags = ("--rate", "20,0.1,20", "--arrivals", "constant", "--output", str(path))
-    assert run(["bench", "--url", server.url, *SHORT, *flags]) == 1
+    assert await bench_of("--url", server.url, *SHORT, *flags) == 1
     result = read_result(path)
     assert [one["rate"] for one in result["runs"]] == [20.0]
 
 
-def test_each_command_has_prompts_of_its_own_unless_told(server: Double, tmp_path: Path) -> None:
+async def test_each_command_has_prompts_of_its_own_unless_told(
+    server: Double, tmp_path: Path
+) -> None:
     path, seeds = tmp_path / "seed.json", []
     flags = ("--concurrency", "1", "--requests", "2", "--warm-up-s", "0", "--output", str(path))
     for more in ([], [], ["--seed", "7"], ["--seed", "7"]):
-        assert run(["bench", "--url", server.url, *SHORT, *flags, *more]) == 0
+        assert await bench_of("--url", server.url, *SHORT, *flags, *more) == 0
         seeds.append(read_result(path)["made"]["seed"])
     assert len(set(seeds)) == 3
     assert seeds[2:] == [7, 7]
     assert len({tuple(told.body["prompt"]) for told in server.told}) == 6
 
 
-def test_failed_requests_end_with_1(
+async def test_failed_requests_end_with_1(
     server: Double, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def broken(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
@@ -119,7 +99,7 @@ def test_failed_requests_end_with_1(
     server.say = broken
     path = tmp_path / "broken.json"
     flags = ("--concurrency", "1", "--requests", "3", "--warm-up-s", "0")
-    assert run(["bench", "--url", server.url, *SHORT, *flags, "--output", str(path)]) == 1
+    assert await bench_of("--url", server.url, *SHORT, *flags, "--output", str(path)) == 1
     assert read_result(path)["runs"][0]["measures"]["failures"] == {"error in the stream": 3}
     assert "the engine has ended" in capfd.readouterr().out
 

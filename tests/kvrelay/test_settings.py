@@ -104,29 +104,20 @@ def test_a_mapping_may_be_written_as_json_or_as_yaml(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_whole_numbers_may_have_the_units_that_vllm_takes_and_those_of_memory(
-    text: str, value: int, tmp_path: Path
+    text: str, value: int
 ) -> None:
-    known = settings_of(EngineConfig)
-    assert merge(known, {"kv_cache_memory_bytes": text}, None) == {"kv_cache_memory_bytes": value}
-    (tmp_path / "c.yaml").write_text(f"max-model-len: {text}")
-    assert merge(known, {}, str(tmp_path / "c.yaml")) == {"max_model_len": value}
+    assert convert(settings_of(EngineConfig)["kv_cache_memory_bytes"], text, "x") == value
 
 
 @pytest.mark.parametrize(
-    ("line", "value"),
+    ("name", "text", "value"),
     [
-        ("dtype: half", "float16"), ("dtype: float", "float32"), ("dtype: bfloat16", "bfloat16"),
-        ("kv_cache_dtype: fp8_e4m3", "fp8"), ("max_model_len: auto", 0), ("max_model_len: -1", 0),
-        ("max-model-len: 8k", 8_000),
+        ("dtype", "half", "float16"), ("dtype", "float", "float32"), ("dtype", "bfloat16", "bfloat16"),
+        ("kv_cache_dtype", "fp8_e4m3", "fp8"), ("max_model_len", "auto", 0), ("max_model_len", -1, 0),
     ],
 )  # fmt: skip
-def test_values_may_be_written_as_vllm_has_them(line: str, value: object, tmp_path: Path) -> None:
-    known = settings_of(EngineConfig)
-    key, text = line.split(": ")
-    name = key.replace("-", "_")
-    assert merge(known, {name: text}, None) == {name: value}
-    (tmp_path / "c.yaml").write_text(line)
-    assert merge(known, {}, str(tmp_path / "c.yaml")) == {name: value}
+def test_values_may_be_written_as_vllm_has_them(name: str, text: object, value: object) -> None:
+    assert convert(settings_of(EngineConfig)[name], text, "x") == value
 
 
 @pytest.mark.parametrize(

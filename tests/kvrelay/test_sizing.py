@@ -151,6 +151,9 @@ def test_sessions_of_agents_are_planned_with_the_host_memory_that_pays(
     assert "Host memory of 97.66 GiB for each node does not pay: 2 sessions in time" in out
 
 
+MEMORY = ("--kv-host-memory",)
+
+
 def test_a_trace_is_replayed_with_tiers_of_several_sizes(
     card: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,26 +168,24 @@ def test_a_trace_is_replayed_with_tiers_of_several_sizes(
         for at in range(6)
     ]
     trace.write_text("\n".join(map(json.dumps, lines)))
-    asked = ["replay", str(trace), "--card", card, "--kv-host-memory", "0"]
-    assert run([*asked, "--kv-host-memory", "1GiB"]) == 0
-    out = [line.split() for line in capsys.readouterr().out.splitlines()]
+
+    def replayed(*flags: str, code: int = 0) -> str:
+        assert run(["replay", str(trace), "--card", card, *flags]) == code
+        told = capsys.readouterr()
+        return told.err if code else told.out
+
+    out = [line.split() for line in replayed(*MEMORY, "0", *MEMORY, "1GiB").splitlines()]
     shown = {row[1]: row[3::2] for row in out if row[:1] == ["│"]}
     assert shown["found"] == ["100.00%"] * 2
     assert shown["capacity"] == ["0.00%"] * 2
-    assert run([*asked, "--kv-pull", "never", "--nodes", "1:1"]) == 0
-    assert re.search(r"│ peer +│ +0\.00% │", capsys.readouterr().out)
+    assert re.search(r"│ peer +│ +0\.00% │", replayed("--kv-pull", "never", "--nodes", "1:1"))
     for wrong in ("--policy", "--kv-pull"):
-        assert run([*asked, wrong, "best"]) == 2
-        assert "none of" in capsys.readouterr().err
-    store = [*asked[:-1], "1GiB", "--kv-store-size"]
-    assert run([*store, "2GiB"]) == 0
-    assert "1.00 GiB host, 2.00 GiB store" in capsys.readouterr().out
-    assert run([*store, "much"]) == 2
-    assert "kv_store_size" in capsys.readouterr().err.replace("-", "_")
-    bare = tmp_path / "bare.json"
-    write_card(msgspec.structs.replace(H200, kv_token_bytes=0), bare)
-    assert run(["replay", str(trace), "--card", str(bare), "--kv-host-memory", "1GiB"]) == 2
-    assert "kv_token_bytes" in capsys.readouterr().err
+        assert "none of" in replayed(wrong, "best", code=2)
+    store = *MEMORY, "1GiB", "--kv-store-size"
+    assert "1.00 GiB host, 2.00 GiB store" in replayed(*store, "2GiB")
+    assert "kv-store-size" in replayed(*store, "much", code=2)
+    write_card(msgspec.structs.replace(H200, kv_token_bytes=0), Path(card))
+    assert "kv_token_bytes" in replayed(*MEMORY, "1GiB", code=2)
 
 
 def test_what_cannot_be_planned_is_one_sentence(

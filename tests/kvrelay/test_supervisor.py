@@ -99,32 +99,25 @@ async def test_a_child_that_cannot_be_started_again_is_tried_until_it_can(
     )
 
 
-async def test_a_child_that_ends_before_it_is_ready_is_told_with_the_end_of_its_log(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("code", "deadline_s", "told"),
+    [
+        ("raise SystemExit('no such model')", 60.0, ["ended (exit code 1)", "no such model"]),
+        (_SLEEP, 0.3, ["was killed", "its log is empty"]),
+    ],
+)
+async def test_a_child_that_is_not_ready_in_time_is_told_with_the_end_of_its_log(
+    code: str, deadline_s: float, told: list[str], tmp_path: Path
 ) -> None:
     async def never(_: ChildSpec) -> bool:
         return False
 
-    async with Supervisor(never, lambda line: None) as supervisor:
-        child = supervisor.start(
-            child_spec(tmp_path, "print('no such model'); raise SystemExit(2)", "prefill-0")
-        )
+    async with Supervisor(never, lambda line: None, deadline_s) as supervisor:
+        child = supervisor.start(child_spec(tmp_path, code, "prefill-0"))
         with pytest.raises(ChildFailed) as caught:
             await child.ready
-    assert "prefill-0 ended (exit code 2) before it was ready" in caught.value.message
-    assert "no such model" in caught.value.message
-
-
-async def test_a_child_that_is_never_healthy_is_killed_at_its_deadline(tmp_path: Path) -> None:
-    async def never(_: ChildSpec) -> bool:
-        return False
-
-    said: list[str] = []
-    async with Supervisor(never, said.append, start_deadline_s=0.3) as supervisor:
-        child = supervisor.start(child_spec(tmp_path, _SLEEP))
-        with pytest.raises(ChildFailed, match="child was killed before it was ready"):
-            await child.ready
-    assert "child is not healthy after 0.3 s; killing it" in said
+    assert f"prefill-0 {told[0]} before it was ready" in caught.value.message
+    assert told[1] in caught.value.message
 
 
 async def test_a_child_deaf_to_sigterm_is_killed_at_the_deadline(tmp_path: Path) -> None:

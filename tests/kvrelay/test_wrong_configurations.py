@@ -26,20 +26,11 @@ EMPTY = b'{"__metadata__": {}}'
 WRONG = [
     # memory and sizes
     ("up --kv-cache-memory-bytes 2T", "2 nodes together need at least 4096.00 GiB of memory"),
-    (
-        "up --kv-cache-memory-bytes 2T --prefill 2",
-        "3 nodes together need at least 6144.00 GiB of memory",
-    ),
-    ("serve --kv-cache-memory-bytes 2048GiB", "the engine needs at least 2048.00 GiB of memory"),
     ("up --config pool.yaml", "2 nodes together need at least 4096.00 GiB"),
     (
         "rank --kv-cache-memory-bytes 2T --tensor-parallel-size 2 --tensor-parallel-size-local 1"
         " --tensor-parallel-address 127.0.0.1:9",
         "the engine needs at least 2048.00 GiB",
-    ),
-    (
-        "up --kv-cache-memory-bytes 4Gigs",
-        "--kv-cache-memory-bytes must be a whole number, got '4Gigs'",
     ),
     ("prefill --kv-cache-memory-bytes 1k", "a KV pool of 1000 bytes holds"),
     (
@@ -53,7 +44,6 @@ WRONG = [
     # devices and dtypes
     ("up --device tpu", "device 'tpu' is not one of auto, cpu, cuda"),
     ("up --cpu --device cuda", "--cpu and --device cuda contradict each other"),
-    ("up --config contrary.yaml", "contrary.yaml: cpu and device cuda contradict each other"),
     ("serve --dtype fp4", "dtype 'fp4' is not one of auto, float32, bfloat16, float16"),
     ("decode --cpu --quantization fp8", "need a GPU; leave them out"),
     (
@@ -135,7 +125,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "notes.txt": b"",
         "part.gguf": b"GGUF",
         "pool.yaml": b"cpu: true\nkv-cache-memory-bytes: 2TiB\n",
-        "contrary.yaml": b"cpu: true\ndevice: cuda\n",
     }
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)

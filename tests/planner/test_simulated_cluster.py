@@ -170,9 +170,13 @@ def test_whatever_happens_each_request_ends_once_and_nothing_is_left(
 
     for _ in range(rng.randrange(8)):
         world.clock.later(rng.uniform(0, 4_000), change)
-    world.run()
+    result = world.run()
+    answered = [stream for stream in made if not stream.refused]
+    assert all(stream.at <= stream.begun < stream.first <= stream.last for stream in answered)
+    assert all(0 <= stream.cached < stream.prompt for stream in answered)
+    # A time between tokens for each token after the first, and what was waited beside.
+    assert sum(result.gaps.values()) >= sum(stream.output - 1 for stream in answered)
     for stream in made:
-        assert stream.refused or stream.last >= stream.first >= stream.at
         assert not (stream.refused and stream.first >= 0)
     for at, node in enumerate(cluster.nodes):
         assert node.idle
