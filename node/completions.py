@@ -28,7 +28,7 @@ from kvrelay.openai_api.json_body import (
 )
 from kvrelay.openai_api.node_request import NodeRequest
 from kvrelay.openai_api.routes import body_excerpt
-from kvrelay.openai_api.sse import joined_body, joined_end
+from kvrelay.openai_api.sse import joined_body, joined_end, summed_usage
 from kvrelay.openai_api.stages import with_stages
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 from kvrelay.openai_api.writer import AnswerWriter
@@ -232,10 +232,11 @@ async def _join_frames(parts: Sequence[Frames], writer: AnswerWriter) -> Frames:
 
 
 def _joined_end(last: Frame, ends: Sequence[Frame], writer: AnswerWriter) -> bytes:
+    usage = summed_usage([(*(each.usage or (0, 0, 0)), each.written) for each in ends])
     if not writer.streams:
-        return joined_body([each.payload for each in ends])
+        return joined_body([each.payload for each in ends], usage)
     return last.payload + joined_end(
-        [(*(each.usage or (0, 0, 0)), each.written) for each in ends],
+        usage,
         writer.response_id,
         writer.created,
         writer.model,

@@ -85,7 +85,7 @@ def _serve(caller: socket.socket, prompts: Prompts, grammars: Grammars) -> None:
         try:
             if work.constraint is None:
                 request = decode_chat(work.body) if work.chat else decode_completion(work.body)
-                answer = Answer(prompts.all_token_ids(request, fits=work.fits))
+                answer = Answer(prompts.token_ids(request, fits=work.fits))
             else:
                 answer = Answer(constraint=_compile(work.constraint, grammars))
         except RequestError as why:

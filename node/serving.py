@@ -128,7 +128,7 @@ class Serving:
     ) -> list[list[int]]:
         """Return each prompt's token ids; with `fits` each must fit. Raises RequestError."""
         prompt = self.handed_over_prompt(request)
-        return [prompt] if prompt is not None else self._prompts.all_token_ids(request, fits=fits)
+        return [prompt] if prompt is not None else self._prompts.token_ids(request, fits=fits)
 
     def handed_over_prompt(self, request: ChatRequest | CompletionRequest) -> list[int] | None:
         if request.kv_transfer_params is None or _has_several_prompts(request):

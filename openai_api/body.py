@@ -178,19 +178,20 @@ def sampling_params(
     if request.kv_transfer_params and request.kv_transfer_params.do_remote_decode:
         # Min tokens stay in force: token 1 must not end an answer that needs more.
         limit, min_tokens = 1, min(min_tokens, 1)
-    temperature = _or(request.temperature, defaults.temperature)
-    top_k = defaults.top_k if request.top_k is None else request.top_k
+    own: dict[str, Any] = {
+        name: getattr(defaults, name) if getattr(request, name) is None else getattr(request, name)
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    }
+    if 0 <= own["temperature"] < _GREEDY_BELOW:
+        own["temperature"] = 0.0
+    own["top_k"] = 0 if own["top_k"] == -1 else min(own["top_k"], vocab_size)
     allowed = request.allowed_token_ids
     params = SamplingParams(
         max_tokens=max(1, limit),
         seed=default_seed if request.seed is None else request.seed,
-        temperature=0.0 if 0 <= temperature < _GREEDY_BELOW else temperature,
-        top_p=_or(request.top_p, defaults.top_p),
-        top_k=0 if top_k == -1 else min(top_k, vocab_size),
-        min_p=_or(request.min_p, defaults.min_p),
-        presence_penalty=_or(request.presence_penalty, 0.0),
-        frequency_penalty=_or(request.frequency_penalty, 0.0),
-        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
+        **own,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
         min_tokens=min_tokens,
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
@@ -235,10 +236,6 @@ def _asked_limit(request: SamplingFields) -> tuple[str, int | None]:
     return "max_tokens", request.max_tokens
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
-
-
 _LEAVE_OUT = "leave it out"
 _STRUCTURED = "send it in structured_outputs"
 
@@ -261,10 +258,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "structural_tag": ((), "send a schema, regex, choice or grammar in structured_outputs"),
     "lora_request": ((), "name the adapter as the model"),
     "documents": (([],), "send them in chat_template_kwargs"),
-    "guided_json": ((), _STRUCTURED),
-    "guided_regex": ((), _STRUCTURED),
     "guided_choice": (([],), _STRUCTURED),
-    "guided_grammar": ((), _STRUCTURED),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar"), ((), _STRUCTURED)),
 }
 
 refuse_not_built = refuser(REFUSED)

@@ -5,7 +5,6 @@ paged_engine/grammar.py decides whether one can be followed. Pure and light.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
@@ -14,7 +13,13 @@ import msgspec
 from msgspec import Meta
 
 from kvrelay.openai_api.json_body import one_of, wrong_value
-from kvrelay.openai_api.types import ChatRequest, ResponseFormat, SamplingFields
+from kvrelay.openai_api.types import (
+    ChatRequest,
+    NamedTool,
+    ResponseFormat,
+    SamplingFields,
+    StructuredOutputs,
+)
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.sampling import Constraint, ConstraintKind
 
@@ -68,44 +73,22 @@ def tool_use(request: ChatRequest) -> ToolUse:
     """Return what a request asks of tools. Raises RequestError."""
     tools, wanted = request.tools, request.tool_choice
     names = _checked_names(tools or ())
+    name = wanted.function.name if isinstance(wanted, NamedTool) else None
     # An empty list of tools is a client's way to have none, whatever else it sends.
-    choice: Choice
-    if wanted is None or (tools == [] and isinstance(wanted, str)):
-        choice, name = "auto" if names else "none", ""
-    else:
-        choice, name = _choice(wanted)
-    if choice == "none":
+    nothing = wanted is None if tools is None else not tools
+    if wanted == "none" or (nothing and name is None):
         return ToolUse()
     if not names:
         raise RequestError(
             "tool_choice needs tools; send both or leave it out", param="tool_choice"
         )
-    if choice == "named" and name not in names:
+    if name is not None and name not in names:
         raise RequestError(
             f"tool_choice names the tool {name!r}, which is not among the tools: {', '.join(names)}",
             param="tool_choice",
         )
-    return ToolUse(choice, tuple(tools or ()), name, request.parallel_tool_calls is not False)
-
-
-def _choice(value: str | Mapping[str, Any]) -> tuple[Choice, str]:
-    if isinstance(value, str):
-        if value in ("none", "auto", "required"):
-            return cast("Choice", value), ""
-        raise RequestError(
-            "tool_choice must be none, auto, required or an object that names a tool, got "
-            f"{value!r}",
-            param="tool_choice",
-        )
-    function = value.get("function")
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if value.get("type") != "function" or not isinstance(name, str):
-        raise RequestError(
-            'a tool is named with tool_choice {"type": "function", "function": {"name": ...}}, '
-            f"got {_shown(value)}",
-            param="tool_choice",
-        )
-    return "named", name
+    choice = cast("Choice", (wanted or "auto") if name is None else "named")
+    return ToolUse(choice, tuple(tools or ()), name or "", request.parallel_tool_calls is not False)
 
 
 class _Function(msgspec.Struct):
@@ -126,7 +109,7 @@ def _checked_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     for i, name in enumerate(names):
         if not name.isprintable():
             where = f"tools[{i}].function.name"
-            raise RequestError(f"{where} must be printable, got {_shown(name)}", param=where)
+            raise RequestError(f"{where} must be printable, got {name!r}", param=where)
         if name in names[:i]:
             raise RequestError(
                 f"tools[{i}]: there are two tools {name!r}; names must differ", param="tools"
@@ -165,30 +148,14 @@ def _moved(value: Any, root: str) -> Any:
     return [_moved(each, root) for each in value] if isinstance(value, list) else value
 
 
-def _shown(value: Any) -> str:
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except RecursionError:
-        text = f"a deeply nested {type(value).__name__}"
-    return text if len(text) <= 100 else f"{text[:100]}..."
-
-
 _ANY_OBJECT = '{"type":"object"}'
-_KINDS: dict[str, ConstraintKind] = {
-    "json": "json",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
-    "json_object": "json",
-}
-_NO_WHITESPACE, _WHITESPACE = "disable_any_whitespace", "whitespace_pattern"
 
 
 def constraint_of(request: SamplingFields) -> Constraint | None:
     """Return the one constraint of a request. Raises RequestError, also for several."""
     # With a forced tool call there is no message to format.
     forced = list(_forced_calls(request)) or list(_response_format(request.response_format))
-    found = [*forced, *_structured(request.structured_outputs)]
+    found = [*forced, *_structured(request.structured_outputs or StructuredOutputs())]
     if len(found) > 1:
         names = " and ".join(constraint.field for constraint in found)
         raise RequestError(
@@ -234,51 +201,25 @@ def _response_format(asked: ResponseFormat | None) -> Iterator[Constraint]:
         yield Constraint("json", _json(asked.json_schema.schema_))
 
 
-def _structured(asked: dict[str, Any] | None) -> Iterator[Constraint]:
-    given = {
-        key: value
-        for key, value in (asked or {}).items()
-        if value is not None and value is not False
-    }
-    whitespace = "" if given.pop(_NO_WHITESPACE, False) is True else given.pop(_WHITESPACE, None)
-    for key, value in given.items():
-        field = f"structured_outputs.{key}"
-        if key not in _KINDS:
+def _structured(asked: StructuredOutputs) -> Iterator[Constraint]:
+    kinds: tuple[tuple[str, ConstraintKind, Any], ...] = (
+        ("json", "json", asked.json),
+        ("regex", "regex", asked.regex),
+        ("choice", "choice", asked.choice),
+        ("grammar", "grammar", asked.grammar),
+        ("json_object", "json", asked.json_object and _ANY_OBJECT),
+    )
+    whitespace = "" if asked.disable_any_whitespace else asked.whitespace_pattern
+    for name, kind, value in kinds:
+        if value is None or value is False:
+            continue
+        field = f"structured_outputs.{name}"
+        if whitespace is not None and kind != "json":
             raise RequestError(
-                f"structured_outputs must hold one of {', '.join(_KINDS)}; {key!r} is not supported",
-                param=field,
+                "whitespace_pattern is a regular expression and goes with json", param=field
             )
-        kind = _KINDS[key]
-        if key == "json_object":
-            value = _ANY_OBJECT
-        found = _constraint(kind, value, field)
-        if whitespace is not None:
-            if kind != "json" or not isinstance(whitespace, str):
-                raise RequestError(
-                    f"{_WHITESPACE} is a regular expression and goes with json", param=field
-                )
-            found = msgspec.structs.replace(found, whitespace=whitespace)
-        yield found
-
-
-def _constraint(kind: ConstraintKind, value: Any, field: str) -> Constraint:
-    if kind == "json":
-        if isinstance(value, str):
-            return Constraint(kind, value, field=field)
-        if isinstance(value, dict | bool):
-            return Constraint(kind, _json(value), field=field)
-        raise RequestError(f"{field} must be a JSON schema, as an object or as text", param=field)
-    if kind == "choice":
-        if (
-            not isinstance(value, list)
-            or not value
-            or not all(isinstance(choice, str) for choice in value)
-        ):
-            raise RequestError(f"{field} must be a list of strings that is not empty", param=field)
-        return Constraint(kind, _json(value), field=field)
-    if not isinstance(value, str) or not value:
-        raise RequestError(f"{field} must be a text that is not empty", param=field)
-    return Constraint(kind, value, field=field)
+        text = value if isinstance(value, str) else _json(value)
+        yield Constraint(kind, text, field=field, whitespace=whitespace)
 
 
 def _json(value: Any) -> str:

@@ -113,13 +113,10 @@ def _byte_level_backend(tokens: list[str], ggml: dict[str, Any], path: Path) -> 
 def _add_bos_and_eos(backend: Backend, tokens: list[str], ggml: dict[str, Any]) -> None:
     # The flags' defaults are llama.cpp's: a file may leave them out.
     by_default = ggml.get("pre") == "llama-bpe"
-    bos, eos = _token(tokens, ggml, "bos"), _token(tokens, ggml, "eos")
-    with_bos = bool(bos) and ggml.get("add_bos_token", by_default)
-    with_eos = bool(eos) and ggml.get("add_eos_token", False)
-    if not (with_bos or with_eos):
-        return
-    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys((bos, eos))]
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{bos if with_bos else ''} $A {eos if with_eos else ''}".strip(),
-        special_tokens=[(token, found) for token, found in ids if token and found is not None],
-    )
+    bos = _token(tokens, ggml, "bos") if ggml.get("add_bos_token", by_default) else ""
+    eos = _token(tokens, ggml, "eos") if ggml.get("add_eos_token", False) else ""
+    if added := {bos, eos} - {""}:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A {eos}".strip(),
+            special_tokens=[(token, backend.token_to_id(token)) for token in added],
+        )

@@ -66,33 +66,24 @@ class Prompts:
         self._tool_template = chat_template or tokenizer.tool_template
         self._trusts_request_templates = trusts_request_templates
 
-    def all_token_ids(
+    def token_ids(
         self, request: ChatRequest | CompletionRequest, *, fits: bool = True
     ) -> list[list[int]]:
         """Return each prompt; `fits`: it must fit the context. Raises RequestError."""
+        prompts: list[str | list[int]]
         if isinstance(request, ChatRequest):
-            return [self.token_ids(request, fits=fits)]
-        prompts = prompts_of(request)
+            prompts, field, special = [self._chat(request)], "messages", False
+        else:
+            prompts, field, special = prompts_of(request), "prompt", True
+        if request.add_special_tokens is not None:
+            special = request.add_special_tokens
+        for text in prompts:
+            if isinstance(text, str) and len(text) > self._max_model_len:
+                self._check_length(text, field, fits=fits)
         return [
-            self.token_ids(msgspec.structs.replace(request, prompt=prompt), fits=fits)
+            self._tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt
             for prompt in prompts
         ]
-
-    def token_ids(
-        self, request: ChatRequest | CompletionRequest, *, fits: bool = True
-    ) -> list[int]:
-        """Return the only prompt of a request. Raises RequestError."""
-        if isinstance(request, ChatRequest):
-            text, special = self._chat(request), bool(request.add_special_tokens)
-        elif isinstance(request.prompt, str):
-            text, special = request.prompt, request.add_special_tokens is not False
-        else:
-            return [token for token in request.prompt if isinstance(token, int)]
-        if len(text) > self._max_model_len:
-            self._check_length(
-                text, "messages" if isinstance(request, ChatRequest) else "prompt", fits=fits
-            )
-        return self._tokenizer.encode(text, special)
 
     def beginning(
         self, request: ChatRequest | CompletionRequest, token_ids: list[int]

@@ -10,7 +10,15 @@ from msgspec import Raw
 from kvrelay.openai_api.types import Answer, Usage
 from kvrelay.wire.errors import KvrelayError
 
-__all__ = ["DONE", "SSE_MEDIA_TYPE", "error_event", "event", "joined_body", "joined_end"]
+__all__ = [
+    "DONE",
+    "SSE_MEDIA_TYPE",
+    "error_event",
+    "event",
+    "joined_body",
+    "joined_end",
+    "summed_usage",
+]
 
 SSE_MEDIA_TYPE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
@@ -30,41 +38,32 @@ _encode = msgspec.json.Encoder().encode
 
 class _Body(msgspec.Struct):
     choices: list[Raw]
-    usage: Usage
 
 
-def joined_body(bodies: Sequence[bytes]) -> bytes:
-    """Return several prompts' bodies as one, with all choices and summed usage."""
+def joined_body(bodies: Sequence[bytes], usage: Usage) -> bytes:
+    """Return several prompts' bodies as one, with all choices."""
     whole = msgspec.json.decode(bodies[0], type=dict[str, Raw])
     parts = [msgspec.json.decode(body, type=_Body) for body in bodies]
     whole["choices"] = Raw(_encode([choice for part in parts for choice in part.choices]))
-    whole["usage"] = Raw(_encode(_sum([_counts(part.usage) for part in parts])))
+    whole["usage"] = Raw(_encode(usage))
     return _encode(whole)
 
 
 def joined_end(
-    counts: Sequence[tuple[int, int, int, int]],
+    usage: Usage,
     response_id: str,
     created: int,
     model: str,
     *,
     include_usage: bool,
 ) -> bytes:
-    """Return the end of a joined stream: usage, if asked for, and [DONE].
-
-    `counts`: prompt, generated, cached and written tokens of each prompt.
-    """
+    """Return the end of a joined stream: usage, if asked for, and [DONE]."""
     if not include_usage:
         return DONE
-    chunk = Answer(response_id, "text_completion", created, model, [], _sum(counts))
+    chunk = Answer(response_id, "text_completion", created, model, [], usage)
     return event(_encode(chunk)) + DONE
 
 
-def _sum(counts: Sequence[tuple[int, int, int, int]]) -> Usage:
+def summed_usage(counts: Sequence[tuple[int, int, int, int]]) -> Usage:
+    """Return the usage of prompts by their prompt, generated, cached and written tokens."""
     return Usage.from_counts(*(sum(each) for each in zip(*counts, strict=True)))
-
-
-def _counts(usage: Usage) -> tuple[int, int, int, int]:
-    details = usage.prompt_tokens_details
-    cached, written = details["cached_tokens"], details.get("cache_write_tokens", 0)
-    return usage.prompt_tokens, usage.completion_tokens, cached, written

@@ -173,28 +173,18 @@ class TextStream:
             self._unstoppable -= 1
             return text
         text = self._held + text
-        found = self._first_stop(text)
-        if found is not None:
-            start, self.stop_hit = found
-            self._held = ""
-            return text[: start + len(self.stop_hit)] if self._include_stop else text[:start]
-        keep = self._beginning_at_end(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def _first_stop(self, text: str) -> tuple[int, str] | None:
         # The one that is complete first, wherever tokens are cut; of several, the longest.
         found = [
             (start + len(stop), start, stop)
             for stop in self._stop
             if (start := text.find(stop)) >= 0
         ]
-        if not found:
-            return None
-        _, start, stop = min(found)
-        return start, stop
-
-    def _beginning_at_end(self, text: str) -> int:
-        if not text or text[-1] not in self._beginnings:
-            return 0
-        return beginning_at_end(text, self._stop)
+        if found:
+            end, start, self.stop_hit = min(found)
+            self._held = ""
+            return text[: end if self._include_stop else start]
+        certain = len(text)
+        if text and text[-1] in self._beginnings:
+            certain -= beginning_at_end(text, self._stop)
+        self._held = text[certain:]
+        return text[:certain]

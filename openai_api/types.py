@@ -39,10 +39,12 @@ __all__ = [
     "FunctionDelta",
     "JsonSchemaFormat",
     "Message",
+    "NamedTool",
     "ReplyMessage",
     "ResponseFormat",
     "SamplingFields",
     "StreamOptions",
+    "StructuredOutputs",
     "TokenLogprob",
     "ToolCallDelta",
     "Usage",
@@ -65,6 +67,7 @@ Stops = Annotated[
     list[Annotated[str, Meta(min_length=1, max_length=_MAX_STOP_CHARS)]], Meta(max_length=64)
 ]
 BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
+NotEmpty = Annotated[str, Meta(min_length=1)]
 Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
 Session = Annotated[str, Meta(max_length=256)]
 Priority = Annotated[int, Meta(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)]
@@ -96,6 +99,24 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 class ResponseFormat(msgspec.Struct, frozen=True):
     type: Annotated[str, one_of("text", "json_object", "json_schema")]
     json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A constraint by vLLM's names: one of the first five, with JSON also its white space.
+
+    The last fields change nothing here, and no tag is served.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: NotEmpty | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: NotEmpty | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_fallback: bool | None = None
+    disable_additional_properties: bool | None = None
+    structural_tag: None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +157,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     priority: Priority | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
     allowed_token_ids: Annotated[list[int], Meta(min_length=1)] | None = None
     bad_words: Annotated[list[BadWord], Listed] | None = None
 
@@ -168,7 +189,7 @@ class ContentPart(msgspec.Struct, frozen=True):
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """A message of a chat. Templates get all its fields."""
 
-    role: Annotated[str, Meta(min_length=1)]
+    role: NotEmpty
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -188,6 +209,17 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
         return "\n".join(part.text for part in content)
 
 
+class FunctionName(msgspec.Struct, frozen=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    """A choice of one tool, which the model must call."""
+
+    type: Annotated[str, one_of("function")]
+    function: FunctionName
+
+
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """A body of POST /v1/chat/completions."""
 
@@ -201,7 +233,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Annotated[str, one_of("none", "auto", "required")] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None

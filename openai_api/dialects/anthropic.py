@@ -14,7 +14,7 @@ from kvrelay.openai_api.dialects.base import (
     Dialect,
     assistant,
     encoded,
-    function_tool,
+    function_tools,
     joined_system,
     named_event,
     passed_on,
@@ -208,16 +208,7 @@ def _add(messages: list[dict[str, Any]], message: Turn, at: int) -> None:
 def _tools(request: CountRequest) -> dict[str, Any]:
     if not request.tools:
         return {}
-    tools: list[dict[str, Any]] = []
-    for at, tool in enumerate(request.tools):
-        if tool.get("type") not in (None, "custom"):
-            raise RequestError(
-                f"tools[{at}] is of type {tool.get('type')!r}; only custom tools are served, which "
-                "the client runs",
-                param=f"tools[{at}].type",
-                code="unsupported_parameter",
-            )
-        tools.append(function_tool(tool, "input_schema", f"tools[{at}]"))
+    tools = function_tools(request.tools, ("custom", None), "input_schema")
     choice = request.tool_choice or {"type": "auto"}
     match choice:
         case {"type": "auto" | "none" as wanted}:

@@ -29,7 +29,7 @@ __all__ = [
     "Translate",
     "assistant",
     "encoded",
-    "function_tool",
+    "function_tools",
     "joined_system",
     "named_event",
     "openai_error",
@@ -157,25 +157,34 @@ def joined_system(messages: list[Message]) -> list[Message]:
     return [{"role": "system", "content": text}, *messages[count:]]
 
 
-def function_tool(tool: dict[str, Any], parameters: str, where: str) -> dict[str, Any]:
-    """Return a tool as chat completions have it, with its schema from `parameters`. Raises
-    RequestError.
+def function_tools(
+    tools: list[dict[str, Any]] | None, kinds: tuple[str | None, ...], parameters: str
+) -> list[dict[str, Any]]:
+    """Return tools of these types as chat completions have them. Raises RequestError.
+
+    Their schemas are in the field `parameters`.
     """
-    name = tool.get("name")
-    if not isinstance(name, str) or not name:
-        raise RequestError(
-            f"{where}.name is missing; a function tool needs one", param=f"{where}.name"
-        )
-    function = {
-        "name": name,
-        "description": tool.get("description"),
-        "parameters": tool.get(parameters),
-        "strict": tool.get("strict"),
-    }
-    return {
-        "type": "function",
-        "function": {key: value for key, value in function.items() if value is not None},
-    }
+    found = []
+    for at, tool in enumerate(tools or ()):
+        if tool.get("type") not in kinds:
+            raise RequestError(
+                f"tools[{at}] is of type {tool.get('type')!r}; only {kinds[0]} tools are served, "
+                "which the client runs",
+                param=f"tools[{at}].type",
+                code="unsupported_parameter",
+            )
+        name = tool.get("name")
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"tools[{at}].name is missing", param=f"tools[{at}].name")
+        function = {
+            "name": name,
+            "description": tool.get("description"),
+            "parameters": tool.get(parameters),
+            "strict": tool.get("strict"),
+        }
+        given = {key: value for key, value in function.items() if value is not None}
+        found.append({"type": "function", "function": given})
+    return found
 
 
 class EventChoice(msgspec.Struct, frozen=True):

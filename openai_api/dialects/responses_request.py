@@ -11,7 +11,7 @@ from msgspec import Meta
 from kvrelay.openai_api.dialects.base import (
     assistant,
     encoded,
-    function_tool,
+    function_tools,
     joined_system,
     passed_on,
     text_of,
@@ -207,35 +207,17 @@ def _required(item: Item, name: str, where: str) -> str:
 
 
 def _tools(request: ResponsesRequest) -> dict[str, Any]:
-    tools: list[dict[str, Any]] = []
-    for at, tool in enumerate(request.tools or ()):
-        if tool.get("type") != "function":
-            raise RequestError(
-                f"tools[{at}] is of type {tool.get('type')!r}; only function tools are served, "
-                "which the client runs",
-                param=f"tools[{at}].type",
-                code="unsupported_parameter",
-            )
-        tools.append(function_tool(tool, "parameters", f"tools[{at}]"))
+    tools = function_tools(request.tools, ("function",), "parameters")
     choice: Any = request.tool_choice
-    if isinstance(choice, dict):
-        match choice:
-            case {
-                "type": "allowed_tools",
-                "tools": [*listed],
-                "mode": "auto" | "required" as choice,
-            }:
-                names = (tool.get("name") for tool in listed if isinstance(tool, dict))
-                allowed = {name for name in names if isinstance(name, str)}
-                tools = [tool for tool in tools if tool["function"]["name"] in allowed]
-            case {"type": "function", "name": str(name)}:
-                choice = {"type": "function", "function": {"name": name}}
-            case _:
-                raise RequestError(
-                    'tool_choice must be none, auto, required, {"type": "function", "name": ...} '
-                    "or allowed_tools",
-                    param="tool_choice",
-                )
+    match choice:
+        case {"type": "function", "name": str(name)}:
+            choice = {"type": "function", "function": {"name": name}}
+        case dict():
+            raise RequestError(
+                'tool_choice must be none, auto, required or {"type": "function", "name": ...}; send '
+                "only the tools that may be called",
+                param="tool_choice",
+            )
     if not tools:
         # Without tools the API's own default, auto, asks for nothing.
         return {"tool_choice": None if choice in ("auto", "none") else choice}

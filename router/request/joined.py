@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from kvrelay.openai_api.sse import joined_body, joined_end
+from kvrelay.openai_api.sse import joined_body, joined_end, summed_usage
 from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.relay import Reply
 from kvrelay.router.request.failures import MAX_LOST
@@ -36,19 +36,22 @@ async def run_together(job: Job, runs: Sequence[RequestRun], reply: Reply) -> No
         await asyncio.gather(*tasks)
     finally:
         await cancel_and_wait(tasks)
+    usage = summed_usage(
+        [
+            (run.prompt_tokens or 0, run.output_tokens, run.cached_tokens, run.written_tokens)
+            for run in runs
+        ]
+    )
     if job.stream:
         end = joined_end(
-            [
-                (run.prompt_tokens or 0, run.output_tokens, run.cached_tokens, run.written_tokens)
-                for run in runs
-            ],
+            usage,
             job.response_id,
             job.created,
             job.model,
             include_usage=job.include_usage,
         )
     else:
-        end = joined_body([run.reply.kept() for run in runs])
+        end = joined_body([run.reply.kept() for run in runs], usage)
     if job.wants_stages:
         end = last_timeline(runs).with_stages(end, time.monotonic(), rungs_of(runs))
     reply.put(end, True)

@@ -30,7 +30,7 @@ def completion(**fields: Any) -> Any:
 
 
 def text(tokenizer: Tokenizer, request: Any, **options: Any) -> str:
-    return tokenizer.decode(prompts(tokenizer, **options).token_ids(request))
+    return tokenizer.decode(prompts(tokenizer, **options).token_ids(request)[0])
 
 
 def test_a_template_of_a_request_is_taken_only_where_it_is_trusted(bytewise: Tokenizer) -> None:
@@ -48,7 +48,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
 ) -> None:
     assert bytewise.longest_token_bytes == len("<|end2|>")
     assert (
-        len(prompts(bytewise).token_ids(completion(prompt="x" * 800))) == 800
+        len(prompts(bytewise).token_ids(completion(prompt="x" * 800))[0]) == 800
     )  # the limit on tokens is another's
     monkeypatch.setattr(bytewise, "encode", lambda *_: pytest.fail("it was tokenized"))
     for request, param in (
@@ -80,29 +80,29 @@ def test_a_text_of_too_many_tokens_is_tokenized_in_part(
     words = (
         "internationalization " * 20_000
     )  # fits: it is tokenized once as a whole, whatever was counted before
-    assert many.token_ids(completion(prompt=words)) == encode(words, True)
+    assert many.token_ids(completion(prompt=words)) == [encode(words, True)]
 
 
 def test_tokens_of_a_text_that_does_not_fit_can_be_counted(bytewise: Tokenizer) -> None:
     limit = 1 << 20
-    assert len(prompts(bytewise).token_ids(completion(prompt="x" * limit), fits=False)) == limit
+    assert len(prompts(bytewise).token_ids(completion(prompt="x" * limit), fits=False)[0]) == limit
     with pytest.raises(RequestError, match=f"{limit + 1} bytes; the limit here is {limit}"):
         prompts(bytewise).token_ids(completion(prompt="x" * (limit + 1)), fits=False)
 
 
 def test_every_prompt_of_a_request_is_tokenized(bytewise: Tokenizer) -> None:
-    assert prompts(bytewise).all_token_ids(completion(prompt=["a", [5, 6], "bc"])) == [
+    assert prompts(bytewise).token_ids(completion(prompt=["a", [5, 6], "bc"])) == [
         [97],
         [5, 6],
         [98, 99],
     ]
-    assert prompts(bytewise).all_token_ids(chat(("user", "x"))) == [[120, 59]]
+    assert prompts(bytewise).token_ids(chat(("user", "x"))) == [[120, 59]]
 
 
 def test_what_a_completion_repeats(bytewise: Tokenizer) -> None:
     def echo(**fields: Any) -> str:
         request, made = completion(**fields), prompts(bytewise)
-        return made.beginning(request, made.token_ids(request)).echo
+        return made.beginning(request, made.token_ids(request)[0]).echo
 
     assert echo(prompt="abc") == ""
     assert echo(prompt="abc", echo=True) == "abc"

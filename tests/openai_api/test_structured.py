@@ -38,7 +38,7 @@ def asked(**fields: Any) -> Constraint | None:
         {"response_format": {"type": "text"}},
         {"response_format": None, "structured_outputs": None},
         {"structured_outputs": {}},
-        {"structured_outputs": {"json": None, "json_object": False, "disable_fallback": False}},
+        {"structured_outputs": {"json": None, "json_object": False, "disable_fallback": True}},
     ],
 )
 def test_most_requests_ask_for_nothing(fields: dict[str, Any]) -> None:
@@ -113,13 +113,13 @@ def test_a_format_that_is_none_is_refused(
 @pytest.mark.parametrize(
     ("last", "outputs", "words"),
     [
-        ("json", {"regex": "a", "json": {}}, "at once"),
-        ("regex", {"regex": ""}, "not empty"),
-        ("xml", {"xml": "a"}, "'xml' is not supported"),
-        ("disable_fallback", {"disable_fallback": True}, "not supported"),
-        ("choice", {"choice": []}, "not empty"),
-        ("choice", {"choice": [1]}, "strings"),
-        ("json", {"json": 3}, "JSON schema"),
+        ("regex", {"regex": "a", "json": {}}, "at once"),
+        ("regex", {"regex": ""}, "at least 1 character"),
+        ("", {"xml": "a"}, "unknown field `xml`"),
+        ("structural_tag", {"structural_tag": {}}, "wrong type"),
+        ("choice", {"choice": []}, "at least 1 entry"),
+        ("choice[0]", {"choice": [1]}, "wrong type"),
+        ("json", {"json": 3}, "wrong type"),
         ("regex", {"regex": "a", "whitespace_pattern": " "}, "goes with json"),
         ("regex", {"regex": "a" * 4097}, "4097 characters; the limit is 4096"),
         ("grammar", {"grammar": "#" * 32_769}, "the limit is 32768"),
@@ -136,7 +136,8 @@ def test_a_format_that_is_none_is_refused(
 def test_what_is_no_constraint_is_refused(last: str, outputs: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=words) as refused:
         asked(structured_outputs=outputs)
-    assert (refused.value.status, refused.value.param) == (400, f"structured_outputs.{last}")
+    param = f"structured_outputs.{last}".removesuffix(".")
+    assert (refused.value.status, refused.value.param) == (400, param)
 
 
 def test_a_format_and_an_output_at_once_are_refused() -> None:

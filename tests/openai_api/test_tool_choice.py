@@ -61,7 +61,7 @@ def test_choices(fields: dict[str, Any], choice: str, name: str) -> None:
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "none, auto, required"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
-            "tool_choice",
+            "tool_choice.type",
             "allowed_tools",
         ),
         (

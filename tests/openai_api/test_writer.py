@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from kvrelay.openai_api.logprobs import ScoredPrompt
 from kvrelay.openai_api.prompt import Beginning
-from kvrelay.openai_api.sse import joined_body, joined_end
+from kvrelay.openai_api.sse import joined_body, joined_end, summed_usage
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.errors import NodeFailed, RequestError
@@ -343,17 +343,16 @@ def test_parts_are_joined_with_their_own_indices_and_summed_usage(bytewise: Toke
         for choice in (1, 0):
             w.tokens(choice, [65 + 2 * part + choice])
             w.end(choice, Finish.STOP)
-        w.pinned_tokens = 5 * part
         bodies.append(w.close())
-    answer = json.loads(joined_body(bodies))
+    summed = summed_usage([(5, 2, 4, 0), (5, 2, 4, 1)])
+    answer = json.loads(joined_body(bodies, summed))
     assert [(c["index"], c["text"]) for c in answer["choices"]] == list(enumerate("ABCD"))
     wanted = usage(10, 4, 8)
     wanted["prompt_tokens_details"]["cache_write_tokens"] = 1
     assert answer["usage"] == wanted
     streamed = writer(bytewise, "completion", USAGE_OPTIONS, part=True)
     assert b"[DONE]" not in feed(streamed, [65]) + finish(streamed)
-    counts = [(5, 2, 4, 0), (5, 2, 4, 1)]
-    end = joined_end(counts, "id-1", 7, "m", include_usage=True)
+    end = joined_end(summed, "id-1", 7, "m", include_usage=True)
     assert end.endswith(b"data: [DONE]\n\n")
     assert chunks_of(end)[0]["usage"] == answer["usage"]
 

@@ -160,22 +160,6 @@ def _of_fields() -> Iterator[Case]:
                 for value in generators(place.types, at_home=at_home)
             )
 
-        if {"tools", "tool_choice"} <= route.fields.keys():
-            yield Case(
-                route,
-                "tools, tool_choice",
-                Generator("allowed tools", partial(_with_allowed_tools, route)),
-            )
-
-
-def _with_allowed_tools(route: Route, count: int) -> bytes:
-    tools = b",".join(
-        b'{"type":"function","name":"a%d","function":{"name":"a%d"}}' % (i, i) for i in range(count)
-    )
-    names = b",".join(b'{"name":"b%d"}' % i for i in range(count))
-    choice = b'{"type":"allowed_tools","mode":"auto","tools":[%b]}' % names
-    return route.body({"tools": b"[%b]" % tools, "tool_choice": choice})
-
 
 def _with_unknown(route: Route, value: bytes) -> bytes:
     return route.body({"unknown": value})

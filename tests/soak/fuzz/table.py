@@ -19,7 +19,6 @@ from kvrelay.node.admin_routes import (
     HeldRequest,
     RoleRequest,
 )
-from kvrelay.openai_api.constraints import _KINDS
 from kvrelay.openai_api.dialects.anthropic import MessagesRequest
 from kvrelay.openai_api.dialects.base import PASSED_ON
 from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
@@ -82,23 +81,10 @@ class _User(msgspec.Struct):
     user_id: str | None = None
 
 
-_StructuredOutputs = msgspec.defstruct(
-    "_StructuredOutputs",
-    [
-        (
-            name,
-            {"choice": list[str], "json": Any}.get(name, str) | None,
-            None,
-        )
-        for name in (*_KINDS, "whitespace_pattern")
-    ],
-)
-
 INSIDE: Mapping[str, Any] = {
     "tools": list[_Tool],
     "tool_calls": list[_Call],
     "tool_choice": str | _Choice,
-    "structured_outputs": _StructuredOutputs,
     "input": str | list[_Item],
     "format": _Format,
     "metadata": _User,
