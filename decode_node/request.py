@@ -85,7 +85,8 @@ class DecodeRequest(NodeRequest):
                 param="kv_transfer_params",
             )
         if answer.prompt_logprobs is not None:
-            writer.scored_prompt = ScoredPrompt(submit.prompt_token_ids, answer.prompt_logprobs)
+            scored = ScoredPrompt(submit.prompt_token_ids, answer.prompt_logprobs)
+            writer.beginning.scored_prompt = scored
             own = msgspec.structs.replace(submit.params, prompt_logprobs=None)
             submit = msgspec.structs.replace(submit, params=own)
         elif ticket is not None and submit.params.prompt_logprobs is not None:
@@ -123,8 +124,8 @@ class DecodeRequest(NodeRequest):
                 )
             elif unsent := self.writer.tokens(at, []):
                 yield self.tokens(at, unsent, nothing, None, load)
-        if self.writer.ended and not self.done:
-            self.done, self.finish = True, Finish.STOP  # its client knows all but the very end
+        if self.writer.ended and self.finish is None:
+            self.finish = Finish.STOP  # its client knows all but the very end
             yield Frame(FrameKind.END, self.writer.close(), load=load, usage=self.writer.counts)
 
 

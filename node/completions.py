@@ -171,7 +171,7 @@ async def _run(node: Node, request: NodeRequest, call: Call) -> Frames:
         yield _SUBMITTED
         for opening in request.opening_frames(node.engine.load):
             yield opening
-        while not request.done:
+        while request.finish is None:
             # Only around the wait: across a yield another task may resume.
             async with asyncio.timeout_at(deadline):
                 update, load = await updates.next()

@@ -28,10 +28,10 @@ __all__ = [
 ]
 
 _DEFAULT_COMPLETION_TOKENS = 16
-_TEMPLATE_VARIABLES = (
+_TEMPLATE_VARIABLES = {
     *("messages", "tools", "bos_token", "eos_token"),
     *("add_generation_prompt", "continue_final_message"),
-)
+}
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _GREEDY_BELOW = 1e-5  # logits divided by less leave float32
 
@@ -70,13 +70,11 @@ def decode_chat(body: bytes) -> ChatRequest:
             param="continue_final_message",
         )
     tool_use(request)
-    for name in _TEMPLATE_VARIABLES:
-        if name in (request.chat_template_kwargs or {}):
-            raise RequestError(
-                f"chat_template_kwargs must not set {name!r}; it has its own field or is the "
-                "model's",
-                param="chat_template_kwargs",
-            )
+    if own := _TEMPLATE_VARIABLES & (request.chat_template_kwargs or {}).keys():
+        raise RequestError(
+            f"chat_template_kwargs must not set {min(own)!r}; it has its own field or is the model's",
+            param="chat_template_kwargs",
+        )
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     return request

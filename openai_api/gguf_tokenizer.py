@@ -58,11 +58,11 @@ def gguf_tokenizer(path: Path) -> Tokenizer:
     for kind, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
         add([AddedToken(tokens[i], normalized=False) for i, t in enumerate(types) if t == kind])
     _add_bos_and_eos(backend, tokens, ggml)
-    ends = (_token_id(tokens, ggml, name) for name in ("eos", "eot"))
+    ends = [ggml[f"{name}_token_id"] for name in ("eos", "eot") if _token(tokens, ggml, name)]
     return Tokenizer(
         backend,
         byte_level,
-        eos_token_ids=tuple(dict.fromkeys(token for token in ends if token is not None)),
+        eos_token_ids=tuple(dict.fromkeys(ends)),
         bos_token=_token(tokens, ggml, "bos"),
         eos_token=_token(tokens, ggml, "eos"),
         chat_template=metadata.get("tokenizer.chat_template"),
@@ -71,14 +71,9 @@ def gguf_tokenizer(path: Path) -> Tokenizer:
     )
 
 
-def _token_id(tokens: list[str], ggml: dict[str, Any], name: str) -> int | None:
-    found = ggml.get(f"{name}_token_id")
-    return found if isinstance(found, int) and 0 <= found < len(tokens) else None
-
-
 def _token(tokens: list[str], ggml: dict[str, Any], name: str) -> str:
-    found = _token_id(tokens, ggml, name)
-    return "" if found is None else tokens[found]
+    found = ggml.get(f"{name}_token_id")
+    return tokens[found] if isinstance(found, int) and 0 <= found < len(tokens) else ""
 
 
 def _byte_level_backend(tokens: list[str], ggml: dict[str, Any], path: Path) -> Backend:

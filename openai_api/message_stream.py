@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
-from msgspec import UNSET
 
 from kvrelay.openai_api.constraints import ToolUse, tool_use
 from kvrelay.openai_api.message_parts import Part, call_id
@@ -21,7 +21,6 @@ from kvrelay.openai_api.types import (
     CompletionRequest,
     Delta,
     FunctionDelta,
-    ReplyMessage,
     ToolCallDelta,
 )
 from kvrelay.wire.errors import RequestError
@@ -30,7 +29,6 @@ from kvrelay.wire.sampling import Constraint
 __all__ = ["MessageForm", "MessageStream", "message_form"]
 
 
-_ROLE = "assistant"
 _PROMPT_END_TOKENS = 16  # hold the markers of reasoning however they are cut
 
 
@@ -128,7 +126,11 @@ class MessageStream:
     def finish(self) -> list[Delta]:
         return [] if self._parser is None else self._deltas(self._parser.finish())
 
-    def message(self) -> ReplyMessage:
+    def message(self, role: str = "assistant") -> dict[str, Any]:
+        """Return the whole message; beside reasoning or calls alone, `content` is None.
+
+        `reasoning` is vLLM's name, always there; others read `reasoning_content`.
+        """
         content, reasoning = "".join(self._texts["content"]), "".join(self._texts["reasoning"])
         calls = [
             msgspec.structs.replace(
@@ -137,7 +139,9 @@ class MessageStream:
             for call, arguments in self._calls
         ]
         shown = content if content or not (reasoning or calls) else None
-        return ReplyMessage(_ROLE, shown, reasoning or None, reasoning or UNSET, calls or UNSET)
+        message = {"role": role, "content": shown, "reasoning": reasoning or None}
+        further = {"reasoning_content": reasoning, "tool_calls": calls}
+        return message | {name: value for name, value in further.items() if value}
 
     def finish_reason(self, reason: str) -> str:
         """Return the choice's reason, after `finish`; a named call ends with `stop`."""

@@ -140,18 +140,15 @@ _F = TypeVar("_F", ToolFormat, ReasoningFormat)
 
 def tool_format(asked: str, template: str | None, model_type: str) -> tuple[str, ToolFormat] | None:
     """Return a format and its name: for `auto` the model's, else hermes. Raises ConfigError."""
-    if asked != "auto":
-        return _asked("tool-call-parser", TOOL_FORMATS, asked)
-    return _chosen(TOOL_FORMATS, template, model_type) or (_DEFAULT, TOOL_FORMATS[_DEFAULT])
+    found = _chosen("tool-call-parser", TOOL_FORMATS, asked, template, model_type)
+    return found or ((_DEFAULT, TOOL_FORMATS[_DEFAULT]) if asked == "auto" else None)
 
 
 def reasoning_format(
     asked: str, template: str | None, model_type: str
 ) -> tuple[str, ReasoningFormat] | None:
     """Return a format and its name: for `auto` the model's, if any. Raises ConfigError."""
-    if asked != "auto":
-        return _asked("reasoning-parser", REASONING_FORMATS, asked)
-    return _chosen(REASONING_FORMATS, template, model_type)
+    return _chosen("reasoning-parser", REASONING_FORMATS, asked, template, model_type)
 
 
 def load_plugin(path: str) -> None:
@@ -169,20 +166,18 @@ def load_plugin(path: str) -> None:
         raise ConfigError(f"the plugin {path} cannot be run: {type(why).__name__}: {why}") from why
 
 
-def _asked(flag: str, formats: Mapping[str, _F], name: str) -> tuple[str, _F] | None:
-    if name == "none":
+def _chosen(
+    flag: str, formats: Mapping[str, _F], asked: str, template: str | None, model_type: str
+) -> tuple[str, _F] | None:
+    if asked == "none":
         return None
-    if name not in formats:
+    if asked in formats:
+        return asked, formats[asked]
+    if asked != "auto":
         known = ", ".join(("auto", "none", *formats))
         raise ConfigError(
-            f"--{flag} {name!r} is not one of {known}; --tool-parser-plugin FILE can add it"
+            f"--{flag} {asked!r} is not one of {known}; --tool-parser-plugin FILE can add it"
         )
-    return name, formats[name]
-
-
-def _chosen(
-    formats: Mapping[str, _F], template: str | None, model_type: str
-) -> tuple[str, _F] | None:
     # The template comes first: models of one type were taught different formats.
     for name, row in formats.items():
         if any(all(sign in (template or "") for sign in signs) for signs in row.signs):

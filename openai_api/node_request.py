@@ -46,16 +46,13 @@ def fork_submits(first: Submit, generated: Mapping[int, Sequence[int]]) -> list[
 
 
 class NodeRequest:
-    """A request on this node. `done` once its last frame is made.
-
-    `submits` are the choices that are not over.
-    """
+    """A request on this node; `submits` are the choices that are not over."""
 
     def __init__(self, submits: Sequence[Submit], writer: AnswerWriter) -> None:
         self.submits = submits
         self.writer = writer
-        self.done = False
         self.finish: Finish | None = None
+        """Set with the last frame."""
         self.timing: Timing | None = None
         """The newest from the engine, of the first choice."""
         self.unneeded: Submit | None = None
@@ -100,9 +97,9 @@ class NodeRequest:
             if (
                 update.token_ids
                 and first.params.prompt_logprobs is not None
-                and self.writer.scored_prompt is None
+                and self.writer.beginning.scored_prompt is None
             ):
-                self.writer.scored_prompt = ScoredPrompt(
+                self.writer.beginning.scored_prompt = ScoredPrompt(
                     first.prompt_token_ids, update.prompt_logprobs or []
                 )
             # Later it counts the answer, too.
@@ -150,7 +147,6 @@ class NodeRequest:
         frame = self.tokens(choice, payload, update, finish, load)
         if not self.writer.ended:
             return frame
-        self.done = True
         self.finish = finish
         return msgspec.structs.replace(
             frame,
@@ -166,7 +162,6 @@ class NodeRequest:
         )
 
     def error(self, why: KvrelayError) -> Frame:
-        self.done = True
         self.finish = Finish.ERROR
         cause = self._new_kv_error()
         return Frame(

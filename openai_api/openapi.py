@@ -139,14 +139,9 @@ def document(title: str, version: str, models: Sequence[str] = (), root_path: st
 
 
 def _used(schema: Any, components: Mapping[str, Schema]) -> set[str]:
-    found: set[str] = set()
-    pending = [msgspec.json.encode(schema).decode()]
-    while pending:
-        for name in re.findall(r'"#/components/schemas/(\w+)"', pending.pop()):
-            if name not in found:
-                found.add(name)
-                pending.append(msgspec.json.encode(components[name]).decode())
-    return found
+    text = msgspec.json.encode(schema).decode()
+    found = set(re.findall(r'"#/components/schemas/(\w+)"', text))
+    return found.union(*(_used(components[name], components) for name in found))
 
 
 def _operation(each: _Operation, schema_of: Mapping[Any, Schema]) -> Schema:

@@ -22,6 +22,7 @@ from msgspec import UNSET, UnsetType
 
 from kvrelay.openai_api.body import prompts_of
 from kvrelay.openai_api.constraints import tool_use
+from kvrelay.openai_api.logprobs import ScoredPrompt
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest, Message
 from kvrelay.wire.errors import ConfigError, RequestError
@@ -38,13 +39,14 @@ _MAX_COUNTED_BYTES = 1 << 20
 _ASSISTANT = "assistant"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Beginning:
-    """A beginning for each choice of an answer."""
+    """A beginning for each choice of an answer; its prompt is scored before the first token."""
 
     role: str = _ASSISTANT
     echo: str = ""
     prompt_token_ids: list[int] | UnsetType = UNSET
+    scored_prompt: ScoredPrompt | None = None
 
 
 class Prompts:
@@ -109,6 +111,7 @@ class Prompts:
             )
         tools = tool_use(request).tools
         effort = request.reasoning_effort
+        variables = {} if effort is None else {"reasoning_effort": effort}
         return render(
             request.chat_template or (self._tool_template if tools else self._chat_template),
             request.messages,
@@ -117,8 +120,7 @@ class Prompts:
             tools=list(tools) or None,
             add_generation_prompt=request.generates_reply,
             continue_final_message=bool(request.continue_final_message),
-            **({} if effort is None else {"reasoning_effort": effort})
-            | (request.chat_template_kwargs or {}),
+            **variables | (request.chat_template_kwargs or {}),
         )
 
     def _check_length(self, text: str, field: str, *, fits: bool) -> None:
@@ -169,14 +171,10 @@ def render(
     messages: Sequence[Message],
     /,
     *,
-    bos_token: str,
-    eos_token: str,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
     continue_final_message: bool = False,
-    **kwargs: Any,
+    **variables: Any,
 ) -> str:
-    """Return the prompt of these messages; `kwargs` are variables of the template.
+    """Return the prompt of these messages; `variables` are the template's.
 
     With `continue_final_message` the prompt ends with the last message's content. Raises
     RequestError.
@@ -190,16 +188,8 @@ def render(
     if not messages:
         raise RequestError("messages must not be empty", param="messages")
     plain = [_plain(message) for message in messages]
-    variables = {
-        **kwargs,
-        "messages": plain,
-        "tools": tools,
-        "add_generation_prompt": add_generation_prompt,
-        "bos_token": bos_token,
-        "eos_token": eos_token,
-    }
     try:
-        text = _compiled(template).render(variables)
+        text = _compiled(template).render(variables, messages=plain)
     # Template code can raise any of these on messages of an unexpected shape.
     except (
         TemplateError,

@@ -138,18 +138,16 @@ def _eos_token_ids(config: Path) -> tuple[int, ...]:
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    default, tool_use = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
-    files = {"default": folder / default, "tool_use": folder / tool_use}
-    named: dict[str, Any] = {}
-    if not files["default"].exists():
-        template = read_object(folder / "chat_template.json").get("chat_template")
-        template = template or config.get("chat_template")
-        if isinstance(template, list):
-            named = {entry["name"]: entry["template"] for entry in template}
-        else:
-            named = {"default": template}
-    found = {name: path for name, path in files.items() if path.exists()}
-    return named | {name: path.read_text(encoding="utf-8") for name, path in found.items()}
+    template = read_object(folder / "chat_template.json").get("chat_template")
+    template = template or config.get("chat_template")
+    named: dict[str, Any] = {"default": template}
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+    tool_use = "additional_chat_templates/tool_use.jinja"
+    for name, file in (("default", "chat_template.jinja"), ("tool_use", tool_use)):
+        if (folder / file).exists():
+            named[name] = (folder / file).read_text(encoding="utf-8")
+    return named
 
 
 def _text(value: Any) -> str:

@@ -40,7 +40,6 @@ __all__ = [
     "JsonSchemaFormat",
     "Message",
     "NamedTool",
-    "ReplyMessage",
     "ResponseFormat",
     "SamplingFields",
     "StreamOptions",
@@ -310,19 +309,6 @@ class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     type: str | None = None
 
 
-class ReplyMessage(msgspec.Struct, frozen=True):
-    """A message of an answer. Beside tool calls, `content` may be None.
-
-    `reasoning` is vLLM's name, always there; others read `reasoning_content`.
-    """
-
-    role: str
-    content: str | None
-    reasoning: str | None = None
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
-
-
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     """An addition to the message, with both names of reasoning."""
 
@@ -344,7 +330,7 @@ class Choice(msgspec.Struct, frozen=True):
     """
 
     index: int
-    message: ReplyMessage | UnsetType = UNSET
+    message: dict[str, Any] | UnsetType = UNSET
     delta: Delta | UnsetType = UNSET
     text: str | UnsetType = UNSET
     logprobs: dict[str, list[TokenLogprob]] | CompletionLogprobs | None = None

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvrelay.openai_api import sse
 from kvrelay.openai_api.body import prompt_only
-from kvrelay.openai_api.logprobs import ScoredPrompt, chat_logprobs, completion_logprobs, joined
+from kvrelay.openai_api.logprobs import chat_logprobs, completion_logprobs, joined
 from kvrelay.openai_api.message_stream import MessageForm, MessageStream
 from kvrelay.openai_api.prompt import Beginning
 from kvrelay.openai_api.tokenizer import TextStream, Tokenizer
@@ -58,7 +58,6 @@ class ChoiceWriter:
         self.token_ids: list[int] = []
         """With replayed ones, without those after a stop string."""
         self.ended = False
-        self.scored_prompt: ScoredPrompt | None = None
         self._chat = isinstance(request, ChatRequest)
         self._streams = bool(request.stream)
         self._tokenizer = tokenizer
@@ -119,11 +118,12 @@ class ChoiceWriter:
         return [*self._head(), *chunks, replace(last, **self._reasons)]
 
     def whole(self) -> Choice:
-        message, begins = self.message.message(), self._beginning
-        said: dict[str, Any] = {"message": replace(message, role=begins.role)}
+        begins = self._beginning
+        message = self.message.message(begins.role)
+        said: dict[str, Any] = {"message": message}
         logprobs = self._logprobs_from(0)
         if not self._chat:
-            text = f"{begins.echo}{message.content}"
+            text = f"{begins.echo}{message['content']}"
             said = {"text": text, "prompt_token_ids": begins.prompt_token_ids}
             logprobs = joined(self._echo_logprobs(), logprobs)
         ids = self.token_ids if self._shows_ids else UNSET
@@ -207,11 +207,10 @@ class ChoiceWriter:
         return completion_logprobs(self._tokenizer, entries, self._offsets[start:])
 
     def _echo_logprobs(self) -> CompletionLogprobs | None:
-        if self._echoed_logprobs is None or self.scored_prompt is None:
+        scored = self._beginning.scored_prompt
+        if self._echoed_logprobs is None or scored is None:
             return None
-        return self.scored_prompt.echoed(
-            self._tokenizer, self._echoed_logprobs, self._beginning.echo
-        )
+        return scored.echoed(self._tokenizer, self._echoed_logprobs, self._beginning.echo)
 
 
 _encode = msgspec.json.Encoder().encode
@@ -234,7 +233,7 @@ class AnswerWriter:
         so_far: Sequence[ChoiceSoFar] = (ChoiceSoFar(),),
         part: bool = False,
         first_index: int = 0,
-        beginning: Beginning = Beginning(),  # noqa: B008 - a constant
+        beginning: Beginning | None = None,
         message_form: MessageForm = MessageForm(),  # noqa: B008 - a constant
     ) -> None:
         """`so_far` was made elsewhere.
@@ -244,6 +243,7 @@ class AnswerWriter:
         """
         self.streams = bool(request.stream)
         self._part = part
+        self.beginning = beginning or Beginning()
         self.cached_tokens, self.pinned_tokens = cached_tokens, 0
         """Set with the first update."""
         self.choices = [
@@ -254,7 +254,7 @@ class AnswerWriter:
                 first_index + at,
                 MessageStream(message_form, response_id, first_index + at),
                 each,
-                beginning,
+                self.beginning,
             )
             for at, each in enumerate(so_far)
         ]
@@ -264,19 +264,8 @@ class AnswerWriter:
         options = request.stream_options
         self.include_usage = options is not None and bool(options.include_usage)
         self._usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
-        self._prompt_token_ids = beginning.prompt_token_ids
         self.response_id, self.created, self.model = response_id, created, model
         self.prompt_tokens = prompt_tokens
-
-    @property
-    def scored_prompt(self) -> ScoredPrompt | None:
-        """Return the prompt's log-probabilities, set before the first token."""
-        return self.choices[0].scored_prompt
-
-    @scored_prompt.setter
-    def scored_prompt(self, scored: ScoredPrompt) -> None:
-        for choice in self.choices:
-            choice.scored_prompt = scored
 
     @property
     def ended(self) -> bool:
@@ -327,7 +316,7 @@ class AnswerWriter:
         begins: bool,
     ) -> bytes:
         head = (self.response_id, self._object, self.created, self.model)
-        ids = self._prompt_token_ids if begins and self._chat else UNSET
+        ids = self.beginning.prompt_token_ids if begins and self._chat else UNSET
         return _encode(Answer(*head, choices, usage, handover, ids))
 
     @property

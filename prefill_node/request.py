@@ -61,7 +61,6 @@ class PrefillRequest(NodeRequest):
             payload += self.writer.end(choice, finish)
         if payload or update.token_ids:
             yield self.tokens(choice, payload, update, finish if over else None, load)
-        self.done = True
         self.finish = Finish.LENGTH
         yield Frame(
             FrameKind.HANDOVER,
@@ -75,7 +74,7 @@ class PrefillRequest(NodeRequest):
     def _params(self, update: RequestUpdate, finish: Finish | None) -> KvTransferParams:
         # Without a ticket (its lease was ended while the prompt was computed) the decode node
         # computes the prompt.
-        scored = self.writer.scored_prompt
+        scored = self.writer.beginning.scored_prompt
         return KvTransferParams(
             do_remote_prefill=True,
             created=self._asked.created,

@@ -283,11 +283,11 @@ class ChatAnswer(Dialect, abc.ABC):
                 if self._over:
                     break
                 if block == b"data: [DONE]":
-                    self._end_once()
+                    self._finished()
                 elif block.startswith(b"data: "):
                     self._take(_decoded(block[6:]))
         except NodeFailed as why:
-            self._fail_with(why.body())
+            self._take(ChatEvent(error=why.body()))
         return self._flush()
 
     def whole(self, body: bytes) -> bytes:
@@ -295,7 +295,7 @@ class ChatAnswer(Dialect, abc.ABC):
         if not answer.choices:
             raise NodeFailed("a node sent an answer without a choice; send the request again")
         self._take(answer)
-        answer_object = self._end_once()
+        answer_object = self._finished()
         self._sent.clear()
         return msgspec.json.encode(answer_object)
 
@@ -306,7 +306,8 @@ class ChatAnswer(Dialect, abc.ABC):
 
     def _take(self, event: ChatEvent) -> None:
         if event.error is not None:
-            self._fail_with(event.error)
+            self._over = True
+            self._fail(event.error)
             return
         self._usage = event.usage or self._usage
         self._begin_once()
@@ -327,21 +328,16 @@ class ChatAnswer(Dialect, abc.ABC):
             self._begun = True
             self._begin()
 
-    def _end_once(self) -> dict[str, Any]:
-        if self._over:
-            return {}
+    def _finished(self) -> dict[str, Any]:
         self._over = True
         self._begin_once()
         return self._end()
-
-    def _fail_with(self, error: ErrorBody) -> None:
-        self._over = True
-        self._fail(error)
 
     def _text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> None:
         part = self._open
         if part is None or part.kind != kind:
             part = self._add(kind, {})
+        part.logprobs += logprobs
         self._grow(part, text, logprobs)
 
     def _call(self, index: int, call: ToolCallDelta) -> None:
@@ -364,7 +360,6 @@ class ChatAnswer(Dialect, abc.ABC):
 
     def _grow(self, part: AnswerPart, piece: str, logprobs: list[dict[str, Any]]) -> None:
         part.pieces.append(piece)
-        part.logprobs += logprobs
         self._grown(part, piece, logprobs)
 
     def _close(self, status: str = "completed") -> None:

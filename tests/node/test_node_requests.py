@@ -89,7 +89,7 @@ def test_a_first_token_that_ends_its_choice_ends_the_request_of_one_choice_only(
     held = KvTransferParams(**TICKET).ticket() if n == 2 else None
     update = RequestUpdate("call-1", [EOS], finish=Finish.STOP, held=held)
     frames = list(request.frames(update, LOAD))
-    assert request.done
+    assert request.finish is not None
     assert frames[0].finish is Finish.STOP
     if n == 1:
         assert [frame.kind for frame in frames] == [FrameKind.END]
@@ -120,7 +120,7 @@ def test_the_first_choice_that_is_not_over_fetches_and_ends_that_nobody_knows_ar
         (1, Finish.STOP, [("B", "stop")]),
         (2, None, [("D", None)]),
     ]
-    assert not request.done
+    assert request.finish is None
 
 
 def test_an_answer_that_is_over_needs_no_engine_and_gives_its_claim_up(

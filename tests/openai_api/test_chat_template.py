@@ -22,7 +22,8 @@ CHATML = (
 
 def rendered(template: str | None, messages: list[dict[str, Any]], **options: Any) -> str:
     request = decode_chat(json.dumps({"messages": messages}).encode())
-    return render(template, request.messages, bos_token="<s>", eos_token="</s>", **options)
+    every = {"bos_token": "<s>", "eos_token": "</s>", "tools": None, "add_generation_prompt": True}
+    return render(template, request.messages, **(every | options))
 
 
 def test_messages_are_rendered_with_and_without_the_generation_prompt() -> None:

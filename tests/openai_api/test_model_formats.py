@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvrelay.openai_api.message_stream import MessageForm, MessageStream
@@ -17,7 +18,7 @@ from kvrelay.openai_api.model_formats import (
     tool_format,
 )
 from kvrelay.openai_api.tokenizer import Tokenizer
-from kvrelay.openai_api.types import ReplyMessage
+from kvrelay.openai_api.types import Delta
 from kvrelay.wire.config import REASONING_PARSERS, TOOL_CALL_PARSERS
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.sampling import Constraint
@@ -30,7 +31,7 @@ def form(tokenizer: Tokenizer, tool: str, reasoning: str, prompt: str = "x") -> 
     return formed(tokenizer, prompt, tool, reasoning, tools=[NOW])
 
 
-def told(form: MessageForm, text: str) -> ReplyMessage:
+def told(form: MessageForm, text: str) -> Delta:
     """What a client is told, the same in whatever pieces the text comes."""
     messages = []
     for width in (1, 2, 5, len(text)):
@@ -40,7 +41,7 @@ def told(form: MessageForm, text: str) -> ReplyMessage:
         stream.finish()
         messages.append(stream.message())
     assert messages == messages[:1] * 4
-    return messages[0]
+    return msgspec.convert(messages[0], Delta, from_attributes=True)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_a_plugin_adds_rows(
     monkeypatch.setitem(TOOL_FORMATS, "mine", tools["mine"])
     monkeypatch.setitem(REASONING_FORMATS, "my_thoughts", thoughts["my_thoughts"])
     found = told(form(bytewise, "mine", "my_thoughts"), '<hm>a</hm><call>{"name": "now"}</call>')
-    assert isinstance(found.tool_calls, list)
+    assert found.tool_calls
     assert (found.reasoning, found.tool_calls[0].function.name) == ("a", "now")
 
 

@@ -308,7 +308,7 @@ def test_an_echo_with_log_probabilities_lists_the_prompt_first(
 ) -> None:
     fields = {"echo": True, "logprobs": 1, "stream": stream, "max_tokens": max_tokens}
     w = writer(bytewise, "completion", fields, beginning=Beginning(echo="said"))
-    w.scored_prompt = ScoredPrompt(list(b"said"), lps(list(b"aid")))
+    w.beginning.scored_prompt = ScoredPrompt(list(b"said"), lps(list(b"aid")))
     said = choices_of(answered(w, [65, 66]))
     lists = [c["logprobs"] for c in said if c["logprobs"]]
     tokens = ["A", "B"] if max_tokens else []
@@ -397,12 +397,11 @@ def test_each_choice_continues_where_another_node_left_it(
     begins = Beginning(
         echo="said" if "echo" in extra and kind == "completion" else "",
         prompt_token_ids=[7] if "return_token_ids" in extra else UNSET,
+        scored_prompt=ScoredPrompt([7, 65, 66], lps([65, 66])),
     )
 
     def scored(so_far: list[ChoiceSoFar] | None = None) -> AnswerWriter:
-        w = writer(bytewise, kind, fields, so_far, beginning=begins)
-        w.scored_prompt = ScoredPrompt([7, 65, 66], lps([65, 66]))
-        return w
+        return writer(bytewise, kind, fields, so_far, beginning=begins)
 
     alone, first = scored(), scored()
     wanted = [feed(alone, own, c) + alone.end(c, Finish.LENGTH) for c, own in enumerate(ids)]
