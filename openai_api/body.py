@@ -62,7 +62,11 @@ def decode_chat(body: bytes) -> ChatRequest:
     request = _decode(body, _chat_decoder)
     for i, message in enumerate(request.messages):
         for j, call in enumerate(message.tool_calls or ()):
-            _check_past_call(f"messages[{i}].tool_calls[{j}]", call)
+            match call:
+                case {"function": {"name": str()}}:
+                    continue
+            where = f"messages[{i}].tool_calls[{j}].function"
+            raise RequestError(f"{where} must be an object with name and arguments", param=where)
     if request.continue_final_message and request.add_generation_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt exclude each other: the answer goes "
@@ -215,14 +219,6 @@ def _decode(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
             param="request_id",
         )
     return request
-
-
-def _check_past_call(where: str, call: dict[str, Any]) -> None:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(
-            f"{where}.function must be an object with name and arguments", param=f"{where}.function"
-        )
 
 
 def _asked_limit(request: SamplingFields) -> tuple[str, int | None]:

@@ -84,20 +84,15 @@ def message_form(
             param="tool_choice",
         )
     begins = Opening.FREE
-    markers: tuple[str, ...] = ()
     if reasoning is not None:
         end = tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
         begins = reasoning.opening(end)
-        markers = reasoning.markers
-    if tools.choice == "auto" and tool_format is not None:
-        markers += tool_format.markers
+    used = [reasoning, tool_format if tools.choice == "auto" else None]
+    markers = [marker for each in used if each is not None for marker in each.markers]
     hidden: dict[int, str] = {}
     if request.skip_special_tokens is not False:
-        hidden = {
-            token: marker
-            for marker in markers
-            if (token := tokenizer.special_id(marker)) is not None
-        }
+        ids = ((tokenizer.special_id(marker), marker) for marker in markers)
+        hidden = {token: marker for token, marker in ids if token is not None}
     shown = request.include_reasoning is not False
     return MessageForm(tools, tool_format, reasoning, begins, shown, hidden)
 

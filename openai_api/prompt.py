@@ -259,10 +259,6 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 class _Generation(Extension):
     """`{% generation %}`, with which templates mark answers for training; it changes nothing."""
 
@@ -277,4 +273,7 @@ _environment = ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
 )
 _environment.filters["tojson"] = _to_json
-_environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+_environment.globals |= {
+    "raise_exception": _raise_exception,
+    "strftime_now": lambda form: datetime.now().strftime(form),
+}

@@ -203,9 +203,8 @@ def _types(schema: Any) -> frozenset[str]:
     if not isinstance(schema, Mapping):
         return frozenset()
     listed, inner = schema.get("type"), schema.get("anyOf") or schema.get("oneOf")
-    found = {listed} if isinstance(listed, str) else set[str]()
-    if isinstance(listed, list):
-        found = {each for each in listed if isinstance(each, str)}
+    kinds = listed if isinstance(listed, list) else [listed]
+    found = {each for each in kinds if isinstance(each, str)}
     if not found and isinstance(inner, list):
         found = {kind for each in inner for kind in _types(each)}
     choices = schema.get("enum")

@@ -54,9 +54,14 @@ class Thinking(msgspec.Struct, frozen=True):
     budget_tokens: int | None = None
 
 
+class OutputFormat(msgspec.Struct, frozen=True):
+    type: Annotated[str, one_of("json_schema")]
+    schema_: dict[str, Any] = msgspec.field(name="schema")
+
+
 class OutputConfig(msgspec.Struct, frozen=True):
     effort: str | None = None
-    format: dict[str, Any] | None = None
+    format: OutputFormat | None = None
 
 
 class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +100,8 @@ def translate_messages(body: bytes, message_id: str) -> tuple[bytes, Dialect]:
     _refuse(body)
     user, passed = (request.metadata or {}).get("user_id"), passed_on(body)
     stream = {"include_usage": True, "continuous_usage_stats": True} if request.stream else None
+    output = request.output_config or OutputConfig()
+    schema = output.format and {"name": "output", "schema": output.format.schema_}
     every: dict[str, Any] = {
         **_prompt(request),
         **passed,
@@ -107,8 +114,8 @@ def translate_messages(body: bytes, message_id: str) -> tuple[bytes, Dialect]:
         "temperature": request.temperature,
         "top_p": request.top_p,
         "user": user if isinstance(user, str) else None,
-        "response_format": _response_format(request.output_config),
-        "reasoning_effort": request.output_config.effort if request.output_config else None,
+        "response_format": schema and {"type": "json_schema", "json_schema": schema},
+        "reasoning_effort": output.effort,
         "cache_control": _cache_control(request),
     }
     return encoded(every), AnthropicAnswer(request, message_id)
@@ -230,19 +237,6 @@ def _thinking(thinking: Thinking | None, given: dict[str, Any]) -> dict[str, Any
     if thinking is None or "chat_template_kwargs" in given:
         return {}
     return {"chat_template_kwargs": {"enable_thinking": thinking.type != "disabled"}}
-
-
-def _response_format(config: OutputConfig | None) -> dict[str, Any] | None:
-    match config.format if config else None:
-        case None:
-            return None
-        case {"type": "json_schema", "schema": dict(schema)}:
-            return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
-        case _:
-            raise RequestError(
-                'output_config.format must be {"type": "json_schema", "schema": {...}}',
-                param="output_config.format",
-            )
 
 
 _ERROR_TYPES = {

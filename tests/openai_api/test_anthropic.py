@@ -164,7 +164,7 @@ def test_what_is_counted_is_the_prompt_alone() -> None:
         ({"tools": [{"name": "f"}], "tool_choice": {"type": "some"}}, "tool_choice"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"system": [{"type": "image"}]}, "system"),
-        ({"output_config": {"format": {"type": "yaml"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "yaml"}}}, "output_config.format.type"),
         ({"cache_control": {"type": "ephemeral", "ttl": "9999h"}}, "cache_control.ttl"),
         ({"system": [MARKED | {"cache_control": "yes"}]}, "system[0].cache_control"),
         ({"tools": [{"name": "f", "cache_control": {}}]}, "tools[0].cache_control.type"),
