@@ -173,9 +173,9 @@ class ChoiceWriter:
     def _chunks(self, text: str, fresh: int) -> list[Choice]:
         if not (text or fresh):
             return []
+        deltas = self.message.push(text) if text else []
         if not self._chat:
             return [self._fresh(Choice(self.index, text=text), fresh)]
-        deltas = self.message.push(text) if text else []
         chunks = [
             Choice(self.index, delta=delta) for delta in deltas or [Delta(content="")][:fresh]
         ]

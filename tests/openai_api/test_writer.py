@@ -17,7 +17,7 @@ from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.errors import NodeFailed, RequestError
 from kvrelay.wire.outputs import Finish, TokenLogprobs
-from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
+from kvrelay.wire.transfer import ChoiceSoFar
 from tests.openai_api.answers import answer_writer, asked, fed
 
 EOS = 2
@@ -149,11 +149,23 @@ def test_a_stop_string_ends_the_answer_and_drops_what_follows(bytewise: Tokenize
     assert text_in("chat", chunks) == "a"
     last = chunks[-1]["choices"][0]
     assert (last["finish_reason"], last["stop_reason"]) == ("stop", "END")
-    whole = writer(bytewise, "chat", {"stop": "END", "include_stop_str_in_output": True})
-    whole.tokens(0, bytewise.encode("aENDbc", False))
-    answer = json.loads(finish(whole, Finish.LENGTH))
-    assert answer["choices"][0]["message"]["content"] == "aEND"
-    assert answer["usage"]["completion_tokens"] == 4
+    whole = writer(bytewise, "completion", {"stop": "END", "include_stop_str_in_output": True})
+    answer = answered(whole, bytewise.encode("aENDbc", False), Finish.LENGTH)
+    assert (answer["choices"][0]["text"], answer["usage"]["completion_tokens"]) == ("aEND", 4)
+
+
+@KINDS
+@STREAMS
+def test_what_was_held_back_comes_with_the_end(
+    bytewise: Tokenizer, kind: str, stream: bool
+) -> None:
+    ids = [*bytewise.encode("aEN", False), 0xC3]
+    answer = answered(writer(bytewise, kind, {"stop": "N!", "stream": stream}), ids, Finish.LENGTH)
+    said = answer if stream else [answer]
+    told = [
+        c.get("delta") or c.get("message") or {"content": c.get("text")} for c in choices_of(said)
+    ]
+    assert "".join(each.get("content") or "" for each in told) == "aEN\ufffd"
 
 
 @pytest.mark.parametrize(
@@ -231,13 +243,6 @@ def test_a_broken_answer_ends_with_an_error_and_done(bytewise: Tokenizer) -> Non
     assert streamed.endswith(b"data: [DONE]\n\n")
     assert chunks_of(streamed) == [body]
     assert json.loads(writer(bytewise, "chat", {}).error(error)) == body
-
-
-def test_a_whole_answer_of_a_prefill_node_carries_the_hand_over(bytewise: Tokenizer) -> None:
-    w = writer(bytewise, "completion", {})
-    handover = KvTransferParams(do_remote_prefill=True, remote_port=5)
-    answer = json.loads(finish(w, Finish.LENGTH, handover=handover))
-    assert answer["kv_transfer_params"] == {"do_remote_prefill": True, "remote_port": 5}
 
 
 def test_missing_logprobs_of_a_hand_over_are_refused(bytewise: Tokenizer) -> None:
