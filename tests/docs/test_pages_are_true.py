@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -67,24 +66,6 @@ def check(command: list[str]) -> None:
         assert not [
             word for word in command if word.startswith("--") and f'"{word}"' not in text
         ], command
-
-
-def test_extras_that_errors_name_exist() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
-        "optional-dependencies"
-    ]
-    sources = [
-        path
-        for folder in ("kv_transfer", "openai_api", "router", "node")
-        for path in (ROOT / folder).rglob("*.py")
-    ]
-    named = {
-        one
-        for path in sources
-        for one in re.findall(r"pip install '?kvrelay\[([\w,]+)\]", path.read_text())
-    }
-    assert "node,nixl" in named
-    assert {extra for one in named for extra in one.split(",")} <= set(extras)
 
 
 @pytest.mark.parametrize("page", OURS, ids=lambda page: str(page.relative_to(ROOT)))

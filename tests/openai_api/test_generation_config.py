@@ -42,13 +42,9 @@ def test_they_are_those_of_the_model(tmp_path: Path) -> None:
     model = folder(tmp_path / "qwen", QWEN | {"max_new_tokens": 9, "repetition_penalty": 1})
     wanted = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, max_tokens=9)
     assert defaults(model) == defaults(f"{model}/config.json") == wanted
-    assert defaults(model, "vllm") == PLAIN_SAMPLING
+    assert defaults(model, "vllm") == defaults(f"{model}/a.gguf") == PLAIN_SAMPLING
     (tmp_path / "none").mkdir()
     assert defaults(str(tmp_path / "none")) == PLAIN_SAMPLING
-
-
-def test_the_file_beside_a_gguf_is_another_models(tmp_path: Path) -> None:
-    assert defaults(f"{folder(tmp_path / 'many', QWEN)}/a.gguf") == PLAIN_SAMPLING
 
 
 def test_the_embedded_model_has_what_its_card_recommends(tmp_path: Path) -> None:

@@ -217,7 +217,13 @@ def test_a_wrong_value_is_a_400_whatever_follows_it(body: bytes, words: str) -> 
         decode_responses,
     ],
 )
-@pytest.mark.parametrize("body", [b'{"max_tokens":0,', b'{"token_ids":[],', b'{"input":"",', b"["])
-def test_a_cut_body_of_another_dialect_is_a_400(translate: Any, body: bytes) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b'{"max_tokens":0,', b'{"token_ids":[],', b'{"input":"",', b"["),
+        b'{"model":"m","max_tokens":9,"messages":[{"role":"user","content":"a"}],"input":"a","\xfd":1}',
+    ],
+)
+def test_a_broken_body_of_another_dialect_is_a_400(translate: Any, body: bytes) -> None:
     with pytest.raises(RequestError):
         translate(body)

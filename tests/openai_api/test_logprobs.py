@@ -18,16 +18,6 @@ def scored(ids: list[int]) -> ScoredPrompt:
     return ScoredPrompt(ids, entries)
 
 
-def test_an_echo_lists_the_prompts_tokens_at_their_places_in_its_text(bytewise: Tokenizer) -> None:
-    ids = list("aé!".encode())
-    lists = scored(ids).echoed(bytewise, 1, "aé!")
-    assert lists.text_offset == [0, 1, 1, 2]
-    assert lists.tokens == ["a", "bytes:\\xc3", "bytes:\\xa9", "!"]
-    assert lists.token_logprobs == [None, -3.5, -3.5, -3.5]
-    assert lists.top_logprobs[0] is None
-    assert lists.top_logprobs[3] == {"!": -3.5, "A": -0.25}
-
-
 @pytest.mark.model
 def test_what_the_tokenizer_adds_has_no_place_in_the_text(smollm2: Tokenizer) -> None:
     special = smollm2.special_id("<|im_start|>")

@@ -49,8 +49,7 @@ def test_a_message_of_calls_alone_has_no_content(bytewise: Tokenizer) -> None:
 
 def test_required_and_named_calls(bytewise: Tokenizer) -> None:
     required = stream(form(bytewise, tool="", tools=[WEATHER, NOW], tool_choice="required"))
-    text = '[{"name": "weather", "parameters": {"city": "é"}}, {"name": "now", "parameters": {}}]'
-    assert names(told(required, list(text))) == [("weather", '{"city": "é"}'), ("now", "{}")]
+    assert names(told(required, ['[{"name": "now", "parameters": {}}]'])) == [("now", "{}")]
     assert required.finish_reason("stop") == "tool_calls"
     choice = {"type": "function", "function": {"name": "now"}}
     named = stream(form(bytewise, tool="", tools=[WEATHER, NOW], tool_choice=choice))

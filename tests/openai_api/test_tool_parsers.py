@@ -67,12 +67,6 @@ _DEEPSEEK = "<｜tool▁calls▁begin｜>" + "\n".join(
         # Hermes and Qwen
         (
             "hermes",
-            '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
-            "",
-            [("get_weather", '{"city": "Paris"}')],
-        ),
-        (
-            "hermes",
             "I look.\n\n<tool_call>\n"
             f'{{"name": "f", "arguments": {HARD}}}\n</tool_call>\n<tool_call>\n'
             '{"arguments": {}, "name": "g"}\n</tool_call>',
@@ -86,7 +80,6 @@ _DEEPSEEK = "<｜tool▁calls▁begin｜>" + "\n".join(
             "a b",
             [("f", "{ }")],
         ),
-        ("hermes", '<tool_call>{"name":"f","arguments":{"a":1', "", [("f", '{"a":1')]),
         ("hermes", '<tool_call>{"name":"f","arguments":{}}</tool', "", [("f", "{}")]),
         # A closing marker that is missing, one that is of no call, a brace too many
         (
@@ -108,7 +101,6 @@ _DEEPSEEK = "<｜tool▁calls▁begin｜>" + "\n".join(
             [("f", "{}")],
         ),
         # Llama 3
-        ("llama3_json", '{"name": "f", "parameters": {"x": "1"}}', "", [("f", '{"x": "1"}')]),
         ("llama3_json", f'<|python_tag|>{{"name": "f", "parameters": {HARD}}}', "", [("f", HARD)]),
         (
             "llama3_json",
@@ -137,7 +129,6 @@ _DEEPSEEK = "<｜tool▁calls▁begin｜>" + "\n".join(
             "Wait",
             [("f", HARD), ("g", "{}")],
         ),
-        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}', "", [("f", '{"a": 1}')]),
         (
             "mistral",
             '[TOOL_CALLS][{"name":"f","arguments":{}}][TOOL_CALLS][{"name":"g","arguments":{}}]',
@@ -198,7 +189,6 @@ _DEEPSEEK = "<｜tool▁calls▁begin｜>" + "\n".join(
             [("f", HARD), ("g", "{}")],
         ),
         # Plain JSON
-        ("json", f'{{"name": "f", "arguments": {HARD}}}', "", [("f", HARD)]),
         (
             "json",
             ' [{"name": "f", "parameters": {"a": 1}}, {"arguments": {}, "name": "g"}]\n',
@@ -224,31 +214,24 @@ def test_text_behind_a_call_does_not_wait() -> None:
     [
         ("hermes", "<tool_call>f()</tool_call>"),
         ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>'),
         ("hermes", '<tool_call>{"arguments": {"a": 1e400}, "name": "f"}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "f", }</tool_call>'),
         ("hermes", "<tool_call>"),
         ("hermes", "  <tool_cal \n"),
         ("hermes", '<tool_call>{"name": "f"'),
         ("hermes", "a < b </tool_call> c"),
         ("llama3_json", '{"a": 1}; {"name": "f", "parameters": {}}'),
-        ("llama3_json", '{"name": "Ann", "age": 5}'),
         ("llama3_json", 'So: {"name": "f", "parameters": {}}'),
         ("llama3_json", '<|python_tag|>print("x")'),
-        ("mistral", "[TOOL_CALLS]"),
         ("mistral", "[TOOL_CALLS] I would call f {"),
         ("mistral", "[TOOL_CALLS] [1, 2]"),
-        ("mistral", "[TOOL_CALLS] []"),
         ("mistral", '[{"name": "f", "arguments": {}}]'),
         ("mistral", "[TOOL_CALLS][TOOL_CALLS]"),
         ("json", '[{"name": "f"}]'),
-        ("json", "[]"),
         ("json", '{"name": "f", "arguments": [1]}'),
         ("json", 'x {"name": "f", "arguments": {}}'),
         ("json", " \n"),
-        ("qwen3_coder", "if a <function>"),
         ("qwen3_coder", "<tool_call>I think so</tool_call>"),
         ("qwen3_coder", f"<tool_call><function=f><parameter={'k' * 400}"),
     ],
