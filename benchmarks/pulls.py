@@ -30,7 +30,7 @@ from urllib.request import urlopen
 
 from benchmarks.engine import MODEL
 from benchmarks.local_cluster import running
-from benchmarks.transfer import TOKEN_BYTES, open_pair
+from benchmarks.transfer import PINNED_S, TOKEN_BYTES, open_pair
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.timed_steps import TimedSteps
 from kvrelay.wire.config import EngineConfig
@@ -86,6 +86,7 @@ def steps(devices: list[str]) -> None:
                 time.sleep(max(0.0, until - time.monotonic()))
 
             load()
+            time.sleep(PINNED_S)
             for _ in range(2):
                 beside(f"alone, {device}")
                 beside(f"loads from {device}", load)

@@ -11,10 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
+from kvrelay.kernels.uploads import copy_words
+
 __all__ = [
     "PROGRAMS",
     "TILE_BYTES",
     "VECTOR_BYTES",
+    "copy_words",
     "gather_blocks",
     "tiles_in",
 ]

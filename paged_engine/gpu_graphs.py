@@ -18,6 +18,7 @@ import torch
 
 from kvrelay.kernels.block_tables import append_blocks, step_tables
 from kvrelay.kernels.paged_prefill import prefill_tiles, tile_tokens
+from kvrelay.kernels.uploads import Uploads, copy_words
 from kvrelay.paged_engine.gpu_operations import GpuStep
 from kvrelay.paged_engine.gpu_sampler import GpuSampler, SamplePlan
 from kvrelay.paged_engine.model_config import ModelConfig
@@ -33,7 +34,7 @@ _PADDING = np.array([*PADDING_ROW, *PADDING_SEQUENCE, -1], np.int32)
 
 
 class StepUploads:
-    """An uploader of a step's integers: pinned memory, one copy, fixed buffers.
+    """An uploader of a step's integers, to fixed buffers.
 
     Owns the block tables of slots.
     """
@@ -51,7 +52,8 @@ class StepUploads:
     ) -> None:
         """Allocate buffers. `chunks_only`: decodes are chunks of one token."""
         self._group = model.num_heads // model.num_kv_heads
-        self._block_size, self._chunks_only, self._device = block_size, chunks_only, device
+        self._block_size, self._chunks_only = block_size, chunks_only
+        self._uploads = Uploads(device)
         self.max_blocks = _to_16_bytes(-(-max_model_len // block_size))
         rows = _to_16_bytes(max_num_seqs)
 
@@ -130,7 +132,7 @@ class StepUploads:
         host[_ROW_FIELDS:-1, :count] = values.sequences
         host[-1, :count] = values.sampled_slots
         host[:, count:] = _PADDING[:, None]
-        self._decodes.copy_(pinned, non_blocking=True)
+        copy_words(pinned, self._decodes)
         if values.new_blocks.size:
             self.append(self._send(values.new_blocks)[0])
 
@@ -220,9 +222,7 @@ class StepUploads:
         for array, (outer, width), size in zip(arrays, widened, sizes, strict=True):
             host[end : end + size].reshape(*outer, width)[..., : array.shape[-1]] = array
             end += size
-        if into is None:
-            into = torch.empty(len(flat), dtype=torch.int32, device=self._device)
-        device = torch.split(into[: len(flat)].copy_(flat, non_blocking=True), sizes)
+        device = torch.split(self._uploads.send(flat, into), sizes)
         return [
             piece.view(*outer, width)[..., : array.shape[-1]]
             for piece, array, (outer, width) in zip(device, arrays, widened, strict=True)

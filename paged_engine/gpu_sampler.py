@@ -17,6 +17,7 @@ import torch
 
 from kvrelay.kernels.fused_sampling import sample
 from kvrelay.kernels.sampling_slots import MAX_BIASES, SlotTables, TokenMask, note_of, record_of
+from kvrelay.kernels.uploads import Uploads
 from kvrelay.paged_engine.guide import RowMasks, words_for
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.sampler import SLICE_ROWS, Columns, scores_of
@@ -65,6 +66,7 @@ class GpuSampler:
         self._tables = SlotTables.empty(max_slots, vocab_size, device, spare_slots)
         self._features = [0] * (max_slots + spare_slots)
         self._staged: dict[int, _Admission] = {}
+        self._uploads = Uploads(device)
 
     @property
     def sampled(self) -> torch.Tensor:
@@ -230,9 +232,7 @@ class GpuSampler:
 
     def _send(self, array: _Ints) -> torch.Tensor:
         host = torch.from_numpy(array)
-        if self._device.type != "cuda":
-            return host.to(self._device)
-        return host.pin_memory().to(self._device, non_blocking=True)
+        return self._uploads.send(host.pin_memory() if self._device.type == "cuda" else host)
 
 
 class Sampled:
