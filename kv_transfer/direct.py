@@ -1,8 +1,7 @@
 """The direct backend: nodes of one host map each other's KV pool, and the reader copies blocks.
 
 The source takes no part in a read, so it always ends. Fences of fetches tell whether the bytes were
-still the right ones. Between GPUs: kv_transfer/mapped_gpu.py; between a GPU and host memory:
-kv_transfer/pinned_host.py.
+still the right ones. With a GPU on one side or on both: kv_transfer/gpu_side.py.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ import numpy as np
 from kvrelay.kernels.pool_memory import NONCE_BYTES, PoolMemory, nonce_offset, pool_memory
 from kvrelay.kv_transfer.backend import Source, runs
 from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.gpu_side import GpuPiece, GpuSide
 from kvrelay.kv_transfer.host_memory import HostFile, mapped, place_of
-from kvrelay.kv_transfer.mapped_gpu import GpuPiece, GpuSide
-from kvrelay.kv_transfer.pinned_host import PinnedSide
 from kvrelay.wire.errors import ConfigError, TransferError
 from kvrelay.wire.frames import MALFORMED
 
@@ -41,15 +39,15 @@ class DirectBackend:
     def __init__(self, region: PoolRegion) -> None:
         """Take nothing yet. The region's pool must outlive the backend."""
         self._region = region
-        self._side: Any = HostSide(region) if region.device == "cpu" else GpuSide(region)
-        self._across = PinnedSide(region)
+        self._gpus = GpuSide(region)
+        self._side: Any = HostSide(region) if region.device == "cpu" else self._gpus
         self._pools: dict[str, tuple[Any, Any]] = {}
         """Sides, and pools as they have mapped them, by generation."""
 
     def prepare(self) -> None: ...
 
     def open(self) -> bytes:
-        """Return the metadata. On a GPU this compiles the kernel, which may take seconds."""
+        """Return the metadata. Raises ConfigError."""
         memory = pool_memory(self._region.address)
         if memory is None or memory.num_bytes != self._region.num_blocks * self._region.block_bytes:
             raise ConfigError(
@@ -78,7 +76,7 @@ class DirectBackend:
                 f"kv_connector direct needs one host, and {source.engine_id} runs on another one"
             )
         alike = type(metadata.place) is type(self._place)
-        side = self._side if alike else self._across
+        side = self._side if alike else self._gpus
         pool = side.map(source, metadata.place)
         offset = nonce_offset(source.region.num_blocks * source.region.block_bytes)
         try:
@@ -110,13 +108,13 @@ class DirectBackend:
         side.unmap(pool)
 
     def progress(self) -> None:
-        self._across.progress()
+        self._gpus.progress()
 
     def close(self) -> None:
         """Unmap all pools. Nothing lands after this."""
         for generation in list(self._pools):
             self.drop_peer(generation)
-        self._across.close()
+        self._gpus.close()
 
 
 # One `poll` copies for so long, and looks at the clock after each step, of a block at least. The

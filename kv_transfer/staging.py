@@ -24,9 +24,6 @@ from kvrelay.wire.errors import PeerLost, TransferError
 
 __all__ = ["Budget", "StagedPool", "Lane", "Places", "cut"]
 
-# Twice as many as for reading a peer's pool: GPU memory has ten times NVLink's bandwidth.
-PROGRAMS = 128
-
 
 def cut(num_blocks: int, row_bytes: int, slice_bytes: int) -> list[range]:
     """Cut a transfer into rows of at most `slice_bytes`, which hold at least one."""
@@ -226,8 +223,6 @@ class Lane:
             block_bytes=places.row_bytes,
             source_stride=source_stride,
             target_stride=target_stride,
-            tiles=range(self._kernel.tiles_in(source_ids.numel(), places.row_bytes)),
-            programs=PROGRAMS,
         )
 
     def _new_table(self, size: int) -> Table:

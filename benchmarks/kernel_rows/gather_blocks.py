@@ -1,8 +1,7 @@
 """Gathering the blocks of a transfer, 512 MiB, from one pool into another on the same GPU.
 
-Between two GPUs the link is the limit, and the same bytes come over it. Here it is how much the
-bounded number of programs can move, read and written in one memory: more than NVLink brings (0.4
-TB/s each way) is enough, and what is beyond that is taken from the decodes.
+More than NVLink brings (0.4 TB/s each way) is enough, and what is beyond that is taken from the
+decodes.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu_timing import Row, median_us
-from kvrelay.kernels.gather_blocks import PROGRAMS, TILE_BYTES, gather_blocks
+from kvrelay.kernels.gather_blocks import PROGRAMS, gather_blocks
 
 __all__ = ["rows"]
 
@@ -37,7 +36,6 @@ def _pools() -> tuple[torch.Tensor, torch.Tensor]:
 def _measure(pools: tuple[torch.Tensor, torch.Tensor], name: str) -> Row:
     block_bytes = BLOCKS[name]
     count = TRANSFER_BYTES // block_bytes
-    tiles = range(count * -(-block_bytes // TILE_BYTES))
     calls = []
     for _ in range(2):
         source, target = (
@@ -54,7 +52,6 @@ def _measure(pools: tuple[torch.Tensor, torch.Tensor], name: str) -> Row:
                 block_bytes=block_bytes,
                 source_stride=block_bytes,
                 target_stride=block_bytes,
-                tiles=tiles,
             )
         )
     work = f"{count} blocks of {name}, {PROGRAMS} programs"

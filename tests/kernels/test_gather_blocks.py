@@ -8,17 +8,12 @@ import torch
 from tests.kernels.compiling import run_compiler
 
 pytest.importorskip("triton")
-from kvrelay.kernels.gather_blocks import (
-    PROGRAMS,
-    TILE_BYTES,
-    gather_blocks,
-    tiles_in,
-)
+from kvrelay.kernels.gather_blocks import TILE_BYTES, gather_blocks
 
 POOL_BLOCKS = 13
 
 
-@pytest.mark.parametrize("part_bytes", [16, TILE_BYTES - 16, TILE_BYTES, 2 * TILE_BYTES + 48])
+@pytest.mark.parametrize("part_bytes", [16, TILE_BYTES - 16, TILE_BYTES, 20 * TILE_BYTES + 48])
 @pytest.mark.parametrize(("before", "behind"), [(0, 0), (64, 0), (32, 16)])
 def test_a_part_of_blocks_of_two_sizes_goes_where_it_belongs(part_bytes, before, behind, device):
     """The heads that two ranks have in common, or whole blocks."""
@@ -45,32 +40,8 @@ def test_a_part_of_blocks_of_two_sizes_goes_where_it_belongs(part_bytes, before,
         block_bytes=part_bytes,
         source_stride=source.shape[1],
         target_stride=target.shape[1],
-        tiles=range(tiles_in(7, part_bytes)),
     )
     assert torch.equal(target, expected)
-
-
-@pytest.mark.parametrize("slice_tiles", [1, 3, 2 * PROGRAMS + 1])
-def test_slices_add_up_to_the_transfer(slice_tiles, device):
-    block_bytes, count = TILE_BYTES + 64, PROGRAMS + 2
-    source = torch.randint(0, 256, (count, block_bytes), dtype=torch.uint8).to(device)
-    target = torch.zeros_like(source)
-    order, same = torch.randperm(count).to(device, torch.int32), torch.arange(count, device=device)
-    total = tiles_in(count, block_bytes)
-    assert total == 2 * count
-    for first in range(0, total, slice_tiles):
-        assert not torch.equal(target, source[order.long()])
-        gather_blocks(
-            source.data_ptr(),
-            target.data_ptr(),
-            order,
-            same.int(),
-            block_bytes=block_bytes,
-            source_stride=block_bytes,
-            target_stride=block_bytes,
-            tiles=range(first, min(total, first + slice_tiles)),
-        )
-    assert torch.equal(target, source[order.long()])
 
 
 @pytest.mark.gpu
@@ -81,12 +52,10 @@ def test_pools_of_more_than_4_gib(device):
     target = torch.zeros_like(source)
     ids = torch.tensor([0, 255, 256, 511, 512, 639], dtype=torch.int32, device=device)
     source[ids.long()] = torch.randint(0, 256, (6, block_bytes), dtype=torch.uint8, device=device)
-    tiles = range(tiles_in(6, block_bytes))
     strides = {"source_stride": block_bytes, "target_stride": block_bytes}
     gather_blocks(
         *(source.data_ptr(), target.data_ptr(), ids, ids.flip(0)),
         block_bytes=block_bytes,
-        tiles=tiles,
         **strides,
     )
     assert torch.equal(target[ids.flip(0).long()], source[ids.long()])
@@ -97,7 +66,7 @@ COMPILE = """
 from kvrelay.kernels.gather_blocks import TILE_BYTES, _gather
 
 names = _gather.arg_names
-types = dict(zip(names, ["i64", "i64", "*i32", "*i32", *["i32"] * 5, "constexpr"]))
+types = dict(zip(names, ["i64", "i64", "*i32", "*i32", *["i32"] * 4, "constexpr"]))
 aligned = {(i,): [["tt.divisibility", 16]] for i in range(4)}
 constants = dict(TILE_WORDS=TILE_BYTES // 4)
 source = triton.compiler.ASTSource(_gather, types, constants, aligned)

@@ -24,7 +24,7 @@ from kvrelay.kv_transfer import direct
 from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import Fetched, PoolRegion, Released, Settled
 from kvrelay.kv_transfer.direct import DirectBackend, HostFile, Metadata
-from kvrelay.kv_transfer.mapped_gpu import GpuPiece
+from kvrelay.kv_transfer.gpu_side import GpuPiece
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError, TransferError

@@ -1,4 +1,4 @@
-"""Reads between host memory and a GPU, by a CUDA of the test's: what is copied, and pinned when."""
+"""Reads with a GPU, by a CUDA of the test's: what is copied, and pinned when."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import torch
 from kvrelay.kernels import cuda_runtime
 from kvrelay.kernels.cuda_runtime import CudaError
 from kvrelay.kernels.pool_memory import zeros
-from kvrelay.kv_transfer import pinned_host
+from kvrelay.kv_transfer import gpu_side
 from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.direct import DirectBackend, Metadata
-from kvrelay.kv_transfer.mapped_gpu import GpuPiece
-from kvrelay.kv_transfer.pinned_host import PinnedSide
+from kvrelay.kv_transfer.gpu_side import GpuPiece, GpuSide
 from kvrelay.kv_transfer.shares import Share
 from kvrelay.wire.errors import TransferError
 
@@ -37,10 +36,10 @@ class Cuda:
         for name in ("pin", "unpin", "copy"):
             monkeypatch.setattr(cuda_runtime, name, getattr(self, name))
         for name, it in {"Stream": stream, "Event": event, "set_device": None}.items():
-            monkeypatch.setattr(torch.cuda, name, lambda *_, it=it: it)
-        for name, size in {"PIECE": PIECE, "SLICE": 768}.items():
-            monkeypatch.setattr(pinned_host, f"{name}_BYTES", size)
-        monkeypatch.setattr(pinned_host, "SLICES_AHEAD", 2)
+            monkeypatch.setattr(torch.cuda, name, lambda *_, it=it, **__: it)
+        for name, size in {"PIECE": PIECE, "HOST_SLICE": 768}.items():
+            monkeypatch.setattr(gpu_side, f"{name}_BYTES", size)
+        monkeypatch.setattr(gpu_side, "SLICES_AHEAD", 2)
 
     def pin(self, address: int, num_bytes: int, *, read_only: bool) -> None:
         if len(self.pinned) == self.room:
@@ -87,7 +86,7 @@ def here() -> Pool:
 
 def test_a_gpu_reads_a_share_of_a_peers_host_memory(cuda: Cuda, here: Pool) -> None:
     there = Pool()
-    side = PinnedSide(PoolRegion(here.region.address, BLOCKS, BLOCK_BYTES, "cuda:0"))
+    side = GpuSide(PoolRegion(here.region.address, BLOCKS, BLOCK_BYTES, "cuda:0"))
     source = there.source(Share(512, 1024, 768))
     pool = side.map(source, there.metadata.place)
     assert side.nonce(pool, PIECE * 3) == there.metadata.nonce
@@ -113,8 +112,8 @@ def test_a_closed_backend_leaves_nothing_pinned_where_other_memory_comes_to_lie(
     cuda: Cuda, here: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, closed = Pool(), list[int]()
-    monkeypatch.setattr(pinned_host, "visible_gpus", lambda: {"GPU-1": 1})
-    monkeypatch.setattr(pinned_host, "open_piece", lambda *_: there.region.address)
+    monkeypatch.setattr(gpu_side, "visible_gpus", lambda: {"GPU-1": 1})
+    monkeypatch.setattr(gpu_side, "_open_piece", lambda *_: there.region.address)
     monkeypatch.setattr(cuda_runtime, "close_handle", closed.append)
     place = GpuPiece(1, b"", "GPU-1")
     metadata = msgspec.msgpack.encode(msgspec.structs.replace(there.metadata, place=place))
@@ -140,15 +139,15 @@ def test_a_gpu_without_room_for_a_context_is_left_to_another_backend(
     def full(_: int) -> None:
         raise torch.cuda.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(pinned_host, "visible_gpus", lambda: {"GPU-1": 1})
+    monkeypatch.setattr(gpu_side, "visible_gpus", lambda: {"GPU-1": 1})
     monkeypatch.setattr(torch.cuda, "set_device", full)
     with pytest.raises(TransferError, match="no CUDA context of GPU GPU-1: out of memory"):
-        PinnedSide(here.region).map(here.source(), GpuPiece(1, b"", "GPU-1"))
+        GpuSide(here.region).map(here.source(), GpuPiece(1, b"", "GPU-1"))
     assert not cuda.pinned
 
 
 def test_memory_that_cannot_be_pinned_is_left_to_another_backend(cuda: Cuda, here: Pool) -> None:
-    there, side = Pool(), PinnedSide(here.region)
+    there, side = Pool(), GpuSide(here.region)
     cuda.room = 0
     with pytest.raises(TransferError, match="host memory cannot be pinned: no more"):
         side.map(there.source(), there.metadata.place)
