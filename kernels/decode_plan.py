@@ -22,7 +22,7 @@ PLAN_ROWS = tl.constexpr(16)
 # Shares for each program that runs at a time: a slow SM then takes fewer.
 MAX_WAVES = 2
 # Each share fills its pipeline anew.
-WAVE_UNITS = 8
+WAVE_UNITS = tl.constexpr(8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,6 @@ def plan_decode(
         workspace.resident,
         window,
         KV_HEADS=workspace.num_kv_heads,
-        WAVE_UNITS=WAVE_UNITS,
         BATCH=triton.next_power_of_2(batch),
     )
     workspace.planned = (batch, window)
@@ -142,7 +141,6 @@ def _plan_kernel(
     resident,
     window,
     KV_HEADS: tl.constexpr,
-    WAVE_UNITS: tl.constexpr,
     BATCH: tl.constexpr,
 ):
     sequence = tl.arange(0, BATCH)

@@ -58,7 +58,7 @@ def sample(
     adjusted: whether any row has top-k, top-p or min-p; bias, min_tokens or penalties.
     """
     count, vocab = slots.shape[0], tables.notes.shape[1]
-    num_tiles = triton.cdiv(vocab, TILE)
+    num_tiles = triton.cdiv(vocab, TILE.value)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
@@ -80,18 +80,18 @@ def sample(
         peaks=scratch(count, num_tiles),
         sums=scratch(count, num_tiles),
         bests=scratch(count, num_tiles, dtype=torch.int32),
-        maxima=scratch(count, num_tiles * (TILE // SUBTILE)) if cut else None,
+        maxima=scratch(count, num_tiles * (TILE.value // SUBTILE.value)) if cut else None,
         minima=scratch(count, num_tiles) if cut else None,
     )
     floors = scratch(count) if cut else None
     # Rounded one by one, as torch does.
-    options: dict[str, Any] = {"TILE": TILE, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"enable_fp_fusion": False}
     each = 1 if count <= 16 else 4
     num_warps = 1 if rows.notes is None and rows.mask_words is None else 4
     grid = (triton.cdiv(num_tiles, each), count)
     all_tiles = triton.next_power_of_2(num_tiles)
 
-    _summarize[grid](rows, tiles, each, SUBTILE=SUBTILE, num_warps=num_warps, **options)
+    _summarize[grid](rows, tiles, each, num_warps=num_warps, **options)
     if floors is not None:
         find_floors(rows, tiles, floors, options)
         _weigh_kept[grid](rows, tiles, floors, each, num_warps=num_warps, **options)
@@ -124,7 +124,7 @@ def _sum(x):
 
 
 @triton.jit(do_not_specialize=["each"])
-def _summarize(rows, tiles, each, SUBTILE: tl.constexpr, TILE: tl.constexpr):
+def _summarize(rows, tiles, each):
     row = tl.program_id(1)
     slot = tl.load(rows.slots + row)
     if slot < 0:
@@ -133,7 +133,7 @@ def _summarize(rows, tiles, each, SUBTILE: tl.constexpr, TILE: tl.constexpr):
     first = tl.program_id(0) * each
     for tile in range(first, tl.minimum(first + each, rows.tiles)):
         place = row * rows.tiles + tile
-        tokens = tile * TILE + tl.arange(0, TILE)
+        tokens = tl.arange(0, TILE) + tile * TILE
         x = logits_of(rows, slot, row, tokens)
         peak = tl.max(x, axis=0)
         tl.store(tiles.peaks + place, peak)
@@ -153,7 +153,7 @@ def _summarize(rows, tiles, each, SUBTILE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["each"])
-def _weigh_kept(rows, tiles, floors, each, TILE: tl.constexpr):
+def _weigh_kept(rows, tiles, floors, each):
     row = tl.program_id(1)
     slot = tl.load(rows.slots + row)
     if slot < 0:
@@ -166,7 +166,7 @@ def _weigh_kept(rows, tiles, floors, each, TILE: tl.constexpr):
         place = row * rows.tiles + tile
         peak = tl.load(tiles.peaks + place)
         if peak >= floor:
-            x = logits_of(rows, slot, row, tile * TILE + tl.arange(0, TILE))
+            x = logits_of(rows, slot, row, tl.arange(0, TILE) + tile * TILE)
             tl.store(tiles.sums + place, _sum(tl.where(x >= floor, shares_of(x, peak, scale), 0.0)))
         else:
             tl.store(tiles.sums + place, 0.0)
@@ -206,7 +206,6 @@ def _choose(
     sampled,
     notes,
     ALL_TILES: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     row = tl.program_id(0)
     slot = tl.load(rows.slots + row)
@@ -219,7 +218,7 @@ def _choose(
         peak, masses = peak_and_masses(tiles, row, rows.tiles, scale, ALL_TILES)
         point = _draw(rows, slot, tl.sum(masses, axis=0))
         tile, before = _first_past(point, masses, index, rows.tiles - 1)
-        tokens = tile * TILE + tl.arange(0, TILE)
+        tokens = tl.arange(0, TILE) + tile * TILE
         x = logits_of(rows, slot, row, tokens)
         shares = shares_of(x, peak, scale)
         if floors is not None:

@@ -15,6 +15,8 @@ from kvrelay.kernels.block_checksums import STRIDE, VECTOR_BYTES, WORD_BYTES
 __all__ = ["gpu_block_checksums"]
 
 PIECE_BYTES = 128 << 10
+_PIECE_WORDS = tl.constexpr(PIECE_BYTES // WORD_BYTES)
+_TILE_WORDS = tl.constexpr(2048)
 PROGRAMS = 128
 _STRIDE = tl.constexpr(STRIDE)
 
@@ -31,19 +33,17 @@ def _checksums(
     kv_heads,
     slice_vectors,
     pieces,
-    PIECE_WORDS: tl.constexpr,
-    TILE_WORDS: tl.constexpr,
 ):
     slice_words = slice_vectors * 2
-    lanes = tl.arange(0, TILE_WORDS)
+    lanes = tl.arange(0, _TILE_WORDS)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         part = item // pieces
         block = tl.load(blocks + part // kv_heads).to(tl.int64)
         start = (block * kv_heads + part % kv_heads) * slice_vectors * 2
         origin = tl.multiple_of(pool.to(tl.pointer_type(tl.int64)), 16) + tl.multiple_of(start, 2)
-        first = (item % pieces) * PIECE_WORDS
-        total = tl.zeros([TILE_WORDS], dtype=tl.int64)
-        for tile in range(0, PIECE_WORDS, TILE_WORDS):
+        first = (item % pieces) * _PIECE_WORDS
+        total = tl.zeros([_TILE_WORDS], dtype=tl.int64)
+        for tile in range(0, _PIECE_WORDS, _TILE_WORDS):
             place = first + tile + lanes
             # Past L1: another device wrote.
             word = tl.load(origin + place, mask=place < slice_words, cache_modifier=".cg", other=0)
@@ -66,8 +66,6 @@ def gpu_block_checksums(
     if items:
         _checksums[(min(PROGRAMS, items),)](
             *(pool, blocks, sums, items, kv_heads, slice_bytes // VECTOR_BYTES, pieces),
-            PIECE_WORDS=PIECE_BYTES // WORD_BYTES,
-            TILE_WORDS=2048,
             num_warps=8,
         )
     return sums.view(blocks.numel(), kv_heads, pieces).sum(2)

@@ -7,12 +7,12 @@ import torch
 from kvrelay.kernels.decoder_layer import Norm
 from kvrelay.kernels.fused_elementwise import act_and_mul, rms_norm
 from kvrelay.kernels.invariant_gemm import invariant_linear
-from kvrelay.kernels.skinny_gemm import RING_ROWS, Activation, fits_ring, skinny_linear
+from kvrelay.kernels.skinny_gemm import MAX_ROWS, RING_ROWS, Activation, fits_ring, skinny_linear
 
 __all__ = ["GpuLinear", "skinny_rows"]
 
 
-def skinny_rows(weight: torch.Tensor, *, gated: bool = False) -> int:
+def skinny_rows(weight: torch.Tensor) -> int:
     """Return up to how many rows our skinny kernels are faster than cuBLAS, for a weight.
 
     H200, us, ours with dependent launch against cuBLAS. Ring kernel at 32 rows: qkv 15.0 : 16.1, o
@@ -20,8 +20,6 @@ def skinny_rows(weight: torch.Tensor, *, gated: bool = False) -> int:
     11.2 : 11.6, 56.6 : 60.1, 31.7 : 36.1. Others: o 11.4 : 13.1 at 32, 13.4 : 12.0 at 64; qkv 15.9
     : 15.5 at 8; gate-up with activation 64.6 : 72.0 at 128.
     """
-    if gated:
-        return 128
     if fits_ring(weight):
         return RING_ROWS
     if len(weight) > 1 << 16:
@@ -51,7 +49,7 @@ class GpuLinear:
         fits = weight.dtype in (torch.bfloat16, torch.float16) and self.in_features % 8 == 0
         served = fits and not batch_invariant
         self._skinny_rows = skinny_rows(self.weight) if served else 0
-        self._gated_rows = skinny_rows(self.weight, gated=True) if served else 0
+        self._gated_rows = MAX_ROWS if served else 0
 
     def __call__(
         self,

@@ -27,8 +27,8 @@ ROUTE_ELEMENTS = 8192
 MAX_CHUNK = 128
 TILE_BLOCK = tl.constexpr(32)
 # Tiles side by side, so that they share an expert's weights in L2.
-TILE_GROUP = 8
-SUM_COLUMNS = 1024
+TILE_GROUP = tl.constexpr(8)
+SUM_COLUMNS = tl.constexpr(1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def moe(
     results = torch.empty(tokens * top_k, hidden, dtype=x.dtype, device=x.device)
     _product(x, gate_up, gated, sorted_places, rows, first, places_per_row=top_k, act=act)
     _product(gated, down, results, sorted_places, rows, second, places_per_row=1, act=None)
-    _sum[(tokens, cdiv(hidden, SUM_COLUMNS))](
+    _sum[(tokens, cdiv(hidden, SUM_COLUMNS.value))](
         results,
         weights,
         residual,
@@ -89,7 +89,6 @@ def moe(
         out.stride(0),
         H=hidden,
         TOP_K=top_k,
-        BLOCK=SUM_COLUMNS,
         num_warps=2,
         **dependent(x.device),
     )
@@ -199,7 +198,6 @@ def _product(
         ROWS=rows,
         COLUMNS=tiling.columns,
         DEPTH=block_k,
-        GROUP=TILE_GROUP,
         TMA=tma,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
@@ -382,15 +380,14 @@ def _grouped_product(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     blocks: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    group = tl.program_id(0) // (GROUP * blocks)
-    in_group = tl.program_id(0) % (GROUP * blocks)
-    group_size = tl.minimum(tiles - group * GROUP, GROUP)
-    tile = group * GROUP + in_group % group_size
+    group = tl.program_id(0) // (TILE_GROUP * blocks)
+    in_group = tl.program_id(0) % (TILE_GROUP * blocks)
+    group_size = tl.minimum(tiles - group * TILE_GROUP, TILE_GROUP)
+    tile = group * TILE_GROUP + in_group % group_size
     column = in_group // group_size * COLUMNS
     wait_for_previous(PDL)
     count = tl.load(tile_counts + tile)
@@ -459,14 +456,13 @@ def _sum(
     out_stride,
     H: tl.constexpr,
     TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * SUM_COLUMNS + tl.arange(0, SUM_COLUMNS)
     inside = column < H
     wait_for_previous(PDL)
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((SUM_COLUMNS,), tl.float32)
     for j in tl.static_range(TOP_K):
         place = token * TOP_K + j
         result = tl.load(results + place * H + column, mask=inside, other=0.0).to(tl.float32)

@@ -4,7 +4,7 @@ Every element is one chain of tensor-core products over K, 16 columns at a time,
 accumulator: K is never split. Rounded once, after bias and residual.
 
 Grid: one program per tile, at most as many as the GPU holds; each takes further tiles (persistent),
-down `_GROUP` row tiles before the next outputs, so that programs share weights in L2. Source:
+down `GROUP` row tiles before the next outputs, so that programs share weights in L2. Source:
 Triton's tutorial 09.
 """
 
@@ -22,7 +22,7 @@ from kvrelay.kernels.launch import cdiv, dependent, pdl_works, processors, wait_
 __all__ = ["FEW_OUTPUTS", "FEW_ROWS", "MANY_ROWS", "MIDDLE", "InvariantTile", "invariant_linear"]
 
 _BK = 64
-_GROUP = 8
+GROUP = tl.constexpr(8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,6 @@ def invariant_linear(
         BM=tile.block_m,
         BN=tile.block_n,
         BK=_BK,
-        GROUP=_GROUP,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **dependent(x.device),
@@ -132,7 +131,6 @@ def _invariant_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row_tiles = tl.cdiv(M, BM)
@@ -140,7 +138,7 @@ def _invariant_kernel(
     columns = tl.arange(0, BK)
     wait_for_previous(PDL)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        row_tile, output_tile = _place(tile, row_tiles, tiles // row_tiles, GROUP)
+        row_tile, output_tile = _place(tile, row_tiles, tiles // row_tiles)
         m = row_tile * BM + tl.arange(0, BM)
         n = output_tile * BN + tl.arange(0, BN)
         x_rows = x + tl.minimum(m, M - 1).to(tl.int64)[:, None] * x_stride
@@ -175,7 +173,7 @@ def _invariant_kernel(
 
 
 @triton.jit
-def _place(tile, row_tiles, output_tiles, GROUP: tl.constexpr):
+def _place(tile, row_tiles, output_tiles):
     # (row tile, output tile) number `tile`: down a group of row tiles, then the next outputs
     group = tile // (GROUP * output_tiles)
     within = tile - group * GROUP * output_tiles

@@ -50,16 +50,12 @@ def tile_tokens(group: int) -> int:
 
 
 def prefill_tiles(
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    *,
-    group: int,
-    window: int = 0,
+    query_lens: Sequence[int], context_lens: Sequence[int], *, group: int
 ) -> np.ndarray:
     """Cut each sequence's query tokens into tiles, int32 [tiles, 2]: (sequence, first token).
 
     A tile has TILE_ROWS rows, token-major: heads that share a KV head, times consecutive tokens.
-    query_lens: this step's tokens; context_lens: all tokens; `window` 0 is full. Tiles with many
+    query_lens: this step's tokens; context_lens: all tokens. Tiles with many
     keys come first: small ones fill the last round.
     """
     tokens = tile_tokens(group)
@@ -71,8 +67,7 @@ def prefill_tiles(
     before = np.cumsum(per_sequence) - per_sequence
     first = (np.arange(len(sequence)) - before[sequence]) * tokens
     newest = np.minimum((contexts - queries)[sequence] + first + tokens, contexts[sequence])
-    keys = np.minimum(newest, window + tokens) if window else newest
-    order = np.argsort(-keys, kind="stable")
+    order = np.argsort(-newest, kind="stable")
     return np.stack([sequence, first], axis=1)[order].astype(np.int32)
 
 

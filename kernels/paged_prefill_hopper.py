@@ -37,6 +37,7 @@ LOG2_E = 1 / math.log(2)
 # Finite: a row that has seen no key gets no NaN.
 LOWEST = gl.constexpr(-1e30)
 ROWS = gl.constexpr(64)
+SLOTS = gl.constexpr(2)
 # Registers per thread; the halves and the loader share 504.
 HALF_REGISTERS = gl.constexpr(232)
 LOADER_REGISTERS = gl.constexpr(40)
@@ -84,11 +85,8 @@ def hopper_prefill(
         GROUP=group,
         HEAD_DIM=head_dim,
         STRIP=128 if dim <= 128 else 64,
-        SLOTS=2,
         WINDOW=window,
         SOFTCAP=softcap > 0,
-        TAKE_TURNS=True,
-        HOLD_WAIT=True,
         num_warps=4,
     )
     return out
@@ -125,11 +123,8 @@ def _prefill_kernel(
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     STRIP: gl.constexpr,
-    SLOTS: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
-    TAKE_TURNS: gl.constexpr,
-    HOLD_WAIT: gl.constexpr,
 ):
     TOKENS: gl.constexpr = queries.block_type.shape[0]
     HEADS: gl.constexpr = queries.block_type.shape[1]
@@ -170,7 +165,7 @@ def _prefill_kernel(
     work = (tiles, query_starts, context_lens, items)
     pool = (keys, values, block_tables, table_stride, block_rows, head_rows)
     result = (out, out_token_stride, out_head_stride)
-    how = (KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP, TAKE_TURNS, HOLD_WAIT)
+    how = (KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP)
     gl.warp_specialize(
         [
             (_half, (0, buffers, full, free, turns, work, result, to_exponent, cap, how)),
@@ -227,14 +222,13 @@ def _strips(oldest, context, TOKENS: gl.constexpr, STRIP: gl.constexpr, WINDOW: 
 
 @gluon.jit
 def _loader(queries, pool, buffers, full, free, landed, work, how):
-    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP, TAKE_TURNS, HOLD_WAIT = how
+    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP = how
     keys, values, block_tables, table_stride, block_rows, head_rows = pool
     query_tile, key_ring, value_ring = buffers
     query_full, key_full, value_full = full
     query_free, key_free, value_free = free
     TOKENS: gl.constexpr = queries.block_type.shape[0]
     HEADS: gl.constexpr = queries.block_type.shape[1]
-    SLOTS: gl.constexpr = key_ring.shape[0]
     STRIP: gl.constexpr = key_ring.shape[1]
     BLOCK_TOKENS: gl.constexpr = keys.block_type.shape[0]
     STRIP_BYTES: gl.constexpr = keys.block_type.nbytes * STRIP // BLOCK_TOKENS
@@ -311,7 +305,7 @@ def _clear_rows(slot, first):
 @gluon.jit
 def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_exponent, cap, how):
     # rows [64 * HALF, 64 * HALF + 64) of each item
-    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP, TAKE_TURNS, HOLD_WAIT = how
+    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP = how
     query_tile, key_ring, value_ring = buffers
     query_full, key_full, value_full = full
     query_free, key_free, value_free = free
@@ -319,7 +313,6 @@ def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_expon
     TOKENS: gl.constexpr = query_tile.shape[0]
     HEADS: gl.constexpr = query_tile.shape[1]
     DIM: gl.constexpr = query_tile.shape[2]
-    SLOTS: gl.constexpr = key_ring.shape[0]
     STRIP: gl.constexpr = key_ring.shape[1]
     dtype: gl.constexpr = key_ring.dtype
     mixed_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -345,8 +338,8 @@ def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_expon
         total = gl.zeros([ROWS], gl.float32, row_layout)
 
         mbarrier.wait(query_full.index(0), turn & 1)
-        scores = _start_scores(HALF, q, key_ring, key_full, turns, done, TAKE_TURNS)
-        _pass_turn(HALF, turns, TAKE_TURNS)
+        scores = _start_scores(HALF, q, key_ring, key_full, turns, done)
+        mbarrier.arrive(turns.index(1 - HALF), count=1)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(key_free.index(done % SLOTS), count=1)
         weights, top, total, shrink = _softmax(
@@ -384,15 +377,11 @@ def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_expon
 
 
 @gluon.jit
-def _start_scores(
-    HALF: gl.constexpr, q, key_ring, key_full, turns, number, TAKE_TURNS: gl.constexpr
-):
+def _start_scores(HALF: gl.constexpr, q, key_ring, key_full, turns, number):
     # Starts a strip's q k^T when its keys are there and it is this half's turn.
-    SLOTS: gl.constexpr = key_ring.shape[0]
     STRIP: gl.constexpr = key_ring.shape[1]
-    if TAKE_TURNS:
-        # Half 0 begins: the phase before the first counts as over.
-        mbarrier.wait(turns.index(HALF), (number & 1) ^ (1 - HALF))
+    # Half 0 begins: the phase before the first counts as over.
+    mbarrier.wait(turns.index(HALF), (number & 1) ^ (1 - HALF))
     slot = number % SLOTS
     mbarrier.wait(key_full.index(slot), number // SLOTS & 1)
     zeros = gl.zeros(
@@ -404,32 +393,24 @@ def _start_scores(
 
 
 @gluon.jit
-def _pass_turn(HALF: gl.constexpr, turns, TAKE_TURNS: gl.constexpr):
-    if TAKE_TURNS:
-        mbarrier.arrive(turns.index(1 - HALF), count=1)
-
-
-@gluon.jit
 def _step(HALF: gl.constexpr, rings, state, rule, strip, MASKED: gl.constexpr, how):
     # Scores and softmax of a strip, beside the weighted sum of the strip before.
-    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP, TAKE_TURNS, HOLD_WAIT = how
+    KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP = how
     q, key_ring, value_ring, full, free, turns, first_number = rings
     mixed, weights, top, total = state
-    SLOTS: gl.constexpr = key_ring.shape[0]
     STRIP: gl.constexpr = key_ring.shape[1]
     number = first_number + strip
     before = (number - 1) % SLOTS
-    scores = _start_scores(HALF, q, key_ring, full[1], turns, number, TAKE_TURNS)
+    scores = _start_scores(HALF, q, key_ring, full[1], turns, number)
     mbarrier.wait(full[2].index(before), (number - 1) // SLOTS & 1)
     mixed = warpgroup_mma(weights, value_ring.index(before), mixed, is_async=True)
-    _pass_turn(HALF, turns, TAKE_TURNS)
+    mbarrier.arrive(turns.index(1 - HALF), count=1)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(free[1].index(number % SLOTS), count=1)
     next_weights, top, total, shrink = _softmax(
         scores, top, total, rule, strip * STRIP, MASKED, WINDOW, SOFTCAP
     )
-    if HOLD_WAIT:
-        total = _hold(total)
+    total = _hold(total)
     mixed, weights = warpgroup_mma_wait(0, deps=[mixed, weights])
     mbarrier.arrive(free[2].index(before), count=1)
     mixed = mixed * gl.expand_dims(

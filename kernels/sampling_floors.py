@@ -41,8 +41,8 @@ from kvrelay.kernels.sampling_slots import (
 
 __all__ = ["find_floors"]
 
-_TILES_PER_SPLIT = 4
-_PIVOTS = 8
+_TILES = tl.constexpr(4)  # per split
+_PIVOTS = tl.constexpr(8)
 _PASSES = 3
 # Logits that `_cut` can bisect in registers. With more it reads the row once per bit: rare.
 _ROOM = 4096
@@ -62,19 +62,18 @@ _NO_LIMIT = tl.constexpr(1 << 62)
 def find_floors(rows: Rows, tiles: Tiles, floors: torch.Tensor, options: dict[str, Any]) -> None:
     """Write the lowest logit that stays to floors [rows], in rows that are cut."""
     count, num_tiles = tiles.peaks.shape
-    splits = triton.cdiv(num_tiles, _TILES_PER_SPLIT)
-    subtiles = num_tiles * (TILE // SUBTILE)
+    splits = triton.cdiv(num_tiles, _TILES.value)
+    subtiles = num_tiles * (TILE.value // SUBTILE.value)
     device = floors.device
     brackets = torch.empty(_PASSES + 1, count, 8, dtype=torch.int64, device=device)
-    amounts = torch.empty(_PASSES, count, splits, _PIVOTS, dtype=torch.int64, device=device)
+    amounts = torch.empty(_PASSES, count, splits, _PIVOTS.value, dtype=torch.int64, device=device)
     candidates = torch.empty(count, _ROOM, device=device)
     held = torch.empty(count, dtype=torch.int32, device=device)
     by_split = options | {
-        "TILES": _TILES_PER_SPLIT,
         "SPLITS": splits,
         "ALL_SPLITS": triton.next_power_of_2(splits),
     }
-    by_split |= {"PIVOTS": _PIVOTS, "ROOM": _ROOM, "num_warps": 4}
+    by_split |= {"ROOM": _ROOM, "num_warps": 4}
 
     _bracket[(count,)](
         rows,
@@ -154,7 +153,6 @@ def _bracket(
     SUBTILES: tl.constexpr,
     ALL_SUBTILES: tl.constexpr,
     ALL_TILES: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     row = tl.program_id(0)
     slot = tl.load(rows.slots + row)
@@ -226,8 +224,8 @@ def _kth_largest(values, k, grain):
 
 
 @triton.jit
-def _pivots(low, high, PIVOTS: tl.constexpr):
-    return low + (high - low) * ((tl.arange(0, PIVOTS) + 1).to(tl.float32) / (PIVOTS + 1))
+def _pivots(low, high):
+    return low + (high - low) * ((tl.arange(0, _PIVOTS) + 1).to(tl.float32) / (_PIVOTS + 1))
 
 
 @triton.jit
@@ -251,16 +249,15 @@ def _narrowed(
     after,
     SPLITS: tl.constexpr,
     ALL_SPLITS: tl.constexpr,
-    PIVOTS: tl.constexpr,
     ROOM: tl.constexpr,
 ):
     # The bracket once amounts above its pivots are known; a row's first program writes it.
     low, high, peak, limit, above_low, above_high = _read(bracket, row)
     if _is_crowded(rows, slot, low, peak, above_low, above_high, ROOM):
         splits = tl.arange(0, ALL_SPLITS)[:, None]
-        places = (row * SPLITS + splits) * PIVOTS + tl.arange(0, PIVOTS)[None, :]
+        places = (row * SPLITS + splits) * _PIVOTS + tl.arange(0, _PIVOTS)[None, :]
         above = tl.sum(tl.load(amounts + places, mask=splits < SPLITS, other=0), axis=0)
-        pivots = _pivots(low, high, PIVOTS)
+        pivots = _pivots(low, high)
         stays = above < limit
         # Amounts fall: each of these four is that of the pivot next to the edge.
         low = tl.maximum(low, tl.max(tl.where(stays, -float("inf"), pivots), axis=0))
@@ -281,12 +278,9 @@ def _narrow(
     after,
     amounts_after,
     FIRST: tl.constexpr,
-    TILES: tl.constexpr,
     SPLITS: tl.constexpr,
     ALL_SPLITS: tl.constexpr,
-    PIVOTS: tl.constexpr,
     ROOM: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     # Narrows the bracket by the pass before; counts or weighs above new pivots.
     row, split = tl.program_id(1), tl.program_id(0)
@@ -299,16 +293,16 @@ def _narrow(
         low, high, peak, _limit, above_low, above_high = _read(bracket, row)
     else:
         low, high, peak, above_low, above_high = _narrowed(
-            rows, slot, row, bracket, amounts, after, SPLITS, ALL_SPLITS, PIVOTS, ROOM
+            rows, slot, row, bracket, amounts, after, SPLITS, ALL_SPLITS, ROOM
         )
     if not _is_crowded(rows, slot, low, peak, above_low, above_high, ROOM):
         return
     scale, counts = real_of(rows, slot, SCALE), word_of(rows, slot, TOP_K) > 0
-    pivots = _pivots(low, high, PIVOTS)
-    above = tl.zeros([PIVOTS, TILE], tl.float32)
-    for tile in range(split * TILES, tl.minimum(split * TILES + TILES, rows.tiles)):
+    pivots = _pivots(low, high)
+    above = tl.zeros([_PIVOTS, TILE], tl.float32)
+    for tile in range(split * _TILES, tl.minimum(split * _TILES + _TILES, rows.tiles)):
         if tl.load(peaks + row * rows.tiles + tile) > low:
-            x = logits_of(rows, slot, row, tile * TILE + tl.arange(0, TILE))
+            x = logits_of(rows, slot, row, tl.arange(0, TILE) + tile * TILE)
             amount = tl.where(counts, 1.0, shares_of(x, peak, scale))
             larger = (x[None, :] > pivots[:, None]).to(
                 tl.float32
@@ -316,8 +310,8 @@ def _narrow(
             above = tl.fma(larger, amount[None, :], above)
     # Eight places are added in an order given here; the rest as integers, in any order.
     for _ in tl.static_range(3):
-        above = tl.sum(tl.reshape(above, [PIVOTS, 2, above.shape[1] // 2]), axis=1)
-    places = (row * SPLITS + split) * PIVOTS + tl.arange(0, PIVOTS)
+        above = tl.sum(tl.reshape(above, [_PIVOTS, 2, above.shape[1] // 2]), axis=1)
+    places = (row * SPLITS + split) * _PIVOTS + tl.arange(0, _PIVOTS)
     tl.store(
         amounts_after + places, tl.sum((above * tl.where(counts, 1.0, UNIT)).to(tl.int64), axis=1)
     )
@@ -332,12 +326,9 @@ def _gather(
     after,
     candidates,
     held,
-    TILES: tl.constexpr,
     SPLITS: tl.constexpr,
     ALL_SPLITS: tl.constexpr,
-    PIVOTS: tl.constexpr,
     ROOM: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     # The logits in the bracket to `candidates` [rows, ROOM]; `held` counts them.
     row, split = tl.program_id(1), tl.program_id(0)
@@ -347,12 +338,12 @@ def _gather(
     if not has_flag(rows, slot, IS_SEARCHED):
         return
     low, high, _peak, _above_low, _above_high = _narrowed(
-        rows, slot, row, bracket, amounts, after, SPLITS, ALL_SPLITS, PIVOTS, ROOM
+        rows, slot, row, bracket, amounts, after, SPLITS, ALL_SPLITS, ROOM
     )
     high = tl.where(_cuts_twice(rows, slot), float("inf"), high)
-    for tile in range(split * TILES, tl.minimum(split * TILES + TILES, rows.tiles)):
+    for tile in range(split * _TILES, tl.minimum(split * _TILES + _TILES, rows.tiles)):
         if tl.load(peaks + row * rows.tiles + tile) > low:
-            x = logits_of(rows, slot, row, tile * TILE + tl.arange(0, TILE))
+            x = logits_of(rows, slot, row, tl.arange(0, TILE) + tile * TILE)
             within = ((x > low) & (x <= high)).to(tl.int32)
             count = tl.sum(within, axis=0)
             if count > 0:
@@ -370,7 +361,6 @@ def _cut(
     held,
     floors,
     ROOM: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     # The lowest logit that stays, or min-p's floor if higher. Above `low` there is too much for
     # `low` to stay, above `high` there is not.
@@ -400,11 +390,11 @@ def _cut(
     found = (values, masses, listed, peak, scale)
     for stage in range(2):
         if (stage == 0) | twice:
-            count_low, mass_low = _above(_of_bits(low), rows, slot, row, found, TILE)
-            count_high, mass_high = _above(_of_bits(high), rows, slot, row, found, TILE)
+            count_low, mass_low = _above(_of_bits(low), rows, slot, row, found)
+            count_high, mass_high = _above(_of_bits(high), rows, slot, row, found)
             while (high - low >= grain) & (count_low - count_high > 1):
                 middle = (low + high) >> 1
-                count, mass = _above(_of_bits(middle), rows, slot, row, found, TILE)
+                count, mass = _above(_of_bits(middle), rows, slot, row, found)
                 if (
                     tl.where(counts, count.to(tl.int64), mass) + tl.where(listed <= ROOM, over, 0)
                     < limit
@@ -422,7 +412,7 @@ def _cut(
 
 
 @triton.jit
-def _above(edge, rows, slot, row, found, TILE: tl.constexpr):
+def _above(edge, rows, slot, row, found):
     # Number and mass of the candidates above `edge`, or of the whole row.
     values, masses, listed, peak, scale = found
     if listed <= values.shape[0]:
@@ -432,7 +422,7 @@ def _above(edge, rows, slot, row, found, TILE: tl.constexpr):
         counts = tl.zeros([TILE], tl.int32)
         sums = tl.zeros([TILE], tl.int64)
         for tile in range(rows.tiles):
-            x = logits_of(rows, slot, row, tile * TILE + tl.arange(0, TILE))
+            x = logits_of(rows, slot, row, tl.arange(0, TILE) + tile * TILE)
             counts += (x > edge).to(tl.int32)
             sums += tl.where(x > edge, masses_of(shares_of(x, peak, scale)), 0)
         count, mass = tl.sum(counts, axis=0), tl.sum(sums, axis=0)

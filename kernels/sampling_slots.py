@@ -50,8 +50,8 @@ __all__ = [
 
 MAX_BIASES = 1024
 # Tokens of a tile and of its parts, whose maxima bound the k-th largest logit.
-TILE = 1024
-SUBTILE = 128
+TILE = tl.constexpr(1024)
+SUBTILE = tl.constexpr(128)
 
 # See record_of().
 FLAGS = tl.constexpr(0)

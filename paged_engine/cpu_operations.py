@@ -62,7 +62,7 @@ class CpuOperations:
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, ranks: Ranks, *, adapted: bool
     ) -> None:
-        self._ranks, self._adapted = ranks, adapted
+        self.ranks, self._adapted = ranks, adapted
         self.adapted_rows: Sequence[tuple[int, torch.Tensor]] = ()
         """Adapter slots and their rows in the layer being computed."""
         self._fewest: dict[tuple[int, ...], int] = {}
@@ -87,7 +87,7 @@ class CpuOperations:
         return max(self._fewest[shape] for shape in shapes)
 
     def output_layer(self, weight: torch.Tensor) -> Linear:
-        return Linear(weight[vocab_shard(len(weight), self._ranks.rank, self._ranks.size)], None)
+        return Linear(weight[vocab_shard(len(weight), self.ranks.rank, self.ranks.size)], None)
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
         """Prepare gate_up [experts, 2 * inner, hidden] and down [experts, hidden, inner]."""
@@ -146,12 +146,12 @@ class CpuOperations:
         return mixed.view(len(query), -1)
 
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        return hidden + self._ranks.all_reduce(linear(x))
+        return hidden + self.ranks.all_reduce(linear(x))
 
     def add_normed_linear(
         self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: torch.Tensor
     ) -> torch.Tensor:
-        return hidden + self.norm(self._ranks.all_reduce(linear(x)), norm)
+        return hidden + self.norm(self.ranks.all_reduce(linear(x)), norm)
 
     def gated_linear(
         self, hidden: torch.Tensor, norm: torch.Tensor, linear: Linear
@@ -165,19 +165,14 @@ class CpuOperations:
         assert mixture is not None
         x = self.norm(hidden, norm)
         chosen, weights = route(router(x), mixture.per_token, mixture.renormalize)
-        return hidden + self._ranks.all_reduce(experts(x, chosen, weights, self._config.activation))
+        return hidden + self.ranks.all_reduce(experts(x, chosen, weights, self._config.activation))
 
     def sampled(self, step: CpuStep, x: torch.Tensor) -> torch.Tensor:
         self.adapted_rows = step.adapted_samples
         return x[step.sampled_rows]
 
-    def barrier(self, x: torch.Tensor) -> None:
-        """Let no rank get past this before all have come so far."""
-        if self._ranks.size > 1:
-            self._ranks.all_reduce(x.new_zeros(1))
-
     def logits(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        logits = self._ranks.gather_columns(linear(x), self._config.vocab_size).float()
+        logits = self.ranks.gather_columns(linear(x), self._config.vocab_size).float()
         cap = self._config.logit_softcap
         return logits if cap is None else (logits / cap).tanh_() * cap
 

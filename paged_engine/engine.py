@@ -170,7 +170,7 @@ class Engine:
     def check(self, submit: Submit) -> None:
         """Raise ValueError for a request that would break the engine."""
         tokens = [*submit.prompt_token_ids, *submit.generated]
-        vocab_size, fetch = self.model.vocab_size, submit.fetch
+        vocab_size = self.model.vocab_size
         if (
             not 0 < len(tokens) <= self.max_model_len
             or min(tokens) < 0
@@ -179,16 +179,6 @@ class Engine:
             raise ValueError(
                 f"{len(tokens)} tokens do not fit the context or the vocabulary of {vocab_size}"
             )
-        if submit.hold and submit.params.max_tokens != 1:
-            raise ValueError(f"a hand-over comes after one token, not {submit.params.max_tokens}")
-        if fetch is not None:
-            blocks = -(-fetch.num_tokens // self.pool.block_size)
-            if not 0 < fetch.num_tokens <= len(tokens) or [
-                len(g) for g in fetch.remote_block_ids
-            ] != [blocks]:
-                raise ValueError(
-                    f"a fetch of {fetch.num_tokens} tokens needs one list of {blocks} block ids"
-                )
 
     def guide(self, params: SamplingParams, matcher: TimedMatcher | None = None) -> Guide | None:
         """Return None if the request rules no token out."""

@@ -67,7 +67,7 @@ class GpuOperations:
         quantize: bool,
         adapted: bool,
     ) -> None:
-        self._config, self._ranks, self._adapted = config, ranks, adapted
+        self._config, self.ranks, self._adapted = config, ranks, adapted
         self.row_adapters: torch.Tensor | None = None
         """[rows] adapter slots in the layer being computed, if any."""
         self._sample_adapters: torch.Tensor | None = None
@@ -121,7 +121,7 @@ class GpuOperations:
 
     def output_layer(self, weight: torch.Tensor) -> Linear:
         # Never quantized: it decides the tokens.
-        rows = vocab_shard(len(weight), self._ranks.rank, self._ranks.size)
+        rows = vocab_shard(len(weight), self.ranks.rank, self.ranks.size)
         return GpuLinear(weight[rows], batch_invariant=self.batch_invariant)
 
     def experts(
@@ -220,16 +220,16 @@ class GpuOperations:
         return out.view(len(query), -1)
 
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        if self._ranks.size == 1:
+        if self.ranks.size == 1:
             return linear(x, residual=hidden, out=hidden)
         # Only rank 0 adds the hidden state.
-        added = hidden if self._ranks.rank == 0 else None
-        return self._ranks.all_reduce(linear(x, residual=added, out=hidden))
+        added = hidden if self.ranks.rank == 0 else None
+        return self.ranks.all_reduce(linear(x, residual=added, out=hidden))
 
     def add_normed_linear(
         self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: torch.Tensor
     ) -> torch.Tensor:
-        return hidden.add_(self.norm(self._ranks.all_reduce(linear(x)), norm))
+        return hidden.add_(self.norm(self.ranks.all_reduce(linear(x)), norm))
 
     def gated_linear(
         self, hidden: torch.Tensor, norm: torch.Tensor, linear: Linear
@@ -244,7 +244,7 @@ class GpuOperations:
         router: Linear,
         experts: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        mixture, ranks = self._config.moe, self._ranks
+        mixture, ranks = self._config.moe, self.ranks
         assert mixture is not None
         x = self.norm(hidden, norm)
         summed = moe(
@@ -264,10 +264,6 @@ class GpuOperations:
         self.row_adapters = self._sample_adapters
         return x if step.sampled_rows is None else x[step.sampled_rows]
 
-    def barrier(self, x: torch.Tensor) -> None:
-        if self._ranks.size > 1:
-            self._ranks.all_reduce(x.new_zeros(1))
-
     def logits(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         vocab_size = self._config.vocab_size
         if self._logits is None:  # one for all graphs
@@ -275,8 +271,8 @@ class GpuOperations:
                 self._max_sampled, vocab_size, dtype=x.dtype, device=x.device
             )
         logits = self._logits[: len(x)]
-        if self._ranks.size > 1:
-            logits.copy_(self._ranks.gather_columns(linear(x), vocab_size))
+        if self.ranks.size > 1:
+            logits.copy_(self.ranks.gather_columns(linear(x), vocab_size))
         else:
             linear(x, out=logits)
         cap = self._config.logit_softcap

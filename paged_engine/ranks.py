@@ -4,7 +4,7 @@ Rank 0 runs the engine and broadcasts each step; all compute it, and sum up thei
 hidden state. Collectives are torch.distributed's: gloo between CPUs, NCCL between GPUs.
 
 When rank 0 has seen a step end, all ranks are through with its KV: its last collective (the
-gathering of logits, or `barrier`) needs all ranks. So rank 0 alone says when other nodes can read
+gathering of logits, or a sum of nothing) needs all ranks. So rank 0 alone says when other nodes can read
 or write blocks.
 """
 

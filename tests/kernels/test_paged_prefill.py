@@ -47,7 +47,7 @@ def run(
 ) -> torch.Tensor:
     """The kernel's output, poisoned before."""
     device, dim = case.query.device, case.query.shape[2]
-    tiles = prefill_tiles(case.query_lens, case.context_lens, group=case.group, window=window)
+    tiles = prefill_tiles(case.query_lens, case.context_lens, group=case.group)
     out = torch.full_like(case.query, torch.nan, memory_format=torch.contiguous_format)
     returned = paged_prefill(
         case.query,
@@ -78,10 +78,10 @@ def check(case: Case, *, window: int = 0, softcap: float = 0.0, scale: float | N
 
 def test_tiles_cover_every_token_once_and_long_ones_come_first() -> None:
     rng = np.random.default_rng(1)
-    for group, window in itertools.product((1, 3, 4, 7, 8, 64), (0, 100)):
+    for group in (1, 3, 4, 7, 8, 64):
         query_lens = rng.integers(0, 300, 20).tolist()
         context_lens = [count + int(rng.integers(0, 900)) for count in query_lens]
-        tiles = prefill_tiles(query_lens, context_lens, group=group, window=window)
+        tiles = prefill_tiles(query_lens, context_lens, group=group)
         tokens = tile_tokens(group)
         assert tiles.dtype == np.int32
         assert tokens * tile_heads(group) == TILE_ROWS
@@ -94,8 +94,7 @@ def test_tiles_cover_every_token_once_and_long_ones_come_first() -> None:
         newest = [
             min(context_lens[s] - query_lens[s] + f + tokens, context_lens[s]) for s, f in tiles
         ]
-        keys = [min(n, window + tokens) if window else n for n in newest]
-        assert keys == sorted(keys, reverse=True)
+        assert newest == sorted(newest, reverse=True)
 
 
 def test_no_sequences_make_no_tiles_and_a_context_holds_its_own_chunk() -> None:
@@ -189,7 +188,7 @@ def spilled(which):
         special = {**tables, "queries": f"tensordesc<bf16[32, 4, 128],{layout.format(3)}>"}
         special.update(keys=block, values=block)
         special.update(out="*bf16", to_exponent="fp32", cap="fp32")
-        constants = dict(sizes, STRIP=128, SLOTS=2, TAKE_TURNS=True, HOLD_WAIT=True)
+        constants = dict(sizes, STRIP=128)
         kind, options, target = GluonASTSource, {"num_warps": 4}, 90
     else:
         from kvrelay.kernels.paged_prefill import _prefill_kernel as kernel
