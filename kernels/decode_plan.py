@@ -52,7 +52,6 @@ class DecodeWorkspace:
         device: torch.device | str,
         element_bytes: int = 2,
     ) -> None:
-        assert num_heads % num_kv_heads == 0
         self.max_batch, self.num_kv_heads = max_batch, num_kv_heads
         self.device, self.element_bytes = torch.device(device), element_bytes
         self.tiling, self.resident = _launch_shape(head_dim, element_bytes, self.device)

@@ -52,8 +52,6 @@ def rope_and_write(
     tokens, q_heads, kv_heads = qkv.shape[0], num_heads, num_kv_heads
     rotary_dims = cos_sin.shape[1]
     assert qkv.shape[1] == (q_heads + 2 * kv_heads) * head_dim
-    if head_dim % 2 or rotary_dims % 2 or rotary_dims > head_dim:
-        raise ValueError(f"{rotary_dims} rotary dimensions of {head_dim}: both must be even")
     assert key_cache.stride()[2:] == (head_dim, 1)
     assert key_cache.dtype == (qkv.dtype if key_scales is None else torch.float8_e4m3fn)
     scale_strides = (0, 0, 1) if key_scales is None else key_scales.stride()

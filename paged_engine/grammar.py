@@ -19,7 +19,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from kvrelay.paged_engine.guide import Guide, RowMasks, Words, words_for
+from kvrelay.paged_engine.guide import Guide, RowMasks, Words, first_line, words_for
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.sampling import GBNF_RULE, Constraint
@@ -160,7 +160,7 @@ class Grammars:
                     again.consume_tokens(tokens[:-1])
                     took = min(took, _timed_step(again, tokens[-1:])[0])
                 if matcher.is_error():
-                    raise _refused(constraint, _first_line(matcher.get_error()))
+                    raise _refused(constraint, first_line(matcher.get_error()))
                 if took > TOKEN_LIMIT_S:
                     raise _refused(
                         constraint,
@@ -314,10 +314,6 @@ def _timed_step(matcher: LLMatcher, tokens: list[int]) -> tuple[float, bytes]:
     matcher.consume_tokens(tokens)
     mask: bytes = matcher.compute_bitmask()
     return time.thread_time() - began, mask
-
-
-def _first_line(text: str) -> str:
-    return (text.strip() or "no reason given").splitlines()[0]
 
 
 @functools.cache

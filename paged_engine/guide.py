@@ -18,7 +18,7 @@ from kvrelay.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from kvrelay.paged_engine.grammar import TimedMatcher
 
-__all__ = ["Guide", "RowMasks", "Words", "words_for"]
+__all__ = ["Guide", "RowMasks", "Words", "first_line", "words_for"]
 
 Words = npt.NDArray[np.uint32]
 
@@ -29,6 +29,10 @@ class RowMasks:
 
     rows: list[int]
     words: Words
+
+
+def first_line(text: str) -> str:
+    return (text.strip() or "no reason given").splitlines()[0]
 
 
 def words_for(vocab_size: int) -> int:
@@ -84,7 +88,7 @@ class Guide:
         if self.matcher is None or self.error is not None:
             return
         if self.matcher.is_error():
-            why = (self.matcher.get_error().strip() or "no reason given").splitlines()[0]
+            why = first_line(self.matcher.get_error())
             self.error = f"the grammar of this answer cannot be followed any further: {why}"
         else:
             self.over = self.matcher.is_stopped()

@@ -34,13 +34,13 @@ def rope_frequencies(
         case "llama3":
             return _llama3(frequencies, scaling), 1.0
         case "yarn":
-            return _yarn(frequencies, scaling, theta), _yarn_attention_factor(scaling)
+            return _yarn(frequencies, scaling, theta), _attention_factor(scaling)
         case _:  # longrope
             extended = max_positions > scaling.original_max_position
             factors = torch.tensor(
                 scaling.long_factors if extended else scaling.short_factors, dtype=torch.float32
             )
-            return 1.0 / (factors * powers), _longrope_attention_factor(scaling)
+            return 1.0 / (factors * powers), _attention_factor(scaling)
 
 
 def rope_variant(scaling: RopeScaling | None, max_positions: int) -> str:
@@ -81,16 +81,13 @@ def _blend(frequencies: torch.Tensor, kept: torch.Tensor, factor: float) -> torc
     return (1 - kept) * frequencies / factor + kept * frequencies
 
 
-def _yarn_attention_factor(scaling: RopeScaling) -> float:
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
-    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-
-
-def _longrope_attention_factor(scaling: RopeScaling) -> float:
-    """Source: "LongRoPE", Ding et al. 2024, as Phi-3 has it."""
+def _attention_factor(scaling: RopeScaling) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.factor <= 1:
         return 1.0
-    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position))
+    stretched = math.log(scaling.factor)
+    if scaling.kind == "yarn":
+        return 0.1 * stretched + 1.0
+    # "LongRoPE", Ding et al. 2024, as Phi-3 has it.
+    return math.sqrt(1 + stretched / math.log(scaling.original_max_position))
