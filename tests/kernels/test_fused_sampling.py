@@ -181,11 +181,20 @@ def numbered(cuts: list[dict[str, float]], seed: int, temperature: float) -> lis
         ("few", 1024, torch.float32, 0.6),
         ("sorted", 2500, torch.bfloat16, 1.4),
         ("ties", 1100, torch.float32, 1.0),
+        pytest.param("normal", 128256, torch.bfloat16, 0.8, marks=pytest.mark.gpu),
+        pytest.param("peaked", 151936, torch.float32, 0.8, marks=pytest.mark.gpu),
+        pytest.param("flat", 128256, torch.bfloat16, 0.8, marks=pytest.mark.gpu),
+        pytest.param("equal", 32000, torch.bfloat16, 0.8, marks=pytest.mark.gpu),
+        pytest.param("few", 50257, torch.float16, 0.8, marks=pytest.mark.gpu),
+        pytest.param("ties", 151936, torch.float32, 0.8, marks=pytest.mark.gpu),
     ],
 )
 def test_floors_and_draws_equal_the_twin(shape, vocab, dtype, temperature, device, monkeypatch):
-    params = numbered(CUTS, 1, temperature)
-    logits = make_logits(shape, len(params), vocab, 1, dtype).to(device)
+    large = [{"top_k": 20_000, "top_p": 0.9}, {"top_k": 5000}, *CUTS * 4]
+    params = numbered(large if vocab > 20_000 else CUTS, vocab, temperature)
+    for own in params[3::9] if vocab > 20_000 else ():
+        own["temperature"] = 0.0
+    logits = make_logits(shape, len(params), vocab, vocab, dtype).to(device)
     check(logits, params, monkeypatch)
 
 
@@ -300,29 +309,3 @@ def test_a_token_does_not_depend_on_the_batch(device):
     plain = [0, 3, 4]
     assert run(plain, cut=False, adjusted=False) == [together[i] for i in plain]
     assert run([0, 1, 2, 3, 4] * 4, adjusted=False) == together * 4  # four tiles a program
-
-
-@in_poisoned_memory
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("shape", "vocab", "dtype"),
-    [
-        ("normal", 128256, torch.bfloat16),
-        ("peaked", 151936, torch.float32),
-        ("flat", 128256, torch.bfloat16),
-        ("equal", 32000, torch.bfloat16),
-        ("few", 50257, torch.float16),
-        ("ties", 151936, torch.float32),
-    ],
-)
-def test_full_vocabularies(shape, vocab, dtype, device, monkeypatch):
-    rows = 64
-    cuts = [CUTS[i % len(CUTS)] for i in range(rows - 2)] + [
-        {"top_k": 20_000, "top_p": 0.9},
-        {"top_k": 5000},
-    ]
-    params = numbered(cuts, vocab, 0.8)
-    for own in params[3::9]:
-        own["temperature"] = 0.0
-    logits = make_logits(shape, rows, vocab, vocab, dtype).to(device)
-    check(logits, params, monkeypatch)

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 
-from kvrelay.kernels.decoder_layer import write_kv
 from kvrelay.kernels.paged_attention import AttentionPlan, SequenceSpan, attend, plan_attention
 from tests.kernels.paged_case import Case, make_case, starts
 
@@ -98,14 +97,3 @@ def test_slabs_bound_the_memory_and_change_nothing(monkeypatch):
     )
     assert len(plan.slabs) > 2  # decodes and prefills have one each
     assert torch.equal(attended(case, case.query, plan), whole)
-
-
-def test_written_kv_lies_where_the_layout_says():
-    pool = torch.zeros(4, 2, 3, 2, BLOCK, 8)
-    key, value = torch.randn(2, 3, 2, 8, generator=torch.Generator().manual_seed(7))
-    layer = pool[:, :, 1, 0], pool[:, :, 1, 1]
-    write_kv(*layer, key, value, torch.tensor([3, 1, 1]), torch.tensor([0, 5, 15]))
-    assert torch.equal(pool[3, :, 1, 0, 0], key[0])
-    assert torch.equal(pool[1, :, 1, 1, 5], value[1])
-    assert torch.equal(pool[1, :, 1, 0, 15], key[2])
-    assert pool.count_nonzero() == key.numel() + value.numel()

@@ -192,9 +192,13 @@ def test_split_products_leave_the_counters_at_zero(device):
     ].any()
 
 
-@pytest.mark.parametrize("tile", SMALL_TILES, ids=str)
+RINGS = [pytest.param(tile, marks=[pytest.mark.gpu, needs_ring]) for tile in RING_TILES[1:3]]
+
+
+@pytest.mark.parametrize("tile", [*SMALL_TILES, *RINGS], ids=str)
 def test_a_row_has_the_same_bits_among_any_others(tile, device):
-    x, weight = randn(33, 128, seed=3, device=device), randn(48, 128, seed=4, device=device)
+    n, k = (208, 1024) if isinstance(tile, RingTile) else (48, 128)
+    x, weight = randn(33, k, seed=3, device=device), randn(n, k, seed=4, device=device)
     whole = skinny_linear(x, weight, tile=tile)
     for rows in (slice(0, 2), slice(5, 21), slice(7, 24), slice(32, 33)):
         assert torch.equal(skinny_linear(x[rows], weight, tile=tile), whole[rows])
@@ -315,16 +319,6 @@ class TestRing:
     def test_products(self, m, n, k, dtype, fused, tile, device):
         n //= 1 + ("gate" in fused)
         check(m, n, k, device, seed=m + n, tile=tile, dtype=dtype, **fused)
-
-    @pytest.mark.parametrize("tile", RING_TILES[1:3], ids=str)
-    def test_a_row_has_the_same_bits_among_any_others(self, tile, device):
-        x, weight = (
-            randn(33, 1024, seed=3, device=device),
-            randn(208, 1024, seed=4, device=device),
-        )
-        whole = skinny_linear(x, weight, tile=tile)
-        for rows in (slice(0, 2), slice(5, 21), slice(7, 24), slice(32, 33)):
-            assert torch.equal(skinny_linear(x[rows], weight, tile=tile), whole[rows])
 
     def test_serves_weights_in_groups_alone(self, device):
         assert fits_ring(randn(32, 64, seed=1, device=device))

@@ -180,15 +180,6 @@ def test_loaded_and_unloaded_while_requests_run(base, two):
         assert answer(same)[0] == answer(req)[0]
 
 
-def test_a_broken_adapter_gives_its_slot_back(base, two, tmp_path):
-    engine = make(base, enable_lora=True, allow_runtime_lora=True)
-    assert engine.adapters is not None
-    with pytest.raises(ConfigError, match="adapter_config"):
-        engine.adapters.load("x", str(tmp_path / "nothing"), in_place=False)
-    assert engine.adapters.load("x", str(two[0]), in_place=False).rank == 4
-    assert [facts.name for facts in engine.adapters.loaded] == ["x"]
-
-
 @pytest.mark.parametrize("error", [None, MemoryError, RuntimeError, RecursionError])
 def test_an_adapter_that_one_rank_cannot_read_or_prepare_is_on_none(base, two, monkeypatch, error):
     """None: another rank has not read it."""

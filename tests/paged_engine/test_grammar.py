@@ -179,20 +179,6 @@ def test_a_clients_rules_have_smaller_limits_also_behind_a_text(grammars):
         assert "max is 500" in matcher.get_error()
 
 
-def test_compiled_grammars_are_kept_and_forgotten(monkeypatch):
-    compiled: list[str] = []
-    compile_ = Grammars._compile
-    monkeypatch.setattr(
-        Grammars,
-        "_compile",
-        lambda self, constraint: compiled.append(constraint.text) or compile_(self, constraint),
-    )
-    small = Grammars(TOKENS, special_ids=[EOS], eos_token_ids=[EOS])
-    for text in ("first", "first", *(f"x{i}" for i in range(200)), "x199", "first"):
-        small.matcher(Constraint("regex", text))
-    assert compiled == ["first", *(f"x{i}" for i in range(200)), "first"]
-
-
 @pytest.mark.parametrize(
     "constraint",
     [

@@ -80,12 +80,6 @@ def check_schema(value: dict) -> None:
 
 LARK = 'start: word ("," word)*\nword: /[a-c]{1,3}/'
 GBNF = 'root ::= "<" [0-9] [0-9]? ">"'
-TAGS = json.dumps(
-    {
-        "structures": [{"begin": "<f=", "schema": {"enum": [12, 345]}, "end": ">"}],
-        "triggers": ["<f"],
-    }
-)
 KINDS = [
     (JSON, lambda answer: check_schema(json.loads(answer)) is None),
     (Constraint("json", '{"enum": ["é", {"a": [1]}, "x y"]}'), lambda a: json.loads(a) in ("é", {"a": [1]}, "x y")),

@@ -6,7 +6,7 @@ import pytest
 from invariants import check_scheduler
 from scheduling import BLOCK, drain, expected, make, next_token, request, start_fetch, step, ticket
 
-from kvrelay.paged_engine.request import Request, State
+from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.wire.outputs import Finish
 
@@ -121,18 +121,3 @@ def test_a_failed_read_keeps_what_is_verified_and_is_no_failure_of_the_request(
     scheduler.kept.release("r")
     assert req.token_ids == expected(PROMPT, 1)
     assert scheduler.pool.free == scheduler.pool.total
-
-
-def test_an_asking_or_reading_request_can_be_aborted() -> None:
-    scheduler = make()
-    asking(scheduler, "asks")
-    req = asking(scheduler, "reads")
-    scheduler.end_ask(req, ticket(BLOCK))
-    start_fetch(scheduler)
-    scheduler.abort("asks")
-    scheduler.abort("reads")
-    check_scheduler(scheduler)
-    assert req.state is State.DONE
-    scheduler.kept.settle("reads")
-    assert scheduler.pool.free == scheduler.pool.total
-    assert not scheduler.has_work
