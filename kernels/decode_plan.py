@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvrelay.kernels.launch import processors
+
 __all__ = ["UNIT", "DecodeWorkspace", "Tiling", "decode_programs", "first_key", "plan_decode"]
 
 UNIT = tl.constexpr(64)
@@ -53,7 +55,7 @@ class DecodeWorkspace:
         element_bytes: int = 2,
     ) -> None:
         self.max_batch, self.num_kv_heads = max_batch, num_kv_heads
-        self.device, self.element_bytes = torch.device(device), element_bytes
+        self.device = torch.device(device)
         self.tiling, self.resident = _launch_shape(head_dim, element_bytes, self.device)
         self.planned: tuple[int, int] | None = None
         programs, group = MAX_WAVES * self.resident, num_heads // num_kv_heads
@@ -76,14 +78,10 @@ def _launch_shape(head_dim: int, element_bytes: int, device: torch.device) -> tu
     # H200, 128 dimensions, batch 128 x 1k: four programs of two warps and 32 keys 4.25 TB/s, three
     # of four warps and 64 keys 3.76. fp8 is bound by its conversion, and best in two programs of
     # 128 keys.
+    shared_bytes = 228 << 10
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        sms, shared_bytes = (
-            properties.multi_processor_count,
-            properties.shared_memory_per_multiprocessor,
-        )
-    else:
-        sms, shared_bytes = 2, 228 << 10
+        shared_bytes = properties.shared_memory_per_multiprocessor
     dims = triton.next_power_of_2(head_dim)
     other_bytes = 8 << 10
     if dims == 256:
@@ -94,7 +92,9 @@ def _launch_shape(head_dim: int, element_bytes: int, device: torch.device) -> tu
     per_sm = max(1, min(per_sm, shared_bytes // (2 * tile_bytes + other_bytes)))
     tiles = min(tiles, (shared_bytes // per_sm - other_bytes) // tile_bytes)
     registers = min(255, 65536 // (per_sm * warps * 32) & ~7)
-    return Tiling(keys, warps, stages=tiles + 1, registers=registers), per_sm * sms
+    return Tiling(keys, warps, stages=tiles + 1, registers=registers), per_sm * processors(
+        device, 2
+    )
 
 
 def decode_programs(batch: int, workspace: DecodeWorkspace) -> int:

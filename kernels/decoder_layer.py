@@ -142,7 +142,6 @@ class Linear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self.device = weight.device
         self.bias = bias
         self._packed = weight.device.type == "cpu" and packs(weight.dtype)
         self._weight = (
@@ -188,7 +187,7 @@ class PackedLora:
 
 def rows_are_invariant(linear: Linear, min_rows: int, dtype: torch.dtype = torch.float32) -> bool:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(130, linear.in_features, generator=generator).to(linear.device, dtype)
+    x = torch.randn(130, linear.in_features, generator=generator).to(dtype)
     whole = linear(x)
     sizes = (min_rows, min_rows + 1, 5, 8, 15, 16, 17, 33, 64, 100)
     return all(

@@ -57,7 +57,8 @@ class Fp8Linear:
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._product(_rows(x), x.dtype, residual=residual, out=out)
+        rows = (x, None) if len(x) == 1 else quantize_rows(x)
+        return self._product(rows, x.dtype, residual=residual, out=out)
 
     def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         rows = _normed_rows(x, norm)
@@ -124,10 +125,6 @@ class Fp8Linear:
         if out is not None:
             return out.copy_(y)
         return y.to(dtype)
-
-
-def _rows(x: torch.Tensor) -> Rows:
-    return (x, None) if len(x) == 1 else quantize_rows(x)
 
 
 def _normed_rows(x: torch.Tensor, norm: Norm) -> Rows:

@@ -62,7 +62,6 @@ def paged_decode(
     _, kv_heads, block_size, _ = key_cache.shape
     assert workspace.planned == (batch, window)
     tiling = workspace.tiling
-    assert key_cache.element_size() == workspace.element_bytes
     if key_scales is not None:
         key_cache, value_cache = key_cache.view(torch.int16), value_cache.view(torch.int16)
     _decode_kernel[(decode_programs(batch, workspace),)](

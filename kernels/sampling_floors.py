@@ -72,8 +72,9 @@ def find_floors(rows: Rows, tiles: Tiles, floors: torch.Tensor, options: dict[st
     by_split = options | {
         "SPLITS": splits,
         "ALL_SPLITS": triton.next_power_of_2(splits),
+        "ROOM": _ROOM,
+        "num_warps": 4,
     }
-    by_split |= {"ROOM": _ROOM, "num_warps": 4}
 
     _bracket[(count,)](
         rows,

@@ -192,7 +192,8 @@ def skinny_linear(
     n = weight.shape[0] // (1 if gate is None else 2)
     if tile is None:
         tile = default_tile(x, weight, gated=gate is not None)
-    _check(x, weight, tile)
+    if not isinstance(tile, VectorTile):
+        _check_space(rows, len(weight), tile)
     if out is None:
         out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     if isinstance(tile, RingTile):
@@ -276,16 +277,11 @@ def _through_ring(
     return out
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> None:
-    rows, k = x.shape
-    vector, ring = isinstance(tile, VectorTile), isinstance(tile, RingTile)
-    assert 1 <= rows <= (1 if vector else RING_ROWS if ring else MAX_ROWS)
-    assert k % (16 if weight.dtype == torch.float8_e4m3fn else 8) == 0
-    assert not vector or (x.data_ptr() | weight.data_ptr()) % 8 == 0
-    if not isinstance(tile, VectorTile) and tile.split > 1:
-        of = tile.rows if isinstance(tile, RingTile) else tile.block_n
-        space = _space(of) if isinstance(tile, RingTile) else of
-        tiles = cdiv(len(weight), of)
+def _check_space(rows: int, outputs: int, tile: TensorTile | RingTile) -> None:
+    of = tile.rows if isinstance(tile, RingTile) else tile.block_n
+    space = _space(of) if isinstance(tile, RingTile) else of
+    if tile.split > 1:
+        tiles = cdiv(outputs, of)
         assert tiles <= _MOST_TILES
         assert tiles * tile.split * space * max(16, power_of_2(rows)) <= _PARTIAL_SUMS
 

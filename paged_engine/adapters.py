@@ -87,11 +87,10 @@ def _sites_of(model: ModelConfig) -> list[dict[str, Site]]:
 def _share(adapter: Adapter, model: ModelConfig, rank: int, size: int) -> Adapter:
     """Return a rank's share: B's rows for its outputs, A's columns for its inputs."""
 
-    def cut(module: str, matrix: torch.Tensor) -> torch.Tensor:
-        return shard(f"{module}.weight", matrix, model, rank, size)
-
     def matrices(module: str, a: torch.Tensor, b: torch.Tensor) -> Matrices:
-        return (cut(module, a), b) if module.endswith(_CUT_INPUTS) else (a, cut(module, b))
+        whole = a if module.endswith(_CUT_INPUTS) else b
+        part = shard(f"{module}.weight", whole, model, rank, size)
+        return (part, b) if whole is a else (a, part)
 
     return replace(
         adapter,

@@ -182,7 +182,6 @@ class AdaptedLinear(Linear):
 
     def __init__(self, base: Linear, operations: CpuOperations) -> None:
         self.out_features, self.in_features = base.out_features, base.in_features
-        self.device = base.device
         self.bias, self._base, self._operations = base.bias, base, operations
         self._slots: dict[int, PackedLora] = {}
 

@@ -73,8 +73,6 @@ class GpuOperations:
         self._sample_adapters: torch.Tensor | None = None
         self._sampled = sampled
         self.batch_invariant, self._quantize = batch_invariant, quantize
-        # Programmatic dependent launch: see kernels/skinny_gemm.py.
-        self._pdl = pdl_works(sampled.device)
         self._max_sampled = max_rows
         self._workspaces = {
             window: DecodeWorkspace(
@@ -201,7 +199,7 @@ class GpuOperations:
                 step.context_lens[:decodes],
                 self._workspaces[window],
                 out=out[:decodes],
-                pdl=self._pdl,
+                pdl=pdl_works(query.device),
                 **options,
             )
         if step.tiles is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b
@@ -194,9 +195,6 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def _safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    from kvrelay.paged_engine.quantization import canonical_name
-
-    in_fp8 = config.quantization is not None
     wanted = {*tensor_shapes(config), *(f"{name}_scale" for name in quantized_weights(config))}
     listed = _weight_map(folder)
     with contextlib.ExitStack() as stack:
@@ -214,7 +212,12 @@ def _safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
                 raise ConfigError(f"{path} cannot be read: {why}") from why
             for name in list(files[shard].keys()):
                 if listed is None or listed.get(name) == shard:
-                    found[canonical_name(name) if in_fp8 else name] = shard, name
+                    ours = (
+                        re.sub(r"(?<=\.weight_scale)_inv$", "", name)
+                        if config.quantization
+                        else name
+                    )
+                    found[ours] = shard, name
         tied = config.tie_embeddings
         check_names([name for name in found if not _is_redundant(name, tied)], wanted, str(folder))
         reading = ""

@@ -18,16 +18,11 @@ from kvrelay.paged_engine.model_tensors import quantized_weights, tensor_shapes
 from kvrelay.wire.errors import ConfigError
 
 __all__ = [
-    "canonical_name",
     "dequantized",
     "unpacked",
 ]
 
 FP8 = torch.float8_e4m3fn
-
-
-def canonical_name(name: str) -> str:
-    return name.removesuffix("_inv") if name.endswith(".weight_scale_inv") else name
 
 
 def unpacked(

@@ -185,7 +185,7 @@ class CpuRunner:
         return self._decoder.logits(hidden)[:rows]
 
     def _step_input(self, chunks: Sequence[ChunkValues]) -> tuple[CpuStep, int]:
-        config, device = self._decoder.config, self._decoder.device
+        config = self._decoder.config
         block_size = self.pool.block_size
         total = sum(chunk.count for chunk in chunks)
         rows = computed_rows(max(total, self._min_rows))
@@ -220,11 +220,11 @@ class CpuRunner:
             for window in self._windows
         }
         step = CpuStep(
-            token_ids=torch.from_numpy(token_ids).to(device),
-            positions=torch.from_numpy(positions).to(device),
-            blocks=torch.from_numpy(blocks).to(device),
-            offsets=torch.from_numpy(offsets).to(device),
-            sampled_rows=torch.tensor(sampled, device=device),
+            token_ids=torch.from_numpy(token_ids),
+            positions=torch.from_numpy(positions),
+            blocks=torch.from_numpy(blocks),
+            offsets=torch.from_numpy(offsets),
+            sampled_rows=torch.tensor(sampled),
             attention=plans,
             adapted=_groups(adapters),
             adapted_samples=_groups(adapters[sampled]),

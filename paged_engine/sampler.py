@@ -53,11 +53,11 @@ class Sampler:
         params = request.params
         if params.logit_bias:
             tokens, biases = zip(*params.logit_bias, strict=True)
-            logits[row, list(tokens)] += torch.tensor(biases, device=logits.device)
+            logits[row, list(tokens)] += torch.tensor(biases)
         if request.output_tokens < params.min_tokens:
             logits[row, [*self._eos, *params.stop_token_ids]] = -torch.inf
         if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
-            everything = torch.tensor(request.token_ids, device=logits.device)
+            everything = torch.tensor(request.token_ids)
             generated, counts = everything[request.prompt_tokens :].unique(return_counts=True)  # type: ignore[no-untyped-call]
             penalize(
                 logits,
@@ -77,15 +77,15 @@ def _mask(logits: torch.Tensor, requests: Sequence[Request]) -> None:
         allowed = np.unpackbits(
             masks.words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little"
         )
-        for row, flags in zip(masks.rows, torch.from_numpy(allowed).to(logits.device), strict=True):
+        for row, flags in zip(masks.rows, torch.from_numpy(allowed), strict=True):
             logits[row].masked_fill_(flags == 0, -torch.inf)
 
 
 def _draw_rows(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-    params, device = [request.params for request in requests], logits.device
+    params = [request.params for request in requests]
 
     def column(values: Iterable[float]) -> torch.Tensor:
-        return torch.tensor(list(values), device=device)
+        return torch.tensor(list(values))
 
     logits = logits / column(p.temperature for p in params)[:, None]
     cut = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]

@@ -7,7 +7,7 @@ so answers stay the same. Source: Apoorv Saxena, "Prompt Lookup Decoding", 2023.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from kvrelay.paged_engine.request import Chunk, Request
 
@@ -60,7 +60,7 @@ class Speculation:
     tokens: int = 0
     longest: int = 1
     shortest: int = 1
-    can_speculate: Callable[[Request], bool] = field(default=lambda request: True)
+    can_speculate: Callable[[Request], bool] = lambda request: True
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
