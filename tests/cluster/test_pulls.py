@@ -74,10 +74,6 @@ def prefilled(node: Process, prompt: list[int], named: dict[str, Any], **fields:
     return complete(node.url, prompt, max_tokens=1, kv_transfer_params=params, **fields)
 
 
-def pulled(node: Process) -> float:
-    return node.metric("kvrelay_pulled_tokens_total")
-
-
 def failed(node: Process) -> float:
     return node.metric("kvrelay_pulls_failed_total")
 
@@ -93,12 +89,13 @@ def goes_on(decode: Process, prompt: list[int], first: Any, **fields: Any) -> No
 def test_a_prefill_node_takes_a_whole_turn_from_a_decode_node(
     prefill: Process, decode: Process, known: int
 ) -> None:
-    before, turn = pulled(prefill), turn_on(decode, known)
+    name = "kvrelay_pulled_tokens_total"
+    before, turn = prefill.metric(name), turn_on(decode, known)
     if known:
         asked(prefill, turn[:known], 1)
     first = prefilled(prefill, turn, decode.as_source(WHOLE))
     assert cached_of(first) == WHOLE
-    counted([prefill], "kvrelay_pulled_tokens_total", before + WHOLE - known // BLOCK * BLOCK)
+    counted([prefill], name, before + WHOLE - known // BLOCK * BLOCK)
     goes_on(decode, turn, first)
 
 

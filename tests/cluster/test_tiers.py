@@ -101,11 +101,10 @@ class Tiers:
         mine, plain = (answer["choices"][0]["token_ids"] for answer in answers)
         assert mine == plain, (session, number)
         assert len(set(mine)) > 2
-        self.cached += answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"]
-        rungs, usage = answers[0]["kvrelay"]["prompt"], answers[0]["usage"]
-        assert sum(rungs.values()) == usage["prompt_tokens"]
-        found = sum(rungs[rung] for rung in RUNGS[:4])
-        assert found == usage["prompt_tokens_details"]["cached_tokens"]
+        self.cached += cached_of(answers[0])
+        rungs = answers[0]["kvrelay"]["prompt"]
+        assert sum(rungs.values()) == answers[0]["usage"]["prompt_tokens"]
+        assert sum(rungs[rung] for rung in RUNGS[:4]) == cached_of(answers[0])
         self.rungs.update(rungs)
         history += mine
 
