@@ -35,7 +35,6 @@ from kvrelay.planner.router import Router
 from kvrelay.planner.setting import Setting, Stream
 from kvrelay.planner.world import World
 from kvrelay.router.placement import Placement
-from kvrelay.wire.config import Role
 
 __all__ = ["main"]
 
@@ -53,9 +52,9 @@ _CALLS, _EACH = 2_000, 4
 def decisions_us(nodes: int) -> list[float]:
     """Return the microseconds of decisions over so many nodes with work, in order."""
     half = nodes // 2
-    roles = [Role.PREFILL] * half + [Role.DECODE] * (nodes - half)
-    engines = [Engine(H200, 128, lambda *_: None, None) for _ in roles]
-    router, took = Router(Setting(prefixes=False, card=H200), roles, engines), []
+    engines = [Engine(H200, 128, lambda *_: None, None) for _ in range(nodes)]
+    setting = Setting(prefill=half, decode=nodes - half, prefixes=False, card=H200)
+    router, took = Router(setting, engines), []
     for at in range(_CALLS):
         began = time.process_time()
         wanted = router.wanted(Stream(0.0, 500 + 37 * at % 977, 100))

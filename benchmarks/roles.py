@@ -85,17 +85,17 @@ class RoleController:
         world.clock.later(EVERY_S * 1e3, self._look)
 
     def _look(self, now: float) -> None:
-        cluster, roles = self._world.cluster, self._roles
-        nodes = {role: cluster.router.pool.up(role) for role in OTHER}
+        world, roles = self._world, self._roles
+        nodes = {role: world.router.pool.up(role) for role in OTHER}
         loads = {role: [node.state for node in of] for role, of in nodes.items()}
         up = {role: len(of) for role, of in nodes.items()}
-        hindered = "a node is changing its role" if cluster.switching else ""
+        hindered = "a node is changing its role" if world.switching else ""
         role = roles.look(up, *work_of(loads, self._tpot_ms), hindered)
         if role is not None:
-            at = cluster.router.number(max(nodes[OTHER[role]], key=lambda node: node.url))
+            node = max(nodes[OTHER[role]], key=lambda node: node.url)
             self.flips.append((now, role, roles.why))
-            cluster.change_role(at, role, now)
-        self._world.clock.later(now + EVERY_S * 1e3, self._look)
+            world.change_role(node, role, now)
+        world.clock.later(now + EVERY_S * 1e3, self._look)
 
 
 def run(

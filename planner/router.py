@@ -29,11 +29,10 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError, NoNode
 from kvrelay.wire.kv_events import CPU, GPU, STORAGE
 from kvrelay.wire.ladder import Found
-from kvrelay.wire.outputs import Load
 from kvrelay.wire.router_config import Policy, RouterConfig
 from kvrelay.wire.transfer import Fingerprint, KvFacts
 
-__all__ = ["DEADLINE_MS", "SimulatedAdmission", "Router", "url_of"]
+__all__ = ["DEADLINE_MS", "SimulatedAdmission", "Router"]
 
 _MODEL = "simulated"
 _FINGERPRINT = Fingerprint(
@@ -47,18 +46,13 @@ _JOB = Job(
 )  # fmt: skip
 
 
-def url_of(at: int) -> str:
-    return f"http://node-{at}"
-
-
 class Router:
-    """A router; `roles` are those that its nodes, which are numbers, have at first."""
+    """A router over simulated nodes, of which the first ones are prefill nodes at first."""
 
-    def __init__(self, setting: Setting, roles: Sequence[Role], nodes: Sequence[Engine]) -> None:
-        named: dict[Role, list[str]] = {Role.PREFILL: [], Role.DECODE: []}
-        for at, role in enumerate(roles):
-            named[role].append(url_of(at))
-        self.pool = Pool(named[Role.PREFILL], named[Role.DECODE])
+    def __init__(self, setting: Setting, engines: Sequence[Engine]) -> None:
+        self._engines = {f"http://node-{at}": engine for at, engine in enumerate(engines)}
+        urls = [*self._engines]
+        self.pool = Pool(urls[: setting.prefill], urls[setting.prefill :])
         policy, rng = cast(Policy, setting.policy), random.Random(f"router 0 {setting.seed}")
         config = RouterConfig(
             prefill_policy=policy, decode_policy=policy, strict_roles=setting.strict_roles
@@ -66,10 +60,11 @@ class Router:
         self.placer = Placer(config, self.pool, rng)
         self._told = setting.targets
         self._block_size = setting.block_size if setting.prefixes else 0
-        self._engines = nodes
-        self._numbers = {url_of(at): at for at in range(len(roles))}
-        for at, role in enumerate(roles):
-            self.polled(at, role, nodes[at].load(0.0), 0.0)
+        for node in self.pool.nodes:
+            self.poll(node, node.role, 0.0)
+
+    def engine(self, node: Node) -> Engine:
+        return self._engines[node.url]
 
     def targets(self, stream: Stream) -> Slo:
         told = stream.targets or self._told
@@ -89,19 +84,14 @@ class Router:
         except NoNode:
             return None
 
-    def number(self, node: Node) -> int:
-        return self._numbers[node.url]
-
     def told(self, placed: PlacementLeases) -> PlacementHints:
         wanted, placement = placed.wanted, placed.placement
         _, had, url = placement.prompt
         expected = max(1, round(wanted.output))
         spilled = max(1, wanted.tokens - had) if placement.spills else 0
         sources: tuple[Source, ...] = ()
-        if url in self._numbers:
-            reader, holder = (
-                self._engines[self._numbers[each]] for each in (placement.prefill, url)
-            )
+        if url in self._engines:
+            reader, holder = (self._engines[each] for each in (placement.prefill, url))
             sources = reader.pulls.named(holder, wanted.cached.get(url, 0), had)
         return PlacementHints(wanted.tpot_ms, expected, spilled, sources)
 
@@ -116,8 +106,10 @@ class Router:
     def answered(self, stream: Stream) -> None:
         self.placer.answered(_MODEL, stream.output)
 
-    def polled(self, at: int, role: Role, load: Load, now: float) -> None:
-        node, card = self.node(at), self._engines[at].card
+    def poll(self, node: Node, role: Role, now: float) -> None:
+        """Have a health check of a node succeed, which says that it has this role."""
+        engine = self.engine(node)
+        load, card = engine.load(now), engine.card
         if node.up:
             node.note_load(load)
             return
@@ -129,11 +121,6 @@ class Router:
         if self._block_size:
             for medium in (GPU, CPU, STORAGE):
                 self.pool.prefixes.changed(node.url, (), medium=medium)
-
-    def node(self, at: int) -> Node:
-        node = self.pool.find(url_of(at))
-        assert node is not None
-        return node
 
     def _prefix(self, stream: Stream) -> Prefix | None:
         # A block stands for a chunk of text, too; its name is known before it is tokenized.

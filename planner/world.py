@@ -6,23 +6,54 @@ decode node that does it all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
-from kvrelay.planner.cluster import Clock, Cluster
-from kvrelay.planner.router import SimulatedAdmission
+import msgspec
+
+from kvrelay.planner.engine import Engine
+from kvrelay.planner.router import Router, SimulatedAdmission
 from kvrelay.planner.seat import Leg
 from kvrelay.planner.setting import Result, Setting, Stream
-from kvrelay.router.nodes.node import Lease
+from kvrelay.router.nodes.node import Lease, Node
 from kvrelay.router.placement import Placement
 from kvrelay.router.request.placer import PlacementLeases, PlacementQuery
+from kvrelay.wire.config import Role
 
-__all__ = ["World", "simulate"]
+__all__ = ["Clock", "World", "simulate"]
+
+_POLL_MS = 500.0
+_SWITCH_MS = 1_000.0
+"""Time of a change of role, from the last request's end to the first poll."""
+_KV_EVENT_MS = 5.0
+"""Until the router hears of it."""
+
+Call = Callable[[float], None]
 
 
 def simulate(streams: Sequence[Stream], setting: Setting) -> Result:
     """Serve these requests, in the order of their arrival, until all have ended."""
     return World(streams, setting).run()
+
+
+class Clock:
+    """A clock in milliseconds; calls for one time are made in the order in which they were given."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Call]] = []
+        self._scheduled = 0
+
+    def later(self, at: float, call: Call) -> None:
+        self._scheduled += 1
+        heapq.heappush(self._heap, (at, self._scheduled, call))
+
+    def run(self, goes_on: Callable[[], bool]) -> None:
+        while self._heap and goes_on():
+            self.now, _, call = heapq.heappop(self._heap)
+            call(self.now)
 
 
 class World:
@@ -32,20 +63,53 @@ class World:
         self._streams = streams
         self._result = Result(setting, streams)
         self.clock = Clock()
-        self.cluster = Cluster(setting, self.clock, self)
-        self._router = self.cluster.router
+        below = setting.below if setting.prefixes else {}
+        pulls = setting.pulls and setting.prefixes
+        self.router = Router(
+            setting,
+            [
+                Engine(setting.card, setting.block_size, self.clock.later, self, below, pulls=pulls)
+                for _ in range(setting.prefill + setting.decode)
+            ],
+        )
+        self._becoming: dict[Node, Role] = {}
         self._left = len(streams)
         self._placed: dict[Stream, PlacementLeases] = {}
         later = self.clock.later
-        self._door = SimulatedAdmission(self._router, later, self._begin, self._refuse)
+        self._door = SimulatedAdmission(self.router, later, self._begin, self._refuse)
+        nodes = self.router.pool.nodes
+        for at, node in enumerate(nodes):
+            later(at * _POLL_MS / len(nodes), partial(self._poll, node))
 
     def run(self) -> Result:
         for number, stream in enumerate(self._streams):
             stream.number = number
             if not stream.waits:
                 self._comes(stream, stream.at)
-        self.clock.run(lambda: self._left > 0, self.cluster.tell_news)
+        self.clock.run(lambda: self._left > 0)
         return self._result
+
+    def _poll(self, node: Node, now: float) -> None:
+        if node not in self._becoming:
+            self.router.poll(node, node.role, now)
+        self.clock.later(now + _POLL_MS, partial(self._poll, node))
+
+    @property
+    def switching(self) -> bool:
+        return bool(self._becoming)
+
+    def change_role(self, node: Node, role: Role, now: float) -> None:
+        """Have a node take another role as soon as all requests placed on it have ended."""
+        self._becoming[node] = role
+        self.router.pool.note_role_change(node, role, now / 1e3)
+        self._emptied(node, now)
+
+    def _emptied(self, node: Node, now: float) -> None:
+        if node in self._becoming and self.router.engine(node).idle and not node.leases:
+            self.clock.later(now + _SWITCH_MS, partial(self._switched, node))
+
+    def _switched(self, node: Node, now: float) -> None:
+        self.router.poll(node, self._becoming.pop(node), now)
 
     def _comes(self, stream: Stream, at: float) -> None:
         stream.at = at
@@ -64,7 +128,7 @@ class World:
     def _begin(
         self, stream: Stream, wanted: PlacementQuery, placement: Placement, now: float
     ) -> None:
-        placed = replace(self._router.placer.take(wanted, placement), at=now)
+        placed = replace(self.router.placer.take(wanted, placement), at=now)
         self._placed[stream] = placed
         if placed.prefill is None:
             stream.local = True
@@ -73,9 +137,23 @@ class World:
             self._submit(placed.prefill, stream, Leg.PREFILL, now)
 
     def _submit(self, lease: Lease, stream: Stream, leg: Leg, now: float) -> None:
-        at, told = self._router.number(lease.node), self._router.told(self._placed[stream])
-        self.cluster.nodes[at].submit(stream, leg, now, told)
-        self.cluster.report(at, lease, now, taken=True)
+        engine = self.router.engine(lease.node)
+        engine.submit(stream, leg, now, self.router.told(self._placed[stream]))
+        lease.note_load(msgspec.structs.replace(engine.load(now), leg=engine.legs))
+
+    def _tells(self, lease: Lease | None, now: float) -> None:
+        assert lease is not None
+        lease.note_load(self.router.engine(lease.node).load(now))
+        self._tell_kv(lease.node, now)
+
+    def _tell_kv(self, node: Node, now: float) -> None:
+        if not self._result.setting.prefixes:
+            return
+        changed = partial(self.router.pool.prefixes.changed, node.url, at=now)
+        for medium, stored, removed in self.router.engine(node).pulls.news():
+            if stored or removed:
+                call = partial(changed, stored, removed, medium=medium)
+                self.clock.later(now + _KV_EVENT_MS, partial(_heard, call))
 
     def begins(self, stream: Stream, now: float) -> None:
         """Note that a prefill leg begins; its decode leg waits beside it."""
@@ -84,39 +162,31 @@ class World:
         if stream.output > 1:
             self._submit(placed.decode, stream, Leg.DECODE, now)
 
-    def _tells(self, lease: Lease | None, now: float) -> None:
-        assert lease is not None
-        at = self._router.number(lease.node)
-        self.cluster.report(at, lease, now)
-        self.cluster.tell_kv(at, now)
-
     def computed(self, stream: Stream, now: float, last_chunk: int) -> None:
         placed = self._placed[stream]
         stream.first = now
-        stream.rungs = self._router.rungs(stream, placed)
+        stream.rungs = self.router.rungs(stream, placed)
         if placed.prefill is None:
             placed.decode.answered()
             self._tells(placed.decode, now)
             return
         self._tells(placed.prefill, now)
-        self._router.pool.give_back(placed.prefill)
+        self.router.pool.give_back(placed.prefill)
         if stream.output > 1:
-            node = self.cluster.nodes[self._router.number(placed.decode.node)]
-            node.computed(stream, last_chunk, now)
+            self.router.engine(placed.decode.node).computed(stream, last_chunk, now)
         else:
             self._release(stream, now)
             self._done(stream, now)
 
     def fetched(self, stream: Stream, now: float) -> None:
-        self.cluster.tell_kv(self._router.number(self._placed[stream].decode.node), now)
+        self._tell_kv(self._placed[stream].decode.node, now)
         self._release(stream, now)
 
     def _release(self, stream: Stream, now: float) -> None:
         lease = self._placed[stream].prefill
         assert lease is not None
-        at = self._router.number(lease.node)
-        self.cluster.nodes[at].release(stream, now)
-        self.cluster.emptied(at, now)
+        self.router.engine(lease.node).release(stream, now)
+        self._emptied(lease.node, now)
 
     def ended(self, stream: Stream, now: float) -> None:
         self._tells(self._placed[stream].decode, now)
@@ -125,10 +195,10 @@ class World:
     def _done(self, stream: Stream, now: float) -> None:
         stream.last = now
         placed = self._placed.pop(stream)
-        self._router.placer.give_back(placed)
-        self._router.answered(stream)
+        self.router.placer.give_back(placed)
+        self.router.answered(stream)
         self._forget(stream)
-        self.cluster.emptied(self._router.number(placed.decode.node), now)
+        self._emptied(placed.decode.node, now)
 
     def _forget(self, stream: Stream) -> None:
         self._left -= 1
@@ -140,3 +210,7 @@ class World:
 
     def gap(self, ms: float, times: int) -> None:
         self._result.add_gap(ms, times)
+
+
+def _heard(call: Callable[[], None], _: float) -> None:
+    call()

@@ -104,7 +104,7 @@ def test_each_request_ends_once_and_gives_back_what_it_took_and_leased(
             assert sum(stream.rungs.values()) == stream.prompt
             assert sum(stream.read.values()) <= stream.cached < stream.prompt
     assert set(result.rungs) <= set(RUNGS)
-    for node in world.cluster.nodes:
+    for node in map(world.router.engine, world.router.pool.nodes):
         assert node.idle
         assert node.tokens == node.running == node.waiting == 0
         for cache in (node.cache, *node.pulls.below):
