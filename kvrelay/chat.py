@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -86,19 +86,16 @@ def chat(url: str, api_key: str, model: str) -> int:
     """Answer questions, one a line, until /exit, the input's end or Ctrl-C. Raises ChatFailed."""
     said: list[dict[str, str]] = []
 
-    async def first() -> str:
+    async def ask(question: Callable[[aiohttp.ClientSession], Awaitable[str]]) -> str:
         async with http_session(url, api_key) as http:
-            return await first_model(http)
-
-    async def turn() -> str:
-        async with http_session(url, api_key) as http:
-            return await answer(http, model, said)
+            return await question(http)
 
     with contextlib.suppress(EOFError, KeyboardInterrupt):
-        model = model or asyncio.run(first())
+        model = model or asyncio.run(ask(first_model))
         # Outside of the event loop, which would swallow the first Ctrl-C.
         while (line := input("> " if sys.stdin.isatty() else "").strip()) != "/exit":
             if line:
                 said.append({"role": "user", "content": line})
-                said.append({"role": "assistant", "content": asyncio.run(turn())})
+                text = asyncio.run(ask(lambda http: answer(http, model, said)))
+                said.append({"role": "assistant", "content": text})
     return 0

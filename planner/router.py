@@ -1,5 +1,4 @@
-"""The router of a simulation: the real pool, placement, prefix index and admission, over simulated
-nodes.
+"""The router of a simulation: the real pool, placement and prefix index, over simulated nodes.
 
 Times are milliseconds.
 """
@@ -8,8 +7,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import cast
 
 import msgspec
@@ -17,22 +15,18 @@ import msgspec
 from kvrelay.planner.engine import Engine
 from kvrelay.planner.seat import PlacementHints, Source
 from kvrelay.planner.setting import Setting, Stream
-from kvrelay.router.admission.keys import Refusal
-from kvrelay.router.admission.queue import AdmissionQueue, QueuedRequest
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.placement import Placement, Refuse, Wait
 from kvrelay.router.prefix.index import CHUNK_BYTES, Prefix
 from kvrelay.router.request.job import Job, Slo
 from kvrelay.router.request.placer import PlacementLeases, PlacementQuery, Placer
 from kvrelay.wire.config import Role
-from kvrelay.wire.errors import KvrelayError, NoNode
 from kvrelay.wire.kv_events import CPU, GPU, STORAGE
 from kvrelay.wire.ladder import Found
 from kvrelay.wire.router_config import Policy, RouterConfig
 from kvrelay.wire.transfer import Fingerprint, KvFacts
 
-__all__ = ["DEADLINE_MS", "SimulatedAdmission", "Router"]
+__all__ = ["Router"]
 
 _MODEL = "simulated"
 _FINGERPRINT = Fingerprint(
@@ -76,13 +70,6 @@ class Router:
             _JOB, id=f"{stream.number}", session_id=stream.session, targets=targets
         )
         return self.placer.wanted(job, self._prefix(stream), stream.prompt)
-
-    def find(self, wanted: PlacementQuery) -> Placement | Wait | Refuse | None:
-        """Return where it would be placed now; None if no node could take it."""
-        try:
-            return self.placer.find(wanted)
-        except NoNode:
-            return None
 
     def told(self, placed: PlacementLeases) -> PlacementHints:
         wanted, placement = placed.wanted, placed.placement
@@ -129,87 +116,3 @@ class Router:
         chunks = array("q", stream.blocks or (0,))
         size = len(chunks) * CHUNK_BYTES
         return Prefix(chunks, size, array("Q", stream.blocks), stream.prompt, self._block_size)
-
-
-DEADLINE_MS = 600_000.0
-"""The default request_deadline_s of a router."""
-_MAX_QUEUE = 1_000
-"""The default max_queue of a router."""
-_LOOK_MS = 10.0
-
-Begins = Callable[[Stream, PlacementQuery, Placement, float], None]
-
-
-@dataclass(eq=False, slots=True)
-class _Queued(QueuedRequest):
-    stream: Stream = field(kw_only=True)
-    wanted: PlacementQuery = field(kw_only=True)
-
-
-class SimulatedAdmission:
-    def __init__(
-        self,
-        router: Router,
-        later: Callable[[float, Callable[[float], None]], None],
-        begins: Begins,
-        refused: Callable[[Stream], None],
-    ) -> None:
-        self._router, self._later = router, later
-        self._begins, self._refused = begins, refused
-        self._admission: AdmissionQueue[_Queued, Placement] = AdmissionQueue(_MAX_QUEUE, self._find)
-        self._requests: dict[Stream, _Queued] = {}
-        self._looking = False
-
-    def arrive(self, stream: Stream, now: float) -> None:
-        targets = self._router.targets(stream)
-        wanted = self._router.placer.limited(self._router.wanted(stream), targets)
-        request = self._requests[stream] = _Queued(
-            "",
-            now / 1e3,
-            tokens=stream.prompt + round(wanted.output),
-            ttft_s=targets.ttft_s,
-            deadline=(now + DEADLINE_MS) / 1e3,
-            stream=stream,
-            wanted=wanted,
-        )
-        try:
-            found = self._admission.arrive(request)
-        except NoNode:
-            self._refuse(request)
-            return
-        if isinstance(found, Refusal):
-            self._refuse(request)
-        elif not isinstance(found, Wait):
-            self._begins(stream, wanted, found, now)
-        elif not self._looking:
-            self._looking = True
-            self._later(now + _LOOK_MS, self._look)
-
-    def ended(self, stream: Stream, now: float) -> None:
-        request = self._requests.pop(stream, None)
-        if request is not None:
-            self._admission.correct(request, stream.prompt + stream.output * stream.answered)
-            self._turn(now)
-
-    def _find(self, request: _Queued) -> Placement | Wait | Refuse:
-        found = self._router.find(request.wanted)
-        if found is None:
-            raise NoNode("no node could take it, now or later")
-        return found
-
-    def _turn(self, now: float) -> None:
-        for request, found in self._admission.leaving(now / 1e3):
-            if isinstance(found, Refusal | KvrelayError):
-                self._refuse(request)
-            else:
-                self._begins(request.stream, request.wanted, found, now)
-
-    def _look(self, now: float) -> None:
-        self._turn(now)
-        self._looking = bool(self._admission)
-        if self._looking:
-            self._later(now + _LOOK_MS, self._look)
-
-    def _refuse(self, request: _Queued) -> None:
-        del self._requests[request.stream]
-        self._refused(request.stream)

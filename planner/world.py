@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
 
 from kvrelay.planner.engine import Engine
-from kvrelay.planner.router import Router, SimulatedAdmission
+from kvrelay.planner.router import Router
 from kvrelay.planner.seat import Leg
 from kvrelay.planner.setting import Result, Setting, Stream
+from kvrelay.router.admission.keys import Refusal
+from kvrelay.router.admission.queue import AdmissionQueue, QueuedRequest
 from kvrelay.router.nodes.node import Lease, Node
-from kvrelay.router.placement import Placement
+from kvrelay.router.placement import Placement, Wait
 from kvrelay.router.request.placer import PlacementLeases, PlacementQuery
 from kvrelay.wire.config import Role
+from kvrelay.wire.errors import KvrelayError, NoNode
 
 __all__ = ["Clock", "World", "simulate"]
 
@@ -30,7 +33,17 @@ _SWITCH_MS = 1_000.0
 _KV_EVENT_MS = 5.0
 """Until the router hears of it."""
 
+_DEADLINE_S, _MAX_QUEUE = 600.0, 1_000
+"""The defaults of request_deadline_s and max_queue of a router."""
+_LOOK_MS = 10.0
+
 Call = Callable[[float], None]
+
+
+@dataclass(eq=False, slots=True)
+class _Queued(QueuedRequest):
+    stream: Stream = field(kw_only=True)
+    wanted: PlacementQuery = field(kw_only=True)
 
 
 def simulate(streams: Sequence[Stream], setting: Setting) -> Result:
@@ -75,11 +88,15 @@ class World:
         self._becoming: dict[Node, Role] = {}
         self._left = len(streams)
         self._placed: dict[Stream, PlacementLeases] = {}
-        later = self.clock.later
-        self._door = SimulatedAdmission(self.router, later, self._begin, self._refuse)
+        find = self.router.placer.find
+        self._queue: AdmissionQueue[_Queued, Placement] = AdmissionQueue(
+            _MAX_QUEUE, lambda request: find(request.wanted)
+        )
+        self._queued: dict[Stream, _Queued] = {}
+        self._looking = False
         nodes = self.router.pool.nodes
         for at, node in enumerate(nodes):
-            later(at * _POLL_MS / len(nodes), partial(self._poll, node))
+            self.clock.later(at * _POLL_MS / len(nodes), partial(self._poll, node))
 
     def run(self) -> Result:
         for number, stream in enumerate(self._streams):
@@ -118,23 +135,58 @@ class World:
     def _arrives(self, stream: Stream, now: float) -> None:
         if stream.prompt + stream.output > self._result.setting.card.kv_tokens:
             self._refuse(stream)
-        else:
-            self._door.arrive(stream, now)
+            return
+        targets = self.router.targets(stream)
+        wanted = self.router.placer.limited(self.router.wanted(stream), targets)
+        request = self._queued[stream] = _Queued(
+            "",
+            now / 1e3,
+            tokens=stream.prompt + round(wanted.output),
+            ttft_s=targets.ttft_s,
+            deadline=now / 1e3 + _DEADLINE_S,
+            stream=stream,
+            wanted=wanted,
+        )
+        found: Placement | Wait | Refusal | KvrelayError
+        try:
+            found = self._queue.arrive(request)
+        except NoNode as why:
+            found = why
+        if not isinstance(found, Wait):
+            self._leaves(request, found, now)
+        elif not self._looking:
+            self._looking = True
+            self.clock.later(now + _LOOK_MS, self._look)
 
-    def _refuse(self, stream: Stream) -> None:
-        stream.refused = True
-        self._forget(stream)
+    def _look(self, now: float) -> None:
+        self._turn(now)
+        self._looking = bool(self._queue)
+        if self._looking:
+            self.clock.later(now + _LOOK_MS, self._look)
 
-    def _begin(
-        self, stream: Stream, wanted: PlacementQuery, placement: Placement, now: float
+    def _turn(self, now: float) -> None:
+        for request, found in self._queue.leaving(now / 1e3):
+            self._leaves(request, found, now)
+
+    def _leaves(
+        self, request: _Queued, found: Placement | Refusal | KvrelayError, now: float
     ) -> None:
-        placed = replace(self.router.placer.take(wanted, placement), at=now)
+        stream = request.stream
+        if isinstance(found, Refusal | KvrelayError):
+            del self._queued[stream]
+            self._refuse(stream)
+            return
+        placed = replace(self.router.placer.take(request.wanted, found), at=now)
         self._placed[stream] = placed
         if placed.prefill is None:
             stream.local = True
             self._submit(placed.decode, stream, Leg.WHOLE, now)
         else:
             self._submit(placed.prefill, stream, Leg.PREFILL, now)
+
+    def _refuse(self, stream: Stream) -> None:
+        stream.refused = True
+        self._forget(stream)
 
     def _submit(self, lease: Lease, stream: Stream, leg: Leg, now: float) -> None:
         engine = self.router.engine(lease.node)
@@ -197,12 +249,13 @@ class World:
         placed = self._placed.pop(stream)
         self.router.placer.give_back(placed)
         self.router.answered(stream)
+        self._queue.correct(self._queued.pop(stream), stream.prompt + stream.output)
+        self._turn(now)
         self._forget(stream)
         self._emptied(placed.decode.node, now)
 
     def _forget(self, stream: Stream) -> None:
         self._left -= 1
-        self._door.ended(stream, self.clock.now)
         for each in stream.then:
             each.waits -= 1
             if not each.waits:
