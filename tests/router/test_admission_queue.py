@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
+from collections.abc import Callable
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,63 +12,43 @@ from kvrelay.router.admission.keys import Refusal
 from kvrelay.router.admission.queue import AdmissionQueue, QueuedRequest
 from kvrelay.router.placement import Refuse, Wait
 
-TAKES_S = 1.0
+Found = str | Wait | Refuse
 
 
-class ModelCluster:
-    """Seats that a request takes for a second; a router's admission in front of them."""
+class Queue:
+    """A queue in which all wait until `begin_next` or `begin`, or are told what `found` says."""
 
-    def __init__(self, max_queue: int, seats: int = 1) -> None:
+    def __init__(self, max_queue: int = 1000) -> None:
+        self.found: Callable[[QueuedRequest], Found] = lambda _: Wait("no room")
         self.admission: AdmissionQueue[QueuedRequest, str] = AdmissionQueue(
-            max_queue, lambda request: self.look(request)
+            max_queue, lambda request: self.found(request)
         )
-        self.now, self.seats = 0.0, seats
-        self.running: list[tuple[QueuedRequest, float]] = []
-        self.begun: list[QueuedRequest] = []
-        self.refused: list[tuple[QueuedRequest, Refusal]] = []
 
-    def look(self, request: QueuedRequest) -> str | Wait | Refuse:
-        soonest = (
-            0.0
-            if len(self.running) < self.seats
-            else min(ends for _, ends in self.running) - self.now
-        )
-        if request.ttft_s is not None and soonest + TAKES_S > request.ttft_s:
-            return Refuse(
-                "ttft",
-                (soonest + TAKES_S) * 1e3,
-                request.ttft_s * 1e3,
-                never=request.ttft_s < TAKES_S,
-            )
-        return Wait("all seats are taken") if soonest else "a seat"
+    def push(self, request: QueuedRequest, max_of_key: int = 0) -> str | Wait | Refusal:
+        return self.admission.arrive(request, max_of_key)
 
-    def ask(self, request: QueuedRequest, max_of_key: int = 0) -> str | Wait | Refusal:
-        found = self.admission.arrive(request, max_of_key)
-        if not isinstance(found, Wait | Refusal):
-            assert found == "a seat"
-            self._begin(request)
-        return found
+    def begin(self, request: QueuedRequest) -> None:
+        self.found, before = lambda _: "a seat", self.found
+        assert self.push(request) == "a seat"
+        self.found = before
 
-    def run(self, seconds: float, tick: float = 0.05) -> None:
-        for _ in range(max(1, math.ceil(seconds / tick - 1e-9))):
-            self.now += tick
-            for each, _ in [item for item in self.running if item[1] <= self.now]:
-                self.running = [item for item in self.running if item[0] is not each]
-                self.admission.correct(each, each.tokens)
-            for each, found in self.admission.leaving(self.now):
-                if isinstance(found, Refusal):
-                    self.refused.append((each, found))
-                else:
-                    assert found == "a seat"
-                    self._begin(each)
-
-    def _begin(self, request: QueuedRequest) -> None:
-        self.begun.append(request)
-        self.running.append((request, self.now + TAKES_S))
+    def begin_next(self, now: float = 0.0) -> QueuedRequest:
+        self.found, before = lambda _: "a seat", self.found
+        begun, found = next(self.admission.leaving(now))
+        assert found == "a seat"
+        self.found = before
+        return begun
 
 
-def queued(tokens: int = 100, key: str = "a", **fields: float) -> QueuedRequest:
-    return QueuedRequest(key, fields.pop("arrived", 0.0), tokens=tokens, **fields)  # type: ignore[arg-type]
+def request(
+    key: str = "a",
+    tokens: int = 100,
+    weight: float = 1.0,
+    priority: int = 0,
+    arrived: float = 0.0,
+    **limits: float,
+) -> QueuedRequest:
+    return QueuedRequest(key, arrived, weight, priority, tokens, **limits)
 
 
 def refusal(found: object) -> Refusal:
@@ -77,111 +56,74 @@ def refusal(found: object) -> Refusal:
     return found
 
 
-def test_whoever_finds_the_queue_full_is_told_how_long_it_takes() -> None:
-    cluster = ModelCluster(20)
-    for _ in range(21):
-        cluster.ask(queued())
-    assert refusal(cluster.ask(queued())).reason == "queue_full"
-    for _ in range(40):  # as fast as they end, so that it is known how fast that is
-        cluster.run(1)
-        cluster.ask(queued(arrived=cluster.now))
-    full = refusal(cluster.ask(queued()))
-    assert full.reason == "queue_full"
-    assert full.retry_after_s == pytest.approx(20 * TAKES_S, rel=0.1)
-    cluster.run(full.retry_after_s + 2)
-    assert not len(cluster.admission)
+def test_whoever_finds_the_queue_full_is_told_how_long_the_last_one_waited() -> None:
+    queue = Queue(2)
+    for _ in range(3):
+        full = queue.push(request())
+    assert (refusal(full).reason, refusal(full).retry_after_s) == ("queue_full", 0.0)
+    queue.begin_next(now=7.0)
+    assert isinstance(queue.push(request()), Wait)
+    assert refusal(queue.push(request())).retry_after_s == 7.0
 
 
 def test_a_target_that_would_be_missed_is_refused_with_the_time_after_which_it_is_kept() -> None:
-    cluster = ModelCluster(100)
-    assert cluster.ask(queued(ttft_s=1.5)) == "a seat"
-    never = refusal(cluster.ask(queued(ttft_s=0.5)))
-    assert (never.reason, never.retry_after_s) == ("ttft_never", None)
-    late = refusal(cluster.ask(queued(ttft_s=1.5)))
-    assert (late.reason, late.retry_after_s) == ("ttft", pytest.approx(0.5))
+    queue = Queue()
+    queue.found = lambda _: Refuse("ttft", 2_000.0, 1_500.0)
+    late = refusal(queue.push(request()))
+    assert (late.reason, late.retry_after_s) == ("ttft", 0.5)
     assert "1500 ms" in late.message
-    cluster.run(0.5)
-    waits = queued(ttft_s=1.6, arrived=cluster.now)
-    assert isinstance(cluster.ask(waits), Wait)
-    cluster.run(0.5)
-    assert waits in cluster.begun
+    queue.found = lambda _: Refuse("ttft", 2_000.0, 1_500.0, never=True)
+    never = refusal(queue.push(request()))
+    assert (never.reason, never.retry_after_s) == ("ttft_never", None)
 
 
 def test_the_places_of_one_key_are_bounded() -> None:
-    cluster = ModelCluster(100)
-    for _ in range(20):
-        cluster.ask(queued(1000))
-    assert refusal(cluster.ask(queued(), 19)).reason == "key_queue_full"
-    assert isinstance(cluster.ask(queued(key="b"), 19), Wait)
+    queue = Queue()
+    for _ in range(3):
+        assert isinstance(queue.push(request(), 3), Wait)
+    assert refusal(queue.push(request(), 3)).reason == "key_queue_full"
+    assert isinstance(queue.push(request("b"), 3), Wait)
 
 
 def test_requests_leave_the_queue_at_their_deadline_and_when_their_target_has_passed() -> None:
-    cluster = ModelCluster(100)
-    for _ in range(4):
-        cluster.ask(queued())
-    patient, hurried, gone = queued(deadline=2.5), queued(ttft_s=2.2), queued()
+    queue, gone = Queue(), request(deadline=1.0)
+    patient, hurried = request(deadline=2.5), request(ttft_s=2.2)
     for each in (patient, hurried, gone):
-        assert isinstance(cluster.ask(each), Wait)
-    cluster.admission.remove(gone)
-    cluster.run(4)
-    assert {each: why.reason for each, why in cluster.refused} == {
-        patient: "deadline",
-        hurried: "ttft_passed",
+        assert isinstance(queue.push(each), Wait)
+    assert (queue.admission.remove(gone), queue.admission.remove(gone)) == (True, False)
+    left = {
+        now: [(each, refusal(why).reason) for each, why in queue.admission.leaving(now)]
+        for now in (2.1, 2.3, 2.6)
     }
-    assert gone not in cluster.begun
+    assert left == {2.1: [], 2.3: [(hurried, "ttft_passed")], 2.6: [(patient, "deadline")]}
 
 
 def test_a_first_that_no_cluster_can_serve_any_more_leaves_the_queue() -> None:
     """As when nodes have become slower than its target since it came."""
-    cluster = ModelCluster(100)
-    cluster.ask(queued())
-    for each in (hopeless := queued(), behind := queued()):
-        assert isinstance(cluster.ask(each), Wait)
-
-    def look(request: QueuedRequest) -> str | Wait | Refuse:
-        return Refuse("tpot", 9.0, 8.0, never=True) if request is hopeless else "a seat"
-
-    cluster.look = look
-    first, second = cluster.admission.leaving(1.0)
+    queue, hopeless, behind = Queue(), request(), request()
+    for each in (hopeless, behind):
+        assert isinstance(queue.push(each), Wait)
+    queue.found = lambda each: (
+        Refuse("tpot", 9.0, 8.0, never=True) if each is hopeless else "a seat"
+    )
+    first, second = queue.admission.leaving(1.0)
     assert (first[0], refusal(first[1]).reason) == (hopeless, "tpot_never")
     assert second == (behind, "a seat")
+
+
+def test_a_first_that_would_be_late_now_stays_and_others_behind_it() -> None:
+    queue = Queue()
+    for _ in range(2):
+        queue.push(request())
+    queue.found = lambda _: Refuse("ttft", 2_000.0, 1_500.0)
+    assert list(queue.admission.leaving(1.0)) == []
+    assert len(queue.admission) == 2
 
 
 # --- the order in which requests begin
 
 KEYS = ("a", "b", "c")
 sizes = st.integers(1, 1000)
-
-
-def request(
-    key: str = "a", tokens: int = 100, weight: float = 1.0, priority: int = 0, arrived: float = 0.0
-) -> QueuedRequest:
-    return QueuedRequest(key, arrived, weight, priority, tokens=tokens)
-
-
-class Queue:
-    """A queue in which all wait until `begin_next` or `begin`."""
-
-    def __init__(self, max_queue: int = 1000) -> None:
-        self.room = False
-        self.admission: AdmissionQueue[QueuedRequest, str] = AdmissionQueue(
-            max_queue, lambda _: "a seat" if self.room else Wait("no room")
-        )
-
-    def push(self, request: QueuedRequest) -> str | Wait | Refusal:
-        return self.admission.arrive(request)
-
-    def begin(self, request: QueuedRequest) -> None:
-        self.room = True
-        assert self.push(request) == "a seat"
-        self.room = False
-
-    def begin_next(self) -> QueuedRequest:
-        self.room = True
-        begun, found = next(self.admission.leaving(0.0))
-        assert found == "a seat"
-        self.room = False
-        return begun
 
 
 @settings(max_examples=100)

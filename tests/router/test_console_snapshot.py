@@ -3,74 +3,37 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvrelay.router.nodes.node import BreakerState
+from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.state import (
     KEPT_REQUESTS,
     Health,
     NodeStatus,
     Snapshot,
     WorkerStatus,
+    node_statuses,
     snapshot_of,
 )
 from kvrelay.router.timeline import EndedRequest
 
 P, D = "http://p:1", "http://d:1"
-
-
-def request(at: float, **fields: Any) -> EndedRequest:
-    every: dict[str, Any] = {
-        "id": f"r{at}",
-        "path": "/v1/completions",
-        "model": "m",
-        "key": "anyone",
-        "status": 200,
-        "error": "",
-        "stream": True,
-        "local": False,
-        "ended": at,
-        "ttft_s": 0.1,
-        "inter_token_s": 0.01,
-        "prompt_tokens": 5,
-        "cached_tokens": 0,
-        "output_tokens": 7,
-        "prefill": P,
-        "decode": D,
-        "kv_bytes": 0,
-        "stages_s": {"total": 0.5},
-    }
-    return EndedRequest(**(every | fields))
+SEEN = {status.url: status for status in node_statuses(Pool([P], [D]), 0.0)}
 
 
 def node(url: str = P, **fields: Any) -> NodeStatus:
-    every: dict[str, Any] = {
-        "url": url,
-        "role": "prefill",
-        "kind": "kvrelay",
-        "model": "m",
-        "adapters": [],
-        "up": True,
-        "draining": False,
-        "reason": "",
-        "for_s": 1.0,
-        "sources": ["static"],
-        "legs": 1,
-        "held_blocks": 0,
-        "queue_depth": 1.0,
-        "breaker": BreakerState("closed"),
-    }
-    return NodeStatus(**(every | fields))
+    return replace(SEEN[url], **({"up": True, "up_in": 1} | fields))
 
 
-def worker(*requests: EndedRequest, **fields: Any) -> WorkerStatus:
-    every: dict[str, Any] = {
-        "nodes": [node()],
-        "requests": list(requests),
-        "counts": {"running": 1, "waiting": 2},
-    }
-    return WorkerStatus(**(every | fields))
+def worker(*ended: float, nodes: Sequence[NodeStatus] = ()) -> WorkerStatus:
+    requests: list[Any] = [SimpleNamespace(ended=at) for at in ended]
+    return WorkerStatus(list(nodes), requests, {"running": 1, "waiting": 2})
 
 
 def shown(own: WorkerStatus, *workers: WorkerStatus, wanted: int = 1) -> Snapshot:
@@ -79,13 +42,12 @@ def shown(own: WorkerStatus, *workers: WorkerStatus, wanted: int = 1) -> Snapsho
 
 
 def test_what_workers_see_is_added_up_where_each_knows_a_part() -> None:
-    own = worker(request(18.0), nodes=[node(legs=3)])
-    seen = shown(own, own, worker(request(19.0), request(17.0), nodes=[node(legs=4)]), wanted=3)
+    own = worker(18.0, nodes=[node(legs=3)])
+    seen = shown(own, own, worker(19.0, 17.0, nodes=[node(legs=4)]), wanted=3)
     assert seen.counts == {"running": 2, "waiting": 4}
     assert (seen.workers, seen.wanted, seen.nodes[0].legs) == (2, 3, 7)
     assert [each.ended for each in seen.requests] == [19.0, 18.0, 17.0]
-    many = [request(float(at)) for at in range(KEPT_REQUESTS + 9)]
-    assert len(shown(worker(*many)).requests) == KEPT_REQUESTS
+    assert len(shown(worker(*range(KEPT_REQUESTS + 9))).requests) == KEPT_REQUESTS
 
 
 def test_of_what_each_finds_out_by_itself_the_worst_is_told() -> None:
