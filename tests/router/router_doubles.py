@@ -426,6 +426,11 @@ class Cluster:
         async with self.http.request(method, url, allow_redirects=False, **kwargs) as answer:
             return Answer(answer.status, answer.headers, await answer.read())
 
+    async def operate(self, path: str, body: Any = None) -> tuple[int, Any]:
+        """What is answered to an operator."""
+        answer = await self.ask("POST", path, json=body, headers=OPERATOR)
+        return answer.status, answer.json
+
     def node(self, fake: FakeNode) -> Any:
         return next(node for node in self.router.pool.nodes if node.url == fake.url)
 

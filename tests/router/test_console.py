@@ -18,15 +18,9 @@ FOLDER = Path(__file__).parents[2] / "router" / "console" / "static"
 SECRET = "the plan of the treasure island"
 
 
-async def fetched(c: Cluster, path: str, **headers: str) -> tuple[int, Any, bytes]:
-    async with c.http.get(c.url + path, headers=headers, allow_redirects=False) as answer:
-        return answer.status, answer.headers, await answer.read()
-
-
 async def picture(c: Cluster) -> Snapshot:
-    status, _, body = await fetched(c, "/console/state", **OPERATOR)
-    assert status == 200, body
-    return msgspec.json.decode(body, type=Snapshot)
+    answer = await c.ask("GET", "/console/state", headers=OPERATOR)
+    return msgspec.json.decode(answer.body, type=Snapshot)
 
 
 async def decode_with_kv(call: Call) -> None:
@@ -48,8 +42,9 @@ async def decode_with_kv(call: Call) -> None:
 async def test_the_page_and_its_files_come_from_the_router_alone_and_are_asked_for_again() -> None:
     async with cluster(admin_key="operator", api_key="client") as c:
         for name in ["", *(f"/{file.name}" for file in FOLDER.iterdir())]:
-            status, headers, body = await fetched(c, f"/console{name}")
-            assert (status, body) == (200, (FOLDER / (name[1:] or "index.html")).read_bytes())
+            answer = await c.ask("GET", f"/console{name}")
+            assert answer.body == (FOLDER / (name[1:] or "index.html")).read_bytes()
+            headers = answer.headers
             policy = dict(
                 part.split(" ", 1) for part in headers["content-security-policy"].split("; ")
             )
@@ -57,18 +52,15 @@ async def test_the_page_and_its_files_come_from_the_router_alone_and_are_asked_f
             assert set(policy.values()) == {"'self'", "'none'"}
             assert headers["x-content-type-options"] == "nosniff"
             tag = headers["etag"]
-            status, headers, body = await fetched(c, f"/console{name}", **{"if-none-match": tag})
-            assert (status, headers["etag"], body) == (304, tag, b"")
+            again = await c.ask("GET", f"/console{name}", headers={"if-none-match": tag})
+            assert (again.status, again.headers["etag"], again.body) == (304, tag, b"")
 
 
 async def test_no_other_file_is_served() -> None:
     async with cluster() as c:
         for path in ("nothing.js", "..%2froutes.py", "%2e%2e/routes.py", "routes.py", "a/b.js"):
-            status, _, body = await fetched(c, f"/console/{path}")
-            assert (status, msgspec.json.decode(body)["error"]["type"]) == (
-                404,
-                "not_found_error",
-            ), path
+            answer = await c.ask("GET", f"/console/{path}")
+            assert (answer.status, answer.error["type"]) == (404, "not_found_error"), path
 
 
 def test_the_page_names_only_files_that_are_there_and_no_other_host() -> None:
@@ -103,10 +95,8 @@ async def test_a_request_that_has_ended_is_told_with_its_stages_and_without_its_
     async with cluster(p, d) as c:
         asked = {"messages": [{"role": "user", "content": SECRET}]}
         await c.text(asked, headers={"x-request-id": "mine"})
-        status, _, body = await fetched(c, "/console/state", **OPERATOR)
-        assert status == 200
-        assert SECRET.encode() not in body
-        seen = msgspec.json.decode(body, type=Snapshot)
+        assert SECRET not in (await c.ask("GET", "/console/state", headers=OPERATOR)).text
+        seen = await picture(c)
         request = seen.requests[0]
         assert (request.id, request.status, request.path) == ("mine", 200, "/v1/chat/completions")
         assert (request.prefill, request.decode, request.local) == (p.url, d.url, False)

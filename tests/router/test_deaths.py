@@ -51,8 +51,8 @@ def fragile(node: FakeNode) -> FakeNode:
 
 
 async def asked(c: Cluster, body: Any = None) -> tuple[int, Any, Any]:
-    async with c.post(body) as answer:
-        return answer.status, await answer.json(), answer.headers
+    answer = await c.asked(body)
+    return answer.status, answer.json, answer.headers
 
 
 def refused(c: Cluster) -> float:

@@ -28,10 +28,8 @@ async def asked(
     c: Cluster, method: str, path: str, origin: str = PAGE, **more: Any
 ) -> tuple[int, Any, bytes]:
     headers = {"origin": origin, **more.pop("headers", {})}
-    async with c.http.request(
-        method, c.url + path, headers=headers, allow_redirects=False, **more
-    ) as answer:
-        return answer.status, answer.headers, await answer.read()
+    answer = await c.ask(method, path, headers=headers, **more)
+    return answer.status, answer.headers, answer.body
 
 
 @pytest.mark.parametrize("stream", [False, True])

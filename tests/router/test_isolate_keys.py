@@ -133,11 +133,9 @@ ASKED = (
 
 async def ask(c: Cluster, key: str, path: str, body: Any, **more: Any) -> int:
     headers = {"authorization": f"Bearer {key}"}
-    async with c.http.post(
-        c.url + path, json={"model": MODEL, **body, **more}, headers=headers
-    ) as answer:
-        await answer.read()
-        return answer.status
+    return (
+        await c.ask("POST", path, json={"model": MODEL, **body, **more}, headers=headers)
+    ).status
 
 
 @pytest.mark.parametrize(("path", "body"), ASKED)

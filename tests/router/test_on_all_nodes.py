@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from router_doubles import OPERATOR, Cluster, cluster, decode, prefill
-
-
-async def said(c: Cluster, method: str, path: str) -> tuple[int, dict[str, Any]]:
-    async with c.http.request(method, c.url + path, headers=OPERATOR) as answer:
-        return answer.status, await answer.json()
+from router_doubles import cluster, decode, prefill
 
 
 def answering(asked: list[str], body: Any, status: int = 200) -> Any:
@@ -29,7 +24,7 @@ async def test_a_reset_goes_to_all_nodes_with_the_nodes_key() -> None:
         decode(posts={path: answering(asked, None)}),
     ]
     async with cluster(*nodes, node_api_key="k") as c:
-        status, told = await said(c, "POST", f"{path}?reset_external=true")
+        status, told = await c.operate(f"{path}?reset_external=true")
         assert (status, told["success"]) == (200, True)
         assert [(each["url"], each["status"]) for each in told["nodes"]] == [
             (node.url, 200) for node in nodes
@@ -43,6 +38,6 @@ async def test_a_vllm_node_that_keeps_blocks_has_not_done_it(said_too: dict[str,
     async with cluster(
         busy, decode(posts={"/reset_prefix_cache": answering([], {"success": True})})
     ) as c:
-        status, told = await said(c, "POST", "/reset_prefix_cache")
+        status, told = await c.operate("/reset_prefix_cache")
         assert status == 502
         assert "some of its blocks are in use" in told["error"]["message"]

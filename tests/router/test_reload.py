@@ -18,7 +18,6 @@ import aiohttp
 import pytest
 from router_doubles import (
     MODEL,
-    OPERATOR,
     Call,
     Cluster,
     FakeNode,
@@ -91,15 +90,8 @@ async def reloading(
         yield c, file
 
 
-async def reloaded(c: Cluster) -> tuple[int, Any]:
-    async with c.http.post(f"{c.url}/admin/reload", headers=OPERATOR) as answer:
-        return answer.status, await answer.json()
-
-
 async def status(c: Cluster, key: str, **body: Any) -> int:
-    async with c.post(body, headers={"authorization": f"Bearer {key}"}) as answer:
-        await answer.read()
-        return int(answer.status)
+    return (await c.asked(body, headers={"authorization": f"Bearer {key}"})).status
 
 
 async def test_keys_aliases_limits_policies_and_nodes_change_while_requests_run() -> None:
@@ -118,7 +110,7 @@ async def test_keys_aliases_limits_policies_and_nodes_change_while_requests_run(
             c.text({"stream": True}, headers={"authorization": "Bearer ann"})
         )
         await until(lambda: bool(d.calls))
-        assert await reloaded(c) == (200, {"changed": []})
+        assert await c.operate("/admin/reload") == (200, {"changed": []})
         file.write(
             keys=(KeyConfig("bob", hash_of("bob"), requests_per_minute=2),),
             alias=(f"best={MODEL}",),
@@ -127,7 +119,7 @@ async def test_keys_aliases_limits_policies_and_nodes_change_while_requests_run(
             max_queue=3,
             max_body_bytes=2000,
         )
-        assert await reloaded(c) == (
+        assert await c.operate("/admin/reload") == (
             200,
             {
                 "changed": [
@@ -160,7 +152,7 @@ async def test_a_fixed_setting_or_a_file_that_is_wrong_changes_nothing(
     async with reloading(p, d) as (c, file):
         good = file.config
         file.write(port=9, workers=2, alias=(f"best={MODEL}",))
-        code, told = await reloaded(c)
+        code, told = await c.operate("/admin/reload")
         assert (code, told["error"]["type"]) == (400, "invalid_request_error")
         assert told["error"]["message"].startswith(
             "port, workers cannot change while the router runs"
@@ -172,7 +164,7 @@ async def test_a_fixed_setting_or_a_file_that_is_wrong_changes_nothing(
             raise ConfigError("cannot read config file router.yaml: line 3 is not valid YAML")
 
         c.router._reread = broken  # type: ignore[attr-defined]
-        code, told = await reloaded(c)
+        code, told = await c.operate("/admin/reload")
         assert (code, "line 3 is not valid YAML" in told["error"]["message"]) == (400, True)
         assert await status(c, "") == 200
 
@@ -197,7 +189,7 @@ def test_all_keys_are_never_taken_away() -> None:
 
 async def test_without_a_file_there_is_nothing_to_reload() -> None:
     async with router_over(RouterConfig(admin_key="operator")) as c:
-        code, told = await reloaded(c)
+        code, told = await c.operate("/admin/reload")
     assert (code, "started without --config" in told["error"]["message"]) == (400, True)
 
 

@@ -109,9 +109,7 @@ def test_every_way_of_membership_follows_the_node() -> None:
 
 
 async def ask(c: Cluster, node: FakeNode, role: str, **more: Any) -> tuple[int, Any]:
-    body = {"url": node.url, "role": role, **more}
-    async with c.http.post(f"{c.url}/admin/nodes/role", json=body, headers=OPERATOR) as answer:
-        return answer.status, await answer.json()
+    return await c.operate("/admin/nodes/role", {"url": node.url, "role": role, **more})
 
 
 async def test_a_late_answer_does_not_take_a_node_that_has_changed_out_of_service(

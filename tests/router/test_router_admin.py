@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from router_doubles import OPERATOR, Cluster, cluster, decode, prefill, until
-
-
-async def admin(
-    c: Cluster, method: str, path: str, body: Any = None, headers: dict[str, str] = OPERATOR
-) -> tuple[int, Any]:
-    async with c.http.request(method, c.url + path, json=body, headers=headers) as answer:
-        return answer.status, await answer.json()
+from router_doubles import cluster, decode, prefill, until
 
 
 async def test_what_is_no_node_is_refused_in_the_openai_shape() -> None:
     async with cluster() as c:
         for body, status in (({"url": 7}, 400), ({}, 400), ({"url": "http://p"}, 404)):
             for path in ("/admin/drain", "/admin/undrain", "/admin/nodes/role"):
-                code, told = await admin(c, "POST", path, body | {"role": "decode"})
+                code, told = await c.operate(path, body | {"role": "decode"})
                 assert (code, told["error"]["type"].endswith("_error")) == (status, True)
 
 
 async def test_a_node_that_is_drained_takes_no_new_legs_and_comes_back() -> None:
     nodes = [prefill(), decode(), decode()]
     async with cluster(*nodes) as c:
-        status, told = await admin(c, "POST", "/admin/drain", {"url": nodes[1].url})
+        status, told = await c.operate("/admin/drain", {"url": nodes[1].url})
         assert (status, told["node_told"], told["node"]["reason"]) == (200, True, "it is draining")
         assert nodes[1].draining
         for _ in range(4):
             await c.text()
         assert [len(node.calls) for node in nodes] == [4, 0, 4]
-        await admin(c, "POST", "/admin/undrain", {"url": nodes[1].url})
+        await c.operate("/admin/undrain", {"url": nodes[1].url})
         await until(lambda: c.node(nodes[1]).up)
 
 
 async def test_a_node_that_is_drained_here_comes_back_when_it_is_asked_itself() -> None:
     nodes = [prefill(), decode()]
     async with cluster(*nodes) as c:
-        await admin(c, "POST", "/admin/drain", {"url": nodes[1].url})
+        await c.operate("/admin/drain", {"url": nodes[1].url})
         node = c.node(nodes[1])
         await until(lambda: node.reason != "it is draining" or not node.drain_asked)
         assert (node.up, node.reason) == (False, "it is draining")
@@ -53,7 +44,7 @@ async def test_a_node_that_knows_no_drain_is_drained_by_the_router_until_another
 ):
     nodes = [prefill(), decode(), decode(drain_status=404)]
     async with cluster(*nodes) as c:
-        _, told = await admin(c, "POST", "/admin/drain", {"url": nodes[2].url})
+        _, told = await c.operate("/admin/drain", {"url": nodes[2].url})
         assert told["node_told"] is False
         node = c.node(nodes[2])
         checked = node.state.load
