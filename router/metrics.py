@@ -217,9 +217,6 @@ class Metrics(Collector):
         self.counts["requests"] += 1
         self.counts["failed"] += status >= 500
 
-    def handed_over(self, asked: str) -> None:
-        self.disaggregated.labels(self.model_of(asked)).inc()
-
     def local(self, asked: str, reason: str) -> None:
         self.local_prefills.labels(self.model_of(asked), reason).inc()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -199,6 +200,7 @@ def snapshot_of(own: WorkerStatus, workers: Sequence[WorkerStatus], **about: Any
     )
 
 
+@dataclass(slots=True)
 class Models:
     """A view of the names that requests may ask for: models, adapters, and aliases of both.
 
@@ -206,10 +208,9 @@ class Models:
     it.
     """
 
-    def __init__(self, pool: Pool, aliases: Mapping[str, str], created: int) -> None:
-        self._pool = pool
-        self.aliases = aliases
-        self._created = created
+    _pool: Pool
+    aliases: Mapping[str, str]
+    _created: int
 
     def named(self, name: str) -> str:
         """Return the model or adapter that a name means. Raises NotFound, NoNode."""

@@ -294,7 +294,7 @@ class RequestRun:
             params, self._kv_unused = progress.without_kv(), True
         elif not self._handover_counted:
             self._handover_counted = True
-            metrics.handed_over(model)
+            metrics.disaggregated.labels(metrics.model_of(model)).inc()
         left = min(request.output, request.most_output) - progress.output_tokens
         params = msgspec.structs.replace(
             params,

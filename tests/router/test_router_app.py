@@ -117,8 +117,7 @@ async def test_a_body_names_its_request_where_no_header_does() -> None:
             ("/v1/responses", {"input": "x"}),
         ):
             for headers, given in (({}, "mine"), ({"x-request-id": "header"}, "header")):
-                async with c.post(
-                    {**fields, "request_id": "mine"}, path, headers=headers
-                ) as answer:
-                    assert answer.headers["x-request-id"] == given
+                assert (
+                    await c.asked({**fields, "request_id": "mine"}, path, headers=headers)
+                ).headers["x-request-id"] == given
                 assert d.calls[-1].headers["x-request-id"].startswith(f"{given}.")

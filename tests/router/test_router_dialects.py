@@ -140,11 +140,9 @@ async def test_errors_reach_the_anthropic_client_as_its_own() -> None:
         with pytest.raises(anthropic.AuthenticationError):
             await stranger.messages.create(**asked)
         await stranger.close()
-        async with started.http.get(
-            started.url + "/v1/messages", headers={"x-api-key": "key"}
-        ) as answer:
-            assert answer.status == 405
-            assert (await answer.json())["type"] == "error"
+        answer = await started.ask("GET", "/v1/messages", headers={"x-api-key": "key"})
+        assert answer.status == 405
+        assert answer.json["type"] == "error"
 
 
 @pytest.mark.parametrize(
@@ -170,16 +168,12 @@ async def test_version_and_ping_need_no_key_and_unknown_routes_are_404() -> None
         for method in ("GET", "POST"):
             assert (await started.ask(method, "/ping")).status == 200
         for path in ("/v1/embeddings", "/v1/nothing", "/v1/responses/x/cancel"):
-            async with started.http.post(
-                started.url + path, headers={"authorization": "Bearer key"}
-            ) as answer:
-                assert answer.status == 404
-                assert (await answer.json())["error"]["type"] == "not_found_error"
-        async with started.http.get(
-            started.url + "/v1/chat/completions", headers={"x-api-key": "key"}
-        ) as answer:
-            assert (answer.status, answer.headers["allow"]) == (405, "POST")
-            assert set((await answer.json())["error"]) == {"message", "type", "param", "code"}
+            answer = await started.ask("POST", path, headers={"authorization": "Bearer key"})
+            assert answer.status == 404
+            assert answer.error["type"] == "not_found_error"
+        answer = await started.ask("GET", "/v1/chat/completions", headers={"x-api-key": "key"})
+        assert (answer.status, answer.headers["allow"]) == (405, "POST")
+        assert set(answer.error) == {"message", "type", "param", "code"}
         assert (await started.ask("POST", "/tokenize", json={"prompt": "hi"})).status == 401
     async with cluster(prefill(), ready=False) as started:
         for path, status in (("/ping", 503), ("/live", 200)):
