@@ -191,6 +191,6 @@ def test_more_choices_than_a_request_may_have_are_refused_before_anything_reckon
     fields: Any,
 ) -> None:
     for path in (CHAT_PATH, COMPLETIONS_PATH):
-        with pytest.raises(RequestError, match="the limit of one request is"):
+        with pytest.raises(RequestError, match="choices, n for each prompt; the limit is"):
             parse(path, **fields)
     assert parse(COMPLETIONS_PATH, n=MAX_CHOICES, best_of=MAX_CHOICES).choices == MAX_CHOICES
