@@ -75,7 +75,9 @@ class ControlThread(SocketThread):
             self._serve()
         for peer, connection in list(self._connections.items()):
             if connection.dealer in ready:
-                self._listen(peer, connection)
+                for _, message in codec.received(connection.dealer):
+                    if message is not None:
+                        self._engine.on_message(peer, message)
         for peer, connection in list(self._connections.items()):
             if connection.monitor in ready:
                 early = connection.end_event() & NO_HANDSHAKE
@@ -109,11 +111,6 @@ class ControlThread(SocketThread):
                 except ValueError:  # it is longer than the question
                     reply = encode(refused)
                 self.reply(reader, reply)  # if it is lost, the next heartbeat asks again
-
-    def _listen(self, peer: PeerKey, connection: Connection) -> None:
-        for _, message in codec.received(connection.dealer):
-            if message is not None:
-                self._engine.on_message(peer, message)
 
     def _dial(self, peer: PeerKey, handshake: bytes) -> None:
         server = None if self._keys is None else self._keys[0]

@@ -79,7 +79,14 @@ class NcclBackend:
             raise ConfigError(
                 "kv_connector nccl needs a libzmq with CURVE; take pyzmq from a wheel"
             )
-        nccl = self._nccl or NcclLibrary(_gpu(self._region), self._patience_s)
+        nccl = self._nccl
+        if nccl is None:
+            if self._region.gpu is None:
+                raise ConfigError(
+                    f"kv_connector nccl needs a GPU, and the KV pool is on {self._region.device}; "
+                    "take nixl or direct"
+                )
+            nccl = NcclLibrary(self._region.gpu, self._patience_s)
         pool = StagedPool(self._region)
         pool.compile()
         self._terms = Terms(
@@ -168,7 +175,9 @@ class PairControl(SocketThread):
 
     def on_ready(self, ready: set[Any]) -> None:
         if self.router in ready:
-            self._serve()
+            for sender, message in codec.received(self.router):
+                if message is not None:
+                    self._answer(sender, message)
         for source in [s for s in self._sources.values() if s.connection.dealer in ready]:
             self._listen(source)
         for source in [s for s in self._sources.values() if s.connection.monitor in ready]:
@@ -188,11 +197,6 @@ class PairControl(SocketThread):
             ended.thread.join(JOIN_S / len(pairs))
 
     # As the source.
-
-    def _serve(self) -> None:
-        for sender, message in codec.received(self.router):
-            if message is not None:
-                self._answer(sender, message)
 
     def _answer(self, sender: bytes, message: PairMessage) -> None:
         if isinstance(message, Meet):
@@ -307,12 +311,3 @@ class PairControl(SocketThread):
     def _posting(self, call: Callable[[Any], None]) -> Callable[[Any], None]:
         # For the pairs' threads.
         return lambda value: self.post(partial(call, value))
-
-
-def _gpu(region: PoolRegion) -> int:
-    if region.gpu is None:
-        raise ConfigError(
-            f"kv_connector nccl needs a GPU, and the KV pool is on {region.device}; take nixl or "
-            "direct"
-        )
-    return region.gpu

@@ -74,33 +74,22 @@ def _rdma_ports(name: str, sysfs: Path) -> list[str]:
 
 def addresses_here() -> list[tuple[str, str]]:
     """Return (interface, address) pairs of this machine. Raises ConfigError without Linux."""
+    found = []
     try:
-        return [*_ipv4(), *_ipv6()]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # without an address
+                    ifreq = fcntl.ioctl(asker, _SIOCGIFADDR, struct.pack("40s", name.encode()))
+                    found.append((name, socket.inet_ntoa(ifreq[20:24])))
+        with contextlib.suppress(FileNotFoundError):  # the kernel has no IPv6
+            for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+                address, *_, name = line.split()
+                found.append((name, str(ipaddress.ip_address(bytes.fromhex(address)))))
     except OSError as error:
         raise ConfigError(
             f"the network interfaces of this machine cannot be listed: {error}"
         ) from error
-
-
-def _ipv4() -> list[tuple[str, str]]:
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # without an address
-                ifreq = fcntl.ioctl(asker, _SIOCGIFADDR, struct.pack("40s", name.encode()))
-                found.append((name, socket.inet_ntoa(ifreq[20:24])))
     return found
-
-
-def _ipv6() -> list[tuple[str, str]]:
-    try:
-        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
-    except FileNotFoundError:
-        return []  # the kernel has no IPv6
-    return [
-        (line.split()[5], str(ipaddress.ip_address(bytes.fromhex(line.split()[0]))))
-        for line in lines
-    ]
 
 
 # By then bytes in UCX's buffers are in, and our GPU's copies (4 GiB at 20 GB/s).

@@ -21,7 +21,7 @@ from kvrelay.node.completions import (
     read_request,
     start_streamed,
 )
-from kvrelay.node.http_edge import add_error_handlers, authorize
+from kvrelay.node.http_edge import ERRORS, answer_error, authorize
 from kvrelay.node.lifecycle import FLIPPING, Node
 from kvrelay.node.preprocess import detokenize, tokenize
 from kvrelay.node.request_stream import check_version
@@ -70,7 +70,8 @@ def create_app(
         title="kvrelay node", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
     app.front = front_of(node.config)
-    add_error_handlers(app)
+    for kind in ERRORS:
+        app.add_exception_handler(kind, answer_error)
 
     @app.post(CHAT_PATH)
     @app.post(COMPLETIONS_PATH)

@@ -28,7 +28,6 @@ from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.node.child import run_child
 from kvrelay.node.compiling import GrammarCompiler
 from kvrelay.node.engine_reports import (
-    CacheReporter,
     engine_ready,
     engine_stats,
     fingerprint_of,
@@ -53,7 +52,7 @@ from kvrelay.wire.engine_messages import (
 )
 from kvrelay.wire.errors import KvNotLoaded
 from kvrelay.wire.kv_events import CacheChanges
-from kvrelay.wire.outputs import Finish
+from kvrelay.wire.outputs import Finish, PromptBlocks
 from kvrelay.wire.transfer import Ticket
 
 __all__ = ["EngineProcess", "main"]
@@ -61,6 +60,8 @@ __all__ = ["EngineProcess", "main"]
 log = logging.getLogger("kvrelay.engine")
 
 STATS_INTERVAL_S = 0.5
+# A message to every router, whose knowledge may be as old as this.
+_CACHE_INTERVAL_S = 0.05
 # Sleep while requests wait for blocks that only a transfer frees.
 BLOCKED_WAIT_S = 0.02
 # The end of a step wakes nobody, so it is polled for.
@@ -84,13 +85,9 @@ class EngineProcess:
         self.engine = Engine(config.engine, ranks)
         costs = measure_steps(self.engine, config.engine)
         self.engine.scheduler.pool.allow_pins(config.cache.kv_pin_share, config.cache.kv_pin_s)
-        self._cache = CacheReporter(
-            self.engine.scheduler.pool,
-            self.engine.pool.block_size,
-            self._send,
-            enabled=config.engine.enable_prefix_caching,
-            tier=config.cache.kv_host_memory > 0,
-        )
+        self._cache_due, self._tells_cache = 0.0, config.engine.enable_prefix_caching
+        if self._tells_cache:  # KV below the pool needs uses, too
+            self.engine.scheduler.pool.note_changes(use=config.cache.kv_host_memory > 0)
         engine_id = f"engine-{uuid.uuid4().hex[:12]}"
         self.connector = TransferEngine(
             engine_id=engine_id,
@@ -171,7 +168,7 @@ class EngineProcess:
                     self.engine.scheduler.reset_prefix_cache()
                     if others:
                         self._pulls.stay_alone(time.monotonic())
-                    self._cache.poll(time.monotonic(), idle=True)
+                    self._tell_cache(time.monotonic(), idle=True)
                 case CacheChanges() as changes:
                     self._pulls.note_below(changes)
                 case AskStats(number):
@@ -318,10 +315,10 @@ class EngineProcess:
             held=ticket,
             cached_tokens=request.cached_tokens or 0,
             found=request.found,
-            blocks=self._cache.blocks(request, request.prompt_tokens),
+            blocks=self._blocks(request, request.prompt_tokens),
         )
         # At once: a decode node makes room meanwhile. What was evicted for it is told before.
-        self._cache.poll(time.monotonic(), idle=True)
+        self._tell_cache(time.monotonic(), idle=True)
         self._send(StepOutputs([update], self.engine.load(time.monotonic())))
 
     def grow(self, request: Request, tokens: int) -> None:
@@ -340,9 +337,9 @@ class EngineProcess:
         ticket = self._complete_offer(request) if ended else None
         blocks = None
         if request.finish in (Finish.STOP, Finish.LENGTH) and not request.params.choice:
-            blocks = self._cache.blocks(request, len(request.token_ids) - 1)
+            blocks = self._blocks(request, len(request.token_ids) - 1)
         elif request.computes_prompt and request.new_tokens and not request.timings_told:
-            blocks = self._cache.blocks(request, request.prompt_tokens)
+            blocks = self._blocks(request, request.prompt_tokens)
         self._updates.append(request_update(request, ticket, error, time.monotonic(), blocks))
 
     def _complete_offer(self, request: Request) -> Ticket | None:
@@ -363,10 +360,25 @@ class EngineProcess:
         if self._updates:
             self._send(StepOutputs(self._updates, self.engine.load(now)))
             self._updates = []
-        self._cache.poll(now, idle=idle)
+        self._tell_cache(now, idle=idle)
         if idle or now >= self._stats_due:
             self._stats_due = now + STATS_INTERVAL_S
             self._send_stats()
+
+    def _tell_cache(self, now: float, *, idle: bool) -> None:
+        pool = self.engine.scheduler.pool
+        if pool.changed and (idle or now >= self._cache_due):
+            self._cache_due, new = now + _CACHE_INTERVAL_S, pool.changes()
+            stored, removed, used = map(list, (new.stored, new.removed, new.used))
+            pinned = list(new.pinned.items())
+            self._send(CacheChanges(stored, removed, new.cleared, used, pinned=pinned))
+
+    def _blocks(self, request: Request, tokens: int) -> PromptBlocks | None:
+        """Return the hashes by which a router finds a request's first tokens in KV events."""
+        if not self._tells_cache:
+            return None
+        size = self.engine.pool.block_size
+        return PromptBlocks(size, b"".join(request.block_hashes(size)[: tokens // size]))
 
     def _send_stats(self, asked: int = 0) -> None:
         now = time.monotonic()

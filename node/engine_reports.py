@@ -1,64 +1,25 @@
-"""Reports of the engine process: statistics, updates of requests, changes of its prefix cache."""
+"""Reports of the engine process: statistics, and updates of requests."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.node.pulls import Pulls
-from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.engine_messages import EngineReady, EngineStats, RequestUpdate
-from kvrelay.wire.kv_events import CacheChanges
 from kvrelay.wire.outputs import Finish, PromptBlocks
 from kvrelay.wire.step_costs import StepCosts
 from kvrelay.wire.transfer import Fingerprint, KvFacts, Ticket
 from kvrelay.wire.versions import HANDOVER
 
-__all__ = ["CacheReporter", "engine_ready", "engine_stats", "fingerprint_of", "request_update"]
+__all__ = ["engine_ready", "engine_stats", "fingerprint_of", "request_update"]
 
-# A message to every router, whose knowledge may be as old as this.
-_CACHE_INTERVAL_S = 0.05
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-class CacheReporter:
-    """A reporter of prefix cache changes, if anybody hears them."""
-
-    def __init__(
-        self,
-        pool: BlockPool,
-        block_size: int,
-        send: Callable[[CacheChanges], None],
-        *,
-        enabled: bool,
-        tier: bool = False,
-    ) -> None:
-        """`enabled`: routers hear of changes; `tier`: KV below the pool needs uses, too."""
-        self._pool, self._block_size, self._send, self._enabled = pool, block_size, send, enabled
-        self._due = 0.0
-        if enabled or tier:
-            pool.note_changes(use=tier)
-
-    def poll(self, now: float, *, idle: bool) -> None:
-        if self._pool.changed and (idle or now >= self._due):
-            self._due = now + _CACHE_INTERVAL_S
-            changes = self._pool.changes()
-            stored, removed, used = map(list, (changes.stored, changes.removed, changes.used))
-            pinned = list(changes.pinned.items())
-            self._send(CacheChanges(stored, removed, changes.cleared, used, pinned=pinned))
-
-    def blocks(self, request: Request, tokens: int) -> PromptBlocks | None:
-        """Return the hashes by which a router finds a request's first tokens in KV events."""
-        if not self._enabled:
-            return None
-        hashes = request.block_hashes(self._block_size)[: tokens // self._block_size]
-        return PromptBlocks(self._block_size, b"".join(hashes))
 
 
 def fingerprint_of(engine: Engine, config: EngineConfig) -> Fingerprint:

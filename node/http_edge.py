@@ -7,7 +7,7 @@ import logging
 from typing import TypeVar
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -21,7 +21,7 @@ from kvrelay.wire.errors import (
 )
 from kvrelay.wire.frames import MALFORMED
 
-__all__ = ["add_error_handlers", "authorize", "client_left", "decode_body"]
+__all__ = ["ERRORS", "answer_error", "authorize", "client_left", "decode_body"]
 
 log = logging.getLogger("kvrelay.node")
 
@@ -52,12 +52,11 @@ def client_left() -> Response:
     return Response(status_code=499)
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    for kind in (KvrelayError, HTTPException, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, _answer_error)
+ERRORS = KvrelayError, HTTPException, ClientDisconnect, Exception
+"""Errors that `answer_error` answers."""
 
 
-async def _answer_error(request: Request, why: Exception) -> Response:
+async def answer_error(request: Request, why: Exception) -> Response:
     if isinstance(why, ClientDisconnect):
         return client_left()
     path, headers = request.url.path, dict[str, str]()

@@ -205,7 +205,7 @@ class Node:
             log.info("not flipping to %s: this is a %s node still", self.flips_to, self.role)
         self.flips_to = None
         if self.metrics is not None:
-            self.metrics.count_flip(outcome)
+            self.metrics.count("kvrelay_node_flips", outcome)
             self.metrics.set_role(self.role)
         if outcome == "done":
             if self.serving is not None:

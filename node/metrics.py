@@ -259,21 +259,11 @@ class NodeMetrics:
         for gauge in self._gauges.values():
             gauge.clear()
 
-    def _observe(self, name: str, value: float) -> None:
+    def observe(self, name: str, value: float) -> None:
         self._histograms[name].labels(*self._labels).observe(value)
 
-    def _count(self, name: str, *labels: str, more: float = 1) -> None:
+    def count(self, name: str, *labels: str, more: float = 1) -> None:
         self._counters[name].labels(*self._labels, *labels).inc(more)
-
-    def count_flip(self, outcome: str) -> None:
-        self._count("kvrelay_node_flips", outcome)
-
-    def observe_next_tokens(self, seconds: float) -> None:
-        self._observe("vllm:inter_token_latency_seconds", seconds)
-
-    def count_submit(self, prompt_tokens: int, max_tokens: int) -> None:
-        self._observe("vllm:request_prompt_tokens", prompt_tokens)
-        self._observe("vllm:request_max_num_generation_tokens", max_tokens)
 
     def count_end(
         self,
@@ -287,30 +277,30 @@ class NodeMetrics:
         not_fetched: bool,
     ) -> None:
         for rung, found in rungs.items():
-            self._count("kvrelay_prompt_tokens", rung, more=found)
+            self.count("kvrelay_prompt_tokens", rung, more=found)
         if ttft_s is not None:
-            self._observe("vllm:time_to_first_token_seconds", ttft_s)
-        self._count("vllm:request_success", finish.value)
-        self._observe("vllm:e2e_request_latency_seconds", total_s)
-        self._observe("vllm:request_generation_tokens", tokens)
+            self.observe("vllm:time_to_first_token_seconds", ttft_s)
+        self.count("vllm:request_success", finish.value)
+        self.observe("vllm:e2e_request_latency_seconds", total_s)
+        self.observe("vllm:request_generation_tokens", tokens)
         if not_fetched:
-            self._count(
+            self.count(
                 "kvrelay_requests_not_loaded"
                 if finish is Finish.ERROR
                 else "kvrelay_recomputed_prompts"
             )
         if timing is None:
             return
-        self._observe("vllm:request_queue_time_seconds", timing.queue_s)
-        self._observe("vllm:request_prefill_time_seconds", timing.prefill_s)
-        self._observe("vllm:request_decode_time_seconds", timing.decode_s)
+        self.observe("vllm:request_queue_time_seconds", timing.queue_s)
+        self.observe("vllm:request_prefill_time_seconds", timing.prefill_s)
+        self.observe("vllm:request_decode_time_seconds", timing.decode_s)
         if timing.transfer_bytes:
-            self._observe("kvrelay_transfer_seconds", timing.transfer_s)
-            self._observe("kvrelay_transfer_exposed_seconds", timing.exposed_s)
+            self.observe("kvrelay_transfer_seconds", timing.transfer_s)
+            self.observe("kvrelay_transfer_exposed_seconds", timing.exposed_s)
         if timing.transfer_s:
-            self._observe("kvrelay_decode_queue_seconds", timing.decode_queue_s)
+            self.observe("kvrelay_decode_queue_seconds", timing.decode_queue_s)
         if timing.first_step_s:
-            self._observe("kvrelay_first_step_seconds", timing.first_step_s)
+            self.observe("kvrelay_first_step_seconds", timing.first_step_s)
 
     def text(self) -> bytes:
         self._read_engine()
@@ -321,13 +311,13 @@ class NodeMetrics:
         self._counted = stats
         for name, (_, field) in _ENGINE_COUNTERS.items():
             of = attrgetter(field)
-            self._count(name, more=_more(of(stats), of(counted)))
+            self.count(name, more=_more(of(stats), of(counted)))
         for name, failures, before in (
             ("kvrelay_fetches_failed", stats.transfers.failures, counted.transfers.failures),
             ("kvrelay_pulls_failed", stats.pull_failures, counted.pull_failures),
         ):
             for cause, number in failures.items():
-                self._count(name, cause, more=_more(number, before.get(cause, 0)))
+                self.count(name, cause, more=_more(number, before.get(cause, 0)))
         for name, (_, field) in _GAUGES.items():
             self._gauges[name].labels(*self._labels).set(attrgetter(field)(stats))
 

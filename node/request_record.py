@@ -57,7 +57,8 @@ class RequestRecord:
         submits = self._request.submits
         if self._metrics is not None and submits:
             prompt, params = submits[0].prompt_token_ids, submits[0].params
-            self._metrics.count_submit(len(prompt), params.max_tokens)
+            self._metrics.observe("vllm:request_prompt_tokens", len(prompt))
+            self._metrics.observe("vllm:request_max_num_generation_tokens", params.max_tokens)
 
     def update(self, update: RequestUpdate) -> None:
         self.last = update
@@ -68,7 +69,8 @@ class RequestRecord:
         if self._ttft_s is None:
             self._ttft_s = now - self.began
         elif self._metrics is not None:
-            self._metrics.observe_next_tokens(now - self._last_token_at)
+            gap_s = now - self._last_token_at
+            self._metrics.observe("vllm:inter_token_latency_seconds", gap_s)
         self._last_token_at = now
 
     def close(self, error: str | None, rungs: Mapping[str, int]) -> None:

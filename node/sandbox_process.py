@@ -49,7 +49,14 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     control = socket.socket(fileno=os.dup(0))
     setup = msgspec.msgpack.decode(_receive_message(control), type=Setup)
-    prompts, grammars = _load(setup)
+    tokenizer = load_tokenizer(setup.model)
+    grammars = grammars_for(tokenizer, setup.vocab_size, setup.eos_token_ids)
+    prompts = Prompts(
+        tokenizer,
+        setup.max_model_len,
+        chat_template=setup.chat_template,
+        trusts_request_templates=setup.trusts_request_templates,
+    )
     freeze_imports()
     while True:
         _, passed, _, _ = socket.recv_fds(control, 1, 1)
@@ -64,18 +71,6 @@ def main() -> None:
             finally:
                 os._exit(status)
         os.close(passed[0])
-
-
-def _load(setup: Setup) -> tuple[Prompts, Grammars]:
-    tokenizer = load_tokenizer(setup.model)
-    grammars = grammars_for(tokenizer, setup.vocab_size, setup.eos_token_ids)
-    prompts = Prompts(
-        tokenizer,
-        setup.max_model_len,
-        chat_template=setup.chat_template,
-        trusts_request_templates=setup.trusts_request_templates,
-    )
-    return prompts, grammars
 
 
 def _serve(caller: socket.socket, prompts: Prompts, grammars: Grammars) -> None:

@@ -27,7 +27,6 @@ from kvrelay.kv_transfer.connector import (
 from kvrelay.kv_transfer.messages import End, Ended, Message
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.node.engine_process import EngineProcess
-from kvrelay.node.engine_reports import CacheReporter
 from kvrelay.node.pulls import Pulls
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.engine import Counters, Engine
@@ -133,9 +132,7 @@ class SimulatedNode(EngineProcess):
         no_grammars = SimpleNamespace(ready=lambda now: [], drop=lambda request_id: None)
         self._grammars = no_grammars  # type: ignore[assignment]
         self._mismatched_kv = 0
-        self._cache = CacheReporter(
-            self.engine.scheduler.pool, BLOCK_TOKENS, self._send, enabled=False
-        )
+        self._cache_due, self._tells_cache = 0.0, False
         with self.at_work():
             region = PoolRegion(0, self.device.pool.num_blocks, BLOCK_BYTES, "cpu")
             config = replace(TRANSFER, kv_host=host, kv_port=1, kv_checksums=world.checksums)

@@ -148,7 +148,9 @@ def test_new_requests_are_refused_while_it_drains_and_each_change_is_told_once()
 
 def outcomes_of(node: Node) -> list[str]:
     told = list[str]()
-    metrics = SimpleNamespace(count_flip=told.append, set_role=lambda role: None)
+    metrics = SimpleNamespace(
+        count=lambda _, outcome: told.append(outcome), set_role=lambda role: None
+    )
     node.metrics = cast(Any, metrics)
     return told
 
