@@ -110,15 +110,20 @@ def test_a_full_disk_costs_its_blocks_alone_and_is_said_once(
     it = Tier(place, 100 * FILE_BYTES)
     it.store(range(3))
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+    move = it.blocks._move
+
+    def full(way: str, places: Sequence[tuple[int, str]]) -> None:
+        if way == "WRITE":
+            raise OSError(28, "No space left on device")
+        move(way, places)
 
     monkeypatch.setattr(store_tier, "_PAUSE_S", 0.01)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(it.blocks, "write", full)
+        patch.setattr(it.blocks, "_move", full)
         for failed, first in ((4, 10), (8, 20)):
             it.fill(range(first, first + 4))
             it.until(lambda: it.stats.failed == failed)  # noqa: B023
+        assert len(list(Path(place).glob("*/*"))) == 3  # no half one
         assert it.read(range(3)) == 3
     assert [each.message for each in caplog.records if "kv_store" in each.message] == [
         f"kv_store {place} fails, times=1: [Errno 28] No space left on device"

@@ -8,7 +8,6 @@ from itertools import count
 import pytest
 
 from kvrelay.kv_transfer.backend import (
-    AddPeer,
     BackendJob,
     DropPeer,
     Joined,
@@ -51,13 +50,6 @@ class Ranks(Backends):
         return self.heard(rank, News("a", event))
 
 
-def test_a_peer_is_joined_when_all_parts_are() -> None:
-    it = Ranks((0, PEER), (1, PEER), (1, FAR))
-    assert [type(job) for _, job in it.jobs] == [AddPeer] * 3
-    assert it.joined(1, FAR) is it.joined(0, PEER) is None
-    assert it.joined(1, PEER) == Joined(PEER, 1)
-
-
 def test_a_peer_that_one_part_cannot_join_is_told_of_once_and_dropped_everywhere() -> None:
     it = Ranks((0, PEER), (1, PEER), (1, FAR))
     assert it.joined(1, PEER) is None
@@ -68,13 +60,6 @@ def test_a_peer_that_one_part_cannot_join_is_told_of_once_and_dropped_everywhere
     assert it.joined(0, PEER, ERROR) is None  # the first attempt's
     assert it.joined(0, PEER, attempt=2) is it.joined(1, FAR, attempt=2) is None
     assert it.joined(1, PEER, attempt=2) == Joined(PEER, 2)
-
-
-def test_each_part_is_told_the_same_blocks_of_its_own_source() -> None:
-    it = Ranks((0, PEER), (1, FAR))
-    it.jobs.clear()
-    it.read(READ)
-    assert it.jobs == [(0, READ), (1, Read(7, FAR, (1, 2), (3, 4)))]
 
 
 @pytest.mark.parametrize("seed", range(30))

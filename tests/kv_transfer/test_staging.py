@@ -74,20 +74,6 @@ def test_block_ids_of_two_transfers_lie_apart_until_one_is_forgotten() -> None:
     assert torch.equal(staging.view(20, -1), expected[[7] * 20])
 
 
-@pytest.mark.parametrize("offset", [0, 48])
-def test_rows_lie_elsewhere_in_the_blocks_of_the_two_ends(kernel: Any, offset: int) -> None:
-    """Heads 0 and 1 of a source with one head are heads 0 or 1 of a reader with two."""
-    pool, expected, region = some_pool()
-    narrow = PoolRegion(region.address, 2 * BLOCKS, BLOCK_BYTES // 2, "cpu")
-    source, reader = Lane(StagedPool(narrow), None, kernel), Lane(StagedPool(region), None, kernel)
-    staging = source.staging(3 * 48)
-    (piece,) = cut(3, 48, 3 * 48)
-    source.gather(source.places([31, 0, 7], 0, 48), piece, staging)
-    reader.scatter(reader.places([2, 9, 4], offset, 48), piece, staging)
-    expected[[2, 9, 4], offset : offset + 48] = expected.view(-1, 48)[[31, 0, 7]]
-    assert torch.equal(pool, expected)
-
-
 @pytest.mark.gpu
 def test_gpu_lane_copies_by_kernel_and_settles() -> None:
     pool = torch.randint(0, 256, (64, 1 << 20), dtype=torch.uint8, device="cuda:0")
