@@ -150,11 +150,6 @@ class EngineClient:
     def dead(self) -> EngineDead:
         return EngineDead(self.failure or "the engine process of this node has ended")
 
-    def give_up(self, submit: Submit) -> None:
-        """Release what a request's ticket holds elsewhere, without running it."""
-        self._submit(submit)
-        self.send(Order("abort", submit.request_id))
-
     async def ask(
         self, question: Callable[[int], ToEngine], deadline_s: float, *, failed: str
     ) -> Any:
@@ -273,11 +268,8 @@ class EngineClient:
                     self._end(message)
 
     def _queue_update(self, update: RequestUpdate) -> None:
-        queue = self._queues.get(update.request_id)
-        if queue is not None:
+        if (queue := self._queues.get(update.request_id)) is not None:  # else it was aborted
             queue.put_nowait(update)
-        elif update.held is not None:  # its client left during the last step
-            self.send(Order("release", update.request_id))
 
     def _answer(self, number: int, message: FromEngine) -> None:
         asked = self._answers.get(number)

@@ -123,9 +123,7 @@ class Front:
             leg = self._legs.get(update.request_id)
             if leg is not None and said_at < leg.begun_at:
                 continue  # of another leg that had its name
-            if leg is None:
-                if update.held is not None:
-                    self.node.give(Order("release", update.request_id))
+            if leg is None:  # its abort gives back what is held
                 continue
             if update.finish is not None:
                 del self._legs[update.request_id]
