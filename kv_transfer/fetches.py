@@ -95,18 +95,12 @@ class FetchTable:
         now: float,
         within_s: float = 0.0,
     ) -> None:
-        """Fetch a watched request's KV; no blocks: all was cached. Raises ValueError for misuse."""
+        """Fetch a watched request's KV; no blocks: all was cached. Raises ValueError for others."""
         fetch = self._fetches.get(request_id)
         if fetch is None or fetch.state is not State.WATCHED:
             raise ValueError(
                 f"request {request_id!r} is {fetch.state.name.lower() if fetch else 'not watched'}"
             )
-        if len(remote_blocks) != len(local_blocks):
-            raise ValueError(
-                f"{len(remote_blocks)} remote blocks for {len(local_blocks)} local ones"
-            )
-        if fetch.growing is not None and len(remote_blocks) > fetch.growing:
-            raise ValueError(f"{len(remote_blocks)} blocks of a ticket for {fetch.growing}")
         fetch.remote_blocks, fetch.local_blocks = tuple(remote_blocks), tuple(local_blocks)
         fetch.asked_at, fetch.within_s = now, within_s
         fetch.state = State.WAITING

@@ -51,7 +51,7 @@ from kvrelay.kv_transfer.offers import Offers
 from kvrelay.kv_transfer.peers import Peers
 from kvrelay.kv_transfer.rank_backends import make_backends, terms_of
 from kvrelay.kv_transfer.ranks import Broke, FromRank, RankLink
-from kvrelay.kv_transfer.tickets import MAX_ID_CHARS, refusal, sealed_address, signed
+from kvrelay.kv_transfer.tickets import refusal, sealed_address, signed
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.engine_messages import TransferStats
 from kvrelay.wire.errors import Incompatible, KvrelayError, PeerLost
@@ -94,7 +94,6 @@ class TransferEngine:
         self.generation = uuid.uuid4().hex
         """Fresh for each process."""
         self._fingerprint = fingerprint
-        self._region = region
         self._config = config
         self._wake = wake
         self._lock = threading.Lock()
@@ -150,12 +149,8 @@ class TransferEngine:
         """Source: lease these blocks to whoever has the ticket. One Released follows.
 
         `ready`: so many blocks can be read while the KV grows; None: all. Raises ValueError for a
-        repeated request or too long an id.
+        repeated request.
         """
-        if len(request_id) > MAX_ID_CHARS:
-            raise ValueError(
-                f"request id of {len(request_id)} characters is over the limit of {MAX_ID_CHARS}"
-            )
         host, port = self.address
         ticket = Ticket(
             remote_engine_id=self.engine_id,
@@ -256,13 +251,8 @@ class TransferEngine:
         """Reader: read remote block i into local block i. Fetched or FetchFailed follows.
 
         It may take `within_s`; 0: what the configuration says. Empty lists release the source's
-        lease. Raises ValueError for unwatched requests and blocks outside the pool.
+        lease. Raises ValueError for unwatched requests.
         """
-        if any(not 0 <= block < self._region.num_blocks for block in local_blocks):
-            raise ValueError(
-                f"local blocks {list(local_blocks)} reach outside the pool of "
-                f"{self._region.num_blocks}"
-            )
         with self._turn():
             now = time.monotonic()
             self._fetches.fetch(request_id, remote_blocks, local_blocks, now, within_s)

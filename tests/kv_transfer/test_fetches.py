@@ -242,12 +242,9 @@ def test_a_cancel_takes_back_what_the_step_loop_has_not_seen(whole: Table, held:
 
 
 def test_misuse_is_refused(whole: Table) -> None:
-    whole.watch("s", PEER, LEASE, growing=1)
     for name, blocks, why in (
         ("r", ([1], [1]), "'r' is reading"),
         ("t", ([1], [1]), "'t' is not watched"),
-        ("s", ([1, 2], [1]), "2 remote blocks for 1 local"),
-        ("s", ([1, 2], [1, 2]), "2 blocks of a ticket for 1"),
     ):
         with pytest.raises(ValueError, match=why):
             whole.fetch(name, *blocks, 0.0)
