@@ -20,7 +20,7 @@ from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.shares import Heads
 from kvrelay.kv_transfer.sockets import Codec, SocketThread, received
 from kvrelay.wire import errors
-from kvrelay.wire.errors import ConfigError, KvrelayError, PeerLost, TransferError
+from kvrelay.wire.errors import ConfigError, KvrelayError, TransferError
 
 __all__ = [
     "OPEN_S",
@@ -198,10 +198,6 @@ class RankLink(SocketThread):
 
     def _take(self, name: bytes, message: FromRank) -> None:
         if isinstance(message, Prepared):
-            if message.rank not in range(1, len(self.heads)) or message.rank in self._ranks:
-                raise PeerLost(
-                    f"rank {message.rank} of {len(self.heads)} came twice, or from elsewhere"
-                )
             self._names[name], self._ranks[message.rank] = message.rank, name
             self._prepared.put(message)
         elif name in self._names:

@@ -85,8 +85,7 @@ def die_with_parent() -> None:
     parent = os.environ.pop(PARENT_PID, None)  # or our own children would compare it, too
     if parent is None:
         return
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):  # the parent died before the call above
         os._exit(1)
 

@@ -11,7 +11,6 @@ again. A node that tells nothing, or is of a release before, answers 404.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
@@ -70,10 +69,8 @@ def root_of(salt: str | None, adapter: str = "") -> BlockHash:
 
 
 def chain(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    packed = array("I", token_ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return blake2b(parent + packed.tobytes(), digest_size=_SIZE).digest()
+    packed = array("I", token_ids).tobytes()  # all machines that run us are little-endian
+    return blake2b(parent + packed, digest_size=_SIZE).digest()
 
 
 def extend(
@@ -129,4 +126,4 @@ read_changes = msgspec.msgpack.Decoder(CacheChanges).decode
 
 def keys_of(hashes: Iterable[BlockHash]) -> list[int]:
     """Return 64 bits of each hash, enough to choose a node by."""
-    return [int.from_bytes(block_hash[:8], sys.byteorder) for block_hash in hashes]
+    return [int.from_bytes(block_hash[:8], "little") for block_hash in hashes]

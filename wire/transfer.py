@@ -7,7 +7,6 @@ each process.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable
 from typing import Annotated
@@ -40,10 +39,7 @@ _ID_BYTES = 4
 
 def packed(token_ids: Iterable[int]) -> bytes:
     """Return token ids as 32 bits each, little-endian."""
-    ids = array("i", token_ids)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tobytes()
+    return array("i", token_ids).tobytes()
 
 
 class ChoiceSoFar(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -212,10 +208,7 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 f"{_ID_BYTES}; pass on what the prefill node answered",
                 param="kv_transfer_params",
             )
-        ids = array("i", self.packed_prompt)
-        if sys.byteorder == "big":
-            ids.byteswap()
-        return ids.tolist()
+        return array("i", self.packed_prompt).tolist()
 
 
 _MAY_DIFFER = ("tp_size", "protocol", "protocol_newest")
