@@ -109,6 +109,8 @@ class DecodeRequest(NodeRequest):
                 self._ends[at] = over
         first = msgspec.structs.replace(submit, fetch=ticket)
         super().__init__(fork_submits(first, going_on), writer)
+        if ticket is not None and not going_on:
+            self.unneeded = first
 
     def opening_frames(self, load: Load) -> Iterator[Frame]:
         """Yield ends that the client does not know (after a fail-over), and text that it lacks."""

@@ -162,6 +162,8 @@ async def _run(node: Node, request: NodeRequest, call: Call) -> Frames:
     limit_s = node.config.request_deadline_s
     deadline = asyncio.get_running_loop().time() + limit_s
     updates = node.engine.start_requests(request.submits)
+    if request.unneeded is not None:
+        node.engine.give_up(request.unneeded)
     record = RequestRecord(request, call, node.role, node.metrics, node.tracing)
     error: str | None = None
     try:

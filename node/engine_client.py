@@ -150,6 +150,11 @@ class EngineClient:
     def dead(self) -> EngineDead:
         return EngineDead(self.failure or "the engine process of this node has ended")
 
+    def give_up(self, submit: Submit) -> None:
+        """Release what a request's ticket holds elsewhere, without running it."""
+        self._submit(submit)
+        self.send(Order("abort", submit.request_id))
+
     async def ask(
         self, question: Callable[[int], ToEngine], deadline_s: float, *, failed: str
     ) -> Any:

@@ -55,6 +55,8 @@ class NodeRequest:
         """Set with the last frame."""
         self.timing: Timing | None = None
         """The newest from the engine, of the first choice."""
+        self.unneeded: Submit | None = None
+        """A request whose claim on KV elsewhere is to be given up."""
         self.blocks: PromptBlocks | None = None
         self.found: Found | None = None
         """The engine's, if the prompt is computed here."""

@@ -72,8 +72,9 @@ async def test_a_request_is_answered_with_its_number_and_the_engine_has_it_by_th
         kept.append(frames)
         assert (load.leg, load.legs, len(engine.submits)) == (1 + number, 0, number)
     engine.load = Load(legs=9)
-    load, frames = await start(node, **TICKET)  # it is over
-    assert (load.leg, load.legs, len(engine.submits)) == (10, 9, 9)
+    load, frames = await start(node, **TICKET)  # it is over: its claim alone is given up
+    assert (load.leg, load.legs) == (11, 9)
+    assert engine.sent[-1] == Order("abort", engine.submits[-1].request_id)
     assert [frame.kind for frame in [each async for each in frames]] == [FrameKind.END]
 
 

@@ -123,13 +123,15 @@ def test_the_first_choice_that_is_not_over_fetches_and_ends_that_nobody_knows_ar
     assert request.finish is None
 
 
-def test_an_answer_that_is_over_needs_no_engine(
+def test_an_answer_that_is_over_needs_no_engine_and_gives_its_claim_up(
     tokenizer: Tokenizer,
 ) -> None:
     others = [ChoiceSoFar(generated=[66, EOS], sent_text=1)]
     params = KvTransferParams(**TICKET, **OVER, other_choices=others)
     request = decode(tokenizer, params, n=2)
     assert list(request.submits) == []
+    assert request.unneeded is not None
+    assert request.unneeded.fetch == params.ticket()
     (frame,) = request.opening_frames(LOAD)
     assert (frame.kind, frame.choice, frame.usage) == (FrameKind.END, 1, (20, 3, 0))
     assert frame.payload.endswith(b"data: [DONE]\n\n")
