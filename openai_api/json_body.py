@@ -221,10 +221,10 @@ def wrong_value(message: str, value: Any, root: str = "") -> RequestError:
     what, _, where = message.partition(" - at ")
     place = where.rpartition("$")[2].strip("`")
     name = f"{root}{place.removesuffix('[...]')}".removeprefix(".")
-    if what.startswith("Object missing required field "):
-        field = what.removeprefix("Object missing required field ").strip("`")
-        name = f"{name}.{field}".removeprefix(".")
-        return RequestError(f"{name} is missing", param=name)
+    for begins, said in (("missing required", "is missing"), ("contains unknown", "is unknown")):
+        if what.startswith(f"Object {begins} field "):
+            name = f"{name}.{what.split('`')[1]}".removeprefix(".")
+            return RequestError(f"{name} {said}", param=name)
     if not name:
         return RequestError(f"the body must be a JSON object of request fields: {what}")
     limit = limit_of(what)
