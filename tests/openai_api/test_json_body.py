@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from kvrelay.openai_api.body import decode_chat
 from kvrelay.openai_api.dialects.anthropic import translate_messages
-from kvrelay.openai_api.dialects.responses_request import decode_responses
 from kvrelay.openai_api.json_body import (
     MAX_CONTAINERS,
     MAX_DEPTH,
@@ -27,6 +26,7 @@ from kvrelay.openai_api.json_body import (
     off_loop,
 )
 from kvrelay.wire.errors import BodyTooLarge, RequestError
+from tests.openai_api.answers import translated
 
 values = st.recursive(
     st.one_of(st.none(), st.integers(), st.text(st.characters(codec="utf-8"), max_size=20)),
@@ -214,7 +214,7 @@ def test_a_wrong_value_is_a_400_whatever_follows_it(body: bytes, words: str) -> 
     "translate",
     [
         lambda body: translate_messages(body, "m"),
-        decode_responses,
+        lambda body: asyncio.run(translated(body)),
     ],
 )
 @pytest.mark.parametrize(
