@@ -199,6 +199,7 @@ def test_a_pool_beyond_4_gib(device):
     case = Case((40, 32, kv_heads, dim, dim), BF16, device, seed=6, block_size=block_size)
     _, small, _ = case.run(twin)
     moved = torch.where(case.blocks > 0, case.blocks + blocks - 3, 0).int()
+    torch.cuda.synchronize()  # a launch may read it before the one ahead of it ends
     fused.rope_and_write(
         case.qkv, case.positions, case.cos_sin, moved, case.offsets, cache[:, :, -1, 0], cache[:, :, -1, 1],
         num_heads=32, num_kv_heads=kv_heads, head_dim=dim,
