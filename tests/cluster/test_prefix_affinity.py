@@ -26,10 +26,9 @@ def cluster(tmp_path_factory):
 def test_a_prompt_goes_to_where_its_beginning_is(cluster):
     for name in (1, 2):
         assert rungs(cluster, ids(name, SHARED)) == {"new": SHARED}
-    for at in range(3):
-        for name in (1, 2):
-            again = [*ids(name, SHARED), *ids(10 + at, REST)]
-            assert rungs(cluster, again) == {"gpu": SHARED, "new": REST}
+    for at, name in enumerate((2, 1, 1, 1, 2)):  # in turn would be elsewhere
+        again = [*ids(name, SHARED), *ids(10 + at, REST)]
+        assert rungs(cluster, again) == {"gpu": SHARED, "new": REST}
 
 
 def test_what_a_node_has_evicted_it_is_not_chosen_for(cluster):
