@@ -206,13 +206,11 @@ class RequestStream(Response):
     async def _serve(self, number: int, credit: _Credit, body: bytes) -> None:
         try:
             load, frames = await self._start_request(body)
-        except KvrelayError as why:
+        except Exception as why:
+            if not isinstance(why, KvrelayError):
+                log.exception("request %d of a stream broke before it began", number)
+                why = RequestBroke()
             self._answer(number, Answer(why.status, None, why.body(), why.retry_after_s))
-            return
-        except Exception:
-            log.exception("request %d of a stream broke before it began", number)
-            broken = RequestBroke()
-            self._answer(number, Answer(broken.status, None, broken.body()))
             return
         self._answer(number, Answer(200, load))
         ended = False

@@ -22,9 +22,7 @@ from engine_node import (
 )
 from peer_process import PeerProcess, peer_process
 
-from kvrelay.kv_transfer.connector import Fetched, FetchFailed, Released, Settled
-from kvrelay.paged_engine.blocks import BlockPool
-from kvrelay.paged_engine.scheduler import Scheduler
+from kvrelay.kv_transfer.connector import Fetched, Released, Settled
 
 LARGE = (64, 1 << 20)
 EVERYTHING = list(range(LARGE[0]))
@@ -177,36 +175,3 @@ def test_bytes_are_equal_and_settled_means_settled(kind: str) -> None:
         stop_mid_fetch(reader, source, "third")
         source.kill()
         assert reader.fails(AT_ONCE_S).startswith("PeerLost: ")
-
-
-@pytest.mark.usefixtures("over_tcp")
-def test_no_block_that_is_used_again_is_touched_by_a_source_that_was_stopped() -> None:
-    """The bytes of an abandoned READ come after all. The block pool has lent their blocks to
-    nobody.
-    """
-    scheduler = Scheduler(
-        BlockPool(LARGE[0]),
-        block_size=16,
-        max_num_batched_tokens=16,
-        max_num_seqs=1,
-        max_model_len=16,
-        eos_token_ids=(),
-    )
-    with two("nixl", *LARGE) as (reader, source):
-        mine = scheduler.pool.allocate(scheduler.pool.free // 2)
-        assert mine is not None
-        reader.engine.watch("r", source.offer("r", mine))
-        reader.renewed("r")
-        source.stop()
-        reader.engine.fetch("r", mine, mine)
-        assert isinstance(reader.wait(1)[0], FetchFailed)
-        scheduler.kept.quarantine("r", mine)
-        others = scheduler.pool.allocate(scheduler.pool.free)
-        assert others is not None
-        reader.pool[others] = 255
-        source.go_on()
-        assert reader.wait(1) == [Settled("r")]
-        assert reader.pool[mine].any()
-        assert bool((reader.pool[others] == 255).all())
-        scheduler.kept.settle("r")
-        assert sorted(scheduler.pool.allocate(scheduler.pool.free) or []) == sorted(mine)
