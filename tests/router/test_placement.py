@@ -279,6 +279,11 @@ def test_a_prompt_spills_when_the_prefill_node_is_busy_and_not_beyond_the_limit(
     ):
         placed = placing(request, *none, spills=spills)
         assert (placed.prefill, placed.spills) == ("p", False)
+    # The nearer the time per token is to what the strictest row wants, the more a prompt costs.
+    near_limit, far = (node("d", **decoding, strictest_tpot_ms=ms) for ms in (8.0, 40.0))
+    later = [node("p", running=9, backlog_ms=50.0)]
+    assert not placing(request, later, [near_limit]).spills
+    assert placing(request, later, [far]).spills
     alone = placing(request, [], [node("d", **decoding | {"spill_ms": 0.0})])
     assert (alone.prefill, alone.spills, alone.other) == ("d", False, None)
 

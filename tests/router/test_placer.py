@@ -114,7 +114,7 @@ def test_a_text_has_as_many_tokens_as_nodes_have_counted_of_others() -> None:
 def test_targets_come_of_the_card_and_no_target_buys_priority() -> None:
     placer = Rig().placer
     usual = placer.wanted(job(), None)
-    ttft_ms = 30 * 4 + 0.9 * 0.02 * usual.tokens
+    ttft_ms = 24 * 4 + 0.6 * 0.02 * usual.tokens
     assert (usual.ttft_ms, usual.tpot_ms) == (pytest.approx(ttft_ms), 14.4)
     told = placer.wanted(job(Slo(0.125, 0.02)), None)
     assert (told.ttft_ms, told.tpot_ms) == (125, 20)
