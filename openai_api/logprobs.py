@@ -55,11 +55,7 @@ def completion_logprobs(
     )
 
 
-def joined(
-    first: CompletionLogprobs | None, then: CompletionLogprobs | None
-) -> CompletionLogprobs | None:
-    if first is None or then is None:
-        return first or then
+def joined(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLogprobs:
     return CompletionLogprobs(*map(operator.add, astuple(first), astuple(then)))
 
 

@@ -32,10 +32,6 @@ _STREAMED = (*_JSON, "text/event-stream")
 _TEXT = {"type": "string"}
 _RESPONSE = f"{RESPONSES_PATH}/{{response_id}}"
 _FIELDS = f"Fields not listed here mean what they mean in a chat completion: {', '.join(PASSED_ON)}"
-_LOAD = "Load a LoRA adapter, which is a model's name from then on; where nodes allow it."
-_TOKENIZE = "A request's prompt as token ids, with `return_token_strs` also as their texts."
-_LIVE = "200 unless only a new process can help: also while it loads or drains."
-
 
 _EVENT: Schema = {
     "type": "object",
@@ -84,16 +80,31 @@ OPERATIONS = (
     ),
     _Operation("get", "/v1/models", "The served models."),
     _Operation("get", "/v1/models/{model}", "One of them."),
-    _Operation("post", "/v1/load_lora_adapter", _LOAD, (LoadAdapterRequest,)),
+    _Operation(
+        "post",
+        "/v1/load_lora_adapter",
+        "Load a LoRA adapter, which is a model's name from then on; where nodes allow it.",
+        (LoadAdapterRequest,),
+    ),
     _Operation(
         "post", "/v1/unload_lora_adapter", "Unload a LoRA adapter.", (UnloadAdapterRequest,)
     ),
-    _Operation("post", "/tokenize", _TOKENIZE, (ChatRequest, CompletionRequest)),
+    _Operation(
+        "post",
+        "/tokenize",
+        "A request's prompt as token ids, with `return_token_strs` also as their texts.",
+        (ChatRequest, CompletionRequest),
+    ),
     _Operation("post", "/detokenize", "Token ids as a text.", (DetokenizeRequest,)),
     _Operation("get", "/health", "200 when requests can be served."),
     _Operation("get", "/ping", "The same without a body.", answers=()),
     _Operation("post", "/ping", "The same without a body.", answers=()),
-    _Operation("get", "/live", _LIVE, answers=()),
+    _Operation(
+        "get",
+        "/live",
+        "200 unless only a new process can help: also while it loads or drains.",
+        answers=(),
+    ),
     _Operation("get", "/version", "Version of the server."),
     _Operation("get", "/metrics", "Prometheus metrics.", answers=("text/plain",)),
     _Operation("get", "/openapi.json", "This document."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import msgspec
 from msgspec import Raw
@@ -36,17 +37,11 @@ def error_event(error: KvrelayError) -> bytes:
 _encode = msgspec.json.Encoder().encode
 
 
-class _Body(msgspec.Struct):
-    choices: list[Raw]
-
-
 def joined_body(bodies: Sequence[bytes], usage: Usage) -> bytes:
     """Return several prompts' bodies as one, with all choices."""
-    whole = msgspec.json.decode(bodies[0], type=dict[str, Raw])
-    parts = [msgspec.json.decode(body, type=_Body) for body in bodies]
-    whole["choices"] = Raw(_encode([choice for part in parts for choice in part.choices]))
-    whole["usage"] = Raw(_encode(usage))
-    return _encode(whole)
+    parts = [msgspec.json.decode(body, type=dict[str, Raw]) for body in bodies]
+    choices = [msgspec.json.decode(part["choices"], type=list[Raw]) for part in parts]
+    return _encode({**parts[0], "choices": [*chain(*choices)], "usage": usage})
 
 
 def joined_end(

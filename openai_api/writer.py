@@ -125,7 +125,8 @@ class ChoiceWriter:
         if not self._chat:
             text = f"{begins.echo}{message['content']}"
             said = {"text": text, "prompt_token_ids": begins.prompt_token_ids}
-            logprobs = joined(self._echo_logprobs(), logprobs)
+            echoed = self._echo_logprobs()
+            logprobs = joined(echoed, logprobs) if echoed else logprobs
         ids = self.token_ids if self._shows_ids else UNSET
         return Choice(self.index, **said, **self._reasons, logprobs=logprobs, token_ids=ids)
 

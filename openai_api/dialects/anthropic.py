@@ -323,11 +323,11 @@ class AnthropicAnswer(ChatAnswer):
     def _counts(self) -> dict[str, Any]:
         # This API counts what was found in a cache apart, and what was put there.
         usage = self._usage
-        written = usage.cache_write_tokens
+        written = usage.detail("cache_write_tokens")
         return {
-            "input_tokens": usage.prompt_tokens - usage.cached_tokens - written,
+            "input_tokens": usage.prompt_tokens - usage.detail("cached_tokens") - written,
             "cache_creation_input_tokens": written,
-            "cache_read_input_tokens": usage.cached_tokens,
+            "cache_read_input_tokens": usage.detail("cached_tokens"),
             "output_tokens": usage.completion_tokens,
         }
 

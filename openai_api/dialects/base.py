@@ -203,17 +203,9 @@ class ChatUsage(msgspec.Struct, frozen=True):
     prompt_tokens_details: dict[str, Any] | None = None
     completion_tokens_details: dict[str, Any] | None = None
 
-    @property
-    def cached_tokens(self) -> int:
-        return (self.prompt_tokens_details or {}).get("cached_tokens") or 0
-
-    @property
-    def cache_write_tokens(self) -> int:
-        return (self.prompt_tokens_details or {}).get("cache_write_tokens") or 0
-
-    @property
-    def reasoning_tokens(self) -> int:
-        return (self.completion_tokens_details or {}).get("reasoning_tokens") or 0
+    def detail(self, name: str) -> int:
+        details = (self.prompt_tokens_details or {}) | (self.completion_tokens_details or {})
+        return details.get(name) or 0
 
 
 class ChatEvent(msgspec.Struct, frozen=True):

@@ -142,11 +142,11 @@ class ResponsesAnswer(ChatAnswer):
             usage = {
                 "input_tokens": counts.prompt_tokens,
                 "input_tokens_details": {
-                    "cached_tokens": counts.cached_tokens,
-                    "cache_write_tokens": counts.cache_write_tokens,
+                    "cached_tokens": counts.detail("cached_tokens"),
+                    "cache_write_tokens": counts.detail("cache_write_tokens"),
                 },
                 "output_tokens": counts.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
+                "output_tokens_details": {"reasoning_tokens": counts.detail("reasoning_tokens")},
                 "total_tokens": counts.prompt_tokens + counts.completion_tokens,
             }
         return {
