@@ -74,12 +74,20 @@ def test_auto_without_a_parser_names_the_flag(bytewise: Tokenizer) -> None:
 
 def test_ids_differ_by_choice_and_are_those_that_mistrals_models_want(bytewise: Tokenizer) -> None:
     auto = form(bytewise, tools=[WEATHER])
-    ids = [told(stream(auto, choice), [CALL])["tool_calls"][0]["id"] for choice in (0, 1, 0)]
-    assert ids[0] == ids[2] != ids[1]
+    calls = [told(stream(auto, choice), [CALL, CALL])["tool_calls"] for choice in (0, 1, 0)]
+    ids = [call["id"] for each in calls for call in each]
+    assert ids[:2] == ids[4:]
+    assert len(set(ids)) == 4
     choice = {"type": "function", "function": {"name": "now"}}
     for fields in ({}, {"tool_choice": choice}):
         mistral = form(bytewise, tool="mistral", tools=[WEATHER, NOW], **fields)
         assert len(told(stream(mistral), ["[TOOL_CALLS]now{}"])["tool_calls"][0]["id"]) == 9
+
+
+def test_white_space_behind_a_call_is_no_content_whatever_was_thought(bytewise: Tokenizer) -> None:
+    both = form(bytewise, "<think>", reasoning="qwen3", tools=[WEATHER])
+    message = told(stream(both), [f"a</think>{CALL}\nb"])
+    assert (message["reasoning"], message["content"]) == ("a", "b")
 
 
 def test_reasoning_that_is_not_wanted_is_left_out(bytewise: Tokenizer) -> None:

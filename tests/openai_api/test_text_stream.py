@@ -30,12 +30,6 @@ def test_a_character_is_sent_when_it_is_whole(bytewise: Tokenizer) -> None:
     assert pieces(TextStream(bytewise), ids) == ["", "é", "", "", "", "😀", "!"]
 
 
-def test_a_cut_character_is_replaced_at_the_end(bytewise: Tokenizer) -> None:
-    stream = TextStream(bytewise)
-    assert pieces(stream, bytewise.encode("a😀", False)[:-1]) == ["a", "", "", ""]
-    assert stream.finish() == "\ufffd"
-
-
 def test_special_tokens_have_text_only_if_asked(bytewise: Tokenizer) -> None:
     assert text_of(TextStream(bytewise), [65, 2, 66]) == "AB"
     assert text_of(TextStream(bytewise, skip_special_tokens=False), [65, 2, 66]) == "A<|end2|>B"

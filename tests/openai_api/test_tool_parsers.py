@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.openai_api.message_parts import Part, call_id, merged
+from kvrelay.openai_api.message_parts import Part, merged
 from kvrelay.openai_api.model_formats import TOOL_FORMATS
 from kvrelay.openai_api.tool_parsers import CallParser, NamedParser, TextParser
 
@@ -339,18 +339,6 @@ def test_the_named_call_is_all_of_the_text() -> None:
     told = [Part("call", "f"), Part("arguments", '{"a": 1}')]
     assert parse(NamedParser("f"), ['{"a"', "", ": 1}"]) == told
     assert parse(NamedParser("f"), []) == []
-
-
-def test_ids_are_functions_of_the_answer_the_choice_and_the_index() -> None:
-    told = {
-        call_id(answer, choice, index, short=short)
-        for answer in ("a", "b")
-        for choice in (0, 1)
-        for index in (0, 1)
-        for short in (True, False)
-    }
-    assert len(told) == 16
-    assert {len(each) for each in told if not each.startswith("call_")} == {9}
 
 
 _SHREDS = [
