@@ -87,7 +87,7 @@ def cluster(kind, tmp_path_factory):
                 more = ["--served-model-name", "tiny", "--kv-connector", kind]
                 more += ["--kv-checksums", "1"]
                 ours.nodes.append(ours.start(role, [*flags, *more], env=env))
-                ours.wait_ready(ours.nodes[-1], within_s=COLD_S)
+        ours.wait_ready(*ours.nodes, within_s=COLD_S)
         yield ours
     finally:
         ours.stop()
