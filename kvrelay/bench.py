@@ -1,4 +1,4 @@
-"""`kvrelay bench`: the progress bar, the table and the result of a load (kvrelay.load)."""
+"""`kvrelay bench`: the progress, the table and the result of a load (kvrelay.load)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,11 @@ from typing import Any
 
 import uvloop
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
 from kvrelay.load.config import BenchConfig
-from kvrelay.load.experiment import Experiment, OnProgress
+from kvrelay.load.experiment import Experiment
 from kvrelay.load.measures import server_failures
 from kvrelay.load.results import (
     COLUMNS,
@@ -38,7 +30,7 @@ from kvrelay.load.results import (
     warnings_of,
     write_result,
 )
-from kvrelay.load.sender import Progress as Counts
+from kvrelay.load.sender import Progress
 from kvrelay.settings import build
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.versions import RELEASE
@@ -54,18 +46,15 @@ def run(values: dict[str, Any], console: Console) -> int:
         raise ConfigError(f"output {config.output!r} must end with .json")
     if not config.seed:  # no server has seen these prompts
         config = dataclasses.replace(config, seed=time.time_ns() // 1_000_000)
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[answers]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
-    experiment, began = Experiment(config, _updates(bar)), datetime.datetime.now(datetime.UTC)
+    status, began = console.status("asking the server"), datetime.datetime.now(datetime.UTC)
+
+    def update(name: str, progress: Progress) -> None:
+        failed = f", [red]{progress.failed} failed[/]" if progress.failed else ""
+        status.update(f"{name}: {progress.done} of {progress.sent} answered{failed}")
+
+    experiment = Experiment(config, update)
     try:
-        with bar:
+        with status:
             uvloop.run(experiment.run())
     finally:  # what was measured is kept, whatever ended the rest
         if experiment.runs:
@@ -74,21 +63,6 @@ def run(values: dict[str, Any], console: Console) -> int:
             _show(result, console)
             console.print(f"[dim]{path} is written[/]")
     return int(any(server_failures(each.measures) for each in experiment.runs))
-
-
-def _updates(bar: Progress) -> OnProgress:
-    tasks: dict[str, TaskID] = {}
-
-    def update(name: str, total_s: float, requests: int, progress: Counts) -> None:
-        if name not in tasks:
-            tasks[name] = bar.add_task(name, total=total_s or requests or None, answers="")
-        failed = f", [red]{progress.failed} failed[/]" if progress.failed else ""
-        task = bar.tasks[bar.task_ids.index(tasks[name])]
-        elapsed = min(task.elapsed or 0.0, total_s) if total_s else float(progress.done)
-        answers = f"{progress.done} of {progress.sent} answered{failed}"
-        bar.update(tasks[name], completed=elapsed, answers=answers)
-
-    return update
 
 
 def result_of(config: BenchConfig, experiment: Experiment, began: datetime.datetime) -> Result:

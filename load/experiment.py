@@ -103,13 +103,13 @@ def _usual_s(sample: Sequence[Session], targets: Targets) -> tuple[float, float]
     return percentile(answers, _USUAL_SHARE), percentile(whole, _USUAL_SHARE)
 
 
-OnProgress = Callable[[str, float, int, Progress], None]
+OnProgress = Callable[[str, Progress], None]
 
 
 class Experiment:
     """Runs against one server, and what they found.
 
-    `on_progress` is told a run's name, its seconds, its requests (0: unknown) and its progress.
+    `on_progress` is told a run's name and its progress.
     """
 
     def __init__(self, config: BenchConfig, on_progress: OnProgress = lambda *_: None) -> None:
@@ -200,9 +200,8 @@ class Experiment:
         name = f"{clients} clients" if clients else "the trace"
         if rate:
             name = f"{rate:.4g} requests/s"
-        total_s = 0.0 if config.requests else load.sending_s
-        count = 0 if config.agents else config.requests
-        told = partial(self._on_progress, name, total_s, count)
+        until = "" if config.requests else f" for {load.sending_s:.0f} s"
+        told = partial(self._on_progress, f"{name}{until}")
         outcome = await send_load(config, server, load, told)
         if not outcome.records:
             raise KvrelayError(f"at {name} no request was sent; take a longer --duration-s")

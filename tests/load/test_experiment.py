@@ -62,7 +62,7 @@ async def test_a_search_probes_each_rate_in_a_window_of_its_own(loads: list[Load
         assert load.sending_s == pytest.approx(65 + 1.16)
         assert (load.first_s, load.token_s, load.drain_s) == (0.2, 0.015, 2)
     assert all(5 <= row.due_s < 65 for run in bench.runs for row in run.rows)
-    assert told[0] == "2 requests/s"
+    assert told[0] == "2 requests/s for 66 s"
 
 
 async def test_a_number_of_requests_ends_with_its_last_answer(loads: list[Load]) -> None:
