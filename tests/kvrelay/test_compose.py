@@ -178,7 +178,6 @@ def test_written_files_keep_secrets_and_what_others_wrote(tmp_path: Path) -> Non
     assert "MY_OWN=1" in second
     assert "decode-2" in yaml.safe_load((tmp_path / "compose.yaml").read_text())["services"]
     assert (tmp_path / "monitoring" / "prometheus" / "prometheus.yml").exists()
-    assert (tmp_path / "monitoring" / "grafana" / "dashboards").is_dir()
     (tmp_path / "compose.yaml").write_text("services: {}\n")
     with pytest.raises(ConfigError, match="was not written by `kvrelay compose`"):
         write(values, QUIET)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvrelay import cli
-from kvrelay.flag_names import VLLM, answer_for
+from kvrelay.flag_names import VLLM
 from scripts.reference.command_line import commands
 
 SERVING = ("up", "serve", "prefill", "decode", "router", "rank")
@@ -44,8 +44,3 @@ def test_wrong_flags_are_answered_with_the_right_ones(
 ) -> None:
     assert cli.run(typed.split()) == 2
     assert said in capsys.readouterr().err
-
-
-def test_keys_of_a_file_are_answered_alike() -> None:
-    assert answer_for("kv-transfer-config").startswith("here it is --kv-connector (")
-    assert answer_for("max_num_seqs") == ""

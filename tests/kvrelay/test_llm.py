@@ -39,9 +39,8 @@ def test_prompts_are_answered_in_their_order(llm: LLM) -> None:
         assert alone.outputs[0].finish_reason == "length"
         (by_ids,) = llm.generate(answer.prompt_token_ids, greedy)
         assert (by_ids.prompt, by_ids.outputs) == (None, answer.outputs)
-    assert llm.generate([together[0].prompt_token_ids, together[1].prompt_token_ids], greedy)[
-        1
-    ].outputs == (together[1].outputs)
+    ids = [answer.prompt_token_ids for answer in together[:2]]
+    assert llm.generate(ids, greedy)[1].outputs == together[1].outputs
     assert llm.generate([], greedy) == []
 
 

