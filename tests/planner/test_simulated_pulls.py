@@ -78,6 +78,14 @@ def test_what_is_quicker_is_done(token_ms: float, reads: bool) -> None:
     assert (rungs["placement"] == 0) is reads
 
 
+def test_a_block_that_only_passes_a_full_tier_was_never_there() -> None:
+    long = Stream(0.0, 60_000, 2, tuple(range(234)))
+    below = {"host": 10 * SIZE}
+    setting = Setting(prefill=0, decode=1, block_size=SIZE, card=H200, below=below)
+    simulate([long, *(Stream(300.0 + 100 * at, 300, 20) for at in range(8))], setting)
+    assert long.rungs["new"] == long.prompt
+
+
 def test_a_card_without_a_tier_is_refused() -> None:
     bare = msgspec.structs.replace(H200, transfer={})
     with pytest.raises(ConfigError, match="no two points of transfer 'host'"):
