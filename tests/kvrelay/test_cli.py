@@ -170,18 +170,6 @@ def test_a_key_is_printed_with_the_configuration_that_knows_it(
     assert cli.run(["key", "a b"]) == 2
 
 
-def test_a_failure_of_the_server_is_exit_code_1(
-    served: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvrelay.wire.errors import EngineDead
-
-    def broken(config: Any, reread: Any = None) -> int:
-        raise EngineDead("the engine ended")
-
-    monkeypatch.setattr(sys.modules["kvrelay.router.server"], "run", broken)
-    assert cli.run(["router", *PEERS]) == 1
-
-
 def test_the_version_is_a_flag_and_a_module_is_the_command() -> None:
     for words in (["-m", "kvrelay", "--version"], ["-m", "kvrelay.cli", "--version"]):
         done = subprocess.run(
