@@ -128,6 +128,7 @@ def engine_stats(
     return EngineStats(
         load=engine.load(now),
         held_blocks=scheduler.kept.num_held,
+        lent_blocks=scheduler.kept.num_lent,
         quarantined_blocks=scheduler.kept.quarantined,
         steps=counters.steps,
         step_s=counters.step_s,

@@ -129,24 +129,30 @@ class Node:
             self.draining = draining
             self.on_change()
 
-    async def wait_idle(self, deadline_s: float) -> bool:
-        """Wait until no request runs and no KV is held; return False at the deadline."""
+    async def wait_idle(self, deadline_s: float, *, lends: bool = False) -> bool:
+        """Wait until no request runs and no KV is held; return False at the deadline.
+
+        `lends`: cached KV may be held, which others may read without a pause.
+        """
         with contextlib.suppress(EngineDead, TimeoutError):
             async with asyncio.timeout(deadline_s):
                 while (
-                    self.engine.queue_depth() or self.streams.running() or await self._held_blocks()
+                    self.engine.queue_depth()
+                    or self.streams.running()
+                    or await self._held_blocks(lends=lends)
                 ):
                     await asyncio.sleep(_POLL_S)
             return True
         return self.engine.ended.is_set()
 
-    async def _held_blocks(self) -> int:
+    async def _held_blocks(self, *, lends: bool) -> int:
         if self.engine.info is None:
             return 0
         try:
-            return (await self.engine.fresh_stats(_STATS_DEADLINE_S)).held_blocks
+            stats = await self.engine.fresh_stats(_STATS_DEADLINE_S)
         except DeadlineExceeded:  # a long step: ask again
             return 1
+        return stats.held_blocks - stats.lent_blocks * lends
 
     def change_role(self, wanted: Role) -> None:
         """Begin a change, or cancel one by asking for the present role.
@@ -186,7 +192,7 @@ class Node:
 
     async def _run_flip(self, wanted: Role) -> None:
         began, old = time.monotonic(), self.role
-        idle = await self.wait_idle(self._flip_deadline_s)
+        idle = await self.wait_idle(self._flip_deadline_s, lends=True)
         if self.engine.ended.is_set() or self.draining:
             self._end_flip("cancelled")
             return

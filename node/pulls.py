@@ -217,7 +217,7 @@ class Pulls:
         blocks = scheduler.pool.lookup(asked.hashes)
         if blocks:
             scheduler.pool.share(blocks)
-            scheduler.kept.hold(asked.request_id, blocks)
+            scheduler.kept.lend(asked.request_id, blocks)
         # Blocks are published when the step is launched that writes them.
         steps = self._engine.counters.steps + self._engine.in_flight
         self._leases.append((steps, asked.request_id, blocks))

@@ -233,16 +233,21 @@ class BlockPool:
 class KeptBlocks:
     """A table of blocks of ended requests that are not free yet.
 
-    *Held* blocks are kept for a reader. To *unsettled* ones a transfer may still write.
+    *Held* blocks are kept for a reader, *lent* ones of the prefix cache as well. To *unsettled* ones
+    a transfer may still write.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._held: dict[str, list[int]] = {}
+        self._lent: dict[str, list[int]] = {}
         self._unsettled: dict[str, tuple[list[int], int]] = {}
 
     def hold(self, request_id: str, blocks: list[int]) -> None:
         self._held[request_id] = blocks
+
+    def lend(self, request_id: str, blocks: list[int]) -> None:
+        self._lent[request_id] = blocks
 
     def held(self, request_id: str) -> list[int] | None:
         return self._held.get(request_id)
@@ -252,7 +257,8 @@ class KeptBlocks:
         return [name for name in self._held if call_id in (name, name.rpartition("-")[0])]
 
     def release(self, request_id: str) -> None:
-        self._pool.release(self._held.pop(request_id, []))
+        for kept in (self._held, self._lent):
+            self._pool.release(kept.pop(request_id, []))
 
     def quarantine(self, request_id: str, blocks: Sequence[int], shared: int = 0) -> None:
         """Keep blocks until `settle`; a transfer may write to all but the first `shared`."""
@@ -264,7 +270,11 @@ class KeptBlocks:
 
     @property
     def num_held(self) -> int:
-        return sum(len(blocks) for blocks in self._held.values())
+        return sum(map(len, self._held.values())) + self.num_lent
+
+    @property
+    def num_lent(self) -> int:
+        return sum(map(len, self._lent.values()))
 
     @property
     def quarantined(self) -> int:

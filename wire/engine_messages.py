@@ -230,6 +230,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
 
     load: Load
     held_blocks: int = 0
+    lent_blocks: int = 0
+    """Held ones of the prefix cache."""
     quarantined_blocks: int = 0
     steps: int = 0
     step_s: float = 0.0

@@ -30,7 +30,7 @@ class FakeEngine:
     """An engine client that reports these held blocks in turn, the last of them for ever."""
 
     def __init__(self, requests: int = 0, held: tuple[int, ...] = (0,), **fields: Any) -> None:
-        self.requests, self.held = requests, list(held)
+        self.requests, self.held, self.lent = requests, list(held), fields.get("lent", 0)
         self.info: Any = fields.get("info", "ready")
         self.dies = fields.get("dies", False)
         self.ended = asyncio.Event()
@@ -51,7 +51,7 @@ class FakeEngine:
         held = self.held.pop(0) if len(self.held) > 1 else self.held[0]
         if held < 0:
             raise DeadlineExceeded("a long step")
-        return EngineStats(Load(), held_blocks=held)
+        return EngineStats(Load(), held_blocks=held, lent_blocks=self.lent)
 
 
 def node_of(
@@ -176,6 +176,16 @@ async def test_it_ends_what_it_has_and_is_then_the_other_role(busy: dict[str, An
     node.change_role(P)
     await changed(node)
     assert (node.role, node.flips) == (P, 2)
+
+
+async def test_a_role_change_does_not_wait_for_cached_kv_that_others_read_and_a_drain_does() -> (
+    None
+):
+    node, _ = node_of(held=(4,), lent=4)
+    node.change_role(D)
+    await changed(node)
+    assert node.role is D
+    assert not await node.wait_idle(0.1)
 
 
 async def test_asking_for_the_present_role_cancels_a_change() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrelay.kv_transfer.connector import Granted
+from kvrelay.kv_transfer.connector import CachedAsked, Granted
 from kvrelay.node.pulls import PullPrice, Pulls
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.request import Request
@@ -60,7 +60,10 @@ class Node(Pulls):
         )
         self.scheduler.budget = StepBudget(64, 16, StepCosts(5.0, 0.5, 0.0, 0.0, 0.1, 0.0))
         engine: Any = SimpleNamespace(
-            scheduler=self.scheduler, pool=SimpleNamespace(block_size=16, block_bytes=1000)
+            scheduler=self.scheduler,
+            pool=SimpleNamespace(block_size=16, block_bytes=1000),
+            counters=SimpleNamespace(steps=0),
+            in_flight=False,
         )
         connector: Any = SimpleNamespace(
             generation="own",
@@ -203,3 +206,15 @@ def test_a_source_that_was_too_slow_twice_is_left_for_a_minute_or_until_it_is_me
     assert asks("other")
     node.met.add("slow")
     assert [asks("slow") for _ in range(3)] == [True, True, False]
+
+
+def test_blocks_that_another_node_reads_are_lent_until_its_lease_ends() -> None:
+    node = Node()
+    pool, kept = node.scheduler.pool, node.scheduler.kept
+    (block,) = pool.allocate(1) or []
+    pool.publish(block, names()[0])
+    pool.release([block])
+    node.handle(CachedAsked("cached.1", names()))
+    assert (kept.num_lent, kept.num_held, pool.total - pool.free) == (1, 1, 1)
+    kept.release("cached.1")
+    assert (kept.num_lent, kept.num_held, pool.total - pool.free) == (0, 0, 0)

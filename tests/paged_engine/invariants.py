@@ -45,7 +45,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     check_pool(pool)
     owned = [block for request in live.values() for block in request.blocks]
     unsettled = (blocks for blocks, _ in kept._unsettled.values())
-    owned += itertools.chain(*kept._held.values(), *unsettled)
+    owned += itertools.chain(*kept._held.values(), *kept._lent.values(), *unsettled)
     assert len(set(owned)) == pool.total - pool.free
     check_waiting(scheduler._waiting)
     announced, decoding = scheduler._announced, [r for r in live.values() if r.tpot_ms]
