@@ -232,8 +232,11 @@ class PairControl(SocketThread):
     # As the reader.
 
     def dial(self, generation: str, address: Address) -> None:
-        connection = Connection(self, self._keys, address.key)
         where = f"{address.host}:{address.port}"
+        try:
+            connection = Connection(self, self._keys, address.key)
+        except zmq.ZMQError:  # this is no key; a read finds no source
+            return
         self._sources[generation] = _Source(generation, where, connection)
         try:
             connection.connect(address.host, address.port)

@@ -174,6 +174,22 @@ def test_what_cannot_be_asked_is_refused_before_anything_starts(
         reader.backend.add_peer(replace(source.welcome, generation="nixl", metadata=b"NIXL's"))
 
 
+@pytest.mark.parametrize("strange", [{"key": b"short"}, {"port": -1}])
+def test_a_strange_address_costs_its_peer_alone(
+    start: Callable[..., BackendNode], strange: dict[str, Any]
+) -> None:
+    source, reader = start(*SMALL), start(*SMALL)
+    address = msgspec.structs.replace(
+        msgspec.msgpack.decode(source.metadata, type=Address), **strange
+    )
+    odd = replace(source.welcome, generation="odd", metadata=msgspec.msgpack.encode(address))
+    reader.backend.add_peer(odd)
+    with pytest.raises(PeerLost):
+        reader.ended(reader.backend.post_read(odd, [1], [1]))
+    meet(reader, source)
+    read(reader, source, [5], [6])
+
+
 def test_what_cannot_be_opened_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="needs a GPU, and the KV pool is on cpu; take nixl or"):
         NcclBackend(PoolRegion(0, 1, 1, "cpu"), "127.0.0.1", 1.0, 1.0).prepare()
