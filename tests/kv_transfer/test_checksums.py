@@ -186,3 +186,10 @@ def test_many_blocks_of_a_growing_ticket(
     assert fetched.completion == Completion([5])
     stats = it.reader.engine.stats()
     assert (stats.checked_blocks, stats.wrong_blocks) == (20, 0)
+
+
+def test_the_engine_tells_how_long_a_sum_hangs(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Checksums, "silent_s", lambda thread: 77.0)
+    assert pair().source.engine.stats().silent_s == 77.0

@@ -122,6 +122,8 @@ def ranks(**given: Any) -> RanksConfig:
             {"kv_port": 70000, "cluster_secret": "sixteen letters!"},
             "kv_port must be at most 65535, got 70000",
         ),
+        (TransferConfig, {"kv_checksums": float("nan")}, "must be at least 0.0, got nan"),
+        (TransferConfig, {"kv_checksums": 1.1}, "kv_checksums must be at most 1.0, got 1.1"),
         (engine, {"enable_lora": True, "lora_modules": ("a",)}, "name=path"),
         (
             engine,
