@@ -239,7 +239,7 @@ class Serving:
         """Return the body of POST /tokenize, and the request that it means. Raises RequestError."""
         asked = read_json(body, _tokenize)
         self._check_model(asked.model, needed=False)
-        request = decode_completion(body) if asked.messages is None else decode_chat(body)
+        request = decode_chat(body) if asked.is_chat else decode_completion(body)
         if isinstance(request, CompletionRequest) and (count := len(prompts_of(request))) != 1:
             raise RequestError(
                 f"prompt holds {count} prompts; send one request for each", param="prompt"

@@ -71,8 +71,12 @@ class TokenizeRequest(msgspec.Struct, frozen=True):
     """A body of POST /tokenize, beside the fields of a completion or chat."""
 
     model: str | None = None
-    messages: list[Any] | None = None
+    messages: msgspec.Raw = msgspec.Raw()  # a router does not read them
     return_token_strs: bool | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        return bytes(self.messages).strip() not in (b"", b"null")
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True):

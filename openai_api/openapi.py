@@ -20,7 +20,7 @@ from kvrelay.openai_api.model_types import (
     UnloadAdapterRequest,
 )
 from kvrelay.openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH
-from kvrelay.openai_api.types import ChatRequest, CompletionRequest
+from kvrelay.openai_api.types import ChatRequest, CompletionRequest, Message
 from kvrelay.wire.errors import ErrorBody
 
 __all__ = ["OPERATIONS", "document"]
@@ -42,6 +42,22 @@ _SCHEMAS: dict[str, Schema] = {
     "application/json": {"type": "object"},
     "text/event-stream": _EVENT,
 }
+
+
+class TokenizePrompt(msgspec.Struct):
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(msgspec.Struct):
+    messages: list[Message]
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
 
 
 class _Operation(NamedTuple):
@@ -93,7 +109,7 @@ OPERATIONS = (
         "post",
         "/tokenize",
         "A request's prompt as token ids, with `return_token_strs` also as their texts.",
-        (ChatRequest, CompletionRequest),
+        (TokenizePrompt, TokenizeChat),
     ),
     _Operation("post", "/detokenize", "Token ids as a text.", (DetokenizeRequest,)),
     _Operation("get", "/health", "200 when requests can be served."),

@@ -55,6 +55,17 @@ def test_every_reference_leads_somewhere_and_every_schema_is_used() -> None:
     assert "kv_transfer_params" not in told["components"]["schemas"]["ChatRequest"]["properties"]
 
 
+def test_a_body_needs_a_model_unless_it_is_a_question_about_tokens() -> None:
+    told = document("x", "1")["components"]["schemas"]
+    required = {name: "model" in told[name].get("required", ()) for name in told}
+    named = {name for name in told if "model" in told[name].get("properties", ())}
+    assert {name for name in named if not required[name]} == {
+        "DetokenizeRequest",
+        "TokenizeChat",
+        "TokenizePrompt",
+    }
+
+
 @pytest.mark.parametrize(
     ("schema", "name", "limits"),
     [
