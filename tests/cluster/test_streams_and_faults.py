@@ -108,7 +108,7 @@ def test_a_ticket_that_no_node_of_the_cluster_signed_is_computed_here_and_never_
             # Another salt each time: what is cached here would not be fetched.
             answer = complete(decode.url, "d" * 50, kv_transfer_params=params, cache_salt=reason)
             assert text_of(answer) == whole
-            assert reason in decode.log.read_text()
+            wait_until(lambda: reason in decode.log.read_text(), 10, f"the log says: {reason}")  # noqa: B023
         counted([decode], "kvrelay_fetches_failed_total", failed + len(forged))
         stranger.settimeout(0.2)
         with pytest.raises(TimeoutError):
