@@ -127,6 +127,8 @@ class Node:
             state = "draining" if draining else "draining no more"
             log.info("%s: %d requests under way", state, self.engine.queue_depth())
             self.draining = draining
+            if draining:  # who changes its role is asked for cached KV all the time
+                self.cancel_flip()
             self.on_change()
 
     async def wait_idle(self, deadline_s: float, *, lends: bool = False) -> bool:
@@ -193,7 +195,7 @@ class Node:
     async def _run_flip(self, wanted: Role) -> None:
         began, old = time.monotonic(), self.role
         idle = await self.wait_idle(self._flip_deadline_s, lends=True)
-        if self.engine.ended.is_set() or self.draining:
+        if self.engine.ended.is_set():
             self._end_flip("cancelled")
             return
         self.role, self.flips = wanted, self.flips + 1

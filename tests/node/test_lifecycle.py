@@ -208,8 +208,9 @@ async def test_a_node_that_ends_or_drains_keeps_its_role() -> None:
     node, engine = node_of(requests=1)
     node.change_role(D)
     node.drain()
+    assert node.flips_to is None  # routers name no source that will soon be gone
     engine.requests = 0
-    await changed(node)
+    assert await node.wait_idle(5.0)
     assert (node.role, node.flips) == (P, 0)
     with pytest.raises(Conflict, match="undrain"):
         node.change_role(D)
