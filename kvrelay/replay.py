@@ -68,6 +68,11 @@ def run(
     else:
         whole = _logged(path)
         incident = whole.of_model(card.model)
+        if not incident.requests:
+            raise ConfigError(
+                f"the log tells of no answered request on nodes of {card.model!r}, the model of the "
+                f"card; take the card of {', '.join(sorted({each.model for each in whole.requests}))}"
+            )
         streams, roles = incident.streams, [*incident.nodes.values()]
         left_out = [*_left_out(whole, incident)]
     prefill, decode = size_of(nodes, roles)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import gzip
 import itertools
-import json
 import math
 import random
 import re
+import zlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -294,20 +294,31 @@ def _between(pair: _Pair, rng: random.Random) -> float:
 
 # --- traces in Mooncake's format
 
+_Tokens = Annotated[int, Meta(ge=0, le=1 << 26)]
+
+
+class _TraceRow(msgspec.Struct):
+    timestamp: float
+    input_length: _Tokens
+    output_length: _Tokens
+    hash_ids: list[int]
+
 
 def _trace_sessions(work: Work, arrival: Arrival, rng: random.Random) -> Iterator[Session]:
     path = Path(work.trace)
     try:
         opened = gzip.open if path.suffix == ".gz" else open
         with opened(path, "rt", encoding="utf-8") as lines:
-            rows = [json.loads(line) for line in lines]
-        turns = [_trace_turn(row, number) for number, row in enumerate(rows)]
-        times_s = [float(row["timestamp"]) / 1e3 for row in rows]
-        first_s, length_s = min(times_s), times_s[-1] - times_s[0]
-    except (OSError, ValueError, KeyError, TypeError) as why:
+            rows = [msgspec.json.decode(line, type=_TraceRow) for line in lines]
+    except (OSError, ValueError, EOFError, zlib.error, msgspec.MsgspecError) as why:
         raise ConfigError(
-            f"the trace {path} cannot be read: {why!r}; it has a JSON object a line, as Mooncake's"
+            f"the trace {path} cannot be read: {why}; it has a JSON object a line, as Mooncake's"
         ) from why
+    if not rows:
+        raise ConfigError(f"the trace {path} has no requests; it has a JSON object a line")
+    turns = [_trace_turn(row, number) for number, row in enumerate(rows)]
+    times_s = [row.timestamp / 1e3 for row in rows]
+    first_s, length_s = min(times_s), times_s[-1] - times_s[0]
     if arrival.process != "trace" and arrival.rate:
         begins = arrival_times(arrival, rng)
     else:
@@ -317,15 +328,15 @@ def _trace_sessions(work: Work, arrival: Arrival, rng: random.Random) -> Iterato
         yield Session(number, at, [turn])
 
 
-def _trace_turn(row: dict[str, Any], number: int) -> Turn:
+def _trace_turn(row: _TraceRow, number: int) -> Turn:
     # Its names are of blocks of 512 tokens, of which the last is seldom full.
-    prompt, names = row["input_length"], row["hash_ids"]
+    prompt, names = max(1, row.input_length), row.hash_ids
     full = prompt // TRACE_BLOCK_TOKENS
     pieces = [(name, TRACE_BLOCK_TOKENS) for name in names[:full]]
     if rest := prompt - len(pieces) * TRACE_BLOCK_TOKENS:
         pieces.append((names[full] if full < len(names) else -1 - number, rest))
     # The first token comes from the prefill node; a second one needs a decode node.
-    return Turn(max(2, row["output_length"]), tuple(pieces))
+    return Turn(max(2, row.output_length), tuple(pieces))
 
 
 # --- prompts

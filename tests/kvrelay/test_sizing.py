@@ -127,6 +127,8 @@ def test_a_workload_is_a_name_lengths_or_a_trace(tmp_path: Path) -> None:
     first, second = (each.blocks for each in asking(str(trace), 2))
     assert first == second
     assert len(first) == 1
+    trace.write_text('{"timestamp": 1, "input_length": 0, "output_length": 0, "hash_ids": []}\n')
+    assert [(each.prompt, each.output) for each in asking(str(trace))] == [(1, 2)]
     for wrong in ("0:5", "songs"):
         with pytest.raises(ConfigError, match=r"is not one of chat.*, and not IN:OUT in tokens"):
             asking(wrong)

@@ -148,7 +148,16 @@ def test_agents_that_are_not_there_are_refused(spec: str) -> None:
         agents_of(spec)
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"timestamp": 1}'])
+ROW = '{"timestamp": 1, "input_length": %s, "output_length": %s, "hash_ids": %s}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(None, "", "[]", "{}", '{"timestamp": 1}', ROW % (-5, 5, "[]"), ROW % (600, 5, '"ab"')),
+        *(ROW % (600, "1e400", "[1, 2]"), ROW % (10**11, 5, "[1, 2]")),
+    ],
+)
 def test_files_of_another_kind_are_refused(text: str | None, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     if text is not None:

@@ -98,6 +98,13 @@ def test_the_command_replays_with_other_nodes_and_another_policy(
     assert "2P3D, round_robin" in replayed("2:3", "round_robin")
     with pytest.raises(ConfigError, match="P:D"):
         replayed("2:0", "price")
+    log.write_bytes(
+        request(1.0, 9, 0, 5.0, model=H200.model)
+        + b"\n"
+        + request(1.0, 9, 5, 5.0, model="n", decode=E)
+    )
+    with pytest.raises(ConfigError, match=r"no answered request .* take the card of n$"):
+        replayed("", "price")
     log.write_text("{}")
     with pytest.raises(ConfigError, match="no request"):
         replayed("", "price")
