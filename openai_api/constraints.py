@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
-from msgspec import Meta
 
 from kvrelay.openai_api.json_body import one_of, wrong_value
 from kvrelay.openai_api.types import (
@@ -19,6 +18,7 @@ from kvrelay.openai_api.types import (
     ResponseFormat,
     SamplingFields,
     StructuredOutputs,
+    ToolName,
 )
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.sampling import Constraint, ConstraintKind
@@ -92,7 +92,7 @@ def tool_use(request: ChatRequest) -> ToolUse:
 
 
 class _Function(msgspec.Struct):
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    name: ToolName
     parameters: dict[str, Any] | None = None
 
 

@@ -221,9 +221,12 @@ def wrong_value(message: str, value: Any, root: str = "") -> RequestError:
     what, _, where = message.partition(" - at ")
     place = where.rpartition("$")[2].strip("`")
     name = f"{root}{place.removesuffix('[...]')}".removeprefix(".")
-    for begins, said in (("missing required", "is missing"), ("contains unknown", "is unknown")):
+    for begins, said in (
+        ("missing required", "is missing"),
+        ("contains unknown", "is unknown; leave it out"),
+    ):
         if what.startswith(f"Object {begins} field "):
-            name = f"{name}.{what.split('`')[1]}".removeprefix(".")
+            name = f"{name}.{what.split('`')[1][:80]}".removeprefix(".")
             return RequestError(f"{name} {said}", param=name)
     if not name:
         return RequestError(f"the body must be a JSON object of request fields: {what}")

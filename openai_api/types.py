@@ -46,6 +46,7 @@ __all__ = [
     "StructuredOutputs",
     "TokenLogprob",
     "ToolCallDelta",
+    "ToolName",
     "Usage",
 ]
 
@@ -67,6 +68,7 @@ Stops = Annotated[
 ]
 BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 NotEmpty = Annotated[str, Meta(min_length=1)]
+ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
 Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
 Session = Annotated[str, Meta(max_length=256)]
 Priority = Annotated[int, Meta(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)]
@@ -209,7 +211,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class FunctionName(msgspec.Struct, frozen=True):
-    name: str
+    name: ToolName
 
 
 class NamedTool(msgspec.Struct, frozen=True):

@@ -168,7 +168,7 @@ def function_tools(
     for at, tool in enumerate(tools or ()):
         if tool.get("type") not in kinds:
             raise RequestError(
-                f"tools[{at}] is of type {tool.get('type')!r}; only {kinds[0]} tools are served, "
+                f"tools[{at}] is of type {tool.get('type')!r:.100}; only {kinds[0]} tools are served, "
                 "which the client runs",
                 param=f"tools[{at}].type",
                 code="unsupported_parameter",

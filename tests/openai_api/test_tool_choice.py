@@ -60,6 +60,11 @@ def test_choices(fields: dict[str, Any], choice: str, name: str) -> None:
         ({"tools": [], "tool_choice": NAMED}, "tool_choice", "needs tools"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "none, auto, required"),
         (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x" * 300}}},
+            "tool_choice.function.name",
+            "at most 256 characters",
+        ),
+        (
             {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
             "tool_choice.type",
             "allowed_tools",
