@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import logging
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +84,8 @@ class _Pins:
 @dataclass(slots=True)
 class _Pool:
     address: int
+    device: int
+    """The GPU that copies."""
     streams: deque[Any]
     slice_bytes: int
     mapping: Any = None
@@ -111,6 +113,7 @@ class GpuSide:
         self._pins: dict[int, _Pins] = {}
         """Pinned host memory, by address; our own until `close`. A GPU keeps the addresses of what is
         unmapped without `unpin`, and whatever comes to lie there fails."""
+        self._spare = defaultdict[int, list[deque[Any]]](list)
         self._reads = 0
 
     def open(self, memory: PoolMemory) -> GpuPiece:
@@ -140,7 +143,8 @@ class GpuSide:
         view = np.frombuffer(mapped(place, size, source.engine_id, "KV pool"), dtype=np.uint8)
         address = view.ctypes.data
         self._pin(address, num_bytes, theirs.block_bytes, read_only=True)
-        return _Pool(address, _streams(self._region.gpu or 0), HOST_SLICE_BYTES, view)
+        device = self._region.gpu or 0
+        return _Pool(address, device, self._streams(device), HOST_SLICE_BYTES, view)
 
     def _map_gpu(self, place: GpuPiece, who: str) -> _Pool:
         ours, theirs = self._region.gpu, visible_gpus().get(place.gpu)
@@ -150,7 +154,7 @@ class GpuSide:
                 raise TransferError(
                     f"GPU {ours} cannot read from GPU {theirs}, which has the KV pool of {who}"
                 )
-            return _Pool(_open_piece(place, who), _streams(ours), GPU_SLICE_BYTES)
+            return _Pool(_open_piece(place, who), ours, self._streams(ours), GPU_SLICE_BYTES)
         if theirs is None:
             raise TransferError(f"this process does not see GPU {place.gpu}, which {who} is on")
         try:
@@ -160,7 +164,14 @@ class GpuSide:
         region = self._region
         own = region.num_blocks * region.block_bytes
         self._pin(region.address, own, region.block_bytes, read_only=False)
-        return _Pool(_open_piece(place, who), _streams(theirs), HOST_SLICE_BYTES)
+        return _Pool(_open_piece(place, who), theirs, self._streams(theirs), HOST_SLICE_BYTES)
+
+    def _streams(self, device: int) -> deque[Any]:
+        # Kept: torch shares 32 by turns, also with streams of kv_connector nccl that wait for peers.
+        if spare := self._spare[device]:
+            return spare.pop()
+        # 0 is the lowest priority.
+        return deque(torch.cuda.Stream(device, priority=0) for _ in range(STREAMS))  # type: ignore[no-untyped-call]
 
     def _pin(self, address: int, num_bytes: int, block_bytes: int, *, read_only: bool) -> None:
         if address in self._pins:
@@ -187,6 +198,7 @@ class GpuSide:
     def unmap(self, pool: _Pool) -> None:
         for stream in pool.streams:
             stream.synchronize()  # bounded by SLICES_AHEAD
+        self._spare[pool.device].append(pool.streams)
         if pool.mapping is not None:
             self._pins.pop(pool.address).close()
             return
@@ -245,11 +257,6 @@ class GpuSide:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
             read.slices.append(event)
-
-
-def _streams(device: int) -> deque[Any]:
-    # 0 is the lowest priority.
-    return deque(torch.cuda.Stream(device, priority=0) for _ in range(STREAMS))  # type: ignore[no-untyped-call]
 
 
 def visible_gpus() -> dict[str, int]:

@@ -30,13 +30,16 @@ class Cuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pinned: dict[int, tuple[int, bool]] = {}
-        self.room, self.over, self.copies = 99, False, 0
+        self.room, self.over, self.copies, self.streams = 99, False, 0, list[int]()
         stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
         event = SimpleNamespace(record=lambda _: None, query=lambda: self.over)
         for name in ("pin", "unpin", "copy"):
             monkeypatch.setattr(cuda_runtime, name, getattr(self, name))
-        for name, it in {"Stream": stream, "Event": event, "set_device": None}.items():
+        for name, it in {"Event": event, "set_device": None}.items():
             monkeypatch.setattr(torch.cuda, name, lambda *_, it=it, **__: it)
+        monkeypatch.setattr(
+            torch.cuda, "Stream", lambda device, **_: self.streams.append(device) or stream
+        )
         for name, size in {"PIECE": PIECE, "HOST_SLICE": 768}.items():
             monkeypatch.setattr(gpu_side, f"{name}_BYTES", size)
         monkeypatch.setattr(gpu_side, "SLICES_AHEAD", 2)
@@ -131,6 +134,30 @@ def test_a_closed_backend_leaves_nothing_pinned_where_other_memory_comes_to_lie(
         backend.close()
         assert not cuda.pinned
         assert closed == [there.region.address] * at
+
+
+def test_a_gpu_reads_those_that_it_reaches_or_that_are_hidden_by_the_streams_of_the_last(
+    cuda: Cuda, here: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, closed = Pool(), list[int]()
+    monkeypatch.setattr(gpu_side, "visible_gpus", lambda: {"GPU-0": 0, "GPU-1": 1})
+    monkeypatch.setattr(gpu_side, "_open_piece", lambda *_: there.region.address)
+    monkeypatch.setattr(cuda_runtime, "close_handle", closed.append)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
+    side = GpuSide(PoolRegion(here.region.address, BLOCKS, BLOCK_BYTES, "cuda:0"))
+    with pytest.raises(TransferError, match="GPU 0 cannot read from GPU 1, which has the KV pool"):
+        side.map(there.source(), GpuPiece(1, b"", "GPU-1"))
+    cuda.over = True
+    for gpu in ("GPU-0", "GPU-9"):
+        here.blocks.zero_()
+        pool = side.map(there.source(), GpuPiece(1, b"", gpu))
+        assert side.nonce(pool, PIECE * 3) == there.metadata.nonce
+        assert side.poll(side.start(there.source(), pool, [2, 3], [4, 1]))
+        assert torch.equal(here.blocks[[4, 1]], there.blocks[[2, 3]])
+        side.unmap(pool)
+    assert closed == [there.region.address] * 2
+    assert cuda.streams == [0, 0]
+    assert not cuda.pinned
 
 
 def test_a_gpu_without_room_for_a_context_is_left_to_another_backend(
