@@ -143,8 +143,10 @@ class NodeLoad:
             pace * costs.decode_ms(self.rows, self.context) / self.gap_ms if self.rows else 0.0
         )
         left = max(LEAST_LEFT, 1 - share - self.token_rate * self.per_token_ms)
-        limit_ms = self.strictest_tpot_ms or costs.usual_tpot_ms
-        self.lost = LOST * self._row_weight / left * (self.step_ms / left / limit_ms)
+        usual_ms = costs.usual_tpot_ms  # a fitted card may have no fixed part of a step
+        token_ms = pace * usual_ms / TPOT_STEPS / left
+        limit_ms = self.strictest_tpot_ms or usual_ms
+        self.lost = LOST * self._row_weight / left * (token_ms / limit_ms)
         # Whoever needs no more KV finds room; an idle node has what it has.
         self.room = math.inf if self.kv_most <= self.kv_free or self.is_idle else self.kv_free
 

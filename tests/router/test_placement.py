@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,6 +61,7 @@ def loads(draw: Any) -> Load:
         token_rate=draw(st.floats(0, 20)),
         prompt_share=draw(st.floats(0, 1.2)),
         row_weight=rows / 15 / draw(st.floats(1, 500)),
+        strictest_tpot_ms=draw(st.sampled_from([0.0, 8.0, 40.0])),
         spill_ms=draw(st.floats(-50, 500)),
         promised_tokens=draw(st.integers(0, 5_000)),
     )
@@ -165,6 +167,8 @@ def test_more_load_never_makes_a_node_cheaper(
         ),
     ):
         assert price(None, each) >= price(None, {}) * (1 - 1e-12)
+    lax, strict = ({"strictest_tpot_ms": ms} for ms in (5.0 + more, 5.0))
+    assert price(None, strict) >= price(None, lax)
 
 
 @given(requests, loads())
@@ -384,4 +388,5 @@ def test_a_card_that_says_nothing_takes_no_router_down() -> None:
     """A card is fitted to noisy times: any of its values may be 0."""
     silent = StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     assert node("d", running=3, costs=silent).depth == 3
+    assert node("d", row_weight=1.0, costs=msgspec.structs.replace(COSTS, step=0.0)).lost > 0
     placing(PlacementRequest(2_000, 100, 200, 20), [node("p", costs=silent)], [node("d")])
