@@ -90,6 +90,8 @@ def test_a_role_that_is_short_gets_a_node_after_several_looks() -> None:
     told = "1 prefill nodes with 120% to do, 3 decode nodes with 20% to do"
     assert roles.why == f"one decode node becomes a prefill node: {told}"
     assert roles.use == {P: pytest.approx(1.2), D: pytest.approx(0.2)}
+    # Without prefill nodes both roles have the same to do: decode nodes that spill leave prompts to one.
+    assert looked(RolePlanner(), {P: 0, D: 2}, {P: 1.2, D: 0.5}, LOOKS, 0.62)[-1] is P
 
 
 # With the last prefill node: a step on this card takes 5.7 ms empty, of 15 that it may (left 0.62).
