@@ -187,9 +187,8 @@ class Peers:
             elif peer.welcome is not None:
                 peer.due = now + self._config.heartbeat_s
                 self._renew(peer.key, self._fetches.leases(peer.key), now)
-                for lease in self._fetches.leases(
-                    peer.key, growing=True
-                ):  # news may have been lost
+                # News may have been lost.
+                for lease in self._fetches.leases(peer.key, growing=True):
                     self._control.send(peer.key, Follow(lease))
                 if not peer.sources:
                     self._go_on(peer, now, again=True)

@@ -131,6 +131,11 @@ def test_the_soft_limit_becomes_the_hard_one_or_a_million(
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, most), "never lowered"
 
 
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def said(client: socket.socket) -> bytes:
     client.settimeout(DEADLINE_S)
     answer = b""
@@ -166,6 +171,9 @@ def test_a_server_whose_clients_take_its_files_says_so_once_and_goes_on(tmp_path
                     answer = said(late)
                 assert answer.startswith(b"HTTP/1.1 503 "), answer
                 assert b"half of the 64 files" in answer
+                began = cpu_s(process.pid)
+                time.sleep(0.5)  # idle with all of them open
+                assert cpu_s(process.pid) - began < 0.25, "it spins"
                 assert said(clients[0]).startswith(b"HTTP/1.1 200 "), (
                     "those that came in are served"
                 )
