@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from benchmarks.placement import Cell, loads, rows, ways
@@ -66,6 +67,15 @@ def test_steps_in_closed_form_are_those_one_by_one() -> None:
                 del left[stream], context[stream]
     assert first.last == pytest.approx(ends[first])
     assert second.last == pytest.approx(ends[second])
+
+
+@pytest.mark.parametrize("policy", ["price", "prefix"])
+def test_who_loses_its_room_goes_on_later(policy: str) -> None:
+    streams = [Stream(30.0 * at, 200 + 977 * at % 8_800, 2 + 37 * at % 398) for at in range(200)]
+    card = msgspec.structs.replace(H200, kv_tokens=14_000, max_num_seqs=12)
+    run(streams, policy=policy, prefill=2, decode=2, card=card)
+    assert any(stream.preempted for stream in streams)
+    assert all(stream.at <= stream.begun < stream.first < stream.last for stream in streams)
 
 
 def test_equal_seeds_give_equal_figures_and_others_do_not() -> None:
