@@ -84,7 +84,7 @@ def _folder_tokenizer(folder: Path, backend: Backend) -> Tokenizer:
     # Set by some training scripts and saved with the file; a server must not cut prompts.
     backend.no_truncation()
     backend.no_padding()
-    piece_bytes, leading_space = _decoding(backend)
+    piece_bytes, leading_space = _decoding(folder, backend)
     config = read_object(folder / "tokenizer_config.json")
     special = read_object(folder / "special_tokens_map.json") | {
         name: value for name, value in config.items() if value is not None
@@ -107,7 +107,7 @@ def _folder_tokenizer(folder: Path, backend: Backend) -> Tokenizer:
     )
 
 
-def _decoding(backend: Backend) -> tuple[Callable[[str], bytes], bool]:
+def _decoding(folder: Path, backend: Backend) -> tuple[Callable[[str], bytes], bool]:
     steps = _steps(backend.decoder)
     known = steps or _steps(backend.pre_tokenizer)
     if "ByteLevel" in known:
@@ -117,8 +117,8 @@ def _decoding(backend: Backend) -> tuple[Callable[[str], bytes], bool]:
     if "Replace" in steps or "ByteFallback" in steps:
         return sentencepiece, bool(steps.get("Strip", {}).get("start", 0))
     raise ConfigError(
-        f"a tokenizer with the decoder {', '.join(known) or 'none'} is not supported; ByteLevel, "
-        "Metaspace and ByteFallback are"
+        f"{folder / 'tokenizer.json'} has the decoder {', '.join(steps) or 'none'}, which is not "
+        "supported; take a model whose tokenizer has ByteLevel, Metaspace or ByteFallback"
     )
 
 
@@ -138,13 +138,16 @@ def _eos_token_ids(config: Path) -> tuple[int, ...]:
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    template = read_object(folder / "chat_template.json").get("chat_template")
-    template = template or config.get("chat_template")
-    named: dict[str, Any] = {"default": template}
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-    tool_use = "additional_chat_templates/tool_use.jinja"
-    for name, file in (("default", "chat_template.jinja"), ("tool_use", tool_use)):
+    # A file of its own replaces all that the older files have, as in transformers.
+    default, tool_use = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
+    named: dict[str, Any] = {}
+    if not (folder / default).exists():
+        template = read_object(folder / "chat_template.json").get("chat_template")
+        template = template or config.get("chat_template")
+        named = {"default": template}
+        if isinstance(template, list):
+            named = {entry["name"]: entry["template"] for entry in template}
+    for name, file in (("default", default), ("tool_use", tool_use)):
         if (folder / file).exists():
             named[name] = (folder / file).read_text(encoding="utf-8")
     return named
