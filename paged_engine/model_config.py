@@ -147,11 +147,11 @@ class ModelConfig:
                 f"model {self.name}: {self.num_heads} query heads cannot share "
                 f"{self.num_kv_heads} KV heads evenly"
             )
-        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+        if not 0 < self.rotary_dim <= self.head_dim or (self.rotary_dim | self.head_dim) % 2:
             raise ConfigError(
                 f"model {self.name}: partial_rotary_factor {self.partial_rotary_factor} rotates "
-                f"{self.rotary_dim} of "
-                f"{self.head_dim} elements of a head; it must be an even number of them"
+                f"{self.rotary_dim} of {self.head_dim} elements of a head; both must be even, and "
+                "the first not larger"
             )
         factors = self.rope_scaling and self.rope_scaling.short_factors
         if factors and len(factors) != self.rotary_dim // 2:

@@ -194,6 +194,7 @@ def rope(**values: Any) -> dict[str, Any]:
         ),
         ("Qwen3Moe", EXPERTS | {"num_experts": 4}, "to 8 of 4 experts"),
         ("Phi3", {"partial_rotary_factor": 0.7}, "partial_rotary_factor 0.7 rotates 11 of 16"),
+        ("Phi3", {"partial_rotary_factor": 0.75, "head_dim": 17}, "12 of 17 elements of a head"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused_by_name(
