@@ -5,13 +5,19 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.openai_api.message_parts import Part, merged
-from kvrelay.openai_api.model_formats import TOOL_FORMATS
+from kvrelay.openai_api.model_formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    Opening,
+    ReasoningFormat,
+)
 from kvrelay.openai_api.tool_parsers import CallParser, NamedParser, TextParser
 
 TYPES = {
@@ -22,8 +28,8 @@ TYPES = {
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": TYPES}}}]
 
 
-def parser(name: str, hidden: tuple[str, ...] = ()) -> CallParser:
-    return CallParser(hidden, TOOLS, TOOL_FORMATS[name])
+def parser(name: str, hidden: tuple[str, ...] = (), *begins: Any) -> CallParser:
+    return CallParser(hidden, TOOLS, TOOL_FORMATS[name], *begins)
 
 
 def parse(parser: TextParser, pieces: list[str]) -> list[Part]:
@@ -361,22 +367,30 @@ _CALL = '{"name": "f", "arguments": {"a": "b\\n", "c": [1, {"d": null}], "e": tr
     data=st.data(),
     cuts=st.lists(st.integers(0, 200), max_size=8),
     hides=st.booleans(),
+    thinks=st.sampled_from([None, *REASONING_FORMATS.values()]),
+    begins=st.sampled_from(Opening),
 )
 def test_where_the_text_is_cut_makes_no_difference(
-    name: str, data: st.DataObject, cuts: list[int], hides: bool
+    name: str,
+    data: st.DataObject,
+    cuts: list[int],
+    hides: bool,
+    thinks: ReasoningFormat | None,
+    begins: Opening,
 ) -> None:
-    row = TOOL_FORMATS[name]
+    row, marks = TOOL_FORMATS[name], thinks.markers if thinks else ()
+    begins = begins if thinks else Opening.FREE
     call = _CALLS.get(name, "".join([*row.openers[:1], _CALL, *row.closers[:1]]))
     at = st.integers(0, len(call))
     pieces = at.map(lambda at: call[:at]) | at.map(lambda at: call[at:])
-    shred = pieces | st.sampled_from([*_SHREDS, *row.markers, call])
+    shred = pieces | st.sampled_from([*_SHREDS, *row.markers, *marks, call])
     text = "".join(data.draw(st.lists(shred, max_size=8)))
-    hidden = row.markers if hides else ()
-    whole = parse(parser(name, hidden), [text])
-    assert parse(parser(name, hidden), list(text)) == whole
+    form = (row.markers + marks) * hides, thinks, begins
+    whole = parse(parser(name, *form), [text])
+    assert parse(parser(name, *form), list(text)) == whole
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    assert parse(parser(name, hidden), [text[a:b] for a, b in pairwise(places)]) == whole
-    if not hides and not any(part.kind == "call" for part in whole):
+    assert parse(parser(name, *form), [text[a:b] for a, b in pairwise(places)]) == whole
+    if not (hides or thinks or any(part.kind == "call" for part in whole)):
         assert whole == ([Part("content", text)] if text else [])
 
 
