@@ -40,8 +40,10 @@ class GroupedCommand(_HelpInOrder, TyperCommand):
         """
         ctx.meta[ALL] = ALL in args
         _, _, given = self.make_parser(ctx).parse_args(args=[*args])
+        several = ("multiple", "is_flag", "rich_help_panel")
         for param in given:
-            several = ("multiple", "is_flag", "rich_help_panel")
+            if ctx.resilient_parsing:  # a shell completes the line
+                break
             if given.count(param) > 1 and not any(getattr(param, each, None) for each in several):
                 ctx.fail(f"{param.opts[0]} is given twice; it takes one value")
         return super().parse_args(ctx, args)

@@ -110,6 +110,15 @@ def test_a_second_value_is_refused_where_one_is_taken(
     assert f"{flag} is given twice" in capsys.readouterr().err
 
 
+def test_a_line_with_a_second_value_is_still_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_KVRELAY_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "kvrelay plan --card a --card b --gp")
+    monkeypatch.setenv("COMP_CWORD", "6")
+    command = [sys.executable, "-m", "kvrelay"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["--gpus"]
+
+
 def test_further_flags_add_urls_and_overrule_settings(served: list[Any]) -> None:
     assert cli.run(["router", *PEERS, "--prefill=http://c", "--port=1", "--port=2"]) == 0
     assert (served[0].prefill, served[0].port) == (("http://a", "http://c"), 2)
