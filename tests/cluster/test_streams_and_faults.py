@@ -86,6 +86,22 @@ def test_a_forged_ticket_is_a_400_and_hurts_nobody(cluster, changes):
     assert decode.health() is not None
 
 
+def test_an_answer_that_another_node_began_goes_on_in_its_grammar_or_is_a_400(cluster):
+    """After the death of a decode node nobody else knows what comes next."""
+    decode, fields = cluster.of("decode")[0], {"structured_outputs": {"choice": ["yes and no"]}}
+    params = {"do_remote_prefill": True, "prompt_token_ids": [5] * 20, "seed": 4}
+    for said in ("", "y", "yes and", "yes and no", "no"):
+        given = params | {"generated": [*said.encode()]}
+        body = tiny_body("", max_tokens=40, ignore_eos=False, kv_transfer_params=given, **fields)
+        answer = post(decode.url, body)
+        if said == "no":
+            assert answer.status_code == 400
+            assert "does not match its grammar" in answer.json()["error"]["message"]
+        else:
+            (choice,) = answer.json()["choices"]
+            assert (choice["text"], choice["finish_reason"]) == ("yes and no", "stop")
+
+
 def _signed(ticket: dict, secret: str, at: float) -> Any:
     """Return the ticket as a node that has this secret would give it away."""
     params = signed(msgspec.convert(ticket, KvTransferParams), secret, at)
