@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +22,12 @@ from router_doubles import (
     until,
 )
 
-from kvrelay.router.admission.controller import _LOOK_S
+from kvrelay.router.admission.controller import _LOOK_S, AdmissionController
 from kvrelay.router.admission.keys import hash_of
+from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Load
-from kvrelay.wire.router_config import KeyConfig
+from kvrelay.wire.router_config import KeyConfig, RouterConfig
 from kvrelay.wire.step_costs import StepCosts
 
 ROOM = Load(free_blocks=100, total_blocks=100, block_size=16, legs=1)
@@ -121,6 +123,54 @@ async def test_a_client_that_leaves_while_it_waits_frees_its_place() -> None:
         await busy.queue(headers=ALICE)
     assert len(busy.p.calls) == 2
     assert c.metric("kvrelay_router_refused_total", reason="client_gone") == 1
+
+
+async def test_a_prompt_is_no_backlog_once_its_first_token_is_there() -> None:
+    async def held(call: Call) -> None:
+        await said.wait()
+        await call.tokens(11, "a", 1)
+        await go.wait()
+        await decode_ok(call)
+
+    said, go, d = asyncio.Event(), asyncio.Event(), decode(held)
+    async with cluster(d) as c:
+        asking = asyncio.create_task(asked(c))
+        await until(lambda: bool(d.calls))
+        assert c.node(d).state.backlog_ms
+        said.set()
+        await until(lambda: not c.node(d).state.backlog_ms)
+        assert c.node(d).leases
+        go.set()
+        await asking
+
+
+async def test_a_full_queue_costs_a_key_nothing() -> None:
+    busy = Busy()
+    async with busy.running(max_queue=1, keys=keys(requests_per_minute=9), headers=BOB) as c:
+        await busy.queue(headers=BOB)
+        for _ in range(2):
+            status, body, headers = await asked(c, headers=ALICE)
+            assert (status, body["error"]["code"]) == (429, "queue_full")
+            assert headers["x-ratelimit-remaining-requests"] == "8"
+
+
+async def test_an_expected_answer_refuses_nothing_and_its_key_pays_for_the_real_one() -> None:
+    async with cluster(prefill(), decode(), keys=keys(tokens_per_minute=100)) as c:
+        assert (await asked(c, headers=ALICE))[0] == 200  # 128 tokens were expected
+        (queue,) = c.router.admission._queues.values()
+        used = [
+            c.metric("kvrelay_router_key_tokens_total", key="alice", kind=kind)
+            for kind in ("prompt", "output")
+        ]
+        assert queue._clocks["alice"] == sum(used) < 100
+
+
+def test_a_laxer_target_of_a_request_does_not_break_that_of_the_router() -> None:
+    nothing: Any = SimpleNamespace()
+    admission = AdmissionController(
+        RouterConfig(tpot_target_ms=20.0), Pool([], []), nothing, nothing
+    )
+    assert [admission.slo(None, told).tpot_s for told in (None, 0.05, 0.01)] == [0.02, 0.02, 0.01]
 
 
 async def test_who_waits_until_the_deadline_is_told_so() -> None:

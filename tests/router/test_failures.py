@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -32,10 +33,14 @@ from router_doubles import (
 )
 
 import kvrelay.router.request.run
-from kvrelay.router.nodes.node import FAILURES_IN_A_ROW, State
-from kvrelay.wire.errors import EngineDead, ErrorBody, KvNotLoaded
+from kvrelay.router.nodes.node import FAILURES_IN_A_ROW, Node, State
+from kvrelay.router.request.failures import Attempts, RunContext
+from kvrelay.router.transport.node_stream import AttemptFailed
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import EngineDead, ErrorBody, KvNotLoaded, NodeFailed
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Load
+from kvrelay.wire.router_config import RouterConfig
 
 NOT_LOADED = KvNotLoaded.because("PeerLost")
 BROKE = refuse(500, "this node failed on the request; its log says why", code="request_broke")
@@ -327,6 +332,59 @@ async def test_a_pair_between_which_kv_did_not_come_is_avoided_for_a_while(ends:
         await until(lambda: c.node(p).generation == "g2")
         await c.text()
         assert len(bad.calls) == 2
+
+
+async def test_an_answer_that_has_begun_does_not_wait_for_a_node_that_failed_on_it_and_is_up() -> (
+    None
+):
+    async def breaks(call: Call, _: FakeNode) -> None:
+        await call.tokens(12, "b", 2)
+        await broken(500)(call)
+
+    d = by_turns(breaks)
+    async with cluster(prefill(), d) as c:
+        text = await c.text({"stream": True})
+        assert text.startswith((event("a") + event("b")).decode())
+        assert "no decode node could serve the request" in text
+        assert len(d.calls) == 1
+
+
+async def test_a_decode_node_that_hands_over_has_failed() -> None:
+    bad, good = decode(lambda call: call.hand_over()), decode(load=Load(running=9))
+    async with cluster(prefill(), bad, good) as c:
+        assert await c.text({"stream": True}) == STREAMED
+        assert (len(bad.calls), len(good.calls)) == (1, 1)
+
+
+async def test_a_decode_node_is_told_what_each_choice_may_still_take() -> None:
+    bad, good = decode(cut_after_token), decode(load=Load(running=9))
+    async with cluster(prefill(), bad, good) as c:
+        await c.text({"n": 2})
+        told = [node.calls[0].params["expected_output"] for node in (bad, good)]
+        assert told == [128, 127]  # half of 256 but for one, and for two tokens
+
+
+def test_drains_are_no_attempts_and_a_restarted_node_may_be_tried_again() -> None:
+    metrics: Any = SimpleNamespace(
+        failovers=SimpleNamespace(labels=lambda _: SimpleNamespace(inc=lambda: None))
+    )
+    nothing: Any = None
+    config = RouterConfig(attempts=1)
+    attempts = Attempts(RunContext(nothing, nothing, nothing, metrics, config), Role.DECODE)
+    node, drains = Node("http://d", Role.DECODE), AttemptFailed("drains")
+    drains.draining = True
+    for _ in range(3):
+        attempts.failed(node, drains)
+        attempts.require_another(drains)
+    assert attempts.nodes() == []
+    broke = AttemptFailed("broke", 503, 7)
+    attempts.failed(node, broke)
+    assert attempts.nodes() == [node]
+    with pytest.raises(NodeFailed, match="no decode node could serve the request") as told:
+        attempts.require_another(broke)
+    assert (told.value.status, told.value.retry_after_s) == (503, 7)
+    node.generation = "g2"
+    assert attempts.nodes() == []
 
 
 # --- breakers, lost processes, the retry budget

@@ -131,3 +131,14 @@ async def test_a_part_that_loses_its_node_goes_on_and_the_others_do_not_notice()
         answer = msgspec.json.decode(await c.text({"prompt": PROMPTS}, path=COMPLETIONS_PATH))
     assert len(bad.calls) > 0
     assert [choice["text"] for choice in answer["choices"]] == PROMPTS
+
+
+async def test_prompts_that_are_only_repeated_do_not_wait_for_a_first_token() -> None:
+    async def repeats(call: Call) -> None:
+        body = {"choices": [{"index": 0, "text": call.body["prompt"]}]}
+        await call.send(Frame(FrameKind.END, msgspec.json.encode(body), usage=(3, 0, 0)))
+
+    fields = {"prompt": PROMPTS, "echo": True, "max_tokens": 0}
+    async with cluster(prefill(repeats), decode()) as c:
+        answer = msgspec.json.decode(await c.text(fields, path=COMPLETIONS_PATH))
+    assert [choice["text"] for choice in answer["choices"]] == PROMPTS

@@ -137,6 +137,7 @@ async def test_keys_aliases_limits_policies_and_nodes_change_while_requests_run(
         assert c.router.placer.config.prefill_policy == "round_robin"
         assert await status(c, "ann") == 401
         assert await status(c, "bob", model="best") == 200
+        assert [queue.max_queue for queue in c.router.admission._queues.values()] == [3]
         assert await status(c, "bob", user="x" * 2000) == 413
         assert await status(c, "bob") == 200
         assert await status(c, "bob") == 429

@@ -211,6 +211,7 @@ async def test_kv_that_no_decode_node_has_heard_of_goes_to_another_one_as_it_is(
         c.node(gone).url = "http://127.0.0.1:1"
         assert await said(c) == "abc"
         assert len(p.calls) == 1
+        assert good.calls[0].body["kv_transfer_params"]["do_remote_prefill"]
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
