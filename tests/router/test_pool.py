@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from router_doubles import leg_on
 
-from kvrelay.router.nodes.node import HealthReport, Node, NodeSpec, Source
+from kvrelay.router.node_load import Share
+from kvrelay.router.nodes.node import HealthReport, Node, NodeKind, NodeSpec, Source
 from kvrelay.router.nodes.pool import LOST_AFTER_MISSES, Pool
 from kvrelay.wire.config import Role
 from kvrelay.wire.outputs import Load
@@ -47,8 +48,35 @@ def test_an_adapter_that_several_models_have_means_one_of_them_in_both_legs() ->
         ]  # a model's own name comes first
 
 
+def test_a_node_that_is_down_has_no_say_in_what_an_adapter_belongs_to() -> None:
+    pool = Pool(["http://p0", "http://p1"], [])
+    for node, model in zip(pool.nodes, ("a", "b"), strict=True):
+        pool.note_report(node, HealthReport(node.role, model, adapters=["x"]), 0.0, 0.1)
+    assert pool.base_of("x") == "a"
+    pool.blame(pool.nodes[0], "it broke", 1.0)
+    assert pool.base_of("x") == "b"
+
+
+def test_of_two_kinds_the_one_with_the_shorter_queue_gets_a_request() -> None:
+    pool = Pool(["http://p0", "http://p1"], ["http://d0", "http://d1"])
+    for busy in NodeKind:
+        for node, kind in zip(pool.nodes, [*NodeKind] * 2, strict=True):
+            load = Load(running=9 * (kind is busy))
+            pool.note_report(node, HealthReport(node.role, "m", kind=kind, load=load), 0.0, 0.1)
+        assert pool.kind_for("m") is not busy
+
+
+def test_a_new_process_numbers_its_requests_anew(pool: Pool) -> None:
+    node, share = pool.nodes[0], Share()
+    lease = pool.hold(node, share, None)
+    lease.note_load(Load(legs=6, leg=7))
+    assert node.state.rows == 1
+    pool.note_report(node, report(generation="g2", load=Load(legs=9)), 1.0, 1.1)
+    assert node.state.rows == 1  # it still runs here, and is not one of its nine
+
+
 def test_the_longest_context_is_what_each_node_that_was_up_can_take(pool: Pool) -> None:
-    for node, longest in zip(pool.nodes, (100, 50, 200), strict=True):
+    for node, longest in zip(pool.nodes, (100, 50, 0), strict=True):
         pool.note_report(node, HealthReport(node.role, "m", max_model_len=longest), 1.0, 1.0)
     pods = [NodeSpec(url, Role.DECODE, "m") for url in ("http://new", "http://newer")]
     pool.set_members(Source.KUBERNETES, pods, 1.0)  # they are labelled with the model

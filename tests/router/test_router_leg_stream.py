@@ -5,10 +5,11 @@ what does not.
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
+from aiohttp import web
 from router_doubles import Call, cluster, decode, decode_ok, event, prefill, until
 
 from kvrelay.router.nodes.node import HealthReport, Lease, Node
@@ -217,6 +218,37 @@ async def test_a_node_whose_stream_does_not_open_is_down_and_says_why() -> None:
         d.stream_status = 200
         await until(lambda: c.node(d).up)
         await c.text({"stream": True})
+
+
+async def test_a_node_that_does_not_answer_on_its_stream_is_given_up_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def silent(*_: Any) -> Any:
+        await asyncio.sleep(30)
+
+    d = decode()
+    monkeypatch.setattr(d, "leg_stream", silent)
+    async with cluster(prefill(), d, ready=False, connect_deadline_s=0.2) as c:
+        await until(lambda: c.node(d).reason.startswith("its request stream does not open"))
+
+
+async def test_small_answers_of_nodes_are_bounded_and_lead_nowhere() -> None:
+    async def large(_: web.Request) -> web.Response:
+        return web.Response(body=bytes(4 << 20))
+
+    async def elsewhere(_: web.Request) -> web.Response:
+        raise web.HTTPFound("/health")
+
+    d = decode(posts={"/large": large, "/elsewhere": elsewhere})
+    async with cluster(prefill(), d) as c:
+        post = c.router.node_client.post
+        assert len((await post(c.node(d), "/large", b"", 5.0))[1]) < 2 << 20
+        assert (await post(c.node(d), "/elsewhere", b"", 5.0))[0] == 302
+
+
+def test_a_hand_over_of_nothing_is_a_failure() -> None:
+    with pytest.raises(AttemptFailed, match="without its parameters"):
+        deliver_last(Frame(FrameKind.HANDOVER), lambda _: None)
 
 
 async def test_the_highest_common_version_is_asked_for_and_told() -> None:

@@ -214,6 +214,27 @@ async def test_kv_that_no_decode_node_has_heard_of_goes_to_another_one_as_it_is(
         assert good.calls[0].body["kv_transfer_params"]["do_remote_prefill"]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_without_end_and_one_that_is_no_stream_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    async def long(call: Call) -> web.StreamResponse:
+        return await call.stream("data: " + "x" * 9_000)
+
+    async def whole(call: Call) -> web.StreamResponse:
+        return web.json_response({"choices": []})
+
+    monkeypatch.setattr("kvrelay.router.transport.vllm._MAX_ANSWER_BYTES", 5_000)
+    p, d = pair()
+    async with cluster(p, d, attempts=1) as c:
+        d.script = long
+        message = (await c.asked({"stream": stream})).error["message"]
+        assert f"{'more' if stream else 'longer'} than 5000 bytes" in message
+        d.script = whole
+        message = (await c.asked({"stream": stream})).error["message"]
+        assert ("a stream with application/json" if stream else "no decode node") in message
+
+
 @pytest.mark.parametrize("wrapped", [True, False])
 async def test_a_refusal_is_passed_on_and_blames_nobody(wrapped: bool) -> None:
     p, d = pair()
