@@ -203,3 +203,15 @@ def test_an_answer_shorter_than_thought_is_paid_back_and_a_longer_one_paid() -> 
     for key in ("long", "short", "short"):
         queue.push(request(key, 100))
     assert [queue.begin_next().key for _ in range(3)] == ["short", "short", "long"]
+
+
+def test_a_key_whose_request_cost_less_than_thought_is_not_ahead_of_all_others() -> None:
+    queue, dear = Queue(), request("a", 1000)
+    queue.begin(dear)
+    for _ in range(3):
+        queue.begin(request("b", 400))
+    waiting = [request("a", 100), request("a", 500), request("b"), request("a")]
+    for each in waiting:
+        queue.push(each)
+    queue.admission.correct(dear, 0)
+    assert [queue.begin_next() for _ in waiting] == waiting
