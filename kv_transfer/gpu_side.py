@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import logging
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 HOST_SLICE_BYTES = 32 << 20
 GPU_SLICE_BYTES = 128 << 20
 SLICES_AHEAD = 4
-# One stream leaves a pause between two copies.
-STREAMS = 2
 # Pinning holds locks of the driver, which steps need, too.
 PIECE_BYTES = 128 << 20
 _PAGE = 4096
@@ -84,9 +82,7 @@ class _Pins:
 @dataclass(slots=True)
 class _Pool:
     address: int
-    device: int
-    """The GPU that copies."""
-    streams: deque[Any]
+    stream: Any
     slice_bytes: int
     mapping: Any = None
     """A numpy view of the peer's host memory; None for a GPU's."""
@@ -113,7 +109,7 @@ class GpuSide:
         self._pins: dict[int, _Pins] = {}
         """Pinned host memory, by address; our own until `close`. A GPU keeps the addresses of what is
         unmapped without `unpin`, and whatever comes to lie there fails."""
-        self._spare = defaultdict[int, list[deque[Any]]](list)
+        self._streams: dict[tuple[int, int], Any] = {}
         self._reads = 0
 
     def open(self, memory: PoolMemory) -> GpuPiece:
@@ -143,8 +139,7 @@ class GpuSide:
         view = np.frombuffer(mapped(place, size, source.engine_id, "KV pool"), dtype=np.uint8)
         address = view.ctypes.data
         self._pin(address, num_bytes, theirs.block_bytes, read_only=True)
-        device = self._region.gpu or 0
-        return _Pool(address, device, self._streams(device), HOST_SLICE_BYTES, view)
+        return self._pool(address, self._region.gpu or 0, HOST_SLICE_BYTES, view)
 
     def _map_gpu(self, place: GpuPiece, who: str) -> _Pool:
         ours, theirs = self._region.gpu, visible_gpus().get(place.gpu)
@@ -154,7 +149,7 @@ class GpuSide:
                 raise TransferError(
                     f"GPU {ours} cannot read from GPU {theirs}, which has the KV pool of {who}"
                 )
-            return _Pool(_open_piece(place, who), ours, self._streams(ours), GPU_SLICE_BYTES)
+            return self._pool(_open_piece(place, who), ours, GPU_SLICE_BYTES)
         if theirs is None:
             raise TransferError(f"this process does not see GPU {place.gpu}, which {who} is on")
         try:
@@ -164,14 +159,15 @@ class GpuSide:
         region = self._region
         own = region.num_blocks * region.block_bytes
         self._pin(region.address, own, region.block_bytes, read_only=False)
-        return _Pool(_open_piece(place, who), theirs, self._streams(theirs), HOST_SLICE_BYTES)
+        return self._pool(_open_piece(place, who), theirs, HOST_SLICE_BYTES)
 
-    def _streams(self, device: int) -> deque[Any]:
-        # Kept: torch shares 32 by turns, also with streams of kv_connector nccl that wait for peers.
-        if spare := self._spare[device]:
-            return spare.pop()
-        # 0 is the lowest priority.
-        return deque(torch.cuda.Stream(device, priority=0) for _ in range(STREAMS))  # type: ignore[no-untyped-call]
+    def _pool(self, address: int, device: int, slice_bytes: int, mapping: Any = None) -> _Pool:
+        # Few streams: torch shares 32 by turns, also with those of kv_connector nccl, which wait for
+        # peers. 0 is the lowest priority.
+        kind = device, slice_bytes
+        if kind not in self._streams:
+            self._streams[kind] = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
+        return _Pool(address, self._streams[kind], slice_bytes, mapping)
 
     def _pin(self, address: int, num_bytes: int, block_bytes: int, *, read_only: bool) -> None:
         if address in self._pins:
@@ -185,7 +181,7 @@ class GpuSide:
         if pool.mapping is not None:
             return bytes(pool.mapping[offset : offset + NONCE_BYTES])
         found = ctypes.create_string_buffer(NONCE_BYTES)
-        source, stream = pool.address + offset, pool.streams[0]
+        source, stream = pool.address + offset, pool.stream
         try:
             cuda_runtime.copy(ctypes.addressof(found), source, NONCE_BYTES, stream.cuda_stream)
             stream.synchronize()
@@ -196,9 +192,7 @@ class GpuSide:
         return found.raw
 
     def unmap(self, pool: _Pool) -> None:
-        for stream in pool.streams:
-            stream.synchronize()  # bounded by SLICES_AHEAD
-        self._spare[pool.device].append(pool.streams)
+        pool.stream.synchronize()  # bounded by SLICES_AHEAD
         if pool.mapping is not None:
             self._pins.pop(pool.address).close()
             return
@@ -247,11 +241,9 @@ class GpuSide:
                 pins.stop()
 
     def _launch(self, read: _Read) -> None:
-        pool = read.pool
+        pool, stream = read.pool, read.pool.stream
         each = max(1, pool.slice_bytes // read.part_bytes)
         while read.copies and len(read.slices) < SLICES_AHEAD:
-            stream = pool.streams[0]
-            pool.streams.rotate()
             for _ in range(min(each, len(read.copies))):
                 cuda_runtime.copy(*read.copies.popleft(), read.part_bytes, stream.cuda_stream)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
