@@ -2,7 +2,7 @@
 
 The reader copies, as in every direct read: a cache process maps the engine's pool, so that a store
 takes nothing of the engine but a lease. No kernel runs here: one of the engine's own makes steps
-beside it 19 % longer where copies make them 3 % longer (H200, reads of another GPU without a
+beside it 19 % longer where copies make them 4 % longer (H200, reads of another GPU without a
 pause), and one of another process takes turns with steps on the whole GPU.
 
 A GPU's pool is one cudaMalloc (kernels/pool_memory.py), which peers map by CUDA IPC.

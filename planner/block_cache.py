@@ -20,7 +20,7 @@ class BlockCache:
         self.private = 0
         self._stored: dict[int, None] = {}
         self._removed: list[int] = []
-        """What nobody was told of yet."""
+        """Removed blocks of which nobody was told yet."""
         self._used: dict[int, int] = {}
         self._coming: set[int] = set()
         """Blocks in use whose KV is not there yet: each has one user."""

@@ -65,7 +65,7 @@ class Running:
         return False
 
     async def run_hook(self) -> int:
-        """Its preStop hook, whose exit code this is."""
+        """Run the preStop hook; return its exit code."""
         _, *args = self.pod.main["lifecycle"]["preStop"]["exec"]["command"]
         args = [arg.replace("127.0.0.1", self.address) for arg in args]
         hook = await asyncio.create_subprocess_exec(
@@ -74,7 +74,7 @@ class Running:
         return await asyncio.wait_for(hook.wait(), 60)
 
     def told(self, *, terminating: bool = False) -> dict[str, Any]:
-        """As an API server has it, once it is ready."""
+        """Return the pod as an API server has it, once it is ready."""
         told = pod_of(self.name, self.url(""), "", ready=True)
         told["metadata"]["labels"] = self.pod.labels
         told["spec"]["containers"] = self.pod.spec["containers"]

@@ -416,18 +416,18 @@ class Cluster:
             return text
 
     async def asked(self, *args: Any, **kwargs: Any) -> Answer:
-        """What is answered to `post`."""
+        """Return the answer to `post`."""
         async with self.post(*args, **kwargs) as answer:
             return Answer(answer.status, answer.headers, await answer.read())
 
     async def ask(self, method: str, path: str, **kwargs: Any) -> Answer:
-        """What is answered to any request."""
+        """Return the answer to any request."""
         url = self.url + path
         async with self.http.request(method, url, allow_redirects=False, **kwargs) as answer:
             return Answer(answer.status, answer.headers, await answer.read())
 
     async def operate(self, path: str, body: Any = None) -> tuple[int, Any]:
-        """What is answered to an operator."""
+        """Return the answer to an operator."""
         answer = await self.ask("POST", path, json=body, headers=OPERATOR)
         return answer.status, answer.json
 
