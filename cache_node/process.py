@@ -141,6 +141,9 @@ class CacheProcess:
             self._connector.meet(message.engine)  # a first use of a GPU takes seconds
             self._table.offered.clear()
             self._tell(everything=True)
+            stored = self._store.stats.blocks if self._store else 0
+            blocks = (self._table.pool.cached, stored)
+            log.info("an engine is told of %d blocks in host memory and %d in the store", *blocks)
             return
         self._table.note(message)
         if message.cleared:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.cluster
 pytest.importorskip("nixl")
 
 SESSIONS, TURNS = 6, 5
-READY = "the cache process is ready"
+TOLD = "an engine is told of"
 GDS = "kv_store takes NIXL's POSIX plugin; GDS is not measured, and can"
 TIERS = ["--kv-pull", "always", "--kv-checksums", "0.001"]
 on_both = pytest.mark.parametrize(
@@ -67,7 +67,7 @@ class Tiers:
             ]
         (self.plain,) = plain[device].nodes
         self.histories: dict[int, list[int]] = {}
-        self.cached = self.ready = 0
+        self.cached = self.told = 0
         self.rungs: Counter[str] = Counter()
 
     def wait_ready(self) -> None:
@@ -75,9 +75,9 @@ class Tiers:
         self.wait_tiers()
 
     def wait_tiers(self) -> None:
-        """Wait until a cache process is ready that was not before."""
-        log, self.ready = self.tiered.log, self.ready + 1
-        wait_until(lambda: log.read_text().count(READY) == self.ready, 60, READY)
+        """Wait until an engine knows what a cache process holds, one of them new."""
+        log, self.told = self.tiered.log, self.told + 1
+        wait_until(lambda: log.read_text().count(TOLD) == self.told, 60, TOLD)
 
     def wait_stored(self) -> None:
         """Wait until blocks are in host memory: a first use of a GPU takes seconds."""
@@ -117,6 +117,7 @@ class Tiers:
         self.kill(b"engine_process")
         wait_until(lambda: self.tiered.health() is None, 10, "the node knows")
         wait_until(self.tiered.health, 120, "another engine")
+        self.wait_tiers()
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +233,7 @@ def test_a_cache_process_that_dies_is_followed_by_one_that_an_engine_leaves_its_
         tiers.turn(1, number)
     tiers.kill(b"engine_process")
     assert tiers.tiered.popen.wait(30) == 1
-    assert tiers.tiered.log.read_text().count(READY) == 2
+    assert tiers.tiered.log.read_text().count(TOLD) == tiers.told
     tiers.cluster.nodes.remove(tiers.tiered)
 
 
@@ -260,6 +261,7 @@ def test_kv_of_two_ranks_on_gpus_outlives_its_engine(tmp_path: Path) -> None:
         os.kill(engine, signal.SIGKILL)
         wait_until(lambda: node.health() is None, 10, "the node knows")
         wait_until(node.health, 240, "another engine")
+        wait_until(lambda: node.log.read_text().count(TOLD) == 2, 10, TOLD)
         again = complete(node.url, prompt, logprobs=0)
         assert cached_of(again) == 288
         values = again["choices"][0]["logprobs"]["token_logprobs"]
