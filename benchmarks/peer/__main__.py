@@ -1,11 +1,9 @@
 """kvrelay beside vLLM on the same GPUs, by vLLM's own client.
 
-    python -m benchmarks.peer side --out peer-side                        # a node of each, at the
-    same time python -m benchmarks.peer goodput --out peer                          # two GPUs in
-    four ways: requests in time python -m benchmarks.peer goodput --out peer --work mix-20-1-0
-    --work burst-20-1-0 python -m benchmarks.peer goodput --out peer --work trace --trace
-    mooncake_conversation.jsonl.gz python -m benchmarks.peer closed --out peer-closed
-    # 32 clients that never pause python -m benchmarks.peer table peer
+    python -m benchmarks.peer side --out FOLDER     # a node of each, side by side
+    python -m benchmarks.peer goodput --out FOLDER  # two GPUs in four ways: requests in time
+    python -m benchmarks.peer closed --out FOLDER   # 32 clients that never pause
+    python -m benchmarks.peer table FOLDER          # what is there, again
 
 What is in the folder is not measured again: run the same command until it ends with 0. README.md
 says what is compared.
