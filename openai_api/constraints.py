@@ -202,6 +202,11 @@ def _response_format(asked: ResponseFormat | None) -> Iterator[Constraint]:
 
 
 def _structured(asked: StructuredOutputs) -> Iterator[Constraint]:
+    if asked.structural_tag is not None:
+        raise RequestError(
+            "structural_tag is not served; send json, regex, choice or grammar instead",
+            param="structured_outputs.structural_tag",
+        )
     kinds: tuple[tuple[str, ConstraintKind, Any], ...] = (
         ("json", "json", asked.json),
         ("regex", "regex", asked.regex),

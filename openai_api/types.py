@@ -105,7 +105,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A constraint by vLLM's names: one of the first five, with JSON also its white space.
 
-    The last fields change nothing here, and no tag is served.
+    The two fields before the last change nothing here, and a tag is refused.
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -117,7 +117,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     whitespace_pattern: str | None = None
     disable_fallback: bool | None = None
     disable_additional_properties: bool | None = None
-    structural_tag: None = None
+    structural_tag: Any = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
