@@ -1,7 +1,7 @@
 """The public case of llm-d, 24 conversations on 2P4D, and what its prompts find in caches.
 
-python -m benchmarks.agents                 simulated, H200s, without and with pulls
-python -m benchmarks.agents --real          on this machine: tiny nodes, a hundredth of the lengths
+    python -m benchmarks.agents                 simulated, H200s, without and with pulls
+    python -m benchmarks.agents --real          on this machine: tiny nodes, a hundredth of the lengths
 
 Conversations have a system prompt of 10,000 to 100,000 tokens each, 4 to 40 turns and gaps of 1 to
 20 s. Possible is what an infinite cache would have had, by the hit ladder: the whole blocks of a

@@ -1,8 +1,6 @@
-"""The price against fixed splits: share of requests in time, simulated, and what a decision
-costs.
+"""The price against fixed splits: share of requests in time, simulated; and a decision's cost.
 
-python -m benchmarks.placement [--nodes 2 4 16] [--seconds 60] [--card
-benchmarks/rate_cards/h200-llama-3.1-8b.json]
+    python -m benchmarks.placement [--nodes 2 4 16] [--seconds 60] [--card FILE]
 
 Works at rates of the issue for each GPU, and mixtures of them whose lengths are log-normal,
 arriving by Poisson and in bursts (rates of chat, code, summarise). `colocated`: servers in turn

@@ -1,6 +1,6 @@
 """Roles that follow the load against every static ratio: chat, code, long documents, chat again.
 
-python -m benchmarks.roles [--nodes 6] [--minutes 10] [--load 0.65]
+    python -m benchmarks.roles [--nodes 6] [--minutes 10] [--load 0.65]
 
 A simulation with the rate card of an H200 whose steps all take eight times as long, targets too, so
 that an hour is simulated in a minute; changes of role take 1 s and what the drained node still has
