@@ -131,6 +131,10 @@ _GAUGES = {
         "Tokens of prompts that are still to be computed",
         "load.waiting_tokens",
     ),
+    "kvrelay_step_pace": (
+        "Time of a step over what this node measured at its start",
+        "load.pace",
+    ),
 } | {
     f"kvrelay_tier_{tier}_blocks": (f"Blocks of KV in {place}", f"{tier}.blocks")
     for tier, place in _TIERS.items()
