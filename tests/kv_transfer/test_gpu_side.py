@@ -40,7 +40,8 @@ class Cuda:
         monkeypatch.setattr(
             torch.cuda, "Stream", lambda device, **_: self.streams.append(device) or stream
         )
-        for name, size in {"PIECE": PIECE, "HOST_SLICE": 768}.items():
+        sizes = {"PIECE": PIECE, "HOST_SLICE": 768, "GPU_SLICE": 2 * BLOCK_BYTES}
+        for name, size in sizes.items():
             monkeypatch.setattr(gpu_side, f"{name}_BYTES", size)
         monkeypatch.setattr(gpu_side, "SLICES_AHEAD", 2)
 
@@ -154,6 +155,11 @@ def test_a_gpu_reads_those_that_it_reaches_or_that_are_hidden_by_the_streams_of_
         assert side.nonce(pool, PIECE * 3) == there.metadata.nonce
         assert side.poll(side.start(there.source(), pool, [2, 3], [4, 1]))
         assert torch.equal(here.blocks[[4, 1]], there.blocks[[2, 3]])
+        # Neighbours are one copy, up to a slice.
+        cuda.copies = 0
+        assert side.poll(side.start(there.source(), pool, [1, 2, 3, 0], [0, 1, 2, 4]))
+        assert torch.equal(here.blocks[[0, 1, 2, 4]], there.blocks[[1, 2, 3, 0]])
+        assert cuda.copies == 3
         side.unmap(pool)
     assert closed == [there.region.address] * 2
     assert cuda.streams == [0]
