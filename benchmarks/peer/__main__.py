@@ -37,6 +37,7 @@ from benchmarks.peer.cells import (
 )
 from benchmarks.peer.client import Ask, ask
 from benchmarks.peer.model import write_model
+from benchmarks.peer.paced import SHAPE, Paced
 from benchmarks.peer.servers import Servers
 from benchmarks.peer.table import lines_of, tables
 from benchmarks.peer.works import Load, closed, work_named
@@ -67,6 +68,7 @@ class _Course:
         self._asked, self._servers, self._setting, self._scratch = asked, servers, setting, scratch
         self._until = time.monotonic() + asked.for_s
         self._run = datetime.now(UTC).isoformat()
+        self._scale: float = asked.scale if asked.paced else 1.0
 
     def run(self, rows: Sequence[Row]) -> None:
         """Measure all rows, then those again whose arms are close. Raises _OutOfTime, RuntimeError
@@ -86,7 +88,8 @@ class _Course:
             if (row, arm.name) not in done and can_ask(arm, loads[-1])
         ]
         order = batches(row, arms, self._servers.stage, at_once=self._asked.at_once)
-        needed = needed_s(order, self._servers.stage, sum(load.window_s for load in loads))
+        windows_s = self._scale * sum(load.window_s for load in loads)
+        needed = needed_s(order, self._servers.stage, windows_s)
         if order and time.monotonic() + needed > self._until:
             raise _OutOfTime(
                 f"{row.name} by {', '.join(arm.name for arm in arms)} takes about {needed:.0f} s "
@@ -121,12 +124,14 @@ class _Course:
                 for arm in batch.arms
             ]
             for load in loads:
-                told = [
-                    load.targets.headers if arm.tells and load.targets else [] for arm in batch.arms
-                ]
+                targets = load.targets and load.targets.scaled(self._scale)
+                told = [targets.headers if arm.tells and targets else [] for arm in batch.arms]
                 asks = [Ask(*each) for each in zip(urls, [load] * len(urls), told, strict=True)]
                 # Nodes that keep prefixes must not know the texts of the arm before.
                 texts = zlib.crc32(f"{row.name} {batch.arms}".encode())
+                if self._asked.paced:
+                    found = self._asked.paced.ask(asks, texts)
+                    continue
                 found = ask(asks, self._asked.processes, texts, self._setting, self._scratch)
         self._servers.check()
         for arm, figures in zip(batch.arms, found, strict=True):
@@ -162,9 +167,14 @@ def _measured(asked: argparse.Namespace) -> int:
     code = 0
     with tempfile.TemporaryDirectory(prefix="peer-") as name:
         scratch = Path(name)
-        write_model(asked.model, scratch / "model")
-        flags = tuple(asked.vllm_flag), tuple(asked.kvrelay_flag)
-        setting = Setting(scratch / "model", asked.vllm, asked.max_model_len, *flags)
+        model, env, nodes_flags = asked.model, {}, asked.kvrelay_flag
+        if asked.paced:
+            model, asked.gpus = scratch / "shape.json", []
+            model.write_bytes(msgspec.json.encode(SHAPE))
+            env, nodes_flags = asked.paced.env, [*nodes_flags, *asked.paced.flags]
+        write_model(model, scratch / "model")
+        flags = tuple(asked.vllm_flag), tuple(nodes_flags)
+        setting = Setting(scratch / "model", asked.vllm, asked.max_model_len, *flags, env)
         try:
             with Servers(setting, asked.gpus, asked.out / "logs") as servers:
                 _Course(asked, servers, setting, scratch).run(asked.rows)
@@ -197,6 +207,12 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
         asked.gpus = [gpu for gpu in asked.gpus.split(",") if gpu]
         asked.at_once = asked.command == "side" and len(asked.gpus) != 1
         asked.rows = _rows(asked)
+        if asked.paced:
+            asked.paced = Paced(asked.paced, asked.scale)
+            if vllm := [
+                arm.name for arm in asked.arms if any("vllm" in kind for kind in arm.servers)
+            ]:
+                raise ConfigError(f"--paced is for arms of kvrelay; leave out {', '.join(vllm)}")
         counts = [len(arm.servers) for arm in asked.arms]
         most = sum(counts) if asked.at_once else max(counts)
         if asked.gpus and len(asked.gpus) < most:
@@ -218,6 +234,10 @@ def _add_common(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
         "--gpus", default="0,1", help="one for each server, in order; empty: as they come"
     )
+    parser.add_argument(
+        "--paced", type=Path, help="without GPUs: a rate card, whose times steps take; our client"
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="of all times, with --paced")
     parser.add_argument("--vllm", default="vllm", help="the command of vLLM's own environment")
     parser.add_argument("--vllm-flag", action="append", default=[], help="of each server of vLLM")
     parser.add_argument(

@@ -8,7 +8,7 @@ import enum
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -57,13 +57,14 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A model and flags that all servers of a run share."""
+    """A model, flags and an environment that all servers of a run share."""
 
     model: Path
     vllm: str = "vllm"
     max_model_len: int = 16_384
     vllm_flags: tuple[str, ...] = ()
     kvrelay_flags: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 def server_command(kind: Kind, port: int, setting: Setting, *, caching: bool) -> list[str]:

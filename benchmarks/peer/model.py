@@ -9,8 +9,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-__all__ = ["write_model"]
+__all__ = ["word", "write_model"]
 
+_LED = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"
+"""Stands for the space before a word."""
 _SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
@@ -19,7 +21,7 @@ def write_model(shape: Path, folder: Path) -> None:
     size = config["vocab_size"]
     ids = {name: size - len(_SPECIAL) + at for at, name in enumerate(_SPECIAL)}
     config |= {"bos_token_id": ids["bos_token"], "eos_token_id": ids["eos_token"]}
-    vocabulary = {_word(number): number for number in range(size - len(_SPECIAL))}
+    vocabulary = {_LED + word(number): number for number in range(size - len(_SPECIAL))}
     vocabulary |= {_SPECIAL[name]: number for name, number in ids.items()}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_SPECIAL["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -36,7 +38,5 @@ def write_model(shape: Path, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def _word(number: int) -> str:
-    return "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}" + "".join(
-        chr(ord("a") + (number >> bits & 15)) for bits in (16, 12, 8, 4, 0)
-    )
+def word(number: int) -> str:
+    return "".join(chr(ord("a") + (number >> bits & 15)) for bits in (16, 12, 8, 4, 0))

@@ -104,7 +104,9 @@ class Servers:
         self._started += 1
         path = self._logs / f"{os.getpid()}-{self._started}-{name}.log"
         log = kept.enter_context(path.open("wb"))
-        return kept.enter_context(child(argv, log, os.environ | env)), path
+        return kept.enter_context(
+            child(argv, log, {**os.environ, **self._setting.env, **env})
+        ), path
 
     def _wait(self, url: str, process: Popen[bytes], log: Path) -> None:
         try:

@@ -62,6 +62,9 @@ class Targets:
     def met(self, prompt: int, ttft_ms: float, tpot_ms: float) -> bool:
         return ttft_ms <= self.ttft_ms + self.ttft_ms_per_token * prompt and tpot_ms <= self.tpot_ms
 
+    def scaled(self, scale: float) -> Targets:
+        return Targets(self.ttft_ms * scale, self.tpot_ms * scale, self.ttft_ms_per_token * scale)
+
     @property
     def headers(self) -> list[str]:
         """Tell a router of ours; nothing if they differ by request, which the client's headers

@@ -29,6 +29,7 @@ from scripts.reference.command_line import commands, general_flags
 FLAGS = {each.name: {flag for one in each.parameters for flag in one.flags} for each in commands()}
 SETTING = Setting(Path("/m"))
 LONGEST = 16_384
+CARD = Path(__file__).parents[2] / "benchmarks" / "rate_cards" / "h200-llama-3.1-8b.json"
 
 
 def figures(
@@ -237,6 +238,20 @@ def test_a_client_that_fails_is_told_with_what_it_said(
     assert "no such client" in capsys.readouterr().err
 
 
+def test_without_gpus_real_processes_take_the_times_of_a_card(tmp_path: Path) -> None:
+    words = ["--work=code", "--factors=0.3", "--seconds=1", "--requests=8", "--again-within=-1"]
+    paced = [f"--paced={CARD}", "--scale=2", "--arms=colocated,told"]
+    assert main(["goodput", f"--out={tmp_path / 'out'}", *words, *paced]) == 0
+    cells = read_cells([tmp_path / "out"])
+    assert {arm for _, arm in cells} == {"colocated", "told"}
+    for seen in (cell.figures for cell in cells.values()):
+        assert (seen.requests, seen.failed, seen.prompt_tokens) == (8, 0, 2048)
+        assert seen.ttft_p50_ms is not None
+        assert seen.ttft_p50_ms > 47
+        assert seen.tpot_p50_ms is not None
+        assert seen.tpot_p50_ms > 4
+
+
 def test_the_commands_of_the_readme_are_understood(repository: Path) -> None:
     text = (repository / "benchmarks" / "peer" / "README.md").read_text(encoding="utf-8")
     found = [
@@ -256,6 +271,8 @@ def test_the_commands_of_the_readme_are_understood(repository: Path) -> None:
         (["--processes=3"], "must be a multiple"),
         (["--work=chats"], "'chats' is none of"),
         (["--limit=chat"], "could not convert"),
+        (["--paced=none.json"], "none.json"),
+        ([f"--paced={CARD}", "--arms=vllm,cluster"], "arms of kvrelay; leave out vllm"),
     ],
 )
 def test_wrong_words_are_told(
