@@ -84,8 +84,6 @@ class _Pool:
     address: int
     stream: Any
     slice_bytes: int
-    copy_bytes: int
-    """Most of one copy, if more than a block's."""
     mapping: Any = None
     """A numpy view of the peer's host memory; None for a GPU's."""
 
@@ -110,7 +108,7 @@ class GpuSide:
         self._pins: dict[int, _Pins] = {}
         """Pinned host memory, by address; our own until `close`. A GPU keeps the addresses of what is
         unmapped without `unpin`, and whatever comes to lie there fails."""
-        self._streams: dict[tuple[int, bool], Any] = {}
+        self._streams: dict[tuple[int, int], Any] = {}
         self._reads = 0
 
     def open(self, memory: PoolMemory) -> GpuPiece:
@@ -140,7 +138,7 @@ class GpuSide:
         view = np.frombuffer(mapped(place, size, source.engine_id, "KV pool"), dtype=np.uint8)
         address = view.ctypes.data
         self._pin(address, num_bytes, theirs.block_bytes, read_only=True)
-        return self._host_pool(address, self._region.gpu or 0, view)
+        return self._pool(address, self._region.gpu or 0, HOST_SLICE_BYTES, view)
 
     def _map_gpu(self, place: GpuPiece, who: str) -> _Pool:
         ours, theirs = self._region.gpu, visible_gpus().get(place.gpu)
@@ -150,9 +148,7 @@ class GpuSide:
                 raise TransferError(
                     f"GPU {ours} cannot read from GPU {theirs}, which has the KV pool of {who}"
                 )
-            # A copy of 8 MiB takes 22 us, and 6 pass until the next one.
-            stream = self._stream(ours, of_host=False)
-            return _Pool(_open_piece(place, who), stream, GPU_SLICE_BYTES, GPU_SLICE_BYTES)
+            return self._pool(_open_piece(place, who), ours, GPU_SLICE_BYTES)
         if theirs is None:
             raise TransferError(f"this process does not see GPU {place.gpu}, which {who} is on")
         try:
@@ -162,20 +158,15 @@ class GpuSide:
         region = self._region
         own = region.num_blocks * region.block_bytes
         self._pin(region.address, own, region.block_bytes, read_only=False)
-        return self._host_pool(_open_piece(place, who), theirs)
+        return self._pool(_open_piece(place, who), theirs, HOST_SLICE_BYTES)
 
-    def _host_pool(self, address: int, device: int, mapping: Any = None) -> _Pool:
-        # No copy may reach from one pinned piece into the next.
-        stream = self._stream(device, of_host=True)
-        return _Pool(address, stream, HOST_SLICE_BYTES, 0, mapping)
-
-    def _stream(self, device: int, *, of_host: bool) -> Any:
+    def _pool(self, address: int, device: int, slice_bytes: int, mapping: Any = None) -> _Pool:
         # Few streams: torch shares 32 by turns, also with those of kv_connector nccl, which wait for
         # peers. 0 is the lowest priority.
-        kind = device, of_host
+        kind = device, slice_bytes
         if kind not in self._streams:
             self._streams[kind] = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
-        return self._streams[kind]
+        return _Pool(address, self._streams[kind], slice_bytes, mapping)
 
     def _pin(self, address: int, num_bytes: int, block_bytes: int, *, read_only: bool) -> None:
         if address in self._pins:
@@ -221,8 +212,11 @@ class GpuSide:
     ) -> _Read:
         part, ours, theirs = source.part, self._region, source.region
         target, origin = ours.address + part.local_start, pool.address + part.remote_start
-        whole = part.num_bytes == ours.block_bytes == theirs.block_bytes
-        most = max(1, pool.copy_bytes // part.num_bytes) if whole else 1
+        most = 1  # no copy may reach from one piece of pinned memory into the next
+        of_gpus = pool.mapping is None and ours.gpu is not None
+        if of_gpus and part.num_bytes == ours.block_bytes == theirs.block_bytes:
+            # A copy of 8 MiB takes 22 us, and 6 pass until the next one.
+            most = max(1, pool.slice_bytes // part.num_bytes)
         copies = deque(
             (
                 target + (local + at) * ours.block_bytes,
