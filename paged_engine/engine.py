@@ -214,13 +214,14 @@ class Engine:
         began = self._clock()
         since = self._idle_since if self.idles else began
         updated: list[Request] = []
-        previous, self._in_flight = self._in_flight, None
-        if previous is not None and self.scheduler.needs_tokens:
-            updated, previous = self._postprocess(previous, handover), None
+        if self._in_flight is not None and self.scheduler.needs_tokens:
+            step, self._in_flight = self._in_flight, None
+            updated = self._postprocess(step, handover)
         plan = self.scheduler.schedule(began)
         if handover is not None:
-            for request in plan.offers:
+            for request in plan.offers:  # with a load that counts the running step
                 handover.offer(request)
+        previous, self._in_flight = self._in_flight, None
         self.idles = not (wait or plan.chunks or plan.fetches) and self._is_pending(previous, began)
         if self.idles:
             self._in_flight, self._idle_since = previous, since

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny_models import make_tiny
@@ -12,7 +14,9 @@ from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Chunk, Request
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.engine_messages import Submit, Timing
+from kvrelay.wire.outputs import Load
 from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.step_costs import StepCosts
 from kvrelay.wire.transfer import Ticket
 
 PROMPT = [5] * 20
@@ -176,6 +180,20 @@ def test_who_arrives_while_a_step_runs_is_launched_behind_it(tmp_path: Path) -> 
     assert engine.counters.step_s == pytest.approx(
         0.5 - 0.02
     )  # between the first two calls nobody counted
+
+
+def test_the_load_told_with_an_offer_counts_the_step_that_runs(tmp_path: Path) -> None:
+    engine, device, _, second = behind(tmp_path, 0.01)
+    costs = StepCosts(0.0, 0.0, 0.0, 0.0, 100 / len(PROMPT), 0.0)
+    engine.scheduler.budget = replace(engine.scheduler.budget, costs=costs)
+    told: list[Load] = []
+    offers = SimpleNamespace(offer=lambda _: told.append(engine.load(device.now)))
+    second.hold = True
+    engine.step(offers, wait=False)  # type: ignore[arg-type]
+    device.now = 0.06
+    engine.scheduler.add(second)
+    engine.step(offers, wait=False)  # type: ignore[arg-type]
+    assert [load.backlog_ms for load in told] == pytest.approx([40.0 + 100.0])
 
 
 def test_a_step_that_takes_long_is_waited_for_in_one_piece(tmp_path: Path) -> None:
