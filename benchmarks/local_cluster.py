@@ -86,18 +86,26 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes], within_s: flo
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nobody listens on now, in pairs of neighbours, none of those that
-    the system gives to outgoing connections: one of these may have a port again before it is
-    listened on.
+    """Return ports of the loopback for this process and its children, in pairs of neighbours.
+
+    Nobody listens on them now, and no other process gets them from here while this one lives. None
+    is of those that the system gives to outgoing connections: one of these may have a port again
+    before it is listened on.
     """
     found: list[int] = []
     while len(found) < count:
         port = random.SystemRandom().randrange(*_PORTS, 2)  # tests seed the other one
-        with socket.socket() as first, socket.socket() as second, suppress(OSError):
+        with (
+            socket.socket(socket.AF_UNIX) as claim,
+            socket.socket() as first,
+            socket.socket() as second,
+            suppress(OSError),
+        ):
+            claim.bind(f"\0kvrelay port {port}")
             first.bind(("127.0.0.1", port))
             second.bind(("127.0.0.1", port + 1))
-            if port not in found:
-                found += [port, port + 1]
+            claim.detach()  # stays open
+            found += [port, port + 1]
     return found[:count]
 
 
