@@ -10,7 +10,6 @@ from typing import Any
 import httpx2
 import pytest
 from real_cluster import (
-    SHORT_LEASE,
     Cluster,
     cached_of,
     children,
@@ -74,7 +73,7 @@ class Sessions:
 
 def test_a_turn_is_placed_where_the_host_memory_has_the_one_before(tmp_path) -> None:
     # 255 blocks: two sessions. Computing one costs more than the noise of a busy machine.
-    flags = [*tiny_model(tmp_path, max_position_embeddings=2048, kv_mib=2), *SHORT_LEASE]
+    flags = tiny_model(tmp_path, max_position_embeddings=2048, kv_mib=2)
     cluster = Cluster(tmp_path, flags)
     try:
         sessions = Sessions(cluster, flags)

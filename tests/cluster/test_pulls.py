@@ -10,7 +10,6 @@ from typing import Any
 import httpx2
 import pytest
 from real_cluster import (
-    SHORT_LEASE,
     Cluster,
     Process,
     cached_of,
@@ -37,7 +36,7 @@ WHOLE = (100 + 79) // BLOCK * BLOCK
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pulls")
-    flags = [*tiny_model(folder, max_position_embeddings=2048, kv_mib=4), *SHORT_LEASE]
+    flags = tiny_model(folder, max_position_embeddings=2048, kv_mib=4)
     with running(
         folder,
         prefill=1,

@@ -15,7 +15,6 @@ import httpx2
 import msgspec
 import pytest
 from real_cluster import (
-    SHORT_LEASE,
     Cluster,
     Process,
     complete,
@@ -44,7 +43,7 @@ STREAMS = 4
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cluster")
-    flags = [*tiny_model(folder), *SHORT_LEASE]
+    flags = tiny_model(folder)
     fault = Path(__file__).parent / "poison_fault"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(fault), os.environ.get("PYTHONPATH", "")]))

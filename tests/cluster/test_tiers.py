@@ -15,7 +15,6 @@ from typing import Any
 import httpx2
 import pytest
 from real_cluster import (
-    SHORT_LEASE,
     TINY,
     Cluster,
     cached_of,
@@ -48,7 +47,7 @@ class Tiers:
 
     def __init__(self, folder: Path, device: str, plain: dict[str, Cluster]) -> None:
         # 127 blocks of 8 KiB, on a GPU of 16; the host has room for 63, and the files for all.
-        flags = [*tiny_model(folder, max_position_embeddings=2048, kv_mib=1), *SHORT_LEASE]
+        flags = tiny_model(folder, max_position_embeddings=2048, kv_mib=1)
         host = ["--kv-host-memory", "512KiB"]
         if device == "cuda":
             config = TINY | {"head_dim": 64, "max_position_embeddings": 2048}

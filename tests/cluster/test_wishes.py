@@ -10,7 +10,6 @@ import anthropic
 import httpx2
 import pytest
 from real_cluster import (
-    SHORT_LEASE,
     Cluster,
     cached_of,
     counted,
@@ -35,7 +34,7 @@ MARKER = {"cache_control": {"type": "ephemeral"}}
 def nodes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wishes")
     # 127 blocks a node.
-    flags = [*tiny_model(folder, max_position_embeddings=1024, kv_mib=1), *SHORT_LEASE]
+    flags = tiny_model(folder, max_position_embeddings=1024, kv_mib=1)
     flags += ["--kv-pull", "always"]
     (folder / "router.yaml").write_text(f"isolate-keys: true\nkeys:\n{KEYS}")
     router_flags = ["--config", str(folder / "router.yaml")]
