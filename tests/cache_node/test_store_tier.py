@@ -33,7 +33,7 @@ class Tier(Store):
         self.tier = StoreTier(self.table, self.blocks, limit, 0.0, lambda: None)
         self.stats = self.tier.stats
 
-    def until(self, done: Callable[[], object], within_s: float = 20.0) -> None:
+    def until(self, done: Callable[[], object], within_s: float = 120.0) -> None:
         end = time.monotonic() + within_s
         while not done():
             assert time.monotonic() < end
@@ -147,23 +147,24 @@ def test_a_file_that_cannot_be_read_is_a_miss(place: str, monkeypatch: pytest.Mo
 
 
 def test_nobody_waits_for_a_disk_that_hangs(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_tier, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(store_tier, "_PAUSE_S", inf)
     it = Tier(place, 100 * FILE_BYTES)
     it.store(range(4))
     back, move = threading.Event(), it.blocks._move
 
     def hang(*fields: object) -> None:
-        assert back.wait(20)
+        assert back.wait(120)
         move(*fields)  # type: ignore[arg-type]
 
     monkeypatch.setattr(it.blocks, "_move", hang)
-    began = time.monotonic()
-    it.tier.read([name(3)], lambda: None)
-    assert it.read(range(4)) == 0  # its turn does not come in time
+    with monkeypatch.context() as patch:
+        patch.setattr(store_tier, "DEADLINE_S", 0.2)
+        it.tier.read([name(3)], lambda: None)
+        assert it.read(range(4)) == 0  # its turn does not come in time
     assert it.stats.failed == 5
+    monkeypatch.setattr(store_tier, "DEADLINE_S", inf)
     for _ in range(50):
         assert it.read(range(4)) == 0  # at once
-    assert time.monotonic() - began < 3
     assert it.table.pool.free == SLOTS - 1 - 5  # the disk may still write there
     back.set()
     it.until(lambda: it.table.pool.free == SLOTS - 1)
@@ -195,11 +196,13 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("silent")
 def test_nobody_waits_for_a_bucket_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_tier, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(store_tier, "_PAUSE_S", inf)
     it = Tier(f"s3://{BUCKET}")
-    began = time.monotonic()
-    assert [it.read(range(4)) for _ in range(20)] == [0] * 20
-    assert time.monotonic() - began < 3
+    with monkeypatch.context() as patch:
+        patch.setattr(store_tier, "DEADLINE_S", 0.2)
+        assert it.read(range(4)) == 0
+    monkeypatch.setattr(store_tier, "DEADLINE_S", inf)
+    assert [it.read(range(4)) for _ in range(20)] == [0] * 20  # at once
     assert it.stats.failed == 4
     it.until(lambda: it.tier._busy_since == inf, 60)
 
