@@ -130,8 +130,15 @@ def plain() -> Iterator[dict[str, Cluster]]:
 
 @pytest.fixture
 def tiers(
-    request: pytest.FixtureRequest, tmp_path: Path, plain: dict[str, Cluster]
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    plain: dict[str, Cluster],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Tiers]:
+    # A second death counts as soon after the first, however long a start takes here.
+    soon = "from kvrelay.node import child\n\nchild.RESTART_S = 3600.0\n"
+    (tmp_path / "sitecustomize.py").write_text(soon)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     it = Tiers(tmp_path, getattr(request, "param", "cpu"), plain)
     try:
         it.wait_ready()
