@@ -90,7 +90,7 @@ def test_a_request_that_the_connector_does_not_watch_ends_alone(process: Process
     check_scheduler(process.engine.scheduler)
 
 
-@pytest.mark.parametrize(("ago_s", "waited"), [(2.0, True), (-5.0, False), (None, False)])
+@pytest.mark.parametrize(("ago_s", "waited"), [(2000.0, True), (-5000.0, False), (None, False)])
 def test_a_request_has_waited_since_its_node_sent_it(
     process: Process, ago_s: float | None, *, waited: bool
 ) -> None:
@@ -102,7 +102,7 @@ def test_a_request_has_waited_since_its_node_sent_it(
     process._submit(Submit("r", [7] * 20, SamplingParams(max_tokens=4, seed=1), at=at))
     request = process.engine.scheduler.get("r")
     assert request is not None
-    assert request.arrival_s == pytest.approx(now - (ago_s or 0.0) * waited, abs=0.5)
+    assert request.arrival_s == pytest.approx(now - (ago_s or 0.0) * waited, abs=100)
 
 
 def test_a_request_that_cannot_be_queued_leaves_no_watched_lease(process: Process) -> None:

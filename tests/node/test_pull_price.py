@@ -152,9 +152,9 @@ def test_what_is_asked_for_saves_the_most_by_the_prices_that_routers_hear(
     assert told.peer_ms(16) == pytest.approx(0.1 + peer_ms / 2)
     assert told.tier_ms(16, 16) == pytest.approx(0.1 + host_ms / 2 + file_ms / 10)
     if asked == ("tier", 4):  # its answer waits for files
-        request.asked_s = time.monotonic() - 10.0
+        request.asked_s = time.monotonic() - 10_000.0
         node.handle(Granted("r", Ticket(num_tokens=64, remote_block_ids=[[1, 2, 3, 4]])))
-        assert node._files._bytes[-1][1] == pytest.approx((10_000 - 0.1) / 2_000, rel=0.01)
+        assert node._files._bytes[-1][1] == pytest.approx(10_000_000 / 2_000, rel=0.01)
         assert Load(**node.announced(now)).host_ms == 0.1
 
 
