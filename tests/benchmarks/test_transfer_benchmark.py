@@ -15,7 +15,7 @@ KINDS = ["direct", "nixl"] if importlib.util.find_spec("nixl") else ["direct"]
 def run(repository: Path, *arguments: str) -> tuple[int, list[str]]:
     command = [sys.executable, "-m", "benchmarks.transfer", *arguments]
     done = subprocess.run(
-        command, cwd=repository, capture_output=True, text=True, timeout=90, check=False
+        command, cwd=repository, capture_output=True, text=True, timeout=300, check=False
     )
     assert not done.stderr.count("Traceback"), done.stderr
     return done.returncode, done.stdout.splitlines()[1:]

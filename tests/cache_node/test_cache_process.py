@@ -148,7 +148,7 @@ class World:
         host.say(Attach(Source(*engine.connector.address, engine.connector.generation, 0)))
         return engine
 
-    def until(self, done: Callable[[], object], within_s: float = 20.0) -> None:
+    def until(self, done: Callable[[], object], within_s: float = 120.0) -> None:
         end = time.monotonic() + within_s
         while not done():
             assert time.monotonic() < end

@@ -25,6 +25,7 @@ from kvrelay.wire.config import EngineConfig, TransferConfig
 from kvrelay.wire.ladder import RUNGS
 from kvrelay.wire.outputs import Load
 
+DEADLINE_S = 120.0  # what comes in a moment may take a minute on a busy machine
 START_DEADLINE_S = 300.0  # two seconds on a machine that has nothing else to do
 SHORT_LEASE = ["--lease-s", "1.5", "--heartbeat-s", "0.3"]
 # Settings of clusters that modules share (conftest.py); the body is one of the decode node.
@@ -185,12 +186,12 @@ def wait_told(router: Process) -> None:
     seen = list[float]()
 
     def steady() -> bool:
-        nodes = httpx2.get(f"{router.url}/health", timeout=5).json()["nodes"]
+        nodes = httpx2.get(f"{router.url}/health", timeout=60).json()["nodes"]
         seen.append(router.metric("kvrelay_router_prefix_blocks"))
         same = len(seen) >= 10 and len(set(seen[-10:])) == 1
         return same and all(node["kv_events"] for node in nodes)
 
-    wait_until(steady, 20, "events of all nodes")
+    wait_until(steady, "events of all nodes")
 
 
 @contextmanager
@@ -214,7 +215,11 @@ def free_port() -> int:
 
 
 def wait_until(
-    condition: Callable[[], Any], deadline_s: float, what: str, interval_s: float = 0.02
+    condition: Callable[[], Any],
+    what: str,
+    *,
+    deadline_s: float = DEADLINE_S,
+    interval_s: float = 0.02,
 ) -> Any:
     """Return the first true value of `condition`; `what` names it if there is none in time."""
     end = time.monotonic() + deadline_s
@@ -230,7 +235,7 @@ def wait_until(
 def counted(nodes: Iterable[Process], name: str, expected: float) -> None:
     """Wait until a metric of these nodes sums up to `expected`, a moment behind the answer."""
     wait_until(
-        lambda: sum(node.metric(name) for node in nodes) == expected, 5, f"{name} is {expected:g}"
+        lambda: sum(node.metric(name) for node in nodes) == expected, f"{name} is {expected:g}"
     )
 
 
@@ -266,7 +271,7 @@ class Process:
     def health(self) -> dict[str, Any] | None:
         """The health report, or None if it is not healthy."""
         try:
-            answer = httpx2.get(f"{self.url}/health", timeout=5)
+            answer = httpx2.get(f"{self.url}/health", timeout=60)
         except httpx2.HTTPError:
             return None
         return (
@@ -276,7 +281,7 @@ class Process:
     def status(self) -> str:
         """Return the status of its health report; nothing if it does not answer."""
         try:
-            return str(httpx2.get(f"{self.url}/health", timeout=5).json()["status"])
+            return str(httpx2.get(f"{self.url}/health", timeout=60).json()["status"])
         except httpx2.HTTPError:
             return ""
 
@@ -305,7 +310,7 @@ class Process:
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""
-        text = httpx2.get(f"{self.url}/metrics", timeout=5).text
+        text = httpx2.get(f"{self.url}/metrics", timeout=60).text
         lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
         assert lines, f"no metric {name} in:\n{text}"
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
@@ -322,7 +327,7 @@ class Process:
         below = self.engines()
         self.kill()
         self.popen.wait(30)
-        wait_until(lambda: not any(each.exists() for each in below), 30, "the engine goes, too")
+        wait_until(lambda: not any(each.exists() for each in below), "the engine goes, too")
 
     def tail(self) -> str:
         return self.log.read_text()[-3000:]
@@ -372,7 +377,7 @@ class Cluster:
 
     def restart(self, process: Process, env: dict[str, str] | None = None) -> Process:
         """Start a killed process again on its port."""
-        process.popen.wait(10)
+        process.popen.wait(DEADLINE_S)
         fresh = self._launch(process.role, process.port, process.argv, env)
         self.nodes[self.nodes.index(process)] = fresh
         return fresh
@@ -407,7 +412,12 @@ class Cluster:
                 )
                 return process.health()
 
-            wait_until(healthy, within_s, f"{process.role} on port {process.port} ready", 0.1)
+            wait_until(
+                healthy,
+                f"{process.role} on port {process.port} ready",
+                deadline_s=within_s,
+                interval_s=0.1,
+            )
 
     def restored(self, victim: Process) -> None:
         """Start a node again, until the router sees all nodes."""
@@ -419,10 +429,10 @@ class Cluster:
 
         def all_up() -> bool:
             # Each question is a connection of its own, which any of two workers may answer.
-            told = [httpx2.get(f"{self.url}/health", timeout=5).json() for _ in range(16)]
+            told = [httpx2.get(f"{self.url}/health", timeout=60).json() for _ in range(16)]
             return all(node["up"] for each in told for node in each["nodes"])
 
-        wait_until(all_up, 60, "the router sees all nodes up")
+        wait_until(all_up, "the router sees all nodes up")
 
     def all_blocks_free(self, within_s: float | None = None) -> None:
         """Check that every block of every live node is free within the time.
@@ -436,7 +446,7 @@ class Cluster:
             return all(free == total for free, total in (node.free_blocks() for node in live))
 
         try:
-            wait_until(free, within_s, "all blocks free")
+            wait_until(free, "all blocks free", deadline_s=within_s)
         except AssertionError:
             reports = {f"{node.role}:{node.port}": node.health() for node in live}
             raise AssertionError(f"blocks are not free {within_s:g} s later: {reports}") from None
@@ -490,7 +500,7 @@ def further_router(
     peers = peers or ["--strict-roles", *(f"--{node.role}={node.url}" for node in cluster.nodes)]
     router = cluster.start("router", [*peers, *flags])
     try:
-        wait_until(lambda: router.status() == status, 60, f"the router is {status}")
+        wait_until(lambda: router.status() == status, f"the router is {status}")
         yield router
     finally:
         router.kill()

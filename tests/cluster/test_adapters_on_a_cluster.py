@@ -147,14 +147,12 @@ def test_kv_of_another_content_is_not_taken(cluster, adapters):
             == 503
             and got
         ),
-        20,
         "the router knows the adapter on one node",
     )
     assert "decode node" in none.json()["error"]["message"]
     assert load(decode.url, "mixed", adapters["four"]).status_code == 200
     wait_until(
         lambda: "mixed" in str(httpx2.get(f"{cluster.url}/health", timeout=20).json()["nodes"][1]),
-        20,
         "known",
     )
     got = answer(cluster.url, "mixed", logprobs=None)

@@ -104,10 +104,10 @@ def test_kv_of_several_ranks_outlives_its_engine(cluster):
     stored = "kvrelay_tier_host_stored_blocks_total"
     before = tiered.metric(stored)
     assert text_of(complete(tiered.url, prompt)) == alone
-    wait_until(lambda: tiered.metric(stored) >= before + 12, 10, "the prompt is in host memory")
+    wait_until(lambda: tiered.metric(stored) >= before + 12, "the prompt is in host memory")
     (engine,) = children(tiered.popen.pid, b"kvrelay.node.engine_process")
     os.kill(engine, signal.SIGKILL)
-    wait_until(lambda: not tiered.health(), 10, "the node knows")
+    wait_until(lambda: not tiered.health(), "the node knows")
     cluster.wait_ready(tiered)
     again = complete(tiered.url, prompt)
     assert (cached_of(again), text_of(again)) == (192, alone)
@@ -128,18 +128,18 @@ def test_a_rank_that_is_lost_ends_its_node_and_takes_nothing_with_it(cluster):
     fetched = lost.metric("kvrelay_fetches_total")
     first, _ = ticket_of(alone, prompt), ticket_of(alone, prompt)  # nobody comes for the second
     more = tiny_body(prompt, max_tokens=800, kv_transfer_params=first)
-    ask = functools.partial(httpx2.post, f"{lost.url}/v1/completions", json=more, timeout=30)
+    ask = functools.partial(httpx2.post, f"{lost.url}/v1/completions", json=more, timeout=60)
     asking = threading.Thread(target=ask)
     asking.start()
-    wait_until(lambda: lost.metric("kvrelay_fetches_total") > fetched, 10, "the KV is fetched")
+    wait_until(lambda: lost.metric("kvrelay_fetches_total") > fetched, "the KV is fetched")
     kill_a_rank(lost)
-    asking.join(30)
+    asking.join(60)
     assert not asking.is_alive()
-    cluster.all_blocks_free(within_s=LEASE_S + 1)
+    cluster.all_blocks_free(within_s=60)
 
 
 def kill_a_rank(node: Process) -> None:
     """And wait until its node has ended."""
     (engine,) = children(node.popen.pid, b"kvrelay.node.engine_process")
     os.kill(children(engine, b"kvrelay.node.ranks")[0], signal.SIGKILL)
-    wait_until(lambda: node.popen.poll() is not None, 20, "the node ends")
+    wait_until(lambda: node.popen.poll() is not None, "the node ends")

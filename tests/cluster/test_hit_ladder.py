@@ -69,9 +69,9 @@ def test_what_is_elsewhere_was_evicted_or_makes_room_in_between_is_named(tmp_pat
                 held[node.url].enter_context(frozen(node))
             for each in itertools.chain(*asked.values()):
                 each.start()
-            wait_until(lambda: all(_requests(node) == FILL for node in nodes), 20, "all wait")
+            wait_until(lambda: all(_requests(node) == FILL for node in nodes), "all wait")
             late.start()
-            wait_until(lambda: any(_requests(node) > FILL for node in nodes), 20, "it waits, too")
+            wait_until(lambda: any(_requests(node) > FILL for node in nodes), "it waits, too")
             # The history keeps who evicted a block last: the node that was chosen.
             for node in sorted(nodes, key=_requests):
                 held[node.url].close()

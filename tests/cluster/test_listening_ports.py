@@ -45,10 +45,10 @@ def up(folder: Path, *flags: str) -> Iterator[tuple[int, str]]:
         def ready() -> bool:
             assert process.poll() is None, (folder / "up.log").read_text()
             with contextlib.suppress(httpx2.HTTPError):
-                return httpx2.get(f"{url}/health", timeout=5).is_success
+                return httpx2.get(f"{url}/health", timeout=60).is_success
             return False
 
-        wait_until(ready, START_DEADLINE_S, "the cluster is ready", 0.2)
+        wait_until(ready, "the cluster is ready", deadline_s=START_DEADLINE_S, interval_s=0.2)
         yield process.pid, url
     finally:
         process.send_signal(signal.SIGINT)

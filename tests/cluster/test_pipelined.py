@@ -76,7 +76,7 @@ def with_blocks(cluster: Cluster, role: str) -> Process:
         taken = [node for node in cluster.of(role) if node.popen.poll() is None]
         return next((node for node in taken if node.at_work()), None)
 
-    return wait_until(busy, 30, f"a {role} node takes blocks", 0.005)
+    return wait_until(busy, f"a {role} node takes blocks", interval_s=0.005)
 
 
 def total(cluster: Cluster, role: str, name: str) -> float:
@@ -116,13 +116,12 @@ def test_what_has_come_of_a_prompt_is_not_computed_again_when_its_source_dies(cl
     def is_under_way() -> bool:
         return victim.metric("vllm:prompt_tokens_total") > there[victim.port] + TOKENS / 10
 
-    wait_until(is_under_way, 20, "a tenth of the prompt is computed")
+    wait_until(is_under_way, "a tenth of the prompt is computed")
     victim.kill(signal.SIGKILL)
     try:
         assert answer.text() == expected
         wait_until(
             lambda: total(cluster, "decode", names[1]) > computed,
-            5,
             "the count of what was computed",
         )
         kept = total(cluster, "decode", names[0]) - kept
@@ -146,7 +145,6 @@ def test_a_decode_node_that_dies_before_its_first_token_is_replaced_without_a_se
         assert answer.text() == expected
         wait_until(
             lambda: total(cluster, "prefill", "vllm:prompt_tokens_total") >= computed + TOKENS,
-            5,
             "the count of a prompt",
         )
         assert total(cluster, "prefill", "vllm:prompt_tokens_total") == computed + TOKENS
@@ -169,7 +167,6 @@ def test_a_decode_node_that_slept_past_its_lease_computes_instead_of_decoding_fo
     try:
         wait_until(
             lambda: total(cluster, "prefill", "kvrelay_leases_expired_total") > expired,
-            20,
             "the lease runs out",
         )
         # Another takes the blocks that it was reading; an engine silent for 20 s would be dead.

@@ -81,7 +81,7 @@ def goes_on(decode: Process, prompt: list[int], first: Any, **fields: Any) -> No
     """The hand-over's answer is that of a node without any cache, and all blocks are free again."""
     mine = asked(decode, prompt, 40, kv_transfer_params=first["kv_transfer_params"], **fields)
     assert mine == asked(decode, prompt, 40, cache_salt=f"nobody else's {prompt}")
-    wait_until(lambda: len(set(decode.free_blocks())) == 1, 1, "all blocks are free")
+    wait_until(lambda: len(set(decode.free_blocks())) == 1, "all blocks are free")
 
 
 @pytest.mark.parametrize("known", [0, 100], ids=["nothing", "the prompt"])
@@ -172,7 +172,7 @@ def test_the_router_names_the_node_that_has_the_answer_of_the_last_turn(
         assert (cached_of(alone), alone["choices"][0]["token_ids"]) == (0, known)
         turn = [*turn, *known, *ids(51 + at, 20)]
     named = f"pulls from {decode.url.rpartition('/')[2]}"
-    wait_until(lambda: named in log.read_text(), 5, "the log line says so")
+    wait_until(lambda: named in log.read_text(), "the log line says so")
 
 
 def test_a_source_that_is_killed_while_it_is_asked_costs_nothing_but_its_kv(
@@ -183,9 +183,9 @@ def test_a_source_that_is_killed_while_it_is_asked_costs_nothing_but_its_kv(
     asking = threading.Thread(target=lambda: answers.append(prefilled(prefill, turn, named)))
     with frozen(decode):
         asking.start()
-        wait_until(prefill.health, 5, "the prefill node has it")
+        wait_until(lambda: prefill.health()["requests"], "the prefill node has it")
         decode.kill_whole()
-    asking.join(20)
+    asking.join(60)
     assert cached_of(answers[0]) == 0
     cluster.restored(decode)
     goes_on(decode, turn, answers[0])
@@ -208,7 +208,7 @@ def test_what_another_node_has_is_found_there_or_its_read_fails(
     before = failed(prefill)
     with frozen(decode):
         late.start()
-        wait_until(lambda: failed(prefill) > before, 30, "its ask was not answered in time")
+        wait_until(lambda: failed(prefill) > before, "its ask was not answered in time")
     late.join(60)
     assert found == [{"gpu": first, "failed": rest, "new": new}]
     assert prefill.metric("kvrelay_prompt_tokens_total") > 0

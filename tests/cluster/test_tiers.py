@@ -76,12 +76,12 @@ class Tiers:
     def wait_tiers(self) -> None:
         """Wait until an engine knows what a cache process holds, one of them new."""
         log, self.told = self.tiered.log, self.told + 1
-        wait_until(lambda: log.read_text().count(TOLD) == self.told, 60, TOLD)
+        wait_until(lambda: log.read_text().count(TOLD) == self.told, TOLD)
 
     def wait_stored(self) -> None:
         """Wait until blocks are in host memory: a first use of a GPU takes seconds."""
         stored = "kvrelay_tier_host_stored_blocks_total"
-        wait_until(lambda: self.tiered.metric(stored) > 0, 20, stored)
+        wait_until(lambda: self.tiered.metric(stored) > 0, stored)
 
     def turn(self, session: int, number: int) -> None:
         """Ask both nodes for the next answer of a session: each token must be equal."""
@@ -110,12 +110,12 @@ class Tiers:
     def kill(self, process: bytes) -> None:
         (pid,) = children(self.tiered.popen.pid, process)
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: pid not in children(self.tiered.popen.pid, process), 10, "it is gone")
+        wait_until(lambda: pid not in children(self.tiered.popen.pid, process), "it is gone")
 
     def kill_engine(self) -> None:
         self.kill(b"engine_process")
-        wait_until(lambda: self.tiered.health() is None, 10, "the node knows")
-        wait_until(self.tiered.health, 120, "another engine")
+        wait_until(lambda: self.tiered.health() is None, "the node knows")
+        wait_until(self.tiered.health, "another engine")
         self.wait_tiers()
 
 
@@ -171,11 +171,11 @@ def test_sessions_that_move_all_the_time_get_every_token_of_a_node_without_a_cac
 
 def test_a_node_that_starts_again_is_warm_and_a_reset_empties_all(tiers: Tiers) -> None:
     log = tiers.tiered.log
-    wait_until(lambda: GDS in log.read_text(), 60, "what is found of GDS")
+    wait_until(lambda: GDS in log.read_text(), "what is found of GDS")
     tiers.turn(1, 0)
     blocks = len(tiers.histories[1]) // 16
     stored = "kvrelay_tier_store_stored_blocks_total"
-    wait_until(lambda: tiers.tiered.metric(stored) >= blocks - 1, 10, "all is stored")
+    wait_until(lambda: tiers.tiered.metric(stored) >= blocks - 1, "all is stored")
     tiers.tiered.kill_whole()
     tiers.tiered = tiers.cluster.restart(tiers.tiered)
     tiers.wait_ready()
@@ -190,7 +190,7 @@ def test_a_node_that_starts_again_is_warm_and_a_reset_empties_all(tiers: Tiers) 
     # An engine that dies twice in a minute is not started a third time.
     tiers.kill_engine()
     tiers.kill(b"engine_process")
-    assert tiers.tiered.popen.wait(30) == 1
+    assert tiers.tiered.popen.wait(120) == 1
     tiers.cluster.nodes.remove(tiers.tiered)
 
 
@@ -207,7 +207,7 @@ def test_what_is_pinned_survives_the_engine_and_a_flood_below_the_pool_for_its_s
         for _ in range(2):
             complete(url, [at + 3 * each * each % 290 for each in range(300)])
     stored = "kvrelay_tier_host_stored_blocks_total"
-    wait_until(lambda: tiers.tiered.metric(stored) > 100, 20, "they are in host memory")
+    wait_until(lambda: tiers.tiered.metric(stored) > 100, "they are in host memory")
     tiers.kill_engine()
     loaded = tiers.tiered.metric("kvrelay_tier_host_loaded_blocks_total")
     for salt in (None, "b"):
@@ -238,7 +238,7 @@ def test_a_cache_process_that_dies_is_followed_by_one_that_an_engine_leaves_its_
     for number in range(4, 6):
         tiers.turn(1, number)
     tiers.kill(b"engine_process")
-    assert tiers.tiered.popen.wait(30) == 1
+    assert tiers.tiered.popen.wait(120) == 1
     assert tiers.tiered.log.read_text().count(TOLD) == tiers.told
     tiers.cluster.nodes.remove(tiers.tiered)
 
@@ -262,12 +262,12 @@ def test_kv_of_two_ranks_on_gpus_outlives_its_engine(tmp_path: Path) -> None:
         prompt = [2 + at * at % 290 for at in range(300)]
         first = complete(node.url, prompt, logprobs=0)["choices"][0]["logprobs"]
         stored = "kvrelay_tier_host_stored_blocks_total"
-        wait_until(lambda: node.metric(stored) >= 18, 30, "the prompt is in host memory")
+        wait_until(lambda: node.metric(stored) >= 18, "the prompt is in host memory")
         (engine,) = children(node.popen.pid, b"engine_process")
         os.kill(engine, signal.SIGKILL)
-        wait_until(lambda: node.health() is None, 10, "the node knows")
-        wait_until(node.health, 240, "another engine")
-        wait_until(lambda: node.log.read_text().count(TOLD) == 2, 10, TOLD)
+        wait_until(lambda: node.health() is None, "the node knows")
+        wait_until(node.health, "another engine", deadline_s=240)
+        wait_until(lambda: node.log.read_text().count(TOLD) == 2, TOLD)
         again = complete(node.url, prompt, logprobs=0)
         assert cached_of(again) == 288
         values = again["choices"][0]["logprobs"]["token_logprobs"]

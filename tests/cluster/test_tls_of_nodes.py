@@ -46,9 +46,7 @@ def test_a_cluster_whose_nodes_have_tls_and_want_the_routers_certificate(tmp_pat
             "router", ["--heartbeat-port", str(hears), "--strict-roles", *shown]
         )
         cluster.wait_ready(cluster.router)
-        wait_until(
-            lambda: len((cluster.router.health() or {}).get("nodes", [])) == 2, 60, "two nodes"
-        )
+        wait_until(lambda: len((cluster.router.health() or {}).get("nodes", [])) == 2, "two nodes")
         cluster.wait_up()
         asked = {"model": "tiny", "prompt": "once upon a time", "max_tokens": 8, "ignore_eos": True}
         told = httpx2.post(f"{cluster.url}/v1/completions", json=asked, timeout=60)

@@ -35,7 +35,7 @@ def child_spec(tmp_path: Path, code: str, name: str = "child") -> ChildSpec:
     )
 
 
-async def until(condition: Callable[[], object], deadline_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], deadline_s: float = 60.0) -> None:
     async with asyncio.timeout(deadline_s):
         while not condition():
             await asyncio.sleep(0.02)
@@ -158,7 +158,7 @@ async def test_who_watches_hears_why_a_child_is_no_longer_cared_for(tmp_path: Pa
     def refuse(line: str) -> None:
         raise UnicodeEncodeError("ascii", line, 0, 1, "ordinal not in range(128)")
 
-    async with Supervisor(healthy, refuse) as supervisor, asyncio.timeout(20):
+    async with Supervisor(healthy, refuse) as supervisor, asyncio.timeout(60):
         child = supervisor.start(child_spec(tmp_path, _SLEEP))
         await child.ready
         os.kill(pid_of(child), signal.SIGKILL)
@@ -179,7 +179,7 @@ async def test_work_that_is_stopped_ends_first_and_tells_what_went_wrong_at_its_
     ended: list[BaseException | None] = []
     broken = OSError("the terminal is gone")
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await until_stopped(work(None))
             with pytest.raises(OSError, match="the terminal is gone"):
                 await until_stopped(work(broken))

@@ -68,7 +68,7 @@ async def until(condition: Callable[[], object]) -> None:
 async def healthy(spec: ChildSpec) -> bool:
     async with httpx2.AsyncClient() as http:
         try:
-            return (await http.get(spec.health_url, timeout=5)).status_code == 200
+            return (await http.get(spec.health_url, timeout=60)).status_code == 200
         except httpx2.HTTPError:
             return False
 

@@ -38,7 +38,7 @@ def test_a_node_that_was_killed_or_told_to_end_leaves_no_folder_and_no_shared_me
             assert int(found[1]) == limit
         killed.kill_whole()
         ended.popen.terminate()
-        wait_until(lambda: ended.popen.poll() is not None, 60, "it ends")
+        wait_until(lambda: ended.popen.poll() is not None, "it ends")
         assert list(temporary.iterdir()) == []
         assert shared_memory() <= before
     finally:

@@ -52,7 +52,7 @@ class Router:
         self.say(message(Kind.OPEN, number, msgspec.msgpack.encode(Open(path, {}, b"{}"))))
 
     async def hear(self) -> tuple[int, int, bytes]:
-        return await asyncio.wait_for(self.heard.get(), 5)
+        return await asyncio.wait_for(self.heard.get(), 60)
 
     async def frames(self, number: int, count: int) -> list[Frame]:
         """The next messages, which must be the answer and frames of a number."""
@@ -197,7 +197,7 @@ async def test_the_end_of_the_stream_ends_all_requests(how: str) -> None:
         else:
             kind = "http.disconnect" if how == "disconnect" else "http.request"
             router.says.put_nowait({"type": kind, "body": b""})
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 60)
         assert sorted(requests.ended) == ["hang", "large"]
         assert router.over
         assert not streams._streams

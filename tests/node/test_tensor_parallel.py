@@ -179,7 +179,7 @@ def test_what_cannot_work_is_one_sentence_on_the_command_line(tiny, repository):
     nowhere = "--tensor-parallel-address=no-such-host.invalid:5000"
     command = [*CLI, "rank", nowhere, f"--model={tiny}", "--cpu", *ranks]
     child = start(command, {}, repository)
-    _, err = child.communicate(timeout=60)
+    _, err = child.communicate(timeout=120)
     assert child.returncode == 2
     (line,) = err.splitlines()
     assert "'no-such-host.invalid:5000' cannot be reached" in line
@@ -264,7 +264,7 @@ def test_ranks_of_hosts_that_share_gpus_equal_one_alone(
     ]
     assert near(result(first, COLD), alone_on_gpu)
     for child in others:
-        child.communicate(timeout=60)
+        child.communicate(timeout=120)
         assert child.returncode == 0
 
 
@@ -275,7 +275,7 @@ def test_a_lost_rank_ends_the_engine(tiny, repository):
     assert child.stdout.readline() == "running\n"
     (rank,) = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
     os.kill(int(rank), signal.SIGKILL)
-    child.communicate(timeout=30)
+    child.communicate(timeout=120)
     assert child.returncode == 1
 
 
@@ -325,7 +325,7 @@ def test_ranks_of_two_hosts_equal_one_alone(tiny, alone, repository):
         first = start(inside("a", *ENGINE), config | {"tensor_parallel_size_local": 1}, repository)
         second = start(inside("b", *CLI, "rank", *flags(config)), {}, repository)
         assert equal(result(first), alone)
-        second.communicate(timeout=20)
+        second.communicate(timeout=120)
         assert second.returncode == 0
     finally:
         for which in "ab":

@@ -281,15 +281,15 @@ class Soak:
             self.mend()
             return all(node.health() for node in self.cluster.nodes)
 
-        wait_until(up, 180, "all nodes are up", 0.2)
+        wait_until(up, "all nodes are up", deadline_s=180, interval_s=0.2)
         self.cluster.wait_up()
         if not idle:
             return
-        self.cluster.all_blocks_free(1)
+        self.cluster.all_blocks_free(60)
         for name in ("blocks_held", "blocks_quarantined", "tier_host_used_blocks"):
             for node in self.cluster.nodes:
                 with suppress(AssertionError):
-                    wait_until(lambda: node.metric(f"kvrelay_{name}") == 0, 3, name)  # noqa: B023
+                    wait_until(lambda: node.metric(f"kvrelay_{name}") == 0, name)  # noqa: B023
                     continue
                 self.broken.append(f"{node.role}:{node.port} has {name}: {node.log}")
 
@@ -330,7 +330,7 @@ def upgraded(soak: Soak, clients: int, turns: int, *, struck: bool) -> float:
     with soak.crowd(clients, turns=turns, pause_s=4.0) as threads:
         for number, (kind, at) in enumerate(faults, 1):
             due = clients * turns * number / (len(faults) + 1)
-            wait_until(lambda: soak.counts["turns"] >= due, 300, "turns")  # noqa: B023
+            wait_until(lambda: soak.counts["turns"] >= due, "turns", deadline_s=300)  # noqa: B023
             soak.strike(kind, soak.cluster.nodes[at])
             soak.whole(idle=False)
         for each in threads:
