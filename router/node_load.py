@@ -171,6 +171,11 @@ class NodeLoad:
         return 1 - self.prompt_share - self.token_rate * self.per_token_ms - 1 / TPOT_STEPS
 
     @property
+    def has_seat(self) -> bool:
+        """Return whether one more request would decode at once."""
+        return not self.max_num_seqs or self.rows < self.max_num_seqs
+
+    @property
     def is_idle(self) -> bool:
         return not (self.rows or self.own or self.backlog_ms)
 

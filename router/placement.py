@@ -18,6 +18,7 @@ from typing import Literal
 from zlib import crc32
 
 from kvrelay.router.node_load import NodeLoad, Share
+from kvrelay.wire.announced import TPOT_USED
 
 __all__ = [
     "AVOIDED_MS",
@@ -175,7 +176,8 @@ def place(
     if not targets:
         return _NO_ROOM
     if request.tpot_limit_ms < math.inf:
-        fast = [(price, d) for price, d in targets if price <= request.tpot_limit_ms * per_tpot]
+        most = TPOT_USED * request.tpot_limit_ms * per_tpot
+        fast = [(price, d) for price, d in targets if price <= most and d.has_seat]
         alone = min(d.idle_ms(tokens)[1] for d in decode)
         if not fast and alone > request.tpot_limit_ms:
             return Refuse("tpot", alone, request.tpot_limit_ms, never=True)

@@ -171,7 +171,7 @@ def _measured(asked: argparse.Namespace) -> int:
         if asked.paced:
             model, asked.gpus = scratch / "shape.json", []
             model.write_bytes(msgspec.json.encode(SHAPE))
-            env, nodes_flags = asked.paced.env, [*nodes_flags, *asked.paced.flags]
+            env, nodes_flags = asked.paced.env, [*asked.paced.flags, *nodes_flags]
         write_model(model, scratch / "model")
         flags = tuple(asked.vllm_flag), tuple(nodes_flags)
         setting = Setting(scratch / "model", asked.vllm, asked.max_model_len, *flags, env)

@@ -13,10 +13,11 @@ from scheduling import BLOCK, EOS, drain, launch, ticket
 
 from kvrelay.paged_engine.request import Request, State
 from kvrelay.paged_engine.scheduler import Scheduler
+from kvrelay.wire.announced import TPOT_USED
 from kvrelay.wire.step_costs import MEMORY_MS, TPOT_STEPS, StepCosts
 
 COSTS = StepCosts(8.0, 0.25, 1 / 1024, -2.0, 0.125, 1 / 8192)
-IDLE_GAIN = 1 - 1 / (0.9 * TPOT_STEPS)
+IDLE_GAIN = 1 - 1 / (TPOT_USED * TPOT_STEPS)
 """A share of each millisecond: nine tenths of the default time per token are used."""
 
 
@@ -183,12 +184,12 @@ def test_a_prompt_that_another_could_compute_takes_its_own_time_without_what_is_
 
 
 @pytest.mark.parametrize(
-    ("tpot_ms", "expected", "gains"), [(9.0, 1, True), (8.8, 1, False), (1e9, 30_000, False)]
+    ("tpot_ms", "expected", "gains"), [(9.0, 1, True), (8.4, 1, False), (1e9, 30_000, False)]
 )
 def test_strict_answers_and_many_tokens_leave_no_time_for_prompts_of_others(
     tpot_ms, expected, gains
 ):
-    """A step takes 8 ms: of 9 ms nine tenths leave 0.1; and 5 tokens per millisecond, 0.25 ms each,
+    """A step takes 8 ms: of 9 ms 0.95 are used, which leave 0.06; and 5 tokens per millisecond, 0.25 ms each,
     leave nothing.
     """
     scheduler = make()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.router.node_load import NodeLoad
+from kvrelay.router.node_load import NodeLoad, Share
 from kvrelay.router.placement import (
     AVOIDED_MS,
     LINK_MS,
@@ -379,6 +379,14 @@ def test_waiting_and_refusing_come_out_of_the_same_sum() -> None:
     assert isinstance(place(slow, [node("p")], [node("d", **rows)]), Wait)
     other = placing(slow, [node("p")], [node("d", **rows), node("d1")])
     assert other.decode == "d1"
+    busy = node("d", **rows, max_num_seqs=101)
+    token_ms = busy.row_ms + busy.context_ms * request.tokens
+    close, enough = (replace(request, tpot_limit_ms=token_ms * by) for by in (1.02, 1.1))
+    assert isinstance(place(close, [node("p")], [busy]), Wait)
+    placing(enough, [node("p")], [busy])
+    busy.add(Share())  # which takes the last seat
+    placing(replace(enough, tpot_limit_ms=math.inf), [node("p")], [busy])
+    assert isinstance(place(replace(enough, tpot_limit_ms=1e3), [node("p")], [busy]), Wait)
     never = place(replace(slow, tpot_limit_ms=5), [node("p")], [node("d", **rows)])
     assert isinstance(never, Refuse)
     assert (never.what, never.never) == ("tpot", True)
