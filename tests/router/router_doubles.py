@@ -455,7 +455,7 @@ async def cluster(*nodes: FakeNode, ready: bool = True, **config: Any) -> AsyncI
         every: dict[str, Any] = {
             "health_interval_s": 0.05,
             "health_deadline_s": 10.0,  # noise is no fault: nodes and router share a loop
-            "request_deadline_s": 10.0,
+            "request_deadline_s": 60.0,
         }
         every["strict_roles"] = True  # prompts of these tests are short
         every["admin_key"] = "operator"
@@ -477,14 +477,14 @@ async def router_over(config: RouterConfig, reread: Reread | None = None) -> Asy
         server = make_server(config, reread=reread)
         serving = asyncio.create_task(server.serve([listening]))
         await until(lambda: server.started)
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http:
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             try:
                 yield Cluster(url, server.config.app.state.router, http)  # type: ignore[union-attr]
             finally:
                 await http.close()
                 server.should_exit = True
-                await asyncio.wait_for(serving, 5)
+                await asyncio.wait_for(serving, 60)
 
 
 async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:

@@ -37,11 +37,11 @@ async def connection(
 
 
 async def said(c: Cluster, *pieces: bytes) -> bytes:
-    """Everything that the router answers to these bytes until it closes, or 2 s have passed."""
+    """Everything that the router answers to these bytes until it closes."""
     async with connection(c) as (reader, writer):
         answer = b""
         try:
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(30):
                 for piece in pieces:
                     writer.write(piece)
                     await writer.drain()
@@ -142,7 +142,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_slow_heads_are_cut_off(sent: bytes, wanted: bytes, hurried: None) -> None:
     async with cluster() as c, connection(c) as (reader, writer):
         writer.write(sent)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert (await reader.read()).startswith(wanted)
             assert reader.at_eof()
 
@@ -153,10 +153,10 @@ async def test_a_kept_connection_that_trickles_is_cut_off_and_one_that_works_is_
     async with cluster() as c, connection(c) as (reader, writer):
         for _ in range(3):
             writer.write(b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 assert b"503" in await reader.readuntil(b"\r\n\r\n")
         writer.write(b"\r\n")  # resets uvicorn's own timer for kept connections
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert await reader.read() == b""
 
 
@@ -187,7 +187,7 @@ async def test_a_client_that_leaves_with_a_second_request_behind_the_first_ends_
         async with connection(c) as (_, writer):
             writer.write(2 * (CHAT + LENGTH + b"\r\n" + BODY))
             await until(lambda: len(d.calls) == 1)
-        await asyncio.wait_for(d.aborted.wait(), 5)
+        await until(d.aborted.is_set)
         await until(lambda: not c.router.log.running)
 
 
@@ -207,7 +207,7 @@ async def test_a_client_that_leaves_while_a_node_tokenizes_for_it_ends_that() ->
             )
             writer.write(head % len(body) + body)
             await until(lambda: len(p.asked) == 1)
-        await asyncio.wait_for(p.aborted.wait(), 5)
+        await until(p.aborted.is_set)
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -232,9 +232,9 @@ async def test_a_client_that_does_not_read_holds_nothing_for_ever(
             length = b"content-length: %d\r\n" % len(body)
             client.sendall(CHAT + length + b"\r\n" + body + CHAT + LENGTH + last + b"\r\n" + BODY)
             await until(lambda: len(d.calls) == 2)
-            await until(lambda: not c.router.log.running, 5)
+            await until(lambda: not c.router.log.running)
             assert not c.router.admission.waiting()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while status(await said(c, b"GET /ping HTTP/1.0\r\n\r\n")) != 200:
                     await asyncio.sleep(0.02)
 
@@ -242,7 +242,7 @@ async def test_a_client_that_does_not_read_holds_nothing_for_ever(
 async def test_a_client_that_reads_slowly_gets_all_of_its_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvrelay.openai_api.connections._FLUSH_S", 0.2)
+    monkeypatch.setattr("kvrelay.openai_api.connections._FLUSH_S", 1.0)
     padding = 12 << 20
     large = msgspec.json.encode({**msgspec.json.decode(WHOLE), "padding": "x" * padding})
 
@@ -252,8 +252,8 @@ async def test_a_client_that_reads_slowly_gets_all_of_its_answer(
     async with cluster(prefill(), decode(answer)) as c, connection(c) as (reader, writer):
         writer.write(CHAT + LENGTH + b"connection: close\r\n\r\n" + BODY)
         read = 0
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while some := await reader.read(1 << 20):
                 read += len(some)
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.04)
         assert read > padding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -214,7 +215,7 @@ async def test_an_answer_that_has_begun_waits_for_a_decode_node_longer_than_for_
 
 async def test_an_answer_that_has_begun_goes_on_at_a_node_without_room() -> None:
     full = decode(load=Load(legs=1, block_size=16, total_blocks=999, free_blocks=0, running=1))
-    async with cluster(prefill(), decode(cut_after_token), full, request_deadline_s=5.0) as c:
+    async with cluster(prefill(), decode(cut_after_token), full) as c:
         assert await c.text({"stream": True}) == STREAMED
         assert len(full.calls) == 1
 
@@ -401,9 +402,11 @@ async def test_a_node_that_answers_500_stays_up_until_its_breaker_opens(role: st
         def state(node: FakeNode) -> float:
             return c.metric("kvrelay_router_breaker_state", node=node.url)
 
-        for _ in range(8):
+        for _ in range(FAILURES_IN_A_ROW):
             await c.text()
-        assert (len(bad.calls), len(good.calls)) == (FAILURES_IN_A_ROW, 8)
+        c.node(bad).breaker._open_until += 1e3
+        await c.text()
+        assert (len(bad.calls), len(good.calls)) == (FAILURES_IN_A_ROW, FAILURES_IN_A_ROW + 1)
         assert c.node(bad).up
         assert (state(bad), state(good), state(other)) == (2, 0, 0)
         nodes = {
@@ -411,7 +414,8 @@ async def test_a_node_that_answers_500_stays_up_until_its_breaker_opens(role: st
         }
         assert nodes[bad.url]["state"] == "open"
         bad.script = prefill_ok if role == "prefill" else decode_ok
-        await until(lambda: state(bad) == 1)
+        c.node(bad).breaker._open_until = 0.0
+        assert state(bad) == 1
         for _ in range(3):
             await c.text()
         assert state(bad) == 0
@@ -468,12 +472,12 @@ async def test_a_process_that_is_lost_with_many_requests_has_failed_once_and_cos
     async def die_together(call: Call) -> None:
         if len(dying.calls) == 14:
             all_there.set()
-        await asyncio.wait_for(all_there.wait(), 10)
+        await until(all_there.is_set)
         call.cut()
 
     all_there = asyncio.Event()
     dying, other = prefill(die_together), prefill(load=Load(waiting=50, waiting_tokens=5_000))
-    async with cluster(dying, other, decode(), health_interval_s=5) as c:
+    async with cluster(dying, other, decode(), health_interval_s=60) as c:
         await asyncio.gather(*(c.text() for _ in range(14)))
         assert len(other.calls) == 14
         assert not c.node(dying).up
@@ -481,7 +485,10 @@ async def test_a_process_that_is_lost_with_many_requests_has_failed_once_and_cos
         assert c.metric("kvrelay_router_retries_refused_total") == 0
 
 
-async def test_retries_do_not_multiply_the_load_of_a_cluster_in_trouble() -> None:
+async def test_retries_do_not_multiply_the_load_of_a_cluster_in_trouble(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvrelay.router.request.failures.WINDOW_S", math.inf)
     nodes = [prefill(refuse(500)) for _ in range(4)]
     async with cluster(*nodes, decode(kv=NO_PROMPTS), attempts=3) as c:
         assert (await c.asked()).status == 500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -25,7 +26,6 @@ from kvrelay.wire.router_config import RouterConfig
 from tests.cluster.certificates import authority
 
 P, D = "http://127.0.0.1:8100", "http://127.0.0.1:8200"
-NOT_LONGER_S = 5.0
 
 
 def pod(changes: dict[str, Any] | None = None, url: str = P, **fields: Any) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def test_an_address_belongs_to_the_younger_pod() -> None:
 @pytest_asyncio.fixture
 async def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[ApiServer]:
     monkeypatch.setattr(kubernetes_pods, "RELIST_S", 0.2)
-    monkeypatch.setattr(kubernetes_pods, "DEADLINES_S", (0.5, 0.5))
+    monkeypatch.setattr(kubernetes_pods, "DEADLINES_S", (60.0, 60.0))
     monkeypatch.setattr(kubernetes_pods, "ACCOUNT", tmp_path / "account")
     async with ApiServer().running(tmp_path / "account") as server:
         for name, value in server.env.items():
@@ -139,13 +139,16 @@ async def test_pods_come_change_and_go(api: ApiServer, caplog: pytest.LogCapture
     assert sum("pod odd cannot be a node" in line for line in caplog.messages) == 1
 
 
-async def test_an_api_server_that_is_slow_or_fails_takes_no_node_down(api: ApiServer) -> None:
+async def test_an_api_server_that_is_slow_or_fails_takes_no_node_down(
+    api: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes_pods, "DEADLINES_S", (60.0, 0.5))
     api.put(pod_of("p", P, "prefill"))
     async with following() as pool:
         await until(lambda: urls(pool) == [P])
         api.delete("p")
         api.put(pod_of("d", D, "decode"))
-        for api.list_takes_s, api.list_fails in ((1.0, 0), (0.0, 500), (0.0, 307)):
+        for api.list_takes_s, api.list_fails in ((60.0, 0), (0.0, 500), (0.0, 307)):
             lists, began = api.lists, time.monotonic()
             await until(lambda lists=lists: api.lists >= lists + 3)
             assert urls(pool) == [P]
@@ -154,17 +157,12 @@ async def test_an_api_server_that_is_slow_or_fails_takes_no_node_down(api: ApiSe
         await until(lambda: urls(pool) == [D])
 
 
-async def test_it_ends_though_the_api_server_is_silent(
-    api: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kubernetes_pods, "DEADLINES_S", (2.0, 10.0))
-    async with following() as pool:
+async def test_it_ends_though_the_api_server_is_silent(api: ApiServer) -> None:
+    async with asyncio.timeout(30), following() as pool:
         await until(lambda: api.lists > 0)
-        api.list_takes_s = 2.0
+        api.list_takes_s = 60.0
         lists = api.lists
         await until(lambda: api.lists > lists)
-        began = time.monotonic()
-    assert time.monotonic() - began < 1.5
     assert not pool.nodes
 
 
@@ -182,9 +180,7 @@ async def test_without_an_api_server_health_finds_the_dead_and_the_replaced(api:
         api.list_fails = 500
         nodes["other"].pod_uid = "another pod"
         nodes["dead"].health_hangs = True
-        await until(
-            lambda: [node.url for node in pool.up(Role.DECODE)] == [nodes["d"].url], NOT_LONGER_S
-        )
+        await until(lambda: [node.url for node in pool.up(Role.DECODE)] == [nodes["d"].url])
         assert "another pod" in c.node(nodes["other"]).reason
         assert await c.text()
 

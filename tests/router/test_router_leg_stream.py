@@ -352,10 +352,10 @@ async def test_checks_that_are_cancelled_leave_no_stream_behind() -> None:
             client.forget(node)
             await asyncio.wait([check])
         slow.go.set()
-        await until(lambda: slow.closed == 2, 5)
+        await until(lambda: slow.closed == 2)
         assert await client.heard(node, report) is None
         await client.close()
-        await until(lambda: slow.closed == 3, 5)
+        await until(lambda: slow.closed == 3)
 
 
 @pytest.mark.parametrize(("backlog_ms", "seconds"), [(0.0, 1), (400.0, 1), (2_100.0, 3), (1e9, 60)])
