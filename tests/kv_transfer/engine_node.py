@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,12 +29,15 @@ from kvrelay.wire.errors import TransferError
 from kvrelay.wire.transfer import Fingerprint, Ticket
 
 FINGERPRINT = Fingerprint(1, "tiny", "float32", 16, 2, 8, 2, 0, 1)
-# Short, so that tests are: a lease is a little over three heartbeats.
-CONFIG = TransferConfig(lease_s=1.0, heartbeat_s=0.3, transfer_deadline_s=1.4)
+# Nothing runs out: whoever waits that long, waits in vain.
+CONFIG = TransferConfig(lease_s=60.0, heartbeat_s=0.3, transfer_deadline_s=60.0)
+# A lease, or a transfer's time, runs out within a test.
+SHORT = replace(CONFIG, lease_s=2.0)
+HURRIED = replace(CONFIG, transfer_deadline_s=2.0)
 # Heartbeats that never come within a test.
-SLOW = TransferConfig(lease_s=30.0, heartbeat_s=10.0)
-AT_ONCE_S = 3.0
-"""What happens at once has happened by then on a busy machine; its reason tells the sign."""
+SLOW = TransferConfig(lease_s=60.0, heartbeat_s=20.0, transfer_deadline_s=60.0)
+AT_ONCE_S = 20.0
+"""What happens at once has happened by then on a busy machine, and no lease has run out."""
 
 
 class EngineNode:
@@ -59,7 +63,7 @@ class EngineNode:
         self.engine.watch(name, ticket)
         self.engine.fetch(name, remote, local)
 
-    def wait(self, count: int, within_s: float = 10.0) -> list[Event]:
+    def wait(self, count: int, within_s: float = AT_ONCE_S) -> list[Event]:
         """The next `count` events, of which the engine has woken us."""
         got: list[Event] = []
         until = time.monotonic() + within_s
@@ -69,9 +73,9 @@ class EngineNode:
         assert len(got) == count, got
         return got
 
-    def fails(self, within_s: float = 10.0) -> str:
+    def fails(self) -> str:
         """Why a fetch has failed, which is settled."""
-        failed, settled = self.wait(2, within_s)
+        failed, settled = self.wait(2)
         assert isinstance(settled, Settled)
         return reason(failed)
 

@@ -27,6 +27,8 @@ class FakeNccl:
     def __init__(self, patience_s: float) -> None:
         self.patience_s = patience_s
         self.stopped = threading.Event()
+        self.stops = False
+        """It does, behind the next slice that it moves."""
         self._own: dict[bytes, queue.Queue[bytes]] = {}
 
     def facts(self) -> bytes:
@@ -82,7 +84,7 @@ class FakeCommunicator:
             self._wire.put_nowait(staging.numpy().tobytes())
         except queue.Full:
             return False
-        return True
+        return self._moved()
 
     def _get(self, staging: torch.Tensor) -> bool:
         try:
@@ -90,4 +92,10 @@ class FakeCommunicator:
         except queue.Empty:
             return False
         staging.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return self._moved()
+
+    def _moved(self) -> bool:
+        if self._nccl.stops:
+            self._nccl.stops = False
+            self._nccl.stopped.set()
         return True

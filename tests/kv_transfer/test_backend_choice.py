@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
-from engine_node import CONFIG, FINGERPRINT, EngineNode
+from engine_node import AT_ONCE_S, CONFIG, FINGERPRINT, SHORT, EngineNode
 from shared_backend import BLOCKS, REGION, Missing, Refusing, SharedBackend, pattern
 
 from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed
 from kvrelay.kv_transfer.messages import HandshakeReply, HandshakeRequest, Message, decode, encode
+from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError
 
 
@@ -29,18 +30,18 @@ class Unprepared(SharedBackend):
 class Node(EngineNode):
     """A node over several backends with one pool each."""
 
-    def __init__(self, folder: Path, **kinds: Callable[[Path], SharedBackend]) -> None:
+    def __init__(self, folder: Path, config: TransferConfig = CONFIG, **kinds: Any) -> None:
         backends = {
             kind: make(folder / f"{kind}-{time.monotonic_ns()}") for kind, make in kinds.items()
         }
         for backend in backends.values():
             for index in range(BLOCKS):
                 backend.write(index, pattern(index))
-        super().__init__("node", REGION, backends)
+        super().__init__("node", REGION, backends, config)
 
     def fetch_from(self, source: Node) -> Event:
         self.fetch("r", source.engine.offer("r", [5], 16), [5], [1])
-        assert self.woken.wait(10.0)
+        assert self.woken.wait(AT_ONCE_S)
         return self.engine.events()[0]
 
     def read_through(self) -> list[str]:
@@ -51,8 +52,8 @@ class Node(EngineNode):
 def make(tmp_path: Path):
     nodes: list[Node] = []
 
-    def made(**kinds: Callable[[Path], SharedBackend]) -> Node:
-        nodes.append(Node(tmp_path, **kinds))
+    def made(**how: Any) -> Node:
+        nodes.append(Node(tmp_path, **how))
         return nodes[-1]
 
     yield made
@@ -134,7 +135,7 @@ class Slow(SharedBackend):
     may = threading.Event()
 
     def open(self) -> bytes:
-        assert self.may.wait(10)
+        assert self.may.wait(AT_ONCE_S)
         return super().open()
 
 
@@ -144,8 +145,9 @@ def test_a_fetch_waits_for_a_backend_that_is_being_opened_and_keeps_its_lease(
 ) -> None:
     may = threading.Event()
     monkeypatch.setattr(Slow, "may", may)
-    threading.Timer(1.1 * CONFIG.lease_s, may.set).start()
-    here, there = make(a=Refusing, b=mine), make(a=SharedBackend, b=theirs)
+    threading.Timer(1.1 * SHORT.lease_s, may.set).start()
+    here = make(config=SHORT, a=Refusing, b=mine)
+    there = make(config=SHORT, a=SharedBackend, b=theirs)
     assert isinstance(here.fetch_from(there), Fetched)
 
 
@@ -168,7 +170,7 @@ def test_a_source_opens_once_what_is_asked_for_and_says_when_it_is_open(make, mo
         dealer.connect(f"tcp://{host}:{port}")
 
         def reply() -> tuple[list[str], list[str]]:
-            assert dealer.poll(5000)
+            assert dealer.poll(AT_ONCE_S * 1e3)
             welcome = decode(dealer.recv())
             assert isinstance(welcome, HandshakeReply)
             return list(welcome.ranks[0].planes), welcome.on_request
@@ -189,9 +191,11 @@ def test_a_source_that_is_slow_to_open_is_asked_once_a_heartbeat(make, monkeypat
 
     def heard(sender: bytes, message: Message) -> Message | None:
         asked.append(isinstance(message, HandshakeRequest))
+        if sum(asked) == 4:  # one without it, one for it, and two heartbeats
+            may.set()
         return answer(sender, message)
 
     monkeypatch.setattr(there.engine, "answer", heard)
-    threading.Timer(2 * CONFIG.heartbeat_s, may.set).start()
+    began = time.monotonic()
     assert isinstance(here.fetch_from(there), Fetched)
-    assert 2 <= sum(asked) < 10
+    assert time.monotonic() - began > CONFIG.heartbeat_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,10 +105,8 @@ def test_a_lease_that_nobody_waits_for_ends_at_once(tmp_path: Path, *, late: boo
 
 
 def test_a_source_that_sleeps_costs_the_deadline(source: SharedNode, reader: SharedNode) -> None:
-    began = time.monotonic()
     ask(reader, source, 0.2)
     assert granted(reader).reason == "TransferTimeout: no answer in time"
-    assert time.monotonic() - began < CONFIG.lease_s
     lease = asked(source)
     source.engine.answer_cached(lease, [5])
     assert source.wait(1) == [Released(lease, expired=False)]

@@ -19,13 +19,11 @@ from kvrelay.kernels.pool_memory import zeros
 from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed, PeerKey, PoolRegion, Settled
 from kvrelay.kv_transfer.nixl import COPIED_S, NixlBackend, addresses_here
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
-from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.transfer import Ticket
 from tests.listening import Port, listening
 
 LARGE = BLOCKS, BLOCK_BYTES = 64, 1 << 20
-PATIENT = TransferConfig(lease_s=3.0, heartbeat_s=0.5, transfer_deadline_s=10.0)
 
 
 def test_missing_nixl_is_a_config_error_naming_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +46,7 @@ def filled() -> RealNode:
 @contextlib.contextmanager
 def two() -> Iterator[tuple[RealNode, PeerProcess]]:
     with (
-        contextlib.closing(RealNode("reader", "nixl", *LARGE, config=PATIENT)) as reader,
+        contextlib.closing(RealNode("reader", "nixl", *LARGE)) as reader,
         peer_process(filled) as source,
     ):
         yield reader, source

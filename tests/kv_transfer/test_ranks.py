@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from engine_node import CONFIG, EngineNode
+from engine_node import AT_ONCE_S, CONFIG, EngineNode
 from shared_backend import BLOCK_BYTES, BLOCKS, REGION, Missing, Refusing, SharedBackend, pattern
 
 from kvrelay.kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released
@@ -59,9 +59,7 @@ class Node(EngineNode):
             )
             pool = ctypes.addressof(ctypes.c_char.from_buffer(self.ranks[-1]["a"].pool))
             regions.append(PoolRegion(pool, BLOCKS, block_bytes, "cpu"))
-        config = (
-            replace(CONFIG, transfer_deadline_s=30.0, kv_checksums=1.0) if checksums else CONFIG
-        )
+        config = replace(CONFIG, kv_checksums=1.0) if checksums else CONFIG
         heads = self.heads[0][1]
         self.link = (
             RankLink("127.0.0.1", self.heads, name, terms_of(config, heads)) if size > 1 else None
@@ -132,7 +130,7 @@ def test_every_rank_gets_its_part_of_every_block_and_checks_it(make, size, sourc
     source, reader = make("source", source_size, True), make("reader", size, True)
     source.fill()
     reader.fetch("r", source.engine.offer("p", [3, 4, 9], 40), [4, 9], [1, 7])
-    (fetched,) = reader.wait(1, 30.0)
+    (fetched,) = reader.wait(1)
     assert isinstance(fetched, Fetched), fetched
     assert fetched.num_bytes == 2 * sum(map(len, halves(reader, 4)))
     assert reader.engine.stats().checked_blocks == 2
@@ -143,7 +141,7 @@ def test_every_rank_gets_its_part_of_every_block_and_checks_it(make, size, sourc
     assert source.wait(1) == [Released("p", expired=False)]
     reader = make("reader", size, True, a=FaultyBackend)
     reader.fetch("r", source.engine.offer("q", [3], 16), [3], [1])
-    failed, _ = reader.wait(2, 30.0)
+    failed, _ = reader.wait(2)
     assert failed.cause == "KvCorrupted"
 
 
@@ -167,7 +165,7 @@ def test_a_backend_that_one_rank_cannot_open_is_closed_on_the_others(make):
     assert "could not open its KV connector b" in failed.reason
     assert source.engine.planes == ("a",)
     for backends in source.ranks[:-1]:
-        assert backends["b"].has_closed.wait(5)
+        assert backends["b"].has_closed.wait(AT_ONCE_S)
 
 
 def test_a_backend_that_ends_on_another_rank_ends_the_engine(make, monkeypatch):
@@ -177,7 +175,7 @@ def test_a_backend_that_ends_on_another_rank_ends_the_engine(make, monkeypatch):
         raise RuntimeError("a fault of ours")
 
     monkeypatch.setattr(reader.ranks[1]["a"], "progress", broken)
-    assert reader.woken.wait(5)
+    assert reader.woken.wait(AT_ONCE_S)
     with pytest.raises(RuntimeError, match="rank 1: RuntimeError: a fault of ours"):
         reader.engine.events()
 
@@ -187,6 +185,6 @@ def test_a_rank_without_the_key_is_not_heard_and_ends(tmp_path):
     lost: queue.Queue[str] = queue.Queue()
     stranger = msgspec.structs.replace(link.address, key=zmq.curve_keypair()[0])
     led = LedBackends(1, REGION, {"a": SharedBackend(tmp_path / "a")}, stranger, lost.put)
-    assert "the connection to rank 0 has ended or was refused" in lost.get(timeout=10)
+    assert "the connection to rank 0 has ended or was refused" in lost.get(timeout=AT_ONCE_S)
     led.close()
     link.close(1)
