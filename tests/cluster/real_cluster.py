@@ -315,6 +315,10 @@ class Process:
         assert lines, f"no metric {name} in:\n{text}"
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
+    def engines_told(self) -> int:
+        """Return how often an engine was told what is kept below it: a ready one does not know yet."""
+        return self.log.read_text().count("an engine is told of")
+
     def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.popen.pid, how)
 

@@ -108,6 +108,7 @@ def test_kv_of_several_ranks_outlives_its_engine(cluster):
     (engine,) = children(tiered.popen.pid, b"kvrelay.node.engine_process")
     os.kill(engine, signal.SIGKILL)
     wait_until(lambda: not tiered.health(), "the node knows")
+    wait_until(lambda: tiered.engines_told() == 2, "another engine is told")
     cluster.wait_ready(tiered)
     again = complete(tiered.url, prompt)
     assert (cached_of(again), text_of(again)) == (192, alone)

@@ -58,10 +58,12 @@ class Sessions:
         assert told.status_code == 200, told.text
 
     def knows_again(self) -> bool:
-        """Return whether the router has met the new engine, and knows all blocks."""
+        """Return whether the new engine and the router, which has met it, know all blocks."""
         url, headers = f"{self.cluster.url}/admin/nodes", self.cluster.operator
         told = httpx2.get(url, headers=headers, timeout=60).json()["nodes"]
-        met = self.warm.health()["generation"] in [node["generation"] for node in told]
+        met = self.warm.engines_told() == 2 and self.warm.health()["generation"] in [
+            node["generation"] for node in told
+        ]
         router, host = self.cluster.router, self.warm.metric("kvrelay_tier_host_blocks")
         return met and router.metric("kvrelay_router_prefix_blocks") >= host + 400  # type: ignore[union-attr]
 

@@ -31,7 +31,6 @@ pytestmark = pytest.mark.cluster
 pytest.importorskip("nixl")
 
 SESSIONS, TURNS = 6, 5
-TOLD = "an engine is told of"
 GDS = "kv_store takes NIXL's POSIX plugin; GDS is not measured, and can"
 TIERS = ["--kv-pull", "always", "--kv-checksums", "0.001"]
 on_both = pytest.mark.parametrize(
@@ -75,8 +74,8 @@ class Tiers:
 
     def wait_tiers(self) -> None:
         """Wait until an engine knows what a cache process holds, one of them new."""
-        log, self.told = self.tiered.log, self.told + 1
-        wait_until(lambda: log.read_text().count(TOLD) == self.told, TOLD)
+        self.told += 1
+        wait_until(lambda: self.tiered.engines_told() == self.told, "an engine is told")
 
     def wait_stored(self) -> None:
         """Wait until blocks are in host memory: a first use of a GPU takes seconds."""
@@ -239,7 +238,7 @@ def test_a_cache_process_that_dies_is_followed_by_one_that_an_engine_leaves_its_
         tiers.turn(1, number)
     tiers.kill(b"engine_process")
     assert tiers.tiered.popen.wait(120) == 1
-    assert tiers.tiered.log.read_text().count(TOLD) == tiers.told
+    assert tiers.tiered.engines_told() == tiers.told
     tiers.cluster.nodes.remove(tiers.tiered)
 
 
@@ -267,7 +266,7 @@ def test_kv_of_two_ranks_on_gpus_outlives_its_engine(tmp_path: Path) -> None:
         os.kill(engine, signal.SIGKILL)
         wait_until(lambda: node.health() is None, "the node knows")
         wait_until(node.health, "another engine", deadline_s=240)
-        wait_until(lambda: node.log.read_text().count(TOLD) == 2, TOLD)
+        wait_until(lambda: node.engines_told() == 2, "it is told")
         again = complete(node.url, prompt, logprobs=0)
         assert cached_of(again) == 288
         values = again["choices"][0]["logprobs"]["token_logprobs"]
