@@ -144,8 +144,8 @@ def _line(request: EndedRequest, trace: Mapping[str, str]) -> Fields:
         "model": request.model,
         "trace": trace_id_of(trace.get("traceparent", "")),
         "error": request.error,
-        "rungs": repr(" ".join(f"{rung}={count}" for rung, count in request.rungs.items())),
-        "placed": repr(request.placed),
+        "rungs": " ".join(f"{rung}={count}" for rung, count in request.rungs.items()),
+        "placed": request.placed,
     }
     return Fields({name: value for name, value in known.items() if value not in ("", None)})
 

@@ -26,15 +26,17 @@ _OWN = ("time", "level", "logger", "process", "worker", "message", "exception")
 
 
 class Fields(dict[str, object]):
-    """A set of named values in the place of one `%s`: `a=1 b=2.00`."""
+    """A set of named values in the place of one `%s`: `a=1 b=2.00 c='three words'`."""
 
     def __str__(self) -> str:
-        return " ".join(
-            [
-                f"{name}={value:.2f}" if isinstance(value, float) else f"{name}={value}"
-                for name, value in self.items()
-            ]
-        )
+        return " ".join([f"{name}={_shown(value)}" for name, value in self.items()])
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    text = f"{value}"
+    return text if " " not in text and text.isprintable() else repr(text)
 
 
 class Seldom:
@@ -121,4 +123,4 @@ def shown_error(why: KvrelayError) -> str:
             f"{body.type} param={(body.param or '-')[:_SHOWN_CHARS]!r} "
             f"code={str(body.code or '-')[:_SHOWN_CHARS]!r}"
         )
-    return repr(why.message[:_SHOWN_CHARS])
+    return why.message[:_SHOWN_CHARS]

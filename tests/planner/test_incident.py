@@ -35,7 +35,7 @@ def request(
 
 
 def refused(at_s: float, tokens: int) -> bytes:
-    more = Fields(model="", prompt_tokens=tokens, error="'later'")
+    more = Fields(model="", prompt_tokens=tokens, error="later")
     return line(at_s, "id=%s path=%s status=%d key=%s %s", "r2", "/v1/completions", 429, "-", more)
 
 

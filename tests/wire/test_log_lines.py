@@ -44,11 +44,11 @@ def test_named_values_are_members_with_their_types() -> None:
 
 
 def test_several_values_at_once() -> None:
-    fields = Fields({"queue_ms": 1.23456, "trace": "ab", "client_gone": "no"})
-    assert str(fields) == "queue_ms=1.23 trace=ab client_gone=no"
+    fields = Fields({"queue_ms": 1.23456, "trace": "ab", "placed": "d1 alone"})
+    assert str(fields) == "queue_ms=1.23 trace=ab placed='d1 alone'"
     line = told("id=%s %s", "a", fields)
-    assert line["message"] == "id=a queue_ms=1.23 trace=ab client_gone=no"
-    assert (line["queue_ms"], line["trace_id"], line["client_gone"]) == (1.235, "ab", "no")
+    assert line["message"] == f"id=a {fields}"
+    assert (line["queue_ms"], line["trace_id"], line["placed"]) == (1.235, "ab", "d1 alone")
     assert told("%s", fields)["queue_ms"] == 1.235
 
 
