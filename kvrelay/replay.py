@@ -59,7 +59,7 @@ def run(
         ("--kv-pull", pull, ("auto", "never")),
     ):
         if value not in known:
-            raise ConfigError(f"{flag} {value!r} is none of {', '.join(known)}")
+            raise ConfigError(f"{flag} {value!r} is not one of {', '.join(known)}")
     traced, left_out = path.name.endswith(TRACED), list[str]()
     if traced:
         drawn = [*sessions(Work(trace=f"{path}"), Arrival("trace"), "")]

@@ -6,13 +6,13 @@ A split is simulated unless its nodes have no time for the rate of another one.
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import fmean
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -180,7 +180,8 @@ def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
     best = next((each for each in found if each.keeps), None)
     if as_json:
         rows = [_row(each) for each in found]
-        console.print_json(json.dumps({"keeps_targets": best is not None, "splits": rows}))
+        told = msgspec.json.encode({"keeps_targets": best is not None, "splits": rows})
+        console.print_json(told.decode())
         return int(best is None)
     console.print(_table(found, wanted))
     rate = wanted.rate or max(each.bound for each in found)
@@ -247,6 +248,7 @@ def _table(found: Sequence[Sized], wanted: Wanted) -> Table:
                 f"{served.tpot_p90:.1f}",
                 f"{served.itl_p99:,.0f}",
             ]
+            cells = [cell.replace("nan", "-") for cell in cells]
         table.add_row(each.setting.name, *cells, each.short)
     return table
 

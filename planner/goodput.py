@@ -59,7 +59,7 @@ def attained(streams: Sequence[Stream], targets: Targets) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A result of one rate in requests a second; milliseconds."""
+    """A result of one rate in requests a second; milliseconds, nan if nothing was answered."""
 
     rate: float
     attained: float
@@ -93,7 +93,7 @@ def served(result: Result, rate: float) -> Served:
     targets = result.setting.targets
     assert targets is not None
     counted = _counted(result.streams, targets)
-    whole = [stream for stream in counted if stream.answered] or list(counted)
+    whole = [stream for stream in counted if stream.answered]
     ttft = sorted(stream.ttft + NETWORK_MS for stream in whole)
     tpot = sorted(stream.tpot for stream in whole)
     return Served(

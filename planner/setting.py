@@ -148,4 +148,4 @@ class Result:
             left -= self.gaps[step]
             if left <= 0:
                 break
-        return math.exp((step + 0.5) * _PERCENT) if self.gaps else 0.0
+        return math.exp((step + 0.5) * _PERCENT) if self.gaps else math.nan

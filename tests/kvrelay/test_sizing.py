@@ -97,6 +97,14 @@ def test_a_split_that_does_not_keep_the_targets_is_not_started(
     assert "kvrelay compose" not in out
 
 
+def test_times_are_left_out_where_nothing_was_answered(
+    card: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*plan_of_two(card, "8000:2", ttft_ms=1, tpot_ms=1), "--json"]) == 1
+    splits = json.loads(capsys.readouterr().out)["splits"]
+    assert {each["simulated"]["ttft_p90"] for each in splits} == {None}
+
+
 def test_a_trace_that_is_too_short_is_said_to_be(
     card: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,7 +185,7 @@ def test_a_trace_is_replayed_with_tiers_of_several_sizes(
     assert shown["capacity"] == ["0.00%"] * 2
     assert re.search(r"│ peer +│ +0\.00% │", replayed("--kv-pull", "never", "--nodes", "1:1"))
     for wrong in ("--policy", "--kv-pull"):
-        assert "none of" in replayed(wrong, "best", code=2)
+        assert "is not one of" in replayed(wrong, "best", code=2)
     store = *MEMORY, "1GiB", "--kv-store-size"
     assert "1.00 GiB host, 2.00 GiB store" in replayed(*store, "2GiB")
     assert "kv-store-size" in replayed(*store, "much", code=2)
