@@ -49,7 +49,7 @@ async def http_session(
             yield http
     except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as why:
         raise ChatFailed(
-            f"no OpenAI server answers at {url} ({why!r}); start one with `kvrelay up` or pass "
+            f"no OpenAI server answers at {url} ({str(why) or repr(why)}); start one with `kvrelay up` or pass "
             "--url"
         ) from why
 

@@ -66,7 +66,7 @@ def _bound(host: str, port: int, kind: int = socket.SOCK_STREAM) -> socket.socke
     except OSError as why:
         held.close()
         raise ConfigError(
-            f"cannot listen on {host} port {port}: {why.strerror}; choose another with --port"
+            f"cannot listen on {host} port {port}: {why.strerror}; choose another with --host or --port"
         ) from why
     return held
 

@@ -19,6 +19,10 @@ __all__ = ["CallFailed", "change_role", "drain"]
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10.0, sock_connect=2.0)
 _TICK_S = 0.2
+_HINTS = {
+    401: "; give it with --node-api-key (KVRELAY_NODE_API_KEY)",
+    404: "; give the address of a node, not of a router",
+}
 
 
 class CallFailed(KvrelayError):
@@ -93,7 +97,7 @@ async def _call(http: aiohttp.ClientSession, method: str, url: str, body: Any = 
         async with http.request(method, url, json=body, allow_redirects=False) as answer:
             said = await answer.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as why:
-        raise CallFailed(f"{url} cannot be reached: {why or type(why).__name__}") from why
+        raise CallFailed(f"{url} cannot be reached: {str(why) or repr(why)}") from why
     if answer.status in (200, 202):
         return said
     try:
@@ -102,5 +106,5 @@ async def _call(http: aiohttp.ClientSession, method: str, url: str, body: Any = 
         if answer.status == 503 and body is None:  # a report while it drains
             return said
         raise CallFailed(f"{url} answers {answer.status}") from why
-    hint = "; give it with --node-api-key (KVRELAY_NODE_API_KEY)" if answer.status == 401 else ""
+    hint = _HINTS.get(answer.status, "")
     raise CallFailed(f"{url}: {message}{hint}")

@@ -153,13 +153,15 @@ def convert(setting: Setting, raw: object, source: str) -> object:
     try:
         return _converted(setting.kind, VALUES.get(setting.name, {}).get(str(raw), raw))
     except ValueError:
-        quotes = (
-            "; put it in quotes" if setting.kind is str and isinstance(raw, (int, float)) else ""
-        )
+        hint = ""
+        if setting.kind is str and isinstance(raw, (int, float)):
+            hint = "; put it in quotes"
+        elif setting.kind is int and isinstance(raw, str) and raw[:1].isdigit():
+            hint = "; units are as in 32k and 4GiB"
         got = repr(raw) if isinstance(raw, str) else f"{raw!r} ({type(raw).__name__})"
         if setting.secret:
             got = f"{type(raw).__name__} (not shown)"
-        raise ConfigError(f"{source} must be {_KINDS[setting.kind]}, got {got}{quotes}") from None
+        raise ConfigError(f"{source} must be {_KINDS[setting.kind]}, got {got}{hint}") from None
 
 
 def _converted(kind: Any, raw: Any) -> object:

@@ -250,8 +250,8 @@ def _got(value: Any, place: str) -> str:
         return ""
     if isinstance(value, list | dict):
         return f", got {len(value)}"
-    shown = msgspec.json.encode(value).decode()
-    return f", got {shown if len(shown) <= 80 else f'{shown[:80]}... of length {len(shown)}'}"
+    shown, length = msgspec.json.encode(value).decode(), len(str(value))
+    return f", got {shown if len(shown) <= 80 else f'{shown[:80]}... of length {length}'}"
 
 
 # Tokenizing takes 1 us per byte.

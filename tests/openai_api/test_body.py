@@ -111,7 +111,7 @@ def test_the_longest_wish_counts(fields: dict[str, Any], seconds: int) -> None:
         ({"max_completion_tokens": 0}, "max_completion_tokens must be at least 1, got 0"),
         ({"stop": [""]}, "stop[0] must have at least 1 character, got \"\""),
         ({"stop": ["x"] * 65}, "stop must have at most 64 entries, got 65"),
-        ({"stop": "x" * 1025}, "of length 1027"),
+        ({"stop": "x" * 1025}, "of length 1025"),
         ({"logit_bias": {"1": 101}}, "logit_bias must be at most 100.0"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids must have at most 1024 entries, got 1025"),
         ({"prompt_cache_key": "k" * 10_000_000}, "prompt_cache_key must have at most 256 char"),
