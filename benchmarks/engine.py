@@ -2,8 +2,7 @@
 
 Llama-3.1-8B shape with random weights unless --model names another. Contexts of the decode rows are
 not computed (paged_engine/timed_steps.py). Beside the rows of RESULTS.md it shows where the GPU's
-time goes; other steps, of any model and on a CPU, are `kvrelay profile --decode 32x4096 --prefill
-2048+8192`.
+time goes. `kvrelay profile` measures other steps, of any model and on a CPU.
 """
 
 from __future__ import annotations

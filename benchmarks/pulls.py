@@ -6,6 +6,7 @@ Llama-3.1-8B's shape in bf16 with random weights; milliseconds. `steps`: of 32 r
 context, alone and while an engine reads prompts of 32k, or is read from: median, mean, 99th
 percentile. `nodes`: first tokens of prompts of 2k, 8k and 32k, as two nodes serve them to a client,
 the best of two.
+
 How long a pull itself takes, beside a plain copy, is in `benchmarks.transfer`:
 
     python -m benchmarks.transfer --connectors plain,direct,nixl --devices cpu,cuda:0 \\

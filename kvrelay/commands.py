@@ -19,9 +19,9 @@ from kvrelay.wire.router_config import KeyConfig
 
 __all__ = ["add_commands"]
 
-_Node = Annotated[str, typer.Argument(metavar="NODE_URL", help="Where the node is.")]
-_NodeKey = Annotated[str, typer.Option(help="The key that the node wants.", envvar=NODE_API_KEY)]
-_Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for it.")]
+_Node = Annotated[str, typer.Argument(metavar="NODE_URL", help="Address of the node.")]
+_NodeKey = Annotated[str, typer.Option(help="Key of the node.", envvar=NODE_API_KEY)]
+_Wait = Annotated[float, typer.Option(metavar="SECONDS", help="Longest wait.")]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
 
@@ -39,8 +39,8 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def _chat(
-    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[str, typer.Option(help="The key that it wants.", envvar=API_KEY)] = "",
+    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str, typer.Option(help="Its API key.", envvar=API_KEY)] = "",
     model: Annotated[
         str, typer.Option(help="Model or adapter to talk to. [default: the first that it serves]")
     ] = "",
@@ -51,7 +51,7 @@ def _chat(
     return chat(base_url(url), api_key, model)
 
 
-def _key(name: Annotated[str, typer.Argument(help="Who will use it.")]) -> int:
+def _key(name: Annotated[str, typer.Argument(help="Name of its owner.")]) -> int:
     """Draw an API key for the router, and print it once with the lines for its configuration."""
     from kvrelay.router.admission.keys import draw_key, hash_of
 
@@ -66,17 +66,17 @@ def _drain(
     node: _Node,
     node_api_key: _NodeKey = "",
     wait: _Wait = 600.0,
-    undo: Annotated[bool, typer.Option("--undo", help="Have it take requests again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Accept requests again.")] = False,
 ) -> int:
-    """Have a node take nothing new, and wait until it has ended all that it has."""
+    """Have a node accept nothing new, and wait until it is idle."""
     from kvrelay.node_commands import drain
 
     return drain(base_url(node), node_api_key, wait, undo=undo)
 
 
 def _plan(
-    gpus: Annotated[int, typer.Option(help="How many there are.")],
-    card: Annotated[Path, typer.Option(help="The rate card of a node, of `kvrelay profile`.")],
+    gpus: Annotated[int, typer.Option(help="Number of GPUs.")],
+    card: Annotated[Path, typer.Option(help="Rate card of a node, from `kvrelay profile`.")],
     workload: Annotated[
         str,
         typer.Option(
@@ -85,19 +85,17 @@ def _plan(
             "agents, as --agents of `kvrelay bench` names them.",
         ),
     ],
-    ttft_ms: Annotated[
-        float, typer.Option(help="The first token should be there within, in milliseconds.")
-    ],
+    ttft_ms: Annotated[float, typer.Option(help="Target for the first token, in milliseconds.")],
     tpot_ms: Annotated[
         float,
-        typer.Option(help="Each further token should take no longer, on average of an answer."),
+        typer.Option(help="Target for the mean time per further token, in milliseconds."),
     ],
     rate: Annotated[
         float,
         typer.Option(
             min=0.0,
-            help="Requests a second, or sessions of agents at once, that there will be. [default: "
-            "as many as can be]",
+            show_default=False,
+            help="Requests a second, or sessions of agents at once. [default: find the most]",
         ),
     ] = 0.0,
     as_json: _AsJson = False,
@@ -123,16 +121,20 @@ def _replay(
             metavar="FILE", help="A router's log in JSON, or a trace (.jsonl, .gz) with prefixes."
         ),
     ],
-    card: Annotated[Path, typer.Option(help="The rate card of the nodes, of `kvrelay profile`.")],
+    card: Annotated[Path, typer.Option(help="Rate card of the nodes, from `kvrelay profile`.")],
     nodes: Annotated[
         str,
         typer.Option(metavar="P:D", help="Prefill and decode nodes. [default: as there were; 1:1]"),
     ] = "",
-    policy: Annotated[str, typer.Option(help="By which the router chooses nodes.")] = "price",
+    policy: Annotated[
+        str, typer.Option(help="Policy by which the router chooses nodes.")
+    ] = "price",
     kv_host_memory: Annotated[
         list[str], typer.Option(metavar="SIZE", help="Of a trace: host memory of each node.")
     ] = ["0"],  # noqa: B006
-    kv_store_size: Annotated[str, typer.Option(metavar="SIZE", help="And files below it.")] = "",
+    kv_store_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Of a trace: files below it.")
+    ] = "",
     kv_pull: Annotated[str, typer.Option(help="Of a trace: auto or never.")] = "auto",
 ) -> int:
     """Replay what a router has logged in the simulator, with other nodes or another policy.
@@ -159,7 +161,7 @@ def _role(
     node_api_key: _NodeKey = "",
     wait: _Wait = 60.0,
 ) -> int:
-    """Change a running node's role; it ends what it has, and keeps its weights and its KV."""
+    """Change the role of a running node, which finishes its requests and keeps weights and KV."""
     from kvrelay.node_commands import change_role
 
     return change_role(base_url(node), node_api_key, role, wait)
@@ -173,13 +175,13 @@ def _prefetch(
         ),
     ] = "",
     revision: Annotated[str, typer.Option(help="Branch, tag or commit on the Hub.")] = "",
-    load_format: Annotated[str, typer.Option(help="As the node will be given it.")] = "auto",
+    load_format: Annotated[str, typer.Option(help="As for the node.")] = "auto",
     hf_token: Annotated[
         str, typer.Option(help="For gated models; else HF_TOKEN and stored logins.")
     ] = "",
     as_json: _AsJson = False,
 ) -> int:
-    """Bring the files of a model to this machine, check that they are whole, and print their path.
+    """Bring the files of a model to this machine, check that they are complete, and print their path.
 
     The exit code is 0 if all is there, 1 if another try may help, 2 if no node would serve it.
     """

@@ -260,7 +260,7 @@ def _flag(setting: Setting, env: str | None) -> inspect.Parameter:
         help=setting.help,
         metavar=_metavar(setting),
         envvar=env,
-        show_default=_shown(setting),
+        show_default=setting.shown or False,
         rich_help_panel=f"{setting.group} settings",
     )
     return _parameter(setting.name, kind | None, option)
@@ -271,16 +271,6 @@ def _metavar(setting: Setting) -> str | None:
         return None
     named = None if setting.kind in (int, float) else _TEXT_METAVARS.get(setting.name)
     return named or _METAVARS.get(setting.kind, "JSON")
-
-
-def _shown(setting: Setting) -> str | bool:
-    if setting.name == "model" and setting.default is dataclasses.MISSING:
-        return "the embedded model"
-    if setting.default in (dataclasses.MISSING, None, "", ()):
-        return False
-    if isinstance(setting.default, bool):
-        return "on" if setting.default else "off"
-    return str(setting.default)
 
 
 def add_config_commands(app: typer.Typer) -> None:

@@ -86,6 +86,17 @@ class Setting:
     def several(self) -> bool:
         return typing.get_origin(self.kind) is tuple
 
+    @property
+    def shown(self) -> str:
+        """Return the default in words; empty if there is none."""
+        if self.name == "model" and self.default is dataclasses.MISSING:
+            return "the embedded model"
+        if self.default in (dataclasses.MISSING, None):
+            return ""
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        return ", ".join(self.default) if isinstance(self.default, tuple) else str(self.default)
+
 
 CPU = Setting("cpu", bool, False, "Short for --device cpu.", "Engine")
 """An alias of `device: cpu`; no field of any config."""

@@ -58,7 +58,7 @@ class BenchConfig:
     --find-rate.
     """
     arrivals: ArrivalProcess = "poisson"
-    """Arrival process; trace takes the times of --trace, stretched to --rate if given."""
+    """poisson, bursty, constant, or trace: the times of --trace, stretched to --rate if given."""
     variation: _Positive = 2.0
     """Standard deviation of the gaps of bursty arrivals, in means; 1 is poisson."""
     concurrency: Annotated[int, Meta(ge=0)] = 0

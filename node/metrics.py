@@ -175,7 +175,7 @@ _ENGINE_COUNTERS = {
         "transfers.checked_blocks",
     ),
     "kvrelay_fetch_wrong_blocks": (
-        "Of these, those that were not what the source has",
+        "Compared KV blocks that differ from their source",
         "transfers.wrong_blocks",
     ),
     "kvrelay_fetch_unchecked_blocks": (

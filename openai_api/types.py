@@ -103,9 +103,9 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A constraint by vLLM's names: one of the first five, with JSON also its white space.
+    """A constraint by vLLM's names: one of the first five fields; the next two are for JSON.
 
-    The two fields before the last change nothing here, and a tag is refused.
+    The two after them change nothing here, and `structural_tag` is refused.
     """
 
     json: str | dict[str, Any] | bool | None = None

@@ -126,7 +126,7 @@ class Metrics(Collector):
         )
         self.stage = histogram(
             "kvrelay_router_stage_seconds",
-            "Time in each stage of a request, as openai_api/stages.py names them.",
+            "Time in each stage of a request.",
             labelnames=[_MODEL, "stage"],
             buckets=_STAGE_S,
         )
@@ -148,7 +148,7 @@ class Metrics(Collector):
         )
         self.local_prefills = counter(
             "kvrelay_router_local_prefills",
-            "Prompts computed on a decode node, though nothing of their answers was there, and why.",
+            "Prompts of new answers that a decode node computed, by reason.",
             _MODEL,
             "reason",
         )
@@ -169,8 +169,7 @@ class Metrics(Collector):
         )
         self.poison = counter(
             "kvrelay_router_poison_requests",
-            "Requests that were not tried on a third node because two were lost with them, and "
-            "those refused for that.",
+            "Requests with which two nodes died: stopped before a third, or refused when sent again.",
             "outcome",
             zeros=("stopped", "refused"),
         )
@@ -189,7 +188,7 @@ class Metrics(Collector):
         )
         self.role_use = Gauge(
             "kvrelay_router_role_use",
-            "What its work takes of the nodes of a role; above 0.85 it is short of them.",
+            "Use of a role's nodes; above 0.85 it is short of them.",
             [_MODEL, "role"],
             registry=registry,
         )
@@ -269,13 +268,13 @@ class Metrics(Collector):
         )
         yield _gauge(
             "node_up",
-            "1 if the node takes legs. No model: it has not told yet.",
+            "1 if the node takes requests; without a model before its first report.",
             ["node", "role", _MODEL],
             (([node.url, node.role, node.model], float(node.up)) for node in everyone),
         )
         yield _gauge(
             "queue_depth",
-            "Depth that the choice sees.",
+            "Queue of the node, as the router sees it.",
             ["node", "role"],
             (([node.url, node.role], node.state.depth) for node in everyone),
         )

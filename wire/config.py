@@ -316,8 +316,8 @@ class TransferConfig:
     the request.
     """
     kv_pull: Literal["auto", "always", "never"] = "auto"
-    """Whether KV of a prompt's first tokens is taken from another node that has it cached: auto
-    does so where it is quicker than computing.
+    """Take KV of a prompt's first tokens from another node that has it cached: always, never, or
+    auto, where that is quicker than computing.
     """
     kv_checksums: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of fetched KV blocks, 0 to 1, compared with their source by checksum; differing ones
@@ -403,8 +403,8 @@ class NodeConfig(ServerConfig):
     trust_request_chat_template: bool = False
     """Requests may bring a chat template: a Jinja program in a sandbox."""
     tool_call_parser: str = "auto"
-    """Syntax of the model's tool calls: hermes (Qwen too), llama3_json, mistral, qwen3_coder,
-    json; auto takes it from the chat template or the model's type, none finds no calls.
+    """Syntax of the model's tool calls: hermes (Qwen too), qwen3_coder, llama3_json, mistral,
+    deepseek_v3, json; auto takes it from the chat template or the model's type, none finds no calls.
     """
     reasoning_parser: str = "auto"
     """Syntax of the model's reasoning: qwen3, deepseek_r1, mistral; auto as for tool_call_parser, none

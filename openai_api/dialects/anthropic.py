@@ -77,7 +77,7 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
-    """A body of POST /v1/messages, beside the fields of PASSED_ON."""
+    """A body of POST /v1/messages, besides fields of a chat completion."""
 
     max_tokens: Positive
     stop_sequences: list[str] | None = None

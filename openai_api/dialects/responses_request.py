@@ -50,7 +50,7 @@ class TextConfig(msgspec.Struct, frozen=True):
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A body of POST /v1/responses, beside the fields of PASSED_ON."""
+    """A body of POST /v1/responses, besides fields of a chat completion."""
 
     model: str | None = None
     input: (

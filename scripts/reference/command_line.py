@@ -82,9 +82,9 @@ def _parameter(found: Any) -> Parameter:
     flags = () if argument else tuple(sorted((*found.opts, *found.secondary_opts), key=_long_first))
     env = found.envvar if isinstance(found.envvar, str) else " or ".join(found.envvar or ())
     is_flag = bool(getattr(found, "is_flag", False))
-    default = (
-        "" if argument or is_flag or found.default in (None, "", (), []) else str(found.default)
-    )
+    default = found.default or ""
+    if argument or is_flag or found.show_default is False:
+        default = ""
     kind = _KINDS.get(getattr(found.type_descriptor, "annotation", None), "TEXT")
     metavar = "" if is_flag else str(found.metavar or ("" if argument else kind))
     return Parameter(
@@ -93,7 +93,7 @@ def _parameter(found: Any) -> Parameter:
         metavar or (str(found.name).upper() if argument else ""),
         " ".join(str(getattr(found, "help", "") or "").split()),
         env,
-        default,
+        ", ".join(default) if isinstance(default, list) else str(default),
         bool(found.required),
         str(getattr(found, "rich_help_panel", "") or ""),
     )

@@ -26,8 +26,7 @@ REMEDIES = {
     "Unavailable": "Try again after `Retry-After`.",
     "NoNode": "Start a node of that role. `GET /health` of the router says why each node is down.",
     "EngineDead": "While a node starts this is normal. Later the last line of its log says why.",
-    "Draining": "Nothing: the router goes to another node. Who asks a node directly asks another "
-    "one.",
+    "Draining": "Nothing: the router takes another node. Without a router, ask another node.",
     "Overloaded": "Wait for `Retry-After`; if it lasts, add nodes of the role that is busy.",
     "RateLimited": "Wait for `Retry-After`, or raise the key's limits.",
     "RequestBroke": "A defect of ours. The node's log has the traceback: report it.",
@@ -44,7 +43,7 @@ REMEDIES = {
     "PeerLost": "See why the prefill node ended; if it did not, look at the network between the "
     "nodes.",
     "LeaseLost": "Raise `--lease-s` if heartbeats are lost under load.",
-    "KvCorrupted": "Take the node that the log names out, then test its memory, GPU and network "
+    "KvCorrupted": "Remove the node that the log names, then test its memory, GPU and network "
     "card.",
     "TransferTimeout": "The message names the node. Check the network, or `--transfer-deadline-s`.",
 }

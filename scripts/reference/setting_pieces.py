@@ -78,12 +78,6 @@ def _row(setting: Setting, users: Taken) -> list[str]:
 
 
 def _default(setting: Setting) -> str:
-    if setting.name == "model" and setting.default is dataclasses.MISSING:
-        return "the embedded model"
     if setting.default is dataclasses.MISSING:
-        return "must be given"
-    if setting.default in (None, "", ()):
-        return ""
-    if isinstance(setting.default, bool):
-        return "on" if setting.default else "off"
-    return code(setting.default)
+        return setting.shown or "must be given"
+    return setting.shown if isinstance(setting.default, bool) else code(setting.shown)
