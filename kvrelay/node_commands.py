@@ -87,7 +87,7 @@ async def _changed(
             if time.monotonic() > until:
                 raise DeadlineExceeded(f"{node} still has {left} after {wait_s:g} s; it goes on")
             if left != shown:
-                typer.echo(f"{node} ends {left}")
+                typer.echo(f"{node} still has {left}")
                 shown = left
             await asyncio.sleep(_TICK_S)
 

@@ -74,7 +74,7 @@ async def test_role_returns_when_the_node_has_it(capsys: pytest.CaptureFixture[s
     code, keys = await asked("role", answers, "--node-api-key", "k")
     assert (code, keys["/admin/role"]) == (0, ["Bearer k"])
     told = capsys.readouterr().out
-    assert told.count(" ends ") == 1
+    assert told.count(" still has ") == 1
     assert "is a decode node" in told
 
 
