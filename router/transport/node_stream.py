@@ -219,6 +219,7 @@ class _StreamedRequest:
             self.result.set_exception(why)
 
     def close(self) -> None:
+        del self.result  # the frames of its error have this request
         if self._draining is not None:
             self._draining.cancel()
 

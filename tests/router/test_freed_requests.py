@@ -70,6 +70,15 @@ async def test_a_request_leaves_nothing_for_the_collector(
         assert await _left_by(lambda: _ask(c, stream)) == Counter()
 
 
+async def test_a_deadline_that_ends_the_wait_for_a_verdict_leaves_nothing_for_the_collector() -> (
+    None
+):
+    lost = [prefill(cut_at_once) for _ in range(8)]  # each request loses two
+    async with cluster(*lost, decode(), health_interval_s=60, request_deadline_s=0.5) as c:
+        assert await _left_by(lambda: _ask(c, stream=True)) == Counter()
+        assert [len(each.calls) for each in lost] == [1] * 8
+
+
 async def test_a_request_of_several_prompts_leaves_nothing_for_the_collector() -> None:
     async with cluster(prefill(), decode(refuse(400))) as c:
         body = {"prompt": ["a", "b"], "messages": None}
