@@ -14,8 +14,7 @@ pytest.importorskip("nixl")
 
 def test_no_token_of_sessions_differs_while_their_kv_moves_and_is_lost(tmp_path: Path) -> None:
     with running(tmp_path, seed=1, plain=True) as soak:
-        disturbed(soak, clients=4, seconds=12, every_s=0.6)
+        disturbed(soak, clients=4, seconds=12, every_s=0.6, turns=20)
     assert soak.broken == []
-    assert soak.counts["turns"] > 20
     assert soak.counts["found"] > soak.counts["known"] / 4
     assert soak.counts["damaged files"] > 0

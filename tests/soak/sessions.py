@@ -304,12 +304,12 @@ def running(folder: Path, seed: int, **wanted: Any) -> Iterator[Soak]:
         soak.cluster.stop()
 
 
-def disturbed(soak: Soak, clients: int, seconds: float, every_s: float) -> None:
-    """Strike for so long."""
+def disturbed(soak: Soak, clients: int, seconds: float, every_s: float, turns: int = 0) -> None:
+    """Strike for so long, and until there were so many turns."""
     end = time.monotonic() + seconds
     with soak.crowd(clients, live=_LIVE):
-        while (now := time.monotonic()) < end and not soak.broken:
-            time.sleep(min(soak.rng.expovariate(1 / every_s), end - now))
+        while (time.monotonic() < end or soak.counts["turns"] < turns) and not soak.broken:
+            time.sleep(soak.rng.expovariate(1 / every_s))
             soak.strike(soak.rng.choices(list(_FAULTS), list(_FAULTS.values()))[0])
             soak.mend(all_=soak.rng.random() < 0.3)
     soak.whole()
