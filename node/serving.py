@@ -176,9 +176,8 @@ class Serving:
             bad_words=bad_word_ids(
                 request.bad_words, lambda word: self._tokenizer.encode(word, False)
             ),
+            limit=limit,
             vocab_size=self.info.vocab_size,
-            prompt_tokens=len(prompt),
-            max_model_len=self.info.max_model_len,
             defaults=defaults,
             # 53 bits: a proxy may read numbers as floats.
             default_seed=params.seed if params.seed is not None else random.getrandbits(53),

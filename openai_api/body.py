@@ -163,8 +163,7 @@ def token_limit(
 def sampling_params(
     request: ChatRequest | CompletionRequest,
     *,
-    prompt_tokens: int,
-    max_model_len: int,
+    limit: int,
     vocab_size: int,
     default_seed: int,
     bad_words: tuple[tuple[int, ...], ...] = (),
@@ -172,10 +171,9 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the request's sampling, checked. Raises RequestError.
 
-    `default_seed` is for requests without one, `defaults` are the model's. On a prefill node
-    max_tokens is 1.
+    `limit` is that of `token_limit`, `default_seed` is for requests without one, `defaults` are the
+    model's. On a prefill node max_tokens is 1.
     """
-    limit = token_limit(request, prompt_tokens, max_model_len, defaults)
     min_tokens = request.min_tokens or 0
     if request.kv_transfer_params and request.kv_transfer_params.do_remote_decode:
         # Min tokens stay in force: token 1 must not end an answer that needs more.

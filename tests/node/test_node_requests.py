@@ -12,7 +12,7 @@ import pytest
 from node_doubles import EOS, VOCAB, engine_info, ticket, write_config
 
 from kvrelay.decode_node.request import DecodeRequest
-from kvrelay.openai_api.body import decode_completion, sampling_params
+from kvrelay.openai_api.body import decode_completion, sampling_params, token_limit
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.openai_api.writer import AnswerWriter
@@ -43,7 +43,7 @@ def parts(
     body = {"prompt": "x", "max_tokens": 9, "stream": True, **fields}
     request = decode_completion(json.dumps(body).encode())
     sampling = sampling_params(
-        request, prompt_tokens=20, max_model_len=1000, vocab_size=VOCAB, default_seed=1
+        request, limit=token_limit(request, 20, 1000), vocab_size=VOCAB, default_seed=1
     )
     writer = AnswerWriter(
         request,

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from kvrelay.node.app import create_app
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.lifecycle import Node
-from kvrelay.openai_api.body import decode_chat, decode_completion, sampling_params
+from kvrelay.openai_api.body import decode_chat, decode_completion, sampling_params, token_limit
 from kvrelay.openai_api.dialects.base import Dialect
 from kvrelay.openai_api.dialects.response_store import ResponseStore
 from kvrelay.openai_api.dialects.responses import translate_responses
@@ -169,7 +169,7 @@ def asked(kind: str, fields: dict[str, Any]) -> Any:
 
 
 def answer_writer(request: Any, tokenizer: Tokenizer, **more: Any) -> AnswerWriter:
-    limits = {"prompt_tokens": 5, "max_model_len": 1000, "vocab_size": 300, "default_seed": 1}
+    limits = {"limit": token_limit(request, 5, 1000), "vocab_size": 300, "default_seed": 1}
     head = {"response_id": "id-1", "created": 7, "model": "m", "prompt_tokens": 5}
     params = sampling_params(request, **limits)
     return AnswerWriter(request, tokenizer, params, **head, **more)

@@ -33,9 +33,9 @@ def completion(**fields: Any) -> CompletionRequest:
     return decode_completion(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
 
 
-def params(request: Request, prompt_tokens: int = 10, **limits: Any) -> SamplingParams:
-    wanted = {"max_model_len": 100, "vocab_size": 300, "default_seed": 7, **limits}
-    return sampling_params(request, prompt_tokens=prompt_tokens, **wanted)
+def params(request: Request, prompt_tokens: int = 10, **defaults: Any) -> SamplingParams:
+    limit = token_limit(request, prompt_tokens, 100, **defaults)
+    return sampling_params(request, limit=limit, vocab_size=300, default_seed=7, **defaults)
 
 
 def refusal(make: Callable[[], object]) -> RequestError:

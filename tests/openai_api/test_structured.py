@@ -215,7 +215,7 @@ def test_limits_are_checked_in_linear_time(unit: str) -> None:
 
 def test_parameters_carry_it_and_check_the_lists() -> None:
     def params(bad_words: tuple[tuple[int, ...], ...] = (), **fields: Any) -> Any:
-        limits = {"prompt_tokens": 5, "max_model_len": 50, "vocab_size": 300, "default_seed": 1}
+        limits = {"limit": 45, "vocab_size": 300, "default_seed": 1}
         return sampling_params(chat(**fields), **limits, bad_words=bad_words)
 
     full = params(((1, 2),), structured_outputs={"regex": "a"}, allowed_token_ids=[7, 8, 7])
