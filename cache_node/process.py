@@ -23,6 +23,7 @@ from kvrelay.kernels.pool_memory import zeros
 from kvrelay.kv_transfer.cached import NOT_HELD
 from kvrelay.kv_transfer.checksums import sums_of
 from kvrelay.kv_transfer.connector import (
+    BlockIds,
     CachedAsked,
     Doubted,
     Fetched,
@@ -196,10 +197,10 @@ class CacheProcess:
         else:
             self._store.read(asked.hashes[len(held) :], grant)
 
-    def _kept(self, blocks: Sequence[int]) -> list[bytes]:
+    def _kept(self, blocks: BlockIds) -> list[bytes]:
         return [self._table.checksums.get(block, b"") for block in blocks]
 
-    def _check(self, blocks: Sequence[int]) -> None:
+    def _check(self, blocks: BlockIds) -> None:
         known = [block for block in blocks if block in self._table.checksums]
         for block, found in zip(known, self._sums(known), strict=True):
             if found != self._table.checksums[block]:

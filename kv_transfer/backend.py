@@ -20,14 +20,14 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from kvrelay.kv_transfer.connector import PeerKey, PoolRegion, Read
+from kvrelay.kv_transfer.connector import BlockIds, PeerKey, PoolRegion, Read
 from kvrelay.kv_transfer.shares import Share
 from kvrelay.wire.errors import KvrelayError, PeerLost, TransferError
 
@@ -96,9 +96,7 @@ class TransferBackend(Protocol):
     def add_peer(self, source: Source) -> None:
         """Get ready to read from a peer. Raises TransferError."""
 
-    def post_read(
-        self, source: Source, remote_blocks: Sequence[int], local_blocks: Sequence[int]
-    ) -> object:
+    def post_read(self, source: Source, remote_blocks: BlockIds, local_blocks: BlockIds) -> object:
         """Start to read; return a handle for `poll`. Raises TransferError if nothing has begun."""
 
     def poll(self, handle: object) -> bool:
@@ -336,7 +334,7 @@ class BackendThread:
         return True
 
 
-def runs(remote: Sequence[int], local: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def runs(remote: BlockIds, local: BlockIds) -> Iterator[tuple[int, int, int]]:
     """Yield (remote, local, count) of blocks that follow one another on both sides."""
     first = 0
     for at in range(1, len(remote) + 1):

@@ -28,7 +28,8 @@ from kvrelay.kv_transfer.backend import (
     Source,
     TransferBackend,
 )
-from kvrelay.kv_transfer.connector import PeerKey, PoolRegion, Read
+from kvrelay.kv_transfer.checksums import Done
+from kvrelay.kv_transfer.connector import BlockIds, PeerKey, PoolRegion, Read
 from kvrelay.kv_transfer.messages import HandshakeReply, RankCard
 from kvrelay.kv_transfer.rank_backends import RankBackends
 from kvrelay.kv_transfer.ranks import (
@@ -104,7 +105,7 @@ class Backends:
         self._opening: dict[str, dict[int, Opened]] = {}
         self._ways: dict[PeerKey, _Way] = {}
         self._reads: dict[int, _Read] = {}
-        self._sums: dict[int, tuple[dict[int, list[bytes]], Callable[[list[bytes]], None]]] = {}
+        self._sums: dict[int, tuple[dict[int, list[bytes]], Done]] = {}
         self._numbers = count(1)  # of attempts and sums
         self._first: queue.Queue[str] = queue.Queue()
         self._opened: Callable[[str], None] = self._first.put
@@ -291,7 +292,7 @@ class Backends:
             [heads for heads, _ in self._pools], [card.heads for card in welcome.ranks]
         )
 
-    def sums(self, blocks: Sequence[int], done: Callable[[list[bytes]], None]) -> None:
+    def sums(self, blocks: BlockIds, done: Done) -> None:
         """Call `done` later, under the lock, with a checksum per block: rank 0's heads first."""
         number = next(self._numbers)
         self._sums[number] = {}, done

@@ -13,17 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvrelay.kernels.block_checksums import CHECKSUM_BYTES, VECTOR_BYTES, block_checksums
-from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.connector import BlockIds, PoolRegion
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["MOST_BLOCKS", "Checksums", "in_our_order", "sums_of"]
+__all__ = ["MOST_BLOCKS", "Checksums", "Done", "in_our_order", "sums_of"]
 
 log = logging.getLogger(__name__)
 
 # In one question and one launch: the answer has 256 KiB with 128 KV heads.
 MOST_BLOCKS = 256
 
-Sums = Callable[[Sequence[int]], list[bytes]]
+Sums = Callable[[BlockIds], list[bytes]]
 Done = Callable[[list[bytes]], None]
 
 
@@ -45,13 +45,13 @@ class Checksums:
         """Start; on a GPU this compiles. `on_error`: the thread has ended. Raises ConfigError."""
         self._sums = sums_of(region, kv_heads)
         self._on_error = on_error
-        self._asked = queue.SimpleQueue[tuple[Sequence[int], Done] | None]()
+        self._asked = queue.SimpleQueue[tuple[BlockIds, Done] | None]()
         self._begun_at: float | None = None  # the question that is being answered
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-checksums", daemon=True)
         self._thread.start()
 
-    def ask(self, blocks: Sequence[int], done: Done) -> None:
+    def ask(self, blocks: BlockIds, done: Done) -> None:
         """Call `done` later, from the thread, with the checksums of at most `MOST_BLOCKS` blocks."""
         self._asked.put((blocks, done))
 
@@ -107,7 +107,7 @@ def _gpu_sums(region: PoolRegion, kv_heads: int) -> Sums:
     # A stream of the lowest priority: waiting programs of steps go first.
     stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
 
-    def sums(blocks: Sequence[int]) -> list[bytes]:
+    def sums(blocks: BlockIds) -> list[bytes]:
         with torch.cuda.device(device), torch.cuda.stream(stream):
             ids = torch.tensor(blocks, dtype=torch.int32, device=device)
             found = gpu_block_checksums(region.address, ids, kv_heads, slice_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from kvrelay.wire.outputs import TokenLogprobs
 from kvrelay.wire.transfer import Source, Ticket
 
 __all__ = [
+    "BlockIds",
     "CachedAsked",
     "Completion",
     "Doubted",
@@ -28,6 +29,10 @@ __all__ = [
     "lease_of",
     "peer_of",
 ]
+
+
+BlockIds = Sequence[int]
+"""Blocks of a pool, in order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from kvrelay.kernels.pool_memory import NONCE_BYTES, PoolMemory, nonce_offset, pool_memory
 from kvrelay.kv_transfer.backend import Source, runs
-from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.connector import BlockIds, PoolRegion
 from kvrelay.kv_transfer.gpu_side import GpuPiece, GpuSide
 from kvrelay.kv_transfer.host_memory import HostFile, mapped, place_of
 from kvrelay.wire.errors import ConfigError, TransferError
@@ -90,9 +90,7 @@ class DirectBackend:
             raise
         self._pools[source.generation] = side, pool
 
-    def post_read(
-        self, source: Source, remote_blocks: Sequence[int], local_blocks: Sequence[int]
-    ) -> object:
+    def post_read(self, source: Source, remote_blocks: BlockIds, local_blocks: BlockIds) -> object:
         side, pool = self._pools[source.generation]
         return side, side.start(source, pool, remote_blocks, local_blocks)
 
@@ -150,7 +148,7 @@ class HostSide:
         """Give a mapping back: references are counted, and a read in flight has one."""
 
     def start(
-        self, source: Source, pool: Any, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+        self, source: Source, pool: Any, remote_blocks: BlockIds, local_blocks: BlockIds
     ) -> Iterator[None]:
         read = self._copy(source, pool, runs(remote_blocks, local_blocks))
         self._reads.append(read)

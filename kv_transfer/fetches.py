@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from kvrelay.kv_transfer.checksums import MOST_BLOCKS
 from kvrelay.kv_transfer.connector import (
+    BlockIds,
     Completion,
     Fetched,
     FetchFailed,
@@ -90,8 +91,8 @@ class FetchTable:
     def fetch(
         self,
         request_id: str,
-        remote_blocks: Sequence[int],
-        local_blocks: Sequence[int],
+        remote_blocks: BlockIds,
+        local_blocks: BlockIds,
         now: float,
         within_s: float = 0.0,
     ) -> None:

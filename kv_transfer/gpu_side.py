@@ -15,7 +15,6 @@ import ctypes
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 from kvrelay.kernels import cuda_runtime
 from kvrelay.kernels.pool_memory import NONCE_BYTES, PoolMemory, nonce_offset
 from kvrelay.kv_transfer.backend import Source, runs
-from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.connector import BlockIds, PoolRegion
 from kvrelay.kv_transfer.host_memory import HostFile, mapped
 from kvrelay.wire.errors import ConfigError, TransferError
 
@@ -207,8 +206,8 @@ class GpuSide:
         self,
         source: Source,
         pool: _Pool,
-        remote_blocks: Sequence[int],
-        local_blocks: Sequence[int],
+        remote_blocks: BlockIds,
+        local_blocks: BlockIds,
     ) -> _Read:
         part, ours, theirs = source.part, self._region, source.region
         target, origin = ours.address + part.local_start, pool.address + part.remote_start

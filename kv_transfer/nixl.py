@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from kvrelay.kv_transfer.backend import Source
-from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.connector import BlockIds, PoolRegion
 from kvrelay.wire.config_checks import is_loopback
 from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
 
@@ -201,9 +201,7 @@ class NixlBackend:
             ) from error
         self._remotes[source.generation] = _Remote(agent, blocks, ours)
 
-    def post_read(
-        self, source: Source, remote_blocks: Sequence[int], local_blocks: Sequence[int]
-    ) -> _Handle:
+    def post_read(self, source: Source, remote_blocks: BlockIds, local_blocks: BlockIds) -> _Handle:
         """Post one READ. Within a host UCX copies inside this call (CMA)."""
         remote = self._remotes[source.generation]
         indices = [np.array(blocks, dtype=np.int32) for blocks in (local_blocks, remote_blocks)]

@@ -7,13 +7,13 @@ the first has failed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from kvrelay.kv_transfer.checksums import MOST_BLOCKS
-from kvrelay.kv_transfer.connector import Completion, LeaseId, Released, lease_of
+from kvrelay.kv_transfer.connector import BlockIds, Completion, LeaseId, Released, lease_of
 from kvrelay.kv_transfer.fetch import NEVER
 from kvrelay.kv_transfer.host_memory import LeaseWords
 from kvrelay.kv_transfer.messages import ChunkProgress
@@ -117,7 +117,7 @@ class Offers:
         offer.follower, offer.unwanted = reader, False
         return offer.progress()
 
-    def ask(self, lease: LeaseId, reader: bytes, blocks: Sequence[int]) -> list[int] | None:
+    def ask(self, lease: LeaseId, reader: bytes, blocks: BlockIds) -> list[int] | None:
         """Return blocks whose checksums this reader is to hear; None if the lease is over.
 
         Left out are those beyond `MOST_BLOCKS`, unreadable ones, and those already due.

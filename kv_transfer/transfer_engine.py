@@ -20,6 +20,7 @@ from kvrelay.kv_transfer.backends import Backends
 from kvrelay.kv_transfer.cached import Asks, Callers
 from kvrelay.kv_transfer.checksums import MOST_BLOCKS, Sums
 from kvrelay.kv_transfer.connector import (
+    BlockIds,
     Completion,
     Doubted,
     Event,
@@ -141,7 +142,7 @@ class TransferEngine:
     def offer(
         self,
         request_id: str,
-        block_ids: Sequence[int],
+        block_ids: BlockIds,
         num_tokens: int,
         ready: int | None = None,
         adapter: tuple[str, str] = ("", ""),
@@ -191,7 +192,7 @@ class TransferEngine:
         with self._turn():
             self._offers.release(request_id)
 
-    def answer_cached(self, request_id: str, block_ids: Sequence[int]) -> None:
+    def answer_cached(self, request_id: str, block_ids: BlockIds) -> None:
         """Source: answer a CachedAsked with the first of its blocks that are held for it, if any.
 
         A lease begins for this request id, as by `offer`.
@@ -244,8 +245,8 @@ class TransferEngine:
     def fetch(
         self,
         request_id: str,
-        remote_blocks: Sequence[int],
-        local_blocks: Sequence[int],
+        remote_blocks: BlockIds,
+        local_blocks: BlockIds,
         within_s: float = 0.0,
     ) -> None:
         """Reader: read remote block i into local block i. Fetched or FetchFailed follows.
