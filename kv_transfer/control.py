@@ -19,8 +19,7 @@ from zmq.utils import z85
 
 from kvrelay.kv_transfer.connector import PeerKey
 from kvrelay.kv_transfer.messages import MAX_MESSAGE_BYTES, Message, Refused, codec, encode
-from kvrelay.kv_transfer.sockets import NO_HANDSHAKE, Connection, SocketThread
-from kvrelay.wire.errors import ConfigError
+from kvrelay.kv_transfer.sockets import NO_HANDSHAKE, Connection, SocketThread, require_curve
 from kvrelay.wire.versions import HANDOVER
 
 if TYPE_CHECKING:
@@ -133,11 +132,7 @@ class ControlThread(SocketThread):
 
 
 def _keys(secret: str) -> tuple[bytes, bytes]:
-    if not zmq.has("curve"):
-        raise ConfigError(
-            f"cluster_secret needs CURVE, which libzmq {zmq.zmq_version()} was built without "
-            "here; take pyzmq from a wheel: pip install --force-reinstall --only-binary pyzmq pyzmq"
-        )
+    require_curve("cluster_secret")
     # Any 32 bytes are a secret key.
     mine = z85.encode(
         hashlib.blake2b(secret.encode(), digest_size=32, person=b"kvrelay-curve").digest()

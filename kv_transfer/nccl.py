@@ -7,7 +7,7 @@ control socket is encrypted; its key is in the metadata.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from kvrelay.kv_transfer.backend import Source
-from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.connector import BlockIds, PoolRegion
 from kvrelay.kv_transfer.nccl_library import NcclLibrary
 from kvrelay.kv_transfer.nccl_pairs import (
     MAX_PAIR_MESSAGE_BYTES,
@@ -33,7 +33,7 @@ from kvrelay.kv_transfer.nccl_pairs import (
     codec,
     encode,
 )
-from kvrelay.kv_transfer.sockets import Connection, SocketThread
+from kvrelay.kv_transfer.sockets import Connection, SocketThread, require_curve
 from kvrelay.kv_transfer.staging import Budget, StagedPool
 from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
 from kvrelay.wire.frames import MALFORMED
@@ -75,10 +75,7 @@ class NcclBackend:
 
     def prepare(self) -> None:
         """Load NCCL and compile the kernels. Raises ConfigError without a GPU, NCCL or CURVE."""
-        if not zmq.has("curve"):
-            raise ConfigError(
-                "kv_connector nccl needs a libzmq with CURVE; take pyzmq from a wheel"
-            )
+        require_curve("kv_connector nccl")
         nccl = self._nccl
         if nccl is None:
             if self._region.gpu is None:
@@ -108,7 +105,7 @@ class NcclBackend:
         self._control.post(partial(self._control.dial, source.generation, address))
 
     def post_read(
-        self, source: Source, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+        self, source: Source, remote_blocks: BlockIds, local_blocks: BlockIds
     ) -> Transfer:
         part = source.part
         try:

@@ -18,7 +18,7 @@ import zmq
 from kvrelay.kv_transfer.backend import BackendEvent, BackendJob
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.shares import Heads
-from kvrelay.kv_transfer.sockets import Codec, SocketThread, received
+from kvrelay.kv_transfer.sockets import Codec, SocketThread, received, require_curve
 from kvrelay.wire import errors
 from kvrelay.wire.errors import ConfigError, KvrelayError, TransferError
 
@@ -144,10 +144,7 @@ class RankLink(SocketThread):
         self, host: str, heads: Sequence[Heads], engine_id: str, terms: BackendTerms
     ) -> None:
         """Listen at `host`. `heads`: of all ranks. Raises ConfigError."""
-        if not zmq.has("curve"):
-            raise ConfigError(
-                "tensor-parallel nodes need a libzmq with CURVE; take pyzmq from a wheel"
-            )
+        require_curve("tensor_parallel_size above 1")
         # Bounded by the requests of one engine.
         super().__init__("kv-ranks", MAX_RANK_MESSAGE_BYTES, unbounded=True)
         self.heads = tuple(heads)

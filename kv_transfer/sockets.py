@@ -19,7 +19,16 @@ from zmq.utils.monitor import recv_monitor_message
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.log_lines import Seldom
 
-__all__ = ["NO_HANDSHAKE", "Codec", "Connection", "Socket", "SocketThread", "listen", "received"]
+__all__ = [
+    "NO_HANDSHAKE",
+    "Codec",
+    "Connection",
+    "Socket",
+    "SocketThread",
+    "listen",
+    "received",
+    "require_curve",
+]
 
 log = logging.getLogger(__name__)
 
@@ -244,6 +253,15 @@ class Connection:
         self.dealer.disable_monitor()
         self.monitor.close(linger=0)
         self.dealer.close(linger=LINGER_MS)
+
+
+def require_curve(who: str) -> None:
+    """Raise ConfigError if libzmq has no CURVE, with the setting that needs it."""
+    if not zmq.has("curve"):
+        raise ConfigError(
+            f"{who} needs CURVE, which libzmq {zmq.zmq_version()} was built without "
+            "here; take pyzmq from a wheel: pip install --force-reinstall --only-binary pyzmq pyzmq"
+        )
 
 
 def received(sock: Socket) -> Iterator[list[bytes]]:
