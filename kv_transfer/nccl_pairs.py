@@ -16,15 +16,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import torch
 
 from kvrelay.kv_transfer.backend import wake_in_time
+from kvrelay.kv_transfer.connector import BlockIds
 from kvrelay.kv_transfer.nccl_library import (
     RECEIVES,
     SENDS,
@@ -125,8 +126,8 @@ class Terms:
 class Transfer:
     """A read, as the backend's handle. Either `done` or `error` is set, once."""
 
-    remote_blocks: Sequence[int]
-    local_blocks: Sequence[int]
+    remote_blocks: BlockIds
+    local_blocks: BlockIds
     part: Share
     """The parts of each block that are moved; a source knows its own end alone."""
     done: bool = False
@@ -148,10 +149,11 @@ class Move(NamedTuple):
 class Pair(abc.ABC):
     """An end of a pair. Methods may be called from any thread, and return at once."""
 
+    _rank: ClassVar[int]
+
     def __init__(
         self,
         name: bytes,
-        rank: int,
         slice_bytes: int,
         terms: Terms,
         say: Callable[[PairMessage], None],
@@ -163,7 +165,6 @@ class Pair(abc.ABC):
         self.idle_since: float | None = None
         self.over: TransferError | None = None
         """Why this pair touches the pool no more."""
-        self._rank = rank
         self._terms = terms
         self._say = say
         self._ended = ended
@@ -342,6 +343,8 @@ MAX_ASKS = 4096
 
 
 class SourcePair(Pair):
+    _rank = SENDS
+
     def __init__(
         self,
         meet: Meet,
@@ -349,7 +352,7 @@ class SourcePair(Pair):
         say: Callable[[PairMessage], None],
         ended: Callable[[Pair], None],
     ) -> None:
-        super().__init__(meet.pair, SENDS, meet.slice_bytes, terms, say, ended)
+        super().__init__(meet.pair, meet.slice_bytes, terms, say, ended)
         self._facts = meet.facts
 
     def serve(self, ask: Ask) -> None:
@@ -379,7 +382,7 @@ class SourcePair(Pair):
         self, move: Move, stage: torch.Tensor, communicator: NcclCommunicator, lane: Lane
     ) -> Work:
         with self._touching():
-            lane.gather(move.places, move.rows, stage)
+            lane.copy(move.places, move.rows, stage, into_pool=False)
         return communicator.send(stage)
 
     def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
@@ -392,16 +395,8 @@ class SourcePair(Pair):
 class ReaderPair(Pair):
     """A pair's end that asks, and receives in that order."""
 
-    def __init__(
-        self,
-        name: bytes,
-        slice_bytes: int,
-        terms: Terms,
-        say: Callable[[PairMessage], None],
-        ended: Callable[[Pair], None],
-    ) -> None:
-        super().__init__(name, RECEIVES, slice_bytes, terms, say, ended)
-        self._introduced = False
+    _rank = RECEIVES
+    _introduced = False
 
     def read(self, transfer: Transfer) -> bool:
         """Read; return False if this pair has ended: another is needed."""
@@ -436,7 +431,7 @@ class ReaderPair(Pair):
     def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
         work()
         with self._touching():
-            lane.scatter(move.places, move.rows, stage)
+            lane.copy(move.places, move.rows, stage, into_pool=True)
         if move.is_last:
             if not within(self._terms.patience_s, lambda: lane.settled() or self.over is not None):
                 raise PeerLost(

@@ -11,7 +11,7 @@ import ctypes
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from kvrelay.kernels.pool_memory import CudaPiece
 from kvrelay.kv_transfer.backend import runs
-from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.connector import BlockIds, PoolRegion
 from kvrelay.wire.errors import PeerLost, TransferError
 
 __all__ = ["Budget", "StagedPool", "Lane", "Places", "cut"]
@@ -80,7 +80,7 @@ class Budget:
 class Places:
     """A transfer's place in the pool: `row_bytes` of each of `blocks`, from `offset` on."""
 
-    blocks: Sequence[int]
+    blocks: BlockIds
     offset: int
     row_bytes: int
     table: Table | None
@@ -161,7 +161,7 @@ class Lane:
                 f"no {num_bytes} bytes of staging memory on {device}: {error}"
             ) from error
 
-    def places(self, blocks: Sequence[int], offset: int, row_bytes: int) -> Places:
+    def places(self, blocks: BlockIds, offset: int, row_bytes: int) -> Places:
         """Prepare to copy this part of these blocks, until `forget`."""
         pool = self._pool
         if self._kernel is None or any(
@@ -181,15 +181,8 @@ class Lane:
         if places.table is not None:
             self._tables.append(places.table)
 
-    def gather(self, places: Places, rows: range, staging: torch.Tensor) -> None:
-        """Copy pool -> staging, in the order of the current stream."""
-        self._copy(places, rows, staging, into_pool=False)
-
-    def scatter(self, places: Places, rows: range, staging: torch.Tensor) -> None:
-        """Copy staging -> pool, complete when `settled`."""
-        self._copy(places, rows, staging, into_pool=True)
-
-    def _copy(self, places: Places, rows: range, staging: torch.Tensor, *, into_pool: bool) -> None:
+    def copy(self, places: Places, rows: range, staging: torch.Tensor, *, into_pool: bool) -> None:
+        """Copy pool -> staging or back, in the current stream's order; complete when `settled`."""
         table, part = places.table, slice(rows.start, rows.stop)
         if table is None:
             packed_rows = staging[: len(rows) * places.row_bytes].view(len(rows), -1)

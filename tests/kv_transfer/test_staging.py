@@ -48,8 +48,8 @@ def test_what_is_gathered_is_scattered(
     sources, targets = (lane.places(blocks, offset, row_bytes) for blocks in (there, here))
     assert (sources.table is not None) == (kernel is not None and row_bytes % 16 == 0)
     for piece in cut(5, row_bytes, slice_bytes):
-        lane.gather(sources, piece, staging)
-        lane.scatter(targets, piece, staging)
+        lane.copy(sources, piece, staging, into_pool=False)
+        lane.copy(targets, piece, staging, into_pool=True)
     assert lane.settled()
     assert torch.equal(pool, expected)
 
@@ -61,8 +61,8 @@ def test_block_ids_of_two_transfers_lie_apart_until_one_is_forgotten() -> None:
     staging = lane.staging(20 * BLOCK_BYTES)
     (piece,), (long,) = cut(2, BLOCK_BYTES, 2 * BLOCK_BYTES), cut(20, BLOCK_BYTES, 20 * BLOCK_BYTES)
     first, second = lane.places([1, 2], 0, BLOCK_BYTES), lane.places([5, 6], 0, BLOCK_BYTES)
-    lane.gather(first, piece, staging)
-    lane.scatter(second, piece, staging)
+    lane.copy(first, piece, staging, into_pool=False)
+    lane.copy(second, piece, staging, into_pool=True)
     expected[[5, 6]] = expected[[1, 2]]
     assert torch.equal(pool, expected)
     lane.forget(first)
@@ -70,7 +70,7 @@ def test_block_ids_of_two_transfers_lie_apart_until_one_is_forgotten() -> None:
     again = lane.places([3, 4], 0, BLOCK_BYTES)
     assert again.table in (first.table, second.table)
     # More than the pool has: the same block again and again.
-    lane.gather(lane.places([7] * 20, 0, BLOCK_BYTES), long, staging)
+    lane.copy(lane.places([7] * 20, 0, BLOCK_BYTES), long, staging, into_pool=False)
     assert torch.equal(staging.view(20, -1), expected[[7] * 20])
 
 
@@ -87,8 +87,8 @@ def test_gpu_lane_copies_by_kernel_and_settles() -> None:
         sources, targets = (lane.places(blocks, 0, 1 << 20) for blocks in (there, here))
         assert sources.table is not None
         for piece in cut(32, 1 << 20, 10 << 20):
-            lane.gather(sources, piece, staging)
-            lane.scatter(targets, piece, staging)
+            lane.copy(sources, piece, staging, into_pool=False)
+            lane.copy(targets, piece, staging, into_pool=True)
     assert lane.settled()
     expected[here] = expected[there]
     assert torch.equal(pool, expected)
