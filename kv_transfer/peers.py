@@ -77,23 +77,15 @@ class _Peer:
         return f"{self.key.host}:{self.key.port}"
 
 
+@dataclass(slots=True)
 class Peers:
-    def __init__(
-        self,
-        hello: HandshakeRequest,
-        config: TransferConfig,
-        fetches: FetchTable,
-        asks: Asks,
-        control: ControlThread,
-        backends: Backends,
-    ) -> None:
-        self._hello = hello
-        self._config = config
-        self._fetches = fetches
-        self._asks = asks
-        self._control = control
-        self._backends = backends
-        self._peers: dict[PeerKey, _Peer] = {}
+    _hello: HandshakeRequest
+    _config: TransferConfig
+    _fetches: FetchTable
+    _asks: Asks
+    _control: ControlThread
+    _backends: Backends
+    _peers: dict[PeerKey, _Peer] = field(default_factory=dict)
 
     # What the step loop wants.
 

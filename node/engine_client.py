@@ -8,6 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -39,16 +40,12 @@ __all__ = ["EngineClient"]
 log = logging.getLogger("kvrelay.node")
 
 
+@dataclass(slots=True)
 class Updates:
-    def __init__(
-        self,
-        engine: EngineClient,
-        queue: asyncio.Queue[RequestUpdate | None],
-        request_ids: set[str],
-    ) -> None:
-        self._engine = engine
-        self._queue = queue
-        self._live = request_ids
+    _engine: EngineClient
+    _queue: asyncio.Queue[RequestUpdate | None]
+    _live: set[str]
+    """Ids of requests that have not ended."""
 
     async def next(self) -> tuple[RequestUpdate, Load]:
         """Return the next update of any request. Raises EngineDead."""
