@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from types import FrameType
 
 import msgspec
@@ -74,7 +74,7 @@ async def _lifespan(node: Node, server: _Server) -> AsyncIterator[None]:
     heartbeats = Heartbeats(node.config.router, node.config.api_key, lambda: _heartbeat(node))
     node.on_change = heartbeats.send_now
     tasks = [
-        asyncio.create_task(_load_and_watch(node, server.end_now, heartbeats.send_now)),
+        asyncio.create_task(_load_and_watch(node, server)),
         asyncio.create_task(server.drain_on_signal()),
         asyncio.create_task(heartbeats.run()),
     ]
@@ -110,9 +110,6 @@ class _Server(uvicorn.Server):
         self._node.streams.close()  # they never end by themselves
         await super().shutdown(sockets)
 
-    def end_now(self) -> None:
-        self.should_exit = True
-
     async def drain_on_signal(self) -> None:
         while self._signal is None:
             await asyncio.sleep(_SIGNAL_POLL_S)
@@ -140,9 +137,7 @@ def _heartbeat(node: Node) -> Heartbeat | None:
     )
 
 
-async def _load_and_watch(
-    node: Node, end: Callable[[], None], on_ready: Callable[[], None]
-) -> None:
+async def _load_and_watch(node: Node, server: _Server) -> None:
     try:
         serving = await load_serving(node.config, node.engine, node.sandbox)
         node.cache.attach(serving.info)
@@ -157,7 +152,7 @@ async def _load_and_watch(
         _log_ready(node.config, serving)
         not_before = 0.0
         while True:
-            on_ready()
+            node.on_change()
             await node.engine.ended.wait()
             # An engine that dies again soon ends its node, whose supervisor waits longer each time.
             if node.cache.source is None or node.draining or time.monotonic() < not_before:
@@ -168,11 +163,9 @@ async def _load_and_watch(
         log.error("%s", node.failure)
     except Exception as why:
         ours = isinstance(why, KvrelayError)
-        node.failure = (
-            why.message if isinstance(why, KvrelayError) else f"{type(why).__name__}: {why}"
-        )
+        node.failure = str(why) if ours else f"{type(why).__name__}: {why}"
         log.error("the node cannot serve: %s", node.failure, exc_info=not ours)
-    end()
+    server.should_exit = True
 
 
 async def _start_again(node: Node, serving: Serving) -> None:
