@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
@@ -130,11 +131,7 @@ def engine_stats(
         held_blocks=scheduler.kept.num_held,
         lent_blocks=scheduler.kept.num_lent,
         quarantined_blocks=scheduler.kept.quarantined,
-        steps=counters.steps,
-        step_s=counters.step_s,
-        prompt_tokens=counters.prompt_tokens,
-        cached_prompt_tokens=counters.cached_prompt_tokens,
-        generated_tokens=counters.generated_tokens,
+        **asdict(counters),
         preemptions=scheduler.preemptions,
         draft_tokens=scheduler.speculation.draft_tokens,
         accepted_tokens=scheduler.speculation.accepted_tokens,
